@@ -64,6 +64,9 @@ $(INSTALLED): pyproject.toml constraints.txt
 # The metrics' tests compare with it; torchvision, which it asks for, reads its own data sets.
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check \
 	  --constraint constraints.txt --no-deps torch-fidelity
+# Upscalers' networks; without torchvision, which PyPI does not have for a CPU's torch.
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check \
+	  --constraint constraints.txt --no-deps spandrel
 	@touch $@
 
 # Prometheus and vmagent are unpacked from Debian's packages, not installed: no root is needed.

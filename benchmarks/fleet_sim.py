@@ -3,15 +3,24 @@
 Each replica runs the worker's own pipeline and storage code, with an engine that takes a card's
 time for an image and Azure's documented limits below the SDK. Nodes are as SaladCloud measured its
 own: 1.1 interruptions an hour among 100, a quarter of them slow; one in twenty returns broken
-images. Time is simulated, so a run depends on its seed alone; about 1,000 jobs take a second.
+images. Time is simulated, so a run depends on its seed, but for an image or
+two; 1,000 to 1,400 jobs take a second.
 
-    python benchmarks/fleet_sim.py --replicas 1,10,100,750
+    python benchmarks/fleet_sim.py --replicas 1,10,100,750 --seeds 5
     python benchmarks/fleet_sim.py --replicas 2000 --gpu "RTX 5090" --shards 8 --share 0.1
     python benchmarks/fleet_sim.py --replicas 100 --gpu "RTX 3060 8GB" --interruptions 10 --hours 1
+    python benchmarks/fleet_sim.py --stages 500:1,250:2
     python benchmarks/fleet_sim.py --reference
     python benchmarks/fleet_sim.py --affinity
-    python benchmarks/fleet_sim.py --measured scaling.json    # of `imagefleet bench scaling`
+    python benchmarks/fleet_sim.py --measured benchmarks/results/engine-h200.json --replicas 750
+    python benchmarks/fleet_sim.py --measured benchmarks/results/gpus-h200.json
     python benchmarks/fleet_sim.py --pictures benchmarks/results/fleet-sim.json
+
+With --measured, cards get this engine's share of their limit that was measured (`engine.py`), or
+the table of GPUs of one machine goes on (`gpus.py`, `imagefleet bench scaling --json-file`).
+
+With --stages, each job is a chain: the job of a stage is sent to its model's queue once the image
+of the one before is stored.
 
 Every row but a campaign's (--jobs) is a part of a run that goes on: it begins once all replicas
 draw, and lasts for so many simulated seconds. With --share 0.1, a tenth of the replicas is
@@ -22,6 +31,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import statistics
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -34,8 +44,8 @@ from rich.table import Table
 
 from imagefleet import errors
 from imagefleet.pricing import prices
-from simulation import account, affinity, measure, nodes, pictures, reference
-from simulation.fleet import Plan
+from simulation import account, affinity, measure, measured, nodes, pictures, reference
+from simulation.fleet import Plan, Stage
 from simulation.measure import Figures
 
 #: All replicas draw by then, and those that were broken have been replaced.
@@ -43,12 +53,19 @@ WARM_SECONDS = 270.0
 
 SECONDS = 120.0
 
+#: So many seconds of one replica are measured at least, an eighth of an hour of 100: images come by
+#: the slots, so that chance is more where there are few. But no row lasts longer than half an hour.
+REPLICA_SECONDS = 45_000.0
+LONGEST_SECONDS = 1_800.0
+
 #: Of one replica alone, whose images come by the slots.
 ALONE_SECONDS = 600.0
 
 WIDTH = 170
 
-#: The table of `imagefleet bench scaling` goes on with these.
+CARDS = reference.CARDS
+
+#: A table of workers that were measured goes on with these.
 CONTINUED = (64, 750)
 
 
@@ -76,7 +93,7 @@ def _parser() -> argparse.ArgumentParser:
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--reference", action="store_true", help="replay the public run of 24 hours")
     what.add_argument("--affinity", action="store_true", help="workers that prefer what they hold")
-    what.add_argument("--measured", type=Path, metavar="FILE", help="`bench scaling --json-file`")
+    what.add_argument("--measured", type=Path, metavar="FILE", help="results of this engine")
     what.add_argument("--pictures", type=Path, metavar="FILE", help="draw results into docs/")
     parser.add_argument("--replicas", type=_numbers, metavar="LIST", help="1,10,100,750 by default")
     parser.add_argument("--gpu", help="classes with a speed in gpus.toml, separated by commas")
@@ -90,8 +107,15 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--hours", type=float, help="of simulated time, of each row")
     parser.add_argument("--warm-seconds", type=float, default=WARM_SECONDS)
+    parser.add_argument(
+        "--stages",
+        type=_stages,
+        metavar="LIST",
+        help="replicas of each stage of a chain, and by what it is faster: 500:1,250:2",
+    )
     parser.add_argument("--jobs", type=int, help="of one campaign, simulated until it is done")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seeds", type=int, default=1, help="runs of each row, from --seed on")
     return parser
 
 
@@ -102,46 +126,83 @@ def _numbers(text: str) -> list[int]:
     return numbers
 
 
+def _stages(text: str) -> list[Stage]:
+    pairs = [each.partition(":") for each in text.split(",")]
+    stages = [Stage(int(replicas), float(speed or 1)) for replicas, _, speed in pairs]
+    if min(stage.replicas for stage in stages) < 1 or min(stage.speed for stage in stages) <= 0:
+        raise argparse.ArgumentTypeError("should have a replica of each stage at least")
+    return stages
+
+
 def _scaling(arguments: argparse.Namespace) -> dict[str, Any]:
-    cards = _cards(arguments)
-    known = _measured(arguments.measured) if arguments.measured else []
-    if known:
-        cards = [nodes.Card("measured", known[0]["images_per_second"], 0.0)]
+    names = [each.strip() for each in arguments.gpu.split(",")] if arguments.gpu else CARDS
+    if arguments.measured:
+        results = measured.read(arguments.measured)
+        cards, known = results.cards(names, arguments.priority), results.rows
+    else:
+        cards, known = nodes.cards_of(names, arguments.priority), ()
     replicas = arguments.replicas or (CONTINUED if known else (1, 10, 100, 750))
+    if arguments.stages:
+        replicas = [sum(stage.replicas for stage in arguments.stages)]
     weather = nodes.Weather(arguments.interruptions)
-    seconds = SECONDS if arguments.hours is None else 3600 * arguments.hours
     fastest = max(cards, key=lambda card: card.images_per_second)
-    rows: list[Figures] = []
+    found: list[dict[str, Any]] = []
     with _progress() as progress:
         undisturbed = nodes.Weather(0, 0, 0)
         plan = Plan(1, [fastest], undisturbed, seed=arguments.seed)
         alone = _simulated(plan, arguments.warm_seconds, ALONE_SECONDS, progress)
         for number in replicas:
             share = max(arguments.share, 1 / number)
-            plan = Plan(
-                round(number * share),
-                cards,
-                weather,
-                shards=min(arguments.shards, number),
-                jobs=arguments.jobs,
-                seed=arguments.seed,
-                queue_limit=share * account.QUEUE_OPERATIONS_PER_SECOND,
-                account_limit=share * account.ACCOUNT_REQUESTS_PER_SECOND,
-            )
-            longest = max(seconds, 7 * 86_400) if arguments.jobs else seconds
-            part = _simulated(plan, arguments.warm_seconds, longest, progress)
-            rows.append(measure.whole(part, number, share))
-    found = [of_row(row, alone) for row in rows]
+            stages = [
+                Stage(max(1, round(stage.replicas * share)), stage.speed)
+                for stage in arguments.stages or ()
+            ]
+            simulated = sum(each.replicas for each in stages) or round(number * share)
+            if arguments.jobs:
+                seconds = 7 * 86_400.0
+            elif arguments.hours is None:
+                seconds = max(SECONDS, min(REPLICA_SECONDS / simulated, LONGEST_SECONDS))
+            else:
+                seconds = 3600 * arguments.hours
+            runs = [
+                _simulated(
+                    Plan(
+                        simulated,
+                        cards,
+                        weather,
+                        shards=min(arguments.shards, number),
+                        jobs=arguments.jobs,
+                        seed=seed,
+                        stages=stages,
+                        queue_limit=share * account.QUEUE_OPERATIONS_PER_SECOND,
+                        account_limit=share * account.ACCOUNT_REQUESTS_PER_SECOND,
+                    ),
+                    arguments.warm_seconds,
+                    seconds,
+                    progress,
+                )
+                for seed in range(arguments.seed, arguments.seed + arguments.seeds)
+            ]
+            found.append(_of_row([measure.whole(run, number, share) for run in runs], alone))
     _show(known, found, cards, arguments)
-    return {**found[-1], "rows": found} | ({"measured": known} if known else {})
+    return {**found[-1], "rows": found} | ({"measured": list(known)} if known else {})
 
 
-def of_row(row: Figures, alone: Figures) -> dict[str, Any]:
+def _of_row(runs: Sequence[Figures], alone: Figures) -> dict[str, Any]:
     """A row of the table; perfectly linear is what one replica alone makes of its card's speed."""
+    # Without the edges of its time: 16 images come together.
+    one = alone.share_of_possible + alone.missing["not_stored"]
+    shares = [run.share_of_possible / one for run in runs]
     return {
-        **asdict(row),
-        "linear_fraction": row.share_of_possible / alone.share_of_possible,
-        "one_replica_share": alone.share_of_possible,
+        **asdict(measure.together(runs)),
+        "linear_fraction": statistics.fmean(shares),
+        "stages": [
+            asdict(each) | {"linear_fraction": each.share_of_possible / one}
+            for each in measure.together(runs).stages
+        ],
+        "linear_fraction_by_seed": shares,
+        "linear_fraction_deviation": statistics.stdev(shares) if len(shares) > 1 else None,
+        "one_replica_share": one,
     }
 
 
@@ -195,21 +256,6 @@ def _affinity(arguments: argparse.Namespace) -> dict[str, Any]:
     return {"rows": [asdict(each) for each in found]}
 
 
-def _cards(arguments: argparse.Namespace) -> Sequence[nodes.Card]:
-    names = arguments.gpu.split(",") if arguments.gpu else reference.CARDS
-    return nodes.cards_of([each.strip() for each in names], arguments.priority)
-
-
-def _measured(file: Path) -> list[dict[str, Any]]:
-    try:
-        rows = json.loads(file.read_text(encoding="utf-8"))["rows"]
-        return [dict(row) for row in rows if row["workers"] and row["images_per_second"]]
-    except (OSError, ValueError, LookupError, TypeError) as error:
-        raise errors.SetupError(
-            f"{file} is not what `imagefleet bench scaling --json-file` writes: {error}"
-        ) from None
-
-
 def _show(
     known: Sequence[dict[str, Any]],
     found: Sequence[dict[str, Any]],
@@ -235,7 +281,7 @@ def _show(
         table.add_row(
             f"{row['replicas']:,}",
             f"{row['images_per_second']:,.2f}",
-            f"{row['linear_fraction']:.2%}",
+            _share(row),
             f"{row['idle_fraction']:.2%}",
             f"{row['queue_operations_per_second']:,.0f}",
             f"{row['busiest_queue_per_second']:,.0f}",
@@ -249,6 +295,9 @@ def _show(
         )
     last = found[-1]
     part = "until every job was done" if arguments.jobs else "of a run that goes on"
+    for row in found:
+        if row["stages"]:
+            _console().print(_stages_table(row["stages"]))
     _console().print(
         table,
         f"{', '.join(card.name for card in cards)}; shards: {last['shards']};"
@@ -260,6 +309,28 @@ def _show(
         f" {last['one_replica_share']:.2%} of its card's speed.",
         soft_wrap=True,
     )
+
+
+def _stages_table(stages: Sequence[dict[str, Any]]) -> Table:
+    table = Table("stage", "replicas", "images/s", "of linear", "of the stage before", "idle")
+    for number, stage in enumerate(stages, 1):
+        before = stage["share_of_before"]
+        table.add_row(
+            f"{number} ({stage['speed']:g} times as fast)",
+            f"{stage['replicas']:,}",
+            f"{stage['images_per_second']:,.2f}",
+            f"{stage['linear_fraction']:.2%}",
+            "" if before is None else f"{before:.2%}",
+            f"{stage['idle_fraction']:.2%}",
+        )
+    return table
+
+
+def _share(row: dict[str, Any]) -> str:
+    text = f"{row['linear_fraction']:.2%}"
+    if row["linear_fraction_deviation"] is None:
+        return text
+    return f"{text} ± {100 * row['linear_fraction_deviation']:.2f}"
 
 
 def _console() -> Console:

@@ -8,7 +8,7 @@ import functools
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from types import FrameType
@@ -33,6 +33,9 @@ DRY_RUN_JOBS = 10
 
 #: Skipped lines that are reported one by one.
 _SHOWN_SKIPPED = 10
+
+#: Queues that are named when jobs of many models were sent.
+SHOWN_QUEUES = 5
 
 #: A file below this size is checked in a moment.
 _LONG_FILE_BYTES = 5_000_000
@@ -317,13 +320,25 @@ def _print_jobs(source: Source, *, quiet: bool) -> None:
     sys.stdout.flush()
 
 
+def _named(queues: Mapping[str, int]) -> str:
+    """The queues that jobs were sent to, with how many each if there are several."""
+    if len(queues) == 1:
+        return next(iter(queues))
+    most = sorted(queues.items(), key=lambda each: -each[1])
+    shown = [f"{name} ({count:,})" for name, count in most[:SHOWN_QUEUES]]
+    if len(most) > SHOWN_QUEUES:
+        rest = sum(count for _, count in most[SHOWN_QUEUES:])
+        shown.append(f"{len(most) - SHOWN_QUEUES} more queues ({rest:,})")
+    return f"{', '.join(shown[:-1])} and {shown[-1]}"
+
+
 def print_summary(summary: Summary, skipped: int, path: Path | None, mended: int) -> None:
     if summary.sent:
         second = summary.second_drawings
         also = f" and {console.counted(second, 'second drawing')}" if second else ""
         console.print_note(
-            f"{console.counted(summary.sent, 'job')}{also} sent to {summary.queue} in"
-            f" {summary.storage}, {summary.jobs_per_second:,.0f} jobs/s"
+            f"{console.counted(summary.sent, 'job')}{also} sent to"
+            f" {_named(summary.queues)} in {summary.storage}, {summary.jobs_per_second:,.0f} jobs/s"
         )
     if summary.refusals:
         console.print_note(

@@ -27,6 +27,7 @@ from fleet.gallery import command as gallery
 from fleet.gate import command as gate
 from fleet.keys import command as keys
 from fleet.monitor import command as monitor
+from fleet.networks import command as networks
 from fleet.plan import command as plan
 from fleet.redo import command as redo
 from fleet.report import command as report
@@ -174,6 +175,8 @@ app.command("prompt")(prompt.command)
 app.add_typer(model.app, name="model", short_help="Stores and lists checkpoints.")
 app.add_typer(lora.app, name="lora", short_help="Stores and lists LoRAs.")
 app.add_typer(embedding.app, name="embedding", short_help="Stores and lists embeddings.")
+app.add_typer(networks.upscaler, name="upscaler", short_help="Stores and lists upscalers.")
+app.add_typer(networks.controlnet, name="controlnet", short_help="Stores and lists ControlNets.")
 app.add_typer(kernels.app, name="kernels", short_help="Builds, stores and lists compiled kernels.")
 app.add_typer(bench.app, name="bench", short_help="Measures this machine's speed.")
 

@@ -56,7 +56,7 @@ def command(
     ] = None,
     as_json: options.AsJson = False,
 ) -> None:
-    """Shows a prompt's chunks, tokens, weights, LoRAs and embeddings.
+    """Shows a prompt's tokens, weights, LoRAs and embeddings.
 
     Without --embedding-directory or --storage the names of embeddings are words. Exit code 2 if it
     uses unsupported syntax, or an embedding that cannot be used.

@@ -1,4 +1,4 @@
-"""Calls at the same time that end together, and the processor cores that there are."""
+"""Calls at the same time: those that end together, and those that share their way to a thread."""
 
 from __future__ import annotations
 
@@ -6,9 +6,20 @@ import asyncio
 import contextlib
 import math
 import os
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable
+import threading
+import time
+from collections import defaultdict, deque
+from collections.abc import (
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Coroutine,
+    Iterable,
+    Sequence,
+)
+from concurrent.futures import Executor
 from pathlib import Path
-from typing import Any, TypeVar, overload
+from typing import Any, Generic, NamedTuple, TypeVar, overload
 
 #: A container's limit of processor time: microseconds, of so many.
 _QUOTA = Path("/sys/fs/cgroup/cpu.max")
@@ -18,6 +29,10 @@ Second = TypeVar("Second")
 Third = TypeVar("Third")
 Result = TypeVar("Result")
 Item = TypeVar("Item")
+
+#: A call that has waited for so long wakes another thread. To wake one, and to answer a loop, takes
+#: longer than many a call.
+_PATIENCE_SECONDS = 0.002
 
 
 def cores() -> int:
@@ -99,3 +114,133 @@ async def beside(*works: Coroutine[Any, Any, object]) -> AsyncIterator[None]:
         for ended in await asyncio.gather(*tasks, return_exceptions=True):
             if isinstance(ended, Exception):
                 raise ended
+
+
+class _Call(NamedTuple, Generic[Item, Result]):
+    item: Item
+    loop: asyncio.AbstractEventLoop
+    done: asyncio.Future[Result]
+    at: float
+    """Monotonic seconds."""
+
+
+_Ended = tuple["asyncio.Future[Any]", object]
+
+
+class Batches(Generic[Item, Result]):
+    """Does the items of many calls in threads, together, in the order of the calls.
+
+    One that comes alone is done at once. Under load, calls share their way to the thread and back,
+    and whatever *work* shares among its items: a transaction, or the sync of a folder.
+    """
+
+    def __init__(
+        self,
+        work: Callable[[Sequence[Item]], Sequence[Result | Exception]],
+        threads: Executor,
+        *,
+        most: int,
+        at_once: int = 1,
+    ) -> None:
+        """*work* returns each item's result or error, or raises what all of them get.
+
+        A batch has at most *most* items, and at most *at_once* batches are in the threads: more
+        than one only where calls would wait for longer than a thread takes to wake.
+        """
+        self._work = work
+        self._threads = threads
+        self._most = most
+        self._at_once = at_once
+        self._lock = threading.Lock()
+        self._waiting: deque[_Call[Item, Result]] = deque()
+        self._running = 0
+        self._looks_at = 0.0
+
+    async def __call__(self, item: Item) -> Result:
+        loop = asyncio.get_running_loop()
+        call: _Call[Item, Result] = _Call(item, loop, loop.create_future(), time.monotonic())
+        with self._lock:
+            self._waiting.append(call)
+            if not self._running:
+                self._wake()
+            elif self._running < self._at_once and call.at >= self._looks_at:
+                self._look_later(loop)
+        return await call.done
+
+    def _wake(self) -> None:
+        self._threads.submit(self._run)
+        self._running += 1
+
+    def _look_later(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._looks_at = time.monotonic() + _PATIENCE_SECONDS
+        loop.call_later(_PATIENCE_SECONDS, self._look, loop)
+
+    def _look(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Wakes another thread if those that run do not keep up."""
+        with self._lock:
+            if not self._waiting or self._running >= self._at_once:
+                return
+            if self._waiting[0].at <= time.monotonic() - _PATIENCE_SECONDS:
+                with contextlib.suppress(RuntimeError):  # they are shut down: nobody waits
+                    self._wake()
+            self._look_later(loop)
+
+    def _run(self) -> None:
+        ended: list[tuple[_Call[Item, Result], object]] = []
+        began_at = time.monotonic()
+        while batch := self._next():
+            ended += zip(batch, self._outcomes(batch), strict=True)
+            if not self._waiting or time.monotonic() - began_at > _PATIENCE_SECONDS:
+                _answer(ended)
+                ended, began_at = [], time.monotonic()
+        _answer(ended)
+
+    def _outcomes(self, batch: Sequence[_Call[Item, Result]]) -> Sequence[Result | Exception]:
+        try:
+            return self._work([call.item for call in batch])
+        except Exception as error:  # noqa: BLE001 - raised again by the calls
+            return [error] * len(batch)
+
+    def _next(self) -> list[_Call[Item, Result]]:
+        """The next batch; empty: nothing waits, and this thread is done."""
+        batch: list[_Call[Item, Result]] = []
+        with self._lock:
+            while self._waiting and len(batch) < self._most:
+                call = self._waiting.popleft()
+                if not call.done.cancelled():
+                    batch.append(call)
+            self._running -= not batch
+        return batch
+
+
+def one_by_one(
+    work: Callable[[Item], Result],
+) -> Callable[[Sequence[Item]], list[Result | Exception]]:
+    """*work* for `Batches`, whose items share only their way to the thread and back."""
+
+    def each(item: Item) -> Result | Exception:
+        try:
+            return work(item)
+        except Exception as error:  # noqa: BLE001 - raised again by the call
+            return error
+
+    return lambda items: [each(item) for item in items]
+
+
+def _answer(ended: Iterable[tuple[_Call[Any, Any], object]]) -> None:
+    by_loop: defaultdict[asyncio.AbstractEventLoop, list[_Ended]] = defaultdict(list)
+    for call, outcome in ended:
+        by_loop[call.loop].append((call.done, outcome))
+    for loop, outcomes in by_loop.items():
+        with contextlib.suppress(RuntimeError):  # it is closed: nobody waits
+            loop.call_soon_threadsafe(_end, outcomes)
+
+
+def _end(calls: Iterable[_Ended]) -> None:
+    for done, outcome in calls:
+        if done.done():  # its caller was cancelled
+            continue
+        if isinstance(outcome, Exception):
+            done.set_exception(outcome)
+        else:
+            done.set_result(outcome)

@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 #: Keys that a worker trusts at the same time: each may cost a check of each job.
 MAX_TRUSTED_KEYS = 8
 
+#: The purpose of a job's signature: one of something else is not valid for a job.
+OF_JOBS = "job"
+
 #: Characters of a signature in a message.
 SIGNATURE_CHARACTERS = 88
 
@@ -165,6 +168,23 @@ class Keys:
 
 
 NO_KEYS = Keys()
+
+
+def check_job(fields: Mapping[str, Any], signature: object, trusted: TrustedKeys) -> None:
+    """Raises UntrustedJobError; reads nothing else of a job that is not signed."""
+    if signature is None:
+        why = "it carries no signature"
+    elif not trusted.accept(OF_JOBS, fields, signature):
+        why = "it was changed after it was signed, or another key signed it"
+    elif fields.get("id") is None:
+        # Its message's id would take the place: sent again, it would be another job.
+        why = "it has no `id`, which a signed job needs"
+    else:
+        return
+    raise errors.UntrustedJobError(
+        f"the job is not signed with the trusted key: {why}. If it is yours, send it again with"
+        " IMAGEFLEET_SIGNING_KEY; else discard it"
+    )
 
 
 def _signed_bytes(purpose: str, fields: Mapping[str, Any]) -> bytes:

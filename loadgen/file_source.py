@@ -25,10 +25,10 @@ from imagefleet.job.message import (
     is_signed,
     message_fields,
     read_job,
-    without_deliveries,
 )
 from imagefleet.signing import SIGNATURE_CHARACTERS, SigningKey
 from imagefleet.storage import protocol
+from imagefleet.storage.deliveries import without_deliveries
 from loadgen.formats import files
 from loadgen.formats.entry import Entry, Format, FormatError
 

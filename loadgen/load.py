@@ -146,6 +146,9 @@ class Summary:
 
     storage: str
     queue: str
+    """Of jobs without a model."""
+    queues: Mapping[str, int]
+    """Messages that were sent, by their queue: that of their job's model."""
     sent: int
     confirmed: int
     total: int | None
@@ -228,8 +231,9 @@ class Load:
         )
         signing_key = signing.Keys.of(settings).signing
         sample = Sample(settings.second_drawings, self._start.sample_key, signing_key)
+        self._to = enqueue.JobSender(storage, priority, elsewhere=models, through=self._processes)
         self._sender = BulkSender(
-            enqueue.JobSender(storage, priority, elsewhere=models, through=self._processes),
+            self._to,
             self._campaigns.wanted(
                 source.bodies(self.confirmed),
                 self.confirmed,
@@ -275,6 +279,7 @@ class Load:
         return Summary(
             storage=self._storage.url,
             queue=self._queue.name,
+            queues=dict(self._to.sent_to),
             sent=progress.sent,
             confirmed=progress.confirmed,
             total=self._source.count,

@@ -5,8 +5,9 @@ from __future__ import annotations
 import hashlib
 import json
 
-from imagefleet.job.message import COMPARABLE_STEPS, PURPOSE, SIGNATURE_FIELD
-from imagefleet.signing import SigningKey
+from imagefleet.job.chain import THEN_FIELD
+from imagefleet.job.message import COMPARABLE_STEPS, SIGNATURE_FIELD
+from imagefleet.signing import OF_JOBS, SigningKey
 from imagefleet.storage import protocol
 
 
@@ -30,8 +31,9 @@ class Sample:
         if fields.get("verify") or fields.get("steps", COMPARABLE_STEPS) < COMPARABLE_STEPS:
             return None
         fields["verify"] = True
+        fields.pop(THEN_FIELD, None)
         if self._signing_key is not None:
-            fields[SIGNATURE_FIELD] = self._signing_key.sign(PURPOSE, fields)
+            fields[SIGNATURE_FIELD] = self._signing_key.sign(OF_JOBS, fields)
         elif is_signed:  # with somebody else's key
             return None
         message = json.dumps(fields, separators=(",", ":"))

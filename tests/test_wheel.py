@@ -133,6 +133,10 @@ COMMANDS: dict[str, Case] = {
     "lora list": Case("--json", r'"name": "rocket\.safetensors"'),
     "embedding add": Case("mist.safetensors", r"^mist$"),
     "embedding list": Case("--json", r'"name": "mist\.safetensors"'),
+    "upscaler add": Case("sharp.safetensors", r"^sharp$"),
+    "upscaler list": Case("--json", r'"name": "sharp\.safetensors"'),
+    "controlnet add": Case("canny.safetensors", r"^canny$"),
+    "controlnet list": Case("--json", r'"name": "canny\.safetensors"'),
     "health": Case("live --port {port}", r"^not live: no answer", 1),
     "worker": Case("--model model", NEEDS_WORKER, 2),
     "demo": Case("", NEEDS_WORKER, 2),
@@ -263,6 +267,9 @@ def work(tmp_path_factory: pytest.TempPathFactory, azurite_address: str, salad: 
     (folder / "dreams.safetensors").write_bytes(file_of())
     (folder / "rocket.safetensors").write_bytes(file_of(*LORA))
     (folder / "mist.safetensors").write_bytes(shaped(emb_params=[2, 768]))
+    (folder / "sharp.safetensors").write_bytes(shaped(**{"model.0.weight": [64, 3, 3, 3]}))
+    hint = "control_model.input_hint_block.0.weight"
+    (folder / "canny.safetensors").write_bytes(shaped(**{hint: [16, 3, 3, 3]}))
     archive.pack(compile_into(folder / "compiled"), KEY, folder / "kernels.tar.xz")
     (folder / "fleet.yaml").write_text(fleet_file(salad.url, replicas=2))
 

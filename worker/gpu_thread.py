@@ -12,7 +12,7 @@ import logging
 import threading
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -102,7 +102,12 @@ class EngineThread:
         self._accepting = True
         self._holds_jobs = False
         self._stopping = False
-        self._backlog = threading.Semaphore(backlog)
+        self._backlog = backlog
+        # Each is written by one thread alone; a semaphore would cost both a lock for each image.
+        self._delivered = 0
+        self._taken = 0
+        self._less_backlog = threading.Condition()
+        self._waits_for_less = False
         self._finished: asyncio.Queue[Delivery] = asyncio.Queue()
         self._admitted_at: dict[int, float] = {}
         self._loop = asyncio.get_running_loop()
@@ -134,9 +139,8 @@ class EngineThread:
             self._replacement = (load, loaded)
             self._wake.notify()
         engine = self._attach(await asyncio.shield(loaded))
-        while not self._finished.empty():  # of jobs that were handed back
-            self._finished.get_nowait()
-            self._backlog.release()
+        while self.finished_already():  # of jobs that were handed back
+            pass
         with self._wake:
             self._accepting, self._holds_jobs = True, False
         return engine
@@ -220,15 +224,21 @@ class EngineThread:
     async def finished(self) -> Delivery:
         """The next outcome."""
         delivery = await self._finished.get()
-        self._backlog.release()
+        self._count_taken()
         return delivery
 
     def finished_already(self) -> Delivery | None:
         """As `finished`, without a wait: None if there is no outcome yet."""
         if self._finished.empty():
             return None
-        self._backlog.release()
+        self._count_taken()
         return self._finished.get_nowait()
+
+    def _count_taken(self) -> None:
+        self._taken += 1
+        if self._waits_for_less:
+            with self._less_backlog:
+                self._less_backlog.notify()
 
     @property
     def is_stalled(self) -> bool:
@@ -327,9 +337,10 @@ class EngineThread:
                     self.clock.first_image_seconds,
                     extra={"action": "first_image"},
                 )
-            for finished in outcomes:
-                admitted_at = self._admitted_at.pop(finished.ticket)
-                self._deliver(Delivery(finished, admitted_at, ended_at))
+            self._deliver(
+                Delivery(finished, self._admitted_at.pop(finished.ticket), ended_at)
+                for finished in outcomes
+            )
 
     def _admit(self, engine: contract.Engine) -> bool:
         """Fills the engine; waits while there is nothing to do. False: stop, or it is replaced."""
@@ -359,8 +370,10 @@ class EngineThread:
                 self._told_capacity = engine.capacity
                 self._call(self._let_in, waited, engine.capacity)
             now = time.monotonic()
-            for ticket in cancelled:
-                self._deliver(Delivery(contract.Finished(ticket, errors.JobCancelled()), now, now))
+            self._deliver(
+                Delivery(contract.Finished(ticket, errors.JobCancelled()), now, now)
+                for ticket in cancelled
+            )
             if engine.busy:
                 return True
         return False
@@ -383,18 +396,37 @@ class EngineThread:
         if self.clock.first_at is not None:
             self.clock.idle_seconds[self._why_idle()] += time.monotonic() - began_at
 
-    def _deliver(self, delivery: Delivery) -> None:
-        if drawing := self._drawing.pop(delivery.finished.ticket, None):
-            self._call(_set_result, drawing, delivery)
-            return
-        if not self._backlog.acquire(blocking=False):
-            began_at = time.monotonic()
-            while not (self._stopping or self._replacement):
-                if self._backlog.acquire(timeout=IDLE_TICK_SECONDS):
-                    break
+    def _deliver(self, deliveries: Iterable[Delivery]) -> None:
+        """Hands what is finished to the loop, as much as may wait there at once."""
+        for_jobs: list[Delivery] = []
+        for delivery in deliveries:
+            if drawing := self._drawing.pop(delivery.finished.ticket, None):
+                self._call(_set_result, drawing, delivery)
+                continue
+            if self._delivered - self._taken >= self._backlog:
+                self._call(self._put_finished, for_jobs)
+                for_jobs = []
+                self._wait_for_less()
+            self._delivered += 1
+            for_jobs.append(delivery)
+        if for_jobs:
+            self._call(self._put_finished, for_jobs)
+
+    def _wait_for_less(self) -> None:
+        began_at = time.monotonic()
+        with self._less_backlog:
+            self._waits_for_less = True
             # Once the thread stops, or the engine is replaced, nothing is taken any more.
-            self.clock.idle_seconds["backpressure"] += time.monotonic() - began_at
-        self._call(self._finished.put_nowait, delivery)
+            while not (self._stopping or self._replacement):
+                if self._delivered - self._taken < self._backlog:
+                    break
+                self._less_backlog.wait(IDLE_TICK_SECONDS)
+            self._waits_for_less = False
+        self.clock.idle_seconds["backpressure"] += time.monotonic() - began_at
+
+    def _put_finished(self, deliveries: Iterable[Delivery]) -> None:
+        for delivery in deliveries:
+            self._finished.put_nowait(delivery)
 
     def _let_in(self, count: int, capacity: int) -> None:
         """Lets as many requests wait as were admitted, or as the engine now holds more."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from typing import Literal, get_args
 
@@ -32,7 +32,9 @@ Outcome = Literal[
 """How a job ended here; `verified` and `unverified`: a second drawing is stored, or none is;
 `moved`: to the queue of its model."""
 
-STAGES = ("pull", "prepare", "wait_gpu", "generate", "encode", "upload", "record", "acknowledge")
+Stage = Literal[
+    "pull", "prepare", "wait_gpu", "generate", "encode", "upload", "record", "acknowledge"
+]
 
 #: From a local SQLite call to a slow batch on a small card, doubling.
 STAGE_SECONDS_BUCKETS = tuple(0.001 * 2**power for power in range(17))
@@ -79,6 +81,9 @@ class WorkerMetrics:
         self.images = counter("imagefleet_images", "Images stored.")
         self.jobs = counter("imagefleet_jobs", "Jobs by outcome.", ["outcome"])
         self.model_images = counter("imagefleet_model_images", "Images stored.", ["model"])
+        self.chain_images = counter(
+            "imagefleet_chain_images", "Images stored of jobs with several stages.", ["stage"]
+        )
         self.model_jobs = counter(
             "imagefleet_model_jobs", "Jobs by outcome and model.", ["model", "outcome"]
         )
@@ -88,13 +93,17 @@ class WorkerMetrics:
         self.model_switch_seconds = counter(
             "imagefleet_model_switch_seconds", "Time without an engine during changes of models."
         )
-        self.stage_seconds = Histogram(
+        stage_seconds = Histogram(
             "imagefleet_stage_seconds",
             "Time of a job or an image in each stage.",
             ["stage"],
             buckets=STAGE_SECONDS_BUCKETS,
             registry=self.registry,
         )
+        #: By stage; each job is observed in all of them, and to find a series takes as long.
+        self.stage_seconds: Mapping[Stage, Histogram] = {
+            stage: stage_seconds.labels(stage) for stage in get_args(Stage)
+        }
         self.lease_renewals = counter(
             "imagefleet_lease_renewals", "Lease renewals by result.", ["result"]
         )
@@ -170,7 +179,6 @@ class WorkerMetrics:
         for metric, values in (
             (self.jobs, get_args(Outcome)),
             (self.lease_renewals, ("renewed", "unknown", "lost")),
-            (self.stage_seconds, STAGES),
             (self.node_windows, ("passed", "failed", "unknown")),
             (self.reallocations, ("granted", "refused")),
             (self.node_faults, get_args(NodeFault)),

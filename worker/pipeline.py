@@ -28,6 +28,7 @@ from worker.files.embeddings import EmbeddingLibrary
 from worker.files.hashes import FileHashes
 from worker.files.loras import LoraLibrary
 from worker.gpu_thread import EngineThread
+from worker.inputs.reader import InputReader
 from worker.jobs.depth import measure_depth
 from worker.jobs.in_flight import InFlightJob
 from worker.leases import LeaseKeeper
@@ -47,7 +48,7 @@ from worker.settle import Settler
 from worker.stages import record
 from worker.stages.generate import GenerateStage
 from worker.stages.prepare import PREPARERS, PrepareStage
-from worker.stages.upload import ENCODERS, STORAGE_RETRIES, UPLOADS, EncodeStage, UploadStage
+from worker.stages.upload import ENCODING, STORAGE_RETRIES, UPLOADS, EncodeStage, UploadStage
 
 log = logging.getLogger(__name__)
 
@@ -58,8 +59,7 @@ ENCODE_BACKLOG = 64
 #: exiting, since the leases expire by themselves.
 HAND_BACK_SECONDS = 5.0
 
-#: Before the model changes, jobs that were pulled are finished within this time; others are handed
-#: back: one may wait for its LoRA.
+#: For jobs that were pulled, before the model changes; one that waits for its LoRA is handed back.
 FINISH_SECONDS = 60.0
 
 #: The time for the record of suspect images, which nobody else can write.
@@ -117,6 +117,7 @@ class Pipeline:
             settings.lease_seconds,
             on_renewal=lambda result: self.metrics.lease_renewals.labels(result).inc(),
         )
+        self._cancelled = CancelledCampaigns(storage.files, storage.queue.name)
         self.settler = Settler(
             storage,
             self._keeper,
@@ -126,6 +127,7 @@ class Pipeline:
             worker_name=settings.name,
             retry_policy=retry_policy,
             on_settled=self._settled,
+            cancelled_campaigns=self._cancelled,
             flush_seconds=record.flush_seconds(storage.url, settings.lease_seconds),
         )
         self._watchdog = NodeWatchdog(self.engine_thread, limits, self.metrics)
@@ -147,6 +149,13 @@ class Pipeline:
             cache=settings.cache / "embeddings",
             trusted=self._trusted,
         )
+        self._inputs = InputReader(
+            storage.files,
+            storage.blobs,
+            cache=settings.cache,
+            cache_bytes=settings.cache_megabytes * 2**20,
+            trusted=self._trusted,
+        )
         self.metrics.collect_from(
             EngineCollector(self.engine_thread, self._library), self.cost, self._check
         )
@@ -159,7 +168,6 @@ class Pipeline:
         )
         self._hashes = FileHashes(settings.cache)
         self._quarantine = Quarantine(storage.files, frozenset({settings.name, suspects.machine()}))
-        self._cancelled = CancelledCampaigns(storage.files, storage.queue.name)
         self._upload: UploadStage | None = None
         self._earlier_images = 0  # of the models before
         self._is_draining = False
@@ -309,6 +317,7 @@ class Pipeline:
             generate,
             self._library,
             self._embeddings,
+            self._inputs,
             self._hashes,
             self.settler,
             self.metrics,
@@ -408,7 +417,7 @@ class Pipeline:
         side_tasks.start("note models", lambda: note_served(self._storage.models, self._served))
         side_tasks.start("prepare", prepare.run, PREPARERS)
         side_tasks.start("generate", generate.run)
-        side_tasks.start("encode", encode.run, ENCODERS)
+        side_tasks.start("encode", encode.run, ENCODING)
         side_tasks.start("upload", upload.run, UPLOADS)
         side_tasks.start("record", self.settler.pending.run)
         side_tasks.start("acknowledge", self.settler.pending.finish, UPLOADS)

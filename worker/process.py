@@ -344,9 +344,9 @@ class _Worker:
 
             device.check_listed_gpu()
         # Imported on the engine's thread: torch takes seconds to load, and the port answers.
-        from worker.engine.load import load_engine
+        from worker.engine.load import load_any_engine
 
-        return load_engine(
+        return load_any_engine(
             path,
             settings.device,
             precision=settings.precision,

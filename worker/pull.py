@@ -31,6 +31,10 @@ LEAST_AHEAD = 8
 #: wait for their leases.
 MOST_AHEAD = 1024
 
+#: While jobs that are done wait so long to be acknowledged, none are pulled: a queue at its limit
+#: would spend its operations on renewing ever more leases, and then deliver their jobs again.
+MOST_BEHIND_SECONDS = 15.0
+
 #: Pauses between polls of empty queues, doubled up to the longest: a new job waits five seconds on
 #: average. What an idle worker's polls cost in a day is in docs/storage.md.
 FIRST_PAUSE_SECONDS = 0.1
@@ -128,7 +132,7 @@ class Puller:
             asked_at = time.monotonic()
             try:
                 messages = await self.queue.receive(count, self.settings.lease_seconds)
-                self.metrics.stage_seconds.labels("pull").observe(time.monotonic() - asked_at)
+                self.metrics.stage_seconds["pull"].observe(time.monotonic() - asked_at)
                 if not messages and await self._is_done():
                     return
             except errors.TransientError as error:
@@ -182,7 +186,7 @@ class Puller:
 
     def _count_to_pull(self) -> int:
         """Jobs to pull now; 0 while there is only room for a handful of images."""
-        if self._paused:
+        if self._paused or self.settler.pending.behind_seconds > MOST_BEHIND_SECONDS:
             return 0
         target = self._target
         room = target - self._ahead

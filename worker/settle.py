@@ -12,16 +12,17 @@ from functools import partial
 from typing import Any
 
 from imagefleet import errors, retry
-from imagefleet.job.message import without_deliveries
+from imagefleet.cancelled import CancelledCampaigns
 from imagefleet.records.record import MAX_NAME_CHARACTERS, Record, of_job
 from imagefleet.records.record import Outcome as RecordOutcome
 from imagefleet.records.writer import RecordLog
 from imagefleet.storage import dead_letter, protocol, queue_names
 from imagefleet.storage.dead_letter import FailedJob
+from imagefleet.storage.deliveries import without_deliveries
 from imagefleet.storage.model_queues import named
 from imagefleet.storage.settings import checked_priority
 from worker.cost import CostMeter
-from worker.jobs import stored
+from worker.jobs import chains, stored
 from worker.jobs.in_flight import FailedImage, InFlightImage, InFlightJob
 from worker.leases import LeaseKeeper
 from worker.metrics import Outcome, WorkerMetrics
@@ -49,6 +50,7 @@ class Settler:
     worker_name: str
     retry_policy: retry.RetryPolicy
     on_settled: Callable[[InFlightJob, Outcome], None]
+    cancelled_campaigns: CancelledCampaigns
     flush_seconds: float
     """At the latest, the records of jobs that have ended are stored."""
     pending: PendingRecords = field(init=False)
@@ -103,7 +105,7 @@ class Settler:
         known |= {
             "outcome": outcome,
             "at": datetime.now(UTC),
-            "source": message.id,
+            "source": entry.source,
             "attempts": message.delivery_count,
             "worker": self.worker_name[:MAX_NAME_CHARACTERS],
         }
@@ -130,15 +132,19 @@ class Settler:
             await self._fail(entry, entry.failures)
         elif entry.is_put_off and not entry.is_all_stored:
             await self.put_off(entry)
-        else:
+        elif not entry.has_next_stage:
             await self._completed(entry)
+        elif entry.is_of(self.cancelled_campaigns):
+            await self.cancelled(entry)
+        else:
+            await self._go_on(entry)
 
     async def look_up(self, entry: InFlightJob) -> None:
         """Notes which images of a job earlier deliveries have stored, as far as that is in doubt.
 
         It is where a worker was lost, or left in a hurry: it has perhaps written no records.
         """
-        job, message = entry.job, entry.lease.message
+        job = entry.job
         if job is None or entry.is_looked_up:
             return
         earlier = entry.deliveries
@@ -146,9 +152,9 @@ class Settler:
         known = earlier.images & images if len(images) > 1 else set()
         entry.stored |= known
         entry.recorded |= known
-        if earlier.is_unsure:
+        if earlier.is_unsure or job.stage > 1:  # which may have been sent twice
             unknown = sorted(images - entry.stored)
-            look = partial(stored.find, self.storage.blobs, job, message.id, unknown)
+            look = partial(stored.find, self.storage.blobs, job, entry.source, unknown)
             found = await self.retry_policy.call(look)
             entry.again += found
             entry.stored.update(each.index for each in found)
@@ -167,6 +173,30 @@ class Settler:
 
         entry.mark_completed()
         await self.pending.put(finish, entry.records, entry.again)
+
+    async def _go_on(self, entry: InFlightJob) -> None:
+        """Sends the next stage of a job whose image is stored; its records may still wait."""
+        error = await self._send_next(entry)
+        if error is None:
+            await self._completed(entry)
+        elif entry.settle():  # else it was handed back meanwhile, and its next worker sends it
+            await self._not_sent(entry, error)
+
+    async def _send_next(self, entry: InFlightJob) -> errors.FleetError | None:
+        try:
+            await self.retry_policy.call(partial(chains.send_next, self.storage.models, entry))
+        except errors.FleetError as error:
+            return error
+        return None
+
+    async def _not_sent(self, entry: InFlightJob, error: errors.FleetError) -> None:
+        """The next stage of a job could not be sent: it is delivered again."""
+        if isinstance(error, errors.LeaseLost):
+            self._ended(entry, "lost")
+        elif isinstance(error, errors.TransientError):
+            self._abandoned(entry, error)
+        else:
+            await self._leave(entry, error, "is drawn, but its next stage cannot be sent; it")
 
     async def cancelled(self, entry: InFlightJob) -> None:
         """Its campaign was cancelled: acknowledges the message; what was begun is stored."""
@@ -199,6 +229,12 @@ class Settler:
             return True
         if not entry.is_all_stored:
             return False
+        if entry.has_next_stage:
+            if entry.is_of(self.cancelled_campaigns):
+                return False
+            if (fault := await self._send_next(entry)) is not None:
+                await self._not_sent(entry, fault)
+                return True
         entry.mark_completed()
         await self.pending.put(finish, entry.records, entry.again)
         return True
@@ -319,11 +355,14 @@ class Settler:
             )
             await self._end(entry, "moved", lambda: self.keeper.acknowledge(entry.lease))
 
-    async def _leave(self, entry: InFlightJob, error: errors.FleetError) -> None:
+    async def _leave(
+        self, entry: InFlightJob, error: errors.FleetError, why: str = "asks for another model and"
+    ) -> None:
         """Hands back a job that cannot be moved; it comes again, here or to a worker that may."""
         log.warning(
-            "job %s asks for another model and stays in the queue %s: %s",
+            "job %s %s stays in the queue %s: %s",
             entry.id,
+            why,
             entry.lease.message.queue,
             error.message,
             extra={"action": "job_not_moved", "job_id": entry.id},

@@ -81,11 +81,18 @@ class Queue:
     source: Iterator[Stored] = field(default_factory=lambda: iter(()))
     """Jobs that wait, made when they are leased: ten million need no memory."""
     redeliveries: int = 0
+    metadata: dict[str, str] = field(default_factory=dict)
     _visible: list[tuple[float, int, str, int]] = field(default_factory=list)
     _order: Iterator[int] = field(default_factory=itertools.count)
 
     def send(self, body: str, now: float) -> None:
         message = Stored(f"m{next(self._order)}", body)
+        self.messages[message.id] = message
+        self._show_at(message, now)
+
+    def add(self, message: Stored, now: float) -> None:
+        """As `send`, of a job with an id."""
+        self.limit.accepted += 1
         self.messages[message.id] = message
         self._show_at(message, now)
 
@@ -155,6 +162,9 @@ class Account:
         self.queues: dict[str, Queue] = {}
         self.containers: dict[str, dict[str, Blob]] = {}
         self.images = 0
+        self.images_by_stage: Counter[int] = Counter()
+        self.chain: list[Queue] = []
+        """The queue of each stage, where jobs have some."""
         self.lost: list[str] = []
         """Jobs whose messages were deleted although no image is stored."""
         self.overwritten = 0
@@ -203,6 +213,8 @@ class Account:
             self.overwritten += name.startswith(f"{CAMPAIGN}/")
         elif name.startswith(f"{CAMPAIGN}/"):
             self.images += 1
+            if self.chain:
+                self.images_by_stage[stage_of(name.removeprefix(f"{CAMPAIGN}/"))] += 1
         elif not name.startswith("-"):
             raise ValueError(f"the simulation knows no blob {name!r}")
         else:
@@ -210,10 +222,16 @@ class Account:
         blobs[name] = Blob(size)
 
     def deleted(self, message: Stored, images: str) -> None:
-        """A job's message is gone: its image must be there, or the job among the failed ones."""
-        name = image_of(message)
-        if name not in self.container(images) and not self._has_failed(message.id):
-            self.lost.append(message.id)
+        """A job's message is gone: its image must be there, or the job among the failed ones.
+
+        With its image there, the job of its next stage is sent.
+        """
+        if image_of(message) not in self.container(images):
+            if not self._has_failed(message.id):
+                self.lost.append(message.id)
+        elif self.chain and (following := stage_of(message.id) + 1) < len(self.chain):
+            name = f"t{following}-{message.id.partition('-')[2]}"
+            self.chain[following].add(job(name, stage_model(following)), self.clock())
 
     def _has_failed(self, job: str) -> bool:
         """Whether the job is among the failed ones."""
@@ -236,12 +254,28 @@ class Account:
         return sum(count - 1 for count in seen.values())
 
 
-def jobs(prefix: str, count: int | None = None) -> Iterator[Stored]:
+def jobs(prefix: str, count: int | None = None, model: str | None = None) -> Iterator[Stored]:
     """The jobs of a campaign, in its order; without *count* they never end."""
     for number in itertools.count() if count is None else range(count):
-        name = f"{prefix}{number}"
-        fields = f'"id":"{name}","campaign":"{CAMPAIGN}","steps":{STEPS}'
-        yield Stored(name, f'{{"prompt":"a house",{fields}}}')
+        yield job(f"{prefix}{number}", model)
+
+
+def job(name: str, model: str | None = None) -> Stored:
+    """A message; of the stage of a chain, if it is a *model*'s."""
+    fields = f'"id":"{name}","campaign":"{CAMPAIGN}","steps":{STEPS}'
+    if model is not None:
+        fields += f',"model":"{model}"'
+    return Stored(name, f'{{"prompt":"a house",{fields}}}')
+
+
+def stage_model(stage: int) -> str:
+    """The model of a stage, counted from 0."""
+    return f"stage-{stage + 1}"
+
+
+def stage_of(job_id: str) -> int:
+    """The stage of a job of a chain, whose id begins with `t` and its number."""
+    return int(job_id.partition("-")[0].removeprefix("t"))
 
 
 def image_of(message: Stored) -> str:

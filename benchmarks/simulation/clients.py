@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
@@ -12,7 +13,7 @@ from typing import Any, TypeVar
 
 from azure.core import exceptions
 
-from simulation.account import Account, Blob, Queue, Stored, refusal
+from simulation.account import IMAGE_BYTES, Account, Blob, Queue, Stored, refusal
 
 Result = TypeVar("Result")
 
@@ -44,10 +45,8 @@ class Line:
         """Sends *size* bytes, calls *act* at the storage, and returns its answer."""
         loop = asyncio.get_running_loop()
         now = loop.time()
-        # Uploads at the same time share the line.
-        self._free_at = max(now, self._free_at) + 8 * size / self.upload_bits_per_second
         server = self.dice.expovariate(1 / SERVER_SECONDS)
-        await asyncio.sleep(self._free_at - now + self.round_trip_seconds + server)
+        await asyncio.sleep(self._send(now, size) + self.round_trip_seconds + server)
         if self.is_cut:
             await loop.create_future()
         fails = self.dice.random()
@@ -57,6 +56,19 @@ class Line:
         if fails < self.failure_share:
             raise exceptions.ServiceResponseError("simulated: the reply was lost")
         return answer
+
+    def _send(self, now: float, size: int) -> float:
+        """Seconds until *size* bytes are sent.
+
+        Each request has a connection, and these share the line: an image is sent when those before
+        it are, but a request without one takes its part of the line beside them.
+        """
+        seconds = 8 * size / self.upload_bits_per_second
+        images = max(0.0, self._free_at - now) * self.upload_bits_per_second / 8 / IMAGE_BYTES
+        self._free_at = max(now, self._free_at) + seconds
+        if size >= IMAGE_BYTES:
+            return self._free_at - now
+        return min(self._free_at - now, seconds * (1 + math.ceil(images)))
 
 
 @dataclass(slots=True)
@@ -132,9 +144,16 @@ class QueueClient:
         self.account.deleted(self.queue.delete(name, receipt), "images")
 
     async def get_queue_properties(self, **_: Any) -> SimpleNamespace:
-        return await self._request(
-            lambda: SimpleNamespace(approximate_message_count=len(self.queue.messages), metadata={})
-        )
+        def read() -> SimpleNamespace:
+            queue = self.queue
+            return SimpleNamespace(
+                approximate_message_count=len(queue.messages), metadata=queue.metadata
+            )
+
+        return await self._request(read)
+
+    async def set_queue_metadata(self, metadata: dict[str, str]) -> None:
+        await self._request(lambda: self.queue.metadata.update(metadata))
 
     async def peek_messages(self, _most: int) -> list[SimpleNamespace]:
         return await self._request(list)

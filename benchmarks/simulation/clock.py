@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import heapq
+import itertools
 import sys
 import time
+from collections import deque
 from collections.abc import Callable, Coroutine, Iterator
 from contextvars import Context
 from types import CellType, FunctionType
@@ -35,19 +38,6 @@ class StuckError(RuntimeError):
     """Every task waits for another: nothing will ever happen."""
 
 
-class _NoSelector:
-    """In place of sockets: what the loop would wait is added to its time."""
-
-    def __init__(self, loop: SimulatedLoop) -> None:
-        self._loop = loop
-
-    def select(self, seconds: float | None) -> list[Any]:
-        if seconds is None:
-            raise StuckError("the simulation is stuck: every task waits for another")
-        self._loop.now += seconds
-        return []
-
-
 class SimulatedLoop(asyncio.BaseEventLoop):
     """One thread, no sockets, and a clock of its own, which begins at 0.
 
@@ -58,14 +48,54 @@ class SimulatedLoop(asyncio.BaseEventLoop):
         super().__init__()
         self.now = 0.0
         self.durations: dict[Callable[..., Any], float] = {}
-        self._selector = _NoSelector(self)
-        self._clock_resolution = 1e-9
+        self._ready: deque[asyncio.Handle] = deque()
+        # Tuples: the timers' own comparison took a twentieth of all time.
+        self._timers: list[tuple[float, int, asyncio.TimerHandle]] = []
+        self._order = itertools.count()
 
     def time(self) -> float:
         return self.now
 
-    def _process_events(self, event_list: list[Any]) -> None:
-        """There are none."""
+    def call_soon(
+        self, callback: Callable[..., object], *args: Any, context: Context | None = None
+    ) -> asyncio.Handle:
+        handle = asyncio.Handle(callback, args, self, context)
+        self._ready.append(handle)
+        return handle
+
+    def call_at(
+        self,
+        when: float,
+        callback: Callable[..., object],
+        *args: Any,
+        context: Context | None = None,
+    ) -> asyncio.TimerHandle:
+        timer = asyncio.TimerHandle(when, callback, args, self, context)
+        heapq.heappush(self._timers, (when, next(self._order), timer))
+        return timer
+
+    def _timer_handle_cancelled(self, _handle: asyncio.TimerHandle) -> None:
+        """It is dropped when its time comes."""
+
+    def _run_once(self) -> None:
+        """Runs what is ready; if nothing is, it is the next timer's time at once.
+
+        Raises:
+            StuckError: there is no timer either.
+        """
+        timers, ready = self._timers, self._ready
+        while timers and timers[0][2].cancelled():
+            heapq.heappop(timers)
+        if not ready:
+            if not timers:
+                raise StuckError("the simulation is stuck: every task waits for another")
+            self.now = max(self.now, timers[0][0])
+        while timers and timers[0][0] <= self.now:
+            ready.append(heapq.heappop(timers)[2])
+        for _ in range(len(ready)):
+            handle = ready.popleft()
+            if not handle.cancelled():
+                handle._run()  # noqa: SLF001 - as every event loop
 
     def _write_to_self(self) -> None:
         """Nothing sleeps that would have to be woken."""

@@ -36,15 +36,19 @@ def encode(pixels: contract.Pixels, *_: Any) -> EncodedImage:
 class SimulatedEngine:
     """Each slot is an image on its way; a tick is one step of all of them, at the card's speed."""
 
-    model_name = "simulated"
     family = "sd1"
     default_size = (512, 512)
     self_check: contract.SelfCheck | None = None
 
-    def __init__(self, images_per_second: float, *, is_broken: bool = False) -> None:
+    def __init__(
+        self, images_per_second: float, *, is_broken: bool = False, model_name: str = "simulated"
+    ) -> None:
         """A broken card's images are black."""
+        self.model_name = model_name
         self.capacity = SLOTS
         self.lora_lookups: Mapping[str, int] = {}
+        self.images_drawn = 0.0
+        """By the steps of all slots, also of images that are not done."""
         self._tick_seconds = SLOTS / images_per_second / STEPS
         self._pixels = _BLACK if is_broken else _PICTURE
         self._steps_left: dict[int, int] = {}
@@ -85,8 +89,14 @@ class SimulatedEngine:
     def _steps(self) -> int:
         return 1 if self.free else min(self._steps_left.values())
 
+    @property
+    def images_per_second(self) -> float:
+        """Of the present tick: only slots with an image draw."""
+        return len(self._steps_left) / (self._tick_seconds * STEPS)
+
     def tick(self) -> list[contract.Finished]:
         steps = self._steps
+        self.images_drawn += steps * len(self._steps_left) / STEPS
         self._steps_left = {each: left - steps for each, left in self._steps_left.items()}
         done = [ticket for ticket, left in self._steps_left.items() if left <= 0]
         for ticket in done:

@@ -14,15 +14,18 @@ from unittest import mock
 
 from imagefleet import errors, retry
 from imagefleet.pricing import prices
+from imagefleet.storage import queue_names
 from imagefleet.storage.azure import account as azure_account
 from imagefleet.storage.azure import storage as azure_storage
 from imagefleet.storage.azure.storage import AzureStorage
+from imagefleet.storage.settings import PRIORITIES
 from simulation import account, engine
 from simulation.clients import Address, Sender
 from simulation.clock import SimulatedLoop
 from simulation.nodes import START_UP_SECONDS, Card, Node, Weather, seconds_until_replaced
 from worker import pipeline
 from worker.metrics import WorkerMetrics
+from worker.models.choice import share_of
 from worker.pipeline import Pipeline
 from worker.replica import Replica
 from worker.settings import WorkerSettings
@@ -30,6 +33,8 @@ from worker.stages import encode
 
 #: More than any run.
 _YEAR_SECONDS = 365 * 86_400.0
+
+_QUEUE = "jobs"
 
 _CONNECTION = "AccountName=simulated;AccountKey=c2ltdWxhdGVk"
 
@@ -42,10 +47,20 @@ SPREAD_SECONDS = 60.0
 
 
 @dataclass(frozen=True, slots=True)
+class Stage:
+    """One stage of a chain of jobs, each of which begins when the one before it is stored."""
+
+    replicas: int
+    speed: float = 1.0
+    """Of a card, times its speed with the images of one stage."""
+
+
+@dataclass(frozen=True, slots=True)
 class Plan:
     """What is simulated."""
 
     replicas: int
+    """Of all stages."""
     cards: Sequence[Card]
     weather: Weather = field(default_factory=Weather)
     shards: int = 1
@@ -56,48 +71,99 @@ class Plan:
     account_limit: float = account.ACCOUNT_REQUESTS_PER_SECOND
     prefetch_seconds: float | None = None
     lease_seconds: float | None = None
+    stages: Sequence[Stage] = ()
+    """Each has a model with a queue of its own; shards are not for them."""
+
+
+@dataclass(slots=True)
+class Missing:
+    """Images that were not drawn, or not stored, by why."""
+
+    away: float = 0.0
+    """The place waits for another node."""
+    starting: float = 0.0
+    """The node is billed, but its engine has no image yet."""
+    waiting: float = 0.0
+    """The engine has nothing to draw."""
+    slots_empty: float = 0.0
+    """The engine draws with some of its slots."""
+    broken: float = 0.0
+    """Black images."""
 
 
 @dataclass(slots=True)
 class Place:
     """One of the replicas that were asked for: the node that it has, or had last."""
 
+    stage: int | None = None
     node: Node | None = None
     pipeline: Pipeline | None = None
+    engine: engine.SimulatedEngine | None = None
     busy_seconds: float = 0.0
     """Of its earlier nodes' engines."""
+    images_drawn: float = 0.0
+    """By its earlier nodes' engines."""
     dollars: float = 0.0
     up_seconds: float = 0.0
     began_at: float | None = None
     """When the present node was first billed."""
     possible_images: float = 0.0
     """What its nodes draw at full speed; while it waits for another, its last one counts."""
+    missing: Missing = field(default_factory=Missing)
     counted_at: float = 0.0
+    _busy_counted: float = 0.0
+    _drawn_counted: float = 0.0
 
     def count(self, now: float) -> None:
         """Adds what has passed since the last call."""
-        if self.node is None:
-            self.counted_at = now
+        seconds, self.counted_at = now - self.counted_at, now
+        node, missing = self.node, self.missing
+        if node is None:
             return
-        seconds = now - self.counted_at
-        self.counted_at = now
-        self.possible_images += seconds * self.node.images_per_second
-        if self.began_at is not None:
-            self.dollars += seconds * self.node.card.dollars_per_hour / 3600
-            if self.pipeline is not None:
-                first_at = self.pipeline.engine_thread.clock.first_at
-                if first_at is not None:
-                    self.up_seconds += min(seconds, now - first_at)
+        self.possible_images += seconds * node.images_per_second
+        if self.began_at is None:
+            missing.away += seconds * node.images_per_second
+            return
+        self.dollars += seconds * node.card.dollars_per_hour / 3600
+        first_at = self.pipeline.engine_thread.clock.first_at if self.pipeline else None
+        up_seconds = 0.0 if first_at is None else min(seconds, now - first_at)
+        busy, drawn = self.busy, self.drawn
+        busy_seconds, images = busy - self._busy_counted, drawn - self._drawn_counted
+        self.up_seconds += up_seconds
+        self._busy_counted, self._drawn_counted = busy, drawn
+        missing.starting += (seconds - up_seconds) * node.images_per_second
+        missing.waiting += (up_seconds - busy_seconds) * node.images_per_second
+        missing.slots_empty += busy_seconds * node.images_per_second - images
+        missing.broken += images * node.is_broken
+
+    def leave(self, now: float) -> None:
+        """Its node is gone, and is billed no more."""
+        self.count(now)
+        self.busy_seconds, self.images_drawn = self.busy, self.drawn
+        self.pipeline = self.engine = self.began_at = None
 
     @property
     def busy(self) -> float:
         """Seconds of its engines so far."""
         if self.pipeline is None:
             return self.busy_seconds
-        thread = self.pipeline.engine_thread
-        began_at = thread.tick_began_at
-        in_tick = 0.0 if began_at is None else time.monotonic() - began_at
-        return self.busy_seconds + thread.clock.busy_seconds + in_tick
+        return (
+            self.busy_seconds + self.pipeline.engine_thread.clock.busy_seconds + self._tick_seconds
+        )
+
+    @property
+    def drawn(self) -> float:
+        """Images of its engines so far, with the shares of those that are not done."""
+        if self.engine is None:
+            return self.images_drawn
+        in_tick = self._tick_seconds * self.engine.images_per_second
+        return self.images_drawn + self.engine.images_drawn + in_tick
+
+    @property
+    def _tick_seconds(self) -> float:
+        """Of the present tick, so far."""
+        began_at = self.pipeline.engine_thread.tick_began_at if self.pipeline else None
+        return 0.0 if began_at is None else time.monotonic() - began_at
 
 
 @dataclass(slots=True)
@@ -118,28 +184,47 @@ class Fleet:
     def __post_init__(self) -> None:
         plan = self.plan
         self.account = account.Account(self.loop.time, plan.queue_limit, plan.account_limit)
-        for number in range(plan.shards):
-            jobs = None
-            if plan.jobs is not None:
-                jobs = plan.jobs // plan.shards + (number < plan.jobs % plan.shards)
-            home = self.account.queue(home_queue(number, plan.shards))
-            home.source = account.jobs(f"s{number}-", jobs)
+        if plan.stages:
+            models = map(account.stage_model, range(len(plan.stages)))
+            names = (queue_names.job_queue(_QUEUE, model) for model in models)
+            self.account.chain = [self.account.queue(name) for name in names]
+            self.account.chain[0].source = account.jobs("t0-", plan.jobs, account.stage_model(0))
+        else:
+            self._fill(plan)
         chosen = {
             "prefetch_seconds": plan.prefetch_seconds,
             "lease_seconds": plan.lease_seconds,
         }
         self._settings = WorkerSettings(
             storage=_CONNECTION,
+            queue=_QUEUE,
             model=Path("simulated"),
             cache=Path("simulated-cache"),
         ).model_copy(update={name: each for name, each in chosen.items() if each is not None})
         # One for all: what they count is not read here.
         self._metrics = WorkerMetrics()
 
+    def _fill(self, plan: Plan) -> None:
+        """The shards of the one queue of jobs without stages."""
+        if plan.shards > 1:
+            for priority in PRIORITIES:
+                first = self.account.queue(queue_names.job_queue(_QUEUE, priority=priority))
+                first.metadata["shards"] = f"{plan.shards}/{plan.shards}"
+        for number in range(plan.shards):
+            jobs = None
+            if plan.jobs is not None:
+                jobs = plan.jobs // plan.shards + (number < plan.jobs % plan.shards)
+            shard = self.account.queue(queue_names.job_queue(_QUEUE, shard=number))
+            shard.source = account.jobs(f"s{number}-", jobs)
+
     def start(self) -> None:
         dice = random.Random(self.plan.seed)
-        for number in range(self.plan.replicas):
-            place = Place()
+        places = [
+            Place(number)
+            for number, stage in enumerate(self.plan.stages)
+            for _ in range(stage.replicas)
+        ] or [Place() for _ in range(self.plan.replicas)]
+        for number, place in enumerate(places):
             self.places.append(place)
             work = self._hold(number, place, random.Random(dice.random()))
             self._tasks.append(asyncio.create_task(work, name=f"replica {number}"))
@@ -167,33 +252,35 @@ class Fleet:
         generation = 0
         while True:
             node = self.plan.weather.node(self.plan.cards, dice)
+            if place.stage is not None:
+                node.images_per_second *= self.plan.stages[place.stage].speed
             place.count(self.loop.time())
             place.node, place.began_at = node, self.loop.time()
             generation += 1
             name = f"w{number}-{generation}"
-            was_good = await self._rent(place, node, name, number, dice)
-            place.count(self.loop.time())
-            place.busy_seconds, place.pipeline, place.began_at = place.busy, None, None
+            was_good = await self._rent(place, node, name, dice)
             if is_first and not was_good:
                 await asyncio.sleep(_FIRST_REPLACED_SECONDS)
             else:
                 await asyncio.sleep(seconds_until_replaced(dice))
             is_first = is_first and not was_good
 
-    async def _rent(
-        self, place: Place, node: Node, name: str, number: int, dice: random.Random
-    ) -> bool:
+    async def _rent(self, place: Place, node: Node, name: str, dice: random.Random) -> bool:
         """Works until the node is interrupted; False: its worker found it to be broken."""
-        settings = self._settings.model_copy(
-            update={"name": name, "queue": home_queue(number, self.plan.shards)}
-        )
+        settings = self._settings.model_copy(update={"name": name})
         address = Address(self.account, node.line)
         with mock.patch.object(azure_account, "read_address", return_value=address):
             storage = AzureStorage(settings, retry.DEFAULT)
+        storage.models.stand_at(share_of(name))
         table = prices.BUILT_IN.storage
+        model = "simulated" if place.stage is None else account.stage_model(place.stage)
+        drawing = engine.SimulatedEngine(
+            node.images_per_second, is_broken=node.is_broken, model_name=model
+        )
+        place.engine = drawing
         worker = place.pipeline = Pipeline(
             storage,
-            lambda: engine.SimulatedEngine(node.images_per_second, is_broken=node.is_broken),
+            lambda: drawing,
             settings,
             runs_on=Replica(node.card.name, node.card.dollars_per_hour, table),
             metrics=self._metrics,
@@ -215,18 +302,9 @@ class Fleet:
         finally:
             # Nobody is warned: what it does from now on reaches nobody.
             node.line.is_cut = True
-            place.count(self.loop.time())
-            place.began_at = None
+            place.leave(self.loop.time())
             working.cancel()
             await asyncio.gather(working, return_exceptions=True)
-
-
-def home_queue(number: int, shards: int) -> str:
-    """The queue of a worker by its number.
-
-    Its place for the function that chooses a worker's home shards, once the storage has shards.
-    """
-    return "jobs" if shards == 1 else f"jobs-{number % shards}"
 
 
 @contextlib.contextmanager

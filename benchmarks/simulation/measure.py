@@ -6,11 +6,12 @@ import asyncio
 import dataclasses
 import gc
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from statistics import fmean, mode
 
 from simulation import clock
-from simulation.fleet import Fleet, Plan, stand_ins
+from simulation.fleet import Fleet, Missing, Plan, Stage, stand_ins
 
 #: Simulated seconds between two looks at a run.
 LOOK_SECONDS = 5.0
@@ -34,6 +35,16 @@ Report = Callable[[float, int], None]
 
 
 @dataclass(frozen=True, slots=True)
+class OfStage:
+    """Sums of one stage's replicas."""
+
+    images: int
+    possible_images: float
+    busy_seconds: float
+    up_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
 class Sample:
     """Sums of a fleet at one moment."""
 
@@ -47,9 +58,11 @@ class Sample:
     busy_seconds: float
     up_seconds: float
     possible_images: float
+    missing: dict[str, float]
     dollars: float
     interruptions: int
     given_up: int
+    stages: list[OfStage]
 
     @classmethod
     def of(cls, fleet: Fleet) -> Sample:
@@ -66,10 +79,38 @@ class Sample:
             busy_seconds=sum(each.busy for each in places),
             up_seconds=sum(each.up_seconds for each in places),
             possible_images=sum(each.possible_images for each in places),
+            missing={
+                each.name: sum(getattr(place.missing, each.name) for place in places)
+                for each in dataclasses.fields(Missing)
+            },
             dollars=sum(each.dollars for each in places),
             interruptions=fleet.interruptions,
             given_up=fleet.given_up,
+            stages=[_of_stage(fleet, stage) for stage in range(len(fleet.plan.stages))],
         )
+
+
+def _of_stage(fleet: Fleet, stage: int) -> OfStage:
+    places = [each for each in fleet.places if each.stage == stage]
+    return OfStage(
+        fleet.account.images_by_stage[stage],
+        sum(each.possible_images for each in places),
+        sum(each.busy for each in places),
+        sum(each.up_seconds for each in places),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class StageFigures:
+    """What one stage of a chain shows."""
+
+    replicas: int
+    speed: float
+    images_per_second: float
+    share_of_possible: float
+    share_of_before: float | None
+    """Of the images of the stage before it; None of the first."""
+    idle_fraction: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +126,8 @@ class Figures:
     images_per_second: float
     share_of_possible: float
     """Of what the nodes would draw if none ever waited, or was away."""
+    missing: dict[str, float]
+    """Shares of that, by what they are lost to; without those in the slots at the end."""
     idle_fraction: float
     queue_operations_per_second: float
     busiest_queue_per_second: float
@@ -102,6 +145,9 @@ class Figures:
     bottleneck: str
     dry_at: float | None = None
     """When the last job of a campaign was done, in simulated seconds from its start."""
+    stages: tuple[StageFigures, ...] = ()
+    seeds: int = 1
+    """Runs of which these are the figures: rates are their means, counts their sums."""
 
 
 def measure(
@@ -164,6 +210,11 @@ def figures(fleet: Fleet, first: Sample, last: Sample, dry_at: float | None) -> 
     busiest = (last.busiest_queue - first.busiest_queue) / seconds
     requests = (last.requests - first.requests) / seconds
     account = fleet.account
+    possible = last.possible_images - first.possible_images
+    missing = {name: (last.missing[name] - first.missing[name]) / possible for name in last.missing}
+    # Drawn twice, or by a node that was interrupted; and what is on its way at the end, less that
+    # at the beginning.
+    missing["not_stored"] = 1 - images / possible - sum(missing.values())
     twice = sum(account.recorded_twice(name) for name in account.containers)
     return Figures(
         replicas=fleet.plan.replicas,
@@ -172,7 +223,8 @@ def figures(fleet: Fleet, first: Sample, last: Sample, dry_at: float | None) -> 
         seconds=seconds,
         images=images,
         images_per_second=images / seconds,
-        share_of_possible=images / (last.possible_images - first.possible_images),
+        share_of_possible=images / possible,
+        missing=missing,
         idle_fraction=idle,
         queue_operations_per_second=queue,
         busiest_queue_per_second=busiest,
@@ -190,6 +242,62 @@ def figures(fleet: Fleet, first: Sample, last: Sample, dry_at: float | None) -> 
             busiest / fleet.plan.queue_limit, requests / fleet.plan.account_limit, idle
         ),
         dry_at=dry_at,
+        stages=tuple(_stages(fleet.plan.stages, first, last)),
+    )
+
+
+def _stages(stages: Sequence[Stage], first: Sample, last: Sample) -> Iterator[StageFigures]:
+    seconds = last.at - first.at
+    before: int | None = None
+    for stage, begin, end in zip(stages, first.stages, last.stages, strict=True):
+        images = end.images - begin.images
+        up_seconds = end.up_seconds - begin.up_seconds
+        busy_seconds = end.busy_seconds - begin.busy_seconds
+        yield StageFigures(
+            stage.replicas,
+            stage.speed,
+            images / seconds,
+            images / (end.possible_images - begin.possible_images),
+            None if before is None else images / before,
+            max(0.0, 1 - busy_seconds / up_seconds) if up_seconds else 0.0,
+        )
+        before = images
+
+
+def together(runs: Sequence[Figures]) -> Figures:
+    """The figures of several runs, which differ in their seed alone."""
+    known = [asdict(run) for run in runs]
+    counts = (
+        *("seconds", "images", "redeliveries", "lost", "visible_duplicates", "set_aside"),
+        *("dollars", "interruptions", "given_up"),
+    )
+    rates = (
+        *("images_per_second", "share_of_possible", "idle_fraction", "queue_operations_per_second"),
+        *("busiest_queue_per_second", "requests_per_second", "refused_per_second"),
+    )
+    sums = {name: sum(each[name] for each in known) for name in counts}
+    ends = [run.dry_at for run in runs if run.dry_at is not None]
+    return dataclasses.replace(
+        runs[0],
+        **sums,
+        **{name: fmean(each[name] for each in known) for name in rates},
+        missing={name: fmean(run.missing[name] for run in runs) for name in runs[0].missing},
+        images_per_dollar=sums["images"] / sums["dollars"] if sums["dollars"] else 0.0,
+        bottleneck=mode(run.bottleneck for run in runs),
+        dry_at=fmean(ends) if ends else None,
+        stages=tuple(
+            StageFigures(
+                *(same[0].replicas, same[0].speed),
+                fmean(each.images_per_second for each in same),
+                fmean(each.share_of_possible for each in same),
+                None
+                if same[0].share_of_before is None
+                else fmean(each.share_of_before or 0.0 for each in same),
+                fmean(each.idle_fraction for each in same),
+            )
+            for same in zip(*(run.stages for run in runs), strict=True)
+        ),
+        seeds=len(runs),
     )
 
 
@@ -207,6 +315,14 @@ def whole(part: Figures, replicas: int, share: float) -> Figures:
     return dataclasses.replace(
         part,
         replicas=replicas,
+        stages=tuple(
+            dataclasses.replace(
+                each,
+                replicas=round(each.replicas / share),
+                images_per_second=each.images_per_second / share,
+            )
+            for each in part.stages
+        ),
         **{name: round(known[name] / share) for name in counts},
         **{name: known[name] / share for name in rates},
     )

@@ -14,16 +14,14 @@ it stands what the rate of SaladCloud's later measurement gives.
 from __future__ import annotations
 
 import bisect
-import json
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from imagefleet.pricing import families
+from simulation import measured
 from simulation.account import (
     ACCOUNT_REQUESTS_PER_SECOND,
     IMAGE_BYTES,
@@ -56,21 +54,8 @@ PUBLISHED_IMAGES = 9_274_913
 PUBLISHED_DOLLARS = 1_872.0
 PUBLISHED_REPEATS = 523
 
-#: Those of its time with a record in `gpus.toml`, and TFLOP/s of their fp16 products with fp32
-#: accumulation (NVIDIA's whitepapers; the others by twice the rate of fp32 outside tensor cores).
-TFLOP_PER_SECOND = {
-    "RTX 3060 8GB": 25.5,
-    "RTX 3060 12GB": 25.5,
-    "RTX 3060 Ti 8GB": 32.4,
-    "RTX 3070 8GB": 40.6,
-    "RTX 3080 10GB": 59.5,
-    "RTX 3090 24GB": 71.0,
-    "RTX 4060 Ti 16GB": 44.1,
-    "RTX 4070 12GB": 58.3,
-    "RTX 4080 16GB": 97.5,
-    "RTX 4090 24GB": 165.2,
-}
-CARDS = tuple(TFLOP_PER_SECOND)
+#: Those of its time with a record in `gpus.toml`.
+CARDS = tuple(measured.TFLOP_PER_SECOND)
 
 #: Simulated of our own fleet; the rest of the day is the same.
 OUR_SECONDS = 240.0
@@ -80,8 +65,6 @@ DAYS = 6
 
 #: Nodes drawn to find out how long AUTOMATIC1111 takes on a card.
 _CALIBRATED_ON = 20_000
-
-_RESULTS = Path(__file__).parent.parent / "results" / "engine-h200.json"
 
 ABOUT = (
     f"Replayed: {HOURS:g} hours of 750 sequential workers, at 7 s a job on average and the price,"
@@ -217,13 +200,9 @@ def our_plan(seed: int, share: float) -> Plan:
 
 
 def our_cards() -> list[Card]:
-    """Each class at this engine's measured share of its limit."""
-    share = json.loads(_RESULTS.read_text(encoding="utf-8"))["matrix_limit_fraction"]
-    image = families.SD1.image_tflop()
-    return [
-        Card(name, share * rate / image, DOLLARS_PER_HOUR)
-        for name, rate in TFLOP_PER_SECOND.items()
-    ]
+    """Each class at this engine's measured share of its limit, at that day's price."""
+    share = measured.read(measured.ENGINE).limit_fraction or 0.0
+    return [Card(name, measured.images_per_second(name, share), DOLLARS_PER_HOUR) for name in CARDS]
 
 
 def rows(replayed: Replay, ours: Figures) -> list[tuple[str, tuple[str, str, str, str]]]:

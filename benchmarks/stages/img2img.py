@@ -8,10 +8,10 @@ The figures are shares of what the same rows take in txt2img alone: every other 
 image of its own (strength 0.75 of 20 steps), or has a second pass at twice the side. A row of the
 larger size counts as many rows of the native size as it takes the time of in txt2img alone, as more
 pixels also mean longer attention. A row with a ControlNet counts as many as it has the arithmetic
-of (`controlnet_by_flops`: 1 if the ControlNet costs its arithmetic alone); all jobs of that rate
-have the same random one, and images of their own. Shares compare rates of one run; the file's other
-figures stay.
-`--tiny` tries all on a CPU, with meaningless figures.
+of (`controlnet_by_flops`: 1 if the ControlNet costs its arithmetic alone); all those jobs have the
+same random one, and images of their own. Shares compare rates of one run; the file's other figures
+stay. `--kinds img2img,inpainting,hires,hires_lanczos,controlnet` measures more, or fewer, `--alone`
+each kind alone as well. `--tiny` tries it on a CPU, with meaningless figures.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import argparse
 import itertools
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -136,7 +136,27 @@ def in_turn(*kinds: Requests) -> Requests:
     return itertools.chain.from_iterable(zip(*kinds, strict=True))
 
 
-def measure(run: Run) -> dict[str, Any]:
+CONTROLNET = "controlnet"
+
+KINDS: Mapping[str, Callable[[Run], Requests]] = {
+    "img2img": Run.img2img,
+    "inpainting": lambda run: run.img2img(masked=True),
+    "hires": Run.hires,
+    "hires_lanczos": lambda run: run.hires("Lanczos"),
+    CONTROLNET: Run.controlled,
+}
+
+
+def _details(kinds: Sequence[str]) -> str:
+    """The name of their figures."""
+    return "controlnet_rows" if list(kinds) == [CONTROLNET] else "img2img_rows"
+
+
+def _has_large(kinds: Sequence[str]) -> bool:
+    return any(name.startswith("hires") for name in kinds)
+
+
+def measure(run: Run, kinds: Sequence[str], *, alone: bool) -> dict[str, Any]:
     """Rows a second of each kind of jobs, and their shares."""
     rows: dict[str, float] = {}
 
@@ -145,30 +165,34 @@ def measure(run: Run) -> dict[str, Any]:
         print(f"{name}: {rows[name]:.2f} rows/s", flush=True)
 
     add("txt2img", run.txt2img())
-    add("large_txt2img", run.large_txt2img())
-    run.large_row = rows["txt2img"] / rows["large_txt2img"]
-    kinds: dict[str, Callable[[], Requests]] = {
-        "img2img": run.img2img,
-        "inpainting": lambda: run.img2img(masked=True),
-        "hires": run.hires,
-        "hires_lanczos": lambda: run.hires("Lanczos"),
-    }
-    for name, make in kinds.items():
-        add(f"{name}_beside_txt2img", in_turn(run.txt2img(), make()))
-        add(f"{name}_alone", make())
-    more_flops = run.flops(next(run.controlled())) / run.flops(next(run.txt2img()))
-    add("controlnet", run.controlled())
-    rows["controlnet_by_flops"] = rows["controlnet"] * more_flops
+    if _has_large(kinds):
+        add("large_txt2img", run.large_txt2img())
+        run.large_row = rows["txt2img"] / rows["large_txt2img"]
+    for name in kinds:
+        if name == CONTROLNET:
+            continue
+        add(f"{name}_beside_txt2img", in_turn(run.txt2img(), KINDS[name](run)))
+        if alone:
+            add(f"{name}_alone", KINDS[name](run))
+    details: dict[str, Any] = {}
+    if CONTROLNET in kinds:
+        more_flops = run.flops(next(run.controlled())) / run.flops(next(run.txt2img()))
+        details["controlnet_row_in_rows_by_flops"] = more_flops
+        add(CONTROLNET, run.controlled())
+        rows["controlnet_by_flops"] = rows[CONTROLNET] * more_flops
     add("txt2img_again", run.txt2img())
     plain = (rows["txt2img"] + rows["txt2img_again"]) / 2
     shares = {name: round(rate / plain, 4) for name, rate in rows.items()}
+    figures = {
+        "img2img_over_txt2img": shares.get("img2img_beside_txt2img"),
+        "hires_over_txt2img_by_rows": shares.get("hires_beside_txt2img"),
+        "controlnet_by_flops": shares.get("controlnet_by_flops"),
+    }
     return {
-        "img2img_over_txt2img": shares["img2img_beside_txt2img"],
-        "hires_over_txt2img_by_rows": shares["hires_beside_txt2img"],
-        "controlnet_by_flops": shares["controlnet_by_flops"],
-        "img2img_rows": {
+        **{name: share for name, share in figures.items() if share is not None},
+        _details(kinds): {
             "rows_per_second": rows,
-            "controlnet_row_in_rows_by_flops": more_flops,
+            **details,
             "shares": shares,
             "large_row_in_native_rows": run.large_row,
             "slots": run.engine.slots,
@@ -184,7 +208,11 @@ def main() -> None:
     parser.add_argument("--device", default="auto")
     parser.add_argument("--family", default="sd1", help="of the random model: sd1, sd2 or sdxl")
     parser.add_argument("--slots", type=int)
-    parser.add_argument("--seconds", type=float, default=20.0, help="per measured rate")
+    parser.add_argument("--seconds", type=float, default=40.0, help="per measured rate")
+    parser.add_argument(
+        "--kinds", default="img2img,hires,controlnet", help=f"of {', '.join(KINDS)}"
+    )
+    parser.add_argument("--alone", action="store_true")
     parser.add_argument("--tiny", action="store_true")
     arguments = parser.parse_args()
     model = tiny_model.build_tiny_checkpoint(arguments.folder / "tiny") if arguments.tiny else None
@@ -195,16 +223,19 @@ def main() -> None:
     controlnet = arguments.folder / f"{setup.model.name}-controlnet.safetensors"
     tiny_controlnets.build(controlnet, setup.model)
     run = Run(engine, native, arguments.seconds, controlnet)
-    engine.warm_up(*run.large)  # nothing on a CPU
-    engine.warm_up_like(next(run.controlled()))
-    found = measure(run)
-    found["img2img_rows"] |= {
+    kinds = arguments.kinds.split(",")
+    if _has_large(kinds):
+        engine.warm_up(*run.large)  # nothing on a CPU
+    if CONTROLNET in kinds:
+        engine.warm_up_like(next(run.controlled()))
+    found = measure(run, kinds, alone=arguments.alone)
+    found[_details(kinds)] |= {
         "hardware": machine.hardware(devices.find_device(arguments.device)),
         "versions": machine.versions(),
     }
     engine.close()
     table = Table("jobs", "rows/s", "of txt2img")
-    rows = found["img2img_rows"]
+    rows = found[_details(kinds)]
     for name, rate in rows["rows_per_second"].items():
         table.add_row(name, f"{rate:.1f}", f"{rows['shares'][name]:.3f}")
     Console().print(table)

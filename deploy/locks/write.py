@@ -36,6 +36,10 @@ TORCH_FILES = {
 TORCH_NEEDS = ("filelock", "fsspec", "jinja2", "networkx", "sympy", "typing-extensions")
 CUDA_PARTS = "cublas,cudart,cufft,cufile,cupti,curand,cusolver,cusparse,nvjitlink,nvrtc,nvtx"
 
+#: Of the extra `upscalers`, less torchvision: spandrel is imported without it
+#: (`worker.engine.upscalers.library`).
+UPSCALERS = ("spandrel", "einops")
+
 #: What builds the project's wheel, and what writes the SBOM; neither is in an image.
 BUILD = ("hatchling",)
 SBOM = ("cyclonedx-bom==7.5.0",)
@@ -63,7 +67,7 @@ def main() -> None:
         name: line
         for name, line in resolve([*light, *extras["worker"]], newest).items()
         if name not in with_torch
-    }
+    } | resolve(UPSCALERS, newest, "--no-deps")
     for name, lines in (
         ("light", resolve(light, newest)),
         ("worker", worker),
@@ -87,7 +91,9 @@ def torch_file(version: str) -> dict[str, str]:
     return {"torch": f"torch=={version} --hash=sha256:{TORCH_FILES[version]}"}
 
 
-def resolve(requirements: Iterable[str], constraints: dict[str, str]) -> dict[str, str]:
+def resolve(
+    requirements: Iterable[str], constraints: dict[str, str], *options: str
+) -> dict[str, str]:
     """The lines of a lock file, by package."""
     with tempfile.TemporaryDirectory() as folder:
         asked, constrained, lock = (
@@ -100,6 +106,7 @@ def resolve(requirements: Iterable[str], constraints: dict[str, str]) -> dict[st
                 *("uv", "pip", "compile", "--quiet", "--no-sources", "--format", "pylock.toml"),
                 *("--python-version", PYTHON, "--python-platform", PLATFORM),
                 *("--constraints", constrained, "--output-file", lock, asked),
+                *options,
             ],
             check=True,
             cwd=folder,  # away from the project's own settings

@@ -9,7 +9,14 @@ from typing import Annotated, Any, Literal
 import typer
 
 from fleet import console, options
-from imagefleet.job.message import DEFAULT_CAMPAIGN, job_key, message_fields, split_job_key
+from imagefleet import errors
+from imagefleet.job.message import (
+    DEFAULT_CAMPAIGN,
+    job_key,
+    message_fields,
+    read_job,
+    split_job_key,
+)
 from imagefleet.storage.protocol import FoundMessage, Storage
 from imagefleet.storage.settings import StorageSettings
 
@@ -33,6 +40,8 @@ class JobState:
     campaign: str
     state: State
     since: datetime | None = None
+    stage: int | None = None
+    """Of a job with several: the last that is stored, or the one that waits or has failed."""
     attempts: int | None = None
     worker: str | None = None
     error: str | None = None
@@ -86,10 +95,11 @@ async def look_up(storage: Storage, campaign: str, job_id: str) -> JobState:
         if each.blob is not None
     ]
     if outcomes.are_all(stored):
-        first = stored[0]
+        first = stored[-1] if stored[0].stages > 1 else stored[0]
         by_worker = first.seconds is not None  # else somebody has changed its metadata
         return JobState(
             *(job_id, campaign, "completed", max(each.at for each in stored)),
+            stage=first.stage if first.stages > 1 else None,
             attempts=first.attempts if by_worker else None,
             worker=first.worker if by_worker else None,
             images=images,
@@ -98,12 +108,14 @@ async def look_up(storage: Storage, campaign: str, job_id: str) -> JobState:
         return JobState(
             *(job_id, campaign, "in flight" if message.is_leased else "queued"),
             since=message.message.enqueued_at,
+            stage=_stage(message.message.body),
             attempts=message.message.delivery_count,
             images=images,
         )
     if (record := await outcomes.last_end(storage, job)) is not None:
         return JobState(
             *(job_id, campaign, "failed" if record.outcome == "failed" else "cancelled", record.at),
+            stage=record.stage if record.stages > 1 else None,
             attempts=record.attempts,
             worker=record.worker,
             error=record.error,
@@ -131,12 +143,22 @@ async def _message(storage: Storage, campaign: str, job_id: str) -> FoundMessage
     return None
 
 
+def _stage(body: str) -> int | None:
+    """The stage that a message asks for, if its job has several."""
+    try:
+        job = read_job(body, "none")
+    except errors.JobError:
+        return None
+    return job.stage if job.stages > 1 else None
+
+
 def _print(found: JobState) -> None:
     since = f"{found.since.astimezone(UTC):%Y-%m-%d %H:%M:%S} UTC" if found.since else "-"
     facts: dict[str, Any] = {
         "job": job_key(found.campaign, found.id),
         "state": found.state,
         "since": since,
+        **({"stage": console.number(found.stage)} if found.stage else {}),
         "attempts": console.number(found.attempts),
         "worker": found.worker or "-",
     }

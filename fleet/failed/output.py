@@ -149,10 +149,14 @@ def _print_jobs(jobs: list[dict[str, Any]]) -> None:
     # `failed show` takes ids, `--campaign` campaigns and `--error` errors.
     names = map(console.name_column, ("id", "campaign", "error"))
     signed = [Column("signed")] if "signed" in jobs[0] else []
-    rows = console.table(*names, Column("failed (UTC)", no_wrap=True), "completed since", *signed)
+    stage = [console.number_column("stage")] if any("stage" in job for job in jobs) else []
+    failed = Column("failed (UTC)", no_wrap=True)
+    rows = console.table(*names, *stage, failed, "completed since", *signed)
     for job in jobs:
         failed_at = job.get("failed_at", "")[5:16].replace("T", " ")
-        cells = [job["id"], job.get("campaign", ""), job["error"], failed_at]
+        cells = [job["id"], job.get("campaign", ""), job["error"]]
+        cells += [str(job.get("stage", ""))] if stage else []
+        cells += [failed_at]
         cells += ["yes" if job["completed_since"] else ""]
         cells += ["yes" if job["signed"] else "NO"] if signed else []
         rows.add_row(*map(console.untrusted, cells))

@@ -1,4 +1,4 @@
-"""What jobs name that is not in the storage: LoRAs, models and embeddings."""
+"""What jobs name that is not in the storage: LoRAs, models and other files, and their images."""
 
 from __future__ import annotations
 
@@ -12,20 +12,35 @@ from rich.table import Column
 
 from fleet import console
 from imagefleet import errors, signing, validation
+from imagefleet.job import chain
 from imagefleet.job.message import Job
+from imagefleet.job.passes import sources
 from imagefleet.storage.open import LOCAL_SCHEME, open_storage
 from imagefleet.storage.protocol import Storage
 from imagefleet.storage.settings import SignerSettings
 from worker.files import manifest
 
-Kind = Literal["LoRA", "model", "embedding"]
+Kind = Literal["LoRA", "model", "embedding", "upscaler", "ControlNet", "image"]
 
-FOLDERS: dict[Kind, str] = {"LoRA": "loras", "model": "models", "embedding": "embeddings"}
+FOLDERS: dict[Kind, str] = {
+    "LoRA": "loras",
+    "model": "models",
+    "embedding": "embeddings",
+    "upscaler": manifest.UPSCALERS,
+    "ControlNet": manifest.CONTROLNETS,
+    "image": sources.INPUTS.removesuffix("/"),
+}
+
+#: Those that most jobs name some of.
+_USUAL: tuple[Kind, ...] = ("LoRA", "model", "embedding")
 
 _SUFFIXES: dict[Kind, tuple[str, ...]] = {
     "LoRA": (".safetensors",),
     "model": (".safetensors", ".tar"),
     "embedding": (".safetensors",),
+    "upscaler": (".safetensors",),
+    "ControlNet": (".safetensors",),
+    "image": (),
 }
 
 #: Jobs that name a file, of which so many are reported with their places.
@@ -65,7 +80,7 @@ class Uses:
 
     def add(self, place: str, job: Job) -> None:
         self.jobs += 1
-        for kind, name in named(job):
+        for kind, name in set[tuple[Kind, str]]().union(*map(named, chain.left(job))):
             use = self.by_name.get((kind, name))
             if use is None:
                 use = self.by_name[kind, name] = Use(kind, name)
@@ -79,11 +94,20 @@ class Uses:
 
 
 def named(job: Job) -> set[tuple[Kind, str]]:
-    """The files that a job names."""
+    """The files that a stage of a job names."""
     names: set[tuple[Kind, str]] = {("LoRA", tag.name) for tag in job.parsed_prompt.loras}
     if job.model is not None:
         names.add(("model", job.model))
-    for text in (job.prompt, job.negative_prompt):
+    if job.upscaler_file is not None:
+        names.add(("upscaler", job.upscaler_file))
+    names |= {("ControlNet", unit.model) for unit in job.controls}
+    # An image of the fleet itself may be drawn until it is needed.
+    names |= {
+        ("image", place.blob.removeprefix(sources.INPUTS))
+        for place in map(sources.place, job.sources)
+        if place is not None and place.container == "files"
+    }
+    for text in (job.prompt, job.negative_prompt, job.hr_prompt, job.hr_negative_prompt):
         for name in _EMBEDDING.findall(text):
             names.add(("embedding", _stem(name.rstrip(".-"), (".safetensors", ".pt", ".bin"))))
     return names
@@ -100,7 +124,7 @@ class Elsewhere:
         """Raises SetupError if the folder of LoRAs cannot be read."""
         if kind == "model":
             return {_stem(PurePosixPath(each).name, _SUFFIXES[kind]) for each in self.models}
-        if kind == "embedding" or self.lora_directory is None:
+        if kind != "LoRA" or self.lora_directory is None:
             return set()
         try:
             files = [each.name for each in self.lora_directory.iterdir() if each.is_file()]
@@ -135,7 +159,9 @@ async def find(
             continue
         own = elsewhere.names(kind)
         stored = await _stored(storage, kind)
-        needs_list = keys.signing or (kind == "embedding" and not _is_local(storage))
+        needs_list = (keys.signing and kind != "image") or (
+            kind == "embedding" and not _is_local(storage)
+        )
         listed = await _listed(storage, folder, keys) if needs_list else None
         for use in wanted:
             if use.name in own or (use.name in stored and (listed is None or use.name in listed)):
@@ -180,7 +206,11 @@ def show(uses: Uses, found: list[Missing]) -> None:
                 console.untrusted(each.reason),
             )
         console.print_tables(table)
-    named = ", ".join(console.counted(uses.count(kind), kind) for kind in FOLDERS)
+    named = ", ".join(
+        console.counted(uses.count(kind), kind)
+        for kind in FOLDERS
+        if kind in _USUAL or uses.count(kind)
+    )
     are = "none is missing" if not found else f"{len(found):,} of them missing"
     console.print_note(f"{console.counted(uses.jobs, 'job')} with {named}: {are}; nothing was sent")
     if uses.count("embedding"):
@@ -196,6 +226,8 @@ async def _stored(storage: Storage, kind: Kind) -> set[str]:
         return set()
     await storage.files.check()
     paths = [name async for name in storage.files.names(f"{folder}/")]
+    if kind == "image":
+        return {each.removeprefix(f"{folder}/") for each in paths}
     # A folder within it is none of a job's: its names are one segment.
     files = [PurePosixPath(each).name for each in paths if each.count("/") == 1]
     return set(_names(files, _SUFFIXES[kind]))

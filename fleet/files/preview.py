@@ -49,7 +49,7 @@ def draw(model: Path, target: Path) -> Preview:
     began = time.monotonic()
     device = devices.find_device("auto").type
     on_cpu = device == "cpu"
-    engine = load.load_engine(
+    engine = load.load_any_engine(
         model, slots=1, compile="off", prediction_type=check.prediction_type(model)
     )
     width, height = (min(side, _CPU_SIDE) if on_cpu else side for side in engine.default_size)
@@ -64,13 +64,13 @@ def draw(model: Path, target: Path) -> Preview:
         width=width,
         height=height,
     )
-    engine.admit(0, engine.prepare(request))
-    finished: list[contract.Finished] = []
-    while engine.busy and not finished:
-        finished = list(engine.tick())
-    engine.close()
-    outcome = finished[0].outcome
     try:
+        engine.admit(0, engine.prepare(request))
+        finished: list[contract.Finished] = []
+        while engine.busy and not finished:
+            finished = list(engine.tick())
+        engine.close()
+        outcome = finished[0].outcome
         if isinstance(outcome, errors.FleetError):
             raise outcome
         encode.refuse_one_colour(outcome)

@@ -21,6 +21,8 @@ from imagefleet.storage.settings import StorageSettings
 from worker.engine import contract
 from worker.files.embeddings import EmbeddingLibrary
 from worker.files.loras import LoraLibrary
+from worker.inputs.img2img import Overlay
+from worker.inputs.reader import InputReader, Inputs
 from worker.stages import encode, infotext
 from worker.stages.prepare import PREPARERS, requests_of
 
@@ -42,6 +44,7 @@ class _Image:
     job: Job
     index: int
     request: contract.ImageRequest
+    overlay: Overlay | None
 
 
 def check(sides: Iterable[Engine], device: str) -> None:
@@ -102,8 +105,12 @@ def _drawn(
 
 
 def _write(image: _Image, pixels: contract.Pixels, model: str, folder: Path) -> None:
-    job, size = image.job, (pixels.shape[1], pixels.shape[0])
-    text = infotext.parameters(job, image.index, size, model)
+    job, request, overlay = image.job, image.request, image.overlay
+    if overlay is not None:
+        pixels = overlay.put_over(pixels)
+    size = request.width, request.height
+    is_cut_out = overlay is not None and overlay.box is not None
+    text = infotext.parameters(job, image.index, size, model, is_cut_out=is_cut_out)
     encoded = encode.encode(pixels, job.output, text, text_for_image(job.to_message(), job))
     name = job.blob_name(image.index).partition("/")[2]
     console.write_file(folder / name, encoded.data)
@@ -126,18 +133,31 @@ async def _images(jobs: Sequence[Job], setup: Setup, engine: contract.Engine) ->
                 directory=setup.embedding_directory,
                 cache=Path(empty, "embeddings"),
             )
-            return [
-                _Image(job, index, request)
-                for job in jobs
-                for index, request in enumerate(await _requests(job, engine, loras, embeddings))
-            ]
+            reader = InputReader(storage.files, storage.blobs, cache=Path(empty), cache_bytes=0)
+            images = []
+            for job in jobs:
+                with _naming(job):
+                    inputs = await reader.read(job, _size(job, engine))
+                requests = await _requests(job, engine, loras, embeddings, inputs)
+                images += [
+                    _Image(job, index, request, inputs.overlay)
+                    for index, request in enumerate(requests)
+                ]
+            return images
+
+
+def _size(job: Job, engine: contract.Engine) -> tuple[int, int]:
+    width, height = engine.default_size
+    return job.width or width, job.height or height
 
 
 async def _requests(
-    job: Job, engine: contract.Engine, loras: LoraLibrary, embeddings: EmbeddingLibrary
+    job: Job,
+    engine: contract.Engine,
+    loras: LoraLibrary,
+    embeddings: EmbeddingLibrary,
+    inputs: Inputs,
 ) -> list[contract.ImageRequest]:
-    prompts = (job.parsed_prompt, job.parsed_negative_prompt)
-    width, height = engine.default_size
     with _naming(job):
         tags = [
             contract.Lora(
@@ -148,9 +168,9 @@ async def _requests(
             )
             for tag in job.parsed_prompt.loras
         ]
-        named = engine.find_embeddings(prompts, await embeddings.names())
+        named = engine.find_embeddings(job.all_prompts, await embeddings.names())
         found = [contract.Embedding(name, *await embeddings.resolve_hashed(name)) for name in named]
-    return requests_of(job, (job.width or width, job.height or height), tags, tuple(found))
+    return requests_of(job, _size(job, engine), tags, tuple(found), inputs=inputs)
 
 
 @contextlib.contextmanager

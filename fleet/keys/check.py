@@ -23,8 +23,15 @@ from imagefleet import errors
 from imagefleet.storage.azure import account, sas
 from imagefleet.storage.azure import errors as azure_errors
 from imagefleet.storage.azure.credentials import Access, Credentials
+from imagefleet.storage.azure.queue import shards_of
 from imagefleet.storage.azure.refusals import LESS_PERMISSION
-from imagefleet.storage.azure.roles import OPTIONAL, RESOURCES, is_container, name_of
+from imagefleet.storage.azure.roles import (
+    OPTIONAL,
+    RESOURCES,
+    is_container,
+    is_job_queue,
+    name_of,
+)
 from imagefleet.storage.azure.storage import API_VERSION
 from imagefleet.storage.settings import Resource, StorageSettings
 
@@ -68,33 +75,61 @@ class Checked:
 
 
 async def check(settings: StorageSettings) -> list[Checked]:
-    """Tries every permission on every resource.
+    """Tries every permission on every resource, and on each shard of a job queue.
 
     Raises:
         SetupError: the credentials are invalid, or a resource does not exist.
     """
-    address = account.read_address(settings.storage.strip())
-    credentials = Credentials(address, settings)
-    options = {"api_version": API_VERSION, "retry_total": 0}
+    credentials = Credentials(account.read_address(settings.storage.strip()), settings)
     checked = []
     try:
         for resource in RESOURCES:
-            name = name_of(settings, resource)
-            access = credentials.of(resource)
-            is_blob = is_container(resource)
-            open_client = address.container_client if is_blob else address.queue_client
-            probes = BLOB_PROBES if is_blob else QUEUE_PROBES
-            async with open_client(name, access.credential, **options) as client:
-                try:
-                    checked.append(await _try(resource, name, access, client, probes))
-                except errors.MissingResourceError as error:
-                    has_token = not isinstance(error, azure_errors.NoTokenError)
-                    if has_token and resource not in OPTIONAL:
-                        raise
-                    checked.append(Checked(resource, name, "", "".join(probes), None, None))
+            checked.append(await _check(settings, credentials, resource, 0))
+            if is_job_queue(resource) and checked[-1].allowed:
+                shards = await _shards(settings, credentials, resource)
+                checked += [
+                    await _check(settings, credentials, resource, each) for each in range(1, shards)
+                ]
     finally:
         await credentials.close()
     return checked
+
+
+async def _check(
+    settings: StorageSettings, credentials: Credentials, resource: Resource, shard: int
+) -> Checked:
+    access = credentials.of(resource, None, shard)
+    probes = BLOB_PROBES if is_container(resource) else QUEUE_PROBES
+    async with _client(settings, access, resource, shard) as client:
+        name = name_of(settings, resource, None, shard)
+        try:
+            return await _try(resource, name, access, client, probes)
+        except errors.MissingResourceError as error:
+            has_token = not isinstance(error, azure_errors.NoTokenError)
+            if has_token and resource not in OPTIONAL:
+                raise
+            return Checked(resource, name, "", "".join(probes), None, None)
+
+
+async def _shards(settings: StorageSettings, credentials: Credentials, resource: Resource) -> int:
+    """The shards of a job queue; those that there are tokens for, where it cannot be read."""
+    access = credentials.of(resource)
+    granted = credentials.shards(resource, None)
+    async with _client(settings, access, resource, 0) as client:
+        try:
+            found = await access.attempt(
+                f"the queue {client.queue_name!r}", "r", client.get_queue_properties
+            )
+        except errors.SetupError:
+            return granted
+    return max(granted, shards_of(found).made)
+
+
+def _client(settings: StorageSettings, access: Access, resource: Resource, shard: int) -> Any:
+    address = account.read_address(settings.storage.strip())
+    open_client = address.container_client if is_container(resource) else address.queue_client
+    name = name_of(settings, resource, None, shard)
+    return open_client(name, access.credential, api_version=API_VERSION, retry_total=0)
 
 
 async def _try(

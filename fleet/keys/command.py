@@ -77,6 +77,14 @@ def _mint_command(role: Role) -> Callable[..., None]:
                 help="The shards of each job queue, as `imagefleet load --shards` made them.",
             ),
         ] = 1,
+        chains: Annotated[
+            bool,
+            typer.Option(
+                "--chains",
+                help="For workers that draw jobs in several stages: they may read images, and add"
+                " jobs to all queues.",
+            ),
+        ] = False,
         file: Annotated[
             Path | None,
             typer.Option(
@@ -92,9 +100,12 @@ def _mint_command(role: Role) -> Callable[..., None]:
 
         models = _models(model or [])
         life = timedelta(hours=hours)
-        minted = keys_mint.Minter(_on_azure(settings)).mint(role, life, policy, models, shards)
+        if chains and role.name != "worker":
+            raise errors.SetupError("--chains is for `imagefleet keys worker`")
+        allowed = role.for_chains() if chains else role
+        minted = keys_mint.Minter(_on_azure(settings)).mint(allowed, life, policy, models, shards)
         if policy is not None:
-            console.run(keys_mint.store_policy(settings, role, policy, models, shards))
+            console.run(keys_mint.store_policy(settings, allowed, policy, models, shards))
         if file is not None:
             write_tokens(file, minted)
             console.print_note(f"written to {file}")
@@ -106,7 +117,7 @@ def _mint_command(role: Role) -> Callable[..., None]:
         else:
             sys.stdout.writelines(f"{line}\n" for line in export_lines(settings, minted))
             sys.stdout.flush()
-        _explain(settings, role, minted)
+        _explain(settings, allowed, minted)
         if hours > WARNED_AFTER_HOURS:
             console.print_warning(
                 f"tokens for {hours / 24:.0f} days cannot be revoked without --policy"

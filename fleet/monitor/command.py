@@ -117,7 +117,7 @@ def top_command(
 
 @options.from_settings(ExporterSettings)
 def exporter_command(settings: ExporterSettings) -> None:
-    """Exports queue depths, and the time and cost to empty the queue.
+    """Exports queue depths, and the time and cost to empty them.
 
     A fleet needs one. It serves /metrics on --port and pushes them to --push-url if given. With
     --prometheus it takes the completion rate from the workers' metrics instead of deriving it

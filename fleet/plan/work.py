@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from imagefleet import errors
+from imagefleet.job import chain
 from imagefleet.job.message import Job
 from imagefleet.pricing import families
 from imagefleet.pricing.families import Family
@@ -104,18 +105,26 @@ def _of_checkpoint(path: Path) -> dict[str, Family]:
 def of_source(source: Source, models: Models, on_read: Callable[[int], None]) -> list[Work]:
     """The jobs of a file or a template, by model; a job's own size and steps count.
 
+    Each stage of a job counts as a job of its model: it is a message and an image of its own.
+
     Raises:
         SetupError: a job is not valid, there is none, or a model's family is not known.
     """
     found: dict[str | None, Work] = {}
 
-    def add(_place: str, job: Job) -> None:
-        work = found.get(job.model)
-        if work is None:
-            work = found[job.model] = Work(job.model, models.family_of(job.model))
-        work.jobs += 1
-        work.images += job.images
-        work.tflop += job.images * work.family.image_tflop(job.width, job.height, job.steps)
+    def add(place: str, job: Job) -> None:
+        for stage in chain.left(job):
+            work = found.get(stage.model)
+            if work is None:
+                work = found[stage.model] = Work(stage.model, models.family_of(stage.model))
+            work.jobs += 1
+            work.images += stage.images
+            family = work.family
+            try:
+                passes = stage.passes(stage.width or family.width, stage.height or family.height)
+            except errors.JobError as error:  # of a size that only the family tells
+                raise errors.SetupError(f"{place}: {error.message}") from None
+            work.tflop += stage.images * family.passes_tflop(passes)
 
     source.check(0, on_read, add)
     models.refuse_unknown()

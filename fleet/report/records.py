@@ -15,6 +15,7 @@ from datetime import UTC, datetime, timedelta
 from fleet.results.files import image_name
 from imagefleet import errors
 from imagefleet.job import image_record
+from imagefleet.job.image_record import ImageRecord
 from imagefleet.job.message import DEFAULT_CAMPAIGN
 from imagefleet.records import reader
 from imagefleet.records.record import Record
@@ -276,11 +277,20 @@ def _of_blob(blob: protocol.BlobRecord, records: Records) -> _Image:
         return unknown
     return replace(
         unknown,
-        # A job is counted at its first image, whose name has no number or the number 0.
-        is_first_of_job=_stem(blob) in {facts.job, f"{facts.job}-0"},
+        is_first_of_job=_counts_job(blob, facts),
         started_at=facts.started_at,
         **facts.facts(),
     )
+
+
+def _counts_job(blob: protocol.BlobRecord, facts: ImageRecord) -> bool:
+    """Whether it is the image by which its job is counted, of several stages the last.
+
+    Else the first, whose name has no number or the number 0.
+    """
+    if facts.stages > 1:
+        return facts.stage == facts.stages
+    return _stem(blob) in {facts.job, f"{facts.job}-0"}
 
 
 def _stem(blob: protocol.BlobRecord) -> str:

@@ -12,8 +12,8 @@ from pathlib import Path
 
 from imagefleet import errors
 
-#: A name that a worker gives an image: that of its job, a number, and its format.
-_IMAGE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")
+#: A name that a worker gives an image: that of its job, a number, a stage, and its format.
+_IMAGE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._~-]{0,199}")
 
 _DISK_FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 

@@ -44,8 +44,8 @@ def schema() -> pa.Schema:
     text, number, real = pa.string(), pa.int64(), pa.float64()
     types = {
         **dict.fromkeys(columns.COLUMNS, text),
-        **dict.fromkeys(("index", "seed", "steps", "clip_skip", "width", "height"), number),
-        **dict.fromkeys(("attempts", "size_bytes"), number),
+        **dict.fromkeys(("index", "stage", "seed", "steps", "clip_skip"), number),
+        **dict.fromkeys(("width", "height", "attempts", "size_bytes"), number),
         **dict.fromkeys(("cfg_scale", "seconds"), real),
         "loras": pa.list_(pa.struct([("name", text), ("weight", real)])),
         "embeddings": pa.list_(pa.struct([("name", text), ("sha256", text)])),

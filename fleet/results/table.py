@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from rich.table import Table
 
 from fleet import console
+from imagefleet.job.chain import SEPARATOR
 from imagefleet.records.reader import Counts
 from imagefleet.records.record import Record
 
@@ -62,6 +63,8 @@ def line(record: Record) -> str:
 
 def _image_cells(record: Record) -> list[str]:
     name = record.id if record.images == 1 else f"{record.id} {record.index}"
+    if record.stage > 1:
+        name += f"{SEPARATOR}{record.stage}"
     size = f"{record.width}x{record.height}" if record.width and record.height else ""
     seconds = "" if record.seconds is None else f"{record.seconds:.1f}"
     seed, steps = ("" if each is None else str(each) for each in (record.seed, record.steps))

@@ -9,7 +9,7 @@ from datetime import UTC, datetime
 
 from pydantic import BaseModel, ConfigDict, JsonValue
 
-from imagefleet.job.message import MAX_METADATA_BYTES
+from imagefleet.job.metadata import MAX_METADATA_BYTES
 from imagefleet.records.reader import Counts
 from imagefleet.records.record import Record
 
@@ -66,6 +66,8 @@ class JobEvents:
         return None
 
     def _completed(self, record: Record) -> Event | None:
+        if record.stage < record.stages:
+            return None  # the job goes on
         blobs = {record.index: record.blob or ""}
         if record.completes:
             self.begun.pop(record.key, None)

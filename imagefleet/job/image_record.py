@@ -21,7 +21,9 @@ from pydantic import (
 )
 
 from imagefleet import errors, validation
-from imagefleet.job.message import MAX_IMAGES_PER_JOB, MAX_METADATA_BYTES, SafeId
+from imagefleet.job.chain import MAX_STAGES
+from imagefleet.job.message import MAX_IMAGES_PER_JOB, SafeId
+from imagefleet.job.metadata import MAX_METADATA_BYTES
 
 #: No job waits longer in a worker, and no worker starts for longer.
 _LONGEST_SECONDS = 7 * 24 * 3600
@@ -65,6 +67,8 @@ class ImageRecord(BaseModel):
     gpu: _Text | None = None
     price_per_hour: float | None = Field(default=None, ge=0, le=1000)
     images: int = Field(default=1, ge=1, le=MAX_IMAGES_PER_JOB)
+    stage: int = Field(default=1, ge=1, le=MAX_STAGES)
+    stages: int = Field(default=1, ge=1, le=MAX_STAGES)
     seed: int | None = Field(default=None, ge=0, lt=2**32)
     metadata: Annotated[dict[str, JsonValue], BeforeValidator(_from_json)] = Field(
         default_factory=dict

@@ -1,9 +1,10 @@
-"""The job: one JSON message with the field names of AUTOMATIC1111's txt2img payload."""
+"""The job: one JSON message with the field names of AUTOMATIC1111's payloads."""
 
 from __future__ import annotations
 
 import base64
 import binascii
+import functools
 import hashlib
 import json
 import math
@@ -18,15 +19,17 @@ from pydantic import (
     Field,
     JsonValue,
     PrivateAttr,
-    StringConstraints,
     ValidationError,
     field_validator,
     model_validator,
 )
 
-from imagefleet import errors, validation
-from imagefleet.job import noise, samplers, txt2img
+from imagefleet import errors, signing, validation
+from imagefleet.job import chain, noise, samplers, txt2img
 from imagefleet.job import prompt as prompts
+from imagefleet.job.metadata import Metadata
+from imagefleet.job.passes.fields import PassFields
+from imagefleet.job.passes.limits import MAX_GUIDANCE, MAX_SIDE, MIN_SIDE, PromptText
 from imagefleet.job.prompt import SAFE_NAME, Prompt
 
 if TYPE_CHECKING:
@@ -41,25 +44,12 @@ SIGNATURE_FIELD = "signature"
 #: In a job of `imagefleet failed export`: why it failed, which is no part of the job.
 FAILURE_FIELD = "failure"
 
-#: What is signed; a signature of something else is not valid for a job.
-PURPOSE = "job"
-
 #: What a slow node draws in an hour or so: until then a job's images hold a place in a worker.
 MAX_IMAGES_PER_JOB = 1000
-
-#: In pixels.
-MIN_SIDE = 64
-MAX_SIDE = 2048
-
-#: Of `cfg_scale`, also times the prompt's own weight: beyond, images come out broken.
-MAX_GUIDANCE = 30
 
 #: Above any image of a job: its pixels, and its file, of which pure noise has 12 MiB.
 MAX_IMAGE_PIXELS = MAX_SIDE**2
 MAX_IMAGE_BYTES = 32 * 2**20
-
-#: Stored as a header of the image's blob; Azure allows 8 KiB for all headers.
-MAX_METADATA_BYTES = 4096
 
 
 def _matches(pattern: re.Pattern[str], allowed: str) -> AfterValidator:
@@ -89,7 +79,6 @@ def _is_off_or_side(pixels: int) -> int:
     return max(pixels, 0)
 
 
-PromptText = Annotated[str, StringConstraints(max_length=65_536)]
 Side = Annotated[int, Field(ge=MIN_SIDE, le=MAX_SIDE, multiple_of=8)]
 
 #: The folder of images whose jobs have no campaign.
@@ -130,7 +119,7 @@ class Output(BaseModel):
     quality: int = Field(default=90, ge=1, le=100)
 
 
-class Job(BaseModel):
+class Job(PassFields):
     """A validated job; one that `read_job` returned has an `id` and a `seed`."""
 
     model_config = ConfigDict(
@@ -167,12 +156,13 @@ class Job(BaseModel):
     id: SafeId | None = None
     campaign: SafeId | None = None
     output: Output = Output()
-    metadata: dict[str, JsonValue] = Field(default_factory=dict)
+    metadata: Metadata = Field(default_factory=dict)
     verify: bool = False
     """A second drawing of the job's first image, to be compared; it is no result of the job."""
+    then: tuple[dict[str, JsonValue], ...] = Field(default=(), max_length=chain.MAX_STAGES - 1)
+    """The stages after this one, each with the fields in which it differs from the one before."""
 
-    _parsed_prompt: Prompt = PrivateAttr()
-    _parsed_negative_prompt: Prompt = PrivateAttr()
+    _place: chain.Place | None = PrivateAttr(default=None)
 
     @model_validator(mode="before")
     @classmethod
@@ -193,15 +183,10 @@ class Job(BaseModel):
         samplers.check_scheduler(name)
         return name
 
-    @field_validator("metadata")
+    @field_validator("then")
     @classmethod
-    def _metadata_is_small(cls, metadata: dict[str, JsonValue]) -> dict[str, JsonValue]:
-        text = json.dumps(metadata)  # in ASCII, as the header has it
-        if len(text) > MAX_METADATA_BYTES:
-            raise ValueError(f"is {len(text):,} bytes of JSON; {MAX_METADATA_BYTES:,} are allowed")
-        if "\\ud" in text and not _is_encodable(metadata):
-            raise ValueError("contains half of a surrogate pair")
-        return metadata
+    def _read_stages(cls, stages: tuple[dict[str, Any], ...]) -> tuple[dict[str, Any], ...]:
+        return tuple(chain.fields_of_stage(number, each) for number, each in enumerate(stages, 2))
 
     @model_validator(mode="after")
     def _images_are_bounded(self) -> Self:
@@ -229,29 +214,33 @@ class Job(BaseModel):
 
     @model_validator(mode="after")
     def _parse_prompts(self) -> Self:
-        field, comments = "prompt", self.enable_prompt_comments
-        try:
-            self._parsed_prompt = prompts.read_prompt(self.prompt, comments=comments)
-            field = "negative_prompt"
-            self._parsed_negative_prompt = prompts.read_negative_prompt(
-                self.negative_prompt, comments=comments
-            )
-        except errors.JobError as error:
-            raise ValueError(f"{field}: {error.message}") from None
+        for field in ("prompt", "negative_prompt"):
+            try:
+                getattr(self, f"parsed_{field}")
+            except errors.JobError as error:
+                raise ValueError(f"{field}: {error.message}") from None
         if abs(self.guidance) > MAX_GUIDANCE:
             raise ValueError(
                 f"cfg_scale: {self.cfg_scale:g} times the prompt's own weight, which is"
-                f" {self._parsed_prompt.weight:g}, is more than {MAX_GUIDANCE}"
+                f" {self.parsed_prompt.weight:g}, is more than {MAX_GUIDANCE}"
             )
         return self
 
-    @property
-    def parsed_prompt(self) -> Prompt:
-        return self._parsed_prompt
+    @model_validator(mode="after")
+    def _stages_are_jobs(self) -> Self:
+        if self.then:
+            chain.check(self)
+        return self
 
-    @property
+    @functools.cached_property
+    def parsed_prompt(self) -> Prompt:
+        return prompts.read_prompt(self.prompt, comments=self.enable_prompt_comments)
+
+    @functools.cached_property
     def parsed_negative_prompt(self) -> Prompt:
-        return self._parsed_negative_prompt
+        return prompts.read_negative_prompt(
+            self.negative_prompt, comments=self.enable_prompt_comments
+        )
 
     @property
     def shown_prompts(self) -> tuple[str, str]:
@@ -263,12 +252,12 @@ class Job(BaseModel):
     @property
     def guidance(self) -> float:
         """The guidance scale; the prompt's own weight multiplies it, as in AUTOMATIC1111."""
-        return self.cfg_scale * self._parsed_prompt.weight
+        return self.cfg_scale * self.parsed_prompt.weight
 
     def identified(self, job_id: str, campaign: str | None = None) -> Self:
         """The job with *job_id*, a seed derived from its id, *campaign*, where it has none."""
         known_id = self.id or job_id
-        seed = self.seed if self.seed >= 0 else _seed_from(known_id)
+        seed = self.seed if self.seed >= 0 else _seed_from(known_id + self._stage_suffix)
         subseed = self.subseed
         if subseed < 0 and self.subseed_strength:
             subseed = _seed_from(f"{known_id}/subseed")
@@ -276,6 +265,31 @@ class Job(BaseModel):
         return self.model_copy(
             update={"id": known_id, "seed": seed, "subseed": subseed, "campaign": campaign}
         )
+
+    def placed(self, place: chain.Place) -> Self:
+        """This as a later stage of a job."""
+        job = self.model_copy()
+        job._place = place  # noqa: SLF001 - its own class
+        return job if place.job.id is None else job.identified(place.job.id)
+
+    @property
+    def place(self) -> chain.Place | None:
+        """Where in its chain a later stage is; None for a job as it was sent."""
+        return self._place
+
+    @property
+    def stage(self) -> int:
+        """The number of this stage, from 1."""
+        return self._place.number if self._place else 1
+
+    @property
+    def stages(self) -> int:
+        """The stages of the whole job, 1 without a chain."""
+        return 1 + len(self._place.job.then if self._place else self.then)
+
+    @property
+    def _stage_suffix(self) -> str:
+        return f"{chain.SEPARATOR}{self._place.number}" if self._place else ""
 
     @property
     def images(self) -> int:
@@ -325,7 +339,7 @@ class Job(BaseModel):
 
     def blob_name(self, index: int) -> str:
         """The name of image *index*: it follows from the job alone, so a retry finds it taken."""
-        number = f"-{index}" if self.images > 1 else ""
+        number = f"-{index}" if self.images > 1 else self._stage_suffix
         folder = CHECKS if self.verify else ""
         suffix = _SUFFIXES[self.output.format]
         return f"{folder}{job_key(self.campaign, self.id)}{number}.{suffix}"
@@ -333,17 +347,20 @@ class Job(BaseModel):
     def to_message(self, key: SigningKey | None = None) -> str:
         """One line of JSON without defaults, for `read_job`; signed with *key*.
 
+        Of a later stage, the whole job's with the number of the stage.
+
         Raises:
             ValueError: a job to be signed has no id.
         """
-        fields = self.model_dump(mode="json", exclude_defaults=True)
+        job = self._place.job if self._place else self
+        fields = job.model_dump(mode="json", exclude_defaults=True)
         if key is not None:
-            if self.id is None:
+            if job.id is None:
                 raise ValueError("a signed job needs an id")
-            fields[SIGNATURE_FIELD] = key.sign(PURPOSE, fields)
-        # Azure carries messages in XML, which excludes these two.
-        text = json.dumps(fields, ensure_ascii=False, separators=(",", ":"))
-        return text.replace("\ufffe", "\\ufffe").replace("\uffff", "\\uffff")
+            fields[SIGNATURE_FIELD] = key.sign(signing.OF_JOBS, fields)
+        if self._place is not None:
+            fields[chain.STAGE_FIELD] = chain.field_of(self._place)
+        return message_text(fields)
 
 
 def read_job(body: str, message_id: str, trusted: TrustedKeys | None = None) -> Job:
@@ -367,13 +384,17 @@ def read_job(body: str, message_id: str, trusted: TrustedKeys | None = None) -> 
         )
     fields.pop(DELIVERIES_FIELD, None)
     signature = fields.pop(SIGNATURE_FIELD, None)
+    stage = fields.pop(chain.STAGE_FIELD, None)
     if trusted is not None:
-        _check_signature(fields, signature, trusted)
+        signing.check_job(fields, signature, trusted)
     try:
         job = Job.model_validate(fields)
     except ValidationError as error:
         raise errors.InvalidMessageError(validation.sentence(error, Job.model_fields)) from None
-    return job.identified(message_id)
+    if job.then:
+        chain.check_size(body)
+    job = job.identified(message_id)
+    return job if stage is None else chain.stage_of_message(job, stage)
 
 
 _JSON_TYPES: Mapping[type, str] = {
@@ -395,6 +416,12 @@ def message_fields(body: str) -> Any:
     return json.loads(_without_base64(body))
 
 
+def message_text(fields: Mapping[str, Any]) -> str:
+    """The text of a message, which Azure carries in XML; that excludes two characters."""
+    text = json.dumps(fields, ensure_ascii=False, separators=(",", ":"))
+    return text.replace("\ufffe", "\\ufffe").replace("\uffff", "\\uffff")
+
+
 def text_for_image(body: str, job: Job) -> str:
     """A job's message for its image's file (`imagefleet.job.embedded`), in ASCII.
 
@@ -404,6 +431,8 @@ def text_for_image(body: str, job: Job) -> str:
     fields.pop(DELIVERIES_FIELD, None)
     if not fields.get("id"):  # which no signed job lacks
         fields["id"] = job.id
+    if job.place is not None:
+        fields[chain.STAGE_FIELD] = chain.field_of(job.place)
     return json.dumps(fields, separators=(",", ":"))
 
 
@@ -411,7 +440,7 @@ def images_of(body: str) -> int:
     """How many images a message asks for, as far as it can be read; whether it is a job or not."""
     if body.startswith("{") and not ("batch_size" in body or "n_iter" in body):
         return 1  # the most common case, without parsing it
-    fields = _fields_if_any(body)
+    fields = fields_if_any(body)
     counts = [fields.get("batch_size", 1), fields.get("n_iter", 1)]
     if fields.get("verify") or not all(isinstance(each, int) and each > 0 for each in counts):
         return 1
@@ -422,43 +451,16 @@ def is_signed(body: str) -> bool:
     """Whether a message carries a signature, which may be anyone's."""
     if body.startswith("{") and SIGNATURE_FIELD not in body:
         return False  # the most common case, without parsing it
-    return SIGNATURE_FIELD in _fields_if_any(body)
+    return SIGNATURE_FIELD in fields_if_any(body)
 
 
-def without_deliveries(body: str) -> str:
-    """A message as it was sent, without the record of its deliveries."""
-    if body.startswith("{") and DELIVERIES_FIELD not in body:
-        return body  # the most common case, without parsing it
-    fields = _fields_if_any(body)
-    if DELIVERIES_FIELD not in fields:
-        return body
-    del fields[DELIVERIES_FIELD]
-    return json.dumps(fields, separators=(",", ":"))
-
-
-def _fields_if_any(body: str) -> dict[str, Any]:
+def fields_if_any(body: str) -> dict[str, Any]:
+    """The fields of a message, none if they cannot be read."""
     try:
         fields = message_fields(body)
     except (ValueError, RecursionError):
         return {}
     return fields if isinstance(fields, dict) else {}
-
-
-def _check_signature(fields: dict[str, Any], signature: object, trusted: TrustedKeys) -> None:
-    """Raises UntrustedJobError; reads nothing else of a job that is not signed."""
-    if signature is None:
-        why = "it carries no signature"
-    elif not trusted.accept(PURPOSE, fields, signature):
-        why = "it was changed after it was signed, or another key signed it"
-    elif fields.get("id") is None:
-        # Its message's id would take the place: sent again, it would be another job.
-        why = "it has no `id`, which a signed job needs"
-    else:
-        return
-    raise errors.UntrustedJobError(
-        f"the job is not signed with the trusted key: {why}. If it is yours, send it again with"
-        " IMAGEFLEET_SIGNING_KEY; else discard it"
-    )
 
 
 def job_key(campaign: str | None, job_id: str | None) -> str:
@@ -480,14 +482,6 @@ def _without_base64(body: str) -> str:
         return base64.b64decode(body.strip(), validate=True).decode()
     except (binascii.Error, ValueError):
         return body
-
-
-def _is_encodable(metadata: dict[str, JsonValue]) -> bool:
-    try:
-        json.dumps(metadata, ensure_ascii=False).encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def _seed_from(job_id: str) -> int:

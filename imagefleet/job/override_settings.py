@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 from imagefleet import validation
@@ -44,7 +45,10 @@ WITHOUT_EFFECT = frozenset(
         "disable_mmap_load_safetensors",
         "do_not_show_images",
         "enable_pnginfo",
-        "initial_noise_multiplier",  # of img2img
+        "initial_noise_multiplier",  # this and the next ones are of img2img
+        "inpainting_mask_weight",
+        "overlay_inpaint",
+        "upscaler_for_img2img",
         "export_for_4chan",
         "face_restoration_model",
         "face_restoration_unload",
@@ -113,14 +117,20 @@ NEUTRAL_VALUES: Mapping[str, tuple[object, ...]] = {
 
 _UNSET: tuple[object, ...] = (None, "")
 
-#: As AUTOMATIC1111 lists checkpoints: `folder/name.safetensors [short hash]`, or a part of that.
-_CHECKPOINT_TITLE = re.compile(
-    r"(?:.*[/\\])?(?P<name>[^/\\]+?)(?:\.(?:safetensors|ckpt|pt))?(?: *\[[0-9a-f]{8,64}\])?"
+#: As AUTOMATIC1111 lists files: `folder/name.safetensors [short hash]`, or a part of that.
+_TITLE = re.compile(
+    r"(?:.*[/\\])?(?P<name>[^/\\]+?)(?:\.(?:safetensors|ckpt|pth?))?(?: *\[[0-9a-f]{8,64}\])?"
 )
 
 
-def fields(settings: object, payload: Mapping[str, Any]) -> dict[str, Any]:
+def fields(
+    settings: object,
+    payload: Mapping[str, Any],
+    neutral: Mapping[str, tuple[object, ...]] = MappingProxyType({}),
+) -> dict[str, Any]:
     """The fields of a job that *settings* set; *payload* has those that are given as well.
+
+    *neutral* has neutral values of further settings that change the job's image.
 
     Raises:
         ValueError: a setting is not supported, or contradicts a field; names it.
@@ -131,10 +141,12 @@ def fields(settings: object, payload: Mapping[str, Any]) -> dict[str, Any]:
     for name, value in settings.items():
         if field := FIELDS.get(name):
             if value not in _UNSET and not _is_others_eta(name, payload):
-                found[field] = _checkpoint_name(value) if field == "model" else value
+                found[field] = name_of_title(value) if field == "model" else value
                 _refuse_conflict(name, field, found[field], payload)
+        elif name in neutral:
+            _refuse_change(name, value, neutral)
         elif name not in WITHOUT_EFFECT and not name.startswith(WITHOUT_EFFECT_PREFIXES):
-            _refuse_change(name, value)
+            _refuse_change(name, value, NEUTRAL_VALUES)
     return found
 
 
@@ -147,9 +159,9 @@ def _is_others_eta(name: str, payload: Mapping[str, Any]) -> bool:
     return payload.get("eta") is not None or name != _ETA.get(key, _USUAL_ETA)
 
 
-def _checkpoint_name(title: object) -> object:
+def name_of_title(title: object) -> object:
     """The name of a checkpoint's file or folder, by which workers know it."""
-    match = _CHECKPOINT_TITLE.fullmatch(title) if isinstance(title, str) else None
+    match = _TITLE.fullmatch(title) if isinstance(title, str) else None
     return match["name"] if match else title
 
 
@@ -161,14 +173,14 @@ def _refuse_conflict(name: str, field: str, value: object, payload: Mapping[str,
         )
 
 
-def _refuse_change(name: str, value: object) -> None:
-    if name not in NEUTRAL_VALUES:
+def _refuse_change(name: str, value: object, neutral: Mapping[str, tuple[object, ...]]) -> None:
+    if name not in neutral:
         hint = validation.suggestion(name, [*FIELDS, *NEUTRAL_VALUES])
         raise ValueError(
             f"override_settings.{printable(name[:80])} is not supported: it may change the image;"
             f" remove it{hint}"
         )
-    if value not in NEUTRAL_VALUES[name]:
+    if value not in neutral[name]:
         raise ValueError(
             f"override_settings.{name} is not supported: it would change the image; remove it or"
             " switch it off"

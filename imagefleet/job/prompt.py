@@ -40,6 +40,9 @@ _OPENED_BY = {")": "(", "]": "["}
 _EMPHASIS = re.compile(r"[()\[\]]|:\s*([+-]?[.\d]+)\s*\)|:?[^\\()\[\]:]+|:+(?=:)|:|\\[()\[\]\\]?")
 _BREAK = re.compile(r"\bBREAK\b")
 
+#: What no prompt without weights has.
+_WEIGHTED = re.compile(r"[()\[\]\\]")
+
 #: The weight by which AUTOMATIC1111 knows a BREAK from the word; brackets change it.
 _BREAK_WEIGHT = -1.0
 
@@ -109,6 +112,8 @@ def without_comments(prompt: str) -> str:
     return _COMMENT.sub("\n", _COMMENT_LINE.sub("\n", prompt))
 
 
+# The stages of a job mostly have one prompt.
+@functools.lru_cache(maxsize=16)
 def read_prompt(prompt: str, *, comments: bool = True) -> Prompt:
     """Splits a prompt into weighted words and LoRAs; without *comments*, `#` is a letter.
 
@@ -191,6 +196,8 @@ def weighted_parts(text: str) -> tuple[Section, ...]:
     Raises:
         JobError: a weight is not a number or out of range.
     """
+    if not (_WEIGHTED.search(text) or "BREAK" in text):
+        return ((Part(text, 1.0),) if text else (),)
     texts: list[list[str]] = []
     weights: list[float] = []
     breaks: list[int] = []

@@ -70,13 +70,25 @@ _ALL = (
     Sampler("plms", "PLMS", None),
 )
 
+#: DeepFloyd IF's lists of timesteps.
+_LISTS = ["fast27", "smart27", "smart50", "smart100", "smart185", "super27", "super40", "super100"]
+
+_OF_PIXELS = (
+    Sampler("ddpm", "DDPM", None),
+    Sampler("edm", "EDM", None),
+    *(Sampler(name, name, None) for name in _LISTS),
+)
+
 #: By the engine's key.
 SAMPLERS: Mapping[str, Sampler] = {sampler.key: sampler for sampler in _ALL}
+
+#: The same of those that only stages of DeepFloyd IF have, which draw in pixels.
+PIXEL_SAMPLERS: Mapping[str, Sampler] = {sampler.key: sampler for sampler in _OF_PIXELS}
 
 #: By every accepted name, in lower case.
 NAMES: Mapping[str, Sampler] = {
     name.lower(): sampler
-    for sampler in _ALL
+    for sampler in (*_ALL, *_OF_PIXELS)
     for name in (sampler.key, sampler.name, *sampler.aliases)
 }
 
@@ -89,7 +101,7 @@ def find(name: str, scheduler: str | None = None) -> Sampler:
     """
     sampler = NAMES.get(name.lower())
     if sampler is None:
-        known = ", ".join(sampler.name for sampler in SAMPLERS.values())
+        known = ", ".join(sampler.name for sampler in (*_ALL, *_OF_PIXELS))
         raise ValueError(f"unknown sampler {name[:40]!r}; known: {known}")
     schedule = check_scheduler(scheduler)
     if schedule == "Automatic" and sampler.key in _AUTOMATIC_IS_KARRAS:

@@ -10,13 +10,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from imagefleet.job import override_settings
+from imagefleet.job.passes import fields as passes
 
 #: Fields about saving, sending and the web page's settings.
 WITHOUT_EFFECT = frozenset(
     {
         "comments",
-        "denoising_strength",  # this and the next one are of the second pass
-        "firstpass_image",
         "do_not_save_grid",
         "do_not_save_samples",
         "force_task_id",
@@ -26,17 +25,12 @@ WITHOUT_EFFECT = frozenset(
     }
 )
 
-#: The second pass's fields matter only with `enable_hr`, which is refused below.
-HIRES_PREFIX = "hr_"
-
 _EMPTY: tuple[object, ...] = (None, "", [], {})
 
 #: Fields that change the image -> their neutral values.
 NEUTRAL_VALUES: Mapping[str, tuple[object, ...]] = {
-    "alwayson_scripts": _EMPTY,
     "disable_extra_networks": (None, False),
     "distilled_cfg_scale": (None, 3.5),
-    "enable_hr": (None, False),
     "firstphase_height": (None, 0),  # the image's size, even without `enable_hr`
     "firstphase_width": (None, 0),
     "infotext": _EMPTY,  # sets the fields that the payload leaves out
@@ -62,6 +56,7 @@ _NULL_IS_DEFAULT = frozenset(
         "seed_resize_from_w",
         "subseed",
         "subseed_strength",
+        *passes.NULL_IS_DEFAULT,
     }
 )
 
@@ -72,7 +67,7 @@ def fields_of_job(payload: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         ValueError: an unsupported field would change the image; names it.
     """
-    fields = without_neutral_fields(payload)
+    fields = without_neutral_fields(passes.used(payload))
     fields = {
         name: value
         for name, value in fields.items()
@@ -82,7 +77,8 @@ def fields_of_job(payload: Mapping[str, Any]) -> dict[str, Any]:
     if legacy_name and not fields.get("sampler_name"):
         fields["sampler_name"] = legacy_name
     if (settings := fields.pop("override_settings", None)) not in _EMPTY:
-        fields |= override_settings.fields(settings, fields)
+        neutral = passes.neutral_settings(payload)
+        fields |= override_settings.fields(settings, fields, neutral)
     return fields
 
 
@@ -107,9 +103,9 @@ def without_neutral_fields(payload: Mapping[str, Any]) -> dict[str, Any]:
 
 def has_no_effect(name: str) -> bool:
     """Whether a field does not change the image, whatever its value."""
-    return name in WITHOUT_EFFECT or name.startswith(HIRES_PREFIX)
+    return name in WITHOUT_EFFECT
 
 
 def is_foreign(name: str) -> bool:
     """Whether a field of a payload is none of a job's."""
-    return name in NEUTRAL_VALUES or has_no_effect(name)
+    return name in NEUTRAL_VALUES or has_no_effect(name) or passes.is_foreign(name)

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from imagefleet import errors
+from imagefleet.job import chain
 from imagefleet.job.message import DEFAULT_CAMPAIGN, Job, job_key
 from imagefleet.records import reader
 from imagefleet.records.outcomes import JobFacts
@@ -63,12 +64,13 @@ class Submission:
                     f"job {job_key(job.campaign, job.id)} is a second drawing (verify), which has"
                     " no result to wait for"
                 )
+            last = chain.last(job)
             facts = JobFacts(
                 str(job.id),
                 job.campaign or DEFAULT_CAMPAIGN,
-                seed=job.seed,
-                blobs=tuple(job.blob_name(index) for index in range(job.images)),
-                metadata=job.metadata,
+                seed=last.seed,
+                blobs=tuple(last.blob_name(index) for index in range(last.images)),
+                metadata=last.metadata,
             )
             if facts.key in self.jobs:
                 raise errors.JobError(f"two jobs have the id {facts.key}")

@@ -10,9 +10,9 @@ from imagefleet.records.record import Record
 
 #: In the order of their columns; each is a field of the record under the same name.
 FIELDS = (
-    *("outcome", "campaign", "id", "index", "prompt", "negative_prompt", "seed", "model", "loras"),
-    *("embeddings", "sampler", "steps", "cfg_scale", "clip_skip", "width", "height"),
-    *("worker", "gpu", "seconds", "attempts", "at", "size_bytes", "blob"),
+    *("outcome", "campaign", "id", "index", "stage", "prompt", "negative_prompt", "seed"),
+    *("model", "loras", "embeddings", "sampler", "steps", "cfg_scale", "clip_skip"),
+    *("width", "height", "worker", "gpu", "seconds", "attempts", "at", "size_bytes", "blob"),
 )
 
 COLUMNS = (*FIELDS, "address", "error", "reason", "metadata")

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 _TYPES = {
     **dict.fromkeys(columns.COLUMNS, "string"),
-    **dict.fromkeys(("index", "seed", "steps", "clip_skip", "width", "height"), "Int64"),
+    **dict.fromkeys(("index", "stage", "seed", "steps", "clip_skip", "width", "height"), "Int64"),
     **dict.fromkeys(("attempts", "size_bytes"), "Int64"),
     **dict.fromkeys(("cfg_scale", "seconds"), "float64"),
     **dict.fromkeys(("loras", "embeddings", "metadata"), "object"),

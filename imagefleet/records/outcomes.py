@@ -12,6 +12,7 @@ from pydantic import JsonValue
 
 from imagefleet import concurrency, errors
 from imagefleet.job import image_record
+from imagefleet.job.chain import SEPARATOR
 from imagefleet.job.image_record import ImageRecord
 from imagefleet.job.message import job_key
 from imagefleet.records import reader
@@ -46,8 +47,9 @@ class JobFacts:
         return {field.name: getattr(self, field.name) for field in dataclasses.fields(JobFacts)}
 
     def completed(self, images: Iterable[Record]) -> JobFacts:
-        """The job with all of its images."""
-        records = tuple(sorted(images, key=lambda each: each.index))
+        """The job with all of its images; of several stages, those of the last."""
+        last = [each for each in images if each.stage == each.stages]
+        records = tuple(sorted(last, key=lambda each: each.index))
         return dataclasses.replace(self, status="completed", blobs=_blobs(records), records=records)
 
     def ended(self, record: Record, images: Iterable[Record] = ()) -> JobFacts:
@@ -71,7 +73,7 @@ async def of_campaign(storage: protocol.Storage, campaign: str) -> AsyncIterator
     ended = {hash(record.key) async for record in reader.ended(storage, campaign)}
     partial: dict[str, dict[int, Record]] = {}
     async for record in reader.images(storage, campaign):
-        if not _is_of_its_job(record):
+        if not _is_of_its_job(record) or record.stage < record.stages:
             continue
         images = {record.index: record}
         if record.images > 1:
@@ -116,10 +118,8 @@ async def look_up(storage: protocol.Storage, job: JobFacts) -> JobFacts:
     waiting = (await storage.queue.depth()).messages
     images = await stored_images(storage, job)
     if are_all(images):
-        first = images[0]
-        return dataclasses.replace(job, seed=_seed(first), metadata=first.metadata).completed(
-            images
-        )
+        last = images[-1]
+        return dataclasses.replace(job, seed=_seed(last), metadata=last.metadata).completed(images)
     if (latest := await last_end(storage, job)) is not None:
         return dataclasses.replace(job, metadata=latest.metadata).ended(latest, images)
     return job if waiting else dataclasses.replace(job, status="unknown")
@@ -128,10 +128,13 @@ async def look_up(storage: protocol.Storage, job: JobFacts) -> JobFacts:
 async def stored_images(storage: protocol.Storage, job: JobFacts) -> list[Record]:
     """A job's images, as their metadata tells; none as long as the first one is missing.
 
-    Lists the name of each: `a-1.png` is image 1 of job `a`, or the only one of job `a-1`.
+    Lists the name of each: `a-1.png` is image 1 of job `a`, or the only one of job `a-1`. Of
+    several stages, they are in the stages' order.
     """
     if (only := await _image(storage, job, job.key)) is not None:
-        return [only]
+        names = (f"{job.key}{SEPARATOR}{number}" for number in range(2, only.stages + 1))
+        later = await concurrency.gather(*(_image(storage, job, name) for name in names))
+        return [only, *filter(None, later)]
     if (first := await _image(storage, job, f"{job.key}-0")) is None:
         return []
     found = [first]
@@ -146,7 +149,9 @@ async def stored_images(storage: protocol.Storage, job: JobFacts) -> list[Record
 
 def are_all(images: Sequence[Record]) -> bool:
     """Whether *images* are all of a job's."""
-    return bool(images) and len(images) >= images[0].images
+    if not images or images[-1].stage < images[-1].stages:
+        return False
+    return len(images) >= images[0].images
 
 
 async def last_end(storage: protocol.Storage, job: JobFacts) -> Record | None:
@@ -174,7 +179,9 @@ def _blobs(records: Iterable[Record]) -> tuple[str, ...]:
 def _is_of_its_job(record: Record) -> bool:
     """Records are untrusted: one may name another job's image."""
     name = (record.blob or "").rpartition(".")[0]
-    return name == record.key + (f"-{record.index}" if record.images > 1 else "")
+    number = f"-{record.index}" if record.images > 1 else ""
+    stage = f"{SEPARATOR}{record.stage}" if record.stage > 1 else ""
+    return name == record.key + number + stage
 
 
 async def _image(storage: protocol.Storage, job: JobFacts, name: str) -> Record | None:
@@ -192,7 +199,7 @@ def _record(job: JobFacts, name: str, blob: protocol.BlobRecord) -> Record:
         facts = image_record.read(blob.metadata) or ImageRecord(job=job.id)
     except errors.JobError:
         facts = ImageRecord(job=job.id)
-    is_only = name == job.key
+    is_only = name.partition(SEPARATOR)[0] == job.key
     index = 0 if is_only else int(name.rpartition("-")[2])
     return Record(
         outcome="completed",
@@ -203,6 +210,8 @@ def _record(job: JobFacts, name: str, blob: protocol.BlobRecord) -> Record:
         size_bytes=blob.size_bytes,
         index=index,
         images=1 if is_only else max(facts.images, index + 1),
+        stage=facts.stage,
+        stages=max(facts.stage, facts.stages),
         seed=facts.seed,
         metadata=facts.metadata,
         **facts.facts(),

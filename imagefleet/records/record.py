@@ -20,6 +20,7 @@ from pydantic import (
 )
 
 from imagefleet import errors, validation
+from imagefleet.job.chain import MAX_STAGES
 from imagefleet.job.message import DEFAULT_CAMPAIGN, MAX_IMAGES_PER_JOB, Job, SafeId, job_key
 from imagefleet.storage.protocol import MAX_BLOB_NAME, MAX_MESSAGE_BYTES
 
@@ -94,6 +95,9 @@ class Record(BaseModel):
     """Of a job's last image of several: all of them are stored. Older workers do not say."""
     seconds: _Seconds | None = None
     """From the pull of the job to its upload."""
+    stage: int = Field(default=1, ge=1, le=MAX_STAGES)
+    """Of a job with `then`: the one that this is of."""
+    stages: int = Field(default=1, ge=1, le=MAX_STAGES)
 
     prompt: _Text | None = None
     negative_prompt: _Text | None = None
@@ -124,6 +128,8 @@ class Record(BaseModel):
     @property
     def completes_job(self) -> bool:
         """Whether this image is the one by which its job is counted as completed."""
+        if self.stage < self.stages:
+            return False
         if self.images == 1 or self.completes is None:
             return self.index == 0  # older workers recorded a job's images at once
         return self.completes
@@ -156,6 +162,8 @@ def of_job(job: Job) -> dict[str, object]:
         "id": job.id,
         "campaign": job.campaign or DEFAULT_CAMPAIGN,
         "images": job.images,
+        "stage": job.stage,
+        "stages": job.stages,
         "prompt": job.prompt,
         "negative_prompt": job.negative_prompt,
         "sampler": job.sampler,

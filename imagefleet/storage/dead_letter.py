@@ -16,23 +16,19 @@ from pydantic import (
     AwareDatetime,
     BaseModel,
     ConfigDict,
+    Field,
     StringConstraints,
     TypeAdapter,
     ValidationError,
 )
 
 from imagefleet import errors
-from imagefleet.job.message import (
-    DEFAULT_CAMPAIGN,
-    Job,
-    SafeId,
-    is_signed,
-    message_fields,
-    without_deliveries,
-)
+from imagefleet.job import chain
+from imagefleet.job.chain import MAX_STAGES
+from imagefleet.job.message import DEFAULT_CAMPAIGN, Job, SafeId, is_signed, message_fields
 from imagefleet.records.record import Record
 from imagefleet.storage import model_queues, protocol
-from imagefleet.storage.deliveries import Deliveries
+from imagefleet.storage.deliveries import Deliveries, sent_again, without_deliveries
 
 #: An engine's error may list a page of tensor shapes; its first lines name the cause.
 MAX_REASON_CHARACTERS = 2_000
@@ -61,6 +57,8 @@ class FailedJob(BaseModel):
     attempts: int
     worker: str
     failed_at: AwareDatetime
+    stage: int | None = Field(default=None, ge=1, le=MAX_STAGES)
+    """Of a job with `then`: the one that failed."""
     source: str | None = None
     """The id of the message that failed: a record sent again after a lost reply has the same."""
     body: str | None = None
@@ -87,6 +85,7 @@ class FailedJob(BaseModel):
             attempts=record.attempts,
             worker=record.worker,
             failed_at=record.at,
+            stage=record.stage if record.stages > 1 else None,
             source=record.source,
             body=record.body,
         )
@@ -199,7 +198,8 @@ async def add(
         attempts=Deliveries.of(message).failed + 1,
         worker=_truncated(worker, _MAX_NAME_CHARACTERS),
         failed_at=datetime.now(UTC),
-        source=message.id,
+        stage=job.stage if job is not None and job.stages > 1 else None,
+        source=chain.source(job, message.id),
         body=body,
     )
     await storage.poison.send([await _encode_to_fit(record, body, storage.blobs)])
@@ -228,7 +228,8 @@ def _named(body: str) -> dict[str, Any]:
 
 def _replayable(message: protocol.LeasedMessage, job: Job | None) -> str:
     if job is None or is_signed(message.body):  # a signature is of the fields as they were sent
-        return without_deliveries(message.body)
+        body = without_deliveries(message.body)
+        return body if job is None or job.place is None else sent_again(body, job.place)
     body = job.to_message()
     # The job's generated id and seed may make a full message too large.
     return body if protocol.message_bytes(body) <= protocol.MAX_MESSAGE_BYTES else message.body

@@ -10,13 +10,14 @@ from pydantic import ValidationError
 from pydantic_core import to_jsonable_python
 
 from imagefleet import errors, validation
-from imagefleet.job import override_settings
+from imagefleet.job import chain, override_settings
 from imagefleet.job.message import (
     DELIVERIES_FIELD,
     SIGNATURE_FIELD,
     Job,
     is_signed,
     message_fields,
+    read_job,
 )
 from imagefleet.signing import SigningKey
 from imagefleet.storage import protocol
@@ -78,21 +79,36 @@ class Change:
             )
         for name in (DELIVERIES_FIELD, SIGNATURE_FIELD):
             fields.pop(name, None)
-        _drop_aliases(fields, self.values)
+        place = fields.pop(chain.STAGE_FIELD, None)
         try:
-            job = Job.model_validate(fields | self.values)
+            job = Job.model_validate(self._changed(fields, place))
         except ValidationError as error:
             reason = validation.sentence(error, Job.model_fields)
             raise errors.InvalidMessageError(
                 f"its job is not valid even with the change: {reason}"
             ) from None
         job = job.identified(job_id)
+        if place is not None:
+            job = chain.stage_of_message(job, place)
         (message,) = protocol.checked_messages([job.to_message(self._key)])
         return message, job
+
+    def _changed(self, fields: dict[str, Any], place: object) -> dict[str, Any]:
+        """The fields of a job with the new values, in the stage that has failed."""
+        own = chain.own_fields(fields, place)
+        if own is not fields and (of_job := self.values.keys() & chain.OF_JOB):
+            raise errors.InvalidMessageError(
+                f"{min(of_job)} is of the job as a whole, and this is a later stage of it"
+            )
+        _drop_aliases(own, self.values)
+        own |= self.values
+        return fields
 
     def differences(self, body: str) -> dict[str, tuple[Any, Any]]:
         """What it changes in a job: each field's value before and after."""
         before = _fields(body)
+        if chain.STAGE_FIELD in before:
+            before = read_job(body, "none").model_dump(mode="json")
         given = {name: before.get(name, _DEFAULTS[name]) for name in self.values}
         return {
             name: (given[name], value)

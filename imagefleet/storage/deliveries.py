@@ -14,7 +14,14 @@ from typing import Annotated, Any, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from imagefleet.job.message import DELIVERIES_FIELD, MAX_IMAGES_PER_JOB, message_fields
+from imagefleet.job import chain
+from imagefleet.job.message import (
+    DELIVERIES_FIELD,
+    MAX_IMAGES_PER_JOB,
+    fields_if_any,
+    message_fields,
+    message_text,
+)
 from imagefleet.storage import protocol
 
 #: After so many lost deliveries a job is generated alone, so that the next loss tells whether the
@@ -106,6 +113,22 @@ class Deliveries(BaseModel):
         record = self.model_dump(exclude_defaults=True)
         text = _json({**fields, DELIVERIES_FIELD: record})
         return text if protocol.fits(text) else None
+
+
+def without_deliveries(body: str) -> str:
+    """A message as it was sent, without the record of its deliveries."""
+    if body.startswith("{") and DELIVERIES_FIELD not in body:
+        return body  # the most common case, without parsing it
+    fields = fields_if_any(body)
+    if DELIVERIES_FIELD not in fields:
+        return body
+    del fields[DELIVERIES_FIELD]
+    return json.dumps(fields, separators=(",", ":"))
+
+
+def sent_again(body: str, place: chain.Place) -> str:
+    """The message of a stage as one that nobody has sent before."""
+    return message_text(fields_if_any(body) | {chain.STAGE_FIELD: chain.field_of(place)})
 
 
 def shown_images(numbers: Iterable[int]) -> str:

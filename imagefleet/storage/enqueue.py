@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterable
 from pathlib import PurePosixPath
 
 from imagefleet import errors, validation
 from imagefleet.storage import protocol
-from imagefleet.storage.model_queues import model_of
+from imagefleet.storage.model_queues import model_of, models_of
 from imagefleet.storage.settings import Priority
 from imagefleet.telemetry import serving
 
@@ -35,6 +36,8 @@ class JobSender:
         self._priority = priority
         self._through = through
         self._known = {stem(name) for name in elsewhere}
+        #: Messages that were sent, by the name of their queue.
+        self.sent_to: Counter[str] = Counter()
 
     async def send(self, bodies: Iterable[str]) -> None:
         """Adds each message to the queue of its job's model.
@@ -44,11 +47,14 @@ class JobSender:
             is over 64 KiB; none was sent.
         """
         messages = list(bodies)
-        await self.check(model for body in messages if (model := model_of(body)) is not None)
+        await self.check(model for body in messages for model in models_of(body))
+        await self._storage.models.make_for_chains(messages)
         if self._through is not None:
             await self._through.send(messages)
         else:
             await self._storage.models.send(messages, self._priority)
+        for model, count in Counter(map(model_of, messages)).items():
+            self.sent_to[self._storage.models.of(model)[self._priority].name] += count
 
     async def check(self, models: Iterable[str]) -> None:
         """Raises JobError for a model that is neither in the storage nor served by a worker."""

@@ -14,7 +14,8 @@ import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 
 from imagefleet import concurrency, errors
-from imagefleet.job.message import message_fields
+from imagefleet.job import chain
+from imagefleet.job.message import fields_if_any, message_fields
 from imagefleet.job.prompt import SAFE_NAME
 from imagefleet.storage import protocol
 from imagefleet.storage.combined.shards import ShardedQueue
@@ -159,17 +160,31 @@ class ModelQueues:
 
         await concurrency.gather(*(send_group(*each) for each in groups.items()))
 
+    async def make_for_chains(self, bodies: Iterable[str]) -> None:
+        """The queues of later stages, too: workers, which send those, may not be allowed to."""
+        chains = [body for body in bodies if f'"{chain.THEN_FIELD}"' in body]
+        for model in set().union(*map(models_of, chains)):
+            await self.make(model)
+
 
 def model_of(body: str) -> str | None:
-    """The model that a message's job names; None if it names none, or is no valid job."""
+    """The model that a message's job names for its stage; None if none, or it is no valid job."""
     if body.startswith("{") and '"model"' not in body:
         return None  # the most common case, without parsing it
     try:
         fields = message_fields(body)
     except (ValueError, RecursionError):
         return None
-    model = fields.get("model") if isinstance(fields, dict) else None
+    model = chain.model_of(fields) if isinstance(fields, dict) else None
     return model if isinstance(model, str) and SAFE_NAME.fullmatch(model) else None
+
+
+def models_of(body: str) -> set[str]:
+    """The models that a message's job names, those of its later stages included."""
+    if body.startswith("{") and '"model"' not in body:
+        return set()
+    named = chain.models_of(fields_if_any(body))
+    return {each for each in named if isinstance(each, str) and SAFE_NAME.fullmatch(each)}
 
 
 def named(body: str, job_id: str | None) -> str:

@@ -10,17 +10,19 @@ from typing import Any
 
 from imagefleet import validation
 from imagefleet.job import txt2img
+from imagefleet.job.chain import THEN_FIELD
 from imagefleet.job.message import FAILURE_FIELD, Job
 from loadgen.formats.entry import FormatError
 
 #: Fields whose cells are text as it stands: the prompts with their white space.
-_PROMPTS = frozenset({"prompt", "negative_prompt"})
+_PROMPTS = frozenset({"prompt", "negative_prompt", "hr_prompt", "hr_negative_prompt"})
 _TEXTS = _PROMPTS | {
-    *("campaign", "id", "model", "randn_source", "sampler_index", "sampler_name", "scheduler")
+    *("campaign", "id", "model", "randn_source", "sampler_index", "sampler_name", "scheduler"),
+    *("init_images", "mask", "hr_upscaler", "hr_sampler_name", "hr_scheduler"),
 }
 
 #: Fields whose cells are JSON objects; `metadata.NAME` is a column for one key of an object.
-_OBJECTS = frozenset({"metadata", "output", "override_settings"})
+_OBJECTS = frozenset({"alwayson_scripts", "metadata", "output", "override_settings"})
 
 _FOREIGN = {*txt2img.WITHOUT_EFFECT, *txt2img.NEUTRAL_VALUES}
 
@@ -116,12 +118,12 @@ def _value(field: str, cell: Any) -> Any:
     if not isinstance(cell, str):
         return cell
     text = cell.strip()
-    if field in Job.model_fields and field not in _OBJECTS:
+    if field in Job.model_fields and field not in _OBJECTS and field != THEN_FIELD:
         # The job reads numbers and booleans from text; some spreadsheets write 7,5.
         return text.replace(",", ".") if _DECIMAL_COMMA.fullmatch(text) else text
     try:
         return json.loads(text.lower() if text.lower() in {"true", "false"} else text)
     except (ValueError, RecursionError):
-        if field in _OBJECTS:
+        if field in _OBJECTS or field == THEN_FIELD:
             raise ValueError(f"{field}: is not JSON") from None
         return text

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import json
+import random
 import sys
 import time
 from pathlib import Path
@@ -15,8 +16,9 @@ from azure.core import exceptions
 
 import fleet_sim
 from imagefleet.records import shard
-from simulation import account, affinity, clock, fleet, measure, nodes, reference
-from simulation.fleet import Fleet, Plan, stand_ins
+from simulation import account, affinity, clock, fleet, measure, measured, nodes, reference
+from simulation.clients import Line
+from simulation.fleet import Fleet, Plan, Stage, stand_ins
 from simulation.nodes import Card, Weather
 from worker.settle import InFlightJob
 
@@ -72,14 +74,63 @@ def test_a_run_depends_on_its_seed_alone() -> None:
 
 def test_one_queues_limit_is_named_and_lifted_by_shards() -> None:
     plan = Plan(4, [CARD], FINE, queue_limit=12)
-    one = measure.measure(plan, 70, 12)
+    one = measure.measure(plan, 150, 100)
     four = measure.measure(dataclasses.replace(plan, shards=4), 50, 12)
 
     assert one.bottleneck == measure.QUEUE
     assert one.busiest_queue_per_second == pytest.approx(12, rel=0.05)
     assert one.refused_per_second > 0
+    # Its operations are not spent on renewing the leases of ever more jobs, until these end.
+    assert one.images_per_second > 9
+    assert one.redeliveries < 10
     assert four.bottleneck != measure.QUEUE
     assert four.images_per_second > 1.5 * one.images_per_second
+
+
+def test_jobs_of_all_shards_are_drawn_by_workers_with_other_homes() -> None:
+    found = measure.measure(Plan(2, [CARD], FINE, shards=5, jobs=300, seed=1), 0, 600)
+    assert (found.images, found.lost, found.visible_duplicates) == (300, 0, 0)
+
+
+def test_a_request_without_an_image_is_not_kept_by_those_that_have_one() -> None:
+    with clock.simulated_time() as loop:
+        line = Line(0.0, 8e6, random.Random(0), failure_share=0.0)
+
+        async def seconds(size: int) -> float:
+            await line.request(size, lambda: None)
+            return loop.time()
+
+        async def run() -> list[float]:
+            images = [seconds(1_000_000) for _ in range(10)]
+            return list(await asyncio.gather(*images, seconds(1_000)))
+
+        *images, small = clock.run(loop, run())
+    assert images[-1] == pytest.approx(10, abs=0.2)
+    assert small < 0.2
+
+
+def test_what_is_missing_is_told_apart_and_adds_up() -> None:
+    slow = dataclasses.replace(CARD, images_per_second=1.0)
+    plan = Plan(6, [slow], Weather(600, 0.0, 0.3), seed=3)
+    found = measure.measure(plan, 100, 600)
+    assert found.interruptions > 0
+    assert found.missing["away"] > 0.05
+    assert found.missing["starting"] > 0.005
+    assert found.missing["slots_empty"] >= 0
+    assert found.share_of_possible + sum(found.missing.values()) == pytest.approx(1)
+
+
+def test_runs_of_several_seeds_are_one_row(capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fleet_sim, "ALONE_SECONDS", 30.0)
+    one = _run(capsys, monkeypatch, "--replicas", "2", "--seed", "1")
+    both = _run(capsys, monkeypatch, "--replicas", "2", "--seeds", "2")
+    assert both["seeds"] == 2
+    # An image or two depend on the order of sets.
+    by_seed = both["linear_fraction_by_seed"]
+    assert by_seed[1] == pytest.approx(one["linear_fraction"], abs=0.05)
+    assert both["linear_fraction"] == pytest.approx(sum(both["linear_fraction_by_seed"]) / 2)
+    assert both["linear_fraction_deviation"] > 0
+    assert both["seconds"] == 2 * one["seconds"]
 
 
 def test_a_slow_cards_slots_do_not_run_empty_before_more_jobs_are_pulled() -> None:
@@ -206,9 +257,46 @@ def test_the_table_of_measured_workers_goes_on_with_simulated_ones(
         *("images_per_dollar", "bottleneck"),
     }
 
-    file.write_text("[]")
-    with pytest.raises(SystemExit, match="is not what `imagefleet bench scaling"):
-        _run(capsys, monkeypatch, "--measured", str(file))
+    for text in ("[]", '{"rows": 3}', '{"images_per_second_by_count": {"one": 2}}', "no JSON"):
+        file.write_text(text)
+        with pytest.raises(SystemExit, match="is not what `imagefleet bench scaling"):
+            _run(capsys, monkeypatch, "--measured", str(file))
+
+
+def test_the_gpus_of_one_machine_that_were_measured_are_the_first_rows(
+    capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fleet_sim, "ALONE_SECONDS", 30.0)
+    file = measured.ENGINE.with_name("gpus-h200.json")
+    found = json.loads(file.read_text())
+
+    report = _run(capsys, monkeypatch, "--measured", str(file), "--replicas", "2")
+
+    rates = found["images_per_second_by_count"]
+    assert [each["images_per_second"] for each in report["measured"]] == list(rates.values())
+    assert report["measured"][1]["linear_fraction"] == pytest.approx(
+        found["multi_gpu_linear_fraction"], abs=1e-3
+    )
+    # One in five of such nodes is slow, or broken.
+    assert 0.5 * rates["1"] < report["images_per_second"] / 2 < 1.2 * rates["1"]
+
+
+def test_each_card_gets_the_measured_share_of_its_own_limit(
+    capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fleet_sim, "ALONE_SECONDS", 30.0)
+    arguments = ("--measured", str(measured.ENGINE), "--replicas", "2", "--gpu")
+    share = json.loads(measured.ENGINE.read_text())["matrix_limit_fraction"]
+    assert measured.images_per_second("RTX 4090 24GB", share) == pytest.approx(
+        165.2 / 26.64 * share, rel=0.01
+    )
+
+    fast = _run(capsys, monkeypatch, *arguments, "RTX 4090 24GB")
+    slow = _run(capsys, monkeypatch, *arguments, "RTX 3080 10GB")
+    assert fast["images_per_second"] > 2 * slow["images_per_second"]
+    assert fast["dollars"] > 0
+    with pytest.raises(SystemExit, match="the fp16 rate of 'RTX 5090' is not known"):
+        _run(capsys, monkeypatch, *arguments, "RTX 5090")
 
 
 def _run(capsys: Any, monkeypatch: pytest.MonkeyPatch, *arguments: str) -> dict[str, Any]:
@@ -218,6 +306,33 @@ def _run(capsys: Any, monkeypatch: pytest.MonkeyPatch, *arguments: str) -> dict[
     fleet_sim.main()
     report: dict[str, Any] = json.loads(capsys.readouterr().out.splitlines()[-1])
     return report
+
+
+def test_each_job_of_a_chain_passes_all_stages_once_whatever_happens_to_their_nodes() -> None:
+    weather = Weather(interruptions=1_800, broken_share=0.25)
+    stages = (Stage(3), Stage(2, 2.0), Stage(2))
+    plan = Plan(7, [CARD], weather, jobs=200, seed=2, stages=stages)
+    found = measure.measure(plan, 0, 40_000)
+
+    assert (found.images, found.lost, found.visible_duplicates) == (600, 0, 0)
+    assert found.interruptions >= 2
+    assert [each.share_of_before for each in found.stages] == [None, 1, 1]
+
+
+def test_the_stage_that_limits_a_chain_is_seen(
+    capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fleet_sim, "ALONE_SECONDS", 30.0)
+    arguments = ("--gpu", "RTX 4090 24GB", "--hours", "0.05", "--warm-seconds", "100")
+    report = _run(capsys, monkeypatch, "--stages", "2:1,3:2", *arguments)
+
+    first, second = report["stages"]
+    assert report["replicas"] == 5
+    assert first["linear_fraction"] > 0.9
+    assert second["share_of_before"] == pytest.approx(1, abs=0.1)
+    assert second["linear_fraction"] < 0.6
+    with pytest.raises(SystemExit):
+        _run(capsys, monkeypatch, "--stages", "2:1,0:2")
 
 
 def test_a_replica_that_ends_by_a_defect_ends_the_simulation(

@@ -1,13 +1,15 @@
 """A storm: real workers that are killed and frozen at random, over a storage with faults.
 
     python tests/chaos/storm.py --storage both --jobs 2000 --kills 100 --faults 1000
+    python tests/chaos/storm.py --chains --jobs 300 --kills 60
 
 It fills a queue with `imagefleet load`, killed and resumed; runs workers with a stand-in engine;
 kills (SIGKILL), freezes beyond the lease (SIGSTOP, SIGCONT) and stops (SIGTERM) them at random
 moments; replays failed jobs, cancels a second campaign and scales a fleet on a fake SaladCloud, all
 killed as well. Then the faults end, the rest is done, and it prints the tally: a table, and one
 JSON object on the last line. Exit code 1 if a job was lost, an image is visible twice or wrong, a
-good job failed, or the scaler counted less than the fleet cost.
+good job failed, or the scaler counted less than the fleet cost. With --chains, each job has three
+stages for workers of two models, and only SIGKILLs count as kills.
 """
 
 from __future__ import annotations
@@ -30,15 +32,13 @@ from pathlib import Path
 from typing import Any
 
 import forks
-from imagefleet.records import reader
-from imagefleet.storage import dead_letter
 from imagefleet.storage.open import open_storage
 from imagefleet.storage.protocol import Storage
 from imagefleet.storage.settings import StorageSettings
 from proxy import Fault, FaultProxy
 from scaler import KilledScaler
-from storm_jobs import STOPPED, all_jobs, images_of, seed_of, stopped_jobs
-from storm_worker import is_image_of
+from storm_jobs import MODELS, STOPPED, StormJob, all_jobs, chains, images_of, stopped_jobs
+from storm_tally import Tally, count_up
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -73,55 +73,6 @@ FILL_SECONDS = 2.0
 CALM_SECONDS = 300.0
 
 
-@dataclass(slots=True)
-class Tally:
-    """What the storm did, and what is left of it."""
-
-    storage: str
-    jobs: int
-    seconds: float = 0.0
-    kills: int = 0
-    freezes: int = 0
-    terms: int = 0
-    other_kills: int = 0  # of load, replay, cancel and scale
-    sent_twice: int = 0  # by the killed loads
-    faults: int = 0
-    redeliveries: int = 0
-    duplicates_suppressed: int = 0
-    images_generated: int = 0
-    images_wasted: int = 0
-    lost: int = 0
-    visible_duplicates: int = 0
-    wrong_images: int = 0
-    good_jobs_failed: int = 0
-    bad_jobs_missing: int = 0
-    images_without_record: int = 0
-    records_without_image: int = 0  # and second records of one image
-    failed_jobs_without_record: int = 0
-    cancelled_jobs: int = 0
-    stopped_jobs_lost: int = 0  # neither drawn nor cancelled
-    miscounted_jobs: int = 0  # as completed, by their records
-    workers_ended_by_themselves: int = 0
-    scaler_errors: list[str] = field(default_factory=list)
-
-    @property
-    def is_clean(self) -> bool:
-        return not (
-            self.lost
-            or self.visible_duplicates
-            or self.wrong_images
-            or self.good_jobs_failed
-            or self.bad_jobs_missing
-            or self.images_without_record
-            or self.records_without_image
-            or self.failed_jobs_without_record
-            or self.stopped_jobs_lost
-            or self.miscounted_jobs
-            or self.workers_ended_by_themselves
-            or self.scaler_errors
-        )
-
-
 @dataclass
 class Storm:
     """One storm on one storage."""
@@ -138,6 +89,8 @@ class Storm:
     tick_seconds: float
     fault_share: float
     """Of the workers' calls; 0 where the proxy makes the faults."""
+    chains: bool
+    """Jobs of several stages."""
     server: forks.Forks
     """Of all commands, which it starts without their imports."""
     log: Path = field(init=False)
@@ -145,6 +98,7 @@ class Storm:
     expected_exits: set[forks.Fork] = field(default_factory=set)
     workers: list[forks.Fork] = field(default_factory=list)
     frozen: set[forks.Fork] = field(default_factory=set)
+    models: dict[forks.Fork, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.events = self.folder / "events"
@@ -154,7 +108,7 @@ class Storm:
     async def run(self, storage: Storage) -> None:
         began_at = time.monotonic()
         await self._fill()
-        sent = self.tally.jobs + len(list(stopped_jobs(self.tally.jobs)))
+        sent = len(self.jobs()) + len(self.stopped_jobs())
         self.tally.sent_twice = (await storage.queue.depth()).messages - sent
         self._start_missing_workers()
         scaler = KilledScaler(self.folder, self.random, self._command)
@@ -179,6 +133,14 @@ class Storm:
         self.tally.scaler_errors = scaler.errors
         self.tally.seconds = round(time.monotonic() - began_at, 1)
 
+    def jobs(self) -> list[StormJob]:
+        return [*(chains if self.chains else all_jobs)(self.tally.jobs)]
+
+    def stopped_jobs(self) -> list[StormJob]:
+        """Of the campaign that is cancelled."""
+        count = self.tally.jobs
+        return [*(chains(count, STOPPED) if self.chains else stopped_jobs(count))]
+
     async def calm(self, storage: Storage) -> None:
         """Without faults, until nothing is left in the queue."""
         async with asyncio.timeout(CALM_SECONDS):
@@ -201,6 +163,8 @@ class Storm:
         return self._blows() >= self.kills and self.tally.faults >= self.faults
 
     def _blows(self) -> int:
+        if self.chains:
+            return self.tally.kills
         return self.tally.kills + self.tally.freezes + self.tally.terms
 
     def _count_faults(self) -> None:
@@ -243,15 +207,21 @@ class Storm:
             self._start_worker()
 
     def _start_worker(self) -> None:
+        # As many of each model, whichever was killed.
+        served = Counter(dict.fromkeys(MODELS, 0))
+        served.update(self.models[each] for each in self.workers)
+        model = min(MODELS, key=served.__getitem__)
         lease = LEASES_SECONDS[self.random.randrange(len(LEASES_SECONDS))]
-        arguments = [self.events, self.tick_seconds, self.fault_share, self.random.random()]
+        arguments = [self.events, self.tick_seconds, self.fault_share, self.random.random(), model]
         flags = ["--model", "none", "--lease-seconds", lease, "--grace-seconds", 2]
-        self.workers.append(self._start(*arguments, *flags, program="storm_worker.main()"))
+        worker = self._start(*arguments, *flags, program="storm_worker.main()")
+        self.models[worker] = model
+        self.workers.append(worker)
 
     async def _fill(self) -> None:
         """`imagefleet load`, killed twice before it may end."""
         jobs = self.folder / "jobs.jsonl"
-        both = [*all_jobs(self.tally.jobs), *stopped_jobs(self.tally.jobs)]
+        both = [*self.jobs(), *self.stopped_jobs()]
         self.random.shuffle(both)
         jobs.write_text("".join(f"{json.dumps(job)}\n" for job in both))
         checkpoint = self.folder / "load.checkpoint"
@@ -317,53 +287,6 @@ def _is_newer(path: Path, moment: float) -> bool:
     return path.exists() and path.stat().st_mtime > moment
 
 
-async def count_up(storm: Storm, storage: Storage) -> None:
-    """Compares what is stored and what failed with the jobs."""
-    tally = storm.tally
-    good_jobs = [job for job in all_jobs(tally.jobs) if "steps" not in job]
-    good = {name for job in good_jobs for name in images_of(job)}
-    bad = {str(job["id"]) for job in all_jobs(tally.jobs) if "steps" in job}
-    stored = Counter[str]()
-    async for record in storage.blobs.records("default/"):
-        stored[record.name] += 1
-        tally.redeliveries += int(record.metadata.get("attempt", 1)) - 1
-        data = await storage.blobs.read(record.name) or b""
-        tally.wrong_images += not is_image_of(seed_of(record.name), data)
-    failed: dict[str, str] = {}
-    async for message in storage.poison.browse():
-        record = dead_letter.FailedJob.read(message.body)
-        failed[record.id if record else message.id] = record.reason if record else "no record"
-    for job in failed.keys() - bad:
-        sys.stderr.write(f"the good job {job} failed: {failed[job]}\n")
-    tally.lost = len(good - stored.keys())
-    tally.visible_duplicates = stored.total() - len(stored) + len(stored.keys() - good)
-    tally.good_jobs_failed = len(failed.keys() - bad)
-    tally.bad_jobs_missing = len(bad - failed.keys())
-    for campaign in ("default", STOPPED):
-        await compare_records(tally, storage, campaign)
-    ended = {each.id async for each in reader.ended(storage, "default")}
-    tally.failed_jobs_without_record = len(set(failed) - ended)
-    completed = (await reader.counts(storage, "default")).completed
-    tally.miscounted_jobs = abs(completed - len(good_jobs))
-    drawn = Counter([each.id async for each in reader.images(storage, STOPPED)])
-    cancelled = {each.id async for each in reader.ended(storage, STOPPED)}
-    tally.cancelled_jobs = len(cancelled)
-    ids = {str(job["id"]) for job in stopped_jobs(tally.jobs)}
-    tally.stopped_jobs_lost = len(ids - drawn.keys() - cancelled)
-    events = Counter(line.split()[0] for line in storm.events.read_text().splitlines())
-    tally.images_generated = events["drawn"]
-    tally.images_wasted = events["drawn"] - len(stored) - drawn.total()
-    tally.duplicates_suppressed = events["duplicate"]
-
-
-async def compare_records(tally: Tally, storage: Storage, campaign: str) -> None:
-    """Each image has one record and each record an image."""
-    stored = {name async for name in storage.blobs.names(f"{campaign}/")}
-    recorded = Counter([str(each.blob) async for each in reader.images(storage, campaign)])
-    tally.images_without_record += len(stored - recorded.keys())
-    tally.records_without_image += recorded.total() - len(stored & recorded.keys())
-
-
 @contextlib.asynccontextmanager
 async def disturbances(
     settings: StorageSettings, share: float, chance: random.Random, tally: Tally
@@ -393,11 +316,11 @@ async def weather(
     faults: int,
     seconds: float,
     seed: int,
+    chains: bool = False,
 ) -> Tally:
     """One storm of about *seconds*, and the calm after it; returns the tally."""
     kind = "local" if settings.storage.startswith("local:") else "azurite"
     tally = Tally(kind, jobs)
-    images = sum(len(images_of(job)) for job in all_jobs(jobs))
     variables = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(HERE)])}
     with (
         tempfile.TemporaryDirectory(prefix="imagefleet-storm-") as folder,
@@ -418,10 +341,13 @@ async def weather(
                 random.Random(seed),
                 kills=kills,
                 faults=faults,
-                tick_seconds=seconds * WORKERS * CAPACITY / images,
+                tick_seconds=0.0,
                 fault_share=0.0 if proxy else FAULT_SHARE,
+                chains=chains,
                 server=server,
             )
+            images = sum(len(images_of(job)) for job in storm.jobs())
+            storm.tick_seconds = seconds * WORKERS * CAPACITY / images
             try:
                 await storm.run(storage)
                 if proxy:
@@ -432,7 +358,9 @@ async def weather(
                 await storm.calm(storage)
             finally:
                 storm.kill_all()
-            await count_up(storm, storage)
+            await count_up(
+                tally, storage, storm.jobs(), storm.stopped_jobs(), storm.events.read_text()
+            )
             if not tally.is_clean:
                 sys.stderr.write(storm.log.read_text()[-20_000:])
     return tally
@@ -443,15 +371,19 @@ def main() -> None:
     parser.add_argument("--storage", choices=["local", "azurite", "both"], default="both")
     parser.add_argument("--jobs", type=int, default=2000)
     parser.add_argument("--kills", type=int, default=100, help="of workers, freezes included")
-    parser.add_argument("--faults", type=int, default=1000)
+    parser.add_argument("--faults", type=int, help="default: 1000, with --chains 200")
     parser.add_argument(
         "--seconds", type=float, default=150, help="of work for undisturbed workers"
     )
+    parser.add_argument("--chains", action="store_true", help="jobs of three stages")
     parser.add_argument("--seed", type=int, default=int(time.time()))
     arguments = parser.parse_args()
+    if arguments.faults is None:
+        arguments.faults = 200 if arguments.chains else 1000
     kinds = ["local", "azurite"] if arguments.storage == "both" else [arguments.storage]
     given = {
-        name: getattr(arguments, name) for name in ("jobs", "kills", "faults", "seconds", "seed")
+        name: getattr(arguments, name)
+        for name in ("jobs", "kills", "faults", "seconds", "seed", "chains")
     }
     tallies = [run_on(kind, given) for kind in kinds]
     rows = [asdict(tally) for tally in tallies]

@@ -1,10 +1,16 @@
-"""The jobs of a storm: single images, some of several, some bad, and a campaign to be cancelled."""
+"""The jobs of a storm: single images, some of several, some bad, and a campaign to be cancelled.
+
+Or jobs of three stages, of which the second and the third are for one of two models each.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from typing import cast
 
 from storm_worker import BAD_STEPS
+
+StormJob = dict[str, object]
 
 #: One job in so many is bad: it fails for good, however often it is replayed.
 BAD_EVERY = 50
@@ -18,7 +24,7 @@ STOPPED = "stopped"
 STOPPED_EVERY = 10
 
 
-def all_jobs(count: int) -> Iterator[dict[str, object]]:
+def all_jobs(count: int) -> Iterator[StormJob]:
     for number in range(count):
         bad = number % BAD_EVERY == BAD_EVERY - 1
         steps = {"steps": BAD_STEPS} if bad else {}
@@ -26,21 +32,59 @@ def all_jobs(count: int) -> Iterator[dict[str, object]]:
         yield {"id": f"j{number}", "prompt": "a house", "seed": number, **steps, **several}
 
 
-def stopped_jobs(count: int) -> Iterator[dict[str, object]]:
+def stopped_jobs(count: int) -> Iterator[StormJob]:
     for number in range(0, count, STOPPED_EVERY):
         several = {"n_iter": IMAGES} if number % (2 * STOPPED_EVERY) == 0 else {}
         job = {"id": f"j{number}", "prompt": "a house", "seed": number}
         yield {**job, "campaign": STOPPED, **several}
 
 
+#: The models of a storm's workers; the first stage of a job is for any of them.
+MODELS = ("stand-in", "second")
+
+#: By which the seed of a stage differs from that of the one before.
+STAGE_SEEDS = 1_000_000
+
+
+def chains(count: int, campaign: str | None = None) -> Iterator[StormJob]:
+    """Jobs of three stages; a bad one fails in its second."""
+    step = 1 if campaign is None else STOPPED_EVERY
+    for number in range(0, count, step):
+        bad = campaign is None and number % BAD_EVERY == BAD_EVERY - 1
+        then = [
+            {"model": MODELS[(number + stage) % 2], "seed": number + stage * STAGE_SEEDS}
+            for stage in (1, 2)
+        ]
+        if bad:
+            then[0]["steps"] = BAD_STEPS
+        job = {"id": f"j{number}", "prompt": "a house", "seed": number, "then": then}
+        yield job if campaign is None else {**job, "campaign": campaign}
+
+
+def is_bad(job: Mapping[str, object]) -> bool:
+    return "steps" in job or BAD_STEPS in (each.get("steps") for each in _then(job))
+
+
+def _then(job: Mapping[str, object]) -> list[dict[str, object]]:
+    return cast("list[dict[str, object]]", job.get("then", []))
+
+
 def images_of(job: Mapping[str, object]) -> set[str]:
-    """The names of a job's images."""
+    """The names of a job's images; of a bad one, those before its bad stage."""
+    if then := _then(job):
+        good = 1 if is_bad(job) else 1 + len(then)
+        later = {f"default/{job['id']}~{stage}.png" for stage in range(2, good + 1)}
+        return {f"default/{job['id']}.png"} | later
+    if is_bad(job):
+        return set()
     if "n_iter" not in job:
         return {f"default/{job['id']}.png"}
     return {f"default/{job['id']}-{index}.png" for index in range(IMAGES)}
 
 
-def seed_of(image: str) -> int:
-    """The seed of an image by its name: each of a job adds one."""
-    number, _, index = image.partition("/j")[2].removesuffix(".png").partition("-")
-    return int(number) + int(index or 0)
+def seeds_of(image: str) -> list[int]:
+    """The seeds of an image and of those it began with, by its name."""
+    stem, _, stage = image.partition("/j")[2].removesuffix(".png").partition("~")
+    number, _, index = stem.partition("-")  # each image of a job adds one
+    first = int(number) + int(index or 0)
+    return [first + before * STAGE_SEEDS for before in range(int(stage or 1))]

@@ -1,7 +1,7 @@
 """A real worker process with a stand-in engine, which a storm may kill at any moment.
 
-Its arguments: EVENTS TICK_SECONDS FAULT_SHARE SEED [FLAGS OF imagefleet worker]. A storm runs its
-`main` in a fork of a process that has imported it.
+Its arguments: EVENTS TICK_SECONDS FAULT_SHARE SEED MODEL [FLAGS OF imagefleet worker]. A storm runs
+its `main` in a fork of a process that has imported it.
 
 Each event is a line appended to the file EVENTS, which survives SIGKILL: `drawn SEED`, the outcome
 of a job, `fault`. FAULT_SHARE of the calls to the storage fail before or after their effect.
@@ -13,6 +13,7 @@ import io
 import os
 import random
 import sys
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -76,7 +77,7 @@ class Events:
 
 
 def main() -> None:
-    path, tick_seconds, share, seed, *flags = sys.argv[1:]
+    path, tick_seconds, share, seed, model, *flags = sys.argv[1:]
     random.seed(seed)
     events = Events(path)
 
@@ -84,12 +85,13 @@ def main() -> None:
         if request.steps == BAD_STEPS:
             raise errors.UnusableFileError("a bad job")
         events.write(f"drawn {request.seed}")
-        return draw_noise(request)
+        return image_of([draw_noise(request), *([request.init.pixels] if request.init else [])])
 
     def opened(settings: Any, *arguments: Any, **named: Any) -> protocol.Storage:
         storage: Any = storage_open.open_storage(settings, *arguments, **named)
         for name in ("queue", "poison", "blobs"):
             setattr(storage, name, Faulty(getattr(storage, name), float(share), events))
+        storage.models.send = Faulty(storage.models, float(share), events).send
         return storage
 
     if float(share):
@@ -97,6 +99,7 @@ def main() -> None:
     engine = StandInEngine(
         capacity=4, tick_seconds=float(tick_seconds), size=(SIDE, SIDE), draw=draw
     )
+    engine.model_name = model
 
     @options.from_settings(WorkerSettings)
     def command(settings: WorkerSettings) -> None:
@@ -115,11 +118,19 @@ def main() -> None:
     console.leave(code)
 
 
-def is_image_of(seed: int, data: bytes) -> bool:
-    """Whether a file is what a worker draws of a seed."""
-    request = contract.ImageRequest("", "", (), "", 1, 1.0, seed, SIDE, SIDE)
+def image_of(pixels: Iterable[contract.Pixels]) -> contract.Pixels:
+    """A stage's noise on the image that it begins with, which cannot be told from it alone."""
+    return sum(pixels, np.zeros((), np.uint8))
+
+
+def is_image_of(seeds: Iterable[int], data: bytes) -> bool:
+    """Whether a file is what workers draw of the seeds of a stage and of those before it."""
+    noise = (
+        draw_noise(contract.ImageRequest("", "", (), "", 1, 1.0, seed, SIDE, SIDE))
+        for seed in seeds
+    )
     try:
         image = Image.open(io.BytesIO(data))
-        return bool(np.array_equal(np.asarray(image), draw_noise(request)))
+        return bool(np.array_equal(np.asarray(image), image_of(noise)))
     except OSError:
         return False

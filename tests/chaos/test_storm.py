@@ -19,3 +19,16 @@ async def test_killed_workers_and_faults_lose_no_job_and_show_none_twice(
     assert tally.faults >= 25
     assert tally.other_kills >= 3
     assert tally.images_generated >= 79
+
+
+@pytest.mark.timeout(300)
+async def test_each_stage_of_a_chain_is_drawn_once_and_none_is_lost(
+    storage_settings: StorageSettings,
+) -> None:
+    tally = await storm.weather(
+        storage_settings, jobs=30, kills=4, faults=25, seconds=4, seed=2, chains=True
+    )
+
+    assert tally.is_clean, tally
+    assert tally.kills >= 4
+    assert tally.images_generated >= 3 * 30

@@ -1,12 +1,9 @@
 from __future__ import annotations
 
 import asyncio
-import codecs
 import gzip
 import json
 import os
-import pty
-import re
 import signal
 import subprocess
 import sys
@@ -21,6 +18,7 @@ import pytest
 from fleet import console, options
 from imagefleet.job.message import read_job
 from imagefleet.signing import SigningKey, TrustedKeys
+from imagefleet.storage import queue_names
 from imagefleet.storage.open import open_storage
 from imagefleet.storage.protocol import MAX_RECEIVE
 from imagefleet.storage.settings import StorageSettings
@@ -303,71 +301,6 @@ def test_ctrl_c_does_not_wait_for_the_rate_limit(
     assert ids_in(settings_for(tmp_path)).total() <= 1
 
 
-LINE = '{"prompt":"a red house in a forest, digital art, no ' + "x" * 400 + '"}\n'
-
-
-def long_file(folder: Path, beginning: str = "", lines: int = 13_000) -> str:
-    """A file that takes about a second to check, if it has no more lines."""
-    (folder / "long.jsonl").write_text(beginning + LINE * lines)
-    return "long.jsonl"
-
-
-def on_a_terminal(
-    folder: Path, *arguments: str, ctrl_c_after: str | None = None
-) -> tuple[int, str]:
-    """The exit code and the output of `imagefleet load` in a terminal of 80 columns."""
-    pid, terminal = pty.fork()
-    if pid == 0:
-        os.chdir(folder)
-        os.environ.update(PYTHONPATH=str(ROOT), TERM="xterm", COLUMNS="80")
-        os.execv(sys.executable, [sys.executable, "-m", "fleet.main", "load", *arguments])
-    output = ""
-    decoder = codecs.getincrementaldecoder("utf-8")()  # a read may end within a character
-    while True:
-        try:
-            output += decoder.decode(os.read(terminal, 65_536))
-        except OSError:  # the program has ended
-            break
-        if ctrl_c_after is not None and ctrl_c_after in output:
-            os.write(terminal, b"\x03")
-            ctrl_c_after = None
-    os.close(terminal)
-    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), output
-
-
-def test_ctrl_c_ends_the_bar_of_a_long_check_and_nothing_is_sent(tmp_path: Path) -> None:
-    # Long enough that a test that has to wait for the processor is in time.
-    file = long_file(tmp_path, lines=65_000)
-    code, output = on_a_terminal(tmp_path, file, ctrl_c_after="checking long.jsonl")
-
-    assert code == console.EXIT_INTERRUPTED
-    plain = re.sub(r"\x1b\[[?\d;]*\w", "", output)
-    assert re.search(r"checking long.jsonl .* \d\.\d/29\.\d MB", plain), plain
-    assert "stopped while checking long.jsonl; nothing was sent" in plain
-    assert "\x1b[?25h" in output, "the cursor is shown again"
-    assert "Traceback" not in output
-    assert [each.name for each in tmp_path.iterdir()] == ["long.jsonl"]
-
-
-@pytest.mark.parametrize("flag", ["--json", "--quiet"])
-def test_for_programs_a_long_check_has_no_bar(tmp_path: Path, flag: str) -> None:
-    file = long_file(tmp_path, beginning="no job\n" * 10)
-
-    assert "checking" in on_a_terminal(tmp_path, file)[1]
-    code, output = on_a_terminal(tmp_path, file, flag)
-
-    assert code == console.EXIT_OPERATOR_MUST_ACT
-    assert "checking" not in output
-    assert "line 10: the message is not JSON" in output
-
-
-def test_a_long_check_has_no_bar_in_a_pipe(in_process: Imagefleet, tmp_path: Path) -> None:
-    result = in_process("load", long_file(tmp_path, beginning="no job\n" * 10))
-
-    assert result.returncode == console.EXIT_OPERATOR_MUST_ACT
-    assert "checking" not in result.stderr
-
-
 @pytest.mark.parametrize(
     ("content", "sentence"),
     [("", "jobs.jsonl is empty: nothing was sent"), ("\n \n", "no jobs in jobs.jsonl")],
@@ -475,6 +408,25 @@ def test_jobs_are_spread_over_as_many_shards_as_were_asked_for_once(
     idle = in_process("load", "t.yaml", "--shards", "4", *ours)
     assert "shards that jobs are sent to from now on: 4" in idle.stderr
     assert asyncio.run(counts())[0] == 0
+
+
+def test_the_queues_that_jobs_of_models_are_sent_to_are_named(
+    in_process: Imagefleet, storage_settings: StorageSettings, tmp_path: Path
+) -> None:
+    models = [None, "one", "one", *(f"m{number}" for number in range(6))]
+    jobs = [{"prompt": "a"} | ({"model": model} if model else {}) for model in models]
+    file = tmp_path / "mixed.jsonl"
+    file.write_text("".join(json.dumps(job) + "\n" for job in jobs))
+    ours = ("--verify-share", "0", *flags(storage_settings))
+    result = in_process("load", str(file), *ours)
+
+    of_one = queue_names.job_queue(storage_settings.queue, "one")
+    assert result.returncode == 0, result.stderr
+    assert f"9 jobs sent to {of_one} (2), {storage_settings.queue} (1), " in result.stderr
+    assert "and 3 more queues (3) in " in result.stderr
+    result = in_process("load", str(file), "--restart", "--json", *ours)
+    queues = json.loads(result.stdout)["queues"]
+    assert (len(queues), sum(queues.values()), queues[of_one]) == (8, 9, 2)
 
 
 def test_an_unknown_priority_names_the_three(in_process: Imagefleet, template: Path) -> None:

@@ -1,12 +1,24 @@
 from __future__ import annotations
 
+import codecs
 import json
+import os
+import pty
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from fleet import load_progress
+from fleet import console, load_progress
+
+ROOT = Path(__file__).parents[2]
+
+Imagefleet = Callable[..., "subprocess.CompletedProcess[str]"]
 
 
 @pytest.fixture
@@ -40,3 +52,68 @@ def test_for_programs_progress_is_a_json_object_a_line(
     assert (found["confirmed"], found["total"], found["seconds_left"]) == (1_000, None, None)
     assert found["jobs_per_second"] > 0
     assert found["refusals"] == 0
+
+
+LINE = '{"prompt":"a red house in a forest, digital art, no ' + "x" * 400 + '"}\n'
+
+
+def long_file(folder: Path, beginning: str = "", lines: int = 13_000) -> str:
+    """A file that takes about a second to check, if it has no more lines."""
+    (folder / "long.jsonl").write_text(beginning + LINE * lines)
+    return "long.jsonl"
+
+
+def on_a_terminal(
+    folder: Path, *arguments: str, ctrl_c_after: str | None = None
+) -> tuple[int, str]:
+    """The exit code and the output of `imagefleet load` in a terminal of 80 columns."""
+    pid, terminal = pty.fork()
+    if pid == 0:
+        os.chdir(folder)
+        os.environ.update(PYTHONPATH=str(ROOT), TERM="xterm", COLUMNS="80")
+        os.execv(sys.executable, [sys.executable, "-m", "fleet.main", "load", *arguments])
+    output = ""
+    decoder = codecs.getincrementaldecoder("utf-8")()  # a read may end within a character
+    while True:
+        try:
+            output += decoder.decode(os.read(terminal, 65_536))
+        except OSError:  # the program has ended
+            break
+        if ctrl_c_after is not None and ctrl_c_after in output:
+            os.write(terminal, b"\x03")
+            ctrl_c_after = None
+    os.close(terminal)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), output
+
+
+def test_ctrl_c_ends_the_bar_of_a_long_check_and_nothing_is_sent(tmp_path: Path) -> None:
+    # Long enough that a test that has to wait for the processor is in time.
+    file = long_file(tmp_path, lines=65_000)
+    code, output = on_a_terminal(tmp_path, file, ctrl_c_after="checking long.jsonl")
+
+    assert code == console.EXIT_INTERRUPTED
+    plain = re.sub(r"\x1b\[[?\d;]*\w", "", output)
+    assert re.search(r"checking long.jsonl .* \d\.\d/29\.\d MB", plain), plain
+    assert "stopped while checking long.jsonl; nothing was sent" in plain
+    assert "\x1b[?25h" in output, "the cursor is shown again"
+    assert "Traceback" not in output
+    assert [each.name for each in tmp_path.iterdir()] == ["long.jsonl"]
+
+
+@pytest.mark.parametrize("flag", ["--json", "--quiet"])
+def test_for_programs_a_long_check_has_no_bar(tmp_path: Path, flag: str) -> None:
+    file = long_file(tmp_path, beginning="no job\n" * 10)
+
+    assert "checking" in on_a_terminal(tmp_path, file)[1]
+    code, output = on_a_terminal(tmp_path, file, flag)
+
+    assert code == console.EXIT_OPERATOR_MUST_ACT
+    assert "checking" not in output
+    assert "line 10: the message is not JSON" in output
+
+
+def test_a_long_check_has_no_bar_in_a_pipe(in_process: Imagefleet, tmp_path: Path) -> None:
+    result = in_process("load", long_file(tmp_path, beginning="no job\n" * 10))
+
+    assert result.returncode == console.EXIT_OPERATOR_MUST_ACT
+    assert "checking" not in result.stderr

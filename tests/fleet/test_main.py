@@ -32,7 +32,8 @@ COMMANDS = [
         "health",
         "version",
     ),
-    *("failed", "keys", "deploy", "model", "lora", "embedding", "kernels"),
+    *("failed", "keys", "deploy", "model", "lora", "embedding"),
+    *("upscaler", "controlnet", "kernels"),
 ]
 
 Imagefleet = Callable[..., "subprocess.CompletedProcess[str]"]  # the fixture of conftest.py

@@ -23,6 +23,7 @@ import jwt
 from cryptography.hazmat.primitives.asymmetric import ec
 from pydantic import ValidationError
 
+import job_inputs
 from fleet import console, contact_sheet
 from fleet.broker import identity
 from fleet.monitor import prometheus
@@ -134,12 +135,14 @@ def _lenient(data: bytes) -> str:
 
 
 def _job(data: bytes) -> None:
-    job = message.read_job(_lenient(data), "an-id")
+    job = message.read_job(text := _lenient(data), "an-id")
     again = message.read_job(job.to_message(), "another-id")
-    assert again == job, "a job is the same after its message"
+    assert again.model_dump() == job.model_dump(), "a job is the same after its message"
+    job_inputs.check_stages(job, again, text)
     assert 0 <= job.image_seed(job.images - 1) < 2**32
     protocol.check_blob_name(job.blob_name(0))
     protocol.check_metadata({"metadata": json.dumps(job.metadata)})
+    job_inputs.check_sources(job)
 
 
 def _prompt(data: bytes) -> None:
@@ -350,7 +353,13 @@ def _claims(**changes: object) -> bytes:
 
 
 TARGETS: dict[str, Target] = {
-    "job": Target(_job, (errors.JobError,), (JOB, b'{"prompt": ""}', b"e30=")),
+    "job": Target(_job, (errors.JobError,), (JOB, *job_inputs.PASSES, b'{"prompt": ""}', b"e30=")),
+    "input image": Target(
+        job_inputs.read,
+        (errors.JobError,),
+        job_inputs.PICTURES,
+        max_seconds=1.0,
+    ),
     "prompt": Target(
         _prompt,
         (errors.JobError,),

@@ -43,6 +43,14 @@ def test_a_second_drawing_is_the_same_job_stored_apart() -> None:
     assert Sample(1, "k").second_drawing(message) is None
 
 
+def test_a_second_drawing_of_a_job_in_stages_is_of_the_first() -> None:
+    body = '{"prompt":"a","id":"a","then":[{"steps":12}]}'
+    message = Sample(1, "k").second_drawing(body)
+    assert message is not None
+    second = read_job(message, "")
+    assert (second.verify, second.then, second.stages) == (True, (), 1)
+
+
 def test_a_second_drawing_is_signed_where_jobs_are(tmp_path: Path) -> None:
     key = SigningKey.create(tmp_path / "key.pem")
     trusted = TrustedKeys.read(key.public)

@@ -69,7 +69,7 @@ def test_comments_layout_count_and_seed_do_not_change_the_content(tmp_path: Path
         ("prompt: a\njob: {stesp: 5}", "job: stesp: unknown key; did you mean 'steps'?"),
         ("prompt: a\njob: {steps: 500}", "job: steps:"),
         ("prompt: a\njob: {id: x}", "id is filled in for each job"),
-        ("prompt: a\njob: {enable_hr: true}", "enable_hr is not supported"),
+        ("prompt: a\njob: {tiling: true}", "tiling is not supported"),
         ("- prompt: a", "a template is a mapping"),
         ("", "a template is a mapping"),
         ("prompt: [a", "is not valid yaml"),

@@ -4,7 +4,7 @@ import re
 import subprocess
 from collections.abc import Callable
 from importlib import metadata
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
@@ -12,7 +12,7 @@ from imagefleet import errors
 from imagefleet.pricing import prices
 from imagefleet.storage.protocol import Storage
 from imagefleet.telemetry import exposition
-from worker.metrics import FAILURES, IDLE_REASONS, STAGES
+from worker.metrics import FAILURES, IDLE_REASONS, Stage
 from worker.replica import Replica
 
 RunPipeline = Callable[..., Any]  # the fixture of conftest.py
@@ -33,7 +33,7 @@ async def test_every_counter_starts_at_zero(text: str) -> None:
     for series in (
         *(f'imagefleet_jobs_total{{outcome="{each}"}}' for each in ("failed", "duplicate", "lost")),
         *(f'imagefleet_failed_jobs_total{{error="{each.__name__}"}}' for each in FAILURES),
-        *(f'imagefleet_stage_seconds_count{{stage="{each}"}}' for each in STAGES),
+        *(f'imagefleet_stage_seconds_count{{stage="{each}"}}' for each in get_args(Stage)),
         *(f'imagefleet_gpu_idle_seconds_total{{reason="{each}"}}' for each in IDLE_REASONS),
         'imagefleet_lease_renewals_total{result="lost"}',
         "imagefleet_engine_recompiles_total",

@@ -76,7 +76,7 @@ async def test_a_job_of_several_images_is_acknowledged_with_its_last(
         ("[]", "not an object"),
         ('{"prompt": "a", "stepz": 3}', "did you mean 'steps'"),
         ('{"prompt": "a", "steps": 100000}', "steps: should be less than"),
-        ('{"prompt": "a", "enable_hr": true}', "enable_hr is not supported"),
+        ('{"prompt": "a", "tiling": true}', "tiling is not supported"),
         ('{"prompt": "a <lora:../../etc/passwd:1>"}', "without a path"),
         ('{"prompt": "a <lora:nowhere:1>"}', "no LoRA nowhere.safetensors"),
     ],

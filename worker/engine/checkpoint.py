@@ -124,7 +124,7 @@ def load_checkpoint(
     family, networks = found.family, found.networks
     unet, vae = networks["unet"], networks["vae"]
     tokenizer = _find_tokenizer(folder, networks["text_encoder"].config.vocab_size)
-    scheduler = _read_json(folder / "scheduler" / "scheduler_config.json")
+    scheduler = read_json(folder / "scheduler" / "scheduler_config.json")
     _check_architecture(model, family, networks, tokenizer)
     predicted = noise.prediction_type(model, scheduler, prediction_type, found.keys)
     predicted = predicted or family.find_prediction(unet)
@@ -200,7 +200,7 @@ def _place(networks: _Networks, placed: Mapping[str, _Placement]) -> checksums.S
                 network.to(memory_format=torch.channels_last)
     except torch.cuda.OutOfMemoryError as error:
         raise errors.SetupError(
-            f"the GPU's memory is too short for the model: {_brief(error)}"
+            f"the GPU's memory is too short for the model: {brief(error)}"
         ) from error
     return weight_sums
 
@@ -233,14 +233,14 @@ class _Read:
 
 
 def _read_folder(folder: Path) -> _Read:
-    configs = [_read_json(folder / part / "config.json") for part in ("unet", "text_encoder")]
+    configs = [read_json(folder / part / "config.json") for part in ("unet", "text_encoder")]
     family = find.of_folder(*configs)
     networks: _Networks = {
-        "unet": _read_network(UNet2DConditionModel, folder / "unet"),
-        "vae": _read_network(AutoencoderKL, folder / "vae"),
+        "unet": read_network(UNet2DConditionModel, folder / "unet"),
+        "vae": read_network(AutoencoderKL, folder / "vae"),
     }
     for encoder in family.text_encoders:
-        networks[encoder.network] = _read_network(_text_model(encoder), folder / encoder.network)
+        networks[encoder.network] = read_network(_text_model(encoder), folder / encoder.network)
     return _Read(family, networks)
 
 
@@ -249,7 +249,12 @@ def _text_model(encoder: TextEncoder) -> type[Any]:
     return projected if encoder.rules.has_pooled else CLIPTextModel
 
 
-def _read_network(network: type[Any], folder: Path) -> Any:
+def read_network(network: type[Any], folder: Path) -> Any:
+    """A network of a checkpoint in diffusers format, on the CPU, in the type of its files.
+
+    Raises:
+        SetupError: it is missing or damaged.
+    """
     if not (folder / "config.json").is_file():
         raise errors.SetupError(
             f"{str(folder.parent)!r} is not a checkpoint in diffusers format: it has no"
@@ -273,7 +278,7 @@ def _read_network(network: type[Any], folder: Path) -> Any:
             **{dtype_option: dtype},
         )
     except _LOADING_ERRORS as error:
-        raise errors.SetupError(f"{str(folder)!r} cannot be loaded: {_brief(error)}") from error
+        raise errors.SetupError(f"{str(folder)!r} cannot be loaded: {brief(error)}") from error
     missing = sorted(report["missing_keys"])
     if missing:
         raise errors.SetupError(
@@ -319,7 +324,7 @@ def _read_file(path: Path, config: Path) -> _Read:
     except (OSError, SafetensorError) as error:
         raise errors.SetupError(
             f"{str(path)!r} is not a readable .safetensors file (pickled checkpoints are never"
-            f" loaded): {_brief(error)}"
+            f" loaded): {brief(error)}"
         ) from error
     family = find.of_file(weights)
     if family is None:
@@ -338,7 +343,7 @@ def _read_file(path: Path, config: Path) -> _Read:
             networks[encoder.network] = _read_text_encoder(encoder, weights, config)
     except _LOADING_ERRORS as error:
         raise errors.SetupError(
-            f"{str(path)!r} does not fit {family.name}: {_brief(error)}"
+            f"{str(path)!r} does not fit {family.name}: {brief(error)}"
         ) from error
     has_own_size = not (config / "unet" / "config.json").is_file()
     return _Read(family, networks, weights.keys(), has_own_size)
@@ -391,7 +396,7 @@ def _find_tokenizer(checkpoint: Path, vocabulary_size: int) -> CLIPTokenizer:
         return CLIPTokenizer.from_pretrained(folder, local_files_only=True)
     except _LOADING_ERRORS as error:
         raise errors.SetupError(
-            f"the tokenizer {str(folder)!r} cannot be loaded: {_brief(error)}"
+            f"the tokenizer {str(folder)!r} cannot be loaded: {brief(error)}"
         ) from error
 
 
@@ -426,19 +431,20 @@ def _check_architecture(
 
 def network_config(folder: Path, default: Mapping[str, object]) -> dict[str, Any]:
     """A network's configuration from its folder, else *default*."""
-    return _read_json(folder / "config.json") or dict(default)
+    return read_json(folder / "config.json") or dict(default)
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
+    """A configuration; nothing without its file. Raises SetupError if it is not JSON."""
     if not path.is_file():
         return {}
     try:
         return cast("dict[str, Any]", json.loads(path.read_text(encoding="utf-8")))
     except ValueError as error:
-        raise errors.SetupError(f"{str(path)!r} is not JSON: {_brief(error)}") from error
+        raise errors.SetupError(f"{str(path)!r} is not JSON: {brief(error)}") from error
 
 
-def _brief(error: Exception) -> str:
+def brief(error: Exception) -> str:
     """The first line that says something: libraries append pages of weight names and links."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     # torch's first line is only a heading: "Error(s) in loading state_dict for ...:".

@@ -49,7 +49,10 @@ class Embedding:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class InitImage:
-    """What img2img or inpainting begins with; the pixels have the request's size."""
+    """What img2img or inpainting begins with; the pixels have the request's size.
+
+    For a stage that upscales (family `if_sr`), they have that of the stage before.
+    """
 
     pixels: Pixels
     denoising_strength: float
@@ -110,6 +113,9 @@ class ImageRequest:
     init: InitImage | None = None
     hires: HiresPass | None = None
     controls: tuple[Control, ...] = ()
+    text_states: tuple[Path, Path] | None = None
+    """Files with what a text encoder says of the two prompts (`pixel.text_states`), for stages
+    without an encoder."""
 
 
 class PreparedRequest(Protocol):

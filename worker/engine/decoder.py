@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -68,6 +68,8 @@ class Decoder:
         self.max_images = _MAX_IMAGES
         self.is_striped = False
         """True where the memory is too short for whole layers: see `kernels.stripes`."""
+        self.free_memory: Callable[[], bool] = lambda: False
+        """Called where not even one image's stripes fit; False if there is nothing to free."""
         self._backend = backend
         self._pool = pool
         self._queue: deque[_FinishedLatents] = deque()
@@ -178,7 +180,10 @@ class Decoder:
         return int(shape[1] * shape[2]) * self._pixels_per_latent
 
     def _decode_or_share(self, part: Sequence[_FinishedLatents]) -> None:
-        """Decodes a slice; if that fails, in halves, down to single images and their stripes."""
+        """Decodes a slice; if that fails, in halves, down to single images and their stripes.
+
+        If these do not fit, memory is taken from the slots.
+        """
         try:
             self._copies.append(self._decode(part))
             return  # noqa: TRY300 - the rest handles the failure
@@ -198,6 +203,9 @@ class Decoder:
         torch.cuda.empty_cache()
         if len(part) == 1 and out_of_memory and shape not in self._striped_shapes:
             self._striped_shapes.add(shape)
+            self._decode_or_share(part)
+            return
+        if len(part) == 1 and out_of_memory and self.free_memory():
             self._decode_or_share(part)
             return
         if len(part) == 1:

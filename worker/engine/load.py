@@ -7,13 +7,15 @@ import logging
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from imagefleet import errors
 
 if TYPE_CHECKING:
+    from worker.engine.contract import Engine
     from worker.engine.device import Precision
     from worker.engine.kernels.background import Around
+    from worker.engine.pixel.engine import PixelEngine
     from worker.engine.slots.engine import SlotEngine
     from worker.engine.slots.queue import WeightMode
 
@@ -101,6 +103,53 @@ def load_engine(
         engine.compile_in_background(around_compiling or background.nothing_around)
     elif on_gpu:
         engine.warm_up(*engine.default_size)
+    return engine
+
+
+def load_any_engine(model: Path, device: str = "auto", **settings: Any) -> Engine:
+    """The engine for a checkpoint of whatever kind: of latents (`load_engine`), or of pixels.
+
+    *settings* are those of `load_engine`; a stage of a cascade in pixels takes device, precision,
+    slots, compile, fp16_accumulate and around_compiling, and has no use for the others.
+
+    Raises:
+        SetupError: as `load_engine`.
+    """
+    import_libraries()
+    from worker.engine.families import find
+    from worker.engine.pixel import checkpoint as pixel_checkpoint
+
+    if find.pipeline_of(model) not in pixel_checkpoint.FAMILIES:
+        return load_engine(model, device, **settings)
+    return _load_pixel_engine(model, device, **settings)
+
+
+def _load_pixel_engine(
+    model: Path,
+    device: str,
+    *,
+    precision: Precision = "auto",
+    slots: int | None = None,
+    compile: Compile = "auto",  # noqa: A002 - torch's name for it
+    fp16_accumulate: bool = False,
+    around_compiling: Around | None = None,
+    **_unused: object,
+) -> PixelEngine:
+    from worker.engine import device as devices
+    from worker.engine.kernels import background
+    from worker.engine.pixel import checkpoint
+    from worker.engine.pixel import engine as pixel_engine
+
+    found = devices.find_device(device)
+    loaded = checkpoint.load_checkpoint(model, found, devices.find_dtype(precision, found))
+    devices.set_up(found, fp16_accumulate=fp16_accumulate)
+    is_compiled = compile != "off" and found.type == "cuda"
+    engine = pixel_engine.PixelEngine(loaded, slots, backend="inductor" if is_compiled else None)
+    log.info("draws %d images at once", engine.slots, extra={"action": "fits"})
+    if is_compiled and compile == "background":
+        engine.compile_in_background(around_compiling or background.nothing_around)
+    elif is_compiled:
+        engine.warm_up()
     return engine
 
 

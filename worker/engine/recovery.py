@@ -97,6 +97,13 @@ class Recovery:
             lane.close()
         self._runner.reset()
 
+    def try_to_use_less_memory(self) -> bool:
+        """The same as `use_less_memory`; False if there is nothing left to give up."""
+        if self._lanes.slots == 1 and self._lanes.blocks == 1:
+            return False
+        self.use_less_memory()
+        return True
+
     def use_less_memory(self) -> None:
         """Restarts all images, with one block of weights for all lanes, or with fewer slots."""
         others_open = any(lane.block and lane.step for lane in self._lanes)

@@ -47,17 +47,17 @@ HISTORY = 5
 #: The columns of a schedule's table; HISTORY weights start at the last one.
 (
     TIMESTEP,
-    _INPUT_SCALE,
-    _FROM_LATENTS,
-    _FROM_OUTPUT,
-    _KEEP,
-    _NOISE_SCALE,
-    _MASKS_INPUT,
-    _FIRST_WEIGHT,
+    INPUT_SCALE,
+    FROM_LATENTS,
+    FROM_OUTPUT,
+    KEEP,
+    NOISE_SCALE,
+    MASKS_INPUT,
+    FIRST_WEIGHT,
 ) = range(8)
 
 #: The number of columns.
-COLUMNS = _FIRST_WEIGHT + HISTORY
+COLUMNS = FIRST_WEIGHT + HISTORY
 
 #: Karras et al. (2022), table 1.
 _RHO = 7.0
@@ -135,7 +135,7 @@ def make_schedule(
             (
                 float(np.interp(math.log(sigma), np.log(all_sigmas), np.arange(len(alphas)))),
                 1 / math.sqrt(sigma**2 + 1),
-                _to_image(sigma, prediction_type),
+                to_image(sigma, prediction_type),
                 update_of(sigmas, churned, at, options),
             )
             for at, sigma in enumerate(levels)
@@ -181,7 +181,7 @@ class Inpainting(NamedTuple):
 
 def mask_input(rows: torch.Tensor, latents: torch.Tensor, image: Inpainting) -> torch.Tensor:
     """The latents that the UNet sees: the original's where DDIM and PLMS keep it."""
-    kept = rows[:, _MASKS_INPUT, None, None, None] * image.kept
+    kept = rows[:, MASKS_INPUT, None, None, None] * image.kept
     return latents * (1 - kept) + image.original * kept
 
 
@@ -192,7 +192,7 @@ def restore(latents: torch.Tensor, image: Inpainting) -> torch.Tensor:
 
 def scale_input(rows: torch.Tensor, latents: torch.Tensor) -> torch.Tensor:
     """The UNet's input for latents [batch, 4, height, width] and table rows [batch, COLUMNS]."""
-    return latents * rows[:, _INPUT_SCALE, None, None, None]
+    return latents * rows[:, INPUT_SCALE, None, None, None]
 
 
 def step(
@@ -217,14 +217,14 @@ def step(
     """
     columns = rows.T[..., None, None, None]
     seen = latents if image is None else mask_input(rows, latents, image)
-    estimate = columns[_FROM_LATENTS] * seen + columns[_FROM_OUTPUT] * output
+    estimate = columns[FROM_LATENTS] * seen + columns[FROM_OUTPUT] * output
     if image is not None:
-        kept = (1 - columns[_MASKS_INPUT]) * image.kept
+        kept = (1 - columns[MASKS_INPUT]) * image.kept
         estimate = estimate * (1 - kept) + image.original * kept
     history = torch.cat([estimate[None], history[:-1]])
-    stepped = columns[_KEEP] * latents + (columns[_FIRST_WEIGHT:] * history).sum(dim=0)
+    stepped = columns[KEEP] * latents + (columns[FIRST_WEIGHT:] * history).sum(dim=0)
     if noise is not None:
-        stepped += columns[_NOISE_SCALE] * noise
+        stepped += columns[NOISE_SCALE] * noise
     return stepped, history
 
 
@@ -275,7 +275,7 @@ def _karras_sigmas(all_sigmas: _Alphas, steps: int) -> _Alphas:
     return np.asarray(np.linspace(largest, smallest, steps) ** _RHO)
 
 
-def _to_image(sigma: float, prediction_type: str) -> tuple[float, float]:
+def to_image(sigma: float, prediction_type: str) -> tuple[float, float]:
     """Coefficients of latents and output in the denoised image."""
     if prediction_type == "v_prediction":
         return 1 / (sigma**2 + 1), -sigma / math.sqrt(sigma**2 + 1)

@@ -44,11 +44,20 @@ _PIPELINES = (
     ("StableDiffusionUpscale", "an upscaler"),
     ("StableDiffusionDepth", "a depth-to-image checkpoint"),
 )
+
+#: The stages of DeepFloyd IF, by the class of their pipeline, and their family's title.
+_CASCADE = {
+    "IFPipeline": "DeepFloyd IF",
+    "IFSuperResolutionPipeline": "DeepFloyd IF super-resolution",
+}
 _INPAINTING_INPUTS = 9
 #: Of the refiner, which has the second text encoder alone.
 _REFINER_WIDTH = 1280
 
-_ONLY_THESE = "imagefleet generates with checkpoints of Stable Diffusion 1.x, 2.x and SDXL"
+_ONLY_THESE = (
+    "imagefleet generates with checkpoints of Stable Diffusion 1.x, 2.x and SDXL, and with stages"
+    " of DeepFloyd IF"
+)
 
 
 def check(settings: WorkerSettings) -> None:
@@ -109,13 +118,16 @@ def kind_of_file(path: Path) -> kinds.Kind:
 
 
 def family(path: Path) -> str:
-    """The models that a checkpoint is one of: 'SD 1.x', 'SD 2.x' or 'SDXL'.
+    """The title of a checkpoint's family (`imagefleet.pricing.families`), as in 'SD 1.x'.
 
     Raises:
         SetupError: it is none, or cut off.
     """
     if not path.is_dir():
         return kind_of_file(path).family
+    pipeline = str(_read_json(path / "model_index.json").get("_class_name", ""))
+    if pipeline in _CASCADE:
+        return _CASCADE[pipeline]
     unet = _read_json(path / "unet" / "config.json")
     if _is_sdxl(unet):
         return kinds.SDXL.family
@@ -220,6 +232,9 @@ def _check_folder(folder: Path) -> None:
     for start, name in _PIPELINES:
         if pipeline.startswith(start):
             raise errors.SetupError(f"{str(folder)!r} is {name}; {_ONLY_THESE}")
+    if pipeline in _CASCADE:
+        _check_part(folder / "unet")
+        return
     if pipeline and not pipeline.startswith("StableDiffusion"):
         raise errors.SetupError(
             f"{str(folder)!r} is a checkpoint of {pipeline[:60]}; {_ONLY_THESE}"

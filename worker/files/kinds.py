@@ -21,7 +21,7 @@ class Kind:
 
     name: str
     advice: str = _ONLY_THESE
-    use: Literal["checkpoint", "lora", "embedding"] | None = None
+    use: Literal["checkpoint", "lora", "embedding", "controlnet"] | None = None
     """What imagefleet uses such files as; None: not at all."""
     family: str = ""
     """The models that it is, or is for."""
@@ -57,6 +57,16 @@ EMBEDDING = Kind(
     "`imagefleet embedding add` puts it where workers find it, and prompts use it by its name",
     "embedding",
 )
+#: Without a use: of dozens of architectures, not all are known by their tensors.
+UPSCALER = Kind(
+    "an upscaler",
+    "`imagefleet upscaler add` puts it where workers find it, and second passes use it by its name",
+)
+CONTROLNET = Kind(
+    "a ControlNet",
+    "`imagefleet controlnet add` puts it where workers find it, and jobs use it by its name",
+    "controlnet",
+)
 _DIFFUSERS_PARTS = Kind(
     "a whole pipeline in diffusers' key names", "save it as a folder in diffusers format"
 )
@@ -64,7 +74,7 @@ _DIFFUSERS_PARTS = Kind(
 #: Patterns for the names of tensors, by the kind that they tell; the first that occurs decides.
 _TELLING_NAMES: tuple[tuple[Kind, str], ...] = (
     (
-        Kind("a ControlNet", "imagefleet does not use ControlNets"),
+        CONTROLNET,
         r"^(control_model\.|(module\.)?controlnet_|lora_controlnet$|(.+\.)?input_hint_block\.)",
     ),
     (
@@ -124,7 +134,7 @@ _TELLING_NAMES: tuple[tuple[Kind, str], ...] = (
     ),
     (Kind("an image encoder alone"), r"^(vision_model|visual)\."),
     (
-        Kind("an upscaler", "imagefleet does not use upscalers"),
+        UPSCALER,
         r"^(conv_first\.|(params|params_ema|model)\.\d|body\.\d+\.rdb|RRDB_trunk\.|model\.1\.sub)",
     ),
 )

@@ -11,8 +11,10 @@ from dataclasses import dataclass
 from functools import partial
 from io import BufferedReader, BytesIO
 from pathlib import Path
+from typing import Self
 
 from imagefleet import errors
+from imagefleet.signing import TrustedKeys
 from imagefleet.storage import protocol
 from worker.files import manifest, safetensors
 from worker.files.disk_cache import SUFFIX, DiskCache
@@ -28,6 +30,8 @@ class FileKind:
     noun: str
     folder: str
     max_bytes: int
+    fetched_at_once: int = 8
+    """They are in memory meanwhile."""
 
     @property
     def flag(self) -> str:
@@ -94,9 +98,24 @@ class FileLibrary:
         self._folders = folders
         self._cache = DiskCache(cache, cache_bytes)
         self._fetches: dict[str, asyncio.Task[Path]] = {}
+        self._room = asyncio.Semaphore(kind.fetched_at_once)
         self._storage_manifest = stored
         # What was checked in full, and against which hash: by path, modification time and size.
         self._checked: dict[Path, tuple[int, int, str | None]] = {}
+
+    @classmethod
+    def stored(
+        cls,
+        blobs: protocol.BlobStore,
+        kind: FileKind,
+        *,
+        cache: Path,
+        cache_bytes: int,
+        trusted: TrustedKeys | None = None,
+    ) -> Self:
+        """The files of the storage alone, which one of the *trusted* keys must list."""
+        listed = Manifest.stored(blobs, kind.folder, trusted, optional=True)
+        return cls(blobs, kind, listed, folders=[], cache=cache, cache_bytes=cache_bytes)
 
     async def resolve(self, name: str) -> Path:
         """The file of that name, complete and matching its manifest.
@@ -157,7 +176,7 @@ class FileLibrary:
 
     async def _fetch(self, name: str) -> Path:
         await self._storage_manifest.sha256(name)  # a broken one costs no download
-        async with self._cache.fetching(name):
+        async with self._room, self._cache.fetching(name):
             # Another worker of this machine may have fetched it meanwhile.
             return await self._in_cache(name) or await self._download(name)
 

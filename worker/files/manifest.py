@@ -26,6 +26,8 @@ LORAS = "loras"
 MODELS = "models"
 EMBEDDINGS = "embeddings"
 KERNELS = "kernels"
+UPSCALERS = "upscalers"
+CONTROLNETS = "controlnets"
 
 #: Some 100 bytes a file.
 MAX_BYTES = 16 * 2**20
@@ -37,6 +39,8 @@ ADD_COMMANDS = {
     MODELS: "imagefleet model add",
     EMBEDDINGS: "imagefleet embedding add",
     KERNELS: "imagefleet kernels push",
+    UPSCALERS: "imagefleet upscaler add",
+    CONTROLNETS: "imagefleet controlnet add",
 }
 
 #: A worker reads a manifest again after this time; a replaced file is fetched again by then.

@@ -10,10 +10,13 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 from imagefleet import errors
+from imagefleet.cancelled import CancelledCampaigns
+from imagefleet.job import chain
 from imagefleet.job.message import Job
 from imagefleet.records.record import Record
 from imagefleet.storage.deliveries import SUSPECT_AFTER, Deliveries, shown_images
 from worker.engine import contract
+from worker.inputs.img2img import Overlay
 from worker.jobs import stored
 from worker.leases import Lease
 
@@ -64,6 +67,8 @@ class InFlightJob:
     """Of its images whose names were taken."""
     lora_hashes: dict[str, Future[str | None]] = field(default_factory=dict)
     """Of its LoRAs, by their names in its prompt; computed while it is drawn."""
+    overlay: Overlay | None = None
+    """What is laid over its images."""
     _uploads: int = field(default=0, init=False)
     _upload_ended: asyncio.Event = field(default_factory=asyncio.Event, init=False)
 
@@ -95,6 +100,17 @@ class InFlightJob:
         return message.delivery_count > SUSPECT_AFTER and self.deliveries.is_suspect
 
     @property
+    def has_next_stage(self) -> bool:
+        """Whether its image is the input of a further stage."""
+        return self.job is not None and self.job.stage < self.job.stages
+
+    def is_of(self, cancelled: CancelledCampaigns) -> bool:
+        """Whether its campaign has been cancelled since it was sent."""
+        return self.job is not None and cancelled.includes(
+            self.job.campaign, self.lease.message.enqueued_at
+        )
+
+    @property
     def is_second_drawing(self) -> bool:
         return self.job is not None and self.job.verify
 
@@ -106,6 +122,13 @@ class InFlightJob:
     def id(self) -> str:
         """The job's id; its message's where it has none, or could not be read."""
         return (self.job.id if self.job else None) or self.lease.message.id
+
+    @property
+    def source(self) -> str:
+        """Names its delivery in records: its message, or that of its chain."""
+        if self.job is None or self.job.place is None:
+            return self.lease.message.id
+        return chain.source(self.job, self.lease.message.id)
 
     def settle(self) -> bool:
         """True for the first caller, which settles the job."""
@@ -119,7 +142,8 @@ class InFlightJob:
         record = earlier.ended(failed=failed)
         is_unsure = earlier.is_unsure and not self.is_looked_up
         if self.job is None or self.job.images_to_draw == 1:
-            return record.model_copy(update={"is_unsure": is_unsure or self._may_be_stored})
+            is_unsure |= self._may_be_stored or bool(self.stored)
+            return record.model_copy(update={"is_unsure": is_unsure})
         recorded = earlier.images | self.recorded
         is_unsure |= self._may_be_stored or self.stored != self.recorded
         return record.with_images(recorded, is_unsure=is_unsure)
@@ -141,11 +165,16 @@ class InFlightJob:
     def reason(self, error: errors.FleetError) -> str:
         """Why it failed; of a job of several images also which one failed, and what is stored."""
         if self.job is None or self.job.images_to_draw == 1:
-            return error.message
+            is_of_chain = self.job is not None and self.job.stages > 1
+            return f"{self._stage}: {error.message}" if is_of_chain else error.message
         failed = next((each for each in self.failures if each.error is error), None)
         which = f"image {failed.index}: " if failed else ""
         stored = shown_images(self.stored) or "none"
         return f"{which}{error.message}; of its {self.job.images} images are stored: {stored}"
+
+    @property
+    def _stage(self) -> str:
+        return f"stage {self.job.stage} of {self.job.stages}" if self.job else ""
 
     def take_records(self) -> tuple[list[Record], list[Record]]:
         """Its records so far, and those of `again`, but for the one that says that it is complete.
@@ -165,7 +194,7 @@ class InFlightJob:
         last = self.job.images - 1
         if not any(map(self._is_last, (*self.records, *self.again))):
             # An earlier delivery has recorded it, while others were missing.
-            self.again.append(stored.record(self.job, self.lease.message.id, last))
+            self.again.append(stored.record(self.job, self.source, last))
         for kept in (self.records, self.again):
             for place, record in enumerate(kept):
                 if self._is_last(record):
@@ -179,13 +208,15 @@ class InFlightJob:
 class InFlightImage:
     """One image of a job in flight; *ready_at* is when it was ready for the engine.
 
-    *generated_at* is when the engine had finished it; both in monotonic seconds.
+    *generated_at* is when the engine had finished it; both in monotonic seconds. *size* is that of
+    its first pass, *final_size* that of its file: both (width, height).
     """
 
     owner: InFlightJob
     job: Job
     index: int
     size: tuple[int, int]
+    final_size: tuple[int, int]
     embeddings: tuple[contract.Embedding, ...] = ()
     """Those that its prompts name."""
     ready_at: float = field(default_factory=time.monotonic)

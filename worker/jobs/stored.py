@@ -28,6 +28,7 @@ async def find(blobs: BlobStore, job: Job, source: str, images: Iterable[int]) -
 
 def record(job: Job, source: str, index: int) -> Record:
     """Of an image that is stored; who has drawn it, and when, is not known."""
+    width, height = job.final_size
     return Record.model_validate(
         {
             **of_job(job),
@@ -39,7 +40,7 @@ def record(job: Job, source: str, index: int) -> Record:
             "completes": False if job.images > 1 else None,
             "seed": job.image_seed(index),
             "model": job.model,
-            "width": job.width,
-            "height": job.height,
+            "width": width,
+            "height": height,
         }
     )

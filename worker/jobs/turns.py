@@ -30,10 +30,17 @@ class BegunJob:
         if entry.job is None:
             raise RuntimeError("read the job first")
         index, request = self.requests.popleft()
-        dataclass_of_engine: Any = self.first
-        prepared = dataclasses.replace(dataclass_of_engine, request=request)
-        size = request.width, request.height
-        return InFlightImage(entry, entry.job, index, size, request.embeddings), prepared
+        prepared = self.first
+        if request is not prepared.request:
+            dataclass_of_engine: Any = prepared
+            prepared = dataclasses.replace(dataclass_of_engine, request=request)
+        size = final = request.width, request.height
+        if request.hires is not None:
+            final = request.hires.width, request.hires.height
+        elif entry.overlay is not None:
+            final = entry.overlay.size
+        image = InFlightImage(entry, entry.job, index, size, final, request.embeddings)
+        return image, prepared
 
 
 class Turns:

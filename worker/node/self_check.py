@@ -182,12 +182,24 @@ class NodeSelfCheck:
         return reason
 
     def generated(
-        self, image: Fingerprint, seed: int, steps: int, size: tuple[int, int], seconds: float
+        self,
+        image: Fingerprint,
+        seed: int,
+        steps: int,
+        size: tuple[int, int],
+        seconds: float,
+        *,
+        is_of_seed: bool = True,
     ) -> None:
-        """A job's image is finished; *seconds* it was in the engine."""
+        """A job's image is finished; *seconds* it was in the engine.
+
+        With *is_of_seed* it follows from its prompt and seed, so another seed's is another; images
+        that begin with the same one may be alike.
+        """
         self._job_size = size
         self._since_suspicion += 1
-        why = self.images.repetition(image, seed, size) or self.images.haste(seconds, steps, size)
+        why = self.images.repetition(image, seed, size) if is_of_seed else None
+        why = why or self.images.haste(seconds, steps, size)
         if self.images.copies >= MOST_COPIES:
             self._ask(f"{why or 'images repeat'}, {self.images.copies} times to the bit")
         elif why is not None and self._since_suspicion >= LEAST_BETWEEN_SUSPICIONS:

@@ -8,7 +8,7 @@ import os
 import re
 import socket
 import time
-from collections import OrderedDict
+from collections import deque
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Literal
@@ -35,27 +35,32 @@ class Suspects:
     metrics: WorkerMetrics
     retry_policy: retry.RetryPolicy
     began_at: float = field(default_factory=time.monotonic)
-    _names: OrderedDict[str, float] = field(default_factory=OrderedDict, init=False)
+    # A dict of as many is copied as a whole now and then, which leaves megabytes of holes.
+    _stored: deque[tuple[str, float]] = field(
+        default_factory=lambda: deque(maxlen=MAX_IMAGES), init=False
+    )
     _good_at: dict[Check, float] = field(default_factory=dict, init=False)
 
     def storing(self, name: str, generated_at: float) -> None:
         """An image is about to be stored: whether it was is not always known later."""
         if name.startswith(ASIDE):
             return  # no job's image
-        self._names[name] = generated_at
-        if len(self._names) > MAX_IMAGES:
-            self._names.popitem(last=False)
+        self._stored.append((name, generated_at))
 
     def not_stored(self, name: str) -> None:
         """Another worker's image has the name."""
-        self._names.pop(name, None)
+        for back, (stored, _) in enumerate(reversed(self._stored), 1):
+            if stored == name:
+                del self._stored[-back]
+                break
 
     def good(self, check: Check, began_at: float) -> None:
         """A check that began then (monotonic seconds) has passed; drops what no check needs."""
         self._good_at[check] = began_at
         oldest = min(self.since("images"), self.since("weights"))
-        for name in [name for name, at in self._names.items() if at < oldest]:
-            del self._names[name]
+        kept = [entry for entry in self._stored if entry[1] >= oldest]
+        self._stored.clear()
+        self._stored.extend(kept)
 
     def since(self, check: Check) -> float:
         """When the last good check of a kind began (monotonic seconds)."""
@@ -63,7 +68,7 @@ class Suspects:
 
     async def record(self, since: float, reason: str) -> None:
         """Stores a record of what was generated *since* then (monotonic seconds), if anything."""
-        names = sorted(name for name, at in self._names.items() if at >= since)
+        names = sorted({name for name, at in self._stored if at >= since})
         if not names:
             return
         self.metrics.suspect_images.inc(len(names))

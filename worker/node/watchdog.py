@@ -14,13 +14,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import NoReturn
 
 from imagefleet import errors
+from imagefleet.job.passes.fields import Pass
 from imagefleet.pricing import families, prices
 from worker.gpu_thread import EngineThread
 from worker.metrics import NodeFault, WorkerMetrics
@@ -117,6 +119,8 @@ def broken_below(gpu: str) -> float:
     return BROKEN_SHARE * SHARE_OF_RECORD * record
 
 
+# A campaign's jobs share a few sizes.
+@functools.lru_cache(maxsize=256)
 def standard_images(family: str, steps: int, width: int, height: int) -> float:
     """How many of SD1.5's images of 15 steps at 512x512 an image is worth, by its operations."""
     tflop = families.find(family).image_tflop(width, height, steps)
@@ -165,10 +169,11 @@ class NodeWatchdog:
     def has_limits(self) -> bool:
         return bool(self._limits.images_per_second or self._limits.upload_bits_per_second)
 
-    def image_generated(self, family: str, steps: int, width: int, height: int) -> None:
+    def image_generated(self, family: str, passes: Iterable[Pass]) -> None:
         """The GPU finished an image, failed or not."""
         self._window.images += 1
-        self._window.standard_images += standard_images(family, steps, width, height)
+        tflop = families.find(family).passes_tflop(passes)
+        self._window.standard_images += tflop / families.SD1.image_tflop()
 
     def image_succeeded(self) -> None:
         self._failures_in_a_row = 0

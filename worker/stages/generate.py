@@ -56,9 +56,7 @@ class GenerateStage:
 
     def is_cancelled(self, entry: InFlightJob) -> bool:
         """Whether the campaign of a job has been cancelled since it was sent."""
-        return entry.job is not None and self.cancelled.includes(
-            entry.job.campaign, entry.lease.message.enqueued_at
-        )
+        return entry.is_of(self.cancelled)
 
     async def leave_out(self, entry: InFlightJob, images: int) -> None:
         """Draws so many images of a job no more; those that are begun are stored."""
@@ -107,11 +105,11 @@ class GenerateStage:
             if isinstance(delivery.finished.outcome, errors.JobCancelled):  # not begun
                 await self.settler.attempt(entry, partial(self.leave_out, entry, 1))
                 continue
-            family = self.engine.family
-            self.watchdog.image_generated(family, image.job.steps, *image.size)
-            waited = self.metrics.stage_seconds.labels("wait_gpu")
+            passes = image.job.passes(*image.size)
+            self.watchdog.image_generated(self.engine.family, passes)
+            waited = self.metrics.stage_seconds["wait_gpu"]
             waited.observe(max(0.0, delivery.admitted_at - image.ready_at))
-            generated = self.metrics.stage_seconds.labels("generate")
+            generated = self.metrics.stage_seconds["generate"]
             generated.observe(delivery.finished_at - delivery.admitted_at)
             self.puller.generated(entry)
             await self.settler.attempt(entry, partial(self._pass_on, image, delivery), image)
@@ -162,8 +160,9 @@ class GenerateStage:
             self.checks.generated(
                 await self.checks.fingerprint(outcome),
                 seed=image.job.image_seed(image.index),
-                steps=image.job.steps,
+                steps=sum(each.calls for each in image.job.passes(*image.size)),
                 size=image.size,
+                is_of_seed=not image.job.init_images,
                 seconds=delivery.finished_at - delivery.admitted_at,
             )
         await self.encode.queue.put(GeneratedImage(image, outcome))

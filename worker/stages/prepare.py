@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import AsyncIterator, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from typing import NoReturn
 
-from imagefleet import cancelled, errors, retry
+from imagefleet import cancelled, concurrency, errors, retry
 from imagefleet.job.message import Job, job_key, read_job
 from imagefleet.signing import TrustedKeys
 from imagefleet.storage import protocol
@@ -20,6 +20,7 @@ from worker.engine import contract
 from worker.files.embeddings import EmbeddingLibrary
 from worker.files.hashes import FileHashes
 from worker.files.loras import LoraLibrary
+from worker.inputs.reader import NO_INPUTS, InputReader, Inputs
 from worker.jobs.in_flight import InFlightJob
 from worker.jobs.turns import BegunJob, Turns
 from worker.metrics import WorkerMetrics
@@ -52,37 +53,37 @@ class Isolation:
     """A lock that many hold at once as `shared`, or one as `alone`, which goes first."""
 
     def __init__(self) -> None:
-        self._changed = asyncio.Condition()
+        self._nobody_alone = asyncio.Event()
+        self._nobody_alone.set()
+        self._nobody_shares = asyncio.Event()
+        self._nobody_shares.set()
         self._shared = 0
-        self._is_alone = False
 
     @contextlib.asynccontextmanager
     async def shared(self) -> AsyncIterator[None]:
-        async with self._changed:
-            await self._changed.wait_for(lambda: not self._is_alone)
-            self._shared += 1
+        await self._wait_for_others()
+        self._shared += 1
+        self._nobody_shares.clear()
         try:
             yield
         finally:
             self._shared -= 1
-            await self._notify()
+            if not self._shared:
+                self._nobody_shares.set()
 
     @contextlib.asynccontextmanager
     async def alone(self) -> AsyncIterator[None]:
-        async with self._changed:
-            await self._changed.wait_for(lambda: not self._is_alone)
-            self._is_alone = True
+        await self._wait_for_others()
+        self._nobody_alone.clear()
         try:
-            async with self._changed:
-                await self._changed.wait_for(lambda: not self._shared)
+            await self._nobody_shares.wait()
             yield
         finally:
-            self._is_alone = False
-            await self._notify()
+            self._nobody_alone.set()
 
-    async def _notify(self) -> None:
-        async with self._changed:
-            self._changed.notify_all()
+    async def _wait_for_others(self) -> None:
+        while not self._nobody_alone.is_set():  # of those that wait, one goes first
+            await self._nobody_alone.wait()
 
 
 @dataclass(slots=True, eq=False)
@@ -93,6 +94,7 @@ class PrepareStage:
     generate: GenerateStage
     library: LoraLibrary
     embeddings: EmbeddingLibrary
+    inputs: InputReader
     hashes: FileHashes
     settler: Settler
     metrics: WorkerMetrics
@@ -100,10 +102,21 @@ class PrepareStage:
     trusted: TrustedKeys | None = None
     turns: Turns = field(default_factory=lambda: Turns(protocol.MAX_RECEIVE), init=False)
     _isolation: Isolation = field(default_factory=Isolation, init=False)
-    _drawn_here: dict[str, None] = field(default_factory=dict, init=False)
+    _drawn_here: OrderedDict[str, None] = field(default_factory=OrderedDict, init=False)
     _threads: ThreadPoolExecutor = field(
         default_factory=lambda: ThreadPoolExecutor(PREPARERS, "prepare"), init=False
     )
+    _prepared: concurrency.Batches[contract.ImageRequest, contract.PreparedRequest] = field(
+        init=False
+    )
+
+    def __post_init__(self) -> None:
+        self._prepared = concurrency.Batches(
+            concurrency.one_by_one(self.engine.prepare),
+            self._threads,
+            most=1,
+            at_once=PREPARERS,
+        )
 
     async def run(self) -> NoReturn:
         while True:
@@ -166,7 +179,7 @@ class PrepareStage:
 
     async def _prepare(self, entry: InFlightJob) -> BegunJob | None:
         """None: none of its images is drawn here."""
-        with self.metrics.stage_seconds.labels("prepare").time():
+        with self.metrics.stage_seconds["prepare"].time():
             job = self._read(entry)
             if self._is_others(job):
                 self.generate.puller.not_ahead(entry)
@@ -179,8 +192,7 @@ class PrepareStage:
                 await self.settler.images_ended(entry)
                 return None
             requests = await self._requests(entry, job, self._size(job), images)
-            loop = asyncio.get_running_loop()
-            first = await loop.run_in_executor(self._threads, self.engine.prepare, requests[0])
+            first = await self._prepared(requests[0])
         if entry.settled:
             return None  # handed back meanwhile
         entry.images_to_submit = entry.images_to_store = len(images)
@@ -190,7 +202,7 @@ class PrepareStage:
         """The images to draw: earlier deliveries may have stored some."""
         if job.verify:
             return [0]
-        if entry.lease.message.delivery_count > 1 or job.images > 1:
+        if entry.lease.message.delivery_count > 1 or job.images > 1 or job.stage > 1:
             await self.settler.look_up(entry)
         images = [index for index in range(job.images) if index not in entry.stored]
         self.generate.puller.not_ahead(entry, entry.ahead - len(images))
@@ -222,7 +234,7 @@ class PrepareStage:
     def _remember(self, job: Job) -> None:
         self._drawn_here[job_key(job.campaign, job.id)] = None
         if len(self._drawn_here) > REMEMBERED:
-            del self._drawn_here[next(iter(self._drawn_here))]
+            self._drawn_here.popitem(last=False)  # a plain dict looks for its first key for long
 
     def _read(self, entry: InFlightJob) -> Job:
         message = entry.lease.message
@@ -247,12 +259,10 @@ class PrepareStage:
         self, entry: InFlightJob, job: Job, size: tuple[int, int], images: Collection[int]
     ) -> list[contract.ImageRequest]:
         prompt = job.parsed_prompt
-        paths = await asyncio.gather(
-            *(
-                retry.UNTIL_ACCESS.call(partial(self.library.resolve, tag.name))
-                for tag in prompt.loras
-            )
-        )
+        resolving = [
+            retry.UNTIL_ACCESS.call(partial(self.library.resolve, tag.name)) for tag in prompt.loras
+        ]
+        paths = await asyncio.gather(*resolving) if resolving else []
         loras = [
             contract.Lora(
                 name=tag.name,
@@ -264,15 +274,16 @@ class PrepareStage:
         ]
         embeddings = await self._find_embeddings(job)
         entry.lora_hashes = {lora.name: self.hashes.of_lora(lora.path) for lora in loras}
-        return requests_of(job, size, loras, embeddings, images)
+        inputs = await self.inputs.read(job, size) if job.has_inputs else NO_INPUTS
+        entry.overlay = inputs.overlay
+        return requests_of(job, size, loras, embeddings, images, inputs)
 
     async def _find_embeddings(self, job: Job) -> tuple[contract.Embedding, ...]:
         """The embeddings that the prompts name."""
         names = await retry.UNTIL_ACCESS.call(self.embeddings.names)
         if not names:
             return ()
-        prompts = (job.parsed_prompt, job.parsed_negative_prompt)
-        find = partial(self.engine.find_embeddings, prompts, names)
+        find = partial(self.engine.find_embeddings, job.all_prompts, names)
         found = await asyncio.get_running_loop().run_in_executor(self._threads, find)
         files = await asyncio.gather(
             *(
@@ -292,6 +303,7 @@ def requests_of(
     loras: Sequence[contract.Lora],
     embeddings: tuple[contract.Embedding, ...],
     images: Collection[int] | None = None,
+    inputs: Inputs = NO_INPUTS,
 ) -> list[contract.ImageRequest]:
     """A job's *images*, by default all, of *size* (width, height), with its prompts' files."""
     width, height = size
@@ -310,6 +322,9 @@ def requests_of(
             embeddings=embeddings,
             sampler_options=job.sampler_options,
             noise=job.image_noise(index),
+            init=inputs.init,
+            hires=inputs.hires,
+            controls=inputs.controls,
         )
         for index in (range(job.images_to_draw) if images is None else images)
     ]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import deque
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import NoReturn
@@ -73,11 +74,17 @@ class PendingRecords:
     _stored: asyncio.Queue[tuple[_Waiting, errors.TransientError | None]] = field(
         default_factory=asyncio.Queue, init=False
     )
+    _stored_at: deque[float] = field(default_factory=deque, init=False)  # of those in `_stored`
 
     @property
     def jobs(self) -> int:
         """Jobs that are done but for their records and the end of their messages."""
         return self._jobs
+
+    @property
+    def behind_seconds(self) -> float:
+        """How long a job with stored records has waited for the end of its message to begin."""
+        return time.monotonic() - self._stored_at[0] if self._stored_at else 0.0
 
     async def put(
         self, finish: Finish, records: list[Record], again: list[Record] | None = None
@@ -89,7 +96,11 @@ class PendingRecords:
         if job.records or job.again or self._early:
             self._wait(job)
         else:
-            self._stored.put_nowait((job, None))
+            self._end_soon(job, None)
+
+    def _end_soon(self, job: _Waiting, error: errors.TransientError | None) -> None:
+        self._stored_at.append(time.monotonic())
+        self._stored.put_nowait((job, error))
 
     async def add(self, entry: InFlightJob) -> None:
         """Stores the records of a job so far soon; it goes on."""
@@ -108,11 +119,12 @@ class PendingRecords:
         self._first_at = self._first_at if self._waiting else time.monotonic()
         self._waiting.append(job)
         self._records += len(job.records) + len(job.again)
-        self._changed.set()
+        if len(self._waiting) == 1 or self._seconds_left() <= 0:
+            self._changed.set()
 
     def job_ended(self) -> None:
         """A job has ended elsewhere: what waits here may be all that is in flight."""
-        if self._waiting:
+        if self._waiting and self._seconds_left() <= 0:
             self._changed.set()
 
     async def run(self) -> NoReturn:
@@ -131,7 +143,7 @@ class PendingRecords:
             error = await self._write(batch)
             for job in batch:
                 if job.begun is None:
-                    self._stored.put_nowait((job, error))
+                    self._end_soon(job, error)
             self._go_on([job for job in batch if job.begun is not None], error)
 
     def _go_on(self, early: list[_Waiting], error: errors.TransientError | None) -> None:
@@ -153,8 +165,9 @@ class PendingRecords:
         """Side task: ends the jobs whose records are stored."""
         while True:
             job, error = await self._stored.get()
+            self._stored_at.popleft()
             try:
-                with self.metrics.stage_seconds.labels("acknowledge").time():
+                with self.metrics.stage_seconds["acknowledge"].time():
                     if job.finish is not None:
                         await job.finish(error)
             finally:
@@ -169,7 +182,7 @@ class PendingRecords:
 
     async def _write(self, batch: list[_Waiting]) -> errors.TransientError | None:
         try:
-            with self.metrics.stage_seconds.labels("record").time():
+            with self.metrics.stage_seconds["record"].time():
                 await self.log.add([record for each in batch for record in each.records])
                 await self.log.add([record for each in batch for record in each.again], again=True)
         except errors.TransientError as error:

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import NoReturn
 
-from imagefleet import errors, retry
-from imagefleet.job.message import DUPLICATES, text_for_image
+from imagefleet import concurrency, errors, retry
+from imagefleet.job.message import DUPLICATES, Output, text_for_image
 from imagefleet.records.record import MAX_NAME_CHARACTERS, Embedding, Record
 from imagefleet.storage import protocol
 from imagefleet.telemetry import logs
@@ -27,6 +27,9 @@ from worker.stages import encode, infotext
 
 #: Threads that encode: a PNG takes 2 ms, so two keep up with any GPU.
 ENCODERS = 2
+
+#: Images that wait for these threads, so that tiny ones share their way there and back.
+ENCODING = 16
 
 #: Uploads in flight: storage that takes a second for each still keeps up with 16 images/s.
 UPLOADS = 16
@@ -66,6 +69,10 @@ class _EncodedImage:
     file: encode.EncodedImage
 
 
+_Drawn = tuple[GeneratedImage, Output, str, str]
+"""What `_encoded` takes."""
+
+
 @dataclass(slots=True, eq=False)
 class EncodeStage:
     """Encodes generated images on threads; feeds the upload stage."""
@@ -82,6 +89,15 @@ class EncodeStage:
     _threads: ThreadPoolExecutor = field(
         default_factory=lambda: ThreadPoolExecutor(ENCODERS, "encode"), init=False
     )
+    _files: concurrency.Batches[_Drawn, encode.EncodedImage] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._files = concurrency.Batches(
+            concurrency.one_by_one(lambda drawn: _encoded(*drawn)),
+            self._threads,
+            most=1,
+            at_once=ENCODERS,
+        )
 
     async def run(self) -> NoReturn:
         while True:
@@ -105,18 +121,16 @@ class EncodeStage:
             model_hash=model,
             lora_hashes={name: each for name, each in loras.items() if each},
             embedding_hashes={each.name: each.sha256 for each in image.embeddings},
+            is_cut_out=image.owner.overlay is not None and image.owner.overlay.box is not None,
         )
 
     async def _encode(self, generated: GeneratedImage) -> None:
         image = generated.image
         text = await self._parameters(image)
         job = text_for_image(image.owner.lease.message.body, image.job)
-        loop = asyncio.get_running_loop()
         try:
-            with self.metrics.stage_seconds.labels("encode").time():
-                file = await loop.run_in_executor(
-                    self._threads, encode.encode, generated.pixels, image.job.output, text, job
-                )
+            with self.metrics.stage_seconds["encode"].time():
+                file = await self._files((generated, image.job.output, text, job))
         except errors.TransientError as error:  # an image of one colour is the engine's failure
             if not image.owner.failures:
                 self.watchdog.image_failed(error)
@@ -185,7 +199,7 @@ class UploadStage:
             return is_in_doubt
 
         self.suspects.storing(name, image.generated_at)
-        with self.metrics.stage_seconds.labels("upload").time():
+        with self.metrics.stage_seconds["upload"].time():
             written = await self.retry_policy.call(create)
         if image.job.verify:
             self.cost.lost("second_drawing")
@@ -197,6 +211,8 @@ class UploadStage:
             self.images_written += 1
             self.metrics.images.inc()
             self.metrics.model_images.labels(self.model_name).inc()
+            if image.job.stages > 1:
+                self.metrics.chain_images.labels(str(image.job.stage)).inc()
         else:
             self.suspects.not_stored(name)
             self.cost.lost("duplicate")
@@ -219,7 +235,7 @@ class UploadStage:
 
     def _record(self, encoded: _EncodedImage, name: str) -> Record:
         image = encoded.image
-        width, height = image.size
+        width, height = image.final_size
         return self.settler.record(
             image.owner,
             "completed",
@@ -247,11 +263,23 @@ class UploadStage:
         }
         if image.job.images > 1:
             facts["images"] = str(image.job.images)
+        if image.job.stages > 1:
+            facts |= {"stage": str(image.job.stage), "stages": str(image.job.stages)}
         if image.job.campaign:
             facts["campaign"] = image.job.campaign
         if image.job.metadata:
             facts["metadata"] = json.dumps(image.job.metadata)
         return facts
+
+
+def _encoded(
+    generated: GeneratedImage, output: Output, parameters: str, job: str
+) -> encode.EncodedImage:
+    pixels, overlay = generated.pixels, generated.image.owner.overlay
+    if overlay is not None:
+        encode.refuse_one_colour(pixels)  # the engine's own
+        pixels = overlay.put_over(pixels)
+    return encode.encode(pixels, output, parameters, job)
 
 
 async def _result(hashed: Future[str | None]) -> str | None:

@@ -200,6 +200,7 @@ export class Viewer {
     const rows = [
       ["Seed", record.seed], ["Size", size], ["Steps", record.steps], ["Sampler", record.sampler],
       ["CFG scale", record.cfg_scale], ["Clip skip", record.clip_skip > 1 ? record.clip_skip : null],
+      ["Stage", record.stages > 1 ? `${record.stage ?? 1} of ${record.stages}` : null],
       ["Model", record.model], ["Worker", record.worker === "?" ? null : this.filter("worker", record.worker, "link")],
       ["GPU", record.gpu], ["Time in the worker", record.seconds == null ? null : `${record.seconds.toFixed(1)} s`],
       ["Attempts", record.attempts > 1 ? record.attempts : null],

@@ -44,6 +44,13 @@ _SHARDS = "shards"
 _Result = TypeVar("_Result")
 
 
+def shards_of(properties: QueueProperties) -> protocol.Shards:
+    """The number of a queue's shards, as `record_shards` keeps it with the first one."""
+    used, _, made = (properties.metadata or {}).get(_SHARDS, "").partition("/")
+    is_one = not (used.isdecimal() and made.isdecimal())
+    return protocol.Shards() if is_one else protocol.Shards(int(used), int(made))
+
+
 class AzureQueue:
     """A job queue in roughly the order of the sends; Azure guarantees none."""
 
@@ -230,9 +237,7 @@ class AzureQueue:
 
     async def _properties(self) -> QueueProperties:
         found = await self._client.get_queue_properties()
-        used, _, made = (found.metadata or {}).get(_SHARDS, "").partition("/")
-        is_one = not (used.isdecimal() and made.isdecimal())
-        self.shards = protocol.Shards() if is_one else protocol.Shards(int(used), int(made))
+        self.shards = shards_of(found)
         return found
 
     async def _call(self, permission: str, request: Callable[[], Awaitable[_Result]]) -> _Result:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import get_args
 
 from imagefleet.storage.settings import Priority, Resource, StorageSettings
@@ -69,10 +69,14 @@ class Role:
 
     def letters(self, resource: Resource, model: str | None = None) -> str:
         letters: str = getattr(self, "queue" if resource in OPTIONAL else resource)
-        if model is not None and "p" in letters:
+        if model is not None and "p" in letters and "a" not in letters:
             # A job in the wrong queue is moved; whoever may rewrite jobs may as well add some.
             letters += "a"
         return letters
+
+    def for_chains(self) -> Role:
+        """A worker's where jobs have several stages: it reads images, and adds jobs."""
+        return replace(self, queue="raup", blob="rac")
 
     @property
     def size(self) -> int:

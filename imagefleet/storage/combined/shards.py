@@ -9,6 +9,7 @@ any more, and workers go on to ask them.
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import logging
 import random
@@ -39,6 +40,7 @@ class ShardedQueue(CombinedQueue):
         self._granted = granted
         self._opened = [open_shard(0)]
         self._shards: protocol.Shards | None = None
+        self._finding = asyncio.Lock()
         self._share = random.random()  # noqa: S311 - replaced by a worker's own
         self._order = [0]
         self._next_sent = random.randrange(MAX_SHARDS)  # noqa: S311 - few jobs, many senders
@@ -129,12 +131,15 @@ class ShardedQueue(CombinedQueue):
         """Learns how many shards there are, unless it is known."""
         if self._shards is not None:
             return
-        try:
-            self._adopt(await self.first.read_shards())
-        except errors.MissingResourceError:
-            return  # what is asked of it now says so
-        except errors.SetupError:
-            self._adopt(protocol.Shards(self._granted(), self._granted()))
+        async with self._finding:  # a hundred jobs that are sent at the same time ask once
+            if self._shards is not None:
+                return
+            try:
+                self._adopt(await self.first.read_shards())
+            except errors.MissingResourceError:
+                return  # what is asked of it now says so
+            except errors.SetupError:
+                self._adopt(protocol.Shards(self._granted(), self._granted()))
 
     def _notice(self) -> None:
         if self.first.shards is not None:

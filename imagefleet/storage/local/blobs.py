@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import BinaryIO, TypeVar
 from urllib.parse import quote
 
+from imagefleet.concurrency import Batches
 from imagefleet.storage import protocol
-from imagefleet.storage.local.batches import Batches
 from imagefleet.storage.local.new_blobs import (
     METADATA_FOLDER,
     TEMPORARY_FOLDER,

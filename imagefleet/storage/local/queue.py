@@ -22,9 +22,9 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, cast
 
 from imagefleet import errors, uptime
+from imagefleet.concurrency import Batches
 from imagefleet.storage import protocol
 from imagefleet.storage.local import file as sqlite_file
-from imagefleet.storage.local.batches import Batches
 
 _Result = TypeVar("_Result")
 

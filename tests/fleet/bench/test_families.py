@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from diffusers import UNet2DConditionModel
+from diffusers import AutoencoderKL, ControlNetModel, UNet2DConditionModel
 
 from families import measure, tiny_families
 from fleet.bench import baseline, engine, latency, machine
 from imagefleet import errors
+from imagefleet.job.passes.fields import Pass
 from imagefleet.pricing import families
 from worker.engine import contract
 from worker.engine.families.sdxl import SDXL
@@ -89,3 +90,33 @@ def test_the_figures_follow_from_the_rows_and_are_none_without_them() -> None:
     assert figures["sdxl_mixed_over_no_lora"] == 0.9375
     assert figures["sdxl_capped_7_images_per_second"] is None
     assert figures["company_psnr_db"] is None
+
+
+def test_the_plan_counts_what_encoding_and_a_controlnet_take() -> None:
+    sd1 = families.FAMILIES["sd1"]
+    channels = (320, 640, 1280, 1280)
+    config = {"block_out_channels": channels, "cross_attention_dim": 768}
+    with torch.device("meta"):
+        control = ControlNetModel(attention_head_dim=8, **config)
+        vae = AutoencoderKL(
+            block_out_channels=(128, 256, 512, 512),
+            down_block_types=("DownEncoderBlock2D",) * 4,
+            up_block_types=("UpDecoderBlock2D",) * 4,
+            layers_per_block=2,
+        )
+        pixels, latents = torch.empty(1, 3, 512, 512), torch.empty(1, 4, 64, 64)
+        context = torch.empty(1, 77, 768)
+    counted = []
+    for call in (
+        lambda: vae.encode(pixels),
+        lambda: control(latents, torch.empty(1, device="meta"), context, pixels),
+    ):
+        with machine.FlopCounterMode(display=False) as counter, torch.no_grad():
+            call()
+        counted.append(counter.get_total_flops() / 1e12)
+    plain = sd1.passes_tflop([Pass(512, 512, 1)])
+    assert plain == pytest.approx(sd1.image_tflop(512, 512, 1))
+    encodes = sd1.passes_tflop([Pass(512, 512, 1, encodes=True)]) - plain
+    controls = sd1.passes_tflop([Pass(512, 512, 1, controls=1)]) - plain
+    assert encodes == pytest.approx(counted[0], rel=0.05)
+    assert controls == pytest.approx(2 * counted[1], rel=0.2), "SDXL's is larger"

@@ -92,7 +92,14 @@ def test_what_is_missing_is_told_with_its_jobs_and_nothing_is_sent(
     document = json.loads(result.stdout)
     assert (document["jobs"], document["named"]) == (
         len(JOBS),
-        {"loras": 4, "models": 3, "embeddings": 2},
+        {
+            "loras": 4,
+            "models": 3,
+            "embeddings": 2,
+            "upscalers": 0,
+            "controlnets": 0,
+            "inputs": 0,
+        },
     )
     assert next(iter(found)) == ("LoRA", "lost"), "what most jobs name comes first"
     assert [each.name for each in jobs.parent.iterdir() if "checkpoint" in each.name] == []
@@ -237,3 +244,27 @@ def test_a_check_before_the_first_load_creates_no_storage(
     assert result.returncode == console.EXIT_OPERATOR_MUST_ACT
     assert "not in loras/" in result.stdout
     assert [each.name for each in tmp_path.iterdir()] == ["jobs.txt"]
+
+
+def test_images_and_files_of_their_passes_are_looked_for_as_well(
+    in_process: Imagefleet, jobs: Path, storage_settings: StorageSettings
+) -> None:
+    in_storage(
+        storage_settings, "inputs/cats/a.png", "upscalers/4x.safetensors", "controlnets/x.pth"
+    )
+    unit = {"image": "cats/a.png", "model": "canny [0123abcd]"}
+    given = [
+        {"prompt": "a", "init_images": ["cats/a.png"], "mask": "masks/1.webp"},
+        {"prompt": "b", "init_images": ["images/spring/0001.png"]},
+        {"prompt": "c", "enable_hr": True, "hr_upscaler": "4x"},
+        {"prompt": "d", "enable_hr": True, "hr_upscaler": "4x_b"},
+        {"prompt": "e", "alwayson_scripts": {"controlnet": {"args": [unit]}}},
+    ]
+    jobs.write_text("".join(json.dumps(job) + "\n" for job in given))
+    result = in_process("load", "jobs.jsonl", "--check", "--json", *flags(storage_settings))
+
+    assert {key: each["reason"] for key, each in missing(result).items()} == {
+        ("image", "masks/1.webp"): "not in inputs/",
+        ("upscaler", "4x_b"): "not in upscalers/; did you mean '4x'?",
+        ("ControlNet", "canny"): "not in controlnets/",
+    }

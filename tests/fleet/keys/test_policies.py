@@ -207,3 +207,25 @@ def test_a_misspelt_queue_is_an_error_and_makes_no_other(
         azurite_settings.storage, api_version=API_VERSION
     ) as queues:
         assert list(queues.list_queues(name_starts_with="jbos")) == []
+
+
+def test_the_check_tests_the_tokens_of_all_shards(
+    azurite_settings: StorageSettings, account: list[str], in_process: Imagefleet, tmp_path: Path
+) -> None:
+    async def shard() -> None:
+        async with open_storage(azurite_settings) as storage:
+            await storage.models.set_shards(3)
+
+    asyncio.run(shard())
+    with_key = in_process("keys", "check", *account, "--json")
+    names = [each["resource"] for each in json.loads(with_key.stdout)["resources"]]
+    assert names.count("queue") == names.count("queue_low") == 3
+
+    file = tmp_path / "tokens.json"
+    for shards in (2, 3):
+        in_process("keys", "worker", "--shards", str(shards), "--file", str(file), *account)
+        record = json.loads(file.read_text())
+        result = in_process("keys", "check", "worker", *bearing(azurite_settings, record))
+        missing = f"missing for the role worker, on {azurite_settings.queue}-2: "
+        assert (missing in result.stderr) == (shards == 2), result.stderr
+        assert result.returncode == (2 if shards == 2 else 0)

@@ -12,7 +12,9 @@ from typing import Any
 import pytest
 
 from fleet.plan import estimate, work
+from imagefleet import errors
 from imagefleet.pricing import families, prices
+from loadgen.sources import open_source
 from worker.files import kinds
 
 Imagefleet = Callable[..., "subprocess.CompletedProcess[str]"]  # the fixture of conftest.py
@@ -60,6 +62,7 @@ def plan(imagefleet: Imagefleet, *arguments: str) -> dict[str, Any]:
 
 def test_every_family_that_the_worker_loads_has_its_operations() -> None:
     loaded = {kind.family for kind in (kinds.SD1, kinds.SD2, kinds.SDXL)}
+    loaded |= {"DeepFloyd IF", "DeepFloyd IF super-resolution"}
     assert {each.title for each in families.FAMILIES.values()} == loaded
     assert families.SD1.image_tflop() == pytest.approx(26.64, rel=1e-3), "as benchmarks/results"
     assert SDXL.image_tflop() == pytest.approx(281, rel=1e-2)
@@ -205,3 +208,23 @@ def test_what_cannot_be_planned_is_a_one_line_error(
     assert result.returncode == 2
     assert message in result.stderr
     assert result.stderr.count("\n") == 1
+
+
+def test_a_second_pass_and_an_image_to_begin_with_are_counted(tmp_path: Path) -> None:
+    def tflop(**fields: Any) -> float:
+        path = tmp_path / "jobs.jsonl"
+        path.write_text(json.dumps({"prompt": "a", "width": 512, "height": 512, **fields}) + "\n")
+        (found,) = work.of_source(open_source(path), models, lambda _: None)
+        return found.tflop
+
+    models = work.read_models([], "sd1")
+    sd1 = families.SD1
+    plain = tflop(steps=20)
+    assert plain == pytest.approx(sd1.image_tflop(512, 512, 20))
+    half = tflop(steps=20, init_images=["a.png"], denoising_strength=0.5)
+    assert sd1.image_tflop(512, 512, 11) < half < sd1.image_tflop(512, 512, 12)
+    hires = tflop(steps=20, enable_hr=True, hr_second_pass_steps=10, hr_upscaler="Lanczos")
+    both = plain + sd1.image_tflop(1024, 1024, 10)
+    assert both < hires < 1.1 * both
+    with pytest.raises(errors.SetupError, match="hr_scale: the image would have 4096x4096"):
+        tflop(enable_hr=True, hr_scale=8, width=None, height=None)

@@ -83,6 +83,7 @@ async def test_json_has_every_result_with_all_that_is_known(
         "campaign": "spring",
         "id": "0002",
         "index": 0,
+        "stage": 1,
         "prompt": "a house 0002, <lora:outline-style:0.8>",
         "negative_prompt": "blurry",
         "seed": 1,
@@ -299,6 +300,6 @@ async def test_a_draft_does_not_stay_where_the_disk_is_full(
 def test_every_field_of_a_record_is_a_result_or_left_out_on_purpose() -> None:
     from imagefleet.records import columns
 
-    of_jobs = {"body", "source", "images", "completes"}
+    of_jobs = {"body", "source", "images", "completes", "stages"}
     left_out = of_jobs | {"started_at", "start_up_seconds", "price_per_hour"}
     assert set(Record.model_fields) - left_out == set(columns.COLUMNS) - {"address"}

@@ -238,7 +238,7 @@ def test_a_misspelt_field_is_refused_with_a_suggestion() -> None:
 
 
 @pytest.mark.parametrize(
-    ("field", "value"), [("enable_hr", True), ("script_name", "x/y/z"), ("tiling", True)]
+    ("field", "value"), [("firstphase_width", 64), ("script_name", "x/y/z"), ("tiling", True)]
 )
 def test_a_field_that_would_change_the_image_is_refused_by_name(field: str, value: object) -> None:
     with pytest.raises(errors.InvalidMessageError, match=field):

@@ -12,9 +12,9 @@ from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ed25519
 
 from imagefleet import errors
-from imagefleet.job.message import Job, is_signed, read_job, without_deliveries
+from imagefleet.job.message import Job, is_signed, read_job
 from imagefleet.signing import SigningKey, TrustedKeys
-from imagefleet.storage.deliveries import Deliveries
+from imagefleet.storage.deliveries import Deliveries, without_deliveries
 
 JOB = Job(
     prompt="a hut, \U0001f332 \u2028 'quoted' \"twice\" &amp; é",

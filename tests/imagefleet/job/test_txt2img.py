@@ -13,6 +13,7 @@ import pytest
 from imagefleet import errors
 from imagefleet.job import override_settings, txt2img
 from imagefleet.job.message import Job, read_job
+from imagefleet.job.passes import controlnet, hires, img2img
 
 PAGE = Path(__file__).parents[3] / "docs" / "a1111.md"
 
@@ -30,6 +31,16 @@ A1111_FIELDS = frozenset(
         *("hr_resize_y", "hr_checkpoint_name", "hr_sampler_name", "hr_scheduler", "hr_prompt"),
         *("hr_negative_prompt", "force_task_id", "sampler_index", "script_name", "script_args"),
         *("send_images", "save_images", "alwayson_scripts", "infotext"),
+    }
+)
+
+#: The fields of StableDiffusionImg2ImgProcessingAPI that the one above lacks, or means otherwise.
+A1111_IMG2IMG_FIELDS = frozenset(
+    {
+        *("init_images", "denoising_strength", "resize_mode", "image_cfg_scale", "mask"),
+        *("mask_blur", "mask_blur_x", "mask_blur_y", "mask_round", "inpainting_fill"),
+        *("inpaint_full_res", "inpaint_full_res_padding", "inpainting_mask_invert"),
+        *("initial_noise_multiplier", "latent_mask", "include_init_images"),
     }
 )
 
@@ -59,6 +70,8 @@ def _rows(text: str) -> Iterator[tuple[str, Row]]:
 
 
 FIELDS = rows("Its fields")
+IMG2IMG_FIELDS = rows("Its fields of img2img")
+UNIT_FIELDS = rows("ControlNet")
 SETTINGS = rows("Its settings")
 
 
@@ -84,6 +97,7 @@ def documented(table: Mapping[str, Row]) -> dict[str, set[str]]:
 def test_the_page_has_every_field_of_the_api() -> None:
     assert FIELDS.keys() == A1111_FIELDS | FORGE_FIELDS
     assert {row.verdict for row in FIELDS.values()} == {"honoured", "no effect", "rejected"}
+    assert IMG2IMG_FIELDS.keys() == A1111_IMG2IMG_FIELDS
 
 
 def test_the_page_tells_what_the_code_does_with_each_field() -> None:
@@ -92,7 +106,34 @@ def test_the_page_tells_what_the_code_does_with_each_field() -> None:
     assert honoured - ALIASES <= Job.model_fields.keys()
     without = {name for name, row in FIELDS.items() if row.verdict == "no effect"}
     assert without >= txt2img.WITHOUT_EFFECT
-    assert all(txt2img.has_no_effect(name) for name in without)
+    with_second_pass = without - txt2img.WITHOUT_EFFECT
+    assert with_second_pass == hires.NEUTRAL_VALUES.keys()
+
+
+def test_the_page_tells_what_the_code_does_with_each_field_of_img2img() -> None:
+    assert documented(IMG2IMG_FIELDS) == neutral(img2img.NEUTRAL_VALUES)
+    verdicts = {name: row.verdict for name, row in IMG2IMG_FIELDS.items()}
+    honoured = {name for name, verdict in verdicts.items() if verdict == "honoured"}
+    assert honoured == img2img.FIELDS
+    without = {name for name, verdict in verdicts.items() if verdict == "no effect"}
+    assert without == img2img.WITHOUT_EFFECT
+
+
+def test_the_page_tells_what_the_code_does_with_each_field_of_a_controlnet() -> None:
+    honoured = {name for name, row in UNIT_FIELDS.items() if row.verdict == "honoured"}
+    rejected = {name for name, row in UNIT_FIELDS.items() if row.verdict == "rejected"}
+    without = {name for name, row in UNIT_FIELDS.items() if row.verdict == "no effect"}
+    assert without == controlnet.WITHOUT_EFFECT
+    assert honoured - {"enabled", "input_image", "guidance"} == (
+        controlnet.Unit.model_fields.keys() - {"module", "control_mode"}
+    )
+    assert rejected == {"module", "control_mode", *controlnet.UNSUPPORTED}
+
+
+def test_the_page_has_every_setting_that_matters_in_these_passes() -> None:
+    text = PAGE.read_text(encoding="utf-8")
+    for name in (*img2img.NEUTRAL_SETTINGS, *hires.NEUTRAL_SETTINGS):
+        assert f"`{name}`" in text
 
 
 def test_the_page_tells_what_the_code_does_with_each_setting() -> None:
@@ -151,10 +192,35 @@ VALUES: dict[str, Any] = {
     "s_noise": 0.9,
     "s_min_uncond": 1,
     "override_settings": {"randn_source": "NV"},
+    "alwayson_scripts": {"controlnet": {"args": [{"image": "a.png", "model": "b"}]}},
+}
+
+#: Of the second pass, which has to be switched on.
+HIRES_VALUES: dict[str, Any] = {
+    "enable_hr": True,
+    "denoising_strength": 0.5,
+    "hr_scale": 1.5,
+    "hr_resize_x": 128,
+    "hr_resize_y": 128,
+    "hr_upscaler": "Lanczos",
+    "hr_second_pass_steps": 5,
+    "hr_sampler_name": "Euler",
+    "hr_scheduler": "Karras",
+    "hr_prompt": "a dog",
+    "hr_negative_prompt": "x",
 }
 
 
 def test_every_honoured_field_reaches_the_job() -> None:
-    assert VALUES.keys() == {name for name, row in FIELDS.items() if row.verdict == "honoured"}
+    honoured = {name for name, row in FIELDS.items() if row.verdict == "honoured"}
+    assert VALUES.keys() | HIRES_VALUES.keys() == honoured
     jobs = [read(**{name: value}) for name, value in VALUES.items()]
-    assert len({job.to_message() for job in [read(), *jobs]}) == len(VALUES) + 1
+    jobs += [read(**{"enable_hr": True, name: value}) for name, value in HIRES_VALUES.items()]
+    different = {job.to_message() for job in [read(), *jobs]}
+    assert len(different) == len(VALUES) + len(HIRES_VALUES) + 1
+
+
+def test_the_fields_of_the_second_pass_have_no_effect_without_it() -> None:
+    for name in {*HIRES_VALUES, "hr_cfg", "hr_additional_modules"} - {"enable_hr"}:
+        for value in (None, True, -5, 0.3, "x", [1], {"a": 1}):
+            assert read(**{name: value}) == read(enable_hr=False, **{name: value}) == read()

@@ -228,9 +228,10 @@ def test_a_signed_job_is_valid_without_what_failed_export_noted(tmp_path: Path) 
         ("a.csv", 'prompt\n"a" b\nc\n', ["row 2: ',' expected after '\"'; is a quote missing"]),
         ("a.csv", 'prompt\n"a\n', ["row 2: unexpected end of data; is a quote missing"]),
         ("a.csv", "prompt,metadata\na,{x}\n", ["row 2: metadata: is not JSON"]),
+        ("a.csv", "prompt,then\na,[x\n", ["row 2: then: is not JSON"]),
         ("a.csv", b"prompt\na\n\xe9\nb\n", ["row 3: not UTF-8"]),
         ("a.csv", "prompt,steps\n,5\n", ["row 2: prompt: is required"]),
-        ("a.csv", "prompt,enable_hr\na,FALSE\nb,TRUE\n", ["row 3: enable_hr is not supported"]),
+        ("a.csv", "prompt,tiling\na,FALSE\nb,TRUE\n", ["row 3: tiling is not supported"]),
         ("a.txt", "a\n[x|y]\n", ["line 2: prompt: the prompt uses alternation"]),
         ("a.txt", b"a\n\xff\n", ["line 2: not UTF-8"]),
         ("a.json", '[{"prompt":"a"},\n 7,\n{"prmpt":"b"}]', ["job 2, line 2: ", "job 3, line 3: "]),
@@ -303,6 +304,13 @@ def test_the_delimiter_is_the_one_that_gives_the_first_row_field_names(tmp_path:
     (job,) = jobs_of(source_of(tmp_path, "a.csv", german))
 
     assert (job.prompt, job.cfg_scale, job.metadata) == ("a, b", 7.5, {"sku": "001"})
+
+
+def test_a_cell_may_hold_the_further_stages_of_a_job(tmp_path: Path) -> None:
+    text = 'prompt,then\na,"[{""steps"": 9}, {}]"\nb,\n'
+    first, second = jobs_of(source_of(tmp_path, "a.csv", text))
+
+    assert (first.then, second.then) == (({"steps": 9}, {}), ())
 
 
 def test_a_file_with_a_header_alone_or_nothing_has_no_jobs(tmp_path: Path) -> None:
@@ -424,3 +432,18 @@ def test_the_table_of_the_documentation_is_valid(tmp_path: Path) -> None:
 
     assert (first.steps, first.cfg_scale, first.metadata) == (20, 7.5, {"sku": "00017"})
     assert (second.prompt, second.steps) == ('a "big" fish, <lora:outline-style:0.8>', 20)
+
+
+def test_a_table_has_columns_for_images_and_the_second_pass(tmp_path: Path) -> None:
+    path = tmp_path / "jobs.csv"
+    path.write_text(
+        "prompt,init_images,mask,denoising_strength,enable_hr,hr_scale,hr_prompt\n"
+        'a,cats/a.png,cats/m.png,"0,5",,,\n'
+        "b,,,0.6,TRUE,1.5,a dog\n"
+        "c,,,,FALSE,3,x\n"
+    )
+    jobs = [read_job(body or "", "m") for body in sources.open_source(str(path)).bodies(0)]
+    assert (jobs[0].init_images, jobs[0].mask) == (("cats/a.png",), "cats/m.png")
+    assert [job.denoising_strength for job in jobs] == [0.5, 0.6, 0.75]
+    assert [job.enable_hr for job in jobs] == [False, True, False]
+    assert (jobs[1].hr_scale, jobs[1].hr_prompt, jobs[2].hr_prompt) == (1.5, "a dog", "")

@@ -164,7 +164,7 @@ def test_checkpoints_of_other_families_are_accepted(shapes: Shapes, kind: kinds.
 )
 def test_what_is_no_such_checkpoint_is_called_by_its_name(shapes: Shapes, name: str) -> None:
     kind = kinds.find_kind(header(shapes))
-    assert kind.use in {None, "embedding"}
+    assert kind.use in {None, "embedding", "controlnet"}
     assert re.search(name, kind.name)
     assert kind.advice
 

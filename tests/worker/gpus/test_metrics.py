@@ -36,7 +36,7 @@ def values(metrics: MachineMetrics) -> dict[str, float]:
 def worker_text(device: str, images: int) -> str:
     metrics = WorkerMetrics("f", device)
     metrics.images.inc(images)
-    metrics.stage_seconds.labels("generate").observe(0.1)
+    metrics.stage_seconds["generate"].observe(0.1)
     metrics.set_worker_info(worker=f"m-gpu{device}", gpu='RTX "4090"\n')
     return exposition.render(metrics.registry).decode()
 

@@ -281,6 +281,7 @@ async def test_a_thousand_images_in_one_message_hold_little_memory_and_keep_thei
                 self.most = max(self.most, alive)
             return super().tick()
 
+    gc.collect()  # images of other tests' pipelines
     await storage.queue.send([message(id="j", seed=0, n_iter=1000)])
     engine = Sampled(capacity=16, tick_seconds=0.035)
     pipeline = await run_pipeline(engine, lease_seconds=2)

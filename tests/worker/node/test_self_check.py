@@ -305,7 +305,7 @@ async def test_a_record_has_what_was_generated_since_and_stays_bounded(
     assert name.startswith("-suspect/odd_n_me/")
     for number in range(5):
         made.storing(f"{number}.png", start + 4)
-    assert len(made._names) == 3
+    assert len(made._stored) == 3
 
 
 # The list of quarantined nodes

@@ -11,6 +11,7 @@ import pytest
 from aiohttp import web
 
 from imagefleet import errors
+from imagefleet.job.passes.fields import Pass
 from imagefleet.storage.protocol import Storage
 from worker.engine import contract
 from worker.metrics import WorkerMetrics
@@ -63,7 +64,7 @@ class Node:
         blocked: float = 0.0,
     ) -> str | None:
         for _ in range(images):
-            self.watch.image_generated("sd1", 15, 512, 512)
+            self.watch.image_generated("sd1", [Pass(512, 512, 15)])
         for _ in range(failed):
             self.watch.image_failed(errors.TransientError("NaN"))
         self.clock.busy_seconds += busy_seconds
@@ -133,7 +134,7 @@ async def test_failed_images_count_only_if_a_plain_one_fails_as_well(
 
     async def fail() -> None:
         while True:
-            node.watch.image_generated("sd1", 15, 512, 512)
+            node.watch.image_generated("sd1", [Pass(512, 512, 15)])
             node.watch.image_failed(errors.TransientError("NaN"))
             await asyncio.sleep(0)
 

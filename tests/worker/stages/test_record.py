@@ -203,6 +203,37 @@ async def test_a_record_waits_for_others_only_while_there_can_be_others() -> Non
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
+async def test_jobs_that_wait_to_be_acknowledged_are_told_from_jobs_that_wait_for_records() -> None:
+    class Log:
+        async def add(self, _records: object, *, again: bool = False) -> None:
+            pass
+
+    pending = records.PendingRecords(
+        Log(),  # type: ignore[arg-type]
+        WorkerMetrics(),
+        flush_seconds=0.05,
+        in_flight=lambda: 100,
+    )
+    answers = asyncio.Event()
+
+    async def finish(_: object) -> None:
+        await answers.wait()
+
+    tasks = [asyncio.create_task(each()) for each in (pending.run, pending.finish)]
+    record = Record.model_validate({"outcome": "failed", "id": "a", "at": "2026-11-22T12:00:00Z"})
+    await pending.put(finish, [record])
+    await pending.put(finish, [record])
+    assert pending.behind_seconds == 0
+    await asyncio.sleep(0.15)
+    assert pending.behind_seconds > 0.05
+    answers.set()
+    await asyncio.sleep(0.05)
+    assert (pending.behind_seconds, pending.jobs) == (0, 0)
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
 def test_records_of_short_leases_wait_no_longer_than_the_leases_allow() -> None:
     assert records.flush_seconds("https://a.blob.core.windows.net", 120) == 15
     assert records.flush_seconds("https://a.blob.core.windows.net", 4) == 0.5

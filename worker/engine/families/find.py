@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 from worker.engine.families.family import Family
@@ -31,3 +33,12 @@ def of_folder(unet: Mapping[str, Any], text_encoder: Mapping[str, Any]) -> Famil
     if unet.get("addition_embed_type") is not None:
         return SDXL
     return SD2 if text_encoder.get("hidden_act") == "gelu" else SD1
+
+
+def pipeline_of(model: Path) -> str:
+    """The class of a folder's pipeline by its model_index.json; '' for a file or without one."""
+    try:
+        index = json.loads((model / "model_index.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return ""
+    return str(index.get("_class_name", "")) if isinstance(index, dict) else ""

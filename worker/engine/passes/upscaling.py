@@ -25,7 +25,7 @@ Enlarge = Callable[[contract.Pixels, float], contract.Pixels]
 LoadUpscaler = Callable[[Path], Enlarge]
 """Reads an upscaler's file, on one of the threads that prepare requests.
 
-Raises JobError for a file of no known kind.
+Raises JobError for a file of no known kind, and TransientError if it cannot be read.
 """
 
 #: The mode of torch's `interpolate`, and whether it is antialiased.
@@ -99,9 +99,7 @@ class Upscaling:
         return latents[:, rows, columns]
 
 
-def find(
-    hires: contract.HiresPass, width: int, height: int, load: LoadUpscaler | None
-) -> Upscaling:
+def find(hires: contract.HiresPass, width: int, height: int, load: LoadUpscaler) -> Upscaling:
     """The upscaling of a first pass of *width* x *height* pixels; *load* reads upscalers' files.
 
     Raises:
@@ -114,11 +112,6 @@ def find(
     else:
         size = hires.height * width // height, hires.height
     if hires.upscaler_path is not None:
-        if load is None:
-            raise errors.JobError(
-                f"the upscaler {hires.upscaler!r} is a model, which this engine cannot run; it has"
-                f" {_known()}"
-            )
         return Upscaling(target, size, None, load(hires.upscaler_path))
     mode = LATENT_UPSCALERS.get(hires.upscaler)
     if mode is None and hires.upscaler not in IMAGE_UPSCALERS:

@@ -139,6 +139,7 @@ class SlotEngine:
             self._control_nets,
             native=self.default_size,
         )
+        self._decoder.free_memory = self._recovery.try_to_use_less_memory
         self._compilation = Compilation(
             self._unet,
             self._runner,
@@ -350,12 +351,12 @@ class SlotEngine:
         state.latents[slot].copy_(staged.latents)
         # An earlier image's history has weight 0, but 0 times NaN would still be NaN.
         state.history[:, slot].zero_()
-        if staged.image is None:
+        if staged.inpainting is None:
             state.kept[slot].zero_()
             state.original[slot].zero_()  # 0 times NaN, too
         else:
-            state.kept[slot].copy_(staged.image.kept)
-            state.original[slot].copy_(staged.image.original)
+            state.kept[slot].copy_(staged.inpainting.kept)
+            state.original[slot].copy_(staged.inpainting.original)
         if state.mask is not None and staged.mask is not None:
             state.mask[rows].copy_(staged.mask)
         factors = staged.factors if lane.weight_mode != "shared" else {}
@@ -391,8 +392,8 @@ class SlotEngine:
 
     def _end_pass(self, job: SlotJob, latents: torch.Tensor) -> None:
         """Passes latents on: to the decoder, or to the lane of the job's second pass."""
-        if job.staged is not None and job.staged.image is not None:
-            latents = sampler.restore(latents, job.staged.image)
+        if job.staged is not None and job.staged.inpainting is not None:
+            latents = sampler.restore(latents, job.staged.inpainting)
         if (following := job.prepared.next_pass) is None:
             self._decoder.add(job.ticket, latents)
             self._has_drawn_job |= not job.urgent

@@ -23,8 +23,9 @@ from worker.engine.lora import merge, names, pack
 from worker.engine.noise import NoiseStream
 from worker.engine.passes import init_image, upscaling
 from worker.engine.passes import steps as pass_steps
-from worker.engine.passes.upscaling import LoadUpscaler, Upscaling
+from worker.engine.passes.upscaling import Upscaling
 from worker.engine.slots import convolution
+from worker.engine.upscalers.model import UpscalerCache
 
 #: Prompt chunks in the context of ordinary calls. A prompt of one chunk is repeated, which changes
 #: nothing in a softmax: no token needs a mask, which takes a third of cross-attention's time.
@@ -158,8 +159,7 @@ class RequestPreparer:
         layers = names.Layers(checkpoint.unet, checkpoint.text_encoders)
         self._lora_cache = lora_file.LoraCache(layers, lora_cache_bytes)
         self.lora_lookups: Mapping[str, int] = self._lora_cache.lookups
-        self.load_upscaler: LoadUpscaler | None = None
-        """Reads the files of upscalers; None: there are only those of AUTOMATIC1111 itself."""
+        self._upscalers = UpscalerCache(checkpoint.unet.device)
         self._may_go_on = threading.Event()
         self._may_go_on.set()
 
@@ -259,7 +259,7 @@ class RequestPreparer:
             prompt=self.tokenizer.chunks(request.prompt, named),
             negative_prompt=self.tokenizer.chunks(request.negative_prompt, named),
             schedule=schedule,
-            upscaling=upscaling.find(hires, own.width, own.height, self.load_upscaler),
+            upscaling=upscaling.find(hires, own.width, own.height, self._upscalers.load),
             controls=self._controls(request, schedule, taken.t_enc + 1),
         )
 

@@ -111,7 +111,7 @@ class Staged:
     """The same of its changes of convolutions."""
     noise: NoiseStream
     """After its first, which `latents` has."""
-    image: Inpainting | None
+    inpainting: Inpainting | None
     """What it keeps, without the dimension of the batch; None if it keeps nothing."""
     hints: Sequence[torch.Tensor] = ()
     """[channels, height, width] for each ControlNet: its embedded image."""
@@ -119,7 +119,13 @@ class Staged:
     @property
     def tensors(self) -> list[torch.Tensor]:
         """All that is on the device."""
-        small = (self.latents, self.vectors, self.mask, *(self.added or ()), *(self.image or ()))
+        small = (
+            self.latents,
+            self.vectors,
+            self.mask,
+            *(self.added or ()),
+            *(self.inpainting or ()),
+        )
         return [tensor for tensor in (*small, *self.loras, *self.hints) if tensor is not None]
 
 

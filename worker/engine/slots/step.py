@@ -11,7 +11,7 @@ import logging
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -129,13 +129,23 @@ class StepInputs:
     noise: torch.Tensor
 
 
+class HasInputs(Protocol):
+    """A lane's tensors that each tick needs from the host."""
+
+    @property
+    def rows(self) -> torch.Tensor: ...
+
+    @property
+    def noise(self) -> torch.Tensor: ...
+
+
 class InputFeeder:
     """Copies each tick's coefficients and noise to the device asynchronously.
 
     `send` blocks until the host is no more than _MAX_TICKS_AHEAD, which is what paces the host.
     """
 
-    def __init__(self, state: SlotState, copied: deque[torch.cuda.Event]) -> None:
+    def __init__(self, state: HasInputs, copied: deque[torch.cuda.Event]) -> None:
         """*copied*: the events after the last copies of all feeders."""
         self._state = state
         self._copied = copied

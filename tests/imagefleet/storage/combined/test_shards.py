@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import json
 import logging
@@ -154,6 +155,17 @@ async def test_what_knows_the_storage_already_asks_nothing_more_to_learn_the_num
         before = sender.operations.queue
         await sender.queue.send(["a job"])
         assert sender.operations.queue - before == 1
+
+
+async def test_jobs_sent_at_the_same_time_ask_once_how_many_shards_there_are(
+    azurite_settings: StorageSettings,
+) -> None:
+    async with open_storage(azurite_settings) as first:
+        await first.create()
+    async with open_storage(azurite_settings) as sender:
+        queue, before = sender.queues["normal"], sender.operations.queue
+        await asyncio.gather(*(queue.send([f"job {number}"]) for number in range(20)))
+        assert sender.operations.queue - before == 1 + 20
 
 
 async def test_jobs_for_a_shard_that_somebody_deleted_go_to_the_first(

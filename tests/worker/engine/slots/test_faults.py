@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from imagefleet import errors
-from worker.engine import contract
+from worker.engine import contract, decoder
 from worker.engine.slots import queue, step
 from worker.engine.slots.linear import SlotLinear
 from worker.engine.slots.weights import Weights
@@ -286,3 +286,41 @@ def test_an_image_without_memory_to_decode_it_whole_is_decoded_in_stripes(
     for pair in zip(images, sound, strict=True):
         assert difference(*pair) <= ROUNDING
     assert not engine._decoder.is_striped, "other sizes are decoded whole"
+
+
+def test_an_image_without_memory_for_its_stripes_takes_it_from_the_slots(
+    make_slot_engine: Any, make_request: Any, draw: Any, difference: Any, monkeypatch: Any
+) -> None:
+    engine = make_slot_engine(slots=4)
+    requests = [make_request(seed=seed, steps=2 + seed % 3) for seed in range(6)]
+    sound = draw(engine, *requests)
+    original = decoder.to_images
+
+    def to_images(vae: Any, latents: torch.Tensor, *, in_stripes: bool = False) -> torch.Tensor:
+        if engine.slots > 2 or not in_stripes:
+            raise torch.cuda.OutOfMemoryError("CUDA out of memory")
+        return original(vae, latents, in_stripes=in_stripes)
+
+    monkeypatch.setattr(decoder, "to_images", to_images)
+    images = draw(engine, *requests)
+    assert engine.slots == 2
+    for image, expected in zip(images, sound, strict=True):
+        assert difference(image, expected) <= ROUNDING
+
+
+def test_an_image_that_has_no_memory_with_one_slot_is_for_another_worker(
+    make_slot_engine: Any, make_request: Any, monkeypatch: Any
+) -> None:
+    engine = make_slot_engine(slots=2)
+
+    def fail(*_: object, **__: object) -> None:
+        raise torch.cuda.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(decoder, "to_images", fail)
+    engine.admit(0, engine.prepare(make_request()))
+    finished: list[contract.Finished] = []
+    while engine.busy:
+        finished += engine.tick()
+    (only,) = finished
+    assert isinstance(only.outcome, errors.TransientError)
+    assert engine.slots == 1

@@ -13,7 +13,9 @@ from diffusers import AutoencoderKL
 from PIL import Image
 
 from imagefleet import errors
+from tests.worker.engine.support import esrgan
 from worker.engine import contract, decoder
+from worker.engine.passes import upscaling
 from worker.engine.passes.images import ImageCoder
 from worker.engine.slots import queue, step
 
@@ -302,29 +304,38 @@ def test_a_first_pass_without_memory_to_decode_it_whole_is_decoded_in_stripes(
     assert difference(image, sound) <= ROUNDING
 
 
-def test_an_upscalers_file_is_read_by_what_the_engine_is_given(
-    make_slot_engine: Any, make_request: Any, draw: Any, difference: Any
+def test_the_network_of_an_upscalers_file_enlarges_the_first_pass(
+    make_slot_engine: Any,
+    make_request: Any,
+    draw: Any,
+    difference: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     engine = make_slot_engine(slots=2)
-    path = Path("somewhere/4x.safetensors")
-    asked: list[object] = []
-
-    def load(file: Path) -> Any:
-        asked.append(file)
-
-        def enlarge(pixels: contract.Pixels, scale: float) -> contract.Pixels:
-            asked.append((pixels.shape, scale))
-            return pixels.repeat(4, axis=0).repeat(4, axis=1)
-
-        return enlarge
-
+    path, network = esrgan.build(tmp_path / "4x.safetensors")
     request = make_request(hires=hires(256, 256, upscaler="4x", upscaler_path=path))
-    with pytest.raises(errors.JobError, match="'4x' is a model, which this engine cannot run"):
-        engine.prepare(request)
-    engine._preparer.load_upscaler = load
-    nearest = make_request(hires=hires(256, 256, upscaler="Nearest"))
-    assert difference(*draw(engine, request, nearest)) <= ROUNDING
-    assert asked == [path, ((64, 64, 3), 4.0)]
+    (image,) = draw(engine, request)
+    enlarged: list[contract.Pixels] = []
+
+    def enlarge(pixels: contract.Pixels, _: float) -> contract.Pixels:
+        enlarged.append(esrgan.enlarge(network, pixels))
+        return enlarged[-1]
+
+    monkeypatch.setitem(upscaling.IMAGE_UPSCALERS, "Nearest", enlarge)
+    (expected,) = draw(engine, make_request(hires=hires(256, 256, upscaler="Nearest")))
+    assert enlarged[0].shape == (256, 256, 3)
+    assert difference(image, expected) <= ROUNDING
+
+
+def test_a_damaged_file_of_an_upscaler_is_refused_before_anything_is_drawn(
+    slot_engine: Any, make_request: Any, tmp_path: Path
+) -> None:
+    path = tmp_path / "4x.safetensors"
+    path.write_bytes(b"no model")
+    request = make_request(hires=hires(256, 256, upscaler="4x", upscaler_path=path))
+    with pytest.raises(errors.UnusableFileError, match="'4x' is not a complete"):
+        slot_engine.prepare(request)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,1 @@
+"""Measurements of the cascade in pixels."""

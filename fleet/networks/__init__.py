@@ -1,0 +1,1 @@
+"""`imagefleet upscaler` and `imagefleet controlnet`: files that jobs name in a field."""

@@ -1,0 +1,193 @@
+"""ControlNets, as the payload of AUTOMATIC1111's extension sd-webui-controlnet has them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
+
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+
+from imagefleet.job.override_settings import name_of_title
+from imagefleet.job.passes.sources import ImageSource
+from imagefleet.job.prompt import SAFE_NAME
+from imagefleet.redaction import printable
+
+if TYPE_CHECKING:
+    from imagefleet.job.message import Job
+
+#: As many as its page has at most.
+MAX_UNITS = 10
+
+#: Numbers and titles of its modes of resizing, as its versions have written them.
+_RESIZE_MODES = {
+    0: 0,
+    1: 1,
+    2: 2,
+    "Just Resize": 0,
+    "Crop and Resize": 1,
+    "Resize and Fill": 2,
+    "Scale to Fit (Inner Fit)": 1,
+    "Inner Fit (Scale to Fit)": 1,
+    "Envelope (Outer Fit)": 2,
+    "Outer Fit (Shrink to Fit)": 2,
+}
+
+#: Fields of preprocessors, of saving and of memory.
+WITHOUT_EFFECT = frozenset(
+    {
+        "batch_images",
+        "guess_mode",
+        "hr_option",
+        "inpaint_crop_input_image",
+        "is_ui",
+        "loopback",
+        "low_vram",
+        "lowvram",
+        "output_dir",
+        "pixel_perfect",
+        "processor_res",
+        "pulid_mode",
+        "save_detected_map",
+        "threshold_a",
+        "threshold_b",
+        "union_control_type",
+    }
+)
+
+
+UNSUPPORTED = ("advanced_weighting", "effective_region_mask", "mask", "mask_image")
+
+
+def _resize_mode(value: object) -> object:
+    if isinstance(value, str | int) and value in _RESIZE_MODES:
+        return _RESIZE_MODES[value]
+    raise ValueError("should be 'Just Resize', 'Crop and Resize' or 'Resize and Fill'")
+
+
+def _model_name(title: str) -> str:
+    name = str(name_of_title(title))
+    if name == "None" or not SAFE_NAME.fullmatch(name):
+        raise ValueError(
+            "should be the name of a file in controlnets/ of the container of files: letters,"
+            " digits, spaces and _ . + ( ) - only, without a path"
+        )
+    return name
+
+
+def _only(field: str, neutral: tuple[object, ...], shown: str) -> BeforeValidator:
+    def check(value: object) -> object:
+        if value not in neutral:
+            raise ValueError(f"{shown} only: {field} is not supported")
+        return neutral[0]
+
+    return BeforeValidator(check)
+
+
+class Unit(BaseModel):
+    """One ControlNet; where it begins and ends is a share of the steps."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+    image: ImageSource
+    model: Annotated[str, AfterValidator(_model_name)]
+    weight: float = Field(default=1.0, ge=0, le=2)
+    guidance_start: float = Field(default=0.0, ge=0, le=1)
+    guidance_end: float = Field(default=1.0, ge=0, le=1)
+    resize_mode: Annotated[Literal[0, 1, 2], BeforeValidator(_resize_mode)] = 1
+    module: Annotated[
+        Literal["none"], _only("a preprocessor", ("none", "None", None), "'none'")
+    ] = "none"
+    control_mode: Annotated[
+        Literal[0], _only("another mode", (0, "Balanced", None), "'Balanced'")
+    ] = 0
+
+    @model_validator(mode="before")
+    @classmethod
+    def _read(cls, unit: object) -> object:
+        if not isinstance(unit, dict):
+            return unit
+        fields = {
+            name: value
+            for name, value in unit.items()
+            if name not in WITHOUT_EFFECT and name != "enabled"
+        }
+        for name in UNSUPPORTED:
+            if fields.pop(name, None) not in (None, "", []):
+                raise ValueError(f"{name} is not supported: remove it")
+        for old, name in (("input_image", "image"), ("guidance", "guidance_end")):
+            if old in fields:
+                fields.setdefault(name, fields.pop(old))
+        image = fields.get("image")
+        if isinstance(image, dict) and image.get("mask") in (None, ""):
+            fields["image"] = image.get("image")
+        return fields
+
+    @model_validator(mode="after")
+    def _begins_before_it_ends(self) -> Self:
+        if self.guidance_start > self.guidance_end:
+            raise ValueError("guidance_start is greater than guidance_end")
+        return self
+
+
+class Script(BaseModel):
+    """The extension's part of `alwayson_scripts`; units that are not enabled are left out."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    args: tuple[Unit, ...] = Field(default=(), max_length=MAX_UNITS)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _enabled(cls, script: object) -> object:
+        if isinstance(script, dict) and isinstance(script.get("args"), list):
+            # Its API drew with a unit that does not say, until a version in which its page's
+            # default counts: a unit that is given is meant.
+            units = [
+                unit
+                for unit in script["args"]
+                if not (isinstance(unit, dict) and unit.get("enabled", True) in (False, None))
+            ]
+            return {**script, "args": units}
+        return script
+
+
+class Scripts(BaseModel):
+    """The scripts that run with every image, of which ControlNet is supported."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    controlnet: Script = Script()
+
+
+class ControlNets(BaseModel):
+    """The field of ControlNets."""
+
+    alwayson_scripts: Scripts = Scripts()
+
+
+def fields_of_scripts(scripts: object) -> dict[str, Any]:
+    """`alwayson_scripts` without what is neutral; empty if nothing is left.
+
+    Raises:
+        ValueError: a script is not supported; names it.
+    """
+    if not isinstance(scripts, dict):
+        raise ValueError("alwayson_scripts is not supported, but for an object with controlnet")  # noqa: TRY004
+    found = {}
+    for title, script in scripts.items():
+        if str(title).lower() != "controlnet":
+            raise ValueError(
+                f"alwayson_scripts is not supported with {printable(str(title)[:80])!r}: it may"
+                " change the image; remove it"
+            )
+        found["controlnet"] = script
+    return found
+
+
+def check(job: Job) -> None:
+    """Raises ValueError if ControlNets do not fit the other fields."""
+    if job.enable_hr:
+        raise ValueError("alwayson_scripts: ControlNets with enable_hr are not supported")
+    if job.mask is not None and job.inpaint_full_res:
+        raise ValueError(
+            "alwayson_scripts: ControlNets with inpaint_full_res are not supported: set it to false"
+        )

@@ -1,0 +1,205 @@
+"""The fields of a job for its passes, and what of them a payload uses."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Self, cast
+
+from pydantic import model_validator
+
+from imagefleet.job.passes import controlnet, hires, img2img
+from imagefleet.job.passes.controlnet import ControlNets, Unit
+from imagefleet.job.passes.hires import Hires
+from imagefleet.job.passes.img2img import Img2Img
+from imagefleet.job.prompt import Prompt, without_comments
+
+if TYPE_CHECKING:
+    from imagefleet.job.message import Job
+
+#: Fields for which null, as AUTOMATIC1111 takes it, is not given.
+NULL_IS_DEFAULT = img2img.FIELDS | hires.FIELDS
+
+#: All but those that begin with `hr_`.
+_CONCERNED = frozenset(
+    {
+        "alwayson_scripts",
+        *NULL_IS_DEFAULT,
+        *img2img.WITHOUT_EFFECT,
+        *img2img.NEUTRAL_VALUES,
+        *hires.NEUTRAL_VALUES,
+    }
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Pass:
+    """What one pass takes: its size in pixels and the UNet's calls for each half of guidance."""
+
+    width: int
+    height: int
+    calls: int
+    controls: int = 0
+    """ControlNets in each call."""
+    encodes: bool = False
+    """It begins with pixels."""
+    decodes: bool = True
+    """It ends with pixels."""
+
+
+class PassFields(Img2Img, Hires, ControlNets):
+    """What a job's image begins with, what controls it, and its second pass."""
+
+    @model_validator(mode="after")
+    def _passes_are_possible(self) -> Self:
+        job = cast("Job", self)
+        if not job.init_images and (unused := job.model_fields_set & img2img.OWN_FIELDS):
+            raise ValueError(f"{min(unused)}: is for img2img; init_images is missing")
+        if job.controls:
+            controlnet.check(job)
+        if job.enable_hr:
+            hires.check(job)
+            hires.read_prompts(job)
+        return self
+
+    @property
+    def controls(self) -> tuple[Unit, ...]:
+        """The ControlNets that are enabled."""
+        return self.alwayson_scripts.controlnet.args
+
+    @property
+    def has_inputs(self) -> bool:
+        """Whether a worker has to read more for it than what its prompts name."""
+        return bool(self.init_images or self.enable_hr or self.controls)
+
+    @property
+    def hires_prompts(self) -> tuple[Prompt | None, Prompt | None]:
+        """The prompt and the negative prompt of the second pass; None: the first's."""
+        return hires.read_prompts(cast("Job", self)) if self.enable_hr else (None, None)
+
+    @property
+    def shown_hires_prompts(self) -> tuple[str, str]:
+        """As `shown_prompts`, of the second pass; empty: the first's."""
+        job = cast("Job", self)
+        texts = job.hr_prompt, job.hr_negative_prompt
+        if not job.enable_prompt_comments:
+            return texts
+        return without_comments(texts[0]), without_comments(texts[1])
+
+    @property
+    def all_prompts(self) -> tuple[Prompt, ...]:
+        """The prompts of all passes, the negative ones too."""
+        job = cast("Job", self)
+        given = (job.parsed_prompt, job.parsed_negative_prompt, *self.hires_prompts)
+        return tuple(each for each in given if each is not None)
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        """The images that the job is given (`imagefleet.job.passes.sources`)."""
+        masks = () if self.mask is None else (self.mask,)
+        return (*self.init_images, *masks, *(unit.image for unit in self.controls))
+
+    @property
+    def final_size(self) -> tuple[int | None, int | None]:
+        """Width and height of the job's images, as far as the job alone tells."""
+        job = cast("Job", self)
+        if job.mask is not None and job.inpaint_full_res:
+            return None, None  # those of the image that it is given
+        if not job.enable_hr:
+            return job.width, job.height
+        if job.width is None or job.height is None:
+            return None, None
+        return hires.size_after(job, (job.width, job.height))
+
+    def passes(self, width: int, height: int) -> list[Pass]:
+        """The passes of each image, of which the first has this size."""
+        job = cast("Job", self)
+        controls, begins_with_image = len(job.controls), bool(job.init_images)
+        calls = img2img.calls(job.steps, job.denoising_strength) if begins_with_image else job.steps
+        if not job.enable_hr:
+            return [Pass(width, height, calls, controls, begins_with_image)]
+        by_pixels = job.upscaler not in hires.LATENT
+        second = hires.size_after(job, (width, height))
+        return [
+            Pass(width, height, calls, decodes=by_pixels),
+            Pass(*second, hires.steps(job) if job.denoising_strength else 0, encodes=by_pixels),
+        ]
+
+
+def used(payload: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The payload without fields of passes that it does not have, and without neutral ones.
+
+    Raises:
+        ValueError: an unsupported field would change the image; names it.
+    """
+    if _CONCERNED.isdisjoint(payload) and not any(map(_is_of_hires, payload)):
+        return payload  # the most common case, and the quickest
+    fields = dict(payload)
+    begins_with_image = _begins_with_image(payload)
+    has_second_pass = _has_second_pass(payload)
+    for name in payload:
+        if is_unused(name, begins_with_image=begins_with_image, has_second_pass=has_second_pass):
+            del fields[name]
+    neutral = dict(img2img.NEUTRAL_VALUES)
+    if has_second_pass:
+        neutral |= hires.NEUTRAL_VALUES
+    for name, values in neutral.items():
+        if name in fields and fields.pop(name) not in values:
+            raise _unsupported(name)
+    others = [name for name in fields if name.startswith(hires.PREFIX) and name not in hires.FIELDS]
+    for name in others:
+        if fields.pop(name) is not None:
+            raise _unsupported(name)
+    if scripts := fields.pop("alwayson_scripts", None):
+        fields["alwayson_scripts"] = controlnet.fields_of_scripts(scripts)
+    return fields
+
+
+def _is_of_hires(name: str) -> bool:
+    return name.startswith(hires.PREFIX)
+
+
+def _begins_with_image(payload: Mapping[str, Any]) -> bool:
+    return payload.get("init_images") not in (None, "", [])
+
+
+def _has_second_pass(payload: Mapping[str, Any]) -> bool:
+    value = payload.get("enable_hr")
+    if isinstance(value, str):  # as tables have it
+        value = value.strip().lower()
+    return value not in (None, False, 0, "", "0", "false", "f", "no", "n", "off")
+
+
+def is_unused(name: str, *, begins_with_image: bool, has_second_pass: bool) -> bool:
+    """Whether a field has no effect, whatever its value."""
+    if name in img2img.WITHOUT_EFFECT:
+        return True
+    if name == "denoising_strength":
+        return not (begins_with_image or has_second_pass)
+    if name == "init_images":
+        return not begins_with_image
+    if name.startswith(hires.PREFIX) or name in {"enable_hr", "firstpass_image"}:
+        return not has_second_pass
+    return False
+
+
+def is_foreign(name: str) -> bool:
+    """Whether a field of a payload is none of a job's."""
+    known = (img2img.WITHOUT_EFFECT, img2img.NEUTRAL_VALUES, hires.NEUTRAL_VALUES)
+    return name.startswith(hires.PREFIX) or any(name in each for each in known)
+
+
+def neutral_settings(payload: Mapping[str, Any]) -> Mapping[str, tuple[object, ...]]:
+    """The settings that change the images of these passes -> their neutral values."""
+    found: dict[str, tuple[object, ...]] = {}
+    if _begins_with_image(payload):
+        found |= img2img.NEUTRAL_SETTINGS
+    if _has_second_pass(payload):
+        found |= hires.NEUTRAL_SETTINGS
+    return found
+
+
+def _unsupported(name: str) -> ValueError:
+    return ValueError(
+        f"{name} is not supported: it would change the image; remove it or switch it off"
+    )

@@ -1,0 +1,16 @@
+"""The limits of a job's fields that its passes share."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import StringConstraints
+
+#: In pixels.
+MIN_SIDE = 64
+MAX_SIDE = 2048
+
+#: Of `cfg_scale`, also times the prompt's own weight: beyond, images come out broken.
+MAX_GUIDANCE = 30
+
+PromptText = Annotated[str, StringConstraints(max_length=65_536)]

@@ -1,0 +1,175 @@
+"""What the commands, webhooks and the client tell of jobs in stages."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fleet.webhooks import events
+from imagefleet import aio, errors
+from imagefleet.job.message import Job
+from imagefleet.records import reader
+from imagefleet.storage.protocol import Storage
+from imagefleet.storage.settings import StorageSettings
+from worker.engine import contract
+from worker.testing import draw_noise
+
+Imagefleet = Callable[..., "subprocess.CompletedProcess[str]"]  # the fixture of conftest.py
+RunWorker = Callable[..., Awaitable[None]]  # the fixture of conftest.py
+
+local_only = pytest.mark.parametrize("storage_settings", ["local"], indirect=True)
+
+CHAIN: dict[str, Any] = {
+    "prompt": "a house",
+    "id": "0001",
+    "campaign": "spring",
+    "steps": 20,
+    "then": [{"steps": 10, "denoising_strength": 0.5}, {"steps": 30}],
+}
+
+BAD_STEPS = 10
+
+
+def draw(request: contract.ImageRequest) -> contract.Pixels:
+    if request.steps == BAD_STEPS:
+        raise errors.UnusableFileError("a bad file")
+    return draw_noise(request)
+
+
+def flags(settings: StorageSettings) -> list[str]:
+    names = ("storage", "queue", "container", "files_container")
+    return [
+        part
+        for name in names
+        for part in (f"--{name.replace('_', '-')}", str(getattr(settings, name)))
+    ]
+
+
+@pytest.fixture
+def run(storage_settings: StorageSettings, imagefleet: Imagefleet) -> Callable[..., Any]:
+    """Runs a command on another thread, which has no event loop; returns its JSON."""
+
+    async def call(*arguments: str) -> Any:
+        command = [*arguments, *flags(storage_settings), "--json"]
+        done = await asyncio.to_thread(imagefleet, *command)
+        assert done.returncode == 0, done.stderr
+        decoder, found, place = json.JSONDecoder(), [], 0
+        while place < len(text := done.stdout.rstrip()):
+            value, place = decoder.raw_decode(text, place)
+            found.append(value)
+            place += 1  # the line's end
+        return found
+
+    return call
+
+
+async def test_a_job_of_stages_is_loaded_shown_failed_and_completed_as_one_job(
+    storage: Storage, run: Callable[..., Any], run_worker: RunWorker, tmp_path: Path
+) -> None:
+    (tmp_path / "jobs.jsonl").write_text(json.dumps(CHAIN) + "\n")
+    await run("load", "jobs.jsonl")
+    assert "stage" in str(await run("job", "spring/0001"))
+    await run_worker("w1", draw)
+
+    (shown,) = await run("job", "spring/0001")
+    assert (shown["state"], shown["stage"]) == ("failed", 2)
+    assert shown["reason"] == "stage 2 of 3: a bad file"
+    (listed,) = (await run("failed", "list"))[0]["jobs"]
+    assert (listed["id"], listed["stage"], listed["completed_since"]) == ("0001", 2, False)
+    counts = await reader.counts(storage, "spring")
+    assert (counts.sent, counts.failed, counts.pending, counts.images) == (1, 1, 0, 1)
+
+    await run("failed", "replay", "--all", "--yes")
+    await run_worker("w2")
+    counts = await reader.counts(storage, "spring")
+    assert (counts.completed, counts.failed, counts.pending, counts.images) == (1, 0, 0, 3)
+    (shown,) = await run("job", "spring/0001")
+    assert (shown["state"], shown["stage"]) == ("completed", 3)
+    names = ["spring/0001.png", "spring/0001~2.png", "spring/0001~3.png"]
+    assert [each["blob"] for each in shown["images"]] == names
+    rows = await run("results", "--campaign", "spring")
+    assert sorted((each["stage"], each["blob"]) for each in rows) == [*enumerate(names, 1)]
+
+
+@local_only
+async def test_downloads_and_exports_have_the_images_of_all_stages(
+    storage: Storage,
+    storage_settings: StorageSettings,
+    imagefleet: Imagefleet,
+    run_worker: RunWorker,
+    tmp_path: Path,
+) -> None:
+    await storage.queue.send([json.dumps(CHAIN)])
+    await run_worker("w1")
+    names = ["0001.png", "0001~2.png", "0001~3.png"]
+    command = ["results", "--campaign", "spring", "--download", "found"]
+    done = await asyncio.to_thread(imagefleet, *command, *flags(storage_settings))
+    assert done.returncode == 0, done.stderr
+    assert sorted(each.name for each in (tmp_path / "found").iterdir()) == names
+    command = ["export", "--campaign", "spring", "--format", "imagefolder", "set"]
+    done = await asyncio.to_thread(imagefleet, *command, *flags(storage_settings))
+    assert done.returncode == 0, done.stderr
+    found = sorted(each.name for each in (tmp_path / "set").rglob("*.png"))
+    assert found == names
+
+
+@local_only
+async def test_a_check_and_a_plan_are_of_all_stages(
+    storage_settings: StorageSettings, imagefleet: Imagefleet, storage: Storage, tmp_path: Path
+) -> None:
+    await storage.files.create("models/first.safetensors", b"", "application/octet-stream", {})
+    then = [{"model": "second", "prompt": "<lora:fox:1> a fox"}, {}]
+    jobs = [CHAIN | {"id": f"{number}", "model": "first", "then": then} for number in range(4)]
+    (tmp_path / "jobs.jsonl").write_text("".join(json.dumps(each) + "\n" for each in jobs))
+    command = ["load", "jobs.jsonl", "--check", "--json", *flags(storage_settings)]
+    checked = await asyncio.to_thread(imagefleet, *command)
+    assert checked.returncode != 0
+    missing = json.loads(checked.stdout)["missing"]
+    assert {(each["kind"], each["name"], each["jobs"]) for each in missing} == {
+        ("model", "second", 4),
+        ("LoRA", "fox", 4),
+    }
+    sent = await asyncio.to_thread(imagefleet, "load", "jobs.jsonl", *flags(storage_settings))
+    assert sent.returncode != 0
+    assert "no worker can have the model 'second'" in sent.stderr
+
+    command = ["plan", "jobs.jsonl", "--model", "first=sd1", "--model", "second=sdxl"]
+    planned = await asyncio.to_thread(imagefleet, *command, "--gpu", "RTX 4090", "--json")
+    assert planned.returncode == 0, planned.stderr
+    models = json.loads(planned.stdout)["models"]
+    assert {each["model"]: each["images"] for each in models} == {"first": 4, "second": 8}
+
+
+@local_only
+async def test_a_webhook_tells_of_a_job_of_stages_once(
+    storage: Storage, run_worker: RunWorker
+) -> None:
+    await storage.queue.send([json.dumps(CHAIN)])
+    await run_worker("w1")
+    jobs = events.JobEvents("acme/jobs", {})
+    found = [jobs.of(each) async for each in reader.images(storage, "spring")]
+    (completed,) = [each for each in found if each is not None]
+    assert completed.type == "job.completed"
+    assert completed.data["images"] == ["spring/0001~3.png"]
+
+
+async def test_the_clients_result_is_the_image_of_the_last_stage(
+    storage_settings: StorageSettings, storage: Storage, run_worker: RunWorker
+) -> None:
+    names = ("storage", "queue", "container", "files_container")
+    options: Any = {name: getattr(storage_settings, name) for name in names}
+    async with aio.connect(**options) as fleet:
+        batch = await fleet.submit([Job.model_validate(CHAIN)])
+        await run_worker("w1")
+        (result,) = [each async for each in batch.results(20)]
+        assert (result.status, result.blobs) == ("completed", ("spring/0001~3.png",))
+        assert (await result.image()).size == (64, 64)
+        (job,) = [each async for each in fleet.results("spring")]
+        assert job.blobs == result.blobs
+    assert storage.url

@@ -1,0 +1,62 @@
+"""What jobs are given beside prompts: jobs that name such images, and the images themselves."""
+
+from __future__ import annotations
+
+import io
+
+import numpy as np
+from PIL import Image
+
+from imagefleet.job.message import Job, read_job
+from imagefleet.job.passes import sources
+from imagefleet.storage import model_queues, protocol
+from worker.inputs import control, img2img, pictures
+
+INPAINTING = '{"prompt": "a", "init_images": ["a.png"], "mask": "b.png", "mask_blur": 2}'
+
+PASSES = (
+    b'{"prompt": "a", "init_images": ["iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAIAAACQd1PeAAAADElEQVR4nGP4'
+    b'//8/AAX+Av4N70a4AAAAAElFTkSuQmCC"], "mask": "images/spring/a (1).png", "mask_blur": 4,'
+    b' "resize_mode": 2, "inpainting_fill": 3, "inpaint_full_res": false, "mask_blur_x": 5,'
+    b' "alwayson_scripts": {"ControlNet": {"args": [{"image": "a.png", "model": "x [0123abcd]",'
+    b' "weight": 0.5, "guidance_start": 0.1, "resize_mode": "Just Resize"}]}}}',
+    b'{"prompt": "a <lora:b:1>", "enable_hr": true, "hr_scale": 1.5, "hr_resize_x": 768,'
+    b' "width": 512, "height": 768, "hr_upscaler": "R-ESRGAN 4x+", "hr_prompt": "c <lora:b:1>:1.2",'
+    b' "hr_sampler_name": "Euler", "hr_scheduler": "Karras", "hr_second_pass_steps": 7}',
+    b'{"prompt": "a", "id": "b", "campaign": "c", "then": [{"model": "x", "steps": 5}, {"seed": -1,'
+    b' "denoising_strength": 0.5}], "stage": {"number": 2, "message": "m"}, "model": "y"}',
+)
+
+
+def check_sources(job: Job) -> None:
+    for place in filter(None, map(sources.place, job.sources)):
+        protocol.check_blob_name(place.blob)
+
+
+def check_stages(job: Job, again: Job, body: str) -> None:
+    """*again* is the job after its message, which was *body* at first."""
+    assert (again.stage, again.stages) == (job.stage, job.stages)
+    assert model_queues.model_of(job.to_message()) == job.model, "its queue is its model's"
+    model_queues.models_of(body)
+
+
+def read(data: bytes) -> None:
+    """A job's image, mask and map, as a worker prepares them."""
+    image = pictures.read("init_images: the image", data)
+    begun = img2img.begin(read_job(INPAINTING, "an-id"), image, image, (64, 64))
+    assert begun.init.pixels.shape == (64, 64, 3)
+    if begun.overlay is not None:
+        assert begun.overlay.put_over(begun.init.pixels).shape[1::-1] == image.size
+    assert control.pixels(image, 1, (64, 64)).shape == (64, 64, 3)
+
+
+def _picture(kind: str) -> bytes:
+    y, x = np.mgrid[0:48, 0:64]
+    pixels = np.stack([x * 4, y * 5, (x ^ y) * 4, (x + y) * 2], 2).astype(np.uint8)
+    image = Image.fromarray(pixels)
+    buffer = io.BytesIO()
+    (image.convert("RGB") if kind == "JPEG" else image).save(buffer, kind)
+    return buffer.getvalue()
+
+
+PICTURES = tuple(_picture(kind) for kind in ("PNG", "JPEG", "WEBP"))

@@ -1,0 +1,272 @@
+"""Fields of img2img, the second pass and ControlNets: each wrong value is refused by its name."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from imagefleet import errors
+from imagefleet.job.message import Job, read_job
+from imagefleet.job.passes import img2img
+from imagefleet.job.passes.fields import Pass
+
+UNIT = {"image": "a.png", "model": "canny"}
+
+
+def read(**fields: Any) -> Job:
+    return read_job(json.dumps({"prompt": "a cat", **fields}), "message-1")
+
+
+def refusal(**fields: Any) -> str:
+    with pytest.raises(errors.InvalidMessageError) as caught:
+        read(**fields)
+    return caught.value.message
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "reason"),
+    [
+        ("denoising_strength", 1.5, "less than or equal to 1"),
+        ("denoising_strength", -0.1, "greater than or equal to 0"),
+        ("resize_mode", 3, "3 (latent upscale) is not supported"),
+        ("resize_mode", 4, "should be 0, 1 or 2"),
+        ("mask", "../a.png", "should be a name"),
+        ("mask", 7, "should be a valid string"),
+        ("mask_blur", 65, "less than or equal to 64"),
+        ("mask_blur_x", -1, "greater than or equal to 0"),
+        ("mask_blur_y", "x", "should be a valid integer"),
+        ("inpainting_fill", 4, "less than or equal to 3"),
+        ("inpaint_full_res", "x", "should be a valid boolean"),
+        ("inpaint_full_res_padding", 3000, "less than or equal to 2048"),
+        ("inpainting_mask_invert", 2, "less than or equal to 1"),
+        ("mask_round", False, "not supported"),
+        ("initial_noise_multiplier", 1.1, "not supported"),
+        ("latent_mask", "x", "not supported"),
+        ("enable_hr", True, "is for txt2img"),
+    ],
+)
+def test_a_wrong_value_in_img2img_is_refused_by_name(
+    field: str, value: object, reason: str
+) -> None:
+    message = refusal(**{"init_images": ["a.png"], field: value})
+    assert message.startswith(field)
+    assert reason in message
+
+
+@pytest.mark.parametrize("value", [None, [], ""])
+def test_without_an_image_a_job_is_one_of_txt2img(value: object) -> None:
+    assert read(init_images=value) == read()
+    assert read(init_images=value, denoising_strength=0.3) == read()
+
+
+def test_there_is_one_image() -> None:
+    assert "init_images" in refusal(init_images=["a.png", "b.png"])
+    assert read(init_images="a.png") == read(init_images=["a.png"])
+
+
+@pytest.mark.parametrize("field", sorted(img2img.OWN_FIELDS))
+def test_a_field_of_img2img_without_its_image_is_refused_unless_it_is_null(field: str) -> None:
+    value = "a.png" if field == "mask" else 1
+    assert refusal(**{field: value}) == f"{field}: is for img2img; init_images is missing"
+    assert read(**{field: None}) == read()
+
+
+def test_mask_blur_is_both_of_its_parts() -> None:
+    assert read(init_images=["a.png"], mask_blur=9, mask_blur_x=1).blur == (9, 9)
+    assert read(init_images=["a.png"], mask_blur_x=1).blur == (1, 4)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "reason"),
+    [
+        ("hr_scale", 0.5, "greater than or equal to 1"),
+        ("hr_scale", 5, "2560x2560 pixels; 64 to 2048"),
+        ("hr_resize_x", 4096, "less than or equal to 2048"),
+        ("hr_resize_y", 40, "40x40 pixels; 64 to 2048"),
+        ("hr_upscaler", "Latent (sharp)", "known: Latent, Latent (antialiased)"),
+        ("hr_upscaler", "../x", "without a path"),
+        ("hr_second_pass_steps", 151, "less than or equal to 150"),
+        ("hr_sampler_name", "Heun", "unknown sampler 'Heun'"),
+        ("hr_scheduler", "Beta", "unknown scheduler 'Beta'"),
+        ("hr_prompt", "[a|b]", "alternation"),
+        ("hr_prompt", "a <lora:x:1>", "its LoRAs should be those of the prompt"),
+        ("hr_prompt", 7, "should be a valid string"),
+        ("hr_negative_prompt", "[a:b:0.5]", "editing"),
+        ("hr_checkpoint_name", "x", "not supported"),
+        ("firstpass_image", "x", "not supported"),
+        ("hr_cfg", 5, "not supported"),
+    ],
+)
+def test_a_wrong_value_of_the_second_pass_is_refused_by_name(
+    field: str, value: object, reason: str
+) -> None:
+    message = refusal(**{"enable_hr": True, "width": 512, "height": 512, field: value})
+    assert field in message
+    assert reason in message
+
+
+@pytest.mark.parametrize(
+    ("fields", "size"),
+    [
+        ({}, (1024, 1536)),
+        ({"hr_scale": 1.5}, (768, 1152)),
+        ({"hr_resize_x": 768}, (768, 1152)),
+        ({"hr_resize_y": 1152}, (768, 1152)),
+        ({"hr_resize_x": 768, "hr_resize_y": 1152}, (768, 1152)),
+        ({"hr_scale": 1.01}, (512, 768)),  # the latent has whole cells
+    ],
+)
+def test_the_second_pass_has_the_size_that_a1111_computes(
+    fields: dict[str, Any], size: tuple[int, int]
+) -> None:
+    job = read(enable_hr=True, width=512, height=768, hr_second_pass_steps=7, **fields)
+    assert job.passes(512, 768) == [Pass(512, 768, 20, decodes=False), Pass(*size, 7)]
+    assert job.final_size == size
+
+
+def test_a_second_pass_of_another_ratio_is_cut() -> None:
+    fields = {"enable_hr": True, "width": 512, "height": 768}
+    assert read(**fields, hr_resize_x=768, hr_resize_y=768).final_size == (768, 768)
+    assert read(**fields, hr_resize_x=512, hr_resize_y=1024).final_size == (512, 1024)
+    message = refusal(**fields, hr_resize_x=2048, hr_resize_y=512)
+    assert "2048x512 pixels, of 2048x3072; 64 to 2048 a side" in message
+
+
+def test_sizes_between_whole_cells_are_refused_where_the_engine_would_enlarge_to_others() -> None:
+    fields = {"enable_hr": True, "width": 512, "height": 520}
+    for upscaler in ("Latent", "R-ESRGAN 4x+"):
+        job = read(**fields, hr_scale=1.5, hr_upscaler=upscaler)
+        assert job.final_size == (768, 776), "of 768x780, whose latent has 97 rows"
+    assert read(**fields, hr_scale=1.3).final_size == (664, 672)
+    assert "664x672 pixels, of 665x676, which has another ratio" in refusal(
+        **fields, hr_scale=1.3, hr_upscaler="Lanczos"
+    )
+
+
+def test_a_second_pass_without_strength_is_enlarging_alone() -> None:
+    job = read(enable_hr=True, denoising_strength=0, hr_upscaler="None")
+    assert job.passes(64, 64)[1] == Pass(128, 128, 0, encodes=True)
+
+
+def test_the_calls_of_img2img_are_those_of_the_end_of_the_schedule() -> None:
+    for strength, calls in ((0, 1), (0.5, 11), (0.75, 16), (1, 20)):
+        job = read(init_images=["a.png"], denoising_strength=strength)
+        assert job.passes(64, 64) == [Pass(64, 64, calls, encodes=True)]
+
+
+def test_the_files_and_prompts_of_the_second_pass() -> None:
+    job = read(
+        prompt="a <lora:x:0.5>",
+        enable_hr=True,
+        hr_upscaler="4x_Ultra",
+        hr_prompt="b # c\n<lora:x:0.5>",
+        hr_sampler_name="Use same sampler",
+        hr_scheduler="Use same scheduler",
+    )
+    assert job.upscaler_file == "4x_Ultra"
+    assert [each.text.split() for each in job.all_prompts] == [["a"], [], ["b"]]
+    assert job.hr_sampler_name is job.hr_scheduler is None
+    assert read(hr_upscaler="4x_Ultra").upscaler_file is None
+    assert read(enable_hr=True).upscaler_file is None
+    assert read_job(job.to_message(), "another") == job
+
+
+@pytest.mark.parametrize(
+    ("unit", "reason"),
+    [
+        ({"model": "canny"}, "image: is required"),
+        ({"image": "a.png"}, "model: is required"),
+        ({**UNIT, "image": "../a.png"}, "image: should be a name"),
+        ({**UNIT, "model": "None"}, "model: should be the name of a file"),
+        ({**UNIT, "model": ".."}, "model: should be the name of a file"),
+        ({**UNIT, "weight": 3}, "weight: should be less than"),
+        ({**UNIT, "guidance_start": 2}, "guidance_start: should be less than"),
+        ({**UNIT, "guidance_start": 0.6, "guidance_end": 0.5}, "is greater than guidance_end"),
+        ({**UNIT, "resize_mode": "Stretch"}, "resize_mode: should be 'Just Resize'"),
+        ({**UNIT, "resize_mode": [1]}, "resize_mode: should be 'Just Resize'"),
+        ({**UNIT, "module": "canny"}, "module: 'none' only: a preprocessor is not supported"),
+        ({**UNIT, "control_mode": "ControlNet is more important"}, "control_mode: 'Balanced' only"),
+        ({**UNIT, "mask": "a.png"}, "mask is not supported"),
+        ({**UNIT, "wieght": 1}, "wieght: unknown key"),
+        ("canny", "should be an object"),
+    ],
+)
+def test_a_wrong_unit_of_a_controlnet_is_refused_by_name(unit: object, reason: str) -> None:
+    message = refusal(alwayson_scripts={"controlnet": {"args": [unit]}})
+    assert message.startswith("alwayson_scripts.controlnet.args[0]")
+    assert reason in message
+
+
+@pytest.mark.parametrize(
+    ("scripts", "reason"),
+    [
+        ({"ADetailer": {"args": [{}]}}, "with 'ADetailer'"),
+        ({"controlnet": {"args": [UNIT] * 11}}, "at most 10 items"),
+        ({"controlnet": [UNIT]}, "controlnet: should be an object"),
+        ([1], "alwayson_scripts is not supported"),
+        ("x", "alwayson_scripts is not supported"),
+    ],
+)
+def test_other_scripts_are_refused_by_name(scripts: object, reason: str) -> None:
+    message = refusal(alwayson_scripts=scripts)
+    assert message.startswith("alwayson_scripts")
+    assert reason in message
+
+
+def test_units_are_read_as_the_extension_writes_them() -> None:
+    unit = {
+        "enabled": True,
+        "input_image": "maps/pose.png",
+        "model": "sd15\\control_v11p_sd15_openpose.pth [cab727d4]",
+        "module": "None",
+        "weight": 0.8,
+        "guidance": 0.5,
+        "resize_mode": "Envelope (Outer Fit)",
+        "control_mode": "Balanced",
+        "pixel_perfect": True,
+        "processor_res": 512,
+    }
+    job = read(alwayson_scripts={"ControlNet": {"args": [unit, {"enabled": False}]}})
+    (found,) = job.controls
+    assert (found.image, found.model) == ("maps/pose.png", "control_v11p_sd15_openpose")
+    assert (found.weight, found.guidance_end, found.resize_mode) == (0.8, 0.5, 2)
+    assert read_job(job.to_message(), "another") == job
+
+
+def test_no_unit_that_is_enabled_is_none() -> None:
+    nothing: list[dict[str, Any]] = [{"args": [{"enabled": False}]}, {"args": []}, {}]
+    for scripts in ({}, *({"controlnet": each} for each in nothing)):
+        assert read(alwayson_scripts=scripts) == read()
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"enable_hr": True}, "with enable_hr are not supported"),
+        ({"init_images": ["a.png"], "mask": "b.png"}, "inpaint_full_res are not supported"),
+    ],
+)
+def test_controlnets_are_refused_where_their_map_would_need_another_size(
+    fields: dict[str, Any], reason: str
+) -> None:
+    message = refusal(alwayson_scripts={"controlnet": {"args": [UNIT]}}, **fields)
+    assert reason in message
+
+
+@pytest.mark.parametrize("name", sorted(img2img.NEUTRAL_SETTINGS))
+def test_settings_of_img2img_matter_in_img2img_alone(name: str) -> None:
+    settings = {name: 0.123}
+    assert read(override_settings=settings) == read()
+    message = refusal(init_images=["a.png"], override_settings=settings)
+    assert message.startswith(f"override_settings.{name} is not supported")
+    for value in img2img.NEUTRAL_SETTINGS[name]:
+        job = read(init_images=["a.png"], override_settings={name: value})
+        assert job == read(init_images=["a.png"])
+
+
+def test_settings_of_the_second_pass_matter_there_alone() -> None:
+    settings = {"hires_fix_use_firstpass_conds": True}
+    assert read(override_settings=settings) == read()
+    assert "hires_fix_use_firstpass_conds" in refusal(enable_hr=True, override_settings=settings)

@@ -1,0 +1,189 @@
+"""Jobs with further stages: what a stage takes over, its name, its message and its signature."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from imagefleet import errors
+from imagefleet.job import chain
+from imagefleet.job.message import Job, is_signed, read_job
+from imagefleet.signing import SigningKey, TrustedKeys
+from imagefleet.storage import protocol
+from imagefleet.storage.model_queues import model_of, models_of
+
+
+def text(*stages: dict[str, Any], **fields: Any) -> str:
+    return json.dumps({"prompt": "a house", "id": "0001", "then": stages} | fields)
+
+
+def at(body: str, number: int, **place: Any) -> Job:
+    return read_job(json.dumps(json.loads(body) | {"stage": {"number": number, **place}}), "m")
+
+
+def refused(body: str) -> str:
+    with pytest.raises(errors.InvalidMessageError) as caught:
+        read_job(body, "m")
+    return caught.value.message
+
+
+def test_a_stage_takes_over_what_it_does_not_give() -> None:
+    body = text(
+        {"model": "second", "steps": 30},
+        {"prompt": "a palace", "seed": 7},
+        model="first",
+        negative_prompt="blurry",
+        steps=12,
+        cfg_scale=5,
+        width=512,
+        height=768,
+        campaign="spring",
+        output={"format": "webp"},
+        metadata={"order": 3},
+    )
+    first, second, third = read_job(body, "m"), at(body, 2), at(body, 3)
+    assert (first.model, first.steps, first.stage, first.stages) == ("first", 12, 1, 3)
+    assert (second.model, second.steps, second.stage, second.stages) == ("second", 30, 2, 3)
+    assert (third.model, third.steps, third.prompt, third.seed) == ("second", 30, "a palace", 7)
+    assert first.seed == second.seed
+    for each in (second, third):
+        assert (each.id, each.campaign) == ("0001", "spring")
+        assert (each.negative_prompt, each.cfg_scale) == ("blurry", 5)
+        assert (each.width, each.height) == (512, 768)
+        assert each.output == first.output
+        assert each.metadata == {"order": 3}
+    assert second.prompt == "a house"
+
+
+def test_fields_of_one_image_are_a_stages_own() -> None:
+    second_pass = {"enable_hr": True, "hr_scale": 2, "width": 512, "height": 512}
+    body = text({"denoising_strength": 0.3}, {}, denoising_strength=0.6, **second_pass)
+    first, second, third = read_job(body, "m"), at(body, 2), at(body, 3)
+    assert [each.denoising_strength for each in (first, second, third)] == [0.6, 0.3, 0.75]
+    assert [each.enable_hr for each in (first, second, third)] == [True, False, False]
+    assert first.init_images == ()
+    assert second.init_images == ("images/default/0001.png",)
+    assert third.init_images == ("images/default/0001~2.png",)
+
+
+def test_a_stage_with_another_sampler_does_not_take_over_the_options_of_the_first() -> None:
+    body = text({"sampler_name": "DDIM"}, {}, sampler_name="Euler", scheduler="Karras", s_churn=3)
+    assert at(body, 2).sampler == "ddim"
+    assert (at(body, 2).scheduler, at(body, 2).s_churn) == (None, 0)
+    assert at(body, 3).sampler == "ddim"
+
+
+def test_a_stage_that_asks_for_a_random_seed_gets_one_of_its_own_the_same_each_time() -> None:
+    body = text({"seed": -1}, {"seed": -1})
+    seeds = [read_job(body, "m").seed, at(body, 2).seed, at(body, 3).seed]
+    assert len(set(seeds)) == 3
+    assert min(seeds) >= 0
+    assert at(body, 2).seed == seeds[1]
+
+
+def test_the_images_of_all_stages_have_names_that_no_other_job_can_have() -> None:
+    body = text({}, {"output": {"format": "jpeg"}}, campaign="c")
+    names = [each.blob_name(0) for each in chain.left(read_job(body, "m"))]
+    assert names == ["c/0001.png", "c/0001~2.png", "c/0001~3.jpg"]
+    assert sorted(names) == names
+    with pytest.raises(errors.InvalidMessageError):
+        read_job(text(id="0001~2"), "m")
+
+
+@pytest.mark.parametrize(
+    ("stage", "reason"),
+    [
+        ({"id": "b"}, "stage 2: id is the job's"),
+        ({"campaign": "b"}, "stage 2: campaign is the job's"),
+        ({"then": [{}]}, "stage 2: then is the job's"),
+        ({"verify": True}, "stage 2: verify is the job's"),
+        ({"init_images": ["x.png"]}, "stage 2: init_images is the image of the stage before"),
+        ({"n_iter": 2}, "stage 2: n_iter should be 1"),
+        ({"stepz": 3}, "stage 2: stepz: unknown key"),
+        ({"steps": 3000}, "stage 2: steps"),
+        ({"tiling": True}, "stage 2: tiling is not supported"),
+        ({"prompt": "[a:b:0.5]"}, "stage 2: prompt"),
+    ],
+)
+def test_a_wrong_stage_is_refused_by_its_number(stage: dict[str, Any], reason: str) -> None:
+    assert reason in refused(text(stage))
+
+
+def test_a_chain_of_several_images_is_refused() -> None:
+    assert "the job asks for 4 images" in refused(text({}, n_iter=2, batch_size=2))
+
+
+def test_a_second_drawing_has_no_further_stages() -> None:
+    assert "of a job's first stage alone" in refused(text({}, verify=True))
+
+
+def test_a_chain_has_at_most_nine_stages() -> None:
+    assert read_job(text(*[{}] * 8), "m").stages == 9
+    assert "then" in refused(text(*[{}] * 9))
+
+
+@pytest.mark.parametrize("place", [1, {"number": 1}, {"number": 4}, {"number": "x"}, {}, None])
+def test_a_message_for_a_stage_that_the_job_lacks_is_refused(place: object) -> None:
+    body = json.loads(text({}, {}))
+    if place is None:
+        assert read_job(json.dumps(body | {"stage": None}), "m").stage == 1
+    else:
+        assert "stage" in refused(json.dumps(body | {"stage": place}))
+
+
+def test_a_stage_written_again_is_the_same_stage_of_the_same_job() -> None:
+    body = text({"steps": 9}, {"model": "x"}, model="first")
+    for number in (2, 3):
+        job = at(body, number, message="first-message")
+        again = read_job(job.to_message(), "another")
+        assert again.model_dump() == job.model_dump()
+        assert (again.stage, again.stages) == (number, 3)
+        assert again.blob_name(0) == job.blob_name(0)
+        assert chain.source(job, "m") == "first-message"
+        assert chain.source(again, "another") == "another"
+
+
+def test_a_worker_sends_the_next_stage_of_a_signed_job_without_the_key(tmp_path: Path) -> None:
+    key = SigningKey.create(tmp_path / "key.pem")
+    trusted = TrustedKeys.read(key.public)
+    body = Job(prompt="a house", id="a", then=({"steps": 5}, {"steps": 6})).to_message(key)
+    for number in (2, 3):
+        fields = json.loads(body) | {"stage": {"number": number, "message": "m"}}
+        assert read_job(json.dumps(fields), "m", trusted).steps == 3 + number
+        fields["then"][0]["steps"] = 99
+        with pytest.raises(errors.UntrustedJobError):
+            read_job(json.dumps(fields), "m", trusted)
+    stage = at(body, 2)
+    assert is_signed(stage.to_message(key))
+    assert read_job(stage.to_message(key), "m", trusted).model_dump() == stage.model_dump()
+
+
+def test_the_first_message_leaves_room_for_those_of_later_stages() -> None:
+    room = protocol.MAX_MESSAGE_BYTES - len(text({})) - 100
+    with pytest.raises(errors.JobError, match="with further stages holds"):
+        protocol.checked_messages([text({}, prompt="a" * room)])
+    assert "takes more than" in refused(text({}, prompt="a" * room))
+    alone = json.dumps({"prompt": "a" * room})
+    assert protocol.checked_messages([alone]) == [alone]
+    fields = json.loads(text({}, id=None, prompt="é\\n&" * ((room - 500) // 10)))
+    fits = json.dumps(fields, ensure_ascii=False)
+    protocol.checked_messages([fits])
+    assert protocol.message_bytes(fits) > protocol.MAX_MESSAGE_BYTES - 1200
+    job = read_job(fits, "m" * 36)
+    fields = json.loads(job.to_message()) | {chain.STAGE_FIELD: chain.next_field(job, "m" * 36)}
+    assert protocol.fits(json.dumps(fields, ensure_ascii=False, separators=(",", ":")))
+
+
+def test_a_message_goes_to_the_queue_of_its_stages_model() -> None:
+    body = text({"model": "b"}, {}, {"model": None}, model="a")
+    fields = json.loads(body)
+    found = [model_of(json.dumps(fields | {"stage": {"number": each}})) for each in range(1, 5)]
+    assert found == ["a", "b", "b", None]
+    assert model_of(body) == "a"
+    assert models_of(body) == {"a", "b"}
+    for damaged in ({"stage": 3}, {"stage": {"number": "x"}}, {"then": 3}, {"then": [3]}):
+        model_of(json.dumps({**fields, **damaged}))
+        models_of(json.dumps({**fields, **damaged}))

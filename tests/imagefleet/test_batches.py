@@ -1,0 +1,157 @@
+"""Calls that share a batch: none waits for another's caller, error, or event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from imagefleet import concurrency
+from imagefleet.concurrency import Batches, one_by_one
+
+
+class Work:
+    """Doubles numbers; a negative one is an error; `batches` are what came together."""
+
+    def __init__(self) -> None:
+        self.batches: list[list[int]] = []
+        self.began = threading.Event()
+        self.may_end = threading.Event()
+        self.may_end.set()
+
+    def __call__(self, numbers: Sequence[int]) -> list[int | Exception]:
+        self.batches.append(list(numbers))
+        self.began.set()
+        assert self.may_end.wait(10)
+        if 13 in numbers:
+            raise OSError("all of them")
+        return [ValueError(f"{each} < 0") if each < 0 else 2 * each for each in numbers]
+
+
+@pytest.fixture
+def work() -> Work:
+    return Work()
+
+
+@pytest.fixture
+def threads() -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor(4) as threads:
+        yield threads
+
+
+async def waiting(
+    batches: Batches[int, int], work: Work, numbers: Sequence[int]
+) -> list[asyncio.Task[int]]:
+    """Calls that have come while the first of them is in its thread."""
+    work.may_end.clear()
+    first, *others = numbers
+    calls = [asyncio.create_task(batches(first))]
+    await asyncio.to_thread(work.began.wait, 10)
+    calls += [asyncio.create_task(batches(each)) for each in others]
+    await asyncio.sleep(0)
+    return calls
+
+
+async def test_what_comes_during_a_batch_is_done_together_and_in_order(
+    work: Work, threads: ThreadPoolExecutor
+) -> None:
+    batches = Batches(work, threads, most=3)
+    calls = await waiting(batches, work, range(6))
+    work.may_end.set()
+    assert await asyncio.gather(*calls) == [0, 2, 4, 6, 8, 10]
+    assert work.batches == [[0], [1, 2, 3], [4, 5]]
+
+
+async def test_an_error_of_one_item_is_that_calls_alone_and_one_of_the_batch_everybodys(
+    work: Work, threads: ThreadPoolExecutor
+) -> None:
+    batches = Batches(work, threads, most=3)
+    calls = await waiting(batches, work, [1, 2, -3, 4, 13, 5])
+    work.may_end.set()
+    results = await asyncio.gather(*calls, return_exceptions=True)
+    assert [each for each in results if isinstance(each, int)] == [2, 4, 8]
+    assert [type(each) for each in results[2:]] == [ValueError, int, OSError, OSError]
+
+
+async def test_a_call_that_was_cancelled_is_not_done_and_holds_up_no_other(
+    work: Work, threads: ThreadPoolExecutor
+) -> None:
+    batches = Batches(work, threads, most=8)
+    first, cancelled, last = await waiting(batches, work, [1, 2, 3])
+    for call in (first, cancelled):
+        call.cancel()
+    await asyncio.sleep(0)
+    work.may_end.set()
+    assert await last == 6
+    assert work.batches == [[1], [3]]
+    assert await batches(4) == 8
+
+
+async def test_no_more_batches_than_allowed_are_in_threads(
+    work: Work, threads: ThreadPoolExecutor
+) -> None:
+    batches = Batches(work, threads, most=1, at_once=2)
+    calls = await waiting(batches, work, range(5))
+    while len(work.batches) < 2:
+        await asyncio.sleep(0.001)
+    await asyncio.sleep(0.02)
+    assert len(work.batches) == 2
+    work.may_end.set()
+    assert sorted(await asyncio.gather(*calls)) == [0, 2, 4, 6, 8]
+
+
+async def test_calls_that_do_not_wait_for_long_wake_no_other_thread(
+    work: Work, threads: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(concurrency, "_PATIENCE_SECONDS", 60.0)
+    batches = Batches(work, threads, most=1, at_once=2)
+    calls = await waiting(batches, work, range(5))
+    await asyncio.sleep(0.02)
+    assert work.batches == [[0]]
+    work.may_end.set()
+    assert await asyncio.gather(*calls) == [0, 2, 4, 6, 8]
+
+
+async def test_a_call_that_no_thread_takes_after_a_shutdown_is_no_error_of_the_loop(
+    work: Work, threads: ThreadPoolExecutor
+) -> None:
+    found: list[object] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: found.append(context))
+    batches = Batches(work, threads, most=1, at_once=2)
+    calls = await waiting(batches, work, [1, 2])
+    threads.shutdown(wait=False, cancel_futures=True)
+    await asyncio.sleep(0.02)
+    work.may_end.set()
+    assert await asyncio.gather(*calls) == [2, 4]
+    assert found == []
+
+
+async def test_one_by_one_an_error_is_its_items_alone(threads: ThreadPoolExecutor) -> None:
+    def inverse(number: int) -> float:
+        return 1 / number
+
+    inverted = Batches(one_by_one(inverse), threads, most=8)
+    results = await asyncio.gather(*map(inverted, (1, 0, 2)), return_exceptions=True)
+    assert [results[0], type(results[1]), results[2]] == [1, ZeroDivisionError, 0.5]
+
+
+def test_event_loops_one_after_the_other_and_at_the_same_time_may_call(
+    work: Work, threads: ThreadPoolExecutor
+) -> None:
+    batches = Batches(work, threads, most=8)
+
+    async def double(number: int) -> int:
+        return sum(await asyncio.gather(*(batches(number) for _ in range(50))))
+
+    async def leave() -> None:
+        """Ends its loop while its call is in a thread."""
+        await waiting(batches, work, [0, 0])
+
+    asyncio.run(leave())
+    work.may_end.set()
+    with ThreadPoolExecutor(4) as others:
+        sums = list(others.map(lambda number: asyncio.run(double(number)), range(1, 5)))
+    assert sums == [100, 200, 300, 400]

@@ -1,0 +1,127 @@
+"""Tiny stages of DeepFloyd IF's architecture, engines on them, and diffusers' pipelines."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from diffusers import IFPipeline, IFSuperResolutionPipeline
+
+from pixel import tiny_cascade
+from worker.engine import contract
+from worker.engine.pixel import checkpoint as checkpoints
+from worker.engine.pixel import engine as engines
+
+PROMPT, NEGATIVE = "A red house", "blurry"
+
+Images = dict[int, torch.Tensor]
+
+
+@pytest.fixture(scope="session")
+def stage(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """The folder of a tiny stage, by 'base' or 'sr' and changes of its scheduler."""
+    torch.set_num_threads(1)
+
+    @cache
+    def build(name: tiny_cascade.StageName, **scheduler: Any) -> Path:
+        return tiny_cascade.build(tmp_path_factory.mktemp("cascade") / name, name, **scheduler)
+
+    return build
+
+
+@pytest.fixture(scope="session")
+def without_encoder(stage: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny base as an 8 GB card has it."""
+    folder = tmp_path_factory.mktemp("small") / "base"
+    shutil.copytree(stage("base"), folder)
+    (folder / "text_encoder" / "model.safetensors").unlink()
+    shutil.rmtree(folder / "tokenizer")
+    return folder
+
+
+@pytest.fixture
+def make_engine(stage: Any) -> Iterator[Callable[..., engines.PixelEngine]]:
+    made = []
+
+    def make(
+        name: str = "base", *, slots: int = 3, backend: str | None = None, **scheduler: Any
+    ) -> engines.PixelEngine:
+        folder = scheduler.pop("folder", None) or stage(name, **scheduler)
+        loaded = checkpoints.load_checkpoint(folder, torch.device("cpu"), torch.float32)
+        made.append(engines.PixelEngine(loaded, slots, backend=backend))
+        return made[-1]
+
+    yield make
+    for engine in made:
+        engine.close()
+
+
+@pytest.fixture(scope="session")
+def pipeline(stage: Any) -> Callable[..., Any]:
+    """The pipeline of a tiny stage in diffusers."""
+
+    def build(name: str, **scheduler: Any) -> Any:
+        kind = IFPipeline if name == "base" else IFSuperResolutionPipeline
+        found = kind.from_pretrained(stage(name, **scheduler))
+        found.set_progress_bar_config(disable=True)
+        return found
+
+    return build
+
+
+@pytest.fixture(scope="session")
+def low_image() -> contract.Pixels:
+    """Coarse patches, as a base stage's image."""
+    coarse = np.random.default_rng(0).integers(0, 256, (4, 4, 3), np.uint8)
+    side = tiny_cascade.BASE_SIDE // 4
+    return coarse.repeat(side, axis=0).repeat(side, axis=1)
+
+
+@pytest.fixture(scope="session")
+def request_of(low_image: contract.Pixels) -> Callable[..., contract.ImageRequest]:
+    """A request for a tiny stage; the one that upscales gets an image."""
+
+    def make(name: str = "base", **changes: Any) -> contract.ImageRequest:
+        side = tiny_cascade.BASE_SIDE if name == "base" else tiny_cascade.SR_SIDE
+        fields: dict[str, Any] = {
+            "prompt": PROMPT,
+            "negative_prompt": NEGATIVE,
+            "loras": (),
+            "sampler": "ddpm",
+            "steps": 8,
+            "cfg_scale": 7.0 if name == "base" else 4.0,
+            "seed": 1,
+            "width": side,
+            "height": side,
+            "init": contract.InitImage(low_image, 0.25) if name == "sr" else None,
+        }
+        return contract.ImageRequest(**{**fields, **changes})
+
+    return make
+
+
+@pytest.fixture
+def draw_floats(draw: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[torch.Tensor]]:
+    """Draws requests; returns their images [3, height, width] before they are rounded."""
+
+    def run(engine: engines.PixelEngine, *requests: contract.ImageRequest) -> list[torch.Tensor]:
+        found: Images = {}
+        add = engine._finished.add
+
+        def note(tickets: Any, images: torch.Tensor) -> None:
+            found.update(zip(tickets, images.clone(), strict=True))
+            add(tickets, images)
+
+        monkeypatch.setattr(engine._finished, "add", note)
+        outcomes = draw(engine, *requests)
+        monkeypatch.undo()
+        assert all(isinstance(each, np.ndarray) for each in outcomes), outcomes
+        return [found[ticket] for ticket in range(len(requests))]
+
+    return run

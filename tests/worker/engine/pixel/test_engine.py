@@ -1,0 +1,302 @@
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from imagefleet import errors
+from imagefleet.job.noise import Noise
+from imagefleet.job.samplers import Options
+from worker.engine import contract, load
+from worker.engine.pixel import engine as engines
+from worker.engine.pixel.engine import PixelEngine
+from worker.engine.slots.engine import SlotEngine
+
+#: Calls of another size are rounded in another way; over an image that is a level or two of 255.
+ROUNDING = 2
+
+
+@pytest.mark.parametrize("name", ["base", "sr"])
+def test_an_image_does_not_depend_on_its_neighbours(
+    name: str, make_engine: Any, request_of: Any, draw: Any, difference: Any
+) -> None:
+    engine = make_engine(name, slots=3)
+    requests = [
+        request_of(name, seed=1),
+        request_of(name, seed=2, prompt="two dogs", steps=3),
+        request_of(name, seed=3, sampler="edm", steps=5),
+        request_of(name, seed=4, sampler="euler_ancestral", cfg_scale=1.0),
+        request_of(name, seed=1),
+        request_of(name, seed=5, sampler="dpmpp_2m_karras", steps=11),
+        request_of(name, seed=6, noise=Noise(source="NV")),
+    ]
+    together = draw(engine, *requests)
+    for request, image in zip(requests, together, strict=True):
+        assert difference(image, draw(engine, request)[0]) <= ROUNDING
+    assert difference(together[0], together[4]) <= ROUNDING, "whatever the slot"
+    assert len({image.tobytes() for image in together}) >= 6
+
+
+def test_prompts_guidance_and_seeds_change_the_image(
+    make_engine: Any, request_of: Any, draw: Any, difference: Any
+) -> None:
+    engine = make_engine()
+    first, *others = draw(
+        engine,
+        request_of(),
+        request_of(prompt="two dogs"),
+        request_of(negative_prompt=""),
+        request_of(cfg_scale=2.0),
+        request_of(seed=2),
+        request_of(steps=9),
+    )
+    for other in others:
+        assert difference(first, other) > 10
+
+
+def test_the_strength_is_the_noise_on_the_image_that_is_upscaled(
+    make_engine: Any, request_of: Any, low_image: Any
+) -> None:
+    engine = make_engine("sr")
+    for strength, level in ((0.0, 0), (0.25, 250), (1.0, 999)):
+        prepared = engine.prepare(request_of("sr", init=contract.InitImage(low_image, strength)))
+        assert prepared.noise_level == level
+
+
+def test_jobs_are_admitted_up_to_the_capacity(make_engine: Any, request_of: Any) -> None:
+    engine = make_engine(slots=2)
+    assert (engine.capacity, engine.free, engine.busy) == (4, 4, False)
+    for ticket in range(4):
+        engine.admit(ticket, engine.prepare(request_of(seed=ticket, steps=2)))
+    assert engine.free == 0
+    engine.tick()
+    assert (engine.free, engine.busy) == (0, True)
+    tickets = [each.ticket for _ in range(9) for each in engine.tick()]
+    assert tickets == [0, 1, 2, 3]
+    assert (engine.free, engine.busy) == (4, False)
+
+
+def test_an_urgent_job_is_drawn_first(make_engine: Any, request_of: Any) -> None:
+    engine = make_engine(slots=1)
+    for ticket in range(2):
+        prepared = engine.prepare(request_of(seed=ticket, steps=1))
+        engine.admit(ticket, prepared, urgent=ticket == 1)
+    assert [each.ticket for _ in range(4) for each in engine.tick()] == [1, 0]
+
+
+def test_another_image_of_a_job_needs_no_other_preparation(
+    make_engine: Any, request_of: Any, difference: Any, draw: Any
+) -> None:
+    engine = make_engine()
+    prepared = engine.prepare(request_of(seed=1))
+    engine.admit(0, dataclasses.replace(prepared, request=request_of(seed=2)))
+    (finished,) = [each for _ in range(9) for each in engine.tick()]
+    assert difference(finished.outcome, draw(engine, request_of(seed=2))[0]) <= ROUNDING
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "message"),
+    [
+        ("base", {"width": 32}, "32x16 pixels cannot be drawn: this stage draws 16x16 alone"),
+        ("base", {"loras": (contract.Lora("a", Path("a"), 1, 1),)}, "does not support LoRAs"),
+        (
+            "base",
+            {"controls": (contract.Control("a", Path("a"), np.zeros((1, 1, 3), np.uint8)),)},
+            "does not support ControlNets",
+        ),
+        ("base", {"hires": contract.HiresPass(32, 32, 0.5, 5, "Latent")}, "a second pass"),
+        (
+            "base",
+            {"init": contract.InitImage(np.zeros((16, 16, 3), np.uint8), 0.5)},
+            "does not support init_images",
+        ),
+        ("sr", {"init": None}, "the job needs init_images"),
+        ("base", {"sampler": "ddim"}, "DDIM does not work on pixels"),
+    ],
+)
+def test_what_a_stage_cannot_draw_is_refused(
+    name: str, changes: Any, message: str, make_engine: Any, request_of: Any
+) -> None:
+    with pytest.raises(errors.JobError, match=message):
+        make_engine(name).prepare(request_of(name, **changes))
+
+
+def test_options_of_samplers_are_used(
+    make_engine: Any, request_of: Any, draw: Any, difference: Any
+) -> None:
+    engine = make_engine()
+    plain, churned, half = draw(
+        engine,
+        request_of(sampler="euler"),
+        request_of(sampler="euler", sampler_options=Options(s_churn=4.0)),
+        request_of(sampler="euler", sampler_options=Options(s_min_uncond=1e6)),
+    )
+    assert difference(plain, churned) > 10
+    assert difference(plain, half) > 10
+
+
+# Faults.
+
+
+@pytest.fixture
+def fail(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[list[int]]]:
+    """Makes ticks fail; returns the seeds of each tick, failed ones included."""
+
+    def apply(engine: Any, error: Exception, when: Callable[[list[int]], bool]) -> list[list[int]]:
+        ticks: list[list[int]] = []
+        original = engine._run
+
+        def run(slots: int) -> None:
+            seeds = [job.prepared.request.seed for job in engine._active.values()]
+            ticks.append(seeds)
+            if when(seeds):
+                raise error
+            original(slots)
+
+        monkeypatch.setattr(engine, "_run", run)
+        return ticks
+
+    return apply
+
+
+def test_out_of_memory_reduces_the_slots_and_fails_no_image(
+    make_engine: Any, request_of: Any, draw: Any, difference: Any, fail: Any
+) -> None:
+    engine = make_engine(slots=4)
+    requests = [request_of(seed=seed, steps=2 + seed) for seed in range(5)]
+    sound = draw(engine, *requests)
+    memory = torch.cuda.OutOfMemoryError("CUDA out of memory")
+    ticks = fail(engine, memory, lambda seeds: len(seeds) > 2)
+    images = draw(engine, *requests)
+    assert (engine.slots, engine.capacity) == (2, 4)
+    assert [len(seeds) for seeds in ticks[:3]] == [4, 3, 2]
+    for image, expected in zip(images, sound, strict=True):
+        assert difference(image, expected) <= ROUNDING
+
+
+def test_an_image_that_breaks_calls_fails_alone(
+    make_engine: Any, request_of: Any, draw: Any, difference: Any, fail: Any
+) -> None:
+    engine = make_engine(slots=3)
+    requests = [request_of(seed=seed, steps=3) for seed in range(4)]
+    sound = draw(engine, *requests)
+    fail(engine, RuntimeError("a bad kernel"), lambda seeds: 1 in seeds)
+    for seed, (image, expected) in enumerate(zip(draw(engine, *requests), sound, strict=True)):
+        if seed == 1:
+            assert isinstance(image, errors.TransientError)
+            assert "a bad kernel" in image.message
+        else:
+            assert difference(image, expected) <= ROUNDING
+
+
+def test_a_broken_gpu_ends_the_engine(make_engine: Any, request_of: Any, fail: Any) -> None:
+    engine = make_engine()
+    engine.admit(0, engine.prepare(request_of()))
+    fail(engine, RuntimeError("CUDA error: an illegal memory access"), lambda _: True)
+    with pytest.raises(errors.NodeError, match="the GPU is broken"):
+        engine.tick()
+
+
+def test_an_image_that_is_nan_is_drawn_again_elsewhere_and_spoils_no_other(
+    make_engine: Any, request_of: Any, draw: Any, difference: Any
+) -> None:
+    engine = make_engine(slots=2)
+    sound = draw(engine, request_of(seed=2), request_of(seed=3))
+    broken = engine.prepare(request_of(seed=1))
+    broken.states[0, 0, 0] = float("nan")
+    engine.admit(0, broken)
+    engine.admit(1, engine.prepare(request_of(seed=2, prompt="A red house ")))
+    engine.admit(2, engine.prepare(request_of(seed=3)))
+    outcomes = {}
+    while engine.busy:
+        outcomes |= {each.ticket: each.outcome for each in engine.tick()}
+    assert isinstance(outcomes[0], errors.TransientError)
+    assert difference(outcomes[1], sound[0]) <= ROUNDING
+    assert difference(outcomes[2], sound[1]) <= ROUNDING, "in the slot of the broken one"
+
+
+# Compiling.
+
+
+@pytest.mark.parametrize("name", ["base", "sr"])
+def test_compiled_ticks_draw_the_same_images_and_are_compiled_once(
+    name: str, make_engine: Any, request_of: Any, draw: Any, difference: Any
+) -> None:
+    requests = [request_of(name, seed=seed, steps=2 + seed) for seed in range(4)]
+    expected = draw(make_engine(name, slots=2), *requests)
+    engine = make_engine(name, slots=2, backend="aot_eager")
+    engine.warm_up()
+    for image, own in zip(draw(engine, *requests), expected, strict=True):
+        assert difference(image, own) <= ROUNDING
+    assert engine._compiled.is_compiled
+    assert (engine._compiled.graphs, engine.recompiles) == (1, 0)
+
+
+def test_images_in_slots_stay_while_a_tick_is_compiled_beside_them(
+    make_engine: Any, request_of: Any, draw: Any, difference: Any
+) -> None:
+    expected = draw(make_engine(slots=2), request_of(steps=6))[0]
+    engine = make_engine(slots=2, backend="eager")
+    engine.admit(0, engine.prepare(request_of(steps=6)))
+    engine.tick()
+    engine.compile_in_background()
+    engine.tick()
+    engine.finish_compiling()
+    assert engine._compiled.is_compiled
+    assert not engine.is_compiling
+    (finished,) = [each for _ in range(6) for each in engine.tick()]
+    assert difference(finished.outcome, expected) <= ROUNDING
+    assert not engine.busy
+
+
+def test_a_compiled_tick_that_fails_is_dropped_and_fails_no_image(
+    make_engine: Any, request_of: Any, draw: Any, difference: Any, monkeypatch: Any
+) -> None:
+    engine = make_engine(slots=2, backend="eager")
+    engine.warm_up()
+    expected = draw(engine, request_of(), request_of(seed=2))
+
+    def break_down(_: Any) -> None:
+        raise RuntimeError("a kernel that does not run")
+
+    monkeypatch.setattr(type(engine._compiled), "__call__", break_down)
+    images = draw(engine, request_of(), request_of(seed=2))
+    assert engine._compiled is None
+    for image, own in zip(images, expected, strict=True):
+        assert difference(image, own) <= ROUNDING
+
+
+# Loading.
+
+
+def test_an_engine_is_found_by_what_the_model_is(
+    stage: Any, checkpoint: Path, monkeypatch: Any
+) -> None:
+    base, sr = (load.load_any_engine(stage(name), "cpu", slots=2) for name in ("base", "sr"))
+    assert isinstance(base, PixelEngine)
+    assert isinstance(sr, PixelEngine)
+    assert (base.family, base.default_size, base.slots) == ("if", (16, 16), 2)
+    assert (sr.family, sr.default_size) == ("if_sr", (32, 32))
+    assert base.model_name == "base"
+    assert (base.find_embeddings(["a"], ["a"]), base.self_check) == ((), None)
+    latent = load.load_any_engine(checkpoint, "cpu", slots=1, compiled_modes=())
+    assert isinstance(latent, SlotEngine)
+    for engine in (base, sr, latent):
+        engine.close()
+
+
+def test_requests_of_another_engine_are_refused(make_engine: Any, request_of: Any) -> None:
+    with pytest.raises(TypeError, match="prepared by another engine"):
+        make_engine().admit(0, object())
+
+
+def test_the_jobs_of_a_closed_engine_are_gone(make_engine: Any, request_of: Any) -> None:
+    engine: engines.PixelEngine = make_engine()
+    engine.admit(0, engine.prepare(request_of()))
+    engine.close()
+    assert not engine.busy

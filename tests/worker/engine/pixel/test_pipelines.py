@@ -1,0 +1,124 @@
+"""Whole images, in float32, against diffusers' own pipelines of DeepFloyd IF."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from diffusers.pipelines.deepfloyd_if import fast27_timesteps, super27_timesteps
+from PIL import Image
+
+from pixel import tiny_cascade
+from worker.engine import contract
+
+PROMPT, NEGATIVE = "A red house", "blurry"
+
+#: Of values between -1 and 1. Random weights and guidance enlarge the rounding of a call, which is
+#: some 1e-5 in float32, a hundred times over an image; `test_unet` compares the calls in float64.
+ROUNDING = 2e-3
+
+
+def draw_base(pipeline: Any, seed: int = 1, guidance: float = 7.0, **steps: Any) -> torch.Tensor:
+    (image,) = pipeline(
+        PROMPT,
+        negative_prompt=NEGATIVE,
+        guidance_scale=guidance,
+        generator=torch.Generator().manual_seed(seed),
+        output_type="pt",
+        clean_caption=False,
+        **steps,
+    ).images
+    return image
+
+
+@pytest.mark.parametrize(
+    "scheduler",
+    [
+        {},
+        {"prediction_type": "v_prediction"},
+        {"variance_type": "fixed_small"},
+        {"variance_type": "fixed_small_log", "thresholding": False},
+        {"variance_type": "fixed_large", "thresholding": False, "clip_sample": False},
+        {"timestep_spacing": "trailing"},
+        {"timestep_spacing": "linspace", "sample_max_value": 1.0},
+    ],
+    ids=str,
+)
+def test_a_base_image_is_that_of_diffusers(
+    scheduler: Any, make_engine: Any, pipeline: Any, request_of: Any, draw_floats: Any
+) -> None:
+    (image,) = draw_floats(make_engine(**scheduler), request_of())
+    expected = draw_base(pipeline("base", **scheduler), num_inference_steps=8)
+    assert torch.allclose(image, expected, atol=ROUNDING), (image - expected).abs().max()
+    assert image.std() > 0.1
+
+
+def test_images_of_one_batch_are_those_that_diffusers_draws_one_by_one(
+    make_engine: Any, pipeline: Any, request_of: Any, draw_floats: Any
+) -> None:
+    engine, owned = make_engine(slots=2), pipeline("base")
+    requests = [
+        request_of(seed=1),
+        request_of(seed=2, steps=5, cfg_scale=3.0),
+        request_of(seed=3, sampler="fast27"),
+        request_of(seed=4, steps=11, cfg_scale=1.0),
+        request_of(seed=5, sampler="super27", cfg_scale=2.0),
+    ]
+    expected = [
+        draw_base(owned, num_inference_steps=8),
+        draw_base(owned, 2, 3.0, num_inference_steps=5),
+        draw_base(owned, 3, timesteps=fast27_timesteps),
+        draw_base(owned, 4, 1.0, num_inference_steps=11),
+        draw_base(owned, 5, 2.0, timesteps=super27_timesteps),
+    ]
+    for image, own in zip(draw_floats(engine, *requests), expected, strict=True):
+        assert torch.allclose(image, own, atol=ROUNDING), (image - own).abs().max()
+
+
+@pytest.mark.parametrize(("noise_level", "strength"), [(250, 0.25), (0, 0.0), (999, 1.0)])
+def test_a_super_resolution_image_is_that_of_diffusers(
+    noise_level: int,
+    strength: float,
+    make_engine: Any,
+    pipeline: Any,
+    request_of: Any,
+    low_image: Any,
+    draw_floats: Any,
+) -> None:
+    engine, owned = make_engine("sr", slots=2), pipeline("sr")
+    flipped = low_image[::-1]
+    requests = [
+        request_of("sr", seed=seed, init=contract.InitImage(low, strength))
+        for seed, low in ((1, low_image), (2, flipped), (3, low_image))
+    ]
+    images = draw_floats(engine, *requests)
+    for seed, low, image in zip((1, 2, 3), (low_image, flipped, low_image), images, strict=True):
+        (expected,) = owned(
+            PROMPT,
+            negative_prompt=NEGATIVE,
+            image=Image.fromarray(low),
+            noise_level=noise_level,
+            num_inference_steps=8,
+            generator=torch.Generator().manual_seed(seed),
+            output_type="pt",
+            clean_caption=False,
+        ).images
+        assert expected.shape == (3, tiny_cascade.SR_SIDE, tiny_cascade.SR_SIDE)
+        assert torch.allclose(image, expected, atol=ROUNDING), (image - expected).abs().max()
+
+
+def test_a_cascade_of_both_stages_is_that_of_diffusers(
+    make_engine: Any, pipeline: Any, request_of: Any, draw: Any, difference: Any
+) -> None:
+    (low,) = draw(make_engine(), request_of())
+    given = contract.InitImage(low, 0.25)
+    (image,) = draw(make_engine("sr"), request_of("sr", init=given))
+    first, second = pipeline("base"), pipeline("sr")
+    asked: dict[str, Any] = {"negative_prompt": NEGATIVE, "num_inference_steps": 8}
+    asked |= {"clean_caption": False}
+    small = first(PROMPT, generator=torch.Generator().manual_seed(1), **asked).images[0]
+    large = second(PROMPT, image=small, generator=torch.Generator().manual_seed(1), **asked)
+    assert difference(low, np.asarray(small)) <= 1
+    assert difference(image, np.asarray(large.images[0])) <= 2

@@ -1,0 +1,195 @@
+from __future__ import annotations
+
+import itertools
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from diffusers import DDPMScheduler
+from diffusers.pipelines import deepfloyd_if
+
+from imagefleet import errors
+from imagefleet.job import samplers
+from imagefleet.job.samplers import Options
+from pixel import tiny_cascade
+from worker.engine import sampler
+from worker.engine.pixel import schedules, step
+
+CONFIG = {
+    key: value
+    for key, value in tiny_cascade.make_scheduler("base").config.items()
+    if key != "_use_default_values"
+}
+
+
+def noise_schedule(**changes: Any) -> schedules.NoiseSchedule:
+    return schedules.read_scheduler({**CONFIG, **changes}, "a stage")
+
+
+def table(name: str, steps: int = 20, **changes: Any) -> torch.Tensor:
+    return schedules.make_schedule(name, steps, noise_schedule(**changes), Options()).table
+
+
+@pytest.mark.parametrize(
+    ("name", "steps"),
+    [
+        *(("fast27", 27), ("smart27", 27), ("smart50", 50), ("smart100", 100)),
+        *(("smart185", 185), ("super27", 27), ("super40", 40), ("super100", 100)),
+    ],
+)
+def test_the_named_lists_of_timesteps_are_those_of_diffusers(name: str, steps: int) -> None:
+    assert list(schedules.LISTS[name]) == getattr(deepfloyd_if, f"{name}_timesteps")
+    found = table(name)[:, sampler.TIMESTEP].tolist()
+    assert found == getattr(deepfloyd_if, f"{name}_timesteps")
+    assert len(found) == steps
+    assert found[0] == 999
+    assert found[-1] == 0
+
+
+def test_jobs_know_the_samplers_of_pixels_by_name() -> None:
+    assert len(schedules.LISTS) == 8
+    own = {schedules.DDPM, schedules.EDM, *schedules.LISTS}
+    assert set(samplers.PIXEL_SAMPLERS) == own
+    assert {samplers.find(name.upper()).key for name in own} == own
+
+
+@pytest.mark.parametrize("spacing", ["leading", "trailing", "linspace"])
+def test_any_number_of_steps_is_spaced_as_diffusers_spaces_it(spacing: str) -> None:
+    noise = noise_schedule(timestep_spacing=spacing)
+    scheduler = DDPMScheduler(**{**CONFIG, "timestep_spacing": spacing})
+    for steps in (1, 2, 7, 27, 50, 100, 333, 1000):
+        scheduler.set_timesteps(steps)
+        assert schedules.spaced(noise.scheduler, steps) == scheduler.timesteps.tolist()
+    assert noise.scheduler.num_inference_steps is None, "shared by several threads"
+
+
+@pytest.mark.parametrize("name", [schedules.DDPM, *schedules.LISTS])
+def test_a_step_is_that_of_diffusers_scheduler(name: str) -> None:
+    """Each step alone, from a random image, output and variance."""
+    scheduler = tiny_cascade.make_scheduler("base")
+    rows = table(name, 40)
+    timesteps = rows[:, sampler.TIMESTEP].long().tolist()
+    scheduler.set_timesteps(timesteps=timesteps)
+    random = torch.Generator().manual_seed(0)
+    for at, row in zip(timesteps, rows, strict=True):
+        image, output, variance = torch.randn(3, 1, 3, 8, 8, generator=random)
+        seed = torch.Generator().manual_seed(at)
+        expected = scheduler.step(
+            torch.cat([output, variance], dim=1), at, image, generator=seed
+        ).prev_sample
+        noise = torch.randn(image.shape, generator=torch.Generator().manual_seed(at))
+        found = run_step(row, image, output, variance, noise)
+        assert torch.allclose(found, expected, rtol=1e-5, atol=2e-5), at
+
+
+def run_step(row: torch.Tensor, image: Any, output: Any, variance: Any, noise: Any) -> torch.Tensor:
+    """One tick of one slot, with a UNet that gives this output for both prompts."""
+
+    class Unet:
+        dtype = torch.float32
+
+        def __call__(self, *_: Any) -> torch.Tensor:
+            return torch.cat([output, variance], dim=1).repeat(2, 1, 1, 1)
+
+    history = torch.zeros(sampler.HISTORY, *image.shape)
+    rows = torch.cat([row, torch.tensor([7.0])])[None]
+    stepped = image.clone()
+    rank = step.find_rank(0.95, image[0].numel())
+    unused = torch.zeros(2, 1, 1)
+    step.tick(Unet(), 1.5, rank, stepped, history, rows, noise, unused, unused, None)  # type: ignore[arg-type]
+    return stepped
+
+
+@pytest.mark.parametrize("scale", [0.2, 1.1, 3.0, 50.0])
+def test_dynamic_thresholding_is_that_of_diffusers(scale: float) -> None:
+    scheduler = tiny_cascade.make_scheduler("base")
+    images = scale * torch.randn(4, 3, 9, 7, generator=torch.Generator().manual_seed(0))
+    images[1] *= 10
+    found = step.threshold(images, 1.5, step.find_rank(0.95, 3 * 9 * 7))
+    assert torch.allclose(found, scheduler._threshold_sample(images), rtol=0, atol=1e-6)
+
+
+def test_the_rank_of_a_quantile_is_torchs_for_all_sizes() -> None:
+    random = torch.Generator().manual_seed(0)
+    for quantile, count in itertools.product((0.5, 0.95, 0.995, 1.0), (3, 768, 12288, 196608)):
+        values = torch.randn(count, generator=random).sort().values
+        rank = step.find_rank(quantile, count)
+        below = int(rank)
+        above = min(below + 1, count - 1)
+        found = torch.lerp(values[below], values[above], rank - below)
+        assert found == pytest.approx(torch.quantile(values, quantile).item(), abs=1e-6)
+
+
+@pytest.mark.parametrize("prediction", ["epsilon", "v_prediction"])
+def test_edm_is_algorithm_1_of_karras(prediction: str) -> None:
+    """Heun's method as the paper has it, in float64, on a denoiser that is not linear."""
+    noise = noise_schedule(prediction_type=prediction, thresholding=False, clip_sample=False)
+    made = schedules.make_schedule(schedules.EDM, 30, noise, Options())
+    sigmas = schedules.edm_sigmas(30, noise.alphas_cumprod)
+    assert len(made.table) == 2 * 30 - 1, "two calls per step, one for the last"
+    assert made.initial_scale == sigmas[0]
+    assert not any(made.noisy)
+
+    def denoise(x: torch.Tensor, sigma: float) -> torch.Tensor:
+        return torch.tanh(x / (1 + sigma**2)) + 0.1 * sigma
+
+    start = sigmas[0] * torch.randn(64, dtype=torch.float64, generator=torch.Generator())
+    x = start.clone()
+    for sigma, following in itertools.pairwise(sigmas):
+        slope = (x - denoise(x, sigma)) / sigma
+        euler = x + (following - sigma) * slope
+        x = euler
+        if following > 0:
+            second = (euler - denoise(euler, following)) / following
+            x = euler - (following - sigma) * slope + (following - sigma) * (slope + second) / 2
+    levels = [sigmas[0], *(each for each in sigmas[1:-1] for _ in range(2))]
+    image, earlier = start.clone(), torch.zeros_like(start)
+    for row, sigma in zip(made.table.double(), levels, strict=True):
+        estimate = denoise(image, sigma)
+        first, second_weight = row[sampler.FIRST_WEIGHT], row[sampler.FIRST_WEIGHT + 1]
+        image = row[sampler.KEEP] * image + first * estimate + second_weight * earlier
+        earlier = estimate
+    assert torch.allclose(image, x, rtol=0, atol=1e-4), (image - x).abs().max()
+
+
+def test_edm_goes_from_80_to_the_least_sigma_that_the_unet_knows() -> None:
+    noise = noise_schedule()
+    sigmas = schedules.edm_sigmas(30, noise.alphas_cumprod)
+    least = math.sqrt((1 - noise.alphas_cumprod[0].item()) / noise.alphas_cumprod[0].item())
+    assert sigmas[0] == pytest.approx(80)
+    assert sigmas[-2] == pytest.approx(max(0.002, least))
+    assert sigmas[-1] == 0
+    times = table(schedules.EDM, 30)[:, sampler.TIMESTEP].numpy()
+    assert times[0] < 999
+    assert times[-1] == pytest.approx(0, abs=1e-3)
+    assert (np.diff(times) <= 0).all()
+
+
+@pytest.mark.parametrize(
+    ("name", "steps", "message"),
+    [
+        ("ddim", 20, "DDIM does not work on pixels"),
+        ("plms", 20, "PLMS does not work on pixels"),
+        ("fast28", 20, "unknown sampler 'fast28'"),
+        ("ddpm", 1001, "DDPM takes 1 to 1000"),
+        ("ddpm", 0, "DDPM takes 1 to 1000"),
+    ],
+)
+def test_what_cannot_be_sampled_is_refused(name: str, steps: int, message: str) -> None:
+    with pytest.raises(errors.JobError, match=message):
+        table(name, steps)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"_class_name": "PNDMScheduler"}, "is not a DDPMScheduler"),
+        ({"variance_type": "learned"}, "has the variance 'learned'"),
+        ({"prediction_type": "sample"}, "predicts 'sample'"),
+    ],
+)
+def test_a_scheduler_of_another_kind_is_refused(changes: Any, message: str) -> None:
+    with pytest.raises(errors.SetupError, match=message):
+        noise_schedule(**changes)

@@ -1,0 +1,140 @@
+from __future__ import annotations
+
+import io
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from imagefleet import errors
+from pixel import tiny_cascade
+from worker.engine.pixel import text_stage, text_states
+
+NAME = tiny_cascade.ENCODER
+WIDTH = 32
+
+
+@pytest.fixture(scope="module")
+def text(stage: Any) -> text_stage.TextStage:
+    return text_stage.TextStage(stage("base"), torch.device("cpu"), torch.float32)
+
+
+@pytest.mark.parametrize("prompt", ["", "A red house ", "a" * 200, "über", "(word:1.3), a b"])
+def test_states_are_those_of_diffusers_pipeline(prompt: str, text: Any, pipeline: Any) -> None:
+    expected, _ = pipeline("base").encode_prompt(prompt, clean_caption=False)
+    assert torch.equal(text.encode([prompt]), expected)
+
+
+def test_a_prompt_among_others_has_the_states_that_it_has_alone(text: Any) -> None:
+    prompts = ["a red house", "", "two dogs"]
+    together = text.encode(prompts)
+    assert together.shape == (3, text_states.TOKENS, WIDTH)
+    for prompt, states in zip(prompts, together, strict=True):
+        assert torch.allclose(states, text.encode([prompt])[0], atol=1e-5)
+
+
+def test_a_file_has_the_states_in_float16_under_the_name_of_prompt_and_encoder(
+    tmp_path: Path, text: Any
+) -> None:
+    (states,) = text.encode(["A red house"])
+    path = text_states.write(tmp_path, "A red house", text.name, states)
+    assert path.name == text_states.file_name(" a red HOUSE", NAME), "as the encoder takes it"
+    assert path.name != text_states.file_name("a red house", "another encoder")
+    assert torch.equal(text_states.read(path, "a red house", NAME, WIDTH), states.half())
+    assert list(tmp_path.iterdir()) == [path], "nothing but whole files"
+
+
+def test_states_of_t5_xxl_take_631_kb(tmp_path: Path) -> None:
+    path = text_states.write(tmp_path, "a", "t5-v1_1-xxl", torch.zeros(77, 4096))
+    assert 77 * 4096 * 2 <= path.stat().st_size < 77 * 4096 * 2 + 1000
+
+
+@pytest.mark.parametrize(
+    ("prompt", "encoder", "width"),
+    [("another", NAME, WIDTH), ("a red house", "another", WIDTH), ("a red house", NAME, 64)],
+)
+def test_states_of_another_prompt_encoder_or_width_are_refused(
+    prompt: str, encoder: str, width: int, tmp_path: Path, text: Any
+) -> None:
+    path = text_states.write(tmp_path, "a red house", NAME, text.encode(["a red house"])[0])
+    with pytest.raises(errors.JobError, match=r"does not have the text states|are damaged"):
+        text_states.read(path, prompt, encoder, width)
+
+
+def test_damaged_states_are_refused(tmp_path: Path, text: Any) -> None:
+    states = text.encode(["a"])[0]
+    states[3, 4] = float("nan")
+    with pytest.raises(errors.JobError, match="or not finite"):
+        text_states.read(text_states.write(tmp_path, "a", NAME, states), "a", NAME, WIDTH)
+    other = tmp_path / "other.safetensors"
+    save_file({"states": torch.zeros(77, WIDTH)}, other)
+    with pytest.raises(errors.JobError, match="does not have the text states"):
+        text_states.read(other, "a", NAME, WIDTH)
+
+
+@pytest.mark.parametrize("content", [b"", b"\x10", b"PK\x03\x04 a pickle"])
+def test_a_file_that_cannot_be_read_is_read_again_later(content: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "cut-off.safetensors"
+    path.write_bytes(content)
+    with pytest.raises(errors.TransientError, match="cannot be read"):
+        text_states.read(path, "a", NAME, WIDTH)
+    with pytest.raises(errors.TransientError, match="cannot be read"):
+        text_states.read(tmp_path / "missing", "a", NAME, WIDTH)
+
+
+def test_a_stage_without_an_encoder_draws_from_files(
+    without_encoder: Path,
+    make_engine: Any,
+    request_of: Any,
+    text: Any,
+    tmp_path: Path,
+    draw: Any,
+    difference: Any,
+) -> None:
+    text_stage.write_states(text, ["a red house", "blurry"], tmp_path)
+    names = (text_states.file_name(each, NAME) for each in ("a red house", "blurry"))
+    paths = tuple(tmp_path / name for name in names)
+    engine = make_engine(folder=without_encoder)
+    (image,) = draw(engine, request_of(text_states=paths))
+    assert difference(image, draw(make_engine(), request_of())[0]) <= 4, "float16"
+    with pytest.raises(errors.JobError, match="the prompt's text states are missing"):
+        engine.prepare(request_of(prompt="another"))
+    with pytest.raises(errors.JobError, match="does not have the text states of this prompt"):
+        engine.prepare(request_of(prompt="another", text_states=paths))
+
+
+def test_the_command_writes_each_prompts_states_once(
+    stage: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["--model", str(stage("base")), "--out", str(tmp_path / "states")]
+    for prompts, written in (("one\ntwo\none\n", 3), ("two\nthree\n", 1)):
+        monkeypatch.setattr(sys, "stdin", io.StringIO(prompts))
+        text_stage.main([*command, "--device", "cpu"])
+        assert len(capsys.readouterr().out.split()) == written
+    names = {text_states.file_name(each, NAME) for each in ("", "one", "two", "three")}
+    assert {path.name for path in (tmp_path / "states").iterdir()} == names
+
+
+def test_a_folder_without_a_text_encoder_is_refused(without_encoder: Path) -> None:
+    assert text_stage.encoder_name(without_encoder) == NAME
+    assert not text_stage.has_encoder(without_encoder)
+    with pytest.raises(errors.SetupError, match=r"has no \.safetensors file"):
+        text_stage.TextStage(without_encoder, torch.device("cpu"), torch.float32)
+
+
+def test_an_encoder_without_a_name_is_deepfloyds(tmp_path: Path) -> None:
+    assert text_stage.encoder_name(tmp_path) == "t5-v1_1-xxl"
+
+
+def test_a_tokenizer_that_another_library_has_to_convert_is_refused_by_name(
+    stage: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(text_stage, "_has_sentencepiece", lambda: False)
+    shutil.copytree(stage("base"), tmp_path, dirs_exist_ok=True)
+    (tmp_path / "tokenizer" / "tokenizer.json").rename(tmp_path / "tokenizer" / "spiece.model")
+    with pytest.raises(errors.SetupError, match=r"has no tokenizer\.json.*pip install"):
+        text_stage.TextStage(tmp_path, torch.device("cpu"), torch.float32)

@@ -1,0 +1,44 @@
+"""The UNet with its text computed once, in float64, against diffusers' whole UNet."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from pixel import tiny_cascade
+from worker.engine.pixel.unet import PixelUnet
+
+
+@pytest.mark.parametrize(("stage", "noise_level"), [("base", None), ("sr", 250)])
+def test_each_slot_gets_what_the_whole_unet_gives_alone(stage: Any, noise_level: Any) -> None:
+    torch.manual_seed(0)
+    original = tiny_cascade.make_unet(stage).double().eval()
+    torch.manual_seed(0)
+    unet = PixelUnet(tiny_cascade.make_unet(stage).double().eval())
+    side, channels = original.config.sample_size, original.config.in_channels
+    x = torch.randn(3, channels, side, side, dtype=torch.float64)
+    times = torch.tensor([999.0, 500.0, 0.0])
+    states = torch.randn(3, 2, 77, 32, dtype=torch.float64)
+    texts = [unet.embed_text(each, noise_level) for each in states]
+    context, added = (torch.cat(each) for each in zip(*texts, strict=True))
+    with torch.no_grad():
+        found = unet(x, times, context, added)
+        for slot, at in enumerate(times):
+            levels = None if noise_level is None else torch.full((2,), noise_level)
+            expected = original(
+                x[slot].expand(2, -1, -1, -1), at, states[slot], class_labels=levels
+            ).sample
+            rows = found[2 * slot : 2 * slot + 2]
+            assert torch.allclose(rows, expected, rtol=0, atol=1e-11)
+
+
+def test_the_context_has_the_keys_and_values_of_all_attentions() -> None:
+    unet = PixelUnet(tiny_cascade.make_unet("base"))
+    context, added = unet.embed_text(torch.randn(2, 77, 32), None)
+    assert len(unet.attentions) == 4, "one down, one in the middle, two up"
+    assert context.shape == (2, 77, unet.context_width)
+    assert added.shape == (2, unet.added_width)
+    starts = [each.start for each in unet.attentions]
+    assert starts == sorted(set(starts))

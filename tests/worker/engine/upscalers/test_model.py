@@ -1,0 +1,153 @@
+"""Upscaler files: an ESRGAN of one block through spandrel, and files that are none."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NoReturn
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from imagefleet import errors
+from tests.worker.engine.support import esrgan
+from worker.engine import contract
+from worker.engine.upscalers import model
+
+CPU = torch.device("cpu")
+
+Network = Callable[[torch.Tensor], torch.Tensor]
+
+Build = Callable[..., tuple[Path, Any]]
+
+
+@pytest.fixture
+def build(tmp_path: Path) -> Build:
+    def build(name: str = "4x-tiny", **options: int) -> tuple[Path, Any]:
+        return esrgan.build(tmp_path / f"{name}.safetensors", **options)
+
+    return build
+
+
+def picture(height: int, width: int) -> contract.Pixels:
+    return np.random.default_rng(0).integers(0, 256, (height, width, 3), dtype=np.uint8)
+
+
+def test_an_image_is_enlarged_by_the_network_itself(build: Build) -> None:
+    path, network = build()
+    upscaler = model.read_upscaler("4x-tiny", path, CPU)
+    pixels = picture(24, 40)
+    assert upscaler.scale == 4
+    assert np.array_equal(upscaler.enlarge(pixels), esrgan.enlarge(network, pixels))
+
+
+def test_tiles_become_smaller_where_the_memory_is_short(
+    build: Build, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    path, network = build()
+    upscaler = model.read_upscaler("4x-tiny", path, CPU)
+    run, sizes = model.tiles.run, []
+
+    def short(network: Network, image: torch.Tensor, scale: int, tile: int) -> torch.Tensor:
+        sizes.append(tile)
+        if tile > 128:
+            raise torch.cuda.OutOfMemoryError
+        return run(network, image, scale, tile)
+
+    monkeypatch.setattr(model.tiles, "run", short)
+    pixels = picture(140, 16)
+    whole = esrgan.enlarge(network, pixels).astype(int)
+    # A pixel of an ESRGAN sees far, and at a tile's edge zeros; this one sees less far.
+    assert np.abs(upscaler.enlarge(pixels) - whole).mean() < 1
+    upscaler.enlarge(pixels)
+    assert sizes == [512, 256, 128, 128]
+    assert "tiles of 128 pixels" in caplog.text
+
+
+def test_an_image_for_which_no_tile_is_small_enough_is_tried_again_elsewhere(
+    build: Build, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, _ = build()
+
+    def fail(*_: object) -> NoReturn:
+        raise torch.cuda.OutOfMemoryError
+
+    monkeypatch.setattr(model.tiles, "run", fail)
+    with pytest.raises(errors.TransientError, match="ran out of memory"):
+        model.read_upscaler("4x-tiny", path, CPU).enlarge(picture(8, 8))
+
+
+def test_a_file_is_read_once_unless_it_is_replaced(build: Build) -> None:
+    path, _ = build()
+    cache = model.UpscalerCache(CPU)
+    first = cache.get(path)
+    assert cache.get(path) is first
+    build("4x-tiny", scale=2)
+    assert cache.get(path).scale == 2
+
+
+def test_a_file_that_has_gone_is_fetched_again(tmp_path: Path) -> None:
+    with pytest.raises(errors.TransientError, match="'gone' cannot be read"):
+        model.UpscalerCache(CPU).get(tmp_path / "gone.safetensors")
+
+
+@pytest.mark.parametrize("content", [b"", b"\x08", b"not a model at all, but a text"])
+def test_a_damaged_file_is_refused(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "damaged.safetensors"
+    path.write_bytes(content)
+    with pytest.raises(errors.UnusableFileError, match=r"not a complete \.safetensors file"):
+        model.read_upscaler("damaged", path, CPU)
+
+
+def test_a_file_of_something_else_is_refused_by_name(tmp_path: Path) -> None:
+    path = tmp_path / "lora.safetensors"
+    save_file({"lora_unet_down.weight": torch.zeros(4, 4)}, path)
+    with pytest.raises(errors.UnusableFileError, match="'lora' cannot be used: its architecture"):
+        model.read_upscaler("lora", path, CPU)
+
+
+def test_a_network_with_a_layer_missing_is_refused(build: Build, tmp_path: Path) -> None:
+    path, network = build()
+    tensors = network.state_dict()
+    del tensors["model.1.sub.0.RDB2.conv3.0.weight"]
+    save_file(tensors, path)
+    with pytest.raises(errors.UnusableFileError, match="'x' cannot be used"):
+        model.read_upscaler("x", path, CPU)
+
+
+def test_a_network_for_grey_images_is_refused(build: Build) -> None:
+    path, _ = build(channels=1)
+    with pytest.raises(errors.UnusableFileError, match="does not enlarge RGB images"):
+        model.read_upscaler("grey", path, CPU)
+
+
+def test_weights_that_are_not_numbers_are_refused(build: Build) -> None:
+    path, network = build()
+    tensors = network.state_dict()
+    next(iter(tensors.values()))[0] = torch.nan
+    save_file(tensors, path)
+    with pytest.raises(errors.UnusableFileError, match="NaN or infinity"):
+        model.read_upscaler("x", path, CPU)
+
+
+def test_a_worker_without_spandrel_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setitem(sys.modules, "spandrel", None)
+    with pytest.raises(errors.JobError, match=r"pip install 'imagefleet\[upscalers\]'"):
+        model.read_upscaler("x", tmp_path / "x.safetensors", CPU)
+
+
+def test_nothing_is_left_that_others_would_take_for_torchvision() -> None:
+    program = """
+import importlib.util, sys
+from worker.engine.upscalers import library
+assert library.spandrel().MAIN_REGISTRY.architectures()
+found = importlib.util.find_spec("torchvision")
+assert found is not None or not [name for name in sys.modules if name.startswith("torchvision")]
+"""
+    subprocess.run([sys.executable, "-c", program], check=True)

@@ -1,0 +1,303 @@
+"""Jobs of img2img, the second pass and ControlNets on both storages, with a stand-in engine."""
+
+from __future__ import annotations
+
+import base64
+import io
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from imagefleet import errors
+from imagefleet.records import reader
+from imagefleet.storage import dead_letter
+from imagefleet.storage.protocol import Storage
+from worker.engine import contract
+from worker.inputs import files, masks
+from worker.testing import StandInEngine, draw_noise
+
+RunPipeline = Callable[..., Any]
+
+
+def picture(width: int, height: int, seed: int = 0) -> Image.Image:
+    pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), np.uint8)
+    return Image.fromarray(pixels)
+
+
+def png(image: Image.Image) -> bytes:
+    buffer = io.BytesIO()
+    image.save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+def in_base64(image: Image.Image) -> str:
+    return base64.b64encode(png(image)).decode()
+
+
+def disc(width: int, height: int) -> Image.Image:
+    y, x = np.mgrid[0:height, 0:width]
+    return Image.fromarray(np.where((x - 40) ** 2 + (y - 40) ** 2 < 300, 255, 0).astype(np.uint8))
+
+
+class Recorder:
+    """Draws noise, and keeps the requests."""
+
+    def __init__(self) -> None:
+        self.requests: list[contract.ImageRequest] = []
+        self.engine = StandInEngine(size=(64, 64), draw=self._draw)
+
+    def _draw(self, request: contract.ImageRequest) -> contract.Pixels:
+        self.requests.append(request)
+        return draw_noise(request)
+
+
+async def put(storage: Storage, name: str, data: bytes, container: str = "files") -> None:
+    blobs = storage.files if container == "files" else storage.blobs
+    assert await blobs.create(name, data, "application/octet-stream", {})
+
+
+async def stored(storage: Storage, name: str) -> Image.Image:
+    data = await storage.blobs.read(name)
+    assert data is not None
+    return Image.open(io.BytesIO(data))
+
+
+async def failures(storage: Storage) -> dict[str, dead_letter.FailedJob]:
+    records = [dead_letter.FailedJob.read(each.body) async for each in storage.poison.browse()]
+    return {record.id: record for record in records if record is not None}
+
+
+async def test_an_image_may_be_a_file_a_result_or_in_the_message(
+    storage: Storage, run_pipeline: RunPipeline, message: Callable[..., str]
+) -> None:
+    images = {"file": picture(64, 64, 1), "result": picture(64, 64, 2), "own": picture(64, 64, 3)}
+    await put(storage, "inputs/cats/a.png", png(images["file"]))
+    await put(storage, "spring/0001.png", png(images["result"]), "images")
+    sources = {
+        "file": "cats/a.png",
+        "result": "images/spring/0001.png",
+        "own": "data:image/png;base64," + in_base64(images["own"]),
+    }
+    await storage.queue.send(
+        message(id=name, prompt=name, init_images=[source], batch_size=2, denoising_strength=0.4)
+        for name, source in sources.items()
+    )
+    recorder = Recorder()
+    pipeline = await run_pipeline(recorder.engine)
+    assert dict(pipeline.settler.outcomes) == {"completed": 3}
+    assert len(recorder.requests) == 6
+    for request in recorder.requests:
+        init = request.init
+        assert init is not None
+        assert np.array_equal(init.pixels, np.asarray(images[str(request.prompt)]))
+        assert (init.denoising_strength, init.mask) == (0.4, None)
+    found = await stored(storage, "default/own-1.png")
+    assert "Denoising strength: 0.4, RNG: CPU" in found.info["parameters"]
+
+
+async def test_a_masked_part_is_put_back_into_its_image_of_another_size(
+    storage: Storage, run_pipeline: RunPipeline, message: Callable[..., str]
+) -> None:
+    image, mask = picture(200, 120), disc(200, 120)
+    await put(storage, "inputs/a.png", png(image))
+    await put(storage, "inputs/mask.png", png(mask))
+    fields = {"init_images": ["a.png"], "mask": "mask.png", "inpaint_full_res_padding": 8}
+    await storage.queue.send([message(id="j", seed=3, inpainting_fill=1, **fields)])
+    recorder = Recorder()
+    await run_pipeline(recorder.engine)
+    (request,) = recorder.requests
+    assert (request.width, request.height) == (64, 64)
+    found = await stored(storage, "default/j.png")
+    pixels = np.asarray(found)
+    kept = masks.blur(np.asarray(mask), 4, 4) == 0
+    assert np.array_equal(pixels[kept], np.asarray(image)[kept])
+    assert not np.array_equal(pixels[~kept], np.asarray(image)[~kept])
+    written = "Size: 64x64, Model: stand-in, Denoising strength: 0.75, RNG: CPU, Mask blur: 4,"
+    assert (
+        f"{written} Inpaint area: Only masked, Masked area padding: 8,"
+        in (found.info["parameters"])
+    )
+    (record,) = [each async for each in reader.images(storage, "default")]
+    assert (record.width, record.height) == (200, 120)
+
+
+async def test_a_second_pass_gets_its_size_and_its_upscaler(
+    storage: Storage,
+    run_pipeline: RunPipeline,
+    message: Callable[..., str],
+    lora_bytes: Callable[[str], bytes],
+) -> None:
+    await put(storage, "upscalers/4x_Sharp.safetensors", lora_bytes("weights"))
+    hires = {
+        "enable_hr": True,
+        "hr_upscaler": "4x_Sharp",
+        "hr_second_pass_steps": 9,
+        "hr_sampler_name": "DPM++ 2M Karras",
+        "hr_prompt": "a larger house:1.5",
+        "denoising_strength": 0.6,
+    }
+    await storage.queue.send([message(id="j", **hires), message(id="k", enable_hr=True)])
+    recorder = Recorder()
+    await run_pipeline(recorder.engine)
+    passes = {request.hires for request in recorder.requests}
+    (found,) = (each for each in passes if each and each.upscaler_path)
+    (plain,) = (each for each in passes if each and not each.upscaler_path)
+    assert found.upscaler_path is not None
+    assert found.upscaler_path.read_bytes() == lora_bytes("weights")
+    assert (found.width, found.height, found.steps) == (128, 128, 9)
+    assert (found.sampler, found.cfg_scale) == ("dpmpp_2m_karras", 10.5)
+    assert str(found.prompt) == "a larger house"
+    assert (plain.upscaler, plain.steps, plain.prompt, plain.sampler) == ("Latent", 20, None, None)
+    image = await stored(storage, "default/j.png")
+    assert image.size == (128, 128)
+    assert (
+        "Size: 64x64, Model: stand-in, Denoising strength: 0.6, RNG: CPU, Hires sampler: DPM++ 2M,"
+        ' Hires prompt: "a larger house:1.5", Hires schedule type: Karras, Hires upscale: 2,'
+        " Hires steps: 9, Hires upscaler: 4x_Sharp, Version"
+    ) in image.info["parameters"]
+
+
+async def test_a_controlnet_gets_its_map_in_the_jobs_size(
+    storage: Storage,
+    run_pipeline: RunPipeline,
+    message: Callable[..., str],
+    lora_bytes: Callable[[str], bytes],
+) -> None:
+    await put(storage, "controlnets/canny.safetensors", lora_bytes("weights"))
+    await put(storage, "inputs/map.png", png(picture(64, 64, 7)))
+    unit = {"image": "map.png", "model": "canny [0123abcd]", "weight": 0.5, "guidance_end": 0.8}
+    scripts = {"ControlNet": {"args": [unit, {"enabled": False}]}}
+    await storage.queue.send([message(id="j", alwayson_scripts=scripts)])
+    recorder = Recorder()
+    await run_pipeline(recorder.engine)
+    ((control,),) = (request.controls for request in recorder.requests)
+    assert (control.name, control.weight, control.start, control.end) == ("canny", 0.5, 0.0, 0.8)
+    assert control.path.read_bytes() == lora_bytes("weights")
+    assert np.array_equal(control.pixels, np.asarray(picture(64, 64, 7)))
+    text = (await stored(storage, "default/j.png")).info["parameters"]
+    assert (
+        'RNG: CPU, ControlNet 0: "Module: none, Model: canny, Weight: 0.5, Resize Mode: Crop and'
+        " Resize, Processor Res: 512, Threshold A: 0.5, Threshold B: 0.5, Guidance Start: 0.0,"
+        ' Guidance End: 0.8, Pixel Perfect: False, Control Mode: Balanced", Version'
+    ) in text
+
+
+async def test_what_is_wrong_with_an_input_is_the_jobs_fault_and_says_which(
+    storage: Storage,
+    run_pipeline: RunPipeline,
+    message: Callable[..., str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("worker.inputs.reader.MAX_IMAGE_BYTES", 50_000)
+    good = png(picture(64, 64))
+    await put(storage, "inputs/truncated.png", good[:2000])
+    await put(storage, "inputs/text.png", b"hello")
+    await put(storage, "inputs/huge.png", png(picture(200, 200)))
+    unit = {"image": in_base64(picture(64, 64)), "model": "nowhere"}
+    jobs: dict[str, tuple[dict[str, Any], str]] = {
+        "missing": (
+            {"init_images": ["nowhere/a.png"]},
+            "init_images: there is no 'inputs/nowhere/a.png' in the container",
+        ),
+        "missing-result": (
+            {"init_images": ["images/spring/a.png"]},
+            f"init_images: there is no 'spring/a.png' in the container {storage.blobs.name!r}",
+        ),
+        "missing-mask": (
+            {"init_images": [in_base64(picture(64, 64))], "mask": "m.png"},
+            "mask: there is no 'inputs/m.png'",
+        ),
+        "truncated": ({"init_images": ["truncated.png"]}, "init_images: the image is a damaged"),
+        "text": ({"init_images": ["text.png"]}, "init_images: the image is not a PNG, JPEG or"),
+        "huge": ({"init_images": ["huge.png"]}, "init_images: inputs/huge.png has "),
+        "no-upscaler": (
+            {"enable_hr": True, "hr_upscaler": "4x"},
+            "no upscaler 4x.safetensors in upscalers/ of the container",
+        ),
+        "no-controlnet": (
+            {"alwayson_scripts": {"controlnet": {"args": [unit]}}},
+            "no ControlNet nowhere.safetensors in controlnets/ of the container",
+        ),
+    }
+    await storage.queue.send(message(id=name, **fields) for name, (fields, _) in jobs.items())
+    recorder = Recorder()
+    await run_pipeline(recorder.engine)
+    found = await failures(storage)
+    assert found.keys() == jobs.keys()
+    assert recorder.requests == []
+    for name, (_, reason) in jobs.items():
+        assert reason in found[name].reason
+        assert found[name].attempts == 1
+
+
+async def test_a_size_that_only_the_checkpoint_tells_is_checked_by_the_worker(
+    storage: Storage, run_pipeline: RunPipeline, message: Callable[..., str]
+) -> None:
+    await storage.queue.send([message(id="j", enable_hr=True, hr_scale=8)])
+    await run_pipeline(StandInEngine(size=(512, 512)))
+    reason = (await failures(storage))["j"].reason
+    assert reason.startswith("hr_scale: the image would have 4096x4096 pixels; 64 to 2048")
+
+
+async def test_a_storage_that_does_not_answer_is_no_fault_of_the_job(
+    storage: Storage,
+    run_pipeline: RunPipeline,
+    message: Callable[..., str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("worker.settle.FIRST_RETRY_SECONDS", 0.05)
+    await put(storage, "inputs/a.png", png(picture(64, 64)))
+    read = type(storage.files).read
+    faults = [errors.TransientError("the storage does not answer")]
+
+    async def faulty(self: Any, name: str, max_bytes: int | None = None) -> bytes | None:
+        if name.startswith("inputs/") and faults:
+            raise faults.pop()
+        return await read(self, name, max_bytes)
+
+    monkeypatch.setattr(type(storage.files), "read", faulty)
+    await storage.queue.send([message(id="j", init_images=["a.png"])])
+    pipeline = await run_pipeline(StandInEngine(size=(64, 64)))
+    assert pipeline.settler.outcomes == {"retried": 1, "completed": 1}
+
+
+async def test_a_worker_that_may_not_read_images_fails_the_job_and_goes_on(
+    storage: Storage,
+    run_pipeline: RunPipeline,
+    message: Callable[..., str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    read = type(storage.blobs).read
+
+    async def refused(self: Any, name: str, max_bytes: int | None = None) -> bytes | None:
+        if name == "spring/a.png":
+            raise errors.SetupError("the token does not allow to read blobs")
+        return await read(self, name, max_bytes)
+
+    monkeypatch.setattr(type(storage.blobs), "read", refused)
+    jobs = [message(id="j", init_images=["images/spring/a.png"]), message(id="good")]
+    await storage.queue.send(jobs)
+    pipeline = await run_pipeline(StandInEngine(size=(64, 64)))
+    assert pipeline.settler.outcomes == {"failed": 1, "completed": 1}
+    assert "cannot be read with this worker's credentials" in (await failures(storage))["j"].reason
+
+
+async def test_images_that_begin_with_the_same_one_do_not_make_a_node_suspect(
+    storage: Storage, run_pipeline: RunPipeline, message: Callable[..., str]
+) -> None:
+    same = np.asarray(picture(64, 64))
+    engine = StandInEngine(size=(64, 64), draw=lambda _: same)
+    source = in_base64(picture(64, 64))
+    jobs = [message(id=f"j{seed}", seed=seed, init_images=[source]) for seed in range(8)]
+    await storage.queue.send(jobs)
+    pipeline = await run_pipeline(engine)
+    assert pipeline.settler.outcomes == {"completed": 8}
+
+
+def test_files_of_controlnets_are_fetched_singly(tmp_path: Path) -> None:
+    assert files.CONTROLNET.fetched_at_once == 1
+    assert files.CONTROLNET.max_bytes > 2.5e9, "SDXL's"

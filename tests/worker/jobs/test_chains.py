@@ -1,0 +1,381 @@
+"""Jobs of several stages on both storages: each stage once, in its model's queue, none lost."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+from collections import Counter
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+from pydantic import SecretStr
+
+from fleet.keys import mint
+from imagefleet import cancelled, errors, retry
+from imagefleet.job import embedded
+from imagefleet.job.message import Job, Output, read_job
+from imagefleet.records import outcomes, reader
+from imagefleet.records.record import Record
+from imagefleet.signing import SigningKey
+from imagefleet.storage import dead_letter, dead_letter_queue
+from imagefleet.storage.azure.roles import ROLES
+from imagefleet.storage.azure.storage import AzureStorage
+from imagefleet.storage.dead_letter_change import Change
+from imagefleet.storage.dead_letter_check import Check
+from imagefleet.storage.dead_letter_queue import Selection
+from imagefleet.storage.enqueue import JobSender
+from imagefleet.storage.protocol import Storage
+from imagefleet.storage.settings import StorageSettings
+from worker.engine import contract
+from worker.stages import encode
+from worker.testing import StandInEngine, draw_noise
+
+Message = Callable[..., str]
+RunPipeline = Callable[..., Any]  # the fixture of conftest.py
+
+#: What does not depend on the storage is tested on one.
+local_only = pytest.mark.parametrize("storage_settings", ["local"], indirect=True)
+
+IMAGES = ["default/a.png", "default/a~2.png", "default/a~3.png"]
+
+
+class Drawing(StandInEngine):
+    """Counts the steps of what it draws, by which these tests tell the stages apart."""
+
+    def __init__(
+        self,
+        model: str = "stand-in",
+        fails: Callable[[int], errors.FleetError | None] | None = None,
+    ) -> None:
+        super().__init__(draw=self._drawn)
+        self.model_name = model
+        self.drawn: list[int] = []
+        self.begun_with: list[contract.Pixels | None] = []
+        self._fails = fails
+
+    def _drawn(self, request: contract.ImageRequest) -> contract.Pixels:
+        self.drawn.append(request.steps)
+        self.begun_with.append(None if request.init is None else request.init.pixels)
+        if self._fails and (error := self._fails(request.steps)):
+            raise error
+        return draw_noise(request)
+
+
+@pytest.fixture(autouse=True)
+def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("worker.stages.record.FLUSH_SECONDS", 0.05)
+    monkeypatch.setattr("worker.stages.record.LOCAL_FLUSH_SECONDS", 0.05)
+    monkeypatch.setattr("worker.settle.FIRST_RETRY_SECONDS", 0.05)
+
+
+@pytest.fixture
+def chained(message: Message) -> Callable[..., str]:
+    """The message of a job of three stages of 11, 12 and 13 steps."""
+
+    def make(*stages: dict[str, Any], **fields: Any) -> str:
+        then = stages or ({"steps": 12}, {"steps": 13})
+        return message(**{"id": "a", "steps": 11, "then": then, **fields})
+
+    return make
+
+
+async def stored(storage: Storage, campaign: str = "default") -> list[str]:
+    return sorted([name async for name in storage.blobs.names(f"{campaign}/")])
+
+
+async def recorded(storage: Storage) -> list[Record]:
+    records = [each async for each in reader.images(storage, "default")]
+    return sorted(records, key=lambda each: each.stage)
+
+
+async def failed(storage: Storage) -> list[dead_letter.FailedJob]:
+    found = [dead_letter.FailedJob.read(each.body) async for each in storage.poison.browse()]
+    return [each for each in found if each is not None]
+
+
+async def lose(storage: Storage, body: str) -> None:
+    """Sends a message whose first worker is lost."""
+    await storage.queue.send([body])
+    assert await storage.queue.receive(1, 1)
+    await asyncio.sleep(1.1)
+
+
+async def test_each_stage_is_drawn_once_and_the_job_completes_with_the_last(
+    storage: Storage, run_pipeline: RunPipeline, chained: Message
+) -> None:
+    engine = Drawing()
+    await storage.queue.send([chained(metadata={"order": 7})])
+    await run_pipeline(engine)
+
+    assert engine.drawn == [11, 12, 13]
+    assert await stored(storage) == IMAGES
+    for name, begun_with in zip([None, *IMAGES], engine.begun_with, strict=False):
+        assert (begun_with is None) == (name is None)
+        if name is not None:
+            file = io.BytesIO(await storage.blobs.read(name) or b"")
+            assert np.array_equal(np.asarray(Image.open(file)), begun_with)
+    records = await recorded(storage)
+    assert [(each.blob, each.stage, each.stages) for each in records] == [
+        (name, number, 3) for number, name in enumerate(IMAGES, 1)
+    ]
+    assert {each.id for each in records} == {"a"}
+    counts = await reader.counts(storage, "default")
+    assert (counts.images, counts.completed, counts.failed) == (3, 1, 0)
+    (job,) = [each async for each in outcomes.of_campaign(storage, "default")]
+    assert (job.status, job.blobs, job.metadata) == ("completed", (IMAGES[2],), {"order": 7})
+    found = await outcomes.look_up(storage, outcomes.JobFacts("a", "default"))
+    assert (found.status, found.blobs) == ("completed", (IMAGES[2],))
+    assert (await storage.queue.depth()).messages == 0
+
+
+@pytest.mark.parametrize("priority", ["normal", "high"])
+async def test_a_stage_waits_in_the_queue_of_its_model_with_the_priority_of_the_job(
+    storage: Storage, run_pipeline: RunPipeline, chained: Message, priority: Any
+) -> None:
+    body = chained({"model": "second", "steps": 12}, {"model": None, "steps": 13})
+    await storage.models.send([body], priority)
+    first = Drawing()
+    await run_pipeline(first)
+    assert first.drawn == [11]
+    queue = storage.models.of("second")[priority]
+    assert (await queue.depth()).messages == 1
+    facts = outcomes.JobFacts("a", "default")
+    assert (await outcomes.look_up(storage, facts)).status == "pending"
+
+    second = Drawing("second")
+    await run_pipeline(second)
+    assert second.drawn == [12, 13]
+    assert await stored(storage) == IMAGES
+
+
+async def test_a_worker_that_was_lost_before_it_sent_the_next_stage_loses_none(
+    storage: Storage, run_pipeline: RunPipeline, chained: Message
+) -> None:
+    await lose(storage, chained())
+    pixels = draw_noise(contract.ImageRequest("", "", (), "", 1, 1.0, 0, 16, 16))
+    image = encode.encode(pixels, Output(), "")
+    await storage.blobs.create(IMAGES[0], image.data, image.content_type, {})
+    engine = Drawing()
+    await run_pipeline(engine)
+    assert engine.drawn == [12, 13]
+    assert await stored(storage) == IMAGES
+    assert len(await recorded(storage)) == 3
+
+
+async def test_stages_that_were_sent_twice_are_drawn_and_counted_once(
+    storage: Storage, run_pipeline: RunPipeline, chained: Message
+) -> None:
+    fields = json.loads(chained())
+    again = [
+        json.dumps({**fields, "stage": {"number": number, "message": "m"}}) for number in (2, 3)
+    ]
+    engine = Drawing()
+    await storage.queue.send([chained()])
+    await run_pipeline(engine)
+    await storage.queue.send([*again, *again])
+    await run_pipeline(engine)
+    assert Counter(engine.drawn) == {11: 1, 12: 1, 13: 1}
+    assert await stored(storage) == IMAGES
+    counts = await reader.counts(storage, "default")
+    assert (counts.images, counts.completed) == (3, 1)
+    assert not [name async for name in storage.blobs.names("-duplicates/")]
+
+
+async def test_a_failed_stage_is_one_failed_job_and_a_replay_goes_on_from_there(
+    storage: Storage, run_pipeline: RunPipeline, chained: Message
+) -> None:
+    def fails(steps: int) -> errors.FleetError | None:
+        return errors.UnusableFileError("a bad file") if steps == 12 else None
+
+    await storage.queue.send([chained()])
+    await run_pipeline(Drawing(fails=fails))
+    (record,) = await failed(storage)
+    assert (record.id, record.stage, record.reason) == ("a", 2, "stage 2 of 3: a bad file")
+    assert await stored(storage) == IMAGES[:1]
+    counts = await reader.counts(storage, "default")
+    assert (counts.completed, counts.failed) == (0, 1)
+
+    swept = await dead_letter_queue.replay(storage, Selection())
+    assert swept.done == 1
+    engine = Drawing()
+    await run_pipeline(engine)
+    assert Counter(engine.drawn) == {12: 1, 13: 1}
+    assert await stored(storage) == IMAGES
+    counts = await reader.counts(storage, "default")
+    assert (counts.completed, counts.failed) == (1, 0)
+
+
+@local_only
+async def test_a_stage_that_fails_in_two_messages_is_one_failed_job(
+    storage: Storage, run_pipeline: RunPipeline, chained: Message
+) -> None:
+    body = json.loads(chained()) | {"stage": {"number": 2, "message": "m"}}
+    await storage.queue.send([json.dumps(body)] * 2)
+    await run_pipeline(Drawing(fails=lambda _: errors.UnusableFileError("a bad file")))
+    assert (await reader.counts(storage, "default")).failed == 1
+    assert len([each async for each in reader.ended(storage, "default")]) == 1
+
+
+async def test_a_replay_can_change_the_stage_that_failed(
+    storage: Storage, run_pipeline: RunPipeline, chained: Message
+) -> None:
+    def fails(steps: int) -> errors.FleetError | None:
+        return errors.UnusableFileError("a bad file") if steps == 12 else None
+
+    await storage.queue.send([chained()])
+    await run_pipeline(Drawing(fails=fails))
+    change = Change({"steps": 20})
+    preview = await dead_letter_queue.preview(storage, Selection(), Check(change=change))
+    assert preview.changes == {("steps", "12", "20"): 1}
+    await dead_letter_queue.replay(storage, Selection(), check=Check(change=change))
+    engine = Drawing()
+    await run_pipeline(engine)
+    assert engine.drawn == [20, 13]
+    assert await stored(storage) == IMAGES
+
+
+@local_only
+async def test_what_is_the_whole_jobs_cannot_be_changed_in_a_later_stage(
+    storage: Storage, run_pipeline: RunPipeline, chained: Message
+) -> None:
+    await storage.queue.send([json.dumps(json.loads(chained()) | {"stage": {"number": 2}})])
+    await run_pipeline(Drawing(fails=lambda _: errors.UnusableFileError("a bad file")))
+    check = Check(change=Change({"campaign": "autumn"}))
+    swept = await dead_letter_queue.replay(storage, Selection(), check=check)
+    assert swept.done == 0
+    assert "campaign is of the job as a whole" in swept.refused[0].reason
+
+
+async def test_a_cancelled_campaign_stops_its_chains(
+    storage: Storage,
+    run_pipeline: RunPipeline,
+    chained: Message,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("imagefleet.cancelled.LOAD_SECONDS", 1.0)
+    await storage.queue.send([chained(campaign="spring")])
+    loop = asyncio.get_running_loop()
+
+    def cancels(_steps: int) -> None:  # on the engine's thread
+        asyncio.run_coroutine_threadsafe(cancelled.cancel(storage, "spring"), loop).result(10)
+
+    engine = Drawing(fails=cancels)
+    monkeypatch.setattr("imagefleet.cancelled.PERIOD_SECONDS", 0.0)
+    monkeypatch.setattr("worker.stages.prepare.MAX_LIST_AGE_SECONDS", 0.0)
+    await run_pipeline(engine)
+    assert engine.drawn == [11]
+    assert await stored(storage, "spring") == ["spring/a.png"]
+    counts = await reader.counts(storage, "spring")
+    assert (counts.images, counts.completed, counts.cancelled) == (1, 0, 1)
+
+
+async def test_a_chain_whose_next_stage_cannot_be_sent_is_delivered_again(
+    storage: Storage,
+    run_pipeline: RunPipeline,
+    chained: Message,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def refuse(*_: object) -> None:
+        raise errors.MissingResourceError("there is no token for the queue")
+
+    monkeypatch.setattr("worker.settle.NOT_MOVED_SECONDS", 0.0)
+    stop = asyncio.Event()
+    with monkeypatch.context() as refusing:
+        refusing.setattr(storage.models, "send", refuse)
+        await storage.queue.send([chained()])
+        asyncio.get_running_loop().call_later(1.0, stop.set)
+        await run_pipeline(Drawing(), stop=stop)
+    assert await stored(storage) == IMAGES[:1]
+    engine = Drawing()
+    await run_pipeline(engine)
+    assert engine.drawn == [12, 13]
+    assert await stored(storage) == IMAGES
+
+
+async def test_a_signed_chain_goes_on_at_workers_without_the_signing_key(
+    storage: Storage, run_pipeline: RunPipeline, tmp_path: Path
+) -> None:
+    key = SigningKey.create(tmp_path / "key.pem")
+    then = ({"steps": 12}, {"steps": 13})
+    job = Job(prompt="a house", id="a", steps=11, then=then)
+    await storage.queue.send([job.to_message(key)])
+    engine = Drawing(fails=lambda steps: errors.UnusableFileError("x") if steps == 13 else None)
+    await run_pipeline(engine, trusted_key=key.public)
+    assert engine.drawn == [11, 12, 13]
+    (record,) = await failed(storage)
+    assert (record.error, record.stage) == ("UnusableFileError", 3)
+    await dead_letter_queue.replay(storage, Selection())
+    again = Drawing()
+    await run_pipeline(again, trusted_key=key.public)
+    assert again.drawn == [13]
+    assert await stored(storage) == IMAGES
+
+
+@local_only
+async def test_a_stage_whose_input_is_gone_fails_by_name(
+    storage: Storage, run_pipeline: RunPipeline, chained: Message
+) -> None:
+    await storage.queue.send([json.dumps(json.loads(chained()) | {"stage": {"number": 3}})])
+    await run_pipeline(Drawing())
+    (record,) = await failed(storage)
+    assert (record.error, record.stage) == ("MissingFileError", 3)
+    assert "'default/a~2.png'" in record.reason
+
+
+@local_only
+async def test_a_stage_that_is_drawn_anew_leaves_the_later_ones_as_they_are(
+    storage: Storage, run_pipeline: RunPipeline, chained: Message
+) -> None:
+    await storage.queue.send([chained()])
+    await run_pipeline(Drawing())
+    assert await storage.blobs.delete(IMAGES[1])  # as `imagefleet redo` does, and sends its job
+    found = embedded.find(await storage.blobs.read(IMAGES[0]) or b"")
+    fields = json.loads(found or "") | {"stage": {"number": 2}}
+    await storage.queue.send([json.dumps(fields)])
+    engine = Drawing()
+    await run_pipeline(engine)
+    assert engine.drawn == [12]
+    assert await stored(storage) == IMAGES
+    assert (await reader.counts(storage, "default")).completed == 1
+
+
+@local_only
+async def test_an_image_of_a_stage_carries_the_message_that_draws_it_again(
+    storage: Storage, run_pipeline: RunPipeline, chained: Message
+) -> None:
+    await storage.queue.send([chained()])
+    await run_pipeline(Drawing())
+    for number, name in enumerate(IMAGES, 1):
+        job = read_job(embedded.find(await storage.blobs.read(name) or b"") or "", "another")
+        assert (job.stage, job.blob_name(0)) == (number, name)
+        assert job.place is None or job.place.message is None
+
+
+@pytest.mark.parametrize("storage_settings", ["azurite"], indirect=True)
+async def test_tokens_for_chains_suffice_and_those_for_workers_do_not(
+    storage: Storage,
+    storage_settings: StorageSettings,
+    run_pipeline: RunPipeline,
+    chained: Message,
+) -> None:
+    worker = ROLES["worker"]
+    models = ["stand-in", "second"]
+    body = chained({"model": "second", "steps": 12}, {"steps": 13}, model="stand-in")
+    for role, images in ((worker.for_chains(), IMAGES), (worker, ["default/b.png"])):
+        minted = mint.Minter(storage_settings).mint(role, timedelta(hours=1), None, models)
+        tokens = {"storage": minted.storage, "sas": SecretStr(minted.sas)}
+        async with AzureStorage(storage_settings.model_copy(update=tokens), retry.NEVER) as opened:
+            await JobSender(storage).send([body])
+            await run_pipeline(Drawing(), opened=opened)
+            await run_pipeline(Drawing("second"), opened=opened)
+        assert set(images) <= set(await stored(storage))
+        body = json.dumps(json.loads(body) | {"id": "b"})
+    (record,) = await failed(storage)
+    assert (record.id, record.stage) == ("b", 2)
+    assert "cannot be read with this worker's credentials" in record.reason

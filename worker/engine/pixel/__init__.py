@@ -1,0 +1,1 @@
+"""Diffusion in pixels: the stages of DeepFloyd IF's cascade, in slots."""

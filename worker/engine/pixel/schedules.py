@@ -1,0 +1,227 @@
+"""The samplers of pixel stages, as tables with one row per UNet call (`engine.sampler`).
+
+Beside the samplers of latent models that work on sigmas there are:
+
+- `ddpm` (Ho et al. 2020) with the variance that the UNet has learned, between the logarithms of its
+  two bounds (Nichol and Dhariwal 2021, equation 15). Its timesteps are spaced as the checkpoint's
+  scheduler says, for any number of steps, or are one of DeepFloyd IF's lists: `fast27`, `smart27`,
+  `smart50`, `smart100`, `smart185`, `super27`, `super40`, `super100`. The coefficients are computed
+  in float32 in the order of diffusers' `DDPMScheduler`, so that images are the same.
+- `edm`, the deterministic sampler of Karras et al. (2022), algorithm 1: Heun's method with two UNet
+  calls per step but the last, from sigma 80 to 0.002 or as far as the checkpoint's table goes. The
+  UNet was trained on whole timesteps; between them it takes the fraction whose log sigma is
+  interpolated. Of the output only the noise is used: the learned variance belongs to DDPM.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+import numpy as np
+import torch
+from diffusers import DDPMScheduler
+from diffusers.pipelines.deepfloyd_if import timesteps as named
+
+from imagefleet import errors
+from imagefleet.job import samplers
+from imagefleet.job.samplers import Options
+from worker.engine import sampler
+from worker.engine.sampler import Schedule
+
+#: The columns after the sampler's own: the logarithms of the variance's bounds.
+SMALL_LOG, LARGE_LOG = sampler.COLUMNS, sampler.COLUMNS + 1
+COLUMNS = sampler.COLUMNS + 2
+
+DDPM, EDM = "ddpm", "edm"
+
+#: DeepFloyd IF's lists of timesteps.
+LISTS: Mapping[str, Sequence[int]] = {
+    name.removesuffix("_timesteps"): value
+    for name, value in vars(named).items()
+    if name.endswith("_timesteps")
+}
+
+#: Karras et al. (2022), table 1: the largest and the smallest sigma, and rho.
+_SIGMAS, _RHO = (80.0, 0.002), 7.0
+
+#: What a pixel stage's noise estimates are not thresholded for.
+_OF_NOISE = frozenset({"ddim", "plms"})
+
+#: How the variance is found: learned between two bounds, or one of them.
+_VARIANCES = ("learned_range", "fixed_small", "fixed_small_log", "fixed_large")
+
+_PREDICTIONS = ("epsilon", "v_prediction")
+
+#: diffusers' smallest variance, of which there is a logarithm.
+_LEAST_VARIANCE = 1e-20
+
+
+@dataclass(frozen=True, slots=True)
+class NoiseSchedule:
+    """A stage's noise schedule, and what its estimates of the image are limited to."""
+
+    scheduler: DDPMScheduler
+    prediction_type: str
+    limit: float | None
+    """The largest value of an estimate; None for no limit."""
+    quantile: float | None
+    """The share of an estimate's values that are within its scale (dynamic thresholding)."""
+
+    @property
+    def alphas_cumprod(self) -> torch.Tensor:
+        """[train timesteps] in float32."""
+        found: torch.Tensor = self.scheduler.alphas_cumprod
+        return found
+
+
+def read_scheduler(config: Mapping[str, object], name: str) -> NoiseSchedule:
+    """The schedule of a `scheduler_config.json`.
+
+    Raises:
+        SetupError: it is not one of DDPM, or of another prediction or variance.
+    """
+    if config.get("_class_name", "DDPMScheduler") != "DDPMScheduler":
+        raise errors.SetupError(f"the scheduler of {name!r} is not a DDPMScheduler")
+    scheduler = DDPMScheduler.from_config(dict(config))
+    own = scheduler.config
+    if own.variance_type not in _VARIANCES or own.prediction_type not in _PREDICTIONS:
+        raise errors.SetupError(
+            f"{name!r} has the variance {own.variance_type!r} and predicts"
+            f" {own.prediction_type!r}; pixel stages may have {', '.join(_VARIANCES)}, and predict"
+            f" {' or '.join(_PREDICTIONS)}"
+        )
+    limit: float | None = None
+    if own.thresholding:
+        limit = float(own.sample_max_value)
+    elif own.clip_sample:
+        limit = float(own.clip_sample_range)
+    quantile = float(own.dynamic_thresholding_ratio) if own.thresholding else None
+    return NoiseSchedule(scheduler, own.prediction_type, limit, quantile)
+
+
+def make_schedule(name: str, steps: int, noise: NoiseSchedule, options: Options) -> Schedule:
+    """The schedule of a sampler by name; its table is [calls, COLUMNS].
+
+    A list of timesteps has as many steps as it has.
+
+    Raises:
+        JobError: there is no such sampler, or it cannot take so many steps.
+    """
+    if name in LISTS:
+        return _ddpm(list(LISTS[name]), noise)
+    if name == DDPM:
+        return _ddpm(spaced(noise.scheduler, steps), noise)
+    if name == EDM:
+        return _edm(steps, noise)
+    if name in _OF_NOISE:
+        raise errors.JobError(
+            f"{samplers.SAMPLERS[name].title} does not work on pixels; use Euler a, Euler, DPM++ 2M"
+            f" or one of {', '.join((DDPM, EDM, *LISTS))}"
+        )
+    made = sampler.make_schedule(
+        name, steps, noise.alphas_cumprod.double(), noise.prediction_type, options
+    )
+    zeros = torch.zeros(len(made.table), COLUMNS - sampler.COLUMNS)
+    return replace(made, table=torch.cat([made.table, zeros], dim=1))
+
+
+def spaced(scheduler: DDPMScheduler, steps: int) -> list[int]:
+    """The timesteps of so many steps, as the scheduler's configuration spaces them.
+
+    Raises:
+        JobError: there are not so many.
+    """
+    most = int(scheduler.config.num_train_timesteps)
+    if not 1 <= steps <= most:
+        raise errors.JobError(f"steps is {steps}; DDPM takes 1 to {most} with this model")
+    own = copy.copy(scheduler)  # it keeps the timesteps, and several threads ask
+    own.set_timesteps(steps)
+    found: list[int] = own.timesteps.tolist()
+    return found
+
+
+def _ddpm(timesteps: Sequence[int], noise: NoiseSchedule) -> Schedule:
+    rows = [
+        _ddpm_row(at, following, noise)
+        for at, following in zip(timesteps, [*timesteps[1:], -1], strict=True)
+    ]
+    noisy = tuple(at > 0 for at in timesteps)
+    return Schedule(1.0, torch.stack(rows), noisy)
+
+
+def _ddpm_row(at: int, following: int, noise: NoiseSchedule) -> torch.Tensor:
+    """Ho et al. (2020), equation 7, by `DDPMScheduler.step`, in float32 as there."""
+    alphas = noise.alphas_cumprod
+    alpha = alphas[at]
+    next_alpha = alphas[following] if following >= 0 else torch.tensor(1.0)
+    rest, next_rest = 1 - alpha, 1 - next_alpha
+    kept = alpha / next_alpha
+    beta = 1 - kept
+    row = torch.zeros(COLUMNS)
+    row[sampler.TIMESTEP] = at
+    row[sampler.INPUT_SCALE] = 1
+    if noise.prediction_type == "epsilon":
+        row[sampler.FROM_LATENTS] = 1 / alpha**0.5
+        row[sampler.FROM_OUTPUT] = -(rest**0.5) / alpha**0.5
+    else:
+        row[sampler.FROM_LATENTS] = alpha**0.5
+        row[sampler.FROM_OUTPUT] = -(rest**0.5)
+    row[sampler.KEEP] = kept**0.5 * next_rest / rest
+    row[sampler.FIRST_WEIGHT] = next_alpha**0.5 * beta / rest
+    if at > 0:
+        small = torch.clamp(next_rest / rest * beta, min=_LEAST_VARIANCE).log()
+        large = beta.log()
+        variance = noise.scheduler.config.variance_type
+        row[sampler.NOISE_SCALE] = 1
+        row[SMALL_LOG] = large if variance == "fixed_large" else small
+        row[LARGE_LOG] = small if variance.startswith("fixed_small") else large
+    return row
+
+
+def edm_sigmas(steps: int, alphas_cumprod: torch.Tensor) -> list[float]:
+    """Karras et al. (2022), equation 5, within the sigmas that the UNet knows; the last is 0."""
+    alphas = alphas_cumprod.double().numpy()
+    known = np.sqrt((1 - alphas) / alphas)
+    largest, smallest = min(_SIGMAS[0], known[-1]), max(_SIGMAS[1], known[0])
+    roots = np.linspace(largest ** (1 / _RHO), smallest ** (1 / _RHO), steps)
+    return [*(roots**_RHO).tolist(), 0.0]
+
+
+def _edm(steps: int, noise: NoiseSchedule) -> Schedule:
+    alphas = noise.alphas_cumprod.double().numpy()
+    logs = np.log((1 - alphas) / alphas) / 2
+    sigmas = edm_sigmas(steps, noise.alphas_cumprod)
+    calls = list(_heun(sigmas))
+    table = torch.zeros(len(calls), COLUMNS)
+    for row, (sigma, keep, weights) in zip(table, calls, strict=True):
+        row[sampler.TIMESTEP] = float(np.interp(math.log(sigma), logs, np.arange(len(logs))))
+        row[sampler.INPUT_SCALE] = 1 / math.sqrt(sigma**2 + 1)
+        row[sampler.FROM_LATENTS], row[sampler.FROM_OUTPUT] = sampler.to_image(
+            sigma, noise.prediction_type
+        )
+        row[sampler.KEEP] = keep
+        for at, weight in enumerate(weights):
+            row[sampler.FIRST_WEIGHT + at] = weight
+    return Schedule(sigmas[0], table, (False,) * len(calls))
+
+
+def _heun(sigmas: Sequence[float]) -> Iterator[tuple[float, float, Sequence[float]]]:
+    """Of each call its sigma, what it keeps of the image, and its weights of the estimates.
+
+    The second call of a step starts from where Euler's step arrived, x' = r x + (1 - r) D with
+    r = sigma' / sigma, and needs x = (x' - (1 - r) D) / r. With d = (x - D) / sigma and
+    d' = (x' - D') / sigma' the result is x + (sigma' - sigma) (d + d') / 2.
+    """
+    for sigma, following in pairwise(sigmas):
+        ratio = following / sigma
+        yield sigma, ratio, (1 - ratio,)
+        if following > 0:
+            half = (following - sigma) / 2
+            of_start = 1 + half / sigma
+            keep = of_start / ratio + half / following
+            earlier = -of_start * (1 - ratio) / ratio - half / sigma
+            yield following, keep, (-half / following, earlier)

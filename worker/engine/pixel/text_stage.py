@@ -1,0 +1,133 @@
+"""The text stage of a cascade: prompts become text states, on a CPU or a GPU with enough memory.
+
+    python -m worker.engine.pixel.text_stage --model IF-I-M-v1.0 --out states < prompts.txt
+
+reads a prompt per line and writes a file for each, and for the empty prompt, which guidance needs.
+Prompts whose file is there are passed over.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import sys
+import threading
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoTokenizer, T5EncoderModel
+
+from imagefleet import errors
+from worker.engine import checkpoint
+from worker.engine import device as devices
+from worker.engine.pixel import text_states
+
+#: The encoder of DeepFloyd IF's stages, where no configuration names one.
+DEFAULT_NAME = "t5-v1_1-xxl"
+
+_LOADING_ERRORS = (OSError, ValueError, KeyError, TypeError, RuntimeError, ImportError)
+
+
+class TextStage:
+    """A T5 encoder with its tokenizer; for any thread."""
+
+    def __init__(self, folder: Path, device: torch.device, dtype: torch.dtype) -> None:
+        """*folder* has the subfolders `text_encoder` and `tokenizer`, as every IF stage's has.
+
+        Raises:
+            SetupError: one of them is missing or damaged.
+        """
+        self.name = encoder_name(folder)
+        encoder = checkpoint.read_network(T5EncoderModel, folder / "text_encoder")
+        encoder.requires_grad_(requires_grad=False).eval()
+        self._encoder: Any = encoder.to(device=device, dtype=dtype)
+        self._tokenizer = _read_tokenizer(folder / "tokenizer")
+        if len(self._tokenizer) > self._encoder.config.vocab_size:
+            # On a GPU, a token id out of range is a device-side assert, which ends the process.
+            raise errors.SetupError(
+                f"the tokenizer of {str(folder)!r} belongs to another text encoder"
+            )
+        self._device = device
+        self._lock = threading.Lock()
+
+    @torch.no_grad()
+    def encode(self, prompts: Iterable[str]) -> torch.Tensor:
+        """The states of prompts [prompts, 77, width] in the encoder's type.
+
+        As diffusers' `IFPipeline.encode_prompt`: what is longer than 77 tokens is cut off.
+        """
+        with self._lock:
+            tokens = self._tokenizer(
+                [text_states.clean(each) for each in prompts],
+                padding="max_length",
+                max_length=text_states.TOKENS,
+                truncation=True,
+                return_tensors="pt",
+            ).to(self._device)
+            states: torch.Tensor = self._encoder(
+                tokens.input_ids, attention_mask=tokens.attention_mask
+            )[0]
+        return states
+
+
+def encoder_name(folder: Path) -> str:
+    """The name of a stage's text encoder, whether its weights are there or not."""
+    config = checkpoint.read_json(folder / "text_encoder" / "config.json")
+    return str(config.get("_name_or_path") or DEFAULT_NAME).rstrip("/").rpartition("/")[2]
+
+
+def has_encoder(folder: Path) -> bool:
+    """Whether a stage's folder has the weights of its text encoder."""
+    return any((folder / "text_encoder").glob("*.safetensors"))
+
+
+def write_states(stage: TextStage, prompts: Iterable[str], folder: Path) -> list[Path]:
+    """Writes the states of prompts that a folder lacks; returns the files written."""
+    written = []
+    for prompt in dict.fromkeys(map(text_states.clean, prompts)):
+        if not (folder / text_states.file_name(prompt, stage.name)).exists():
+            (states,) = stage.encode([prompt])
+            written.append(text_states.write(folder, prompt, stage.name, states))
+    return written
+
+
+def _read_tokenizer(folder: Path) -> Any:
+    """T5's tokenizer, as a tokenizer.json or as the spiece.model that DeepFloyd's folders have."""
+    if not ((folder / "tokenizer.json").is_file() or _has_sentencepiece()):
+        raise errors.SetupError(
+            f"{str(folder)!r} has no tokenizer.json: to read its spiece.model, pip install"
+            " sentencepiece protobuf"
+        )
+    try:
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    except _LOADING_ERRORS as error:
+        raise errors.SetupError(
+            f"the tokenizer {str(folder)!r} cannot be loaded: {checkpoint.brief(error)}"
+        ) from error
+
+
+def _has_sentencepiece() -> bool:
+    return importlib.util.find_spec("sentencepiece") is not None
+
+
+def main(given: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--model", type=Path, required=True, help="a stage's folder")
+    parser.add_argument("--out", type=Path, required=True, help="the folder of text states")
+    parser.add_argument("--device", default="auto", help="'auto', 'cpu', 'cuda' or 'cuda:N'")
+    options = parser.parse_args(given)
+    try:
+        device = devices.find_device(options.device)
+        stage = TextStage(options.model, device, devices.find_dtype("auto", device))
+    except errors.FleetError as error:
+        sys.exit(f"text_stage: {error.message}")
+    options.out.mkdir(parents=True, exist_ok=True)
+    prompts = ["", *(line.rstrip("\n") for line in sys.stdin)]
+    for path in write_states(stage, prompts, options.out):
+        print(path.name)  # noqa: T201 - what the command is for
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,85 @@
+"""Text states as files: what a text encoder says of a prompt, for all stages of a cascade.
+
+DeepFloyd IF's encoder, T5-XXL, takes 19 GB in float32 and 9.5 GB in float16; the states of a prompt
+take 631 kB. So they are computed once, by `text_stage`, and a stage's GPU never loads the encoder.
+A file has the tensor `states` [77, width] in float16, the encoder's name and the SHA-256 of the
+prompt that it was made of; its own name is the SHA-256 of both.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import uuid
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from imagefleet import errors
+
+#: DeepFloyd IF was trained with no more, though T5 takes any number.
+TOKENS = 77
+
+SUFFIX = ".safetensors"
+
+_FORMAT = "imagefleet text states 1"
+
+_TENSOR = "states"
+
+
+def file_name(prompt: str, encoder: str) -> str:
+    """The name of the file with a prompt's states by the *encoder* of that name."""
+    return _sha256(f"{encoder}\n{clean(prompt)}") + SUFFIX
+
+
+def clean(prompt: str) -> str:
+    """A prompt as the encoder takes it: diffusers' `_text_preprocessing` with no `clean_caption`.
+
+    The cleaning that takes web addresses and the like out of captions needs two more libraries.
+    """
+    return prompt.lower().strip()
+
+
+def write(folder: Path, prompt: str, encoder: str, states: torch.Tensor) -> Path:
+    """Writes a prompt's states [77, width] into a *folder*; returns the file.
+
+    The file appears complete, so that others may read the folder meanwhile.
+    """
+    path = folder / file_name(prompt, encoder)
+    part = path.with_name(f"{path.name}.{uuid.uuid4().hex}.part")
+    metadata = {"format": _FORMAT, "encoder": encoder, "prompt_sha256": _sha256(clean(prompt))}
+    save_file({_TENSOR: states.to("cpu", torch.float16).contiguous()}, part, metadata)
+    return part.replace(path)
+
+
+def read(path: Path, prompt: str, encoder: str, width: int) -> torch.Tensor:
+    """The states [77, *width*] of a prompt in a file.
+
+    Raises:
+        JobError: they are of another prompt or encoder, or not finite.
+        TransientError: the file cannot be read.
+    """
+    try:
+        with safe_open(path, framework="pt") as file:
+            metadata = file.metadata() or {}
+            states: torch.Tensor = file.get_tensor(_TENSOR).clone()
+    except (OSError, SafetensorError) as error:
+        raise errors.TransientError(f"the text states {path.name!r} cannot be read: {error}") from (
+            error
+        )
+    found = metadata.get("format"), metadata.get("encoder"), metadata.get("prompt_sha256")
+    if found != (_FORMAT, encoder, _sha256(clean(prompt))):
+        raise errors.JobError(
+            f"{path.name!r} does not have the text states of this prompt by {encoder!r}"
+        )
+    if tuple(states.shape) != (TOKENS, width) or not states.isfinite().all():
+        raise errors.JobError(
+            f"the text states {path.name!r} are damaged: {list(states.shape)} instead of"
+            f" [{TOKENS}, {width}], or not finite"
+        )
+    return states
+
+
+def _sha256(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()

@@ -1,0 +1,169 @@
+"""An IF stage's UNet for slots: what depends on the prompt alone is computed once per image.
+
+Of the 77 text states [4096] each call of diffusers' UNet makes a pooled vector, which is added to
+the embedded timestep, and the keys and values of every attention. None of it depends on the step.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812 - its name everywhere
+from diffusers import UNet2DConditionModel
+from torch import nn
+
+from worker.engine.kernels import layers
+from worker.engine.slots.transformer import repeat_rows
+
+
+class TextAttention(nn.Module):
+    """An attention to the image and the text, or to the text alone, in one product.
+
+    In the place of diffusers' `Attention` with `AttnAddedKVProcessor2_0`.
+    """
+
+    def __init__(self, original: Any) -> None:
+        super().__init__()
+        self.original = original
+        self.heads: int = original.heads
+        self.width: int = original.add_k_proj.out_features
+        self.start = 0
+        """Of its columns in the context: the text's keys, then its values."""
+
+    def text_columns(self, states: torch.Tensor) -> torch.Tensor:
+        """Keys and values [rows, tokens, 2 * width] of encoded text [rows, tokens, text width]."""
+        if self.original.norm_cross:
+            states = self.original.norm_encoder_hidden_states(states)
+        columns = [self.original.add_k_proj(states), self.original.add_v_proj(states)]
+        return torch.cat(columns, dim=-1)
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        encoder_hidden_states: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,  # noqa: ARG002 - what diffusers' blocks pass
+    ) -> torch.Tensor:
+        """*hidden_states* [rows, channels, height, width]; the others' names are diffusers'."""
+        own, x = self.original, hidden_states
+        tokens = own.group_norm(x).flatten(2).transpose(1, 2)
+        query = self._split(own.to_q(tokens))
+        middle, end = self.start + self.width, self.start + 2 * self.width
+        key = self._split(encoder_hidden_states[..., self.start : middle])
+        value = self._split(encoder_hidden_states[..., middle:end])
+        if not own.only_cross_attention:
+            key = torch.cat([key, self._split(own.to_k(tokens))], dim=2)
+            value = torch.cat([value, self._split(own.to_v(tokens))], dim=2)
+        attended = F.scaled_dot_product_attention(query, key, value)
+        attended = own.to_out[0](attended.transpose(1, 2).flatten(2))
+        summed: torch.Tensor = x + attended.transpose(1, 2).reshape(x.shape)
+        return summed
+
+    def _split(self, tokens: torch.Tensor) -> torch.Tensor:
+        """[rows, tokens, width] to [rows, heads, tokens, head width]."""
+        rows, count, width = tokens.shape
+        return tokens.view(rows, count, self.heads, width // self.heads).transpose(1, 2)
+
+
+class PixelUnet(nn.Module):
+    """The UNet with two rows per slot: the prompt's, then the negative prompt's."""
+
+    def __init__(self, unet: UNet2DConditionModel, *, is_compiled: bool = False) -> None:
+        """Takes the UNet's attentions over; *is_compiled*: with layers that compile well."""
+        super().__init__()
+        self.unet = unet
+        self.attentions: list[TextAttention] = []
+        for block in (*unet.down_blocks, unet.mid_block, *unet.up_blocks):
+            found = getattr(block, "attentions", None) or ()
+            for at, attention in enumerate(found):
+                block.attentions[at] = TextAttention(attention)
+                self.attentions.append(block.attentions[at])
+        self.context_width = 0
+        for attention in self.attentions:
+            attention.start = self.context_width
+            self.context_width += 2 * attention.width
+        if is_compiled:
+            layers.replace_group_norms(unet)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        found: torch.dtype = self.unet.dtype
+        return found
+
+    @property
+    def device(self) -> torch.device:
+        found: torch.device = self.unet.device
+        return found
+
+    @property
+    def added_width(self) -> int:
+        """Of what is added to the embedded timesteps."""
+        width: int = self.unet.time_embedding.linear_2.out_features
+        return width
+
+    @torch.no_grad()
+    def embed_text(
+        self, states: torch.Tensor, noise_level: int | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """What a slot's calls need of its text and of its noise level, if it upscales.
+
+        Args:
+            states: text states [2, tokens, text width] of the prompt and the negative prompt.
+            noise_level: the timestep of the noise on the image that is upscaled.
+
+        Returns:
+            The context [2, tokens, `context_width`], and what is added to the embedded timesteps
+            [2, `added_width`].
+        """
+        states = states.to(self.dtype)
+        added = self.unet.add_embedding(states)
+        if noise_level is not None:
+            levels = torch.full((len(states),), noise_level, device=states.device)
+            added = added + self.unet.get_class_embed(states, levels)
+        encoded = self.unet.process_encoder_hidden_states(states, {})
+        context = torch.cat([each.text_columns(encoded) for each in self.attentions], dim=-1)
+        return context, added
+
+    def forward(
+        self, x: torch.Tensor, times: torch.Tensor, context: torch.Tensor, added: torch.Tensor
+    ) -> torch.Tensor:
+        """The noise and the variance of all rows.
+
+        Args:
+            x: [slots, channels, height, width] in the UNet's type.
+            times: timesteps [slots]; fractions are allowed.
+            context: see `embed_text`; of all slots [2 * slots, tokens, `context_width`].
+            added: the same [2 * slots, `added_width`].
+
+        Returns:
+            [2 * slots, 6, height, width]
+        """
+        unet = self.unet
+        embedded = unet.time_embedding(unet.time_proj(times).to(x.dtype))
+        embedded = repeat_rows(embedded, len(context)) + added
+        if unet.time_embed_act is not None:
+            embedded = unet.time_embed_act(embedded)
+        x = repeat_rows(unet.conv_in(x), len(context))
+        skips = [x]
+        for block in unet.down_blocks:
+            x, passed = block(x, embedded, **_text_of(block, context))
+            skips.extend(passed)
+        x = unet.mid_block(x, embedded, **_text_of(unet.mid_block, context))
+        for block in unet.up_blocks:
+            count = len(block.resnets)
+            passed, skips = tuple(skips[-count:]), skips[:-count]
+            x = block(
+                hidden_states=x,
+                res_hidden_states_tuple=passed,
+                temb=embedded,
+                **_text_of(block, context),
+            )
+        if unet.conv_norm_out is not None:
+            x = unet.conv_act(unet.conv_norm_out(x))
+        output: torch.Tensor = unet.conv_out(x)
+        return output
+
+
+def _text_of(block: Any, context: torch.Tensor) -> dict[str, torch.Tensor]:
+    has_text = getattr(block, "has_cross_attention", False)
+    return {"encoder_hidden_states": context} if has_text else {}

@@ -1,0 +1,1 @@
+"""Networks that enlarge images: ESRGAN and its relatives, through spandrel."""

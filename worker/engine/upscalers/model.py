@@ -1,0 +1,160 @@
+"""Upscaler files: read, checked, kept on the device while jobs use them, run in tiles.
+
+A network gets the image as RGB, as these networks were trained; AUTOMATIC1111 gives it as BGR, so
+its colours differ a little.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from cachetools import LRUCache
+
+from imagefleet import errors
+from worker.engine import contract
+from worker.engine import errors as engine_errors
+from worker.engine.lora import safetensors
+from worker.engine.upscalers import library, tiles
+
+log = logging.getLogger(__name__)
+
+#: Networks on the device: the usual ones have 33 MiB in float16.
+KEPT = 3
+
+#: Pixels on a tile's side at first, and the least: halved while the memory is short. ESRGAN needs
+#: some 2.5 GB for 512 in float16.
+TILE, LEAST_TILE = 512, 64
+
+_RGB = 3
+
+
+class Upscaler:
+    """A network that enlarges RGB images by a whole factor."""
+
+    def __init__(self, name: str, network: Any, device: torch.device) -> None:
+        """*network* is spandrel's `ImageModelDescriptor`."""
+        self.name = name
+        self.scale: int = network.scale
+        on_gpu = device.type == "cuda"
+        self._dtype = torch.float32
+        if on_gpu and network.supports_half:
+            self._dtype = torch.float16
+        elif on_gpu and network.supports_bfloat16:
+            self._dtype = torch.bfloat16
+        self._network = network.eval().to(device, self._dtype)
+        self._device = device
+        self._tile = TILE
+
+    @torch.inference_mode()
+    def enlarge(self, pixels: contract.Pixels) -> contract.Pixels:
+        """The image, enlarged by the network's own factor.
+
+        Raises:
+            TransientError: the memory is too short even for small tiles.
+            NodeError: the GPU itself is broken.
+        """
+        image = torch.from_numpy(pixels).to(self._device).permute(2, 0, 1)
+        image = image.to(self._dtype) / 255
+        enlarged = None
+        while enlarged is None:
+            try:
+                enlarged = tiles.run(self._network, image, self.scale, self._tile)
+                continue
+            except Exception as error:
+                if not engine_errors.is_out_of_memory(error) or self._tile <= LEAST_TILE:
+                    raise engine_errors.classify(error) from error
+            # Outside the handler, where the error's traceback no longer holds any tensors.
+            self._tile //= 2
+            torch.cuda.empty_cache()
+            log.warning(
+                "the upscaler %s ran out of memory: it goes on in tiles of %d pixels",
+                self.name,
+                self._tile,
+                extra={"action": "upscaler_tiles"},
+            )
+        levels = enlarged.clamp_(0, 1).mul_(255).round_().to(torch.uint8)
+        found: contract.Pixels = levels.permute(1, 2, 0).cpu().numpy()
+        return np.ascontiguousarray(found)
+
+
+class UpscalerCache:
+    """The upscalers used last; thread-safe."""
+
+    def __init__(self, device: torch.device, kept: int = KEPT) -> None:
+        self._device = device
+        self._lock = threading.Lock()
+        self._cache: LRUCache[tuple[str, int, int], Upscaler] = LRUCache(kept)
+
+    def load(self, path: Path) -> Callable[[contract.Pixels, float], contract.Pixels]:
+        """The same, as a function that takes and ignores a factor: the network has its own."""
+        upscaler = self.get(path)
+        return lambda pixels, _: upscaler.enlarge(pixels)
+
+    def get(self, path: Path) -> Upscaler:
+        """Reads a file, unless it is kept; raises as `read_upscaler`."""
+        name = path.stem
+        try:
+            status = path.stat()
+        except OSError as error:
+            raise _unreadable(name, error) from error
+        identity = (str(path), status.st_mtime_ns, status.st_size)
+        with self._lock:
+            if identity not in self._cache:
+                self._cache[identity] = read_upscaler(name, path, self._device)
+            return self._cache[identity]
+
+
+def read_upscaler(name: str, path: Path, device: torch.device) -> Upscaler:
+    """Reads and checks one file.
+
+    Raises:
+        UnusableFileError: it is no .safetensors file of a network that enlarges RGB images.
+        TransientError: it could not be read.
+        JobError: this worker has no spandrel.
+    """
+    try:
+        spandrel = library.spandrel()
+    except ImportError as error:
+        raise errors.JobError(
+            f"the upscaler {name!r} needs what `pip install 'imagefleet[upscalers]'` installs"
+            f" ({error})"
+        ) from error
+    try:
+        content = safetensors.read(path)
+        places = safetensors.places(content.header, len(content.data))
+    except OSError as error:
+        raise _unreadable(name, error) from error
+    except (safetensors.MalformedError, safetensors.UnknownTypeError) as error:
+        raise errors.UnusableFileError(
+            f"the upscaler {name!r} is not a complete .safetensors file: {error}"
+        ) from error
+    tensors = {key: place.of(content.data).float() for key, place in places.items()}
+    if not all(bool(each.isfinite().all()) for each in tensors.values()):
+        raise _unusable(name, "it holds NaN or infinity")
+    tensors = spandrel.canonicalize_state_dict(tensors)
+    try:
+        network = spandrel.MAIN_REGISTRY.load(tensors)
+    except spandrel.UnsupportedModelError as error:
+        raise _unusable(name, "its architecture is none that spandrel knows") from error
+    except Exception as error:  # spandrel's architectures raise what they like for such a file
+        raise _unusable(name, f"its tensors do not fit its architecture ({error})"[:300]) from error
+    channels = (network.input_channels, network.output_channels)
+    if not isinstance(network, spandrel.ImageModelDescriptor) or channels != (_RGB, _RGB):
+        raise _unusable(name, f"{network.architecture.name} does not enlarge RGB images")
+    if network.tiling is spandrel.ModelTiling.INTERNAL:
+        raise _unusable(name, f"{network.architecture.name} works on whole images only")
+    return Upscaler(name, network, device)
+
+
+def _unusable(name: str, why: str) -> errors.UnusableFileError:
+    return errors.UnusableFileError(f"the upscaler {name!r} cannot be used: {why}")
+
+
+def _unreadable(name: str, error: OSError) -> errors.TransientError:
+    return errors.TransientError(f"the upscaler {name!r} cannot be read: {error.strerror or error}")

@@ -1,0 +1,1 @@
+"""What jobs are given beside prompts: images, masks, files of upscalers and ControlNets."""

@@ -1,0 +1,108 @@
+"""Images that jobs are given: decoded within limits, and resized as AUTOMATIC1111 does."""
+
+from __future__ import annotations
+
+import io
+
+from PIL import Image, ImageOps, UnidentifiedImageError
+
+from imagefleet import errors
+from imagefleet.redaction import printable
+
+#: Four times those of the largest image that a job may ask for: a photograph has fewer.
+MAX_PIXELS = 2**24
+
+_FORMATS = ("PNG", "JPEG", "WEBP")
+
+_WHITE = "#ffffff"
+
+Size = tuple[int, int]
+"""Width and height in pixels."""
+
+
+def read(what: str, data: bytes) -> Image.Image:
+    """Decodes a file, turned as its Exif data says; *what* it is, for messages.
+
+    Raises:
+        JobError: it is no image, is damaged or has too many pixels.
+    """
+    try:
+        return _read(what, data)
+    except errors.JobError:
+        raise
+    except UnidentifiedImageError:
+        raise errors.JobError(f"{what} is not a PNG, JPEG or WebP image") from None
+    except (Image.DecompressionBombError, Image.DecompressionBombWarning):
+        raise errors.JobError(f"{what} has more than {MAX_PIXELS:,} pixels") from None
+    except MemoryError:
+        raise
+    except Exception as error:  # noqa: BLE001 - Pillow's parsers raise a dozen kinds
+        reason = printable(" ".join(str(error).split()))[:200] or type(error).__name__
+        raise errors.JobError(f"{what} is a damaged image: {reason}") from None
+
+
+def _read(what: str, data: bytes) -> Image.Image:
+    with Image.open(io.BytesIO(data), formats=_FORMATS) as image:
+        width, height = image.size
+        if width * height > MAX_PIXELS:  # before the pixels take memory
+            raise errors.JobError(
+                f"{what} has {width:,} x {height:,} pixels; {MAX_PIXELS:,} at most are read"
+            )
+        image.load()
+        turned = ImageOps.exif_transpose(image)
+        if turned.mode not in {"RGB", "P"} or not isinstance(image.info.get("transparency"), bytes):
+            return turned
+        return turned.convert("RGBA")
+
+
+def flatten(image: Image.Image) -> Image.Image:
+    """In RGB; what is transparent becomes white."""
+    if image.mode != "RGBA":
+        return image.convert("RGB")
+    background = Image.new("RGBA", image.size, _WHITE)
+    background.paste(image, mask=image)
+    return background.convert("RGB")
+
+
+def resize(mode: int, image: Image.Image, size: Size) -> Image.Image:
+    """By the modes of AUTOMATIC1111 (`modules/images.py`, `resize_image`).
+
+    0 stretches; 1 covers *size* and cuts off what is over; 2 fits into it, and repeats the borders.
+    """
+    if mode == 0:
+        return _stretched(image, size)
+    width, height = size
+    is_wider = width / height > image.width / image.height
+    if (mode == 1) == is_wider:
+        inner = width, image.height * width // image.width
+    else:
+        inner = image.width * height // image.height, height
+    # Of an image that is far longer than it is wide, nothing might be left.
+    inner = max(1, inner[0]), max(1, inner[1])
+    stretched = _stretched(image, inner)
+    resized = Image.new(image.mode, size)
+    left, upper = width // 2 - inner[0] // 2, height // 2 - inner[1] // 2
+    resized.paste(stretched, (left, upper))
+    if mode == 1:
+        return resized
+    if inner[0] == width and upper > 0:
+        border = (width, upper)
+        resized.paste(_resampled(stretched, border, (0, 0, width, 0)), (0, 0))
+        below = (0, inner[1], width, inner[1])
+        resized.paste(_resampled(stretched, border, below), (0, upper + inner[1]))
+    elif inner[1] == height and left > 0:
+        border = (left, height)
+        resized.paste(_resampled(stretched, border, (0, 0, 0, height)), (0, 0))
+        right = (inner[0], 0, inner[0], height)
+        resized.paste(_resampled(stretched, border, right), (left + inner[0], 0))
+    return resized
+
+
+def _stretched(image: Image.Image, size: Size) -> Image.Image:
+    return image.resize(size, Image.Resampling.LANCZOS)
+
+
+def _resampled(
+    image: Image.Image, size: Size, box: tuple[float, float, float, float]
+) -> Image.Image:
+    return image.resize(size, Image.Resampling.BICUBIC, box)

@@ -1,0 +1,164 @@
+"""Reads what jobs are given: their images from the storage, and the files that they name."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from PIL import Image
+
+from imagefleet import errors, retry
+from imagefleet.job.message import MAX_IMAGE_BYTES, Job
+from imagefleet.job.passes import hires, sources
+from imagefleet.signing import TrustedKeys
+from imagefleet.storage import protocol
+from worker.engine import contract
+from worker.files.library import FileLibrary
+from worker.inputs import control, files, img2img, pictures
+from worker.inputs.img2img import Begin, Overlay
+from worker.inputs.pictures import Size
+
+#: Images decoded and resized at once: one of the largest takes some 200 MB meanwhile.
+DECODED_AT_ONCE = 2
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Inputs:
+    """What the requests of a job have beside its prompts, and what is laid over their images."""
+
+    init: contract.InitImage | None = None
+    hires: contract.HiresPass | None = None
+    controls: tuple[contract.Control, ...] = ()
+    overlay: Overlay | None = None
+
+
+NO_INPUTS = Inputs()
+
+
+class InputReader:
+    """Reads the inputs of jobs; those of a job's images are read once."""
+
+    def __init__(
+        self,
+        files_of_jobs: protocol.BlobStore,
+        images: protocol.BlobStore,
+        *,
+        cache: Path,
+        cache_bytes: int,
+        trusted: TrustedKeys | None = None,
+    ) -> None:
+        """*cache_bytes* for each kind of file, which one of the *trusted* keys must list."""
+        self._containers = {"files": files_of_jobs, "images": images}
+        self._upscalers, self._controlnets = (
+            FileLibrary.stored(
+                files_of_jobs,
+                kind,
+                cache=cache / kind.folder,
+                cache_bytes=cache_bytes,
+                trusted=trusted,
+            )
+            for kind in (files.UPSCALER, files.CONTROLNET)
+        )
+        self._room = asyncio.Semaphore(DECODED_AT_ONCE)
+
+    async def read(self, job: Job, size: Size) -> Inputs:
+        """The inputs of a job whose first pass has *size*, (width, height) in pixels.
+
+        Raises:
+            JobError: an image or a file does not exist or cannot be used, or a size is refused.
+            TransientError: the storage did not answer.
+            NodeError, SetupError: as of `FileLibrary.resolve`.
+        """
+        begin = await self._begin(job, size)
+        return Inputs(
+            init=begin.init if begin else None,
+            hires=await self._hires(job, size),
+            controls=tuple([await self._control(job, at, size) for at in range(len(job.controls))]),
+            overlay=begin.overlay if begin else None,
+        )
+
+    async def _begin(self, job: Job, size: Size) -> Begin | None:
+        if not job.init_images:
+            return None
+        image = await self._file("init_images", job.init_images[0])
+        mask = None if job.mask is None else await self._file("mask", job.mask)
+
+        def prepare() -> Begin:
+            return img2img.begin(
+                job,
+                pictures.read("init_images: the image", image),
+                None if mask is None else pictures.read("mask: the image", mask),
+                size,
+            )
+
+        async with self._room:
+            return await asyncio.to_thread(prepare)
+
+    async def _hires(self, job: Job, size: Size) -> contract.HiresPass | None:
+        if not job.enable_hr:
+            return None
+        width, height = hires.size_after(job, size)
+        path = None
+        if job.upscaler_file is not None:
+            path = await self._resolve(self._upscalers, job.upscaler_file)
+        prompt, negative_prompt = job.hires_prompts
+        sampler = hires.sampler(job)
+        return contract.HiresPass(
+            width,
+            height,
+            job.denoising_strength,
+            hires.steps(job),
+            job.upscaler,
+            path,
+            prompt,
+            negative_prompt,
+            None if sampler == job.sampler else sampler,
+            None if prompt is None else job.cfg_scale * prompt.weight,
+        )
+
+    async def _control(self, job: Job, at: int, size: Size) -> contract.Control:
+        unit = job.controls[at]
+        what = f"alwayson_scripts.controlnet.args[{at}].image"
+        path = await self._resolve(self._controlnets, unit.model)
+        image = await self._file(what, unit.image)
+
+        def prepare() -> contract.Pixels:
+            read: Image.Image = pictures.read(f"{what}: the image", image)
+            return control.pixels(read, unit.resize_mode, size)
+
+        async with self._room:
+            pixels = await asyncio.to_thread(prepare)
+        start, end = unit.guidance_start, unit.guidance_end
+        return contract.Control(unit.model, path, pixels, unit.weight, start, end)
+
+    async def _resolve(self, library: FileLibrary, name: str) -> Path:
+        return await retry.UNTIL_ACCESS.call(partial(library.resolve, name))
+
+    async def _file(self, field: str, source: str) -> bytes:
+        """The file of an image that a field names, or has in it."""
+        place = sources.place(source)
+        if place is None:
+            return sources.content(source)
+        blobs = self._containers[place.container]
+        try:
+            read = partial(blobs.read, place.blob, max_bytes=MAX_IMAGE_BYTES)
+            data = await retry.UNTIL_ACCESS.call(read)
+            if data is None:
+                await blobs.check()  # without its container, the job is not at fault
+        except errors.UnusableFileError as error:
+            raise errors.UnusableFileError(f"{field}: {error.message}") from None
+        except errors.SetupError as error:
+            if place.container == "files":
+                raise
+            # A worker's token allows to create images, not to read them.
+            raise errors.JobError(
+                f"{field}: {source!r} cannot be read with this worker's credentials: store it in"
+                f" {sources.INPUTS} of the container of files ({error.message})"
+            ) from None
+        if data is None:
+            raise errors.MissingFileError(
+                f"{field}: there is no {place.blob!r} in the container {blobs.name!r}"
+            )
+        return data

@@ -1,0 +1,55 @@
+"""Sends the next stage of a job once the image of the one before is stored.
+
+It is sent before the message of the stage before is deleted. A worker that dies in between leaves a
+stage that is sent twice, never one that is not: who gets that message again finds the image and
+sends the next stage once more, whose worker finds its image in turn.
+"""
+
+from __future__ import annotations
+
+import logging
+
+from imagefleet.job import chain
+from imagefleet.job.message import DELIVERIES_FIELD, Job, message_fields, message_text
+from imagefleet.storage import protocol, queue_names
+from imagefleet.storage.model_queues import ModelQueues
+from imagefleet.storage.settings import checked_priority
+from worker.jobs.in_flight import InFlightJob
+
+log = logging.getLogger(__name__)
+
+
+def next_message(job: Job, message: protocol.LeasedMessage) -> tuple[str, Job]:
+    """The message of the stage after *job*, and that stage."""
+    fields = message_fields(message.body)
+    fields.pop(DELIVERIES_FIELD, None)
+    fields["id"] = job.id
+    fields[chain.STAGE_FIELD] = field = chain.next_field(job, message.id)
+    whole = job.place.job if job.place else job
+    return message_text(fields), chain.stage_of_message(whole, field)
+
+
+async def send_next(models: ModelQueues, entry: InFlightJob) -> None:
+    """Sends the stage after that of a job whose image is stored, with the job's priority.
+
+    Raises:
+        LeaseLost: another worker has the job now, and sends it.
+    """
+    if entry.job is None:
+        raise RuntimeError("read the job first")
+    body, following = next_message(entry.job, entry.lease.message)
+    priority = checked_priority(queue_names.priority_of(entry.lease.message.queue))
+    entry.lease.check()
+    await models.send([body], priority)
+    log.debug(
+        "job %s goes on with stage %d of %d",
+        entry.id,
+        following.stage,
+        following.stages,
+        extra={
+            "action": "stage_sent",
+            "job_id": entry.id,
+            "stage": following.stage,
+            "model": following.model,
+        },
+    )
