@@ -1,13 +1,17 @@
-"""What img2img and hires fix cost beside txt2img, in rows a second: a row is one image's UNet call.
+"""What img2img, hires fix and ControlNets cost beside txt2img.
+
+In rows a second; a row is one image's UNet call.
 
     python benchmarks/stages/img2img.py --out benchmarks/results/staged-h200.json
 
 The figures are shares of what the same rows take in txt2img alone: every other job begins with an
 image of its own (strength 0.75 of 20 steps), or has a second pass at twice the side. A row of the
 larger size counts as many rows of the native size as it takes the time of in txt2img alone, as more
-pixels also mean longer attention. Shares compare rates of one run; the file's other figures stay.
-`--kinds img2img,inpainting,hires,hires_lanczos` measures more, `--alone` each kind alone as well.
-`--tiny` tries it on a CPU, with meaningless figures.
+pixels also mean longer attention. A row with a ControlNet counts as many as it has the arithmetic
+of (`controlnet_by_flops`: 1 if the ControlNet costs its arithmetic alone); all those jobs have the
+same random one, and images of their own. Shares compare rates of one run; the file's other figures
+stay. `--kinds img2img,inpainting,hires,hires_lanczos,controlnet` measures more, or fewer, `--alone`
+each kind alone as well. `--tiny` tries it on a CPU, with meaningless figures.
 """
 
 from __future__ import annotations
@@ -25,18 +29,23 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import numpy as np
+import torch
 from PIL import Image
 from rich.console import Console
 from rich.table import Table
+from torch.utils.flop_counter import FlopCounterMode
 
 import tiny_model
+from families import tiny_controlnets
 from fleet.bench import engine as bench_engine
 from fleet.bench import jobs as bench_jobs
 from fleet.bench import machine, work
 from worker.engine import contract, load
 from worker.engine import device as devices
 from worker.engine.passes import steps
+from worker.engine.slots import step
 from worker.engine.slots.engine import SlotEngine
+from worker.engine.slots.queue import BatchKey
 
 Requests = Iterator[contract.ImageRequest]
 
@@ -50,8 +59,12 @@ _COARSE = 8
 class Run:
     """An engine and its jobs without LoRAs."""
 
-    def __init__(self, engine: SlotEngine, workload: bench_jobs.Workload, seconds: float) -> None:
+    def __init__(
+        self, engine: SlotEngine, workload: bench_jobs.Workload, seconds: float, controlnet: Path
+    ) -> None:
+        """*controlnet*: its file."""
         self.engine = engine
+        self._controlnet = controlnet
         self._workload = workload
         self._seconds = seconds
         self.large_row = 1.0
@@ -82,6 +95,22 @@ class Run:
         hires = contract.HiresPass(*self.large, HIRES_STRENGTH, HIRES_STEPS, upscaler)
         return (replace(request, hires=hires) for request in self._workload.requests())
 
+    def controlled(self) -> Requests:
+        for request in self._workload.requests():
+            pixels = make_init(request, masked=False).pixels
+            control = contract.Control(self._controlnet.stem, self._controlnet, pixels)
+            yield replace(request, controls=(control,))
+
+    def flops(self, request: contract.ImageRequest) -> int:
+        """Of one UNet call of all slots, as the engine computes it uncompiled."""
+        engine = self.engine
+        lane = engine._open_lane(BatchKey.of(engine.prepare(request)))  # noqa: SLF001
+        opened = engine._open(lane)  # noqa: SLF001
+        slots = len(opened.state.latents)
+        with torch.no_grad(), FlopCounterMode(display=False) as counter:
+            step.tick(engine._unet, "shared", *opened.arguments())  # noqa: SLF001
+        return int(counter.get_total_flops()) // slots
+
     def _rows(self, request: contract.ImageRequest) -> float:
         if request.init is not None:
             taken = steps.img2img(request.steps, request.init.denoising_strength)
@@ -107,12 +136,24 @@ def in_turn(*kinds: Requests) -> Requests:
     return itertools.chain.from_iterable(zip(*kinds, strict=True))
 
 
+CONTROLNET = "controlnet"
+
 KINDS: Mapping[str, Callable[[Run], Requests]] = {
     "img2img": Run.img2img,
     "inpainting": lambda run: run.img2img(masked=True),
     "hires": Run.hires,
     "hires_lanczos": lambda run: run.hires("Lanczos"),
+    CONTROLNET: Run.controlled,
 }
+
+
+def _details(kinds: Sequence[str]) -> str:
+    """The name of their figures."""
+    return "controlnet_rows" if list(kinds) == [CONTROLNET] else "img2img_rows"
+
+
+def _has_large(kinds: Sequence[str]) -> bool:
+    return any(name.startswith("hires") for name in kinds)
 
 
 def measure(run: Run, kinds: Sequence[str], *, alone: bool) -> dict[str, Any]:
@@ -124,23 +165,34 @@ def measure(run: Run, kinds: Sequence[str], *, alone: bool) -> dict[str, Any]:
         print(f"{name}: {rows[name]:.2f} rows/s", flush=True)
 
     add("txt2img", run.txt2img())
-    add("large_txt2img", run.large_txt2img())
-    run.large_row = rows["txt2img"] / rows["large_txt2img"]
+    if _has_large(kinds):
+        add("large_txt2img", run.large_txt2img())
+        run.large_row = rows["txt2img"] / rows["large_txt2img"]
     for name in kinds:
+        if name == CONTROLNET:
+            continue
         add(f"{name}_beside_txt2img", in_turn(run.txt2img(), KINDS[name](run)))
         if alone:
             add(f"{name}_alone", KINDS[name](run))
+    details: dict[str, Any] = {}
+    if CONTROLNET in kinds:
+        more_flops = run.flops(next(run.controlled())) / run.flops(next(run.txt2img()))
+        details["controlnet_row_in_rows_by_flops"] = more_flops
+        add(CONTROLNET, run.controlled())
+        rows["controlnet_by_flops"] = rows[CONTROLNET] * more_flops
     add("txt2img_again", run.txt2img())
     plain = (rows["txt2img"] + rows["txt2img_again"]) / 2
     shares = {name: round(rate / plain, 4) for name, rate in rows.items()}
     figures = {
         "img2img_over_txt2img": shares.get("img2img_beside_txt2img"),
         "hires_over_txt2img_by_rows": shares.get("hires_beside_txt2img"),
+        "controlnet_by_flops": shares.get("controlnet_by_flops"),
     }
     return {
         **{name: share for name, share in figures.items() if share is not None},
-        "img2img_rows": {
+        _details(kinds): {
             "rows_per_second": rows,
+            **details,
             "shares": shares,
             "large_row_in_native_rows": run.large_row,
             "slots": run.engine.slots,
@@ -157,7 +209,9 @@ def main() -> None:
     parser.add_argument("--family", default="sd1", help="of the random model: sd1, sd2 or sdxl")
     parser.add_argument("--slots", type=int)
     parser.add_argument("--seconds", type=float, default=40.0, help="per measured rate")
-    parser.add_argument("--kinds", default="img2img,hires", help=f"of {', '.join(KINDS)}")
+    parser.add_argument(
+        "--kinds", default="img2img,hires,controlnet", help=f"of {', '.join(KINDS)}"
+    )
     parser.add_argument("--alone", action="store_true")
     parser.add_argument("--tiny", action="store_true")
     arguments = parser.parse_args()
@@ -166,16 +220,22 @@ def main() -> None:
     engine = load.load_engine(setup.model, arguments.device, slots=arguments.slots)
     native = replace(setup.workload, loras=(), sizes=(engine.default_size,))
     work.draw(engine, [native.request(at) for at in range(engine.slots)])
-    run = Run(engine, native, arguments.seconds)
-    engine.warm_up(*run.large)  # nothing on a CPU
-    found = measure(run, arguments.kinds.split(","), alone=arguments.alone)
-    found["img2img_rows"] |= {
+    controlnet = arguments.folder / f"{setup.model.name}-controlnet.safetensors"
+    tiny_controlnets.build(controlnet, setup.model)
+    run = Run(engine, native, arguments.seconds, controlnet)
+    kinds = arguments.kinds.split(",")
+    if _has_large(kinds):
+        engine.warm_up(*run.large)  # nothing on a CPU
+    if CONTROLNET in kinds:
+        engine.warm_up_like(next(run.controlled()))
+    found = measure(run, kinds, alone=arguments.alone)
+    found[_details(kinds)] |= {
         "hardware": machine.hardware(devices.find_device(arguments.device)),
         "versions": machine.versions(),
     }
     engine.close()
     table = Table("jobs", "rows/s", "of txt2img")
-    rows = found["img2img_rows"]
+    rows = found[_details(kinds)]
     for name, rate in rows["rows_per_second"].items():
         table.add_row(name, f"{rate:.1f}", f"{rows['shares'][name]:.3f}")
     Console().print(table)

@@ -9,7 +9,9 @@ import torch
 
 from imagefleet import errors
 from worker.engine import contract
+from worker.engine.control.held import ControlNets
 from worker.engine.decoder import Decoder
+from worker.engine.lora.file import Identity
 from worker.engine.slots import memory
 from worker.engine.slots.lane import Lane, Lanes
 from worker.engine.slots.queue import SlotJob
@@ -32,6 +34,7 @@ class Recovery:
         weights: Weights,
         decoder: Decoder,
         stager: Stager,
+        control_nets: ControlNets,
         *,
         native: tuple[int, int],
     ) -> None:
@@ -42,6 +45,7 @@ class Recovery:
         self._weights = weights
         self._decoder = decoder
         self._stager = stager
+        self._control_nets = control_nets
         self._native = native
 
     def recover(
@@ -49,7 +53,8 @@ class Recovery:
     ) -> list[contract.Finished]:
         """Restarts in-flight images from their seeds, in a way that is less likely to fail.
 
-        Out of memory concerns all lanes: they share one block of weights, then have fewer slots.
+        Out of memory concerns all lanes: ControlNets that no job needs now are dropped; then the
+        lanes share one block of weights, then have fewer slots.
         Any other failure concerns its lane alone: it is no longer compiled, then each of its jobs
         is alone. A job that fails alone is finished: these are returned.
         """
@@ -62,14 +67,7 @@ class Recovery:
         again: list[SlotJob] = []
         if out_of_memory:
             self.restart_all()
-            if self._lanes.blocks > 1:
-                self._share_block()
-                again = jobs
-            elif in_call > 1:
-                self._shrink(math.ceil(self._lanes.slots * memory.fewer(in_call) / lane.slots))
-                again = jobs
-            elif others and lane.batch_key.isolated is None:
-                again = [self._isolate(job) for job in jobs]
+            again = self._with_more_memory(lane, jobs, in_call, has_others=others > 0)
         elif compiled and lane.step is not None:
             log.warning(
                 "compilation is off from now on: a compiled tick failed",
@@ -114,6 +112,30 @@ class Recovery:
             self._share_block()
         else:
             self._shrink(memory.fewer(self._lanes.slots))
+
+    def _with_more_memory(
+        self, failed: Lane, jobs: list[SlotJob], in_call: int, *, has_others: bool
+    ) -> list[SlotJob]:
+        """Frees memory after a call of *in_call* images had too little; what may run again."""
+        if self._control_nets.keep_only(self._needed(failed)):
+            return jobs
+        if self._lanes.blocks > 1:
+            self._share_block()
+        elif in_call > 1:
+            self._shrink(math.ceil(self._lanes.slots * memory.fewer(in_call) / failed.slots))
+        elif has_others and failed.batch_key.isolated is None:
+            return [self._isolate(job) for job in jobs]
+        elif failed.batch_key.controls and self._lanes.slots > 1:
+            # A ControlNet takes memory beside the slots' weights.
+            self._shrink(memory.fewer(self._lanes.slots))
+        else:
+            return []
+        return jobs
+
+    def _needed(self, failed: Lane) -> set[Identity]:
+        """The ControlNets of all jobs that are here."""
+        lanes = [failed, *(lane for lane in self._lanes if lane.held)]
+        return {identity for lane in lanes for identity in lane.batch_key.controls}
 
     def _isolate(self, job: SlotJob) -> SlotJob:
         """Gives a job a lane of its own: it may be what breaks the calls of others."""

@@ -19,6 +19,7 @@ from safetensors.torch import save_file
 import batch_engine
 import key_names
 import tiny_model
+from families import tiny_controlnets
 from worker.engine import checkpoint as checkpoints
 from worker.engine import contract, device, load, text
 from worker.engine.slots import engine as slots
@@ -57,6 +58,34 @@ def lora_paths(tmp_path_factory: pytest.TempPathFactory, checkpoint: Path) -> li
         tiny_model.build_tiny_lora(folder / f"style-{seed}.safetensors", checkpoint, seed=seed)
         for seed in range(3)
     ]
+
+
+@pytest.fixture(scope="session")
+def make_control(
+    tmp_path_factory: pytest.TempPathFactory, checkpoint: Path
+) -> Callable[..., contract.Control]:
+    """A tiny ControlNet for the checkpoint in a folder, and an image of lines of a seed's own."""
+    files: dict[tuple[Path, int], Path] = {}
+
+    def make(
+        seed: int = 0, folder: Path = checkpoint, *, image: int = 0, **changes: Any
+    ) -> contract.Control:
+        if (path := files.get((folder, seed))) is None:
+            path = tmp_path_factory.mktemp("controlnets") / f"{folder.name}-{seed}.safetensors"
+            files[folder, seed] = tiny_controlnets.build(path, folder, seed)
+        control = contract.Control(path.stem, path, _lines(image, 64, 64))
+        return dataclasses.replace(control, **changes)
+
+    return make
+
+
+def _lines(seed: int, width: int, height: int) -> contract.Pixels:
+    random = np.random.default_rng(seed)
+    image = np.zeros((height, width, 3), np.uint8)
+    for _ in range(4):
+        image[random.integers(height)] = 255
+        image[:, random.integers(width)] = random.integers(0, 256, 3)
+    return image
 
 
 @pytest.fixture(scope="session")

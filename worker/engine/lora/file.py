@@ -18,6 +18,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, get_args
 
 import torch
@@ -118,10 +119,15 @@ def identify(lora: contract.Lora) -> Identity:
         TransientError: it cannot be read, or was evicted from the disk meanwhile.
     """
     try:
-        status = lora.path.stat()
+        return identity_of(lora.path)
     except OSError as error:
         raise _unreadable(lora, error) from error
-    return (str(lora.path), status.st_mtime_ns, status.st_size)
+
+
+def identity_of(path: Path) -> Identity:
+    """Identifies a file's content; raises OSError if it cannot be read."""
+    status = path.stat()
+    return (str(path), status.st_mtime_ns, status.st_size)
 
 
 def read_lora(lora: contract.Lora, identity: Identity, layouts: layout.Layouts) -> LoraFile:

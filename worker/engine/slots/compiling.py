@@ -239,7 +239,8 @@ class Compilation:
             if compiled.is_compiled:
                 return
             # The attention kernels are the likeliest part that the compiler cannot trace.
-            self._unet.use_default_attention()
+            for network in (self._unet, *step.networks):
+                network.use_default_attention()
 
 
 def _step_of(lane: Lane) -> Step:

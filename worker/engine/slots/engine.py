@@ -21,6 +21,7 @@ from imagefleet.job.prompt import Prompt
 from worker.engine import contract, decoder, sampler
 from worker.engine import errors as engine_errors
 from worker.engine.checkpoint import Checkpoint
+from worker.engine.control.held import KEPT_BYTES, ControlNets
 from worker.engine.kernels import layers
 from worker.engine.kernels.background import Around, nothing_around
 from worker.engine.kernels.compile import GraphPool
@@ -82,7 +83,8 @@ class SlotEngine:
             layers.replace_group_norms(checkpoint.unet)
             layers.replace_group_norms(checkpoint.vae)
             layers.replace_upsamplers(checkpoint.vae)
-        self._stager = Stager(checkpoint)
+        self._control_nets = ControlNets(checkpoint.unet, is_compiled=backend is not None)
+        self._stager = Stager(checkpoint, self._control_nets)
         if is_low_rank is None:
             is_low_rank = checkpoint.family.has_large_layers and memory.needs_low_rank(
                 self._device, linear.transformer_bytes(checkpoint.unet)
@@ -103,6 +105,7 @@ class SlotEngine:
         self._preparer = prepare.RequestPreparer(
             checkpoint,
             {"unet": self._unet.groups, **linear.groups_of(checkpoint.text_encoders)},
+            self._control_nets,
             convolutions=self._unet.changes.groups,
             lora_cache_bytes=lora_cache_bytes,
         )
@@ -133,6 +136,7 @@ class SlotEngine:
             self._weights,
             self._decoder,
             self._stager,
+            self._control_nets,
             native=self.default_size,
         )
         self._decoder.free_memory = self._recovery.try_to_use_less_memory
@@ -240,6 +244,10 @@ class SlotEngine:
         """
         self._compilation.run(self._runner.batch_key(width, height, tokens))
 
+    def warm_up_like(self, request: contract.ImageRequest) -> None:
+        """The same for requests with the size, prompts' length and ControlNets of this one."""
+        self._compilation.run(BatchKey.of(self.prepare(request)))
+
     def compile_in_background(self, around: Around = nothing_around) -> None:
         """The same for the native size while images are drawn, soon after the first one.
 
@@ -257,6 +265,7 @@ class SlotEngine:
         self._runner.reset()
         self._decoder.clear()
         self._stager.close()
+        self._control_nets.close()
         self._merger.close()
         self._unet.close()
         for network in self._checkpoint.networks.values():
@@ -279,7 +288,8 @@ class SlotEngine:
         if lane.step is None:
             lane.block = self._lanes.choose_block()
             self._unet.use_block(lane.block)
-            lane.step = self._runner.make_step(lane.batch_key, lane.slots)
+            networks = [self._control_nets.get(each) for each in lane.batch_key.controls]
+            lane.step = self._runner.make_step(lane.batch_key, lane.slots, networks)
         return lane.step
 
     def _refill(self, lane: Lane, finished: list[contract.Finished]) -> None:
@@ -353,6 +363,8 @@ class SlotEngine:
         state.context[rows].copy_(self._unet.keys_values.compute(staged.vectors, factors))
         if state.added is not None and staged.added is not None:
             state.added[rows].copy_(self._unet.embed_added(*staged.added))
+        for control, hint in zip(step.controls, staged.hints, strict=True):
+            control.fill(slot, hint, staged.vectors, staged.added)
 
     def _step(self, lane: Lane) -> None:
         """Runs one step of a lane's slots and passes finished latents to the decoder."""
@@ -364,6 +376,8 @@ class SlotEngine:
             schedule = job.prepared.schedule
             inputs.rows[slot, :GUIDANCE] = schedule.table[job.call]
             inputs.rows[slot, GUIDANCE] = job.prepared.guidance(job.call)
+            for at, control in enumerate(job.prepared.controls, GUIDANCE + 1):
+                inputs.rows[slot, at] = control.weights[job.call]
             if schedule.noisy[job.call] and job.staged is not None:
                 job.staged.noise.fill(inputs.noise[slot])
                 noisy = True
@@ -412,7 +426,7 @@ class SlotEngine:
         fit = memory.fit(
             self._device,
             self._unet.slot_bytes + state_bytes,
-            lambda: tick(self._unet, "shared", *state),
+            lambda: tick(self._unet, "shared", *state, ()),
             decode,
             slots,
             is_compiled=self._runner.may_compile,
@@ -421,5 +435,6 @@ class SlotEngine:
         self._runner.slots = fit.slots
         self._decoder.slice_pixels = fit.decoded * width * height
         self._stager.room_bytes = fit.staged_bytes
+        self._control_nets.kept_bytes = min(KEPT_BYTES, fit.staged_bytes / 2)
         self._unet.temporary_bytes = max(fit.temporary_bytes, self._unet.temporary_bytes)
         return fit.blocks

@@ -15,6 +15,9 @@ from imagefleet import errors
 from imagefleet.job.prompt import MAX_CHUNKS, Chunk
 from worker.engine import contract, embeddings, sampler, text
 from worker.engine.checkpoint import Checkpoint
+from worker.engine.control import request as control_request
+from worker.engine.control.held import ControlNets
+from worker.engine.control.request import PreparedControl
 from worker.engine.lora import file as lora_file
 from worker.engine.lora import merge, names, pack
 from worker.engine.noise import NoiseStream
@@ -70,6 +73,7 @@ class PreparedRequest:
     """The second pass of hires fix."""
     upscaling: Upscaling | None = None
     """Of a second pass: how it begins."""
+    controls: tuple[PreparedControl, ...] = ()
 
     @property
     def next_pass(self) -> PreparedRequest | None:
@@ -134,12 +138,14 @@ class RequestPreparer:
         self,
         checkpoint: Checkpoint,
         groups: Groups,
+        control_nets: ControlNets,
         *,
         convolutions: Mapping[convolution.Shape, Sequence[str]] = MappingProxyType({}),
         lora_cache_bytes: int = LORA_CACHE_BYTES,
     ) -> None:
         self._checkpoint = checkpoint
         self.groups = groups
+        self._control_nets = control_nets
         self._convolutions = convolutions
         self._held_as_convolutions = convolution.all_paths(convolutions)
         self._dtype: torch.dtype = checkpoint.unet.dtype
@@ -174,19 +180,20 @@ class RequestPreparer:
         """Checks a request, tokenises its prompts, reads its files and packs its LoRAs.
 
         Raises:
-            JobError: this checkpoint cannot draw it, or a LoRA or embedding does not fit.
+            JobError: this checkpoint cannot draw it, or a LoRA, an embedding or a ControlNet does
+                not fit.
             TransientError: one of them could not be read.
         """
         self._check_size(request)
         self._check_clip_skip(request.clip_skip)
-        init, image = request.init, None
+        init, image, steps = request.init, None, request.steps
         if init is None:
             schedule = self._schedule(request, request.steps)
         elif request.hires is not None:
             raise errors.JobError("a second pass (hires fix) is for images that begin with noise")
         else:
             taken = pass_steps.img2img(request.steps, init.denoising_strength)
-            schedule = self._schedule(request, *taken)
+            schedule, steps = self._schedule(request, *taken), taken.t_enc + 1
             self._may_go_on.wait()
             size = request.width, request.height
             image = init_image.prepare(init, *size, self._checkpoint.vae_factor)
@@ -212,6 +219,7 @@ class RequestPreparer:
             convolution_pack,
             {network: self._pack(each, network) for network, each in text_encoder_loras.items()},
             image,
+            controls=self._controls(request, schedule, steps),
         )
         if request.hires is None:
             return prepared
@@ -223,7 +231,7 @@ class RequestPreparer:
         hires: contract.HiresPass,
         named: Sequence[embeddings.Embedding],
     ) -> PreparedRequest:
-        """With the first pass' LoRAs."""
+        """With the first pass' LoRAs and ControlNets."""
         own = first.request
         request = replace(
             own,
@@ -237,17 +245,34 @@ class RequestPreparer:
             sampler=hires.sampler or own.sampler,
             cfg_scale=own.cfg_scale if hires.cfg_scale is None else hires.cfg_scale,
             hires=None,
+            controls=tuple(
+                control_request.for_second_pass(each, hires.width, hires.height)
+                for each in own.controls
+            ),
         )
         self._check_size(request)
         taken = pass_steps.second_pass(request.steps, hires.denoising_strength)
+        schedule = self._schedule(request, *taken)
         return replace(
             first,
             request=request,
             prompt=self.tokenizer.chunks(request.prompt, named),
             negative_prompt=self.tokenizer.chunks(request.negative_prompt, named),
-            schedule=self._schedule(request, *taken),
+            schedule=schedule,
             upscaling=upscaling.find(hires, own.width, own.height, self._upscalers.load),
+            controls=self._controls(request, schedule, taken.t_enc + 1),
         )
+
+    def _controls(
+        self, request: contract.ImageRequest, schedule: sampler.Schedule, steps: int
+    ) -> tuple[PreparedControl, ...]:
+        """Those of a pass that takes so many *steps*."""
+        if not request.controls:
+            return ()
+        self._may_go_on.wait()
+        checked = [(self._control_nets.check(each), each) for each in request.controls]
+        size, calls = (request.width, request.height), len(schedule.table)
+        return control_request.prepare(checked, size, request.sampler, calls, steps)
 
     def _schedule(
         self, request: contract.ImageRequest, steps: int, t_enc: int | None = None

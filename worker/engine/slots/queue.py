@@ -10,6 +10,7 @@ from typing import Literal, NamedTuple
 
 import torch
 
+from worker.engine.lora.file import Identity
 from worker.engine.lora.merge import LoraKey
 from worker.engine.lora.names import Network
 from worker.engine.lora.pack import Group
@@ -38,12 +39,15 @@ class BatchKey(NamedTuple):
     """The LoRAs that must be merged into the shared weights; None if slots can hold them."""
     isolated: int | None
     """The ticket of a job that runs alone, since it may be what breaks the calls of others."""
+    controls: tuple[Identity, ...] = ()
+    """The files of the ControlNets."""
 
     @classmethod
     def of(cls, prepared: PreparedRequest) -> BatchKey:
         request = prepared.request
         merged = prepared.lora_key if prepared.unet_pack is None else None
-        return cls(request.width, request.height, prepared.tokens, merged, None)
+        controls = tuple(each.identity for each in prepared.controls)
+        return cls(request.width, request.height, prepared.tokens, merged, None, controls)
 
     @property
     def is_masked(self) -> bool:
@@ -109,6 +113,8 @@ class Staged:
     """After its first, which `latents` has."""
     inpainting: Inpainting | None
     """What it keeps, without the dimension of the batch; None if it keeps nothing."""
+    hints: Sequence[torch.Tensor] = ()
+    """[channels, height, width] for each ControlNet: its embedded image."""
 
     @property
     def tensors(self) -> list[torch.Tensor]:
@@ -120,7 +126,7 @@ class Staged:
             *(self.added or ()),
             *(self.inpainting or ()),
         )
-        return [tensor for tensor in (*small, *self.loras) if tensor is not None]
+        return [tensor for tensor in (*small, *self.loras, *self.hints) if tensor is not None]
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,6 +22,7 @@ from imagefleet.job.prompt import Chunk
 from worker.engine import contract, embeddings, text
 from worker.engine import errors as engine_errors
 from worker.engine.checkpoint import Checkpoint
+from worker.engine.control.held import ControlNets
 from worker.engine.families import sdxl
 from worker.engine.lora import merge
 from worker.engine.lora.names import Network
@@ -66,7 +67,8 @@ class Stager:
     `begin` and `stage` are for the engine's thread.
     """
 
-    def __init__(self, checkpoint: Checkpoint) -> None:
+    def __init__(self, checkpoint: Checkpoint, control_nets: ControlNets) -> None:
+        self._control_nets = control_nets
         self._device = checkpoint.unet.device
         self._dtype = checkpoint.unet.dtype
         self._channels = int(checkpoint.unet.config.in_channels)
@@ -98,10 +100,21 @@ class Stager:
             self._stream.wait_stream(torch.cuda.current_stream())
         self._thread = ThreadPoolExecutor(1, "stager")
         self._assemblers = ThreadPoolExecutor(_ASSEMBLERS, "assembler")
-        self.room_bytes = math.inf
-        """For the LoRAs of jobs that have no slot yet; those of one job may take more."""
+        self._room_bytes = math.inf
         self.text_encoder_lock = threading.Lock()
         """Held while LoRAs may be merged into the text encoder."""
+
+    @property
+    def room_bytes(self) -> float:
+        """For the LoRAs of jobs that have no slot yet; those of one job may take more.
+
+        ControlNets take their memory from it.
+        """
+        return max(0.0, self._room_bytes - self._control_nets.held_bytes)
+
+    @room_bytes.setter
+    def room_bytes(self, room_bytes: float) -> None:
+        self._room_bytes = room_bytes
 
     def begin(self, jobs: Iterable[SlotJob]) -> None:
         """Starts to stage jobs; their prompts are encoded together."""
@@ -247,7 +260,10 @@ class Stager:
             image = job.prepared.image
             if image is not None and image.kept is not None:
                 kept = Inpainting(self._copy(image.kept), original)
-        return Staged(latents, vectors, mask, added, copies, factors, convolutions, noise, kept)
+        hints = [self._control_nets.embed(each) for each in job.prepared.controls]
+        return Staged(
+            latents, vectors, mask, added, copies, factors, convolutions, noise, kept, hints
+        )
 
     def _image_of(self, job: SlotJob) -> torch.Tensor | None:
         """The latents [4, height, width] that a job begins with beside noise, if any."""

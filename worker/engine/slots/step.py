@@ -11,12 +11,13 @@ import logging
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from worker.engine import sampler
 from worker.engine.checkpoint import Checkpoint
+from worker.engine.control.network import ControlState, SlotControlNet, residuals
 from worker.engine.kernels.compile import Compiled, GraphPool
 from worker.engine.kernels.layers import KernelSelector, fastest_seconds, time_convolutions
 from worker.engine.slots.prepare import PLAIN_TOKENS
@@ -51,7 +52,8 @@ class SlotState(NamedTuple):
     history: torch.Tensor
     """[sampler.HISTORY, slots, 4, height, width]"""
     rows: torch.Tensor
-    """[slots, columns]: this call's sampler coefficients, then the guidance scale."""
+    """[slots, columns]: this call's sampler coefficients, the guidance scale, and a weight for each
+    ControlNet of the lane."""
     noise: torch.Tensor
     """[slots, 4, height, width]"""
     kept: torch.Tensor
@@ -94,6 +96,7 @@ def tick(
     context: torch.Tensor,
     mask: torch.Tensor | None,
     added: torch.Tensor | None,
+    controls: Sequence[ControlState],
 ) -> None:
     """One UNet call and one sampler step of a `SlotState`'s tensors, in place.
 
@@ -107,7 +110,10 @@ def tick(
         x = x.contiguous(memory_format=torch.channels_last)
     times = coefficients[:, sampler.TIMESTEP]
     per_slot, changes = weight_mode != "shared", weight_mode == "per_slot_convolutions"
-    output = unet(x, times, context, mask, per_slot, changes, added)
+    steering: Sequence[torch.Tensor] = ()
+    if controls:
+        steering = residuals(controls, x, times, mask, rows[:, GUIDANCE + 1 :])
+    output = unet(x, times, context, mask, per_slot, changes, added, steering)
     cond, uncond = output.float().unflatten(0, (-1, 2)).unbind(dim=1)
     guided = uncond + rows[:, GUIDANCE, None, None, None] * (cond - uncond)
     stepped, remembered = sampler.step(coefficients, latents, guided, history, noise, image)
@@ -178,6 +184,7 @@ class Step:
     batch_key: BatchKey
     state: SlotState
     feeder: InputFeeder
+    controls: tuple[ControlState, ...] = ()
     compiled: dict[WeightMode, Compiled] = field(default_factory=dict)
     is_compiling: bool = False
 
@@ -185,6 +192,17 @@ class Step:
     def is_kept(self) -> bool:
         """True if its lane stays open: what is compiled is bound to these tensors."""
         return self.is_compiling or bool(self.compiled)
+
+    @property
+    def networks(self) -> list[SlotControlNet]:
+        """Its ControlNets."""
+        return [each.network for each in self.controls]
+
+    def arguments(self, slots: int | None = None) -> tuple[Any, ...]:
+        """What `tick` takes for the first *slots* slots, by default all."""
+        slots = len(self.state.latents) if slots is None else slots
+        state = self.state.first(slots)
+        return (*state, tuple(each.first(slots) for each in self.controls))
 
 
 class StepRunner:
@@ -225,9 +243,18 @@ class StepRunner:
         compiled = (each for step in self._compiled.values() for each in step.compiled.values())
         return self._dropped_recompiles + sum(each.recompiles for each in compiled)
 
-    def make_step(self, batch_key: BatchKey, slots: int) -> Step:
+    def make_step(
+        self, batch_key: BatchKey, slots: int, networks: Sequence[SlotControlNet] = ()
+    ) -> Step:
+        """With the key's ControlNets."""
         state = self.make_slot_state(batch_key, slots)
-        return Step(batch_key, state, InputFeeder(state, self._copied))
+        height, width = state.latents.shape[2:]
+        for network in networks:
+            network.record_stream()
+        controls = tuple(
+            ControlState.zeros(each, slots, (height, width), batch_key.tokens) for each in networks
+        )
+        return Step(batch_key, state, InputFeeder(state, self._copied), controls)
 
     def count_image(self, batch_key: BatchKey, weight_mode: WeightMode) -> None:
         """Counts an image: what is frequent is compiled."""
@@ -288,23 +315,27 @@ class StepRunner:
             compiled()
         else:
             time_convolutions(lasting=slots == len(step.state.latents))
-            tick(self._unet, weight_mode, *step.state.first(slots))
+            tick(self._unet, weight_mode, *step.arguments(slots))
 
     def select_kernels(self, step: Step) -> None:
         """Selects the attention kernels of a step that is not compiled yet; keeps its images."""
         if not step.compiled:
             time_convolutions(lasting=True)
-            with _keeping(step), self._unet.selecting_kernels(self._kernels), torch.no_grad():
-                tick(self._unet, "shared", *step.state)
+            with contextlib.ExitStack() as selecting:
+                selecting.enter_context(_keeping(step))
+                for network in (self._unet, *step.networks):
+                    selecting.enter_context(network.selecting_kernels(self._kernels))
+                with torch.no_grad():
+                    tick(self._unet, "shared", *step.arguments())
 
     def make_compiled(self, step: Step, weight_mode: WeightMode) -> Compiled:
         """A step's tick, to be traced on any thread and then taken up."""
         key, slots = step.batch_key, len(step.state.latents)
         return Compiled(
             f"the UNet for {slots} slots of {key.width}x{key.height} and {key.tokens} tokens"
-            f" ({weight_mode} weights)",
+            f" ({weight_mode} weights{f', {len(key.controls)} ControlNets' * bool(key.controls)})",
             tick,
-            (self._unet, weight_mode, *step.state),
+            (self._unet, weight_mode, *step.arguments()),
             backend=self._backend,
             pool=self._pool,
         )
@@ -368,7 +399,7 @@ class StepRunner:
         return SlotState(
             latents=zeros(*shape),
             history=zeros(sampler.HISTORY, *shape),
-            rows=zeros(slots, sampler.COLUMNS + 1),
+            rows=zeros(slots, sampler.COLUMNS + 1 + len(batch_key.controls)),
             noise=zeros(*shape),
             kept=zeros(slots, 1, *sides),
             original=zeros(*shape),

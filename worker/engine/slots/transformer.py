@@ -57,7 +57,7 @@ class KeysValues:
                 change.merge(stack.shared, weights)
             product = F.linear(vectors, weights.flatten(0, 1))
             products.append(product if apart is None else product + apart)
-        return torch.cat(products, dim=-1)
+        return torch.cat(products, dim=-1) if products else vectors[..., :0]
 
 
 class Transformer(nn.Module):

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -37,28 +37,25 @@ from worker.engine.slots.transformer import (
 )
 
 
-class SlotUnet(nn.Module):
-    """Shares its weights with the diffusers UNet it is made from, which stays usable."""
+class SlotEncoder(nn.Module):
+    """The first half of a UNet, down to its middle, which ControlNets have as well."""
 
-    def __init__(self, unet: Any, *, is_low_rank: bool = False) -> None:
-        """*is_low_rank*: slots have no weights of their own, only changes of low rank."""
+    def __init__(self, original: Any, paths: Mapping[nn.Module, str]) -> None:
+        """*original* is diffusers' UNet or ControlNet; *paths* are those of its modules."""
         super().__init__()
-        self.is_low_rank = is_low_rank
-        paths = {module: path for path, module in unet.named_modules()}
-        self.time_proj = unet.time_proj
-        self.time_embedding = _TimeEmbedding(unet.time_embedding, paths)
-        self.added = _AddedEmbedding(unet) if unet.config.addition_embed_type else None
-        self.conv_in = _conv(paths, unet.conv_in)
-        self.down = nn.ModuleList(_Down(block, paths) for block in unet.down_blocks)
-        self.mid = _Layers(unet.mid_block.resnets[1:], unet.mid_block.attentions, paths)
-        self.mid_first = _Resnet(unet.mid_block.resnets[0], paths)
-        self.up = nn.ModuleList(_Up(block, paths) for block in unet.up_blocks)
-        self.norm_out = unet.conv_norm_out
-        self.conv_out = _conv(paths, unet.conv_out)
-        linears = [module for module in self.modules() if isinstance(module, SlotLinear)]
-        self._stacks = {} if is_low_rank else stack_by_shape("slots", linears)
-        for linear in linears if is_low_rank else ():
-            linear.keep_apart()
+        self.time_proj = original.time_proj
+        self.time_embedding = _TimeEmbedding(original.time_embedding, paths)
+        self.added = _AddedEmbedding(original) if original.config.addition_embed_type else None
+        self.conv_in = _conv(paths, original.conv_in)
+        self.down = nn.ModuleList(_Down(block, paths) for block in original.down_blocks)
+        attentions = getattr(original.mid_block, "attentions", None) or ()
+        self.mid = _Layers(original.mid_block.resnets[1:], attentions, paths)
+        self.mid_first = _Resnet(original.mid_block.resnets[0], paths)
+        self.dtype: torch.dtype = original.conv_in.weight.dtype
+        self.device: torch.device = original.conv_in.weight.device
+
+    def _join(self, paths: Mapping[nn.Module, str], *, is_low_rank: bool) -> None:
+        """Makes one product each of what all layers compute of the time and of the prompt."""
         crosses = [module for module in self.modules() if isinstance(module, CrossAttention)]
         self.time_projections = _TimeProjections(
             [module for module in self.modules() if isinstance(module, _Resnet)], paths
@@ -66,10 +63,87 @@ class SlotUnet(nn.Module):
         self._self_attentions = [
             module for module in self.modules() if isinstance(module, SelfAttention)
         ]
-        self._upsamplers = [module for module in self.modules() if isinstance(module, Upsampler)]
         self.keys_values = KeysValues(crosses, paths, is_low_rank=is_low_rank)
-        self.dtype: torch.dtype = unet.conv_out.weight.dtype
-        self.device: torch.device = unet.conv_out.weight.device
+
+    @property
+    def added_width(self) -> int:
+        """Of what it takes beside the timestep; 0: nothing."""
+        return 0 if self.added is None else self.added.width
+
+    @torch.no_grad()
+    def embed_added(self, pooled: torch.Tensor, sizes: torch.Tensor) -> torch.Tensor:
+        """`encode`'s *added* [rows, width] of pooled vectors and size ids, one each per row."""
+        if self.added is None:
+            raise RuntimeError("this network has no such inputs")
+        embedded: torch.Tensor = self.added(pooled, sizes)
+        return embedded
+
+    def encode(
+        self,
+        x: torch.Tensor,
+        times: torch.Tensor,
+        context: torch.Tensor,
+        mask: torch.Tensor | None,
+        per_slot: bool,
+        slots: int,
+        added: torch.Tensor | None,
+        hint: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
+        """The middle's output, the embedded timesteps, and the output of every layer before.
+
+        As `SlotUnet.forward`; *slots*: 0 without changes. *hint* [slots, channels, height, width]
+        is added to the first layer's output.
+        """
+        time = self.time_embedding(self.time_proj(times).to(x.dtype), slots)
+        if added is not None:
+            time = time.repeat_interleave(2, dim=0) + added
+        time = self.time_projections(time, slots)
+        x = self.conv_in(x, slots)
+        if hint is not None:
+            x = x + hint
+        if added is not None:
+            x = repeat_rows(x, len(added))
+        skips = [x]
+        for block in self.down:
+            x = block(x, time, skips, context, mask, per_slot, slots)
+        x = self.mid_first(x, time, slots)
+        for attend, resnet in zip(self.mid.attentions, self.mid.resnets, strict=True):
+            x = resnet(attend(x, context, mask, per_slot), time, slots)
+        return x, time, skips
+
+    @contextlib.contextmanager
+    def selecting_kernels(self, selector: KernelSelector) -> Iterator[None]:
+        """Within it, each self-attention's next call selects its fastest kernel."""
+        for attend in self._self_attentions:
+            attend.kernel = select_and_attend(attend, selector)
+        try:
+            yield
+        except BaseException:
+            self.use_default_attention()
+            raise
+
+    def use_default_attention(self) -> None:
+        for attend in self._self_attentions:
+            attend.kernel = default_attention
+
+
+class SlotUnet(SlotEncoder):
+    """Shares its weights with the diffusers UNet it is made from, which stays usable."""
+
+    def __init__(self, unet: Any, *, is_low_rank: bool = False) -> None:
+        """*is_low_rank*: slots have no weights of their own, only changes of low rank."""
+        paths = {module: path for path, module in unet.named_modules()}
+        super().__init__(unet, paths)
+        self.is_low_rank = is_low_rank
+        self.up = nn.ModuleList(_Up(block, paths) for block in unet.up_blocks)
+        self.norm_out = unet.conv_norm_out
+        self.conv_out = _conv(paths, unet.conv_out)
+        linears = [module for module in self.modules() if isinstance(module, SlotLinear)]
+        self._stacks = {} if is_low_rank else stack_by_shape("slots", linears)
+        for linear in linears if is_low_rank else ():
+            linear.keep_apart()
+        self._join(paths, is_low_rank=is_low_rank)
+        self._upsamplers = [module for module in self.modules() if isinstance(module, Upsampler)]
         self.changes = SlotChanges(
             (module for module in self.modules() if isinstance(module, LowRankChange)),
             unet.conv_out.weight.detach(),
@@ -90,19 +164,6 @@ class SlotUnet(nn.Module):
         weights = sum(stack.shared.nbytes for stack in self._stacks.values())
         return weights + self.changes.slot_bytes
 
-    @property
-    def added_width(self) -> int:
-        """Of what `forward` takes beside the timestep; 0: nothing."""
-        return 0 if self.added is None else self.added.width
-
-    @torch.no_grad()
-    def embed_added(self, pooled: torch.Tensor, sizes: torch.Tensor) -> torch.Tensor:
-        """`forward`'s *added* [rows, width] of pooled vectors and size ids, one each per row."""
-        if self.added is None:
-            raise RuntimeError("this UNet has no such inputs")
-        embedded: torch.Tensor = self.added(pooled, sizes)
-        return embedded
-
     def forward(
         self,
         x: torch.Tensor,
@@ -112,6 +173,7 @@ class SlotUnet(nn.Module):
         per_slot: bool,
         changes: bool = False,
         added: torch.Tensor | None = None,
+        residuals: Sequence[torch.Tensor] = (),
     ) -> torch.Tensor:
         """The UNet's output [2 * slots, 4, height, width].
 
@@ -119,22 +181,18 @@ class SlotUnet(nn.Module):
         `keys_values`; mask [2 * slots, 1, 1, tokens], added to the attention scores, or None.
         *per_slot* uses each slot's own weights, else the shared ones. *changes* adds each slot's
         changes of convolutions and of the layers for the time. *added* [2 * slots, width] is added
-        to the embedded timesteps, in UNets with such inputs.
+        to the embedded timesteps, in UNets with such inputs. *residuals* of ControlNets are added
+        to the outputs of all layers of the first half, the middle's last.
         """
         slots = len(x) if changes else 0
-        time = self.time_embedding(self.time_proj(times).to(x.dtype), slots)
-        if added is not None:
-            time = time.repeat_interleave(2, dim=0) + added
-        time = self.time_projections(time, slots)
-        x = self.conv_in(x, slots)
-        if added is not None:
-            x = repeat_rows(x, len(added))
-        skips = [x]
-        for block in self.down:
-            x = block(x, time, skips, context, mask, per_slot, slots)
-        x = self.mid_first(x, time, slots)
-        for attend, resnet in zip(self.mid.attentions, self.mid.resnets, strict=True):
-            x = resnet(attend(x, context, mask, per_slot), time, slots)
+        x, time, skips = self.encode(x, times, context, mask, per_slot, slots, added)
+        if residuals:
+            *firsts, last = residuals
+            skips = [
+                repeat_rows(skip, len(each)) + each
+                for skip, each in zip(skips, firsts, strict=True)
+            ]
+            x = x + last
         for block in self.up:
             x = block(x, time, skips, context, mask, per_slot, slots)
         output: torch.Tensor = self.conv_out(F.silu(self.norm_out(x)), slots)
@@ -169,21 +227,6 @@ class SlotUnet(nn.Module):
         self.keys_values.stacks.clear()
         self.changes.clear()
         self.to("meta")
-
-    @contextlib.contextmanager
-    def selecting_kernels(self, selector: KernelSelector) -> Iterator[None]:
-        """Within it, each self-attention's next call selects its fastest kernel."""
-        for attend in self._self_attentions:
-            attend.kernel = select_and_attend(attend, selector)
-        try:
-            yield
-        except BaseException:
-            self.use_default_attention()
-            raise
-
-    def use_default_attention(self) -> None:
-        for attend in self._self_attentions:
-            attend.kernel = default_attention
 
     @torch.no_grad()
     def load_slot(

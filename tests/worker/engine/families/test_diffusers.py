@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from worker.engine import text
+from worker.engine.control.held import ControlNets
 from worker.engine.families import sdxl
 from worker.engine.slots.staging import Stager
 from worker.engine.slots.unet import SlotUnet
@@ -100,7 +101,8 @@ def test_text_states_are_diffusers(family_checkpoint: Any, family_pipeline: Any)
     for family in FAMILIES:
         checkpoint = family_checkpoint(family)
         prompts = [text.Tokenizer(checkpoint.tokenizer).chunks(each) for each in (WORDS, OTHERS)]
-        context = Stager(checkpoint)._encoder.encode(prompts, 1)
+        nets = ControlNets(checkpoint.unet, is_compiled=False)
+        context = Stager(checkpoint, nets)._encoder.encode(prompts, 1)
         encode = family_pipeline(family).encode_prompt
         if family == "sdxl":
             expected = encode(WORDS, negative_prompt=OTHERS)

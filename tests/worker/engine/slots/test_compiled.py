@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import shutil
 import time
 from pathlib import Path
@@ -174,6 +175,59 @@ def test_jobs_that_begin_with_an_image_cause_no_recompile(
     for request, image in zip(requests, images, strict=True):
         assert difference(image, draw(uncompiled, request)[0]) <= ROUNDING
     uncompiled.close()
+
+
+def test_controlnets_are_compiled_with_the_tick_and_cause_no_recompile(
+    compiled_engine: slot_engine.SlotEngine,
+    small_model: Path,
+    make_request: Any,
+    make_control: Any,
+    draw: Any,
+    difference: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Other lanes keep their graphs and tensors.
+
+    The model hardly changes its noise; weights are large to show.
+    """
+    engine = compiled_engine
+    monkeypatch.setattr(engine._runner, "_compiled_modes", ("shared",))
+    ((_, before),) = engine._runner._compiled.items()
+    tensors = [each.data_ptr() for each in before.state if each is not None]
+    graphs = dict(before.compiled)
+
+    def control(seed: int, **changes: Any) -> contract.Control:
+        pixels = np.random.default_rng(seed).integers(0, 256, (32, 32, 3), np.uint8)
+        return make_control(0, small_model, pixels=pixels, **changes)
+
+    size = {"width": 32, "height": 32}
+    requests = [
+        make_request(**size, controls=(control(1, weight=60),)),
+        make_request(**size, seed=2, controls=(control(2, weight=90, end=0.4),), steps=6),
+        make_request(**size, seed=3, controls=(control(3, weight=60, end=0.7),), sampler="plms"),
+        make_request(**size, seed=4),
+    ]
+    engine.warm_up_like(requests[0])
+    first, steered = engine._runner._compiled.values()
+    assert first is before
+    assert steered.compiled["shared"].graphs == 1
+    assert steered.compiled["shared"].is_compiled
+    images = draw(engine, *requests)
+    assert engine.recompiles == 0
+    assert [each.data_ptr() for each in before.state if each is not None] == tensors
+    assert before.compiled == graphs
+    loaded = checkpoints.load_checkpoint(small_model, torch.device("cpu"), torch.float32)
+    uncompiled = slot_engine.SlotEngine(loaded, 2)
+    for request, image in zip(requests, images, strict=True):
+        assert difference(image, draw(uncompiled, request)[0]) <= ROUNDING
+        if request.controls:
+            plain = dataclasses.replace(request, controls=())
+            assert difference(image, draw(uncompiled, plain)[0]) > 20
+    uncompiled.close()
+    # The next tests count the engine's graphs.
+    (lane,) = (each for each in engine._lanes if each.batch_key.controls)
+    lane.close()
+    engine._runner._compiled.pop(lane.batch_key)
 
 
 def test_other_shapes_run_uncompiled(

@@ -16,6 +16,7 @@ from imagefleet import errors
 from imagefleet.job.prompt import Prompt
 from worker.engine import checkpoint, contract, device, sampler, text
 from worker.engine import errors as engine_errors
+from worker.engine.control.held import ControlNets
 from worker.engine.decoder import to_pixels
 from worker.engine.lora import merge
 from worker.engine.slots.prepare import PreparedRequest, RequestPreparer
@@ -55,7 +56,8 @@ class BatchEngine:
 
     def __init__(self, loaded: checkpoint.Checkpoint, max_batch: int) -> None:
         self._checkpoint = loaded
-        self._preparer = RequestPreparer(loaded, {"unet": {}, "text_encoder": {}})
+        nets = ControlNets(loaded.unet, is_compiled=False)
+        self._preparer = RequestPreparer(loaded, {"unet": {}, "text_encoder": {}}, nets)
         self._encoder = text.Encoder(
             loaded.text_encoder,
             start=loaded.tokenizer.bos_token_id,

@@ -1,0 +1,289 @@
+"""Jobs with ControlNets beside others: each image is what it is alone, whatever fails."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from imagefleet import errors
+from worker.engine import contract
+from worker.engine.control import held, network
+from worker.engine.control import request as control_request
+
+ROUNDING = 2
+
+
+@pytest.fixture
+def mixed(make_request: Any, make_control: Any, lora_paths: list[Path]) -> list[Any]:
+    """Requests of three ControlNets in all ways."""
+    styles = [contract.Lora(path.stem, path, 1.0, 1.0) for path in lora_paths]
+    pixels = make_control(image=9).pixels
+    mask = np.zeros((64, 64), np.uint8)
+    mask[:, 32:] = 255
+    long = "a castle on a hill, " * 12
+    return [
+        make_request(seed=1, controls=(make_control(0),)),
+        make_request(seed=2, controls=(make_control(0, image=1, weight=0.4),), steps=7),
+        make_request(seed=3, controls=(make_control(0, end=0.4),), loras=(styles[0],)),
+        make_request(seed=4, controls=(make_control(1),), loras=(styles[1], styles[2])),
+        make_request(seed=5, loras=(styles[1],)),
+        make_request(seed=6, controls=(make_control(0, start=0.5), make_control(1, image=3))),
+        make_request(seed=7, controls=(make_control(1, image=2), make_control(0))),
+        make_request(seed=8, controls=(make_control(0),), prompt=long),
+        make_request(
+            seed=9, controls=(make_control(0),), init=contract.InitImage(pixels, 0.7, mask)
+        ),
+        make_request(seed=10),
+        make_request(seed=11, controls=(make_control(0),), sampler="plms", steps=5),
+    ]
+
+
+def lines(width: int, height: int) -> contract.Pixels:
+    image = np.zeros((height, width, 3), np.uint8)
+    image[height // 3], image[:, width // 4] = 255, (255, 0, 80)
+    return image
+
+
+def test_an_image_beside_others_is_what_it_is_alone(
+    make_slot_engine: Any, mixed: list[Any], draw: Any, difference: Any
+) -> None:
+    engine = make_slot_engine(slots=3)
+    alone = [draw(engine, request)[0] for request in mixed]
+    for image, expected in zip(draw(engine, *mixed), alone, strict=True):
+        assert difference(image, expected) <= ROUNDING
+    keys = {len(engine.prepare(each).controls) for each in mixed}
+    assert keys == {0, 1, 2}
+    plain = [dataclasses.replace(request, controls=()) for request in mixed]
+    for request, image, other in zip(mixed, alone, draw(engine, *plain), strict=True):
+        assert (difference(image, other) > 20) == bool(request.controls)
+
+
+def test_the_next_images_of_a_job_use_its_embedded_control_image(
+    make_slot_engine: Any,
+    make_request: Any,
+    make_control: Any,
+    draw: Any,
+    difference: Any,
+    monkeypatch: Any,
+) -> None:
+    engine = make_slot_engine(slots=2)
+    requests = [make_request(seed=seed, controls=(make_control(),)) for seed in range(4)]
+    apart = [draw(engine, request)[0] for request in requests]
+    embedded, embed = [], network.SlotControlNet.embed
+    monkeypatch.setattr(
+        network.SlotControlNet,
+        "embed",
+        lambda self, pixels: embed(self, embedded.append(pixels) or pixels),
+    )
+    first = engine.prepare(requests[0])
+    for ticket, request in enumerate(requests):
+        engine.admit(ticket, dataclasses.replace(first, request=request))
+    images: dict[int, Any] = {}
+    while engine.busy:
+        images.update({done.ticket: done.outcome for done in engine.tick()})
+    for ticket, expected in enumerate(apart):
+        assert difference(images[ticket], expected) <= ROUNDING
+    assert len(embedded) == 1
+
+
+def test_both_passes_of_hires_fix_are_steered(
+    make_slot_engine: Any, make_request: Any, make_control: Any, draw: Any, difference: Any
+) -> None:
+    """The second one by the image in its size: the same as img2img with the first one's image."""
+    engine = make_slot_engine(slots=2)
+    hires = contract.HiresPass(96, 128, 0.7, 4, "Nearest")
+    control = make_control(pixels=lines(64, 64))
+    request = make_request(seed=3, controls=(control,), hires=hires)
+    prepared = engine.prepare(request)
+    (second,) = prepared.second.controls
+    assert second.pixels.shape == (128, 96, 3)
+    (image,) = draw(engine, request)
+    without = draw(engine, make_request(seed=3, hires=hires))[0]
+    assert difference(image, without) > 20
+    late = make_request(seed=3, controls=(dataclasses.replace(control, weight=0.0),), hires=hires)
+    assert difference(draw(engine, late)[0], without) <= ROUNDING
+    for part in ("first", "second"):
+        kept = engine.prepare(request)
+        if part == "first":
+            kept = dataclasses.replace(kept, second=dataclasses.replace(kept.second, controls=()))
+        else:
+            kept = dataclasses.replace(kept, controls=())
+        engine.admit(0, kept)
+        (done,) = [each for _ in range(20) if engine.busy for each in engine.tick()]
+        assert difference(done.outcome, image) > ROUNDING, f"not by the {part} pass alone"
+
+
+def test_a_map_of_classes_keeps_its_colours_in_the_second_pass(make_control: Any) -> None:
+    image = np.zeros((64, 64, 3), np.uint8)
+    image[:20], image[20:, :30], image[40:, 30:] = (255, 0, 0), (0, 90, 7), (4, 200, 250)
+    larger = control_request.for_second_pass(make_control(pixels=image), 96, 128)
+    colours = {tuple(each) for each in larger.pixels.reshape(-1, 3).tolist()}
+    assert colours == {tuple(each) for each in image.reshape(-1, 3).tolist()}
+    same = make_control(pixels=image)
+    assert control_request.for_second_pass(same, 64, 64) is same
+
+
+@pytest.mark.parametrize(
+    ("sampler", "start", "end", "steered"),
+    [
+        ("euler", 0.0, 1.0, [0, 1, 2, 3, 4, 5, 6, 7]),
+        ("euler", 0.0, 0.0, [0, 1]),
+        ("euler", 0.25, 0.5, [3, 4, 5]),
+        ("euler", 0.2, 0.55, [3, 4, 5]),
+        ("euler", 1.0, 1.0, []),
+        ("plms", 0.0, 0.0, [0, 1, 2]),
+        ("plms", 0.25, 0.5, [4, 5, 6]),
+    ],
+)
+def test_the_steps_are_those_of_sd_webui_controlnet(
+    sampler: str, start: float, end: float, steered: list[int], make_control: Any
+) -> None:
+    """Calls with `start <= state.sampling_step / steps <= end`, that being set after each step."""
+    control = make_control(weight=0.5, start=start, end=end)
+    calls = 9 if sampler == "plms" else 8
+    weights = control_request.weights(control, sampler, calls, 8)
+    assert [at for at, weight in enumerate(weights) if weight == 0.5] == steered
+    assert {weights[at] for at in range(calls) if at not in steered} <= {0.0}
+
+
+def test_controlnets_without_effect_take_no_lane_and_load_nothing_on_the_device(
+    make_slot_engine: Any, make_request: Any, make_control: Any, draw: Any, difference: Any
+) -> None:
+    engine = make_slot_engine(slots=2)
+    idle = [make_control(seed, weight=0.0) for seed in range(4)]
+    image, plain = draw(engine, make_request(controls=tuple(idle)), make_request())
+    assert difference(image, plain) <= ROUNDING
+    assert engine._control_nets.held_bytes == 0
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"width": 96}, "does not have 96x64 pixels"),
+        ({"copies": 4}, "has 4 ControlNets; at most 3"),
+    ],
+)
+def test_requests_that_cannot_be_drawn_are_refused(
+    changes: dict[str, Any], reason: str, slot_engine: Any, make_request: Any, make_control: Any
+) -> None:
+    controls = (make_control(),) * changes.pop("copies", 1)
+    with pytest.raises(errors.JobError, match=reason):
+        slot_engine.prepare(make_request(controls=controls, **changes))
+
+
+def test_threads_that_prepare_the_same_file_read_it_once(
+    make_slot_engine: Any, make_request: Any, make_control: Any, monkeypatch: Any
+) -> None:
+    engine = make_slot_engine(slots=2)
+    reads, read = [], held.file.read
+    monkeypatch.setattr(
+        held.file, "read", lambda *arguments: reads.append(arguments[1]) or read(*arguments)
+    )
+    request = make_request(controls=(make_control(),))
+    threads = [threading.Thread(target=engine.prepare, args=(request,)) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(reads) == 1
+
+
+@pytest.mark.parametrize("when", ["copying", "drawing"])
+def test_without_memory_unneeded_controlnets_are_dropped_before_slots(
+    when: str,
+    make_slot_engine: Any,
+    make_request: Any,
+    make_control: Any,
+    draw: Any,
+    difference: Any,
+    monkeypatch: Any,
+) -> None:
+    engine = make_slot_engine(slots=4, blocks=2)
+    requests = [make_request(seed=seed, controls=(make_control(1),)) for seed in (1, 2)]
+    sound = draw(make_slot_engine(slots=4), *requests)
+    draw(engine, make_request(controls=(make_control(0),)))
+    nets, failures = engine._control_nets, iter([True])
+    unneeded = set(nets._kept)
+    (lane,) = engine._lanes
+    lane.close()
+
+    def fail_once(original: Any) -> Any:
+        def run(*arguments: Any) -> Any:
+            if next(failures, False):
+                raise torch.cuda.OutOfMemoryError("CUDA out of memory")
+            return original(*arguments)
+
+        return run
+
+    where, name = (nets, "_copy") if when == "copying" else (engine._runner, "run")
+    monkeypatch.setattr(where, name, fail_once(getattr(where, name)))
+    for image, expected in zip(draw(engine, *requests), sound, strict=True):
+        assert difference(image, expected) <= ROUNDING
+    assert next(failures, None) is None, "or the test shows nothing"
+    assert not unneeded & set(nets._alive)
+    assert (engine._lanes.blocks, engine.slots) == (2, 4)
+
+
+def test_a_controlnet_that_has_no_room_beside_the_slots_gets_theirs(
+    make_slot_engine: Any,
+    make_request: Any,
+    make_control: Any,
+    draw: Any,
+    difference: Any,
+    monkeypatch: Any,
+) -> None:
+    engine = make_slot_engine(slots=4, blocks=1)
+    request = make_request(controls=(make_control(),))
+    (sound,) = draw(make_slot_engine(slots=4), request)
+    nets = engine._control_nets
+    copy = nets._copy
+
+    def fail(identity: Any) -> Any:
+        if engine.slots > 2:
+            raise torch.cuda.OutOfMemoryError("CUDA out of memory")
+        return copy(identity)
+
+    monkeypatch.setattr(nets, "_copy", fail)
+    beside = [make_request(seed=seed) for seed in (2, 3)]
+    image, *_ = draw(engine, request, *beside)
+    assert difference(image, sound) <= ROUNDING
+    assert engine.slots == 2
+
+
+def test_a_controlnet_that_fits_no_gpu_fails_its_own_jobs_alone(
+    make_slot_engine: Any, make_request: Any, make_control: Any, draw: Any, monkeypatch: Any
+) -> None:
+    engine = make_slot_engine(slots=2)
+
+    def fail(identity: Any) -> Any:
+        raise torch.cuda.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(engine._control_nets, "_copy", fail)
+    controls = (make_control(),)
+    requests = [make_request(seed=seed) for seed in (1, 2)]
+    requests[1:1] = [make_request(controls=controls), make_request(controls=controls, seed=9)]
+    first, failed, too, last = draw(engine, *requests)
+    assert isinstance(failed, errors.TransientError)
+    assert isinstance(too, errors.TransientError)
+    assert "ran out of memory" in failed.message
+    assert isinstance(first, np.ndarray)
+    assert isinstance(last, np.ndarray)
+
+
+def test_their_memory_is_taken_from_the_room_for_the_next_jobs_loras(
+    make_slot_engine: Any, make_request: Any, make_control: Any, draw: Any
+) -> None:
+    engine = make_slot_engine(slots=2)
+    engine._stager.room_bytes = 10**9
+    draw(engine, make_request(controls=(make_control(),)))
+    taken = engine._control_nets.held_bytes
+    assert taken > 0
+    assert engine._stager.room_bytes == 10**9 - taken
+    engine._stager.room_bytes = taken // 2
+    assert engine._stager.room_bytes == 0

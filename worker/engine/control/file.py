@@ -1,0 +1,211 @@
+"""Reads ControlNet files into diffusers' ControlNetModel, and checks them.
+
+A file in diffusers' names or in those of the original release (`control_model.`) has no
+configuration that could be relied on: a ControlNet is a copy of a UNet's first half, so the
+checkpoint's own UNet says what it must look like. SDXL's smaller ones leave attentions out, which
+their tensors tell.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from diffusers import ControlNetModel
+from diffusers.loaders.single_file_utils import convert_controlnet_checkpoint
+
+from imagefleet import errors
+from worker.engine.lora import file as lora_file
+from worker.engine.lora import safetensors
+from worker.engine.lora.file import Identity
+
+Weights = Mapping[str, torch.Tensor]
+
+#: Of the original release; whole checkpoints with a ControlNet have other tensors beside.
+_PREFIX = "control_model."
+
+#: A tensor that every ControlNet has, in diffusers' names and the original ones.
+_HINT, _ORIGINAL_HINT = "controlnet_cond_embedding.conv_in.weight", "input_hint_block.0.weight"
+
+#: Of SDXL, which diffusers' conversion leaves out.
+_ADDED = {"label_emb.0.0.": "add_embedding.linear_1.", "label_emb.0.2.": "add_embedding.linear_2."}
+
+#: Numbers of a prompt's vectors, by the family that a UNet is of.
+_MADE_FOR = {768: "Stable Diffusion 1.x", 1024: "Stable Diffusion 2.x", 2048: "SDXL"}
+
+_CROSS_ATTENTION = "attn2.to_k.weight"
+
+#: What the conversion raises for names that are no ControlNet's.
+_CONVERSION_ERRORS = (KeyError, ValueError, IndexError, TypeError, AttributeError, RuntimeError)
+
+
+def identify(name: str, path: Path) -> Identity:
+    """Identifies the file's content.
+
+    Raises:
+        TransientError: it cannot be read, or was evicted from the disk meanwhile.
+    """
+    try:
+        return lora_file.identity_of(path)
+    except OSError as error:
+        raise _unreadable(name, error) from error
+
+
+def pools(path: Path) -> bool:
+    """Whether its outputs are averaged over the image: "shuffle" ones, which only the name tells.
+
+    As in sd-webui-controlnet.
+    """
+    return "shuffle" in path.stem.lower()
+
+
+def read(
+    name: str, path: Path, unet_config: Mapping[str, Any], dtype: torch.dtype
+) -> ControlNetModel:
+    """Reads and checks one file, for a UNet of that configuration; on the CPU, in *dtype*.
+
+    Raises:
+        UnusableFileError: it is not a ControlNet, not one for this model, or damaged; names it.
+        TransientError: it could not be read.
+    """
+    try:
+        content = safetensors.read(path)
+        places = safetensors.places(content.header, content.data.nbytes)
+    except OSError as error:
+        raise _unreadable(name, error) from error
+    except safetensors.MalformedError as error:
+        raise _unusable(name, f"is not a complete .safetensors file: {error}") from error
+    except safetensors.UnknownTypeError as error:
+        reason = f"holds numbers of the type {error}, which is not supported"
+        raise _unusable(name, reason) from error
+    tensors = {each: place.of(content.data) for each, place in places.items()}
+    found = _in_diffusers_names(name, tensors, unet_config)
+    _check_family(name, found, unet_config)
+    with torch.device("meta"):
+        network = ControlNetModel(**_config(found, unet_config))
+    weights = _fitting(name, found, network.state_dict(), dtype)
+    network.load_state_dict(weights, assign=True)
+    return network.requires_grad_(requires_grad=False).eval()
+
+
+def _in_diffusers_names(
+    name: str, tensors: Weights, unet_config: Mapping[str, Any]
+) -> dict[str, torch.Tensor]:
+    own = {
+        each.removeprefix(_PREFIX): tensor
+        for each, tensor in tensors.items()
+        if each.startswith(_PREFIX)
+    } or dict(tensors)
+    if _HINT in own:
+        return own
+    if _ORIGINAL_HINT not in own or "time_embed.0.weight" not in own:
+        raise _unusable(name, "is not a ControlNet")
+    try:
+        converted = convert_controlnet_checkpoint(own, unet_config)
+    except _CONVERSION_ERRORS as error:
+        raise _unusable(name, f"is damaged: its tensors cannot be named ({error!r})") from error
+    for original, ours in _ADDED.items():
+        for part in ("weight", "bias"):
+            converted[ours + part] = own.get(original + part)
+    return {each: tensor for each, tensor in converted.items() if tensor is not None}
+
+
+def _check_family(name: str, tensors: Weights, unet_config: Mapping[str, Any]) -> None:
+    own = unet_config["cross_attention_dim"]
+    widths = {each.shape[-1] for key, each in tensors.items() if key.endswith(_CROSS_ATTENTION)}
+    has_added = "add_embedding.linear_1.weight" in tensors
+    takes_added = unet_config.get("addition_embed_type") is not None
+    if has_added == takes_added and widths <= {own}:
+        return
+    width = max(widths, default=0)
+    made_for = "SDXL" if has_added else _MADE_FOR.get(width, "another model")
+    if width:
+        made_for += f", whose prompts have vectors of {width:,} numbers"
+    raise _unusable(
+        name, f"was made for {made_for}; this model's prompts have vectors of {own:,} numbers"
+    )
+
+
+def _config(tensors: Weights, unet_config: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of ControlNetModel."""
+    known = inspect.signature(ControlNetModel.__init__).parameters
+    config = {key: value for key, value in unet_config.items() if key in known}
+    hint = tensors[_HINT]
+    outputs = [hint.shape[0]]
+    prefix = "controlnet_cond_embedding.blocks."
+    # Every second layer halves the image and has more channels.
+    at = 1
+    while (layer := tensors.get(f"{prefix}{at}.weight")) is not None:
+        outputs.append(layer.shape[0])
+        at += 2
+    config["conditioning_channels"] = hint.shape[1] if hint.dim() > 1 else 0
+    config["conditioning_embedding_out_channels"] = tuple(outputs)
+    if unet_config.get("addition_embed_type") is not None:
+        config |= _sizes(tensors.keys(), unet_config)
+    return config
+
+
+def _sizes(names: Collection[str], unet_config: Mapping[str, Any]) -> dict[str, Any]:
+    """Which of SDXL's attentions a ControlNet has."""
+    types = unet_config["down_block_types"]
+    layers = unet_config["transformer_layers_per_block"]
+    layers = [layers] * len(types) if isinstance(layers, int) else list(layers)
+    found = {"down_block_types": list(types), "mid_block_type": unet_config["mid_block_type"]}
+    for block in range(len(types)):
+        prefix = f"down_blocks.{block}.attentions.0."
+        if not any(each.startswith(prefix) for each in names):
+            found["down_block_types"][block] = "DownBlock2D"
+            continue
+        pattern = re.compile(re.escape(prefix) + r"transformer_blocks\.(\d+)\.")
+        layers[block] = 1 + max(
+            (int(match[1]) for each in names if (match := pattern.match(each))), default=-1
+        )
+    if not any(each.startswith("mid_block.attentions.") for each in names):
+        found["mid_block_type"] = "UNetMidBlock2D"
+    return {**found, "transformer_layers_per_block": layers}
+
+
+def _fitting(
+    name: str, tensors: Weights, wanted: Weights, dtype: torch.dtype
+) -> dict[str, torch.Tensor]:
+    """The tensors in *dtype*, which are as many and as large as *wanted*."""
+    missing, others = sorted(wanted.keys() - tensors.keys()), sorted(tensors.keys() - wanted.keys())
+    if missing:
+        raise _unusable(name, f"lacks {len(missing)} of its tensors, for example {missing[0]}")
+    if others:
+        example = repr(others[0][:80])
+        raise _unusable(
+            name, f"has {len(others)} tensors that are no ControlNet's, for example {example}"
+        )
+    found, type_name = {}, str(dtype).split(".")[-1]
+    for key, like in wanted.items():
+        tensor = tensors[key]
+        # Projections are linear layers in some files, and 1x1 convolutions in others.
+        if tensor.shape != like.shape and tensor.squeeze().shape == like.squeeze().shape:
+            tensor = tensor.reshape(like.shape)
+        if tensor.shape != like.shape or not tensor.is_floating_point():
+            raise _unusable(
+                name,
+                f"does not fit this model: {key} is {tensor.dtype} of {list(tensor.shape)}, and"
+                f" should have the shape {list(like.shape)}",
+            )
+        found[key] = tensor.to(dtype)
+        if not found[key].isfinite().all():
+            raise _unusable(
+                name, f"holds NaN, infinity or numbers too large for {type_name} in {key}"
+            )
+    return found
+
+
+def _unreadable(name: str, error: OSError) -> errors.TransientError:
+    return errors.TransientError(
+        f"the ControlNet {name!r} cannot be read: {error.strerror or error}"
+    )
+
+
+def _unusable(name: str, reason: str) -> errors.UnusableFileError:
+    return errors.UnusableFileError(f"the ControlNet {name!r} {reason}")

@@ -1,0 +1,152 @@
+"""ControlNets for slots: the same arithmetic as diffusers' ControlNetModel, made as `SlotUnet` is.
+
+All slots share its weights, which LoRAs do not change. It has keys and values of its own for each
+prompt; the control image is embedded once, before the first step.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from worker.engine import contract
+from worker.engine.slots.linear import SlotLinear
+from worker.engine.slots.transformer import repeat_rows
+from worker.engine.slots.unet import SlotEncoder
+
+
+class SlotControlNet(SlotEncoder):
+    """Takes over the weights of the ControlNetModel that it is made from."""
+
+    def __init__(self, original: Any, *, pools: bool) -> None:
+        """*pools*: its outputs are averaged over the image, and steer the prompt's rows alone."""
+        paths = {module: path for path, module in original.named_modules()}
+        super().__init__(original, paths)
+        for module in self.modules():
+            if isinstance(module, SlotLinear):
+                module.keep_apart()
+        self._join(paths, is_low_rank=False)
+        self.pools = pools
+        self.hint = original.controlnet_cond_embedding
+        self.outs = nn.ModuleList([*original.controlnet_down_blocks, original.controlnet_mid_block])
+        self.size_bytes = sum(each.nbytes for each in self.tensors())
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        times: torch.Tensor,
+        context: torch.Tensor,
+        mask: torch.Tensor | None,
+        added: torch.Tensor | None,
+        hint: torch.Tensor,
+        weights: torch.Tensor,
+    ) -> list[torch.Tensor]:
+        """What is added to the outputs of the UNet's layers, the middle's last.
+
+        As `SlotUnet.forward`; *hint* [slots, channels, height, width] from `embed`; *weights*
+        [slots]. Those of the layers before the first prompt have one row per slot, others two.
+        """
+        x, _, skips = self.encode(x, times, context, mask, False, 0, added, hint)
+        outputs = [out(each) for out, each in zip(self.outs, [*skips, x], strict=True)]
+        return [self._weigh(each, weights) for each in outputs]
+
+    @torch.no_grad()
+    def embed(self, pixels: contract.Pixels) -> torch.Tensor:
+        """The control image [channels, height, width] of the latents' size."""
+        levels = torch.from_numpy(pixels.copy()).to(self.device).permute(2, 0, 1)[None]
+        embedded: torch.Tensor = self.hint((levels.float() / 255).to(self.dtype))
+        return embedded[0]
+
+    def record_stream(self) -> None:
+        """Has its memory freed only after what the current stream has begun by then."""
+        if self.device.type == "cuda":
+            stream = torch.cuda.current_stream(self.device)
+            for tensor in self.tensors():
+                tensor.record_stream(stream)
+
+    def tensors(self) -> Iterator[torch.Tensor]:
+        """All that it computes with."""
+        stacks = (stack.shared for stack in self.keys_values.stacks.values())
+        return itertools.chain(self.parameters(), self.buffers(), stacks)
+
+    def _weigh(self, output: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        if not self.pools:
+            return output * repeat_rows(weights[:, None], len(output))[..., None, None]
+        rows = repeat_rows(output.mean((2, 3), keepdim=True), 2 * len(weights))
+        by_row = torch.stack([weights, torch.zeros_like(weights)], dim=1).flatten()
+        return rows * by_row[:, None, None, None]
+
+
+class ControlState(NamedTuple):
+    """A ControlNet of a lane, and what it takes of the lane's slots; a tick changes none of it."""
+
+    network: SlotControlNet
+    hints: torch.Tensor
+    """[slots, channels, height, width]: the embedded control images."""
+    context: torch.Tensor
+    """[2 * slots, tokens, width]: the keys and values of its cross-attentions."""
+    added: torch.Tensor | None
+    """[2 * slots, width], as `SlotState.added`."""
+
+    @classmethod
+    def zeros(
+        cls, network: SlotControlNet, slots: int, sides: tuple[int, int], tokens: int
+    ) -> ControlState:
+        """For *slots* slots; *sides*: the latents' height and width."""
+        like = next(network.conv_in.parameters())
+        hints = like.new_zeros((slots, len(like), *sides))
+        if hints.device.type == "cuda":
+            hints = hints.contiguous(memory_format=torch.channels_last)
+        return cls(
+            network,
+            hints,
+            like.new_zeros((2 * slots, tokens, network.keys_values.width)),
+            like.new_zeros((2 * slots, network.added_width)) if network.added_width else None,
+        )
+
+    def first(self, slots: int) -> ControlState:
+        """Views of the first slots."""
+        added = None if self.added is None else self.added[: 2 * slots]
+        return ControlState(self.network, self.hints[:slots], self.context[: 2 * slots], added)
+
+    @torch.no_grad()
+    def fill(
+        self,
+        slot: int,
+        hint: torch.Tensor,
+        vectors: torch.Tensor,
+        added: tuple[torch.Tensor, torch.Tensor] | None,
+    ) -> None:
+        """Sets a slot to a job's control image, vectors [2, tokens, width] and added inputs."""
+        rows = slice(2 * slot, 2 * slot + 2)
+        self.hints[slot].copy_(hint)
+        self.context[rows].copy_(self.network.keys_values.compute(vectors, {}))
+        if self.added is not None and added is not None:
+            self.added[rows].copy_(self.network.embed_added(*added))
+
+
+def residuals(
+    controls: Sequence[ControlState],
+    x: torch.Tensor,
+    times: torch.Tensor,
+    mask: torch.Tensor | None,
+    weights: torch.Tensor,
+) -> list[torch.Tensor]:
+    """What all ControlNets of a lane add to the UNet's layers; *weights* [slots, ControlNets]."""
+    total: list[torch.Tensor] = []
+    for at, control in enumerate(controls):
+        weight = weights[:, at].to(x.dtype)
+        found = control.network(
+            x, times, control.context, mask, control.added, control.hints, weight
+        )
+        total = [_sum(*pair) for pair in zip(total, found, strict=True)] if total else found
+    return total
+
+
+def _sum(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    rows = max(len(one), len(other))
+    return repeat_rows(one, rows) + repeat_rows(other, rows)
