@@ -129,6 +129,9 @@ COPY deploy/check_torch.py /pins/
 RUN python -B /pins/check_torch.py "${CUDA}"
 COPY deploy/locks/worker.txt /pins/
 RUN pip install --no-deps --require-hashes --requirement /pins/worker.txt && pip check
+# After the check: spandrel asks for torchvision, without which it is imported here.
+COPY deploy/locks/upscalers.txt /pins/
+RUN pip install --no-deps --require-hashes --requirement /pins/upscalers.txt
 
 FROM worker-packages AS worker-sbom
 COPY --from=project /project/installed /opt/imagefleet

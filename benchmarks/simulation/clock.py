@@ -41,13 +41,13 @@ class StuckError(RuntimeError):
 class SimulatedLoop(asyncio.BaseEventLoop):
     """One thread, no sockets, and a clock of its own, which begins at 0.
 
-    What would run on another thread runs at once; a function in `durations` takes so long as well.
+    What would run on another thread runs at once, and takes as long as it says (`takes`).
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.now = 0.0
-        self.durations: dict[Callable[..., Any], float] = {}
+        self._taken_seconds = 0.0
         self._ready: deque[asyncio.Handle] = deque()
         # Tuples: the timers' own comparison took a twentieth of all time.
         self._timers: list[tuple[float, int, asyncio.TimerHandle]] = []
@@ -105,17 +105,22 @@ class SimulatedLoop(asyncio.BaseEventLoop):
     ) -> asyncio.Handle:
         return self.call_soon(callback, *args, context=context)
 
+    def takes(self, seconds: float) -> None:
+        """For what runs in place of another thread: how long it would take there."""
+        self._taken_seconds += seconds
+
     def run_in_executor(  # type: ignore[override]
         self, _executor: Any, func: Callable[..., Result], *args: Any
     ) -> asyncio.Future[Result]:
         answer: asyncio.Future[Result] = self.create_future()
+        self._taken_seconds = 0.0
         try:
             result = func(*args)
         except Exception as error:  # noqa: BLE001 - raised by whoever waits
             answer.set_exception(error)
             return answer
-        if seconds := self.durations.get(func):
-            self.call_later(seconds, _answer, answer, result)
+        if self._taken_seconds:
+            self.call_later(self._taken_seconds, _answer, answer, result)
         else:
             answer.set_result(result)
         return answer

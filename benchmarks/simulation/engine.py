@@ -11,6 +11,7 @@ import numpy as np
 from imagefleet import errors
 from imagefleet.job.prompt import Prompt
 from simulation.account import IMAGE_BYTES, STEPS
+from simulation.clock import SimulatedLoop
 from worker.engine import contract
 from worker.gpu_thread import Delivery, EngineThread
 from worker.stages.encode import EncodedImage, refuse_one_colour
@@ -30,6 +31,9 @@ _FILE = EncodedImage(bytes(IMAGE_BYTES), "image/png")
 def encode(pixels: contract.Pixels, *_: Any) -> EncodedImage:
     """In place of the encoder, whose check of the pixels stays."""
     refuse_one_colour(pixels)
+    loop = asyncio.get_running_loop()
+    if isinstance(loop, SimulatedLoop):
+        loop.takes(ENCODE_SECONDS)
     return _FILE
 
 
@@ -174,11 +178,12 @@ class SimulatedEngineThread(EngineThread):
 
     async def _hand_over(self, delivery: Delivery) -> None:
         if delivery.finished.ticket in self._drawing:
-            self._deliver(delivery)
+            self._deliver([delivery])
             return
         began_at = self._loop.time()
-        while not self._backlog.acquire(blocking=False):
+        while self._delivered - self._taken >= self._backlog:
             self._has_room.clear()
             await self._has_room.wait()
         self.clock.idle_seconds["backpressure"] += self._loop.time() - began_at
+        self._delivered += 1
         self._finished.put_nowait(delivery)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from unittest import mock
 
-from imagefleet import errors, retry
+from imagefleet import concurrency, errors, retry
 from imagefleet.pricing import prices
 from imagefleet.storage import queue_names
 from imagefleet.storage.azure import account as azure_account
@@ -23,6 +23,7 @@ from simulation import account, engine
 from simulation.clients import Address, Sender
 from simulation.clock import SimulatedLoop
 from simulation.nodes import START_UP_SECONDS, Card, Node, Weather, seconds_until_replaced
+from simulation.threads import SimulatedBatches
 from worker import pipeline
 from worker.metrics import WorkerMetrics
 from worker.models.choice import share_of
@@ -308,15 +309,15 @@ class Fleet:
 
 
 @contextlib.contextmanager
-def stand_ins(loop: SimulatedLoop) -> Iterator[None]:
+def stand_ins() -> Iterator[None]:
     """In place of what needs a GPU or a thread, during the block."""
-    loop.durations[engine.encode] = engine.ENCODE_SECONDS
     logging.disable(logging.ERROR)
     try:
         with (
             mock.patch.object(azure_storage, "MessageSender", Sender),
             mock.patch.object(pipeline, "EngineThread", engine.SimulatedEngineThread),
             mock.patch.object(encode, "encode", engine.encode),
+            mock.patch.object(concurrency, "Batches", SimulatedBatches),
         ):
             yield
     finally:

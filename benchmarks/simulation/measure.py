@@ -158,7 +158,7 @@ def measure(
     gc.set_threshold(_GC_OBJECTS, 20, 50)
     random.seed(plan.seed)  # of the worker's pauses
     try:
-        with clock.simulated_time() as loop, stand_ins(loop):
+        with clock.simulated_time() as loop, stand_ins():
             fleet = Fleet(plan, loop)
             return clock.run(loop, _measure(fleet, warm_seconds, seconds, report))
     finally:

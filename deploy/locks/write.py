@@ -67,10 +67,11 @@ def main() -> None:
         name: line
         for name, line in resolve([*light, *extras["worker"]], newest).items()
         if name not in with_torch
-    } | resolve(UPSCALERS, newest, "--no-deps")
+    }
     for name, lines in (
         ("light", resolve(light, newest)),
         ("worker", worker),
+        ("upscalers", resolve(UPSCALERS, newest, "--no-deps")),
         ("torch-none", torch_cpu),
         ("torch-12.8", torch_12),
         ("torch-13", torch_13),

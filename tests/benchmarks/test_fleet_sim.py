@@ -74,7 +74,7 @@ def test_a_run_depends_on_its_seed_alone() -> None:
 
 def test_one_queues_limit_is_named_and_lifted_by_shards() -> None:
     plan = Plan(4, [CARD], FINE, queue_limit=12)
-    one = measure.measure(plan, 150, 100)
+    one = measure.measure(plan, 150, 300)
     four = measure.measure(dataclasses.replace(plan, shards=4), 50, 12)
 
     assert one.bottleneck == measure.QUEUE
@@ -135,7 +135,7 @@ def test_runs_of_several_seeds_are_one_row(capsys: Any, monkeypatch: pytest.Monk
 
 def test_a_slow_cards_slots_do_not_run_empty_before_more_jobs_are_pulled() -> None:
     slow = dataclasses.replace(CARD, images_per_second=2.5)
-    with clock.simulated_time() as loop, stand_ins(loop):
+    with clock.simulated_time() as loop, stand_ins():
         replicas = Fleet(Plan(1, [slow], FINE), loop)
 
         async def run() -> float:
@@ -342,7 +342,7 @@ def test_a_replica_that_ends_by_a_defect_ends_the_simulation(
         raise ZeroDivisionError
 
     monkeypatch.setattr(Weather, "node", broken)
-    with clock.simulated_time() as loop, stand_ins(loop):
+    with clock.simulated_time() as loop, stand_ins():
         replicas = Fleet(Plan(1, [CARD]), loop)
 
         async def run() -> None:

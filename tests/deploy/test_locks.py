@@ -26,7 +26,7 @@ ENVIRONMENT = {
     "platform_python_implementation": "CPython",
 }
 
-LOCKS = ("light", "worker", "torch-none", "torch-12.8", "torch-13", "build", "sbom")
+LOCKS = ("light", "worker", "upscalers", "torch-none", "torch-12.8", "torch-13", "build", "sbom")
 
 #: What the constraints of CUDA 12.8 say otherwise.
 OTHER_VERSIONS = {"setuptools", "torch", "triton", "cuda-bindings"}
@@ -132,9 +132,7 @@ def test_an_image_has_all_that_the_project_asks_for_and_nothing_else(
     fix = "run deploy/locks/write.py"
     assert wanted.keys() - locked.keys() == set(), fix
     # PyTorch's builds ask for this one, which is in every virtual environment anyway.
-    # Upscalers run without torchvision, which the extra of that name asks for.
-    upscalers = {"einops", "spandrel"} if "worker" in extras else set()
-    assert locked.keys() - wanted.keys() - {"setuptools"} == upscalers, fix
+    assert locked.keys() - wanted.keys() <= {"setuptools"}, fix
     unfit = {
         name: f"{requirement} and {locked[name]}"
         for name, requirements in wanted.items()
@@ -148,7 +146,7 @@ def test_nothing_is_installed_into_an_image_without_its_hash(repository: Path) -
     text = (repository / "Dockerfile").read_text().replace("\\\n", " ")
     installs = re.findall(r"^[^#\n]*\binstall (--(?:no-deps|yes)[^&\n]*)", text, re.MULTILINE)
     pip = [line for line in installs if "--yes" not in line]
-    assert len(pip) == 6
+    assert len(pip) == 7
     own = [line for line in pip if "--require-hashes" not in line]
     assert [re.sub(" +", " ", line) for line in own] == [
         "--no-deps --no-build-isolation --prefix=/project/installed ."
