@@ -209,7 +209,7 @@ def test_the_nodes_page_says_why_a_node_failed(seen: Seen) -> None:
 
 def test_every_metric_that_is_pushed_is_in_the_readme(seen: Seen, dashboards: Path) -> None:
     pushed = {re.sub(r"_(sum|count|bucket)$", "", name) for name in seen.metrics}
-    # `imagefleet webhooks` is scraped, no worker here has several GPUs, no queue shards, no job stages.
+    # `imagefleet webhooks` is scraped; here are no several GPUs, queue shards or jobs in stages.
     names = r"^\| `(imagefleet_(?![^`{]*(?:webhook|gpu_[ur]|shard|chain))[^`{]+)"
     text = (dashboards / "README.md").read_text()
     assert pushed == set(re.findall(names, text, re.MULTILINE))
