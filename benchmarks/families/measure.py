@@ -273,6 +273,9 @@ def main() -> None:
             figures = ROWS[arguments.row](arguments)
         except errors.FleetError as error:
             figures = {"error": error.message}
+            if arguments.device.type == "cuda":
+                held = torch.cuda.memory_summary(arguments.device, abbreviated=True)
+                print(held, file=sys.stderr)
         print(json.dumps(figures))
         return
     results = json.loads(arguments.out.read_text()) if arguments.out.exists() else {}
