@@ -52,7 +52,7 @@ MODELS: Mapping[str, type[BaseSettings]] = {
 
 BASE = "localhost/python-base"
 
-LOCKS_OF_CPU_IMAGES = ("build", "light", "sbom", "torch-none", "worker")
+LOCKS_OF_CPU_IMAGES = ("build", "light", "sbom", "torch-none", "upscalers", "worker")
 
 #: Debian's Python contains tests.
 collect_ignore = ["debian"]

@@ -173,7 +173,7 @@ def test_the_sbom_of_an_image_lists_what_is_in_it(
     for name in ("torch", "diffusers", "imagefleet", "python"):
         assert packages[name]["licenses"], name
     for names, found in (
-        (("worker", "torch-none"), packages),
+        (("worker", "upscalers", "torch-none"), packages),
         (("light",), light),
     ):
         versions = {(name, each["version"]) for name, each in found.items()}

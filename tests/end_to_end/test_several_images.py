@@ -36,7 +36,7 @@ class Workers:
         self._events.touch()
 
     def start(self, *flags: str) -> forks.Fork:
-        arguments = [self._events, TICK_SECONDS, 0, 0, "--model", "none", *flags]
+        arguments = [self._events, TICK_SECONDS, 0, 0, "stand-in", "--model", "none", *flags]
         return self._server.start(
             *map(str, arguments),
             cwd=self._folder,

@@ -89,7 +89,7 @@ class BadDisk:
     def _start(self) -> subprocess.Popen[bytes]:
         command = [
             *(sys.executable, CHAOS / "storm_worker.py", self.folder / "events"),
-            *(f"{self.tick_seconds:g}", "0", str(self.random.random()), "--model", "none"),
+            *(f"{self.tick_seconds:g}", "0", str(self.random.random()), "none", "--model", "none"),
             *("--storage", f"local:{self.disk}/data", "--cache", self.folder / "cache"),
             *("--lease-seconds", str(LEASE_SECONDS), "--grace-seconds", "2"),
         ]

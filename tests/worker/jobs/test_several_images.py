@@ -223,9 +223,9 @@ async def test_a_failed_image_fails_its_job_once_and_says_what_is_stored(
     (entry,) = [each async for each in storage.poison.browse()]
     failed = dead_letter.FailedJob.read(entry.body)
     assert failed is not None
-    assert failed.reason == (
-        f"image 6: it does not fit; of its 40 images are stored: 0-5, 7-{done[-1]}"
-    )
+    # On a busy machine those after it may not have been begun.
+    later = {5: "", 7: ", 7"}.get(done[-1], f", 7-{done[-1]}")
+    assert failed.reason == f"image 6: it does not fit; of its 40 images are stored: 0-5{later}"
     counts = await reader.counts(storage, "default")
     assert (counts.images, counts.completed, counts.failed) == (len(done), 0, 1)
 

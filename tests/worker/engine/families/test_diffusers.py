@@ -142,11 +142,12 @@ def test_unet_output_is_diffusers(family_checkpoint: Any) -> None:
 
 @pytest.mark.parametrize("family", ["sd2", "sdxl"])
 def test_clip_skip_changes_nothing_where_automatic1111_ignores_it(
-    family: str, family_engine: Any, request_of: Any, draw: Any
+    family: str, family_engine: Any, request_of: Any, draw: Any, difference: Any
 ) -> None:
     engine = family_engine(family)
     plain, skipped = draw(engine, request_of(), request_of(clip_skip=12))
-    assert (plain == skipped).all()
+    # A prompt that was encoded in other company may be rounded in another way.
+    assert difference(plain, skipped) <= ROUNDING
 
 
 @pytest.mark.parametrize("family", ["sd2", "sdxl"])
