@@ -69,7 +69,7 @@ def add_command(
         console.print_json({**asdict(stored), "name": word, "kind": kind, "vectors": vectors})
         return
     console.print_note(
-        f"{stored.blob} {'is stored' if stored.is_new else 'was stored before'}:"
+        f"{stored.outcome}:"
         f" {console.counted(vectors, 'vector')} for {kind}, SHA-256 {stored.sha256},"
         f" {described(settings, FOLDER)}; prompts use it by its name"
     )

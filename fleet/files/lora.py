@@ -69,7 +69,7 @@ def add_command(
         console.print_json({**asdict(stored), "tag": tag, "in_manifest": is_listed})
         return
     console.print_note(
-        f"{stored.blob} {'is stored' if stored.is_new else 'was stored before'}:"
+        f"{stored.outcome}:"
         f" {stored.bytes / 1e6:,.1f} MB, SHA-256 {stored.sha256}"
         + (f", {described(settings, FOLDER)}" if is_listed else "")
         + "; prompts use it as"

@@ -122,7 +122,7 @@ def add_command(
         console.print_json({**record, "reference": reference})
         return
     console.print_note(
-        f"{stored.blob} {'is stored' if stored.is_new else 'was stored before'}:"
+        f"{stored.outcome}:"
         f" {stored.bytes / 1e6:,.0f} MB"
         + (f", {described(settings, FOLDER)}" if is_listed else "")
         + "; a worker uses it with these flags:"

@@ -41,6 +41,11 @@ class Stored:
     is_new: bool
     """False: the same content was there already."""
 
+    @property
+    def outcome(self) -> str:
+        """How a note about it begins."""
+        return f"{self.blob} {'is stored' if self.is_new else 'was stored before'}"
+
 
 @contextlib.asynccontextmanager
 async def local_file(

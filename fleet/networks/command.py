@@ -158,7 +158,7 @@ def _show(
         console.print_json({**asdict(stored), "name": name, "in_manifest": is_listed})
         return
     console.print_note(
-        f"{stored.blob} {'is stored' if stored.is_new else 'was stored before'}:"
+        f"{stored.outcome}:"
         f" {stored.bytes / 1e6:,.1f} MB, SHA-256 {stored.sha256}"
         + (f", {described(settings, folder)}" if is_listed else "")
         + f"; {use}"
