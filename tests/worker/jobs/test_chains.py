@@ -42,6 +42,8 @@ RunPipeline = Callable[..., Any]  # the fixture of conftest.py
 #: What does not depend on the storage is tested on one.
 local_only = pytest.mark.parametrize("storage_settings", ["local"], indirect=True)
 
+pytestmark = pytest.mark.usefixtures("soon")
+
 IMAGES = ["default/a.png", "default/a~2.png", "default/a~3.png"]
 
 
@@ -65,13 +67,6 @@ class Drawing(StandInEngine):
         if self._fails and (error := self._fails(request.steps)):
             raise error
         return draw_noise(request)
-
-
-@pytest.fixture(autouse=True)
-def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("worker.stages.record.FLUSH_SECONDS", 0.05)
-    monkeypatch.setattr("worker.stages.record.LOCAL_FLUSH_SECONDS", 0.05)
-    monkeypatch.setattr("worker.settle.FIRST_RETRY_SECONDS", 0.05)
 
 
 @pytest.fixture

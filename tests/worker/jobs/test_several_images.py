@@ -24,6 +24,8 @@ RunPipeline = Callable[..., Any]  # the fixture of conftest.py
 #: What does not depend on the storage is tested on one.
 local_only = pytest.mark.parametrize("storage_settings", ["local"], indirect=True)
 
+pytestmark = pytest.mark.usefixtures("soon")
+
 
 class Drawing(StandInEngine):
     """Counts the seeds that it draws, which begin at 0; *fails* raises for some of them."""
@@ -51,13 +53,6 @@ class Drawing(StandInEngine):
         if error := self._fails(request.seed):
             raise error
         return draw_noise(request)
-
-
-@pytest.fixture(autouse=True)
-def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("worker.stages.record.FLUSH_SECONDS", 0.05)
-    monkeypatch.setattr("worker.stages.record.LOCAL_FLUSH_SECONDS", 0.05)
-    monkeypatch.setattr("worker.settle.FIRST_RETRY_SECONDS", 0.05)
 
 
 @pytest.fixture
