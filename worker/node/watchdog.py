@@ -240,7 +240,7 @@ class NodeWatchdog:
             "upload_speed": self._uploads_too_slow(window, blocked_seconds, seconds),
         }
         wrong = [(fault, reason) for fault, reasons in judged.items() for reason in reasons]
-        if not wrong and busy_seconds < LEAST_BUSY_SHARE * seconds:
+        if not wrong and busy_seconds <= LEAST_BUSY_SHARE * seconds:
             # An idle node shows nothing, and does not reset the count.
             self._windows.labels("unknown").inc()
             return None
@@ -263,7 +263,7 @@ class NodeWatchdog:
 
     def _too_slow(self, window: _Window, busy_seconds: float, seconds: float) -> Iterator[str]:
         least = self._limits.images_per_second
-        if least and busy_seconds >= LEAST_BUSY_SHARE * seconds:
+        if least and busy_seconds > LEAST_BUSY_SHARE * seconds:
             speed = window.standard_images / busy_seconds
             if speed < least:
                 yield f"the GPU makes {speed:.3g} images/s, less than {least:.3g}"

@@ -112,6 +112,11 @@ def test_idle_time_counts_neither_against_a_node_nor_for_it(node: Node) -> None:
     assert results == {"passed": 1, "failed": 2, "unknown": 1}
 
 
+def test_a_window_in_which_no_time_passed_shows_nothing(node: Node) -> None:
+    assert node.watch._close_window() is None
+    assert node.watch.failed_in_a_row == 0
+
+
 def test_many_failed_images_are_a_broken_node_and_a_few_are_not(node: Node) -> None:
     assert node.window(images=400, busy_seconds=290, failed=20) is None
     assert node.window(images=3, failed=3) is None
