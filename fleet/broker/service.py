@@ -20,7 +20,6 @@ from fleet.broker.settings import BrokerSettings
 from fleet.keys import command as keys
 from fleet.keys import mint
 from imagefleet import errors
-from imagefleet.storage.azure.roles import ROLES
 from imagefleet.storage.open import open_storage
 
 log = logging.getLogger(__name__)
@@ -30,8 +29,6 @@ CHECK_SECONDS = 30.0
 
 #: Nodes wait for the answer meanwhile.
 LONGEST_CHECK_SECONDS = 10.0
-
-ROLE = ROLES["worker"]
 
 
 class Policy:
@@ -71,7 +68,9 @@ class Policy:
     async def _find(self) -> str | None:
         async with open_storage(self._settings) as storage:
             shards = await storage.models.most_shards()
-        stored = await mint.policies(self._settings, ROLE, self._settings.model_names)
+        stored = await mint.policies(
+            self._settings, self._settings.role, self._settings.model_names
+        )
         ours = sorted(each for each in stored if mint.is_of_broker(self._settings.policy, each))
         name = self._name if self._name in ours else next(iter(ours), None)
         if name is not None and shards != self.shards:
@@ -91,7 +90,8 @@ class Policy:
         return name
 
     async def _store(self, name: str, shards: int) -> None:
-        await mint.store_policy(self._settings, ROLE, name, self._settings.model_names, shards)
+        own = self._settings
+        await mint.store_policy(own, own.role, name, own.model_names, shards)
 
 
 class Broker:
@@ -102,7 +102,7 @@ class Broker:
         self._identities = identities
         self._life = timedelta(hours=settings.token_hours)
         self._policy = Policy(settings)
-        self._models = settings.model_names
+        self._role, self._models = settings.role, settings.model_names
 
     async def start(self, _: web.Application) -> None:
         """Makes the policy, so that a mistake in the settings ends the start."""
@@ -127,7 +127,9 @@ class Broker:
             node.group,
             extra={"action": "tokens_given"},
         )
-        minted = self._minter.mint(ROLE, self._life, policy, self._models, self._policy.shards)
+        minted = self._minter.mint(
+            self._role, self._life, policy, self._models, self._policy.shards
+        )
         return web.json_response(keys.record(minted), headers={"Cache-Control": "no-store"})
 
 

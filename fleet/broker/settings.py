@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, Field
 
 from imagefleet.job.prompt import SAFE_NAME
+from imagefleet.storage.azure.roles import ROLES, Role
 from imagefleet.storage.settings import StorageSettings
 
 _NAME = re.compile(r"[a-z][a-z0-9-]{0,61}[a-z0-9]")
@@ -53,6 +54,11 @@ class BrokerSettings(StorageSettings):
         description="Names of the models whose jobs the workers may take, separated by commas; by"
         " default only jobs without a model.",
     )
+    chains: bool = Field(
+        default=False,
+        description="Tokens for jobs in several stages, whose models --models names: they allow to"
+        " read images, and to add jobs to these queues.",
+    )
     host: str = Field(
         default="127.0.0.1",
         description="Address that it listens on; 0.0.0.0 for all interfaces.",
@@ -61,6 +67,11 @@ class BrokerSettings(StorageSettings):
     log_format: Literal["auto", "json", "text"] = Field(
         default="auto", description="auto logs text on a terminal, and JSON lines elsewhere."
     )
+
+    @property
+    def role(self) -> Role:
+        """What the tokens allow."""
+        return ROLES["worker"].for_chains() if self.chains else ROLES["worker"]
 
     @property
     def model_names(self) -> list[str]:

@@ -230,9 +230,12 @@ async def store_policy(
 
 
 async def policies(settings: StorageSettings, role: Role, models: Collection[str] = ()) -> set[str]:
-    """The names of the policies that all resources of *role* have, but for shards."""
+    """The names of the policies with which all resources have the role's permissions.
+
+    All but shards, which `store_policy` adds.
+    """
     places = _places(role, models)
-    return set.intersection(*[await _policy_names(settings, each) for each in places])
+    return set.intersection(*[await _policy_names(settings, role, each) for each in places])
 
 
 def is_of_broker(policy: str, name: str) -> bool:
@@ -314,11 +317,13 @@ async def _change_policies(
     return changed
 
 
-async def _policy_names(settings: StorageSettings, place: Place) -> set[str]:
-    """None of a queue or container that does not exist."""
+async def _policy_names(settings: StorageSettings, role: Role, place: Place) -> set[str]:
+    """Those with the role's permissions; none of a queue or container that does not exist."""
+    permission = str(_permission(place.resource, place.letters(role)))
     async with _policies_of(settings, place) as client:
         with azure_errors.tolerated(azure_errors.MISSING):
-            return set(await _read_policies(client))
+            stored = await _read_policies(client)
+            return {name for name, each in stored.items() if each.permission == permission}
     return set()
 
 

@@ -22,6 +22,7 @@ from fleet.broker.identity import Identities
 from fleet.broker.settings import BrokerSettings
 from fleet.keys import mint
 from imagefleet import errors, retry
+from imagefleet.storage.azure.roles import ROLES
 from imagefleet.storage.azure.storage import AzureStorage
 from imagefleet.storage.open import open_storage
 from imagefleet.storage.settings import StorageSettings
@@ -156,6 +157,34 @@ async def test_nodes_get_tokens_for_shards_that_are_made_while_the_broker_runs(
         assert {f"{azurite_settings.queue}-{shard}" for shard in (1, 2)} < set(removed)
 
 
+async def test_tokens_for_chains_have_a_policy_of_their_own_and_work_for_every_stage(
+    start: Any, salad: Salad, azurite_settings: StorageSettings
+) -> None:
+    job = {"prompt": "a", "id": "a", "model": "one", "then": [{"model": "two"}]}
+    body = json.dumps({**job, "stage": {"number": 2}})
+    async with open_storage(azurite_settings) as owner:
+        await owner.create()
+        assert await owner.blobs.create("default/a.png", b"pixels", "image/png", {})
+    policies = []
+    for chains in (False, True, True, False):
+        async with start(models="one,two", chains=chains) as client:
+            _, tokens = await ask(client, salad.sign())
+        policies.append(policy_of(tokens))
+        update = {"storage": tokens["storage"], "sas": SecretStr(json.dumps(tokens))}
+        async with AzureStorage(azurite_settings.model_copy(update=update), retry.NEVER) as worker:
+            await worker.models.send([body])
+            if chains:
+                assert await worker.blobs.read("default/a.png") == b"pixels"
+            else:
+                with pytest.raises(errors.SetupError):
+                    await worker.blobs.read("default/a.png")
+    async with open_storage(azurite_settings) as owner:
+        depth = await owner.models.of("two")["normal"].depth()
+        assert depth.messages == len(policies)
+    assert policies == [policies[0], policies[1], policies[1], policies[0]]
+    assert len({*policies}) == 2, "a policy keeps the permissions that it was made with"
+
+
 @pytest.mark.parametrize("organization", [NAME, ORGANIZATION])
 async def test_the_organization_is_known_by_its_name_or_its_id(
     organization: str, start: Any, salad: Salad
@@ -235,7 +264,7 @@ async def test_a_thiefs_tokens_end_with_the_policy_and_the_fleets_go_on(
         _, after = await ask(restarted, salad.sign())
         assert await works(after)
     assert not await works(stolen), "a policy of the same name would have brought it back"
-    assert len(await mint.policies(azurite_settings, service.ROLE)) == 1
+    assert len(await mint.policies(azurite_settings, ROLES["worker"])) == 1
 
 
 async def test_many_nodes_that_ask_at_once_share_one_policy(
@@ -280,7 +309,7 @@ async def test_a_fifth_policy_of_others_is_a_temporary_error_with_a_line_in_the_
     async with start() as client:
         await mint.remove_policy(azurite_settings, "broker")
         for number in range(mint.MAX_POLICIES):
-            await mint.store_policy(azurite_settings, service.ROLE, f"other{number}")
+            await mint.store_policy(azurite_settings, ROLES["worker"], f"other{number}")
         monkeypatch.setattr(service, "CHECK_SECONDS", 0)
         status, body = await ask(client, salad.sign())
     assert (status, body) == (503, {"error": "try again later"})
