@@ -9,9 +9,9 @@ import textwrap
 import warnings
 from collections.abc import Sequence
 
-from PIL import ExifTags, Image, ImageDraw, ImageFont, UnidentifiedImageError
+from PIL import Image, ImageDraw, ImageFont, UnidentifiedImageError
 
-from imagefleet.job import prompt
+from imagefleet.job import embedded, prompt
 from imagefleet.job.message import MAX_IMAGE_BYTES, MAX_IMAGE_PIXELS
 from imagefleet.redaction import printable
 
@@ -25,8 +25,6 @@ CAPTION_LINES = 2
 
 #: The lines that follow the prompt in AUTOMATIC1111's text.
 _AFTER_PROMPT = re.compile(r"(?:^|\n)(?:Negative prompt: |Steps: )")
-
-_UNICODE = b"UNICODE\0"
 
 #: As workers store them; Pillow reads dozens of formats, some through other programs.
 _FORMATS = ("PNG", "JPEG", "WEBP")
@@ -115,22 +113,11 @@ def _read_image(data: bytes, longer_side: int) -> tuple[Image.Image, str]:
                 f"has {image.width:,} x {image.height:,} pixels; {MAX_IMAGE_PIXELS:,} at most are"
                 " read"
             )
-        parameters = printable(_parameters(image)[:_MAX_CHARACTERS])
+        parameters = printable(embedded.parameters(image, _MAX_CHARACTERS))
         scale = longer_side / max(image.size)
         size = (max(1, round(image.width * scale)), max(1, round(image.height * scale)))
         tile = image.convert("RGB").resize(size, Image.Resampling.LANCZOS)
     return tile, _AFTER_PROMPT.split(parameters, 1)[0]
-
-
-def _parameters(image: Image.Image) -> str:
-    """AUTOMATIC1111's text: a chunk of a PNG, a comment in the Exif data of other formats."""
-    if (text := image.info.get("parameters")) is not None:
-        return str(text)
-    comment = image.getexif().get_ifd(ExifTags.IFD.Exif).get(ExifTags.Base.UserComment, b"")
-    if isinstance(comment, bytes) and comment.startswith(_UNICODE):
-        text = comment[len(_UNICODE) : len(_UNICODE) + 2 * _MAX_CHARACTERS]
-        return text.decode("utf-16-be", errors="replace")
-    return ""
 
 
 def _lines(caption: str, font: ImageFont.FreeTypeFont | ImageFont.ImageFont) -> list[str]:

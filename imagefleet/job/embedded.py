@@ -9,9 +9,12 @@ from __future__ import annotations
 import io
 import json
 import struct
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from imagefleet.storage import protocol
+
+if TYPE_CHECKING:
+    from PIL import Image
 
 #: Of the text chunk.
 PNG_KEYWORD = "imagefleet"
@@ -22,6 +25,9 @@ MAX_BYTES = 3 * protocol.MAX_MESSAGE_BYTES
 _PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 
 _CHECKSUM_BYTES = 4
+
+#: Before AUTOMATIC1111's text in Exif data.
+_UNICODE = b"UNICODE\0"
 
 #: Before the pixels; a file with more is not from a worker.
 _MAX_CHUNKS = 64
@@ -40,6 +46,22 @@ def find(data: bytes) -> str | None:
         return None
     forms = (_json(fields, ascii_only=ascii_only) for ascii_only in (True, False))
     return next(filter(protocol.fits, forms), None)
+
+
+def parameters(image: Image.Image, max_characters: int) -> str:
+    """AUTOMATIC1111's text: a chunk of a PNG, a comment in the Exif data of other formats.
+
+    Of an open image; at most so many characters, and empty if there is none.
+    """
+    from PIL import ExifTags
+
+    if (text := image.info.get("parameters")) is not None:
+        return str(text)[:max_characters]
+    comment = image.getexif().get_ifd(ExifTags.IFD.Exif).get(ExifTags.Base.UserComment, b"")
+    if isinstance(comment, bytes) and comment.startswith(_UNICODE):
+        text = comment[len(_UNICODE) : len(_UNICODE) + 2 * max_characters]
+        return text.decode("utf-16-be", errors="replace")
+    return ""
 
 
 def _json(fields: dict[str, Any], *, ascii_only: bool) -> str:
