@@ -92,6 +92,6 @@ class StandInEngine:
 
 def draw_noise(request: contract.ImageRequest) -> contract.Pixels:
     """Noise of the size of the request's last pass, determined by its seed."""
-    last = request.hires or request
+    last = request.upscale or request.hires or request
     random = np.random.default_rng(request.seed)
     return random.integers(0, 256, (last.height, last.width, 3), np.uint8)

@@ -83,6 +83,21 @@ class HiresPass:
     cfg_scale: float | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Upscale:
+    """How the image that a request begins with is enlarged, in place of a drawing. In pixels."""
+
+    width: int
+    height: int
+    whole: tuple[int, int]
+    """Width and height before what exceeds the size is cut off at both sides."""
+    scale: float
+    upscalers: tuple[tuple[str, Path | None], ...]
+    """Names, and the files of those that have one; the second is blended into the first."""
+    blend: float = 0.0
+    """The share of the second."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Control:
     """A ControlNet and the image that controls it, which has the request's size."""
@@ -120,6 +135,8 @@ class ImageRequest:
     text_states: tuple[Path, Path] | None = None
     """Files with what a text encoder says of the two prompts (`pixel.text_states`), for stages
     without an encoder."""
+    upscale: Upscale | None = None
+    """Of a request that draws nothing: of the rest, only `init.pixels` matter, in its size."""
 
 
 class PreparedRequest(Protocol):

@@ -7,7 +7,7 @@ of another shape is cut off at both sides.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -87,7 +87,8 @@ class Upscaling:
         width, height = self.size
         scale = max(width / pixels.shape[1], height / pixels.shape[0])
         if self.enlarge is not None and scale > 1:
-            pixels = _apply(self.enlarge, pixels, scale)
+            aligned = (int(side * scale // _ALIGNMENT * _ALIGNMENT) for side in pixels.shape[1::-1])
+            pixels = _apply(self.enlarge, pixels, scale, *aligned)
         return _resize(pixels, width, height, Image.Resampling.LANCZOS)
 
     def crop(self, latents: torch.Tensor, factor: int) -> torch.Tensor:
@@ -97,6 +98,32 @@ class Upscaling:
             for size, target in zip(self.size, self.target, strict=True)
         )
         return latents[:, rows, columns]
+
+
+def enlarge(
+    pixels: contract.Pixels, upscale: contract.Upscale, upscalers: Sequence[Enlarge]
+) -> contract.Pixels:
+    """An image as AUTOMATIC1111's extras enlarge it, by one or both of the *upscalers*.
+
+    An image that is large enough is only resized, but for a network at a scale of 1, which may be
+    one that restores.
+    """
+    height, width = pixels.shape[:2]
+    is_smaller = width < upscale.whole[0] or height < upscale.whole[1]
+    found: list[contract.Pixels] = []
+    for each in upscalers:
+        if is_smaller or upscale.scale == 1:
+            found.append(_apply(each, pixels, upscale.scale, *upscale.whole))
+        else:
+            found.append(_resize(pixels, *upscale.whole, Image.Resampling.LANCZOS))
+    image = Image.fromarray(found[0])
+    for other in found[1:]:
+        image = Image.blend(image, Image.fromarray(other), upscale.blend)
+    left, upper = (
+        whole // 2 - kept // 2
+        for whole, kept in zip(upscale.whole, (upscale.width, upscale.height), strict=True)
+    )
+    return np.asarray(image.crop((left, upper, left + upscale.width, upper + upscale.height)))
 
 
 def find(hires: contract.HiresPass, width: int, height: int, load: LoadUpscaler) -> Upscaling:
@@ -130,9 +157,10 @@ def _kept(excess: int, length: int) -> slice:
     return slice(excess // 2, length - (excess + 1) // 2)
 
 
-def _apply(enlarge: Enlarge, pixels: contract.Pixels, scale: float) -> contract.Pixels:
-    """As often as it takes to reach the scale, and then exactly that."""
-    height, width = (int(side * scale // _ALIGNMENT * _ALIGNMENT) for side in pixels.shape[:2])
+def _apply(
+    enlarge: Enlarge, pixels: contract.Pixels, scale: float, width: int, height: int
+) -> contract.Pixels:
+    """As often as it takes to reach the size, and then exactly that."""
     for _ in range(_MOST_TIMES):
         before = pixels.shape
         pixels = enlarge(pixels, scale)

@@ -33,6 +33,8 @@ from worker.engine.pixel.step import GUIDANCE, SlotState, find_rank, make_slot_s
 from worker.engine.pixel.unet import PixelUnet
 from worker.engine.slots import memory
 from worker.engine.slots.step import InputFeeder
+from worker.engine.upscalers.beside import BesideTicks, PreparedUpscale
+from worker.engine.upscalers.model import UpscalerCache
 
 log = logging.getLogger(__name__)
 
@@ -79,6 +81,7 @@ class PixelEngine:
         self._device = self._unet.device
         self._on_gpu = self._device.type == "cuda"
         self._preparer = RequestPreparer(checkpoint)
+        self._upscales = BesideTicks(UpscalerCache(self._device), self._device)
         self._backend = backend
         self._pool = GraphPool(self._device) if self._on_gpu and backend else None
         self._compiled: Compiled | None = None
@@ -110,12 +113,14 @@ class PixelEngine:
     @property
     def free(self) -> int:
         """One job ready for each slot; none more after the slots were reduced."""
-        return max(0, self.capacity - len(self._active) - len(self._waiting))
+        held = len(self._active) + len(self._waiting) + len(self._upscales.begun)
+        return max(0, self.capacity - held)
 
     @property
     def busy(self) -> bool:
         is_traced = self._tracing is not None and self._tracer.is_done
-        return bool(self._active or self._waiting or self._finished.busy or is_traced)
+        draws = self._active or self._waiting or self._finished.busy
+        return bool(draws or self._upscales.begun or is_traced)
 
     def find_embeddings(
         self,
@@ -125,13 +130,18 @@ class PixelEngine:
         """None: they are made for CLIP's encoders."""
         return ()
 
-    def prepare(self, request: contract.ImageRequest) -> PreparedRequest:
-        """See `RequestPreparer.prepare`."""
+    def prepare(self, request: contract.ImageRequest) -> PreparedRequest | PreparedUpscale:
+        """See `RequestPreparer.prepare` and `BesideTicks.prepare`."""
+        if request.upscale is not None:
+            return self._upscales.prepare(request)
         return self._preparer.prepare(request)
 
     def admit(
         self, ticket: int, prepared: contract.PreparedRequest, *, urgent: bool = False
     ) -> None:
+        if isinstance(prepared, PreparedUpscale):
+            self._upscales.add(ticket, prepared)
+            return
         if not isinstance(prepared, PreparedRequest):
             raise TypeError("prepared by another engine")
         add = self._waiting.appendleft if urgent else self._waiting.append
@@ -165,7 +175,8 @@ class PixelEngine:
             # Outside the handler, where the error's traceback no longer holds any tensors.
             self._recover(finished, failure, out_of_memory=out_of_memory)
         wait = not (self._active or self._waiting or finished)
-        return finished + self._finished.collect(wait=wait)
+        finished += self._finished.collect(wait=wait)
+        return finished + self._upscales.collect(wait=wait and not finished)
 
     def warm_up(self) -> None:
         """Compiles and records the tick of all slots; a minute or two on a GPU."""
@@ -193,6 +204,7 @@ class PixelEngine:
 
     def close(self) -> None:
         self._tracer.abandon()
+        self._upscales.close()
         self._waiting.clear()
         self._active.clear()
         self._finished.clear()

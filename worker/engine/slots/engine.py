@@ -37,6 +37,7 @@ from worker.engine.slots.staging import Stager
 from worker.engine.slots.step import GUIDANCE, Step, StepRunner, tick
 from worker.engine.slots.unet import SlotUnet
 from worker.engine.slots.weights import Weights
+from worker.engine.upscalers.beside import BesideTicks, PreparedUpscale
 
 log = logging.getLogger(__name__)
 
@@ -109,6 +110,7 @@ class SlotEngine:
             convolutions=self._unet.changes.groups,
             lora_cache_bytes=lora_cache_bytes,
         )
+        self._upscales = BesideTicks(self._preparer.upscalers, self._device)
         self.lora_lookups = self._preparer.lora_lookups
         pool = GraphPool(self._device) if self._on_gpu else None
         self._decoder = decoder.Decoder(checkpoint.vae, backend=backend, pool=pool)
@@ -172,15 +174,16 @@ class SlotEngine:
 
     @property
     def capacity(self) -> int:
-        return self._lanes.jobs + self.free
+        return self._lanes.jobs + len(self._upscales.begun) + self.free
 
     @property
     def free(self) -> int:
-        return self._lanes.free
+        return max(0, self._lanes.free - len(self._upscales.begun))
 
     @property
     def busy(self) -> bool:
-        return bool(self._lanes.jobs or self._decoder.busy or self._compilation.is_due)
+        draws = self._lanes.jobs or self._decoder.busy
+        return bool(draws or self._upscales.begun or self._compilation.is_due)
 
     def find_embeddings(
         self, prompts: Iterable[Prompt | str], names: Collection[str]
@@ -188,13 +191,18 @@ class SlotEngine:
         """See `text.Tokenizer.find_names`."""
         return self._preparer.tokenizer.find_names(prompts, names)
 
-    def prepare(self, request: contract.ImageRequest) -> PreparedRequest:
-        """See `RequestPreparer.prepare`."""
+    def prepare(self, request: contract.ImageRequest) -> PreparedRequest | PreparedUpscale:
+        """See `RequestPreparer.prepare` and `BesideTicks.prepare`."""
+        if request.upscale is not None:
+            return self._upscales.prepare(request)
         return self._preparer.prepare(request)
 
     def admit(
         self, ticket: int, prepared: contract.PreparedRequest, *, urgent: bool = False
     ) -> None:
+        if isinstance(prepared, PreparedUpscale):
+            self._upscales.add(ticket, prepared)
+            return
         if not isinstance(prepared, PreparedRequest):
             raise TypeError("prepared by another engine")
         self._add(SlotJob(ticket, prepared, BatchKey.of(prepared), urgent))
@@ -235,6 +243,9 @@ class SlotEngine:
         finished += self._decoder.collect(wait=not self._lanes.jobs and not finished)
         if finished and self._has_drawn_job:
             self._compilation.begin()
+        if self._upscales.begun:
+            draws = self._lanes.jobs or self._decoder.busy
+            finished += self._upscales.collect(wait=not (draws or finished))
         return finished
 
     def warm_up(self, width: int, height: int, tokens: int = PLAIN_TOKENS) -> None:
@@ -246,7 +257,7 @@ class SlotEngine:
 
     def warm_up_like(self, request: contract.ImageRequest) -> None:
         """The same for requests with the size, prompts' length and ControlNets of this one."""
-        self._compilation.run(BatchKey.of(self.prepare(request)))
+        self._compilation.run(BatchKey.of(self._preparer.prepare(request)))
 
     def compile_in_background(self, around: Around = nothing_around) -> None:
         """The same for the native size while images are drawn, soon after the first one.
@@ -265,6 +276,7 @@ class SlotEngine:
         self._runner.reset()
         self._decoder.clear()
         self._stager.close()
+        self._upscales.close()
         self._control_nets.close()
         self._merger.close()
         self._unet.close()

@@ -159,7 +159,7 @@ class RequestPreparer:
         layers = names.Layers(checkpoint.unet, checkpoint.text_encoders)
         self._lora_cache = lora_file.LoraCache(layers, lora_cache_bytes)
         self.lora_lookups: Mapping[str, int] = self._lora_cache.lookups
-        self._upscalers = UpscalerCache(checkpoint.unet.device)
+        self.upscalers = UpscalerCache(checkpoint.unet.device)
         self._may_go_on = threading.Event()
         self._may_go_on.set()
 
@@ -259,7 +259,7 @@ class RequestPreparer:
             prompt=self.tokenizer.chunks(request.prompt, named),
             negative_prompt=self.tokenizer.chunks(request.negative_prompt, named),
             schedule=schedule,
-            upscaling=upscaling.find(hires, own.width, own.height, self._upscalers.load),
+            upscaling=upscaling.find(hires, own.width, own.height, self.upscalers.load),
             controls=self._controls(request, schedule, taken.t_enc + 1),
         )
 

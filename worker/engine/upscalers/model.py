@@ -59,7 +59,7 @@ class Upscaler:
             TransientError: the memory is too short even for small tiles.
             NodeError: the GPU itself is broken.
         """
-        image = torch.from_numpy(pixels).to(self._device).permute(2, 0, 1)
+        image = torch.from_numpy(pixels.copy()).to(self._device).permute(2, 0, 1)
         image = image.to(self._dtype) / 255
         enlarged = None
         while enlarged is None:

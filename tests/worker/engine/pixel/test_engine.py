@@ -300,3 +300,15 @@ def test_the_jobs_of_a_closed_engine_are_gone(make_engine: Any, request_of: Any)
     engine.admit(0, engine.prepare(request_of()))
     engine.close()
     assert not engine.busy
+
+
+def test_a_stage_of_a_cascade_enlarges_images_as_well(
+    make_engine: Any, request_of: Any, draw: Any, low_image: contract.Pixels
+) -> None:
+    height, width = low_image.shape[:2]
+    size = 2 * width, 2 * height
+    upscale = contract.Upscale(*size, size, 2.0, (("Nearest", None),))
+    request = request_of(init=contract.InitImage(low_image, 0.0), upscale=upscale)
+    drawn, enlarged = draw(make_engine(), request_of(), request)
+    assert drawn.shape != enlarged.shape
+    assert np.array_equal(enlarged, low_image.repeat(2, axis=0).repeat(2, axis=1))

@@ -25,7 +25,7 @@ def build(path: Path, scale: int = 4, channels: int = 3) -> tuple[Path, Any]:
 
 def enlarge(network: Any, pixels: contract.Pixels) -> contract.Pixels:
     """The whole image at once, in float32."""
-    image = torch.from_numpy(pixels).permute(2, 0, 1)[None] / 255
+    image = torch.from_numpy(pixels.copy()).permute(2, 0, 1)[None] / 255
     with torch.no_grad():
         enlarged = network(image)[0].clamp(0, 1)
     levels: contract.Pixels = (enlarged * 255).round().to(torch.uint8).permute(1, 2, 0).numpy()

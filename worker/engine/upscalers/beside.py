@@ -1,0 +1,117 @@
+"""Requests that only enlarge an image: beside the ticks, one after the other.
+
+They need no slot. Networks run on a thread and a stream of their own, as those of a second pass do
+on the stager's, so that no tick waits for an image's many tiles.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from concurrent import futures
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from imagefleet import errors
+from worker.engine import contract
+from worker.engine import errors as engine_errors
+from worker.engine.passes import upscaling
+from worker.engine.passes.upscaling import Enlarge
+from worker.engine.upscalers.model import UpscalerCache
+
+#: An engine without other work waits so long in a tick: work that comes meanwhile waits as well.
+_WAIT_SECONDS = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedUpscale:
+    """A request that needs no more files; without a network, it is done."""
+
+    request: contract.ImageRequest
+    networks: tuple[Enlarge, ...]
+    finished: contract.Pixels | None
+
+
+class BesideTicks:
+    """Enlarges images; all but `prepare` is for the engine's thread."""
+
+    def __init__(self, upscalers: UpscalerCache, device: torch.device) -> None:
+        self._upscalers = upscalers
+        self._device = device
+        self._stream: torch.cuda.Stream | None = None
+        self._thread = ThreadPoolExecutor(1, "upscaler")
+        self.begun: deque[tuple[int, Future[contract.Pixels]]] = deque()
+        """The tickets that were added and are not collected."""
+
+    def prepare(self, request: contract.ImageRequest) -> PreparedUpscale:
+        """Reads a request's networks; without any, it is the processor's work, and done here.
+
+        Raises:
+            JobError: an upscaler is unknown, or its file cannot be used.
+            TransientError: a file could not be read.
+        """
+        upscale, pixels = _parts(request)
+        found = tuple(self._find(*each) for each in upscale.upscalers)
+        if any(path is not None for _, path in upscale.upscalers):
+            return PreparedUpscale(request, found, None)
+        return PreparedUpscale(request, found, upscaling.enlarge(pixels, upscale, found))
+
+    def add(self, ticket: int, prepared: PreparedUpscale) -> None:
+        """Begins a request, after those that were added before."""
+        if prepared.finished is None:
+            future = self._thread.submit(self._enlarge, prepared)
+        else:
+            future = Future()
+            future.set_result(prepared.finished)
+        self.begun.append((ticket, future))
+
+    def collect(self, *, wait: bool) -> list[contract.Finished]:
+        """The images that are done; *wait* waits for one, but not for long.
+
+        Raises:
+            NodeError: the GPU itself is broken.
+        """
+        if wait and self.begun:
+            futures.wait([self.begun[0][1]], _WAIT_SECONDS)
+        finished = []
+        while self.begun and self.begun[0][1].done():
+            ticket, future = self.begun.popleft()
+            finished.append(contract.Finished(ticket, _outcome(future)))
+        return finished
+
+    def close(self) -> None:
+        self._thread.shutdown(cancel_futures=True)
+        self.begun.clear()
+
+    def _find(self, name: str, path: Path | None) -> Enlarge:
+        if path is not None:
+            return self._upscalers.load(path)
+        found = upscaling.IMAGE_UPSCALERS.get(name)
+        if found is None:
+            raise errors.JobError(f"unknown upscaler {name!r}")
+        return found
+
+    def _enlarge(self, prepared: PreparedUpscale) -> contract.Pixels:
+        upscale, pixels = _parts(prepared.request)
+        if self._device.type != "cuda":
+            return upscaling.enlarge(pixels, upscale, prepared.networks)
+        with torch.cuda.device(self._device):
+            if self._stream is None:
+                self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+            with torch.cuda.stream(self._stream):
+                return upscaling.enlarge(pixels, upscale, prepared.networks)
+
+
+def _parts(request: contract.ImageRequest) -> tuple[contract.Upscale, contract.Pixels]:
+    if request.upscale is None or request.init is None:
+        raise RuntimeError("only requests with an image to enlarge")
+    return request.upscale, request.init.pixels
+
+
+def _outcome(future: Future[contract.Pixels]) -> contract.Outcome:
+    try:
+        return future.result()
+    except Exception as error:  # noqa: BLE001 - any failure is the image's outcome
+        return engine_errors.classify(error)
