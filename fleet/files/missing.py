@@ -98,8 +98,7 @@ def named(job: Job) -> set[tuple[Kind, str]]:
     names: set[tuple[Kind, str]] = {("LoRA", tag.name) for tag in job.parsed_prompt.loras}
     if job.model is not None:
         names.add(("model", job.model))
-    if job.upscaler_file is not None:
-        names.add(("upscaler", job.upscaler_file))
+    names |= {("upscaler", name) for name in job.upscaler_files}
     names |= {("ControlNet", unit.model) for unit in job.controls}
     # An image of the fleet itself may be drawn until it is needed.
     names |= {

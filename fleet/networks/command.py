@@ -38,7 +38,7 @@ def add_upscaler(
     cache: Cache = CACHE,
     as_json: options.AsJson = False,
 ) -> None:
-    """Puts an upscaler into the storage and prints its name for the field hr_upscaler.
+    """Puts an upscaler into the storage and prints its name for hr_upscaler and upscaler_1.
 
     If the storage has an upscalers/manifest.json, or there is a signing key, its hash is listed
     there: workers refuse another file of its name.
@@ -58,7 +58,7 @@ def add_upscaler(
         manifest=manifest,
         cache=cache,
     )
-    _show(settings, *stored, "hr_upscaler of jobs names it", as_json=as_json)
+    _show(settings, *stored, "hr_upscaler or upscaler_1 of jobs names it", as_json=as_json)
 
 
 @controlnet.command("add")

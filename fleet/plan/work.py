@@ -120,8 +120,9 @@ def of_source(source: Source, models: Models, on_read: Callable[[int], None]) ->
             work.jobs += 1
             work.images += stage.images
             family = work.family
+            width, height = stage.size_to_begin_with
             try:
-                passes = stage.passes(stage.width or family.width, stage.height or family.height)
+                passes = stage.passes(width or family.width, height or family.height)
             except errors.JobError as error:  # of a size that only the family tells
                 raise errors.SetupError(f"{place}: {error.message}") from None
             work.tflop += stage.images * family.passes_tflop(passes)
@@ -130,4 +131,10 @@ def of_source(source: Source, models: Models, on_read: Callable[[int], None]) ->
     models.refuse_unknown()
     if not found:
         raise errors.SetupError("there are no jobs in the file: nothing to plan")
+    for work in found.values():
+        if not work.tflop:
+            raise errors.SetupError(
+                f"the jobs of the model {work.model or '-'} only resize images, which takes no GPU:"
+                " leave them out of the plan"
+            )
     return sorted(found.values(), key=lambda work: work.tflop, reverse=True)

@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from imagefleet import errors, validation
 from imagefleet.job import txt2img
-from imagefleet.job.passes import sources
+from imagefleet.job.passes import extras, sources
 from imagefleet.storage import protocol
 
 if TYPE_CHECKING:
@@ -74,6 +74,8 @@ class Place:
     number: int
     message: str | None = None
     """The id of the message of the first stage, or of the one that was replayed."""
+    input_size: tuple[int | None, int | None] = (None, None)
+    """Width and height of the image of the stage before, as far as the job tells."""
 
 
 def fields_of_stage(number: int, payload: Mapping[str, Any]) -> dict[str, Any]:
@@ -82,10 +84,11 @@ def fields_of_stage(number: int, payload: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         ValueError: one of them is not a stage's, or is not supported.
     """
-    if payload.get(INPUT_FIELD):
-        raise ValueError(
-            f"stage {number}: {INPUT_FIELD} is the image of the stage before: leave it out"
-        )
+    for name in (INPUT_FIELD, extras.IMAGE):
+        if payload.get(name):
+            raise ValueError(
+                f"stage {number}: {name} is the image of the stage before: leave it out"
+            )
     try:
         # With an image, on which depends what its other fields mean.
         fields = txt2img.fields_of_job({**payload, INPUT_FIELD: ["image.png"]})
@@ -135,7 +138,7 @@ def stage(job: Job, number: int, message: str | None = None) -> Job:
     Raises:
         ValueError: the stage, or one before, is not valid.
     """
-    known = job
+    known, input_size = job, job.final_size
     for place, given in enumerate(job.then[: number - 1], start=2):
         inherited = {name: value for name, value in _inherited(known).items() if name not in given}
         if "sampler_name" in given or "scheduler" in given:
@@ -150,7 +153,11 @@ def stage(job: Job, number: int, message: str | None = None) -> Job:
         except ValidationError as error:
             reason = validation.sentence(error, type(job).model_fields)
             raise ValueError(f"stage {place}: {reason}") from None
-        known = known.placed(Place(job, place, message))
+        known = known.placed(Place(job, place, message, input_size))
+        try:
+            input_size = known.final_size
+        except errors.JobError as error:  # of a size that only the stage before tells
+            raise ValueError(f"stage {place}: {error.message}") from None
     return known
 
 

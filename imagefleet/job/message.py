@@ -28,6 +28,7 @@ from imagefleet import errors, signing, validation
 from imagefleet.job import chain, noise, samplers, txt2img
 from imagefleet.job import prompt as prompts
 from imagefleet.job.metadata import Metadata
+from imagefleet.job.passes import fields as passes
 from imagefleet.job.passes.fields import PassFields
 from imagefleet.job.passes.limits import MAX_GUIDANCE, MAX_SIDE, MIN_SIDE, PromptText
 from imagefleet.job.prompt import SAFE_NAME, Prompt
@@ -169,7 +170,10 @@ class Job(PassFields):
     def _read_txt2img(cls, payload: object) -> object:
         if not isinstance(payload, dict):
             return payload
-        return txt2img.fields_of_job(payload)
+        fields = txt2img.fields_of_job(payload)
+        if passes.only_upscales(fields):
+            fields.setdefault("prompt", "")
+        return fields
 
     @field_validator("sampler_name")
     @classmethod

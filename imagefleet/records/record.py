@@ -157,7 +157,11 @@ def hashed(text: str) -> int:
 
 
 def of_job(job: Job) -> dict[str, object]:
-    """The fields of a record that a job's own tell."""
+    """The fields of a record that a job's own tell.
+
+    A stage that only enlarges an image has the settings by which its chain has drawn it.
+    """
+    is_drawn = not job.only_upscales or job.stage > 1
     return {
         "id": job.id,
         "campaign": job.campaign or DEFAULT_CAMPAIGN,
@@ -166,10 +170,10 @@ def of_job(job: Job) -> dict[str, object]:
         "stages": job.stages,
         "prompt": job.prompt,
         "negative_prompt": job.negative_prompt,
-        "sampler": job.sampler,
-        "steps": job.steps,
-        "cfg_scale": job.cfg_scale,
-        "clip_skip": job.clip_skip,
+        "sampler": job.sampler if is_drawn else None,
+        "steps": job.steps if is_drawn else None,
+        "cfg_scale": job.cfg_scale if is_drawn else None,
+        "clip_skip": job.clip_skip if is_drawn else None,
         "loras": tuple(Lora(each.name, each.unet_weight) for each in job.parsed_prompt.loras),
         "metadata": job.metadata,
     }

@@ -19,6 +19,7 @@ _PROMPTS = frozenset({"prompt", "negative_prompt", "hr_prompt", "hr_negative_pro
 _TEXTS = _PROMPTS | {
     *("campaign", "id", "model", "randn_source", "sampler_index", "sampler_name", "scheduler"),
     *("init_images", "mask", "hr_upscaler", "hr_sampler_name", "hr_scheduler"),
+    *("upscaler_1", "upscaler_2"),
 }
 
 #: Fields whose cells are JSON objects; `metadata.NAME` is a column for one key of an object.
@@ -45,7 +46,7 @@ class Columns:
 
     def __init__(self, names: Sequence[str]) -> None:
         keys = [_key(name) for name in names]
-        if "prompt" not in keys:
+        if "prompt" not in keys and "upscaler_1" not in keys:
             shown = ", ".join(repr(key[:40]) for key in keys[:10])
             raise FormatError(
                 f"there is no column 'prompt' among {shown}: the first row should have the names"

@@ -23,6 +23,9 @@ PASSES = (
     b'{"prompt": "a <lora:b:1>", "enable_hr": true, "hr_scale": 1.5, "hr_resize_x": 768,'
     b' "width": 512, "height": 768, "hr_upscaler": "R-ESRGAN 4x+", "hr_prompt": "c <lora:b:1>:1.2",'
     b' "hr_sampler_name": "Euler", "hr_scheduler": "Karras", "hr_second_pass_steps": 7}',
+    b'{"image": "a.png", "upscaler_1": "4x", "upscaler_2": "Lanczos", "resize_mode": 1,'
+    b' "extras_upscaler_2_visibility": 0.5, "upscaling_resize_w": 640, "upscaling_crop": false,'
+    b' "gfpgan_visibility": 0, "then": [{"upscaler_1": "Nearest", "upscaling_resize": 1.5}]}',
     b'{"prompt": "a", "id": "b", "campaign": "c", "then": [{"model": "x", "steps": 5}, {"seed": -1,'
     b' "denoising_strength": 0.5}], "stage": {"number": 2, "message": "m"}, "model": "y"}',
 )

@@ -7,6 +7,7 @@ import io
 from PIL import Image, ImageOps, UnidentifiedImageError
 
 from imagefleet import errors
+from imagefleet.job import embedded
 from imagefleet.redaction import printable
 
 #: Four times those of the largest image that a job may ask for: a photograph has fewer.
@@ -15,6 +16,9 @@ MAX_PIXELS = 2**24
 _FORMATS = ("PNG", "JPEG", "WEBP")
 
 _WHITE = "#ffffff"
+
+#: Of AUTOMATIC1111's text in a file: twice a message, for two prompts of the longest.
+MAX_TEXT = 2**17
 
 Size = tuple[int, int]
 """Width and height in pixels."""
@@ -53,6 +57,15 @@ def _read(what: str, data: bytes) -> Image.Image:
         if turned.mode not in {"RGB", "P"} or not isinstance(image.info.get("transparency"), bytes):
             return turned
         return turned.convert("RGBA")
+
+
+def parameters(data: bytes) -> str:
+    """AUTOMATIC1111's text in the file of an image that was read; empty if there is none."""
+    try:
+        with Image.open(io.BytesIO(data), formats=_FORMATS) as image:
+            return embedded.parameters(image, MAX_TEXT).replace("\0", "")
+    except Exception:  # noqa: BLE001 - Pillow's parsers raise a dozen kinds, and it is no loss
+        return ""
 
 
 def flatten(image: Image.Image) -> Image.Image:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 from PIL import Image
 
 from imagefleet import errors, retry
 from imagefleet.job.message import MAX_IMAGE_BYTES, Job
-from imagefleet.job.passes import hires, sources
+from imagefleet.job.passes import extras, hires, sources
 from imagefleet.signing import TrustedKeys
 from imagefleet.storage import protocol
 from worker.engine import contract
@@ -32,6 +34,9 @@ class Inputs:
     hires: contract.HiresPass | None = None
     controls: tuple[contract.Control, ...] = ()
     overlay: Overlay | None = None
+    upscale: contract.Upscale | None = None
+    parameters: str = ""
+    """AUTOMATIC1111's text in the file of the image that is enlarged."""
 
 
 NO_INPUTS = Inputs()
@@ -80,6 +85,36 @@ class InputReader:
             controls=tuple([await self._control(job, at, size) for at in range(len(job.controls))]),
             overlay=begin.overlay if begin else None,
         )
+
+    async def read_upscale(self, job: Job) -> Inputs:
+        """The image of a job that only enlarges it, and how; raises as `read`."""
+        data = await self._file("init_images", job.init_images[0])
+
+        def prepare() -> tuple[contract.Pixels, str]:
+            image = pictures.read("init_images: the image", data).convert("RGB")
+            pixels: contract.Pixels = np.asarray(image)
+            if (pixels == pixels[0, 0]).all():  # which would look like an engine's failure
+                raise errors.JobError("init_images: the image is all one colour")
+            return pixels, pictures.parameters(data)
+
+        async with self._room:
+            pixels, parameters = await asyncio.to_thread(prepare)
+        size = pixels.shape[1], pixels.shape[0]
+        whole, (width, height) = extras.sizes_after(job, size)
+        paths: Sequence[Path | None] = [
+            await self._resolve(self._upscalers, name) if name in job.upscaler_files else None
+            for name in job.upscalers
+        ]
+        upscale = contract.Upscale(
+            width,
+            height,
+            whole,
+            extras.scale(job, size),
+            tuple(zip(job.upscalers, paths, strict=True)),
+            job.extras_upscaler_2_visibility,
+        )
+        init = contract.InitImage(pixels, denoising_strength=0.0)
+        return Inputs(init=init, upscale=upscale, parameters=parameters)
 
     async def _begin(self, job: Job, size: Size | None) -> Begin | None:
         if not job.init_images:

@@ -69,6 +69,8 @@ class InFlightJob:
     """Of its LoRAs, by their names in its prompt; computed while it is drawn."""
     overlay: Overlay | None = None
     """What is laid over its images."""
+    source_parameters: str = ""
+    """AUTOMATIC1111's text of the image that it enlarges."""
     _uploads: int = field(default=0, init=False)
     _upload_ended: asyncio.Event = field(default_factory=asyncio.Event, init=False)
 
@@ -209,7 +211,7 @@ class InFlightImage:
     """One image of a job in flight; *ready_at* is when it was ready for the engine.
 
     *generated_at* is when the engine had finished it; both in monotonic seconds. *size* is that of
-    its first pass, *final_size* that of its file: both (width, height).
+    its first pass, or of what it enlarges, *final_size* that of its file: both (width, height).
     """
 
     owner: InFlightJob

@@ -35,8 +35,8 @@ class BegunJob:
             dataclass_of_engine: Any = prepared
             prepared = dataclasses.replace(dataclass_of_engine, request=request)
         size = final = request.width, request.height
-        if request.hires is not None:
-            final = request.hires.width, request.hires.height
+        if (last := request.upscale or request.hires) is not None:
+            final = last.width, last.height
         elif entry.overlay is not None:
             final = entry.overlay.size
         image = InFlightImage(entry, entry.job, index, size, final, request.embeddings)

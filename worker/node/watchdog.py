@@ -135,6 +135,7 @@ class _Window:
     busy_seconds: float
     blocked_seconds: float
     images: int = 0
+    enlarged_images: int = 0  # only by networks, whose speed the jobs do not tell
     standard_images: float = 0.0  # of 512x512 and 15 steps
     failed_images: int = 0
     last_error: str = ""  # only the text: an error may hold GPU memory
@@ -171,7 +172,9 @@ class NodeWatchdog:
 
     def image_generated(self, family: str, passes: Iterable[Pass]) -> None:
         """The GPU finished an image, failed or not."""
+        passes = [*passes]
         self._window.images += 1
+        self._window.enlarged_images += not any(each.is_drawn for each in passes)
         tflop = families.find(family).passes_tflop(passes)
         self._window.standard_images += tflop / families.SD1.image_tflop()
 
@@ -240,8 +243,9 @@ class NodeWatchdog:
             "upload_speed": self._uploads_too_slow(window, blocked_seconds, seconds),
         }
         wrong = [(fault, reason) for fault, reasons in judged.items() for reason in reasons]
-        if not wrong and busy_seconds <= LEAST_BUSY_SHARE * seconds:
-            # An idle node shows nothing, and does not reset the count.
+        is_idle = busy_seconds <= LEAST_BUSY_SHARE * seconds
+        if not wrong and (is_idle or window.enlarged_images):
+            # Such a node shows nothing, and does not reset the count.
             self._windows.labels("unknown").inc()
             return None
         self._windows.labels("failed" if wrong else "passed").inc()
@@ -263,7 +267,7 @@ class NodeWatchdog:
 
     def _too_slow(self, window: _Window, busy_seconds: float, seconds: float) -> Iterator[str]:
         least = self._limits.images_per_second
-        if least and busy_seconds > LEAST_BUSY_SHARE * seconds:
+        if least and busy_seconds > LEAST_BUSY_SHARE * seconds and not window.enlarged_images:
             speed = window.standard_images / busy_seconds
             if speed < least:
                 yield f"the GPU makes {speed:.3g} images/s, less than {least:.3g}"

@@ -95,6 +95,31 @@ def parameters(
     return "\n".join(lines).strip()
 
 
+def of_enlarged(job: Job, source: str) -> str:
+    """The text of an image that a job only enlarges: that of its *source*, and what was done.
+
+    AUTOMATIC1111 writes both, into two texts of the file where it is a PNG. Here they are one, as
+    it writes them where it enlarges what it has just drawn.
+    """
+    size = f"{job.upscaling_resize_w}x{job.upscaling_resize_h}"
+    to_size = bool(job.resize_mode)
+    named = dict(
+        zip(("Postprocess upscaler", "Postprocess upscaler 2"), job.upscalers, strict=False)
+    )
+    facts = {
+        "Postprocess upscale to": size if to_size else None,
+        "Postprocess upscale by": None if to_size else _number(job.upscaling_resize),
+        "Postprocess crop to": size if to_size and job.upscaling_crop else None,
+        **named,
+    }
+    text = ", ".join(f"{name}: {_quoted(fact)}" for name, fact in facts.items() if fact)
+    source = source.rstrip()
+    if not source:
+        return text
+    has_facts = source.rpartition("\n")[2].startswith(("Steps: ", "Postprocess "))
+    return f"{source}{', ' if has_facts else chr(10)}{text}"
+
+
 def _is_denoised(job: Job) -> bool:
     return bool(job.init_images) or job.enable_hr
 

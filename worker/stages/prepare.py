@@ -258,6 +258,10 @@ class PrepareStage:
     async def _requests(
         self, entry: InFlightJob, job: Job, size: tuple[int, int], images: Collection[int]
     ) -> list[contract.ImageRequest]:
+        if job.only_upscales:
+            inputs = await self.inputs.read_upscale(job)
+            entry.source_parameters = inputs.parameters
+            return requests_of(job, size, (), (), images, inputs)
         prompt = job.parsed_prompt
         resolving = [
             retry.UNTIL_ACCESS.call(partial(self.library.resolve, tag.name)) for tag in prompt.loras
@@ -310,6 +314,8 @@ def requests_of(
 ) -> list[contract.ImageRequest]:
     """A job's *images*, by default all, of *size* (width, height), with its prompts' files."""
     width, height = size
+    if inputs.upscale is not None and inputs.init is not None:
+        height, width = inputs.init.pixels.shape[:2]
     return [
         contract.ImageRequest(
             prompt=job.parsed_prompt,
@@ -328,6 +334,7 @@ def requests_of(
             init=inputs.init,
             hires=inputs.hires,
             controls=inputs.controls,
+            upscale=inputs.upscale,
         )
         for index in (range(job.images_to_draw) if images is None else images)
     ]

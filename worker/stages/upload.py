@@ -111,6 +111,8 @@ class EncodeStage:
 
     async def _parameters(self, image: InFlightImage) -> str:
         """The image's text; waits for the hashes in it, which were begun before it was drawn."""
+        if image.job.only_upscales:
+            return infotext.of_enlarged(image.job, image.owner.source_parameters)
         model = await _result(self.model_hash)
         loras = {name: await _result(each) for name, each in image.owner.lora_hashes.items()}
         return infotext.parameters(

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any, Self, cast
 
 from pydantic import model_validator
 
-from imagefleet.job.passes import controlnet, hires, img2img
+from imagefleet.job.passes import controlnet, extras, hires, img2img
 from imagefleet.job.passes.controlnet import ControlNets, Unit
+from imagefleet.job.passes.extras import Extras
 from imagefleet.job.passes.hires import Hires
 from imagefleet.job.passes.img2img import Img2Img
 from imagefleet.job.prompt import Prompt, without_comments
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
     from imagefleet.job.message import Job
 
 #: Fields for which null, as AUTOMATIC1111 takes it, is not given.
-NULL_IS_DEFAULT = img2img.FIELDS | hires.FIELDS
+NULL_IS_DEFAULT = img2img.FIELDS | hires.FIELDS | extras.FIELDS
 
 #: All but those that begin with `hr_`.
 _CONCERNED = frozenset(
@@ -28,6 +29,8 @@ _CONCERNED = frozenset(
         *img2img.WITHOUT_EFFECT,
         *img2img.NEUTRAL_VALUES,
         *hires.NEUTRAL_VALUES,
+        *extras.WITHOUT_EFFECT,
+        *extras.NEUTRAL_VALUES,
     }
 )
 
@@ -45,10 +48,16 @@ class Pass:
     """It begins with pixels."""
     decodes: bool = True
     """It ends with pixels."""
+    enlarged: int = 0
+    """Pixels that networks enlarge before it, or in its place."""
+
+    @property
+    def is_drawn(self) -> bool:
+        return bool(self.calls or self.encodes or self.decodes)
 
 
-class PassFields(Img2Img, Hires, ControlNets):
-    """What a job's image begins with, what controls it, and its second pass."""
+class PassFields(Img2Img, Hires, ControlNets, Extras):
+    """What a job's image begins with, what controls or enlarges it, and its second pass."""
 
     @model_validator(mode="after")
     def _passes_are_possible(self) -> Self:
@@ -60,6 +69,8 @@ class PassFields(Img2Img, Hires, ControlNets):
         if job.enable_hr:
             hires.check(job)
             hires.read_prompts(job)
+        if not extras.FIELDS.isdisjoint(job.model_fields_set):
+            extras.check(job)
         return self
 
     @property
@@ -100,9 +111,36 @@ class PassFields(Img2Img, Hires, ControlNets):
         return (*self.init_images, *masks, *(unit.image for unit in self.controls))
 
     @property
+    def only_upscales(self) -> bool:
+        """Whether nothing is drawn: the job's image is one that it is given, enlarged."""
+        return self.upscaler_1 is not None
+
+    @property
+    def upscalers(self) -> tuple[str, ...]:
+        """Those that enlarge in place of a drawing: the second one only where it shows."""
+        second = self.upscaler_2 if self.extras_upscaler_2_visibility else None
+        return tuple(each for each in (self.upscaler_1, second) if each is not None)
+
+    @property
+    def upscaler_files(self) -> tuple[str, ...]:
+        """The names of the files of its upscalers."""
+        named = (self.upscaler_file, *self.upscalers)
+        return tuple(each for each in named if each and each not in hires.RESAMPLING)
+
+    @property
+    def size_to_begin_with(self) -> tuple[int | None, int | None]:
+        """Width and height of the first pass, or of the image that is enlarged, as far as known."""
+        job = cast("Job", self)
+        if not job.only_upscales:
+            return job.width, job.height
+        return job.place.input_size if job.place else (None, None)
+
+    @property
     def final_size(self) -> tuple[int | None, int | None]:
         """Width and height of the job's images, as far as the job alone tells."""
         job = cast("Job", self)
+        if job.only_upscales:
+            return extras.final_size(job)
         if job.mask is not None and job.inpaint_full_res:
             return None, None  # those of the image that it is given
         if not job.enable_hr:
@@ -112,17 +150,29 @@ class PassFields(Img2Img, Hires, ControlNets):
         return hires.size_after(job, (job.width, job.height))
 
     def passes(self, width: int, height: int) -> list[Pass]:
-        """The passes of each image, of which the first has this size."""
+        """The passes of each image, of which the first has this size.
+
+        Of a job that only enlarges an image of this size, one without a drawing.
+        """
         job = cast("Job", self)
+        size = width, height
+        if job.only_upscales:
+            enlarged = len(self.upscaler_files) * extras.network_pixels(
+                size, extras.scale(job, size)
+            )
+            whole, _ = extras.sizes_after(job, size)
+            return [Pass(*whole, 0, decodes=False, enlarged=enlarged)]
         controls, begins_with_image = len(job.controls), bool(job.init_images)
         calls = img2img.calls(job.steps, job.denoising_strength) if begins_with_image else job.steps
         if not job.enable_hr:
             return [Pass(width, height, calls, controls, begins_with_image)]
         by_pixels = job.upscaler not in hires.LATENT
-        second = hires.size_after(job, (width, height))
+        second = hires.size_after(job, size)
+        enlarged = len(self.upscaler_files) * extras.network_pixels(size, second[0] / width)
+        steps = hires.steps(job) if job.denoising_strength else 0
         return [
             Pass(width, height, calls, decodes=by_pixels),
-            Pass(*second, hires.steps(job) if job.denoising_strength else 0, encodes=by_pixels),
+            Pass(*second, steps, encodes=by_pixels, enlarged=enlarged),
         ]
 
 
@@ -135,12 +185,13 @@ def used(payload: Mapping[str, Any]) -> Mapping[str, Any]:
     if _CONCERNED.isdisjoint(payload) and not any(map(_is_of_hires, payload)):
         return payload  # the most common case, and the quickest
     fields = dict(payload)
-    begins_with_image = _begins_with_image(payload)
+    _rename_image(fields)
+    begins_with_image = _begins_with_image(fields)
     has_second_pass = _has_second_pass(payload)
-    for name in payload:
+    for name in [*fields]:
         if is_unused(name, begins_with_image=begins_with_image, has_second_pass=has_second_pass):
             del fields[name]
-    neutral = dict(img2img.NEUTRAL_VALUES)
+    neutral = {**img2img.NEUTRAL_VALUES, **extras.NEUTRAL_VALUES}
     if has_second_pass:
         neutral |= hires.NEUTRAL_VALUES
     for name, values in neutral.items():
@@ -153,6 +204,21 @@ def used(payload: Mapping[str, Any]) -> Mapping[str, Any]:
     if scripts := fields.pop("alwayson_scripts", None):
         fields["alwayson_scripts"] = controlnet.fields_of_scripts(scripts)
     return fields
+
+
+def only_upscales(payload: Mapping[str, Any]) -> bool:
+    """Whether a payload is one of extras, which enlarges an image and draws none."""
+    return payload.get("upscaler_1") not in (None, "", "None")
+
+
+def _rename_image(fields: dict[str, Any]) -> None:
+    """In the payload of extras, the image has a name of its own."""
+    image = fields.pop(extras.IMAGE, None) if only_upscales(fields) else None
+    if image in (None, ""):
+        return
+    if _begins_with_image(fields):
+        raise ValueError(f"{extras.IMAGE} and init_images are the same field: keep one of the two")
+    fields["init_images"] = [image]
 
 
 def _is_of_hires(name: str) -> bool:
@@ -172,7 +238,7 @@ def _has_second_pass(payload: Mapping[str, Any]) -> bool:
 
 def is_unused(name: str, *, begins_with_image: bool, has_second_pass: bool) -> bool:
     """Whether a field has no effect, whatever its value."""
-    if name in img2img.WITHOUT_EFFECT:
+    if name in img2img.WITHOUT_EFFECT or name in extras.WITHOUT_EFFECT:
         return True
     if name == "denoising_strength":
         return not (begins_with_image or has_second_pass)
@@ -185,7 +251,10 @@ def is_unused(name: str, *, begins_with_image: bool, has_second_pass: bool) -> b
 
 def is_foreign(name: str) -> bool:
     """Whether a field of a payload is none of a job's."""
-    known = (img2img.WITHOUT_EFFECT, img2img.NEUTRAL_VALUES, hires.NEUTRAL_VALUES)
+    known = (
+        *(img2img.WITHOUT_EFFECT, img2img.NEUTRAL_VALUES, hires.NEUTRAL_VALUES),
+        *(extras.WITHOUT_EFFECT, extras.NEUTRAL_VALUES, {extras.IMAGE}),
+    )
     return name.startswith(hires.PREFIX) or any(name in each for each in known)
 
 

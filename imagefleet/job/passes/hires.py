@@ -49,7 +49,8 @@ Size = tuple[int, int]
 """Width and height in pixels."""
 
 
-def _is_upscaler(name: str) -> str:
+def check_upscaler(name: str) -> str:
+    """The name of an upscaler or of its file; raises ValueError if it can be none."""
     if name in LATENT or name in RESAMPLING:
         return name
     if name.lower().startswith("latent"):
@@ -77,7 +78,7 @@ class Hires(BaseModel):
     hr_scale: float = Field(default=2.0, ge=1, le=8)
     hr_resize_x: _HiresSide = 0
     hr_resize_y: _HiresSide = 0
-    hr_upscaler: Annotated[str, AfterValidator(_is_upscaler)] | None = None
+    hr_upscaler: Annotated[str, AfterValidator(check_upscaler)] | None = None
     """None: `Latent`."""
     hr_second_pass_steps: int = Field(default=0, ge=0, le=150)
     """0: as the first."""
@@ -114,7 +115,7 @@ def size_after(job: Job, size: Size) -> Size:
         field, enlarged = "hr_scale", (int(width * job.hr_scale), int(height * job.hr_scale))
     else:
         field = "hr_resize_x" if x else "hr_resize_y"
-        enlarged = _covering(size, (x, y)) if x and y else _with_side(size, x, y)
+        enlarged = covering(size, (x, y)) if x and y else _with_side(size, x, y)
         if x and y:
             cut = ((enlarged[0] - x) // _CELL, (enlarged[1] - y) // _CELL)
     final = (enlarged[0] // _CELL - cut[0]) * _CELL, (enlarged[1] // _CELL - cut[1]) * _CELL
@@ -123,7 +124,7 @@ def size_after(job: Job, size: Size) -> Size:
         shown += f", of {enlarged[0]}x{enlarged[1]}"
     if min(final) < MIN_SIDE or max(*enlarged, *final) > MAX_SIDE:
         raise errors.JobError(f"{shown}; {MIN_SIDE} to {MAX_SIDE} a side are allowed")
-    if _cells(job, _covering(size, final)) != _cells(job, enlarged):
+    if _cells(job, covering(size, final)) != _cells(job, enlarged):
         raise errors.JobError(
             f"{shown}, which has another ratio than the first pass: give sizes that are multiples"
             f" of {_CELL} pixels in both passes"
@@ -136,7 +137,7 @@ def _with_side(size: Size, x: int, y: int) -> Size:
     return (x, x * height // width) if x else (y * width // height, y)
 
 
-def _covering(size: Size, target: Size) -> Size:
+def covering(size: Size, target: Size) -> Size:
     """The smallest size of the ratio of *size* that has all of *target* in it, up to rounding."""
     by_width = size[0] / size[1] < target[0] / target[1]
     return _with_side(size, *((target[0], 0) if by_width else (0, target[1])))

@@ -259,6 +259,7 @@ def test_images_and_files_of_their_passes_are_looked_for_as_well(
         {"prompt": "c", "enable_hr": True, "hr_upscaler": "4x"},
         {"prompt": "d", "enable_hr": True, "hr_upscaler": "4x_b"},
         {"prompt": "e", "alwayson_scripts": {"controlnet": {"args": [unit]}}},
+        {"prompt": "f", "then": [{"upscaler_1": "5x"}, {"upscaler_1": "Lanczos"}]},
     ]
     jobs.write_text("".join(json.dumps(job) + "\n" for job in given))
     result = in_process("load", "jobs.jsonl", "--check", "--json", *flags(storage_settings))
@@ -266,5 +267,6 @@ def test_images_and_files_of_their_passes_are_looked_for_as_well(
     assert {key: each["reason"] for key, each in missing(result).items()} == {
         ("image", "masks/1.webp"): "not in inputs/",
         ("upscaler", "4x_b"): "not in upscalers/; did you mean '4x'?",
+        ("upscaler", "5x"): "not in upscalers/",
         ("ControlNet", "canny"): "not in controlnets/",
     }

@@ -226,5 +226,12 @@ def test_a_second_pass_and_an_image_to_begin_with_are_counted(tmp_path: Path) ->
     hires = tflop(steps=20, enable_hr=True, hr_second_pass_steps=10, hr_upscaler="Lanczos")
     both = plain + sd1.image_tflop(1024, 1024, 10)
     assert both < hires < 1.1 * both
+    network = {"upscaler_1": "4x_Sharp", "upscaling_resize": 4}
+    chain = tflop(steps=20, then=[network])
+    assert chain == pytest.approx(plain + 9.4, rel=0.01), "of ESRGAN, by torch's counter"
+    alone = tflop(init_images=["a.png"], width=None, height=None, **network)
+    assert alone == pytest.approx(chain - plain)
+    with pytest.raises(errors.SetupError, match="only resize images, which takes no GPU"):
+        tflop(init_images=["a.png"], upscaler_1="Lanczos")
     with pytest.raises(errors.SetupError, match="hr_scale: the image would have 4096x4096"):
         tflop(enable_hr=True, hr_scale=8, width=None, height=None)

@@ -13,7 +13,7 @@ import pytest
 from imagefleet import errors
 from imagefleet.job import override_settings, txt2img
 from imagefleet.job.message import Job, read_job
-from imagefleet.job.passes import controlnet, hires, img2img
+from imagefleet.job.passes import controlnet, extras, hires, img2img
 
 PAGE = Path(__file__).parents[3] / "docs" / "a1111.md"
 
@@ -44,11 +44,21 @@ A1111_IMG2IMG_FIELDS = frozenset(
     }
 )
 
+#: The fields of ExtrasSingleImageRequest.
+A1111_EXTRAS_FIELDS = frozenset(
+    {
+        *("resize_mode", "show_extras_results", "gfpgan_visibility", "codeformer_visibility"),
+        *("codeformer_weight", "upscaling_resize", "upscaling_resize_w", "upscaling_resize_h"),
+        *("upscaling_crop", "upscaler_1", "upscaler_2", "extras_upscaler_2_visibility"),
+        *("upscale_first", "image"),
+    }
+)
+
 #: Forge's, a fork of the same API.
 FORGE_FIELDS = frozenset({"distilled_cfg_scale"})
 
 #: They set fields of a job.
-ALIASES = frozenset({"override_settings", "sampler_index"})
+ALIASES = frozenset({"override_settings", "sampler_index", extras.IMAGE})
 
 
 class Row(NamedTuple):
@@ -71,6 +81,7 @@ def _rows(text: str) -> Iterator[tuple[str, Row]]:
 
 FIELDS = rows("Its fields")
 IMG2IMG_FIELDS = rows("Its fields of img2img")
+EXTRAS_FIELDS = rows("Its fields of extras")
 UNIT_FIELDS = rows("ControlNet")
 SETTINGS = rows("Its settings")
 
@@ -98,6 +109,7 @@ def test_the_page_has_every_field_of_the_api() -> None:
     assert FIELDS.keys() == A1111_FIELDS | FORGE_FIELDS
     assert {row.verdict for row in FIELDS.values()} == {"honoured", "no effect", "rejected"}
     assert IMG2IMG_FIELDS.keys() == A1111_IMG2IMG_FIELDS
+    assert EXTRAS_FIELDS.keys() == A1111_EXTRAS_FIELDS
 
 
 def test_the_page_tells_what_the_code_does_with_each_field() -> None:
@@ -117,6 +129,15 @@ def test_the_page_tells_what_the_code_does_with_each_field_of_img2img() -> None:
     assert honoured == img2img.FIELDS
     without = {name for name, verdict in verdicts.items() if verdict == "no effect"}
     assert without == img2img.WITHOUT_EFFECT
+
+
+def test_the_page_tells_what_the_code_does_with_each_field_of_extras() -> None:
+    assert documented(EXTRAS_FIELDS) == neutral(extras.NEUTRAL_VALUES)
+    verdicts = {name: row.verdict for name, row in EXTRAS_FIELDS.items()}
+    honoured = {name for name, verdict in verdicts.items() if verdict == "honoured"}
+    assert honoured - ALIASES == extras.FIELDS | {"resize_mode"}
+    without = {name for name, verdict in verdicts.items() if verdict == "no effect"}
+    assert without == extras.WITHOUT_EFFECT
 
 
 def test_the_page_tells_what_the_code_does_with_each_field_of_a_controlnet() -> None:

@@ -447,3 +447,12 @@ def test_a_table_has_columns_for_images_and_the_second_pass(tmp_path: Path) -> N
     assert [job.denoising_strength for job in jobs] == [0.5, 0.6, 0.75]
     assert [job.enable_hr for job in jobs] == [False, True, False]
     assert (jobs[1].hr_scale, jobs[1].hr_prompt, jobs[2].hr_prompt) == (1.5, "a dog", "")
+
+
+def test_a_table_of_images_that_are_only_enlarged_needs_no_prompts(tmp_path: Path) -> None:
+    path = tmp_path / "jobs.csv"
+    path.write_text('image,upscaler_1,upscaling_resize,upscaling_crop\ncats/1.png,4x,"2,5",TRUE\n')
+    (body,) = sources.open_source(str(path)).bodies(0)
+    job = read_job(body or "", "m")
+    assert (job.init_images, job.upscaler_1) == (("cats/1.png",), "4x")
+    assert (job.upscaling_resize, job.upscaling_crop) == (2.5, True)

@@ -97,6 +97,16 @@ def test_one_slow_image_is_not(node: Node) -> None:
     assert node.watch.failed_in_a_row == 0
 
 
+def test_a_window_in_which_images_were_only_enlarged_says_nothing_of_the_speed(node: Node) -> None:
+    assert node.window(images=100, busy_seconds=290) is not None
+    node.watch.image_generated("sd1", [Pass(2048, 2048, 0, decodes=False, enlarged=512 * 512)])
+    assert node.window(images=100, busy_seconds=290) is None
+    assert node.watch.failed_in_a_row == 1
+    enlarged_between = [Pass(512, 512, 15), Pass(1024, 1024, 15, encodes=True, enlarged=512 * 512)]
+    node.watch.image_generated("sd1", enlarged_between)
+    assert node.window(busy_seconds=290) is not None
+
+
 def test_idle_time_counts_neither_against_a_node_nor_for_it(node: Node) -> None:
     node.window(images=100, busy_seconds=290)
     assert node.window(images=80, busy_seconds=70) is None  # the queue was empty for long

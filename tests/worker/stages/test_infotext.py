@@ -50,6 +50,28 @@ def test_the_text_has_the_three_parts_that_viewers_expect() -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    ("source", "before"),
+    [
+        ("", ""),
+        ("a hut\nSteps: 9, Seed: 1\n", "a hut\nSteps: 9, Seed: 1, "),
+        ("a hut: by night", "a hut: by night\n"),
+        ("Postprocess upscale by: 2", "Postprocess upscale by: 2, "),
+    ],
+)
+def test_the_text_of_an_enlarged_image_begins_with_that_of_the_image(
+    source: str, before: str
+) -> None:
+    given = {"init_images": ["a.png"], "upscaler_1": "4x_Sharp", "upscaling_resize": 1.5}
+    facts = "Postprocess upscale by: 1.5, Postprocess upscaler: 4x_Sharp"
+    assert infotext.of_enlarged(job_of(**given), source) == before + facts
+    both = {"upscaler_2": "Lanczos", "extras_upscaler_2_visibility": 0.5, "resize_mode": 1}
+    assert infotext.of_enlarged(job_of(**given, **both), source) == (
+        f"{before}Postprocess upscale to: 512x512, Postprocess crop to: 512x512, Postprocess"
+        " upscaler: 4x_Sharp, Postprocess upscaler 2: Lanczos"
+    )
+
+
 def test_unset_fields_are_not_written() -> None:
     assert infotext.parameters(job_of(sampler_name="DDIM"), 0, (64, 64), "m").split("\n") == [
         "a house",

@@ -1,0 +1,168 @@
+"""AUTOMATIC1111's 'extras': a job that only enlarges its image, with the defaults of its API."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Annotated
+
+from pydantic import AfterValidator, BaseModel, BeforeValidator, Field
+
+from imagefleet import errors
+from imagefleet.job.passes import hires, img2img
+from imagefleet.job.passes.hires import Size
+from imagefleet.job.passes.limits import MAX_SIDE, MIN_SIDE
+
+if TYPE_CHECKING:
+    from imagefleet.job.message import Job
+
+#: Of the result, and of what it is cut out of.
+MAX_PIXELS = MAX_SIDE**2
+
+#: The largest side that its page offers.
+_MAX_TARGET = 8192
+
+#: Its upscalers make sides that are multiples of this.
+_ALIGNMENT = 8
+
+#: What most networks enlarge a side by, and how often one is applied at most.
+_USUAL_SCALE, _MOST_TIMES = 4, 3
+
+#: `resize_mode`: by a factor, or to a size.
+_BY_FACTOR, _TO_SIZE = 0, 1
+
+#: The field of its payload that is `init_images` here.
+IMAGE = "image"
+
+#: Fields that matter to faces alone, or to what its server answers.
+WITHOUT_EFFECT = frozenset({"codeformer_weight", "show_extras_results", "upscale_first"})
+
+#: Fields that change the image -> their neutral values.
+NEUTRAL_VALUES: Mapping[str, tuple[object, ...]] = {
+    "codeformer_visibility": (None, 0),
+    "gfpgan_visibility": (None, 0),
+}
+
+#: Fields of a drawing: with an upscaler they would not do what they say.
+_OF_DRAWINGS = (img2img.OWN_FIELDS - {"resize_mode"}) | {"denoising_strength"}
+
+
+def _none_is_off(value: object) -> object:
+    return None if value in ("", "None") else value
+
+
+def _is_upscaler(name: str) -> str:
+    if name in hires.LATENT:
+        raise ValueError("enlarges latents, which only the second pass (hr_upscaler) has")
+    return hires.check_upscaler(name)
+
+
+_Upscaler = Annotated[str | None, AfterValidator(lambda name: name and _is_upscaler(name))]
+_Target = Annotated[int, Field(ge=MIN_SIDE, le=_MAX_TARGET)]
+
+
+class Extras(BaseModel):
+    """The fields that matter with `upscaler_1`, beside `init_images` and `resize_mode`."""
+
+    upscaler_1: Annotated[_Upscaler, BeforeValidator(_none_is_off)] = None
+    """None: the job draws."""
+    upscaler_2: Annotated[_Upscaler, BeforeValidator(_none_is_off)] = None
+    extras_upscaler_2_visibility: float = Field(default=0.0, ge=0, le=1)
+    """Its share in the image."""
+    upscaling_resize: float = Field(default=2.0, gt=0, le=8)
+    upscaling_resize_w: _Target = 512
+    upscaling_resize_h: _Target = 512
+    """In pixels, as the width; of `resize_mode` 1."""
+    upscaling_crop: bool = True
+
+
+FIELDS = frozenset(Extras.model_fields)
+
+
+def check(job: Job) -> None:
+    """Raises ValueError if the fields of a job that only enlarges an image do not fit together."""
+    if not job.only_upscales:
+        if unused := job.model_fields_set & (FIELDS - {"upscaler_1"}):
+            raise ValueError(
+                f"{min(unused)}: is for jobs that only enlarge an image; upscaler_1 is missing"
+            )
+        return
+    if not job.init_images:
+        raise ValueError("upscaler_1: enlarges an image; init_images is missing")
+    if job.resize_mode not in {_BY_FACTOR, _TO_SIZE}:
+        raise ValueError(
+            "resize_mode: with upscaler_1 it should be 0 (by upscaling_resize) or 1 (to"
+            " upscaling_resize_w x upscaling_resize_h)"
+        )
+    drawn = job.model_fields_set & _OF_DRAWINGS
+    if job.enable_hr:
+        drawn |= {"enable_hr"}
+    if job.controls:
+        drawn |= {"alwayson_scripts"}
+    if drawn:
+        raise ValueError(
+            f"{min(drawn)}: a job with upscaler_1 only enlarges its image: remove one of the two,"
+            " or make them two stages (then)"
+        )
+    if job.images > 1:
+        raise ValueError(
+            f"upscaler_1: batch_size x n_iter is {job.images}; a job enlarges one image"
+        )
+
+
+def scale(job: Job, size: Size) -> float:
+    """How many times larger an image of *size*, (width, height) in pixels, becomes."""
+    if job.resize_mode == _BY_FACTOR:
+        return job.upscaling_resize
+    return max(job.upscaling_resize_w / size[0], job.upscaling_resize_h / size[1])
+
+
+def sizes_after(job: Job, size: Size) -> tuple[Size, Size]:
+    """What an image of *size*, (width, height) in pixels, is enlarged to, and then cut to.
+
+    Raises:
+        JobError: it is beyond the limits; names the field.
+    """
+    if job.resize_mode == _BY_FACTOR:
+        field, by = "upscaling_resize", job.upscaling_resize
+        whole = final = _aligned((int(size[0] * by), int(size[1] * by)))
+    else:
+        field, final = "upscaling_resize_w", (job.upscaling_resize_w, job.upscaling_resize_h)
+        whole = hires.covering(size, final)
+        if not job.upscaling_crop:
+            whole = final = _aligned(whole)
+    if min(final) < MIN_SIDE or whole[0] * whole[1] > MAX_PIXELS:
+        cut = f", cut out of {whole[0]}x{whole[1]}" if whole != final else ""
+        raise errors.JobError(
+            f"{field}: the image would have {final[0]}x{final[1]} pixels{cut}; at least {MIN_SIDE}"
+            f" a side and {MAX_PIXELS:,} altogether are allowed"
+        )
+    return whole, final
+
+
+def final_size(job: Job) -> tuple[int | None, int | None]:
+    """Width and height of the enlarged image, as far as the job alone tells.
+
+    Raises:
+        JobError: it is beyond the limits.
+    """
+    width, height = job.size_to_begin_with
+    if width is not None and height is not None:
+        return sizes_after(job, (width, height))[1]
+    if job.resize_mode == _TO_SIZE and job.upscaling_crop:
+        return job.upscaling_resize_w, job.upscaling_resize_h
+    return None, None
+
+
+def network_pixels(size: Size, times: float) -> int:
+    """Pixels that a usual network takes in until an image of *size* is so many *times* larger."""
+    pixels, reached = 0, 1
+    for _ in range(_MOST_TIMES if times >= 1 else 0):
+        pixels += size[0] * size[1] * reached**2
+        reached *= _USUAL_SCALE
+        if reached >= times:
+            break
+    return pixels
+
+
+def _aligned(size: Size) -> Size:
+    return size[0] // _ALIGNMENT * _ALIGNMENT, size[1] // _ALIGNMENT * _ALIGNMENT

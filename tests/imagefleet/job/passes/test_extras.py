@@ -1,0 +1,172 @@
+"""Jobs that only enlarge an image: their fields, sizes and refusals, alone and in chains."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from imagefleet import errors
+from imagefleet.job import chain
+from imagefleet.job.message import Job, read_job
+from imagefleet.job.passes import extras
+from imagefleet.job.passes.fields import Pass
+
+
+def read(**fields: Any) -> Job:
+    given = {"init_images": ["a.png"], "upscaler_1": "4x_Sharp", **fields}
+    return read_job(json.dumps({name: each for name, each in given.items() if each != "-"}), "m")
+
+
+def refusal(**fields: Any) -> str:
+    with pytest.raises(errors.InvalidMessageError) as caught:
+        read(**fields)
+    return caught.value.message
+
+
+def test_a_job_that_only_enlarges_needs_no_prompt() -> None:
+    job = read()
+    assert (job.only_upscales, job.prompt, job.upscalers) == (True, "", ("4x_Sharp",))
+    again = read_job(job.to_message(), "another")
+    assert again == job
+    assert not read_job('{"prompt": "a"}', "m").only_upscales
+
+
+def test_the_payload_of_a1111s_extras_is_taken_as_it_is() -> None:
+    payload = {
+        "resize_mode": 0,
+        "show_extras_results": True,
+        "gfpgan_visibility": 0,
+        "codeformer_visibility": 0,
+        "codeformer_weight": 0.3,
+        "upscaling_resize": 4,
+        "upscaling_resize_w": 512,
+        "upscaling_resize_h": 512,
+        "upscaling_crop": True,
+        "upscaler_1": "R-ESRGAN 4x+",
+        "upscaler_2": "None",
+        "extras_upscaler_2_visibility": 0,
+        "upscale_first": False,
+        "image": "cats/a.png",
+    }
+    job = read_job(json.dumps(payload), "m")
+    assert job == read(upscaler_1="R-ESRGAN 4x+", upscaling_resize=4, init_images=["cats/a.png"])
+    nothing = {"upscaler_1": "None", "upscaling_resize": 4}
+    with pytest.raises(errors.InvalidMessageError, match=r"^upscaling_resize: is for jobs that"):
+        read_job(json.dumps({"prompt": "a", **nothing}), "m")
+
+
+def test_the_second_upscaler_counts_only_where_it_shows() -> None:
+    both = read(upscaler_2="Lanczos", extras_upscaler_2_visibility=0.5)
+    assert both.upscalers == ("4x_Sharp", "Lanczos")
+    assert both.upscaler_files == ("4x_Sharp",)
+    assert read(upscaler_2="Lanczos").upscalers == ("4x_Sharp",)
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"init_images": "-"}, "upscaler_1: enlarges an image; init_images is missing"),
+        ({"upscaler_1": "-", "prompt": "a", "upscaling_resize": 3}, "upscaler_1 is missing"),
+        ({"upscaler_1": "-", "prompt": "a", "upscaler_2": "b"}, "upscaler_1 is missing"),
+        ({"upscaler_1": "Latent"}, "upscaler_1: enlarges latents"),
+        ({"upscaler_1": "../x"}, "upscaler_1: should be a name"),
+        ({"upscaler_2": "Latent (sharp)"}, "upscaler_2: unknown"),
+        ({"resize_mode": 2}, "resize_mode: with upscaler_1 it should be 0 (by upscaling_resize)"),
+        ({"upscaling_resize": 0}, "upscaling_resize"),
+        ({"upscaling_resize": 9}, "upscaling_resize"),
+        ({"upscaling_resize_w": 32}, "upscaling_resize_w"),
+        ({"extras_upscaler_2_visibility": 2}, "extras_upscaler_2_visibility"),
+        ({"gfpgan_visibility": 0.5}, "gfpgan_visibility is not supported"),
+        ({"codeformer_visibility": 1}, "codeformer_visibility is not supported"),
+        ({"image": "b.png"}, "image and init_images are the same field"),
+        ({"denoising_strength": 0.4}, "denoising_strength: a job with upscaler_1 only enlarges"),
+        ({"mask": "b.png"}, "mask: a job with upscaler_1 only enlarges"),
+        ({"enable_hr": True}, "enable_hr: is for txt2img"),
+        ({"batch_size": 2}, "upscaler_1: batch_size x n_iter is 2; a job enlarges one image"),
+    ],
+)
+def test_what_does_not_fit_is_refused_by_name(fields: dict[str, Any], reason: str) -> None:
+    assert reason in refusal(**fields)
+
+
+def test_controlnets_have_nothing_to_control() -> None:
+    unit = {"image": "b.png", "model": "canny"}
+    scripts = {"controlnet": {"args": [unit]}}
+    assert refusal(alwayson_scripts=scripts).startswith("alwayson_scripts: a job with upscaler_1")
+
+
+@pytest.mark.parametrize(
+    ("fields", "size", "sizes"),
+    [
+        ({}, (100, 60), ((200, 120), (200, 120))),
+        ({"upscaling_resize": 1.5}, (101, 67), ((144, 96), (144, 96))),
+        ({"upscaling_resize": 0.5}, (512, 256), ((256, 128), (256, 128))),
+        ({"resize_mode": 1}, (100, 60), ((853, 512), (512, 512))),
+        ({"resize_mode": 1, "upscaling_crop": False}, (100, 60), ((848, 512), (848, 512))),
+        ({"resize_mode": 1, "upscaling_resize_w": 256}, (100, 200), ((256, 512), (256, 512))),
+    ],
+)
+def test_sizes_are_those_of_a1111_without_its_black_borders(
+    fields: dict[str, Any], size: tuple[int, int], sizes: tuple[tuple[int, int], ...]
+) -> None:
+    assert extras.sizes_after(read(**fields), size) == sizes
+
+
+@pytest.mark.parametrize(
+    ("fields", "size", "reason"),
+    [
+        ({"upscaling_resize": 4}, (1024, 1024), r"upscaling_resize: .* 4096x4096 pixels; at least"),
+        ({"upscaling_resize": 0.1}, (512, 512), "48x48 pixels; at least 64 a side"),
+        (
+            {"resize_mode": 1, "upscaling_resize_h": 2048},
+            (2000, 100),
+            "upscaling_resize_w: the image would have 512x2048 pixels, cut out of 40960x2048;",
+        ),
+    ],
+)
+def test_images_beyond_the_limits_are_refused(
+    fields: dict[str, Any], size: tuple[int, int], reason: str
+) -> None:
+    with pytest.raises(errors.JobError, match=reason):
+        extras.sizes_after(read(**fields), size)
+
+
+def test_a_chain_tells_the_size_of_its_last_stage_before_it_is_drawn() -> None:
+    hires = {"prompt": "a", "width": 512, "height": 768, "enable_hr": True, "hr_scale": 1.5}
+    body = {**hires, "then": [{"upscaler_1": "4x_Sharp", "upscaling_resize": 1.5}, {"steps": 9}]}
+    first, second, third = chain.left(read_job(json.dumps(body), "m"))
+    assert [each.only_upscales for each in (first, second, third)] == [False, True, False]
+    assert (second.prompt, third.prompt, third.steps) == ("a", "a", 9)
+    assert second.size_to_begin_with == first.final_size == (768, 1152)
+    assert second.final_size == (1152, 1728)
+    assert second.passes(768, 1152) == [Pass(1152, 1728, 0, decodes=False, enlarged=768 * 1152)]
+    body["then"] = [{"upscaler_1": "4x_Sharp", "upscaling_resize": 4}]
+    with pytest.raises(errors.InvalidMessageError, match=r"stage 2: upscaling_resize: .*3072x4608"):
+        read_job(json.dumps(body), "m")
+
+
+def test_the_image_of_a_stage_cannot_be_given() -> None:
+    body = {"prompt": "a", "then": [{"upscaler_1": "Lanczos", "image": "b.png"}]}
+    with pytest.raises(errors.InvalidMessageError, match="stage 2: image is the image of"):
+        read_job(json.dumps(body), "m")
+
+
+def test_an_enlarged_image_may_be_drawn_over() -> None:
+    body = {"init_images": ["a.png"], "upscaler_1": "Lanczos", "prompt": "a hut"}
+    body["then"] = [{"denoising_strength": 0.3, "width": 512, "height": 512}]
+    first, second = chain.left(read_job(json.dumps(body), "m"))
+    assert (first.only_upscales, second.only_upscales) == (True, False)
+    assert (second.prompt, second.final_size) == ("a hut", (512, 512))
+
+
+def test_a_network_that_is_applied_twice_costs_what_it_takes() -> None:
+    job = read(upscaling_resize=8, upscaler_2="other", extras_upscaler_2_visibility=0.5)
+    (found,) = job.passes(64, 64)
+    assert found.enlarged == 2 * (64 * 64 + 256 * 256)
+    assert read(upscaler_1="Nearest").passes(64, 64)[0].enlarged == 0
+    assert read(upscaling_resize=0.5).passes(256, 256)[0].enlarged == 0
+    hires = {"prompt": "a", "init_images": "-", "upscaler_1": "-", "enable_hr": True}
+    second = read(**hires, hr_upscaler="4x_Sharp").passes(64, 64)[1]
+    assert (second.width, second.enlarged) == (128, 64 * 64)

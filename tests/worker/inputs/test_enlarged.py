@@ -1,0 +1,240 @@
+"""Jobs that only enlarge an image, alone and as a stage, on both storages."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+import tiny_model
+from imagefleet import errors
+from imagefleet.job import embedded
+from imagefleet.records import reader
+from imagefleet.records.record import Record
+from imagefleet.storage import dead_letter, dead_letter_queue
+from imagefleet.storage.dead_letter_queue import Selection
+from imagefleet.storage.protocol import Storage
+from tests.worker.engine.support import esrgan
+from worker.engine import contract
+from worker.engine.load import load_engine
+from worker.testing import StandInEngine, draw_noise
+
+RunPipeline = Callable[..., Any]
+Message = Callable[..., str]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_model.build_tiny_checkpoint(tmp_path_factory.mktemp("model") / "tiny")
+
+
+@pytest.fixture(scope="module")
+def network(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+    return esrgan.build(tmp_path_factory.mktemp("upscalers") / "4x_Tiny.safetensors")
+
+
+@pytest.fixture(autouse=True)
+def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("worker.settle.FIRST_RETRY_SECONDS", 0.05)
+    monkeypatch.setattr("worker.stages.record.FLUSH_SECONDS", 0.05)
+    monkeypatch.setattr("worker.stages.record.LOCAL_FLUSH_SECONDS", 0.05)
+    monkeypatch.setattr("worker.stages.prepare.HAND_BACK_SECONDS_UNTIL_EMPTY", 0.1)
+
+
+@pytest.fixture(autouse=True)
+async def upscaler(storage: Storage, network: tuple[Path, Any]) -> None:
+    data = network[0].read_bytes()
+    await storage.files.create("upscalers/4x_Tiny.safetensors", data, "application/x", {})
+
+
+def picture(width: int = 64, height: int = 48) -> contract.Pixels:
+    return np.random.default_rng(0).integers(0, 256, (height, width, 3), np.uint8)
+
+
+def file_of(pixels: Any, kind: str = "PNG", **options: Any) -> bytes:
+    buffer = io.BytesIO()
+    Image.fromarray(pixels).save(buffer, kind, **options)
+    return buffer.getvalue()
+
+
+async def put(storage: Storage, name: str, data: bytes) -> None:
+    assert await storage.files.create(f"inputs/{name}", data, "image/png", {})
+
+
+async def stored(storage: Storage, name: str) -> Image.Image:
+    data = await storage.blobs.read(name)
+    assert data is not None
+    return Image.open(io.BytesIO(data))
+
+
+async def records(storage: Storage) -> list[Record]:
+    found = [each async for each in reader.images(storage, "default")]
+    return sorted(found, key=lambda each: each.stage)
+
+
+async def failures(storage: Storage) -> dict[str, dead_letter.FailedJob]:
+    found = [dead_letter.FailedJob.read(each.body) async for each in storage.poison.browse()]
+    return {record.id: record for record in found if record is not None}
+
+
+def upscaled(**fields: Any) -> str:
+    given = {"init_images": ["a.png"], "upscaler_1": "4x_Tiny", "upscaling_resize": 4, **fields}
+    return json.dumps(given)
+
+
+async def test_a_chain_ends_with_what_the_network_makes_of_its_image(
+    storage: Storage, run_pipeline: RunPipeline, model: Path, network: tuple[Path, Any]
+) -> None:
+    first = {"id": "a", "prompt": "a house", "steps": 4, "width": 64, "height": 64, "seed": 5}
+    enlarge = {"upscaler_1": "4x_Tiny", "upscaling_resize": 4}
+    resize = {"upscaler_1": "Lanczos", "resize_mode": 1, "upscaling_resize_w": 128}
+    then = [enlarge, {**resize, "upscaling_resize_h": 64}]
+    await storage.queue.send([json.dumps({**first, "then": then})])
+    pipeline = await run_pipeline(load=lambda: load_engine(model, "cpu", slots=2))
+    assert dict(pipeline.settler.outcomes) == {"completed": 3}
+    drawn, enlarged, cut = [
+        await stored(storage, f"default/{name}.png") for name in ("a", "a~2", "a~3")
+    ]
+    expected = esrgan.enlarge(network[1], np.asarray(drawn))
+    assert np.array_equal(np.asarray(enlarged), expected)
+    assert (enlarged.size, cut.size) == ((256, 256), (128, 64))
+    smaller = Image.fromarray(expected).resize((128, 128), Image.Resampling.LANCZOS)
+    assert np.array_equal(np.asarray(cut), np.asarray(smaller)[32:96])
+    assert enlarged.info["parameters"] == (
+        drawn.info["parameters"] + ", Postprocess upscale by: 4, Postprocess upscaler: 4x_Tiny"
+    )
+    assert cut.info["parameters"].endswith(
+        ", Postprocess upscaler: 4x_Tiny, Postprocess upscale to: 128x64, Postprocess crop to:"
+        " 128x64, Postprocess upscaler: Lanczos"
+    )
+    found = await records(storage)
+    assert [(each.width, each.height) for each in found] == [(64, 64), (256, 256), (128, 64)]
+    assert [each.completes_job for each in found] == [False, False, True]
+    assert {(each.steps, each.seed, each.prompt) for each in found} == {(4, 5, "a house")}
+
+
+async def test_a_first_job_enlarges_a_file_of_the_storage_and_keeps_its_text(
+    storage: Storage, run_pipeline: RunPipeline, network: tuple[Path, Any]
+) -> None:
+    exif = Image.Exif()
+    exif.get_ifd(0x8769)[0x9286] = b"UNICODE\0" + "a hut\nSteps: 9".encode("utf-16-be")
+    await put(storage, "a.png", file_of(picture()))
+    await put(storage, "b.webp", file_of(picture(), "WEBP", lossless=True, exif=exif))
+    jpeg = {"output": {"format": "jpeg"}}
+    jobs = [upscaled(id="a"), upscaled(id="b", init_images=["b.webp"], **jpeg)]
+    await storage.queue.send(jobs)
+    engine = StandInEngine(size=(64, 64))
+    pipeline = await run_pipeline(engine)
+    assert dict(pipeline.settler.outcomes) == {"completed": 2}
+    plain, kept = await stored(storage, "default/a.png"), await stored(storage, "default/b.jpg")
+    assert plain.size == kept.size == (256, 192)
+    facts = "Postprocess upscale by: 4, Postprocess upscaler: 4x_Tiny"
+    assert plain.info["parameters"] == facts
+    assert embedded.parameters(kept, 1000) == f"a hut\nSteps: 9, {facts}"
+    data = await storage.blobs.read("default/a.png")
+    assert data is not None
+    again = embedded.find(data)
+    assert again is not None
+    assert json.loads(again)["upscaler_1"] == "4x_Tiny"
+    for record in await records(storage):
+        assert (record.width, record.height, record.steps, record.sampler) == (256, 192, None, None)
+
+
+async def test_a_prompt_of_a_stage_that_enlarges_needs_none_of_its_files(
+    storage: Storage, run_pipeline: RunPipeline
+) -> None:
+    requests: list[contract.ImageRequest] = []
+
+    def draw(request: contract.ImageRequest) -> contract.Pixels:
+        requests.append(request)
+        return draw_noise(request)
+
+    await put(storage, "a.png", file_of(picture()))
+    await storage.queue.send([upscaled(id="a", prompt="a <lora:nowhere:1>")])
+    pipeline = await run_pipeline(StandInEngine(size=(64, 64), draw=draw))
+    assert dict(pipeline.settler.outcomes) == {"completed": 1}
+    (request,) = requests
+    assert request.upscale is not None
+    assert request.init is not None
+    assert (request.width, request.height, request.loras) == (64, 48, ())
+    assert request.upscale.whole == (256, 192)
+    ((name, path),) = request.upscale.upscalers
+    assert (name, path and path.name) == ("4x_Tiny", "4x_Tiny.safetensors")
+    assert np.array_equal(request.init.pixels, picture())
+
+
+async def test_what_cannot_be_enlarged_is_the_jobs_fault_and_says_why(
+    storage: Storage, run_pipeline: RunPipeline
+) -> None:
+    await put(storage, "a.png", file_of(picture()))
+    await put(storage, "large.png", file_of(np.resize(picture(16, 1), (1200, 1200, 3))))
+    await put(storage, "grey.png", file_of(np.full((64, 64, 3), 7, np.uint8)))
+    jobs = {
+        "missing": ({"init_images": ["no.png"]}, "there is no 'inputs/no.png'"),
+        "large": (
+            {"init_images": ["large.png"]},
+            "upscaling_resize: the image would have 4800x4800 pixels; at least 64 a side and 4,194",
+        ),
+        "grey": ({"init_images": ["grey.png"]}, "init_images: the image is all one colour"),
+        "nameless": ({"upscaler_1": "8x"}, "no upscaler 8x.safetensors in upscalers/"),
+        "second": (
+            {"upscaler_2": "8x", "extras_upscaler_2_visibility": 0.1},
+            "no upscaler 8x.safetensors in upscalers/",
+        ),
+        "drawn": ({"denoising_strength": 0.3}, "denoising_strength: a job with upscaler_1 only"),
+    }
+    await storage.queue.send(upscaled(id=name, **fields) for name, (fields, _) in jobs.items())
+    pipeline = await run_pipeline(StandInEngine(size=(64, 64)))
+    assert dict(pipeline.settler.outcomes) == {"failed": len(jobs)}
+    found = await failures(storage)
+    assert {
+        name: reason in found[name].reason for name, (_, reason) in jobs.items()
+    } == dict.fromkeys(jobs, True)
+
+
+async def test_a_stage_that_failed_enlarges_once_it_is_replayed(
+    storage: Storage, run_pipeline: RunPipeline, message: Message, network: tuple[Path, Any]
+) -> None:
+    faults: list[errors.FleetError] = [errors.TransientError("a bad moment")] * 2
+
+    def draw(request: contract.ImageRequest) -> contract.Pixels:
+        if request.upscale is not None and faults:
+            raise faults.pop()
+        return draw_noise(request)
+
+    then = [{"upscaler_1": "4x_Later", "upscaling_resize": 2}]
+    await storage.queue.send(
+        [message(id="a", then=then), message(id="b", then=[{"upscaler_1": "4x_Tiny"}])]
+    )
+    pipeline = await run_pipeline(StandInEngine(size=(64, 64), draw=draw))
+    assert pipeline.settler.outcomes["retried"] == 2
+    (failed,) = (await failures(storage)).values()
+    assert failed.reason.startswith("stage 2 of 2: no upscaler 4x_Later.safetensors")
+    data = network[0].read_bytes()
+    await storage.files.create("upscalers/4x_Later.safetensors", data, "application/x", {})
+    assert (await dead_letter_queue.replay(storage, Selection())).done == 1
+    await run_pipeline(StandInEngine(size=(64, 64), draw=draw))
+    names = sorted([name async for name in storage.blobs.names("default/")])
+    assert names == [f"default/{name}.png" for name in ("a", "a~2", "b", "b~2")]
+    assert (await stored(storage, "default/a~2.png")).size == (128, 128)
+
+
+async def test_another_worker_confirms_an_enlarged_image(
+    storage: Storage, run_pipeline: RunPipeline, model: Path
+) -> None:
+    await put(storage, "a.png", file_of(picture()))
+    for name, job in {"one": upscaled(id="a"), "two": upscaled(id="a", verify=True)}.items():
+        await storage.queue.send([job])
+        await run_pipeline(load=lambda: load_engine(model, "cpu", slots=2), name=name)
+    first = await storage.blobs.read("default/a.png")
+    second = await storage.blobs.read("-checks/default/a.png")
+    assert first is not None
+    assert second is not None
+    pixels = [np.asarray(Image.open(io.BytesIO(each))) for each in (first, second)]
+    assert np.array_equal(*pixels)
