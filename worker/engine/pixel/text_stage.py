@@ -3,7 +3,13 @@
     python -m worker.engine.pixel.text_stage --model IF-I-M-v1.0 --out states < prompts.txt
 
 reads a prompt per line and writes a file for each, and for the empty prompt, which guidance needs.
-Prompts whose file is there are passed over.
+Prompts whose file is there are passed over. `imagefleet text add` stores them, or makes and stores
+those of a file of jobs.
+
+Prompts are cleaned as the captions were that IF was trained with: web addresses, HTML, names of
+files and the like are taken out. That is diffusers' own function, which `IFPipeline` applies unless
+it is told not to. Without its libraries diffusers leaves it out and warns; here they are required,
+since states would differ from machine to machine.
 """
 
 from __future__ import annotations
@@ -12,11 +18,13 @@ import argparse
 import importlib.util
 import sys
 import threading
+import warnings
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
+from diffusers import IFPipeline
 from transformers import AutoTokenizer, T5EncoderModel
 
 from imagefleet import errors
@@ -26,6 +34,9 @@ from worker.engine.pixel import text_states
 
 #: The encoder of DeepFloyd IF's stages, where no configuration names one.
 DEFAULT_NAME = "t5-v1_1-xxl"
+
+#: What diffusers cleans captions with, by the name of its package.
+_CLEANING = {"bs4": "beautifulsoup4", "ftfy": "ftfy"}
 
 _LOADING_ERRORS = (OSError, ValueError, KeyError, TypeError, RuntimeError, ImportError)
 
@@ -37,8 +48,9 @@ class TextStage:
         """*folder* has the subfolders `text_encoder` and `tokenizer`, as every IF stage's has.
 
         Raises:
-            SetupError: one of them is missing or damaged.
+            SetupError: one of them is missing or damaged, or a library is missing.
         """
+        require_libraries()
         self.name = encoder_name(folder)
         encoder = checkpoint.read_network(T5EncoderModel, folder / "text_encoder")
         encoder.requires_grad_(requires_grad=False).eval()
@@ -56,11 +68,12 @@ class TextStage:
     def encode(self, prompts: Iterable[str]) -> torch.Tensor:
         """The states of prompts [prompts, 77, width] in the encoder's type.
 
-        As diffusers' `IFPipeline.encode_prompt`: what is longer than 77 tokens is cut off.
+        As diffusers' `IFPipeline.encode_prompt` with `clean_caption`: what is longer than 77 tokens
+        is cut off.
         """
         with self._lock:
             tokens = self._tokenizer(
-                [text_states.clean(each) for each in prompts],
+                [clean_caption(each) for each in prompts],
                 padding="max_length",
                 max_length=text_states.TOKENS,
                 truncation=True,
@@ -70,6 +83,30 @@ class TextStage:
                 tokens.input_ids, attention_mask=tokens.attention_mask
             )[0]
         return states
+
+
+def clean_caption(prompt: str) -> str:
+    """A prompt as the encoder reads it: diffusers' `_text_preprocessing`, which cleans it twice."""
+    from bs4 import MarkupResemblesLocatorWarning
+
+    clean = IFPipeline._clean_caption  # noqa: SLF001 - the list of what is taken out is theirs
+    caption = text_states.clean(prompt)
+    with warnings.catch_warnings():
+        # It takes a prompt that is hardly more than a file's name for one to be opened.
+        warnings.simplefilter("ignore", MarkupResemblesLocatorWarning)
+        for _ in range(2):
+            caption = clean(IFPipeline, caption)
+    return caption
+
+
+def require_libraries() -> None:
+    """Raises SetupError, with the command to run, where prompts cannot be cleaned."""
+    for module, package in _CLEANING.items():
+        if importlib.util.find_spec(module) is None:
+            raise errors.SetupError(
+                f"{package} is not installed, which IF's text encoder needs: pip install"
+                " 'imagefleet[t5]'"
+            )
 
 
 def encoder_name(folder: Path) -> str:
@@ -98,7 +135,7 @@ def _read_tokenizer(folder: Path) -> Any:
     if not ((folder / "tokenizer.json").is_file() or _has_sentencepiece()):
         raise errors.SetupError(
             f"{str(folder)!r} has no tokenizer.json: to read its spiece.model, pip install"
-            " sentencepiece protobuf"
+            " 'imagefleet[t5]'"
         )
     try:
         return AutoTokenizer.from_pretrained(folder, local_files_only=True)
