@@ -25,7 +25,7 @@ TOKENS = 77
 
 SUFFIX = ".safetensors"
 
-_FORMAT = "imagefleet text states 1"
+FORMAT = "imagefleet text states 1"
 
 _TENSOR = "states"
 
@@ -48,18 +48,24 @@ def clean(prompt: str) -> str:
     return prompt.lower().strip()
 
 
+def content(prompt: str, encoder: str, states: torch.Tensor) -> bytes:
+    """The file with a prompt's states [77, width]."""
+    import torch
+    from safetensors.torch import save
+
+    metadata = {"format": FORMAT, "encoder": encoder, "prompt_sha256": _sha256(clean(prompt))}
+    data: bytes = save({_TENSOR: states.to("cpu", torch.float16).contiguous()}, metadata)
+    return data
+
+
 def write(folder: Path, prompt: str, encoder: str, states: torch.Tensor) -> Path:
     """Writes a prompt's states [77, width] into a *folder*; returns the file.
 
     The file appears complete, so that others may read the folder meanwhile.
     """
-    import torch
-    from safetensors.torch import save_file
-
     path = folder / file_name(prompt, encoder)
     part = path.with_name(f"{path.name}.{uuid.uuid4().hex}.part")
-    metadata = {"format": _FORMAT, "encoder": encoder, "prompt_sha256": _sha256(clean(prompt))}
-    save_file({_TENSOR: states.to("cpu", torch.float16).contiguous()}, part, metadata)
+    part.write_bytes(content(prompt, encoder, states))
     return part.replace(path)
 
 
@@ -81,7 +87,7 @@ def read(path: Path, prompt: str, encoder: str, width: int) -> torch.Tensor:
             error
         )
     found = metadata.get("format"), metadata.get("encoder"), metadata.get("prompt_sha256")
-    if found != (_FORMAT, encoder, _sha256(clean(prompt))):
+    if found != (FORMAT, encoder, _sha256(clean(prompt))):
         raise errors.JobError(
             f"{path.name!r} does not have the text states of this prompt by {encoder!r}"
         )
