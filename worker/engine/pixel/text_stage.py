@@ -6,10 +6,11 @@ reads a prompt per line and writes a file for each, and for the empty prompt, wh
 Prompts whose file is there are passed over. `imagefleet text add` stores them, or makes and stores
 those of a file of jobs.
 
-Prompts are cleaned as the captions were that IF was trained with: web addresses, HTML, names of
-files and the like are taken out. That is diffusers' own function, which `IFPipeline` applies unless
-it is told not to. Without its libraries diffusers leaves it out and warns; here they are required,
-since states would differ from machine to machine.
+Prompts are cleaned as the captions were that IF was trained with ("exact text cleaning as was in
+the training stage", deepfloyd_if/modules/t5.py): web addresses, HTML, names of files and the like
+are taken out. That is diffusers' own function, which `IFPipeline` applies unless it is told not to.
+Without its libraries diffusers leaves it out and warns; here they are required, since states would
+differ from machine to machine.
 """
 
 from __future__ import annotations
