@@ -65,7 +65,7 @@ class Encoded:
             raise errors.SetupError(
                 f"{str(model)!r} has no weights of a text encoder (text_encoder/*.safetensors)"
             )
-        text_stage.require_libraries()
+        text_stage.require_libraries(model)
         self.encoder = text_stage.encoder_name(model)
         self._prompts = prompts.by_stem(self.encoder)
         self._model = model

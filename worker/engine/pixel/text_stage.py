@@ -10,12 +10,14 @@ Prompts are cleaned as the captions were that IF was trained with ("exact text c
 the training stage", deepfloyd_if/modules/t5.py): web addresses, HTML, names of files and the like
 are taken out. That is diffusers' own function, which `IFPipeline` applies unless it is told not to.
 Without its libraries diffusers leaves it out and warns; here they are required, since states would
-differ from machine to machine.
+differ from machine to machine. An encoder that was trained with captions as they are says so in its
+configuration: `"clean_caption": false`.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import importlib.util
 import sys
 import threading
@@ -25,8 +27,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from diffusers import IFPipeline
 from transformers import AutoTokenizer, T5EncoderModel
+from transformers.utils import logging as transformers_logging
 
 from imagefleet import errors
 from worker.engine import checkpoint
@@ -51,8 +53,10 @@ class TextStage:
         Raises:
             SetupError: one of them is missing or damaged, or a library is missing.
         """
-        require_libraries()
+        require_libraries(folder)
+        checkpoint.hide_progress_bars()
         self.name = encoder_name(folder)
+        self._clean = clean_caption if _cleans(folder) else text_states.clean
         encoder = checkpoint.read_network(T5EncoderModel, folder / "text_encoder")
         encoder.requires_grad_(requires_grad=False).eval()
         self._encoder: Any = encoder.to(device=device, dtype=dtype)
@@ -74,7 +78,7 @@ class TextStage:
         """
         with self._lock:
             tokens = self._tokenizer(
-                [clean_caption(each) for each in prompts],
+                [self._clean(each) for each in prompts],
                 padding="max_length",
                 max_length=text_states.TOKENS,
                 truncation=True,
@@ -90,19 +94,32 @@ def clean_caption(prompt: str) -> str:
     """A prompt as the encoder reads it: diffusers' `_text_preprocessing`, which cleans it twice."""
     from bs4 import MarkupResemblesLocatorWarning
 
-    clean = IFPipeline._clean_caption  # noqa: SLF001 - the list of what is taken out is theirs
+    pipeline = _pipeline_class()
     caption = text_states.clean(prompt)
     with warnings.catch_warnings():
         # It takes a prompt that is hardly more than a file's name for one to be opened.
         warnings.simplefilter("ignore", MarkupResemblesLocatorWarning)
         for _ in range(2):
-            caption = clean(IFPipeline, caption)
+            # The list of what is taken out is theirs.
+            caption = pipeline._clean_caption(pipeline, caption)  # noqa: SLF001
     return caption
 
 
-def require_libraries() -> None:
-    """Raises SetupError, with the command to run, where prompts cannot be cleaned."""
-    for module, package in _CLEANING.items():
+@functools.cache
+def _pipeline_class() -> Any:
+    """The class `IFPipeline` of diffusers; it brings a safety checker along, which nobody uses."""
+    verbosity = transformers_logging.get_verbosity()
+    transformers_logging.set_verbosity_error()  # it would warn that torchvision is missing
+    try:
+        from diffusers import IFPipeline
+    finally:
+        transformers_logging.set_verbosity(verbosity)
+    return IFPipeline
+
+
+def require_libraries(folder: Path) -> None:
+    """Raises SetupError, with the command to run, where prompts for a stage cannot be cleaned."""
+    for module, package in _CLEANING.items() if _cleans(folder) else ():
         if importlib.util.find_spec(module) is None:
             raise errors.SetupError(
                 f"{package} is not installed, which IF's text encoder needs: pip install"
@@ -112,8 +129,8 @@ def require_libraries() -> None:
 
 def encoder_name(folder: Path) -> str:
     """The name of a stage's text encoder, whether its weights are there or not."""
-    config = checkpoint.read_json(folder / "text_encoder" / "config.json")
-    return str(config.get("_name_or_path") or DEFAULT_NAME).rstrip("/").rpartition("/")[2]
+    found = _config(folder).get("_name_or_path") or DEFAULT_NAME
+    return str(found).rstrip("/").rpartition("/")[2]
 
 
 def has_encoder(folder: Path) -> bool:
@@ -129,6 +146,14 @@ def write_states(stage: TextStage, prompts: Iterable[str], folder: Path) -> list
             (states,) = stage.encode([prompt])
             written.append(text_states.write(folder, prompt, stage.name, states))
     return written
+
+
+def _cleans(folder: Path) -> bool:
+    return bool(_config(folder).get("clean_caption", True))
+
+
+def _config(folder: Path) -> dict[str, Any]:
+    return checkpoint.read_json(folder / "text_encoder" / "config.json")
 
 
 def _read_tokenizer(folder: Path) -> Any:

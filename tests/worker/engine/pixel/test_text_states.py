@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import io
+import json
 import shutil
 import sys
 from pathlib import Path
@@ -51,6 +52,20 @@ def test_a_caption_is_cleaned_of_what_a_page_has_around_it() -> None:
     prompt = "<a href='x'>A House</a> by www.houses.com/a , “new” free shipping"
     assert text_stage.clean_caption(prompt) == 'a house by , "new"'
     assert text_stage.clean_caption("about.txt") == "about. txt", "and no warning"
+
+
+def test_an_encoder_that_was_trained_with_plain_captions_reads_them_as_they_are(
+    stage: Any, tmp_path: Path, pipeline: Any, make_engine: Any, monkeypatch: Any
+) -> None:
+    monkeypatch.setattr(text_stage, "_CLEANING", {"no_such_library": "none"})
+    shutil.copytree(stage("base"), tmp_path, dirs_exist_ok=True)
+    path = tmp_path / "text_encoder" / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "clean_caption": False}))
+    text = text_stage.TextStage(tmp_path, torch.device("cpu"), torch.float32)
+    prompt = "A (red) house.png"
+    expected, _ = pipeline("base").encode_prompt(prompt, clean_caption=False)
+    assert torch.equal(text.encode([prompt]), expected)
+    make_engine(folder=tmp_path)
 
 
 @pytest.mark.parametrize("missing", ["bs4", "ftfy"])
