@@ -31,9 +31,9 @@ class Inputs:
 
     init: contract.InitImage | None = None
     hires: contract.HiresPass | None = None
+    text_states: tuple[Path, Path] | None = None
     controls: tuple[contract.Control, ...] = ()
     overlay: Overlay | None = None
-    text_states: tuple[Path, Path] | None = None
 
 
 NO_INPUTS = Inputs()
@@ -93,30 +93,10 @@ class InputReader:
         return Inputs(
             init=begin.init if begin else None,
             hires=await self._hires(job, size),
+            text_states=texts,
             controls=tuple([await self._control(job, at, size) for at in range(len(job.controls))]),
             overlay=begin.overlay if begin else None,
-            text_states=texts,
         )
-
-    async def _find_texts(self, job: Job, encoder: str) -> tuple[Path, Path]:
-        """The files of the prompt's text states and the negative prompt's."""
-        prompts = {
-            "prompt": str(job.parsed_prompt),
-            "negative prompt": str(job.parsed_negative_prompt),
-        }
-
-        async def find(which: str, prompt: str) -> Path:
-            try:
-                return await self._resolve(self._text_states, text_states.stem(prompt, encoder))
-            except errors.MissingFileError as error:
-                raise errors.MissingFileError(
-                    f"the text states of the {which} by {encoder!r} are not in the storage, and"
-                    " this model has no text encoder of its own: `imagefleet text add JOBS --model"
-                    f" FOLDER` makes and stores those of a file of jobs ({error.message})"
-                ) from None
-
-        positive, negative = await asyncio.gather(*(find(*each) for each in prompts.items()))
-        return positive, negative
 
     async def _begin(self, job: Job, size: Size | None) -> Begin | None:
         if not job.init_images:
@@ -174,6 +154,26 @@ class InputReader:
 
     async def _resolve(self, library: FileLibrary, name: str) -> Path:
         return await retry.UNTIL_ACCESS.call(partial(library.resolve, name))
+
+    async def _find_texts(self, job: Job, encoder: str) -> tuple[Path, Path]:
+        """The files of the prompt's text states and the negative prompt's."""
+        prompts = {
+            "prompt": str(job.parsed_prompt),
+            "negative prompt": str(job.parsed_negative_prompt),
+        }
+
+        async def find(which: str, prompt: str) -> Path:
+            try:
+                return await self._resolve(self._text_states, text_states.stem(prompt, encoder))
+            except errors.MissingFileError as error:
+                raise errors.MissingFileError(
+                    f"the text states of the {which} by {encoder!r} are not in the storage, and"
+                    " this model has no text encoder of its own: `imagefleet text add JOBS --model"
+                    f" FOLDER` makes and stores those of a file of jobs ({error.message})"
+                ) from None
+
+        positive, negative = await asyncio.gather(*(find(*each) for each in prompts.items()))
+        return positive, negative
 
     async def _file(self, field: str, source: str) -> bytes:
         """The file of an image that a field names, or has in it."""

@@ -326,12 +326,12 @@ def requests_of(
             height=height,
             clip_skip=job.clip_skip,
             embeddings=embeddings,
+            text_states=inputs.text_states,
             sampler_options=job.sampler_options,
             noise=job.image_noise(index),
             init=inputs.init,
             hires=inputs.hires,
             controls=inputs.controls,
-            text_states=inputs.text_states,
         )
         for index in (range(job.images_to_draw) if images is None else images)
     ]
