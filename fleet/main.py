@@ -36,6 +36,7 @@ from fleet.salad import command as deploy
 from fleet.scale import command as scale
 from fleet.score import command as score
 from fleet.sweep import command as sweep
+from fleet.texts import command as texts
 from fleet.verify import command as verify
 from fleet.webhooks import command as webhooks
 from fleet.worker import command as worker
@@ -177,6 +178,7 @@ app.add_typer(lora.app, name="lora", short_help="Stores and lists LoRAs.")
 app.add_typer(embedding.app, name="embedding", short_help="Stores and lists embeddings.")
 app.add_typer(networks.upscaler, name="upscaler", short_help="Stores and lists upscalers.")
 app.add_typer(networks.controlnet, name="controlnet", short_help="Stores and lists ControlNets.")
+app.add_typer(texts.app, name="text", short_help="Makes, stores and lists text states.")
 app.add_typer(kernels.app, name="kernels", short_help="Builds, stores and lists compiled kernels.")
 app.add_typer(bench.app, name="bench", short_help="Measures this machine's speed.")
 

@@ -41,6 +41,7 @@ class SimulatedEngine:
     """Each slot is an image on its way; a tick is one step of all of them, at the card's speed."""
 
     family = "sd1"
+    text_encoder: str | None = None
     default_size = (512, 512)
     self_check: contract.SelfCheck | None = None
 

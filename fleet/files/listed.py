@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from imagefleet import errors
@@ -30,8 +31,17 @@ class Listing:
         """Raises SetupError if nothing may be listed: before a long upload, rather than after."""
         await self._read()
 
+    async def files(self) -> Mapping[str, str]:
+        """The hashes that it lists; raises as `check`."""
+        contents, _ = await self._read()
+        return contents.files if contents else {}
+
     async def add(self, name: str, sha256: str) -> bool:
-        """Lists a file's hash; False if there is no manifest, and none was to be created.
+        """As `add_all`, of one file."""
+        return await self.add_all({name: sha256})
+
+    async def add_all(self, hashes: Mapping[str, str]) -> bool:
+        """Lists files' hashes; False if there is no manifest, and none was to be created.
 
         Raises:
             SetupError: the manifest is signed, and not with these keys, or it is not signed.
@@ -43,9 +53,9 @@ class Listing:
                 return False
             files = dict(contents.files) if contents else {}
             is_as_wanted = contents is not None and contents.is_signed == bool(self.keys.signing)
-            if is_as_wanted and files.get(name) == sha256:
+            if is_as_wanted and hashes.items() <= files.items():
                 return True
-            content = manifest.encode(self.folder, files | {name: sha256}, self.keys.signing)
+            content = manifest.encode(self.folder, {**files, **hashes}, self.keys.signing)
             manifest.parse(self._where, content)  # raises if it has become too large
             if await self.storage.files.replace(self.blob, content, "application/json", version):
                 return True

@@ -221,7 +221,7 @@ def show(uses: Uses, found: list[Missing]) -> None:
 
 async def _stored(storage: Storage, kind: Kind) -> set[str]:
     folder = FOLDERS[kind]
-    if not _may_exist(storage):
+    if not may_exist(storage):
         return set()
     await storage.files.check()
     paths = [name async for name in storage.files.names(f"{folder}/")]
@@ -236,7 +236,7 @@ def _is_local(storage: Storage) -> bool:
     return storage.url.startswith(LOCAL_SCHEME)
 
 
-def _may_exist(storage: Storage) -> bool:
+def may_exist(storage: Storage) -> bool:
     """False for a local storage that the first load will create."""
     return not _is_local(storage) or Path(storage.url.removeprefix(LOCAL_SCHEME)).exists()
 

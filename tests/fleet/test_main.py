@@ -33,7 +33,7 @@ COMMANDS = [
         "version",
     ),
     *("failed", "keys", "deploy", "model", "lora", "embedding"),
-    *("upscaler", "controlnet", "kernels"),
+    *("upscaler", "controlnet", "text", "kernels"),
 ]
 
 Imagefleet = Callable[..., "subprocess.CompletedProcess[str]"]  # the fixture of conftest.py

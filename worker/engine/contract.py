@@ -187,6 +187,8 @@ class Engine(Protocol):
     """Its model family (`imagefleet.pricing.families`)."""
     default_size: tuple[int, int]
     """The checkpoint's native (width, height), for jobs without a size."""
+    text_encoder: str | None
+    """The encoder whose states of the prompts each request has as files; None: it needs none."""
     lora_lookups: Mapping[str, int]
     """LoRA files found in memory ('hit') or read from disk ('miss') since the start.
 

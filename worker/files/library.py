@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -21,6 +21,10 @@ from worker.files.disk_cache import SUFFIX, DiskCache
 from worker.files.manifest import Manifest
 
 log = logging.getLogger(__name__)
+
+#: Files that are not checked again while they stay as they are. A campaign may use a million: the
+#: text states of its prompts.
+REMEMBERED = 10_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +105,7 @@ class FileLibrary:
         self._room = asyncio.Semaphore(kind.fetched_at_once)
         self._storage_manifest = stored
         # What was checked in full, and against which hash: by path, modification time and size.
-        self._checked: dict[Path, tuple[int, int, str | None]] = {}
+        self._checked: OrderedDict[Path, tuple[int, int, str | None]] = OrderedDict()
 
     @classmethod
     def stored(
@@ -155,7 +159,7 @@ class FileLibrary:
         path = self._cache.find(name)
         if path is None:
             return None
-        noun = self._kind.noun.lower()
+        noun = self._kind.noun.lower().replace(" ", "_")
         try:
             await self._verify(self._storage_manifest, name, partial(self._check, name, path))
         except (errors.TransientError, errors.UnusableFileError) as error:
@@ -225,6 +229,8 @@ class FileLibrary:
                 f"the {self._kind.noun} {path.name} cannot be read: {error.strerror or error}"
             ) from error
         self._checked[path] = seen
+        if len(self._checked) > REMEMBERED:
+            self._checked.popitem(last=False)
 
 
 def own_folder(kind: FileKind, path: Path) -> Folder:

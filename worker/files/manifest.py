@@ -28,6 +28,7 @@ EMBEDDINGS = "embeddings"
 KERNELS = "kernels"
 UPSCALERS = "upscalers"
 CONTROLNETS = "controlnets"
+TEXT_STATES = "text-states"
 
 #: Some 100 bytes a file.
 MAX_BYTES = 16 * 2**20
@@ -41,6 +42,7 @@ ADD_COMMANDS = {
     KERNELS: "imagefleet kernels push",
     UPSCALERS: "imagefleet upscaler add",
     CONTROLNETS: "imagefleet controlnet add",
+    TEXT_STATES: "imagefleet text add",
 }
 
 #: A worker reads a manifest again after this time; a replaced file is fetched again by then.

@@ -17,6 +17,7 @@ from imagefleet.job.passes import extras, hires, sources
 from imagefleet.signing import TrustedKeys
 from imagefleet.storage import protocol
 from worker.engine import contract
+from worker.engine.pixel import text_states
 from worker.files.library import FileLibrary
 from worker.inputs import control, files, img2img, pictures
 from worker.inputs.img2img import Begin, Overlay
@@ -32,6 +33,7 @@ class Inputs:
 
     init: contract.InitImage | None = None
     hires: contract.HiresPass | None = None
+    text_states: tuple[Path, Path] | None = None
     controls: tuple[contract.Control, ...] = ()
     overlay: Overlay | None = None
     upscale: contract.Upscale | None = None
@@ -56,32 +58,47 @@ class InputReader:
     ) -> None:
         """*cache_bytes* for each kind of file, which one of the *trusted* keys must list."""
         self._containers = {"files": files_of_jobs, "images": images}
-        self._upscalers, self._controlnets = (
+        self._upscalers, self._controlnets, self._text_states = (
             FileLibrary.stored(
                 files_of_jobs,
                 kind,
                 cache=cache / kind.folder,
-                cache_bytes=cache_bytes,
+                cache_bytes=most_bytes,
                 trusted=trusted,
             )
-            for kind in (files.UPSCALER, files.CONTROLNET)
+            for kind, most_bytes in (
+                (files.UPSCALER, cache_bytes),
+                (files.CONTROLNET, cache_bytes),
+                (files.TEXT_STATES, min(cache_bytes, files.TEXT_STATES_BYTES)),
+            )
         )
         self._room = asyncio.Semaphore(DECODED_AT_ONCE)
 
-    async def read(self, job: Job, size: Size, *, is_enlarged: bool = False) -> Inputs:
+    async def read(
+        self,
+        job: Job,
+        size: Size,
+        *,
+        is_enlarged: bool = False,
+        text_encoder: str | None = None,
+    ) -> Inputs:
         """The inputs of a job whose first pass has *size*, (width, height) in pixels.
 
         *is_enlarged*: the engine itself brings the image that the job begins with to this size.
+        The *text_encoder* is the engine's (`contract.Engine`).
 
         Raises:
             JobError: an image or a file does not exist or cannot be used, or a size is refused.
             TransientError: the storage did not answer.
             NodeError, SetupError: as of `FileLibrary.resolve`.
         """
+        # First: they are what a job lacks most easily, and small.
+        texts = None if text_encoder is None else await self._find_texts(job, text_encoder)
         begin = await self._begin(job, None if is_enlarged else size)
         return Inputs(
             init=begin.init if begin else None,
             hires=await self._hires(job, size),
+            text_states=texts,
             controls=tuple([await self._control(job, at, size) for at in range(len(job.controls))]),
             overlay=begin.overlay if begin else None,
         )
@@ -172,6 +189,26 @@ class InputReader:
 
     async def _resolve(self, library: FileLibrary, name: str) -> Path:
         return await retry.UNTIL_ACCESS.call(partial(library.resolve, name))
+
+    async def _find_texts(self, job: Job, encoder: str) -> tuple[Path, Path]:
+        """The files of the prompt's text states and the negative prompt's."""
+        prompts = {
+            "prompt": str(job.parsed_prompt),
+            "negative prompt": str(job.parsed_negative_prompt),
+        }
+
+        async def find(which: str, prompt: str) -> Path:
+            try:
+                return await self._resolve(self._text_states, text_states.stem(prompt, encoder))
+            except errors.MissingFileError as error:
+                raise errors.MissingFileError(
+                    f"the text states of the {which} by {encoder!r} are not in the storage, and"
+                    " this model has no text encoder of its own: `imagefleet text add JOBS --model"
+                    f" FOLDER` makes and stores those of a file of jobs ({error.message})"
+                ) from None
+
+        positive, negative = await asyncio.gather(*(find(*each) for each in prompts.items()))
+        return positive, negative
 
     async def _file(self, field: str, source: str) -> bytes:
         """The file of an image that a field names, or has in it."""

@@ -279,9 +279,12 @@ class PrepareStage:
         embeddings = await self._find_embeddings(job)
         entry.lora_hashes = {lora.name: self.hashes.of_lora(lora.path) for lora in loras}
         inputs = NO_INPUTS
-        if job.has_inputs:
+        text_encoder = self.engine.text_encoder
+        if job.has_inputs or text_encoder is not None:
             is_enlarged = self.engine.family in contract.ENLARGING_FAMILIES
-            inputs = await self.inputs.read(job, size, is_enlarged=is_enlarged)
+            inputs = await self.inputs.read(
+                job, size, is_enlarged=is_enlarged, text_encoder=text_encoder
+            )
         entry.overlay = inputs.overlay
         return requests_of(job, size, loras, embeddings, images, inputs)
 
@@ -329,6 +332,7 @@ def requests_of(
             height=height,
             clip_skip=job.clip_skip,
             embeddings=embeddings,
+            text_states=inputs.text_states,
             sampler_options=job.sampler_options,
             noise=job.image_noise(index),
             init=inputs.init,

@@ -56,6 +56,8 @@ def load_checkpoint(folder: Path, device: torch.device, dtype: torch.dtype) -> P
     """
     logs.take_over_libraries()
     checkpoint.hide_progress_bars()
+    if text_stage.has_encoder(folder):
+        text_stage.require_libraries(folder)
     name = folder.resolve().name
     pipeline = find.pipeline_of(folder)
     if pipeline not in FAMILIES:

@@ -25,7 +25,7 @@ from worker.engine.kernels.background import Around, BackgroundTracer, nothing_a
 from worker.engine.kernels.compile import Compiled, GraphPool, exempt_from_collection
 from worker.engine.kernels.layers import time_convolutions
 from worker.engine.noise import NoiseStream
-from worker.engine.pixel import text_states
+from worker.engine.pixel import text_stage, text_states
 from worker.engine.pixel.checkpoint import PixelCheckpoint
 from worker.engine.pixel.images import FinishedImages
 from worker.engine.pixel.prepare import PreparedRequest, RequestPreparer
@@ -72,6 +72,8 @@ class PixelEngine:
         """
         self.model_name = checkpoint.name
         self.family = checkpoint.family
+        has_encoder = text_stage.has_encoder(checkpoint.folder)
+        self.text_encoder = None if has_encoder else checkpoint.encoder
         self.default_size = checkpoint.default_size
         self.lora_lookups: Mapping[str, int] = {"hit": 0, "miss": 0, "no_effect": 0}
         self.recompiles = 0

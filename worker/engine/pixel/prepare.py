@@ -130,8 +130,8 @@ class RequestPreparer:
             if self._stage is None:
                 if not text_stage.has_encoder(folder):
                     raise errors.JobError(
-                        "the prompt's text states are missing, and this worker's stage has no text"
-                        " encoder: have the text stage make them (docs/cascade.md)"
+                        "the prompt's text states are missing, and this stage has no text encoder:"
+                        " `imagefleet text add` makes them (docs/cascade.md)"
                     )
                 self._stage = text_stage.TextStage(folder, torch.device("cpu"), torch.float32)
             return self._stage

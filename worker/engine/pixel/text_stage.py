@@ -3,21 +3,32 @@
     python -m worker.engine.pixel.text_stage --model IF-I-M-v1.0 --out states < prompts.txt
 
 reads a prompt per line and writes a file for each, and for the empty prompt, which guidance needs.
-Prompts whose file is there are passed over.
+Prompts whose file is there are passed over. `imagefleet text add` stores them, or makes and stores
+those of a file of jobs.
+
+Prompts are cleaned as the captions were that IF was trained with ("exact text cleaning as was in
+the training stage", deepfloyd_if/modules/t5.py): web addresses, HTML, names of files and the like
+are taken out. That is diffusers' own function, which `IFPipeline` applies unless it is told not to.
+Without its libraries diffusers leaves it out and warns; here they are required, since states would
+differ from machine to machine. An encoder that was trained with captions as they are says so in its
+configuration: `"clean_caption": false`.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import importlib.util
 import sys
 import threading
+import warnings
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import AutoTokenizer, T5EncoderModel
+from transformers.utils import logging as transformers_logging
 
 from imagefleet import errors
 from worker.engine import checkpoint
@@ -26,6 +37,9 @@ from worker.engine.pixel import text_states
 
 #: The encoder of DeepFloyd IF's stages, where no configuration names one.
 DEFAULT_NAME = "t5-v1_1-xxl"
+
+#: What diffusers cleans captions with, by the name of its package.
+_CLEANING = {"bs4": "beautifulsoup4", "ftfy": "ftfy"}
 
 _LOADING_ERRORS = (OSError, ValueError, KeyError, TypeError, RuntimeError, ImportError)
 
@@ -37,9 +51,12 @@ class TextStage:
         """*folder* has the subfolders `text_encoder` and `tokenizer`, as every IF stage's has.
 
         Raises:
-            SetupError: one of them is missing or damaged.
+            SetupError: one of them is missing or damaged, or a library is missing.
         """
+        require_libraries(folder)
+        checkpoint.hide_progress_bars()
         self.name = encoder_name(folder)
+        self._clean = clean_caption if _cleans(folder) else text_states.clean
         encoder = checkpoint.read_network(T5EncoderModel, folder / "text_encoder")
         encoder.requires_grad_(requires_grad=False).eval()
         self._encoder: Any = encoder.to(device=device, dtype=dtype)
@@ -56,11 +73,12 @@ class TextStage:
     def encode(self, prompts: Iterable[str]) -> torch.Tensor:
         """The states of prompts [prompts, 77, width] in the encoder's type.
 
-        As diffusers' `IFPipeline.encode_prompt`: what is longer than 77 tokens is cut off.
+        As diffusers' `IFPipeline.encode_prompt` with `clean_caption`: what is longer than 77 tokens
+        is cut off.
         """
         with self._lock:
             tokens = self._tokenizer(
-                [text_states.clean(each) for each in prompts],
+                [self._clean(each) for each in prompts],
                 padding="max_length",
                 max_length=text_states.TOKENS,
                 truncation=True,
@@ -72,10 +90,47 @@ class TextStage:
         return states
 
 
+def clean_caption(prompt: str) -> str:
+    """A prompt as the encoder reads it: diffusers' `_text_preprocessing`, which cleans it twice."""
+    from bs4 import MarkupResemblesLocatorWarning
+
+    pipeline = _pipeline_class()
+    caption = text_states.clean(prompt)
+    with warnings.catch_warnings():
+        # It takes a prompt that is hardly more than a file's name for one to be opened.
+        warnings.simplefilter("ignore", MarkupResemblesLocatorWarning)
+        for _ in range(2):
+            # The list of what is taken out is theirs.
+            caption = pipeline._clean_caption(pipeline, caption)  # noqa: SLF001
+    return caption
+
+
+@functools.cache
+def _pipeline_class() -> Any:
+    """The class `IFPipeline` of diffusers; it brings a safety checker along, which nobody uses."""
+    verbosity = transformers_logging.get_verbosity()
+    transformers_logging.set_verbosity_error()  # it would warn that torchvision is missing
+    try:
+        from diffusers import IFPipeline
+    finally:
+        transformers_logging.set_verbosity(verbosity)
+    return IFPipeline
+
+
+def require_libraries(folder: Path) -> None:
+    """Raises SetupError, with the command to run, where prompts for a stage cannot be cleaned."""
+    for module, package in _CLEANING.items() if _cleans(folder) else ():
+        if importlib.util.find_spec(module) is None:
+            raise errors.SetupError(
+                f"{package} is not installed, which IF's text encoder needs: pip install"
+                " 'imagefleet[t5]'"
+            )
+
+
 def encoder_name(folder: Path) -> str:
     """The name of a stage's text encoder, whether its weights are there or not."""
-    config = checkpoint.read_json(folder / "text_encoder" / "config.json")
-    return str(config.get("_name_or_path") or DEFAULT_NAME).rstrip("/").rpartition("/")[2]
+    found = _config(folder).get("_name_or_path") or DEFAULT_NAME
+    return str(found).rstrip("/").rpartition("/")[2]
 
 
 def has_encoder(folder: Path) -> bool:
@@ -93,12 +148,20 @@ def write_states(stage: TextStage, prompts: Iterable[str], folder: Path) -> list
     return written
 
 
+def _cleans(folder: Path) -> bool:
+    return bool(_config(folder).get("clean_caption", True))
+
+
+def _config(folder: Path) -> dict[str, Any]:
+    return checkpoint.read_json(folder / "text_encoder" / "config.json")
+
+
 def _read_tokenizer(folder: Path) -> Any:
     """T5's tokenizer, as a tokenizer.json or as the spiece.model that DeepFloyd's folders have."""
     if not ((folder / "tokenizer.json").is_file() or _has_sentencepiece()):
         raise errors.SetupError(
             f"{str(folder)!r} has no tokenizer.json: to read its spiece.model, pip install"
-            " sentencepiece protobuf"
+            " 'imagefleet[t5]'"
         )
     try:
         return AutoTokenizer.from_pretrained(folder, local_files_only=True)

@@ -4,6 +4,8 @@ DeepFloyd IF's encoder, T5-XXL, takes 19 GB in float32 and 9.5 GB in float16; th
 take 631 kB. So they are computed once, by `text_stage`, and a stage's GPU never loads the encoder.
 A file has the tensor `states` [77, width] in float16, the encoder's name and the SHA-256 of the
 prompt that it was made of; its own name is the SHA-256 of both.
+
+Imports no torch until states are read or written: whoever fills the queue knows their names.
 """
 
 from __future__ import annotations
@@ -11,34 +13,49 @@ from __future__ import annotations
 import hashlib
 import uuid
 from pathlib import Path
-
-import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from typing import TYPE_CHECKING
 
 from imagefleet import errors
+
+if TYPE_CHECKING:
+    import torch
 
 #: DeepFloyd IF was trained with no more, though T5 takes any number.
 TOKENS = 77
 
 SUFFIX = ".safetensors"
 
-_FORMAT = "imagefleet text states 1"
+FORMAT = "imagefleet text states 1"
 
 _TENSOR = "states"
 
 
 def file_name(prompt: str, encoder: str) -> str:
     """The name of the file with a prompt's states by the *encoder* of that name."""
-    return _sha256(f"{encoder}\n{clean(prompt)}") + SUFFIX
+    return stem(prompt, encoder) + SUFFIX
+
+
+def stem(prompt: str, encoder: str) -> str:
+    """That name without its suffix."""
+    return _sha256(f"{encoder}\n{clean(prompt)}")
 
 
 def clean(prompt: str) -> str:
-    """A prompt as the encoder takes it: diffusers' `_text_preprocessing` with no `clean_caption`.
+    """What prompts have in common that have the same states, as far as their file's name tells.
 
-    The cleaning that takes web addresses and the like out of captions needs two more libraries.
+    The encoder reads them cleaned further (`text_stage`).
     """
     return prompt.lower().strip()
+
+
+def content(prompt: str, encoder: str, states: torch.Tensor) -> bytes:
+    """The file with a prompt's states [77, width]."""
+    import torch
+    from safetensors.torch import save
+
+    metadata = {"format": FORMAT, "encoder": encoder, "prompt_sha256": _sha256(clean(prompt))}
+    data: bytes = save({_TENSOR: states.to("cpu", torch.float16).contiguous()}, metadata)
+    return data
 
 
 def write(folder: Path, prompt: str, encoder: str, states: torch.Tensor) -> Path:
@@ -48,8 +65,7 @@ def write(folder: Path, prompt: str, encoder: str, states: torch.Tensor) -> Path
     """
     path = folder / file_name(prompt, encoder)
     part = path.with_name(f"{path.name}.{uuid.uuid4().hex}.part")
-    metadata = {"format": _FORMAT, "encoder": encoder, "prompt_sha256": _sha256(clean(prompt))}
-    save_file({_TENSOR: states.to("cpu", torch.float16).contiguous()}, part, metadata)
+    part.write_bytes(content(prompt, encoder, states))
     return part.replace(path)
 
 
@@ -60,6 +76,8 @@ def read(path: Path, prompt: str, encoder: str, width: int) -> torch.Tensor:
         JobError: they are of another prompt or encoder, or not finite.
         TransientError: the file cannot be read.
     """
+    from safetensors import SafetensorError, safe_open
+
     try:
         with safe_open(path, framework="pt") as file:
             metadata = file.metadata() or {}
@@ -69,7 +87,7 @@ def read(path: Path, prompt: str, encoder: str, width: int) -> torch.Tensor:
             error
         )
     found = metadata.get("format"), metadata.get("encoder"), metadata.get("prompt_sha256")
-    if found != (_FORMAT, encoder, _sha256(clean(prompt))):
+    if found != (FORMAT, encoder, _sha256(clean(prompt))):
         raise errors.JobError(
             f"{path.name!r} does not have the text states of this prompt by {encoder!r}"
         )

@@ -71,6 +71,7 @@ class SlotEngine:
         """
         self.model_name = checkpoint.name
         self.family = checkpoint.family.slug
+        self.text_encoder: str | None = None
         self.default_size = checkpoint.default_size
         self.weight_mode: queue.WeightMode = "shared"
         """The last tick's."""

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import io
+import json
 import shutil
 import sys
 from pathlib import Path
@@ -23,10 +24,65 @@ def text(stage: Any) -> text_stage.TextStage:
     return text_stage.TextStage(stage("base"), torch.device("cpu"), torch.float32)
 
 
-@pytest.mark.parametrize("prompt", ["", "A red house ", "a" * 200, "über", "(word:1.3), a b"])
+PLAIN = ["", "A red house ", "a" * 200, "über"]
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    [
+        *PLAIN,
+        "(word:1.3), a b",
+        "A <b>house</b> &amp; www.houses.com/1 #123 “home” img_01.png",
+        "a%20b+c",
+        "plan.pdf",
+    ],
+)
 def test_states_are_those_of_diffusers_pipeline(prompt: str, text: Any, pipeline: Any) -> None:
+    expected, _ = pipeline("base").encode_prompt(prompt, clean_caption=True)
+    assert torch.equal(text.encode([prompt]), expected)
+
+
+@pytest.mark.parametrize("prompt", PLAIN)
+def test_a_plain_prompt_is_read_as_it_is(prompt: str, text: Any, pipeline: Any) -> None:
     expected, _ = pipeline("base").encode_prompt(prompt, clean_caption=False)
     assert torch.equal(text.encode([prompt]), expected)
+
+
+def test_a_caption_is_cleaned_of_what_a_page_has_around_it() -> None:
+    prompt = "<a href='x'>A House</a> by www.houses.com/a , “new” free shipping"
+    assert text_stage.clean_caption(prompt) == 'a house by , "new"'
+    assert text_stage.clean_caption("about.txt") == "about. txt", "and no warning"
+
+
+def test_an_encoder_that_was_trained_with_plain_captions_reads_them_as_they_are(
+    stage: Any, tmp_path: Path, pipeline: Any, make_engine: Any, monkeypatch: Any
+) -> None:
+    monkeypatch.setattr(text_stage, "_CLEANING", {"no_such_library": "none"})
+    shutil.copytree(stage("base"), tmp_path, dirs_exist_ok=True)
+    path = tmp_path / "text_encoder" / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "clean_caption": False}))
+    text = text_stage.TextStage(tmp_path, torch.device("cpu"), torch.float32)
+    prompt = "A (red) house.png"
+    expected, _ = pipeline("base").encode_prompt(prompt, clean_caption=False)
+    assert torch.equal(text.encode([prompt]), expected)
+    make_engine(folder=tmp_path)
+
+
+@pytest.mark.parametrize("missing", ["bs4", "ftfy"])
+def test_without_what_cleans_prompts_no_encoder_is_loaded(
+    missing: str, stage: Any, without_encoder: Path, make_engine: Any, monkeypatch: Any
+) -> None:
+    find = text_stage.importlib.util.find_spec
+    monkeypatch.setattr(
+        text_stage.importlib.util,
+        "find_spec",
+        lambda name: None if name == missing else find(name),
+    )
+    with pytest.raises(errors.SetupError, match=r"is not installed.*imagefleet\[t5\]"):
+        text_stage.TextStage(stage("base"), torch.device("cpu"), torch.float32)
+    with pytest.raises(errors.SetupError, match="is not installed"):
+        make_engine()
+    make_engine(folder=without_encoder)
 
 
 def test_a_prompt_among_others_has_the_states_that_it_has_alone(text: Any) -> None:

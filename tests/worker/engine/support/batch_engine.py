@@ -53,6 +53,7 @@ class BatchEngine:
     """A `contract.Engine` whose images start and finish together, at most *max_batch* of them."""
 
     self_check = None
+    text_encoder = None
 
     def __init__(self, loaded: checkpoint.Checkpoint, max_batch: int) -> None:
         self._checkpoint = loaded
