@@ -1,7 +1,8 @@
-"""Measures `imagefleet worker --gpus all` against one GPU of the machine, each on a local storage.
+"""Measures `imagefleet worker --gpus all` against one GPU of the machine, each on a new storage.
 
     python benchmarks/gpus.py --out /tmp/gpus.json
     python benchmarks/gpus.py --counts 1,2,4 --seconds 40 --out /tmp/gpus.json
+    python benchmarks/gpus.py --azurite 0.05 --out /tmp/gpus.json
     python benchmarks/gpus.py --tiny
 
 Each job has another LoRA of rank 32, and goes from the queue to the stored PNG. Every number of
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import json
 import multiprocessing
 import os
@@ -24,7 +26,7 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -39,7 +41,7 @@ from fleet.bench.workers import DONE, Machine, Sample, running
 from imagefleet.storage.open import open_storage
 from imagefleet.storage.protocol import Storage
 from imagefleet.storage.settings import StorageSettings
-from one_machine import figures
+from one_machine import far_azurite, figures
 from worker.gpus import choice
 from worker.gpus.choice import Gpu
 from worker.settings import MachineSettings
@@ -104,8 +106,18 @@ class Benchmark:
     async def run(self) -> None:
         for count in self.arguments.counts:
             say(f"{count} of {len(self.gpus)} GPUs")
+            async with self._storage() as address:
+                await self._run(count, address)
+
+    @contextlib.asynccontextmanager
+    async def _storage(self) -> AsyncIterator[str]:
+        """The address of an empty one."""
+        if self.arguments.azurite is not None:
+            async with far_azurite.running(self.arguments.azurite) as address:
+                yield address
+        else:
             with tempfile.TemporaryDirectory(dir=self.arguments.folder) as folder:
-                await self._run(count, f"local:{folder}")
+                yield f"local:{folder}"
 
     async def _run(self, count: int, address: str) -> None:
         arguments, gpus = self.arguments, self.gpus[:count]
@@ -285,6 +297,12 @@ def main(given: Sequence[str] | None = None) -> None:
     parser.add_argument("--warm", type=float, help="seconds before that, twice at least")
     parser.add_argument("--jobs", type=int, help="in the queue, for each GPU")
     parser.add_argument("--limit", type=float, default=560.0, help="seconds of everything")
+    parser.add_argument(
+        "--azurite",
+        type=float,
+        metavar="SECONDS",
+        help="on an Azurite of this machine, whose round trips take so much longer",
+    )
     parser.add_argument("--tiny", action="store_true", help="try it on the CPU")
     parser.add_argument("--out", type=Path)
     parser.add_argument("flags", nargs="*", help="more flags of the worker, after --")
