@@ -19,10 +19,10 @@ from diffusers import StableDiffusionPipeline
 from torch import Tensor
 from transformers import CLIPTokenizer
 
-from demo_world import captions, networks
+from demo_world import answers, captions, networks
 from demo_world.captions import Phrase
 from demo_world.world import COLOURS, NEW_OBJECT, Scene, SceneOptions, sample_scene
-from fleet.score.demo.judge import Finding, Judge, load_judge
+from fleet.score.demo.judge import Judge, load_judge
 from imagefleet.job import clip
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -115,71 +115,29 @@ class Painter:
         return self.encode([[Phrase(prompt)] for prompt in prompts])
 
 
-def _objects_right(scene: Scene, findings: list[Finding]) -> bool:
-    wanted = {thing.shape for thing in scene.things}
-    return wanted == {finding.shape for finding in findings[: len(wanted)]}
-
-
-def _colours_right(scene: Scene, findings: list[Finding]) -> bool:
-    """Each named object that was found has its colour, and at least one was found."""
-    wanted = {thing.shape: thing.colour for thing in scene.things}
-    found = {f.shape: f.colour for f in findings if f.shape in wanted}
-    return bool(found) and all(wanted[shape] == colour for shape, colour in found.items())
-
-
-def _places_right(scene: Scene, findings: list[Finding]) -> bool | None:
-    """True if the caption's position or relation holds; None if it states none."""
-    found = {finding.shape: finding for finding in findings}
-    first = found.get(scene.things[0].shape)
-    if scene.relation not in (None, "and"):
-        second = found.get(scene.things[1].shape)
-        if first is None or second is None:
-            return False
-        return {
-            "left of": first.x < second.x, "right of": first.x > second.x,
-            "above": first.y < second.y, "below": first.y > second.y,
-        }[scene.relation]  # fmt: skip
-    if scene.position is None:
-        return None
-    if first is None:
-        return False
-    return {
-        "left": first.x < -0.2, "right": first.x > 0.2, "top": first.y < -0.2,
-        "bottom": first.y > 0.2, "centre": abs(first.x) < 0.25 and abs(first.y) < 0.25,
-    }[scene.position]  # fmt: skip
-
-
-def _share(answers: list[bool]) -> float:
-    return round(sum(answers) / max(1, len(answers)), 4)
-
-
 def measure_captions(painter: Painter, judge: Judge, cases: list[Case]) -> dict[str, float]:
     contexts = painter.encode_plain([case.caption for case in cases])
     seeds = [case.seed for case in cases]
     plain = painter.draw(contexts, painter.encode_plain([""] * len(cases)), seeds)
     found = list(zip(cases, judge.find(plain), strict=True))
-    places = [_places_right(case.scene, findings) for case, findings in found]
+    places = [answers.places_right(case.scene, findings) for case, findings in found]
 
     def both_right_against(negatives: list[str]) -> float:
         pictures = painter.draw(contexts, painter.encode_plain(negatives), seeds)
         pairs = zip(cases, judge.find(pictures), strict=True)
-        return _share([_both_right(case.scene, findings) for case, findings in pairs])
+        return answers.share([answers.both_right(case.scene, findings) for case, findings in pairs])
 
     return {
-        "object_accuracy": _share([_objects_right(c.scene, f) for c, f in found]),
-        "colour_accuracy": _share([_colours_right(c.scene, f) for c, f in found]),
-        "both_accuracy": _share([_both_right(c.scene, f) for c, f in found]),
-        "place_accuracy": _share([place for place in places if place is not None]),
+        "object_accuracy": answers.share([answers.objects_right(c.scene, f) for c, f in found]),
+        "colour_accuracy": answers.share([answers.colours_right(c.scene, f) for c, f in found]),
+        "both_accuracy": answers.share([answers.both_right(c.scene, f) for c, f in found]),
+        "place_accuracy": answers.share([place for place in places if place is not None]),
         "negative_prompt_accuracy": both_right_against([case.wrong_colour for case in cases]),
         # Guidance pushes away from all that a negative prompt names, so also from the object.
         "negative_same_object_accuracy": both_right_against(
             [f"a {case.wrong_colour} {case.scene.things[0].shape}" for case in cases]
         ),
     }
-
-
-def _both_right(scene: Scene, findings: list[Finding]) -> bool:
-    return _objects_right(scene, findings) and _colours_right(scene, findings)
 
 
 def measure_emphasis(painter: Painter, judge: Judge, cases: list[Case]) -> float:
@@ -198,7 +156,7 @@ def measure_emphasis(painter: Painter, judge: Judge, cases: list[Case]) -> float
         rows = torch.arange(len(cases))
         columns = [judge.shapes.index(case.scene.things[0].shape) for case in cases]
         scores.append(judge.object_scores(pictures)[rows, columns])
-    return _share((scores[0] > scores[1]).tolist())
+    return answers.share((scores[0] > scores[1]).tolist())
 
 
 def _style_score(name: str, pictures: Tensor, judge: Judge) -> float:

@@ -117,8 +117,8 @@ class SweepSource:
         """Ids of jobs to leave out, since they are in the queue or drawn already."""
         self._captions = captions
         self._key = key
-        for group in self.sweep.groups:
-            self._job(group, 0, "a caption")
+        for _ in self.first_jobs():
+            pass
 
     def check(self, start: int, on_read: OnRead = ignore, _on_job: object = None) -> None:
         """Checks each caption that is still to be sent, in the first group: groups were checked."""
@@ -136,6 +136,10 @@ class SweepSource:
     def jobs(self, start: int = 0) -> Iterator[Job]:
         """The jobs from position *start* on."""
         return itertools.starmap(self._job, self._images(start))
+
+    def first_jobs(self) -> Iterator[Job]:
+        """A job of each group, which stands for all of them: only the captions differ."""
+        return (self._job(group, 0, "a caption") for group in self.sweep.groups)
 
     def describe(self) -> str:
         """`30,000 captions x 8 groups: 240,000 jobs`."""

@@ -63,6 +63,7 @@ LONGEST_FILES = (
     "test_worker_log",
     "test_worker_process",
     "test_demo",
+    "test_cascade_curve",
     "test_wheel",
     "test_token_rotation",
     "test_tutorial",

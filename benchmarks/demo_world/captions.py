@@ -10,7 +10,8 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from demo_world.world import NEW_OBJECT, Scene, Thing
+from demo_world.shapes import SHAPES
+from demo_world.world import COLOURS, NEW_OBJECT, Scene, Thing
 
 CHUNK_TOKENS = 75
 CHUNK_LENGTH = CHUNK_TOKENS + 2
@@ -164,6 +165,18 @@ def plain_caption(scene: Scene, rng: random.Random) -> str:
     return ", ".join(
         " ".join(phrase.text for phrase in group) for group in describe_scene(scene, rng)
     )
+
+
+def world_words() -> frozenset[str]:
+    """All words, without commas, that plain captions and the quality words are made of."""
+    nouns = {noun for shape in SHAPES for noun in _nouns(shape)} | {"jump rope"}
+    said = [*nouns, *map(_plural, nouns), *COLOURS, *_OPENINGS, *QUALITY_WORDS, "that is are a an"]
+    for words in (
+        *(_SIZE_WORDS, _TEXTURE_WORDS, _COUNT_WORDS),
+        *(_POSITION_WORDS, _RELATION_WORDS, BACKGROUND_WORDS),
+    ):
+        said += [each for group in words.values() for each in group]
+    return frozenset(word.strip(",") for text in said for word in text.split())
 
 
 def filler(rng: random.Random, words: int, vocabulary: list[str]) -> list[Phrase]:

@@ -114,6 +114,16 @@ class MovingAverage:
         for live, average in zip(self._live, self.average, strict=True):
             live.copy_(average)
 
+    def state(self) -> tuple[int, list[Tensor]]:
+        """What `load` continues from."""
+        return self._steps, self.average
+
+    @torch.no_grad()
+    def load(self, state: tuple[int, list[Tensor]]) -> None:
+        self._steps, averages = state
+        for own, average in zip(self.average, averages, strict=True):
+            own.copy_(average)
+
 
 def save_pipeline_files(folder: Path) -> None:
     """Writes model_index.json and the scheduler's settings, as Stable Diffusion 1.5 has them."""

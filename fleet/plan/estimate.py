@@ -246,7 +246,7 @@ def mean_speed(speeds: Sequence[ModelSpeed]) -> Input:
     value = sum(each.images for each in speeds) / sum(each.seconds for each in speeds)
     # As sure as the least sure of them.
     kinds = {each.images_per_second.kind for each in speeds}
-    order: tuple[Kind, ...] = ("estimated", "assumed", "measured")
+    order: tuple[Kind, ...] = ("estimated", "assumed", "measured", "given")
     kind = next(each for each in order if each in kinds)
     return Input(value, kind, f"the mean over {len(speeds)} models, weighted by their images")
 

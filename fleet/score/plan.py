@@ -138,6 +138,8 @@ class _Planner:
             if files.image_name(blob, self._campaign) is None:
                 damaged.add(blob, "is not the name of an image of this campaign")
                 continue
+            if record.stage < record.stages:
+                continue  # a job's image is that of its last stage
             group = ALL if self._groups is None else sweep.group_of(record.id)
             if group is None or not (self._groups is None or group in self._groups):
                 self._of_no_group += 1

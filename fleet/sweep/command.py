@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -82,6 +83,12 @@ def command(
         typer.Option("--format", metavar="txt|jsonl|coco", help="By default as FILE's name says."),
     ] = None,
     negative_prompt: Annotated[str, typer.Option(help="Of all images.")] = "",
+    then: Annotated[
+        str | None,
+        typer.Option(
+            metavar="JSON", help="Further stages of all jobs: the list of a job's `then`."
+        ),
+    ] = None,
     size: Annotated[
         str | None, typer.Option(metavar="WIDTHxHEIGHT", help="By default the model's own.")
     ] = None,
@@ -142,7 +149,8 @@ def command(
         {name: families.find(slug or family) for name, slug in named.items()},
         families.find(family),
     )
-    _check_models(named, model)
+    stages = _stages(then)
+    _check_models({*named, *(str(each.get("model")) for each in stages)}, model)
     if lora_strengths and not lora:
         raise errors.SetupError("--lora-strengths goes with --lora")
     strengths = _listed("--lora-strengths", lora_strengths or "1", float) if lora else [None]
@@ -164,14 +172,14 @@ def command(
         groups,
         campaign,
         seed=seed,
-        job=_job(negative_prompt, size),
+        job=_job(negative_prompt, size) | ({"then": stages} if stages else {}),
         key=signing.Keys.of(settings).signing,
     )
     machine = price.Machine(gpu, replicas, images_per_second, price_per_hour, bench, prices_path)
     if dry_run:
         with reading("checking") as on_read:
             source.check(0, on_read)
-        _show_plan(source, price.plan(source.sweep, machine, of_models), as_json=as_json)
+        _show_plan(source, price.plan(source, machine, of_models), as_json=as_json)
         return
     if not (quiet or as_json):
         console.print_note(f"{source.describe()}; {_hours_and_price(source, machine, of_models)}")
@@ -240,6 +248,22 @@ def _job(negative_prompt: str, size: str | None) -> dict[str, Any]:
         raise errors.SetupError(f"--{error}") from None
 
 
+def _stages(text: str | None) -> list[dict[str, Any]]:
+    """The stages after the first; what a stage may have is checked with its job."""
+    if text is None:
+        return []
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        found = None
+    if not isinstance(found, list) or not all(isinstance(each, dict) for each in found):
+        raise errors.SetupError(
+            f"--then {text[:60]}: should be a list of stages in JSON, as"
+            ' \'[{"model": "upscaler", "denoising_strength": 0.25}]\''
+        )
+    return found
+
+
 def _listed(flag: str, text: str, kind: Callable[[str], Value]) -> list[Value]:
     """The values of a list with commas."""
     try:
@@ -264,8 +288,8 @@ def _check_models(names: Collection[str], elsewhere: Sequence[str] | None) -> No
     for name in elsewhere or []:
         if name not in names:
             raise errors.SetupError(
-                f"--model {name[:60]} is none of --models: it says that workers have a model from"
-                " elsewhere; --models says what is drawn with"
+                f"--model {name[:60]} is none of --models, nor of --then's: it says that workers"
+                " have a model from elsewhere; they say what is drawn with"
             )
 
 
@@ -274,7 +298,7 @@ def _hours_and_price(source: SweepSource, machine: Machine, models: Models) -> s
     from fleet.sweep import price
 
     try:
-        plan = price.plan(source.sweep, machine, models)
+        plan = price.plan(source, machine, models)
     except errors.SetupError as error:
         return f"its price is not known: {error.message}"
     return (

@@ -7,8 +7,10 @@ from pathlib import Path
 
 from fleet.plan import estimate
 from fleet.plan.work import Models, Work
+from imagefleet import errors
+from imagefleet.job import chain
 from imagefleet.pricing import price_file, prices
-from imagefleet.records.sweep import Sweep
+from loadgen.caption_sweep import SweepSource
 
 DEFAULT_GPU = "RTX 3060 Ti"
 
@@ -29,7 +31,7 @@ class Machine:
     prices: Path | None = None
 
 
-def plan(sweep: Sweep, machine: Machine, models: Models) -> estimate.Plan:
+def plan(source: SweepSource, machine: Machine, models: Models) -> estimate.Plan:
     """The sweep on machines of one class; *models* tells the families.
 
     Raises:
@@ -42,7 +44,7 @@ def plan(sweep: Sweep, machine: Machine, models: Models) -> estimate.Plan:
         matching = prices.matching_gpus(gpu, [bench.gpu for bench in benches])
         gpu = matching[0] if matching else prices.find_gpu(gpu, table.gpus)
     estimate.refuse_unused(benches, {gpu})
-    works = _works(sweep, models)
+    works = _works(source, models)
     speeds = estimate.find_speeds(gpu, works, machine.images_per_second, benches)
     made_on = estimate.bench_of(gpu, benches, works[0].family)
     part = estimate.Part(
@@ -53,7 +55,8 @@ def plan(sweep: Sweep, machine: Machine, models: Models) -> estimate.Plan:
         made_on.start_up if made_on else _NO_START_UP,
         speeds,
     )
-    return estimate.make_plan(sweep.images, sweep.images, [part], table)
+    images = sum(work.images for work in works)
+    return estimate.make_plan(images, images, [part], table)
 
 
 def command(plan_: estimate.Plan) -> str:
@@ -82,19 +85,22 @@ def sources(plan_: estimate.Plan) -> list[str]:
     ]
 
 
-def _works(sweep: Sweep, models: Models) -> list[Work]:
-    """The images by model, with their own sizes and steps."""
+def _works(source: SweepSource, models: Models) -> list[Work]:
+    """The images of all stages by model, with their own sizes and steps.
+
+    Raises:
+        SetupError: a stage is of a size that its model's family cannot have.
+    """
     found: dict[str | None, Work] = {}
-    width, height = (sweep.job.get(side) for side in ("width", "height"))
-    for group in sweep.groups:
-        family = models.family_of(group.model)
-        work = found.setdefault(group.model, Work(group.model, family))
-        work.jobs += sweep.captions.count
-        work.images += sweep.captions.count
-        of_image = family.image_tflop(_side(width), _side(height), group.steps)
-        work.tflop += sweep.captions.count * of_image
+    count = source.sweep.captions.count
+    for stage in (stage for job in source.first_jobs() for stage in chain.left(job)):
+        family = models.family_of(stage.model)
+        work = found.setdefault(stage.model, Work(stage.model, family))
+        work.jobs += count
+        work.images += count
+        try:
+            passes = stage.passes(stage.width or family.width, stage.height or family.height)
+        except errors.JobError as error:
+            raise errors.SetupError(error.message) from None
+        work.tflop += count * family.passes_tflop(passes)
     return list(found.values())
-
-
-def _side(value: object) -> int | None:
-    return value if isinstance(value, int) else None

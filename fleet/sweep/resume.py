@@ -7,6 +7,7 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from imagefleet import concurrency
+from imagefleet.job import chain
 from imagefleet.job.message import Job, message_fields
 from imagefleet.records import reader, sweep
 from imagefleet.storage import enqueue
@@ -51,7 +52,8 @@ async def prepare(
     async with open_storage(settings) as storage:
         await storage.create()
         # A name that is mistyped must not be the campaign's for ever.
-        names = [group.model for group in source.sweep.groups if group.model]
+        stages = (stage for job in source.first_jobs() for stage in chain.left(job))
+        names = {stage.model for stage in stages if stage.model}
         await enqueue.JobSender(storage, priority, elsewhere=models).check(names)
         is_new = await sweep.write(storage, source.sweep)
         return set() if restart else await _resume(storage, source, path, priority, is_new=is_new)

@@ -18,12 +18,13 @@ import pytest
 
 from fleet import console
 from fleet.results import follow
-from fleet.score import chunks, metrics
+from fleet.score import chunks, metrics, plan
 from fleet.score.statistics import Statistics
+from imagefleet.records import sweep
 from imagefleet.records.record import Record
 from imagefleet.records.writer import RecordLog
 from imagefleet.storage.open import open_storage
-from imagefleet.storage.protocol import BlobStore
+from imagefleet.storage.protocol import BlobStore, Storage
 from imagefleet.storage.settings import StorageSettings
 
 Imagefleet = Callable[..., "subprocess.CompletedProcess[str]"]  # the fixture of conftest.py
@@ -344,3 +345,33 @@ def test_a_reference_of_damaged_pictures_is_refused(
     assert ended.returncode == console.EXIT_OPERATOR_MUST_ACT
     assert "1 picture of damaged cannot be read: one.png" in ended.stderr
     assert "has fewer than 2 pictures" in ended.stderr
+
+
+async def test_a_chains_image_is_that_of_its_last_stage(storage: Storage, tmp_path: Path) -> None:
+    def record(name: str, stage: int, **changes: Any) -> Record:
+        suffix = f"~{stage}" if stage > 1 else ""
+        known = {"campaign": "chained", "blob": f"chained/{name}{suffix}.png", "prompt": "a house"}
+        return Record(
+            outcome="completed",
+            at=datetime.now(UTC),
+            id=name,
+            stage=stage,
+            stages=2,
+            **known | changes,
+        )
+
+    group = sweep.Group(name="cfg-3.0", guidance=3, sampler="ddpm", steps=30)
+    of_captions = sweep.digest(["a house"] * 2)
+    await sweep.write(
+        storage, sweep.Sweep(campaign="chained", captions=of_captions, groups=[group])
+    )
+    records = [record("cfg-3.0_000000", 1), record("cfg-3.0_000000", 2, cfg_scale=1.5)]
+    records.append(record("cfg-3.0_000001", 1))  # whose second stage is still to do
+    await RecordLog(storage.blobs, "w1").add(records)
+
+    made = await plan.make(storage, "chained", tmp_path, lambda count: None)
+
+    assert made.images == {"cfg-3.0": 1}
+    rows = [row for chunk in made.chunks["cfg-3.0"] for row in chunk.rows()]
+    assert [row.name for row in rows] == ["chained/cfg-3.0_000000~2.png"]
+    assert made.guidance == {"cfg-3.0": 3}

@@ -104,6 +104,41 @@ def test_more_steps_take_longer_by_the_speed_that_is_known(
     assert measured == pytest.approx((3 / 2 / 2 + 36) / 3600)
 
 
+def test_the_stages_of_a_chain_are_in_each_job_and_in_hours_and_price(
+    in_process: Imagefleet, captions: Path, tmp_path: Path
+) -> None:
+    stages = [{"model": "upscaler", "cfg_scale": 1.5, "steps": 20, "denoising_strength": 0.5}]
+    chained = ("--models", "base", "--then", json.dumps(stages))
+    elsewhere = ("--model", "base", "--model", "upscaler")
+    known = ("--images-per-second", "2", "--price-per-hour", "0.16", "--dry-run", "--json")
+
+    models = tmp_path / "imagefleet-data" / "files" / "models"
+    models.mkdir(parents=True)
+    (models / "sdxl.safetensors").touch()
+
+    plain = json.loads(in_process("sweep", "c.txt", *SWEEP, *known).stdout)["plan"]
+    priced = json.loads(in_process("sweep", "c.txt", *SWEEP, *chained, *known).stdout)["plan"]
+    unknown = in_process("sweep", "c.txt", *SWEEP, *chained, "--model", "base")
+    result = in_process("sweep", "c.txt", *SWEEP, *chained, *elsewhere, "--json")
+
+    assert priced["hours"] == pytest.approx(2 * plain["hours"])
+    assert "no worker can have the model 'upscaler'" in unknown.stderr
+    assert result.returncode == console.EXIT_DONE, result.stderr
+    assert json.loads(result.stdout)["sent"] == 6
+    again = in_process("sweep", "c.txt", *SWEEP, "--models", "base", "--model", "base")
+    assert "another field of all its jobs differs" in again.stderr
+
+    async def read() -> list[dict[str, Any]]:
+        async with open_storage(local(tmp_path)) as storage:
+            queue = storage.models.of("base")["normal"]
+            return [json.loads(each.body) async for each in queue.browse()]
+
+    jobs = asyncio.run(read())
+    assert len(jobs) == 6
+    assert {each.get("cfg_scale", 7) for each in jobs} == {1.5, 7}
+    assert all(each["then"] == stages for each in jobs)
+
+
 def test_a_sweep_fills_the_queue_and_leaves_its_manifest(
     in_process: Imagefleet, captions: Path, tmp_path: Path
 ) -> None:
@@ -253,6 +288,8 @@ async def test_the_images_of_a_sweep_say_their_group_in_their_records(
         (("--gpu", "RTX 9999", "--dry-run"), "unknown GPU class 'RTX 9999'"),
         (("--models", "a,b=sdxl,a"), "--models: a is there twice"),
         (("--models", "a=sd9"), "unknown model family 'sd9'"),
+        (("--then", "x"), "--then x: should be a list of stages in JSON, as '[{"),
+        (("--then", '[{"model": "a", "id": "b"}]'), "stage 2: id is the job's"),
         (("--models", "none"), "no worker can have the model 'none'"),
     ],
 )

@@ -1,0 +1,167 @@
+"""How well the demo's cascade draws: python benchmarks/demo_world/cascade/measure.py.
+
+Both stages draw held-out captions (combinations of object, colour and background that training
+never showed) in the worker's engine, and the judge reads the pictures of the second. Prints a
+table; the last line is one JSON object. `--drawn` judges pictures that the world's program drew, at
+the second stage's size: the most that can be had of the judge.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
+
+from demo_world import answers, world
+from demo_world.cascade import networks, pictures
+from fleet.contact_sheet import TILE_PIXELS
+from fleet.score import resize
+from fleet.score.demo import judge as judges
+from worker.engine import contract, load
+
+ROOT = Path(__file__).resolve().parents[3]
+
+#: IF's own level of the noise on the image that is enlarged.
+_STRENGTH = 0.25
+
+#: Of the scenes; other ones than `demo_model/captions.txt`, which they are drawn like.
+_SEED = 20_000
+
+_BATCH = 50
+
+#: Pairs of pictures of both stages in a row of the sheet.
+_SHEET_COLUMNS = 4
+
+
+def draw(engine: contract.Engine, requests: Iterable[contract.ImageRequest]) -> list[np.ndarray]:
+    """The images [side, side, 3] of the requests, in their order."""
+    waiting = list(enumerate(requests))
+    count = len(waiting)
+    found: dict[int, Any] = {}
+    while len(found) < count:
+        while waiting and engine.free:
+            ticket, request = waiting.pop(0)
+            engine.admit(ticket, engine.prepare(request))
+        found |= {each.ticket: each.outcome for each in engine.tick()}
+    images = [found[ticket] for ticket in range(count)]
+    if failed := [each for each in images if not isinstance(each, np.ndarray)]:
+        raise failed[0]
+    return images
+
+
+def draw_cascade(
+    model: Path, texts: Sequence[str], device: str, options: argparse.Namespace
+) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    """The images of both stages."""
+    base = load.load_any_engine(model / "base", device, slots=_BATCH, compile="off")
+    small = draw(base, (_request(base, text, seed, options) for seed, text in enumerate(texts)))
+    base.close()
+    sr = load.load_any_engine(model / "sr", device, slots=_BATCH, compile="off")
+    inits = [contract.InitImage(each, options.noise) for each in small]
+    pairs = enumerate(zip(texts, inits, strict=True))
+    large = draw(sr, (_request(sr, text, seed, options, init) for seed, (text, init) in pairs))
+    sr.close()
+    return small, large
+
+
+def _request(
+    engine: contract.Engine,
+    text: str,
+    seed: int,
+    options: argparse.Namespace,
+    init: contract.InitImage | None = None,
+) -> contract.ImageRequest:
+    width, height = engine.default_size
+    return contract.ImageRequest(
+        prompt=text,
+        negative_prompt="",
+        loras=(),
+        sampler=options.sampler,
+        steps=options.steps if init is None else options.sr_steps,
+        cfg_scale=options.guidance if init is None else options.sr_guidance,
+        seed=seed,
+        width=width,
+        height=height,
+        init=init,
+    )
+
+
+def judged(images: Sequence[np.ndarray], judge: judges.Judge) -> list[list[judges.Finding]]:
+    """What each image shows; resized as `imagefleet score` does it for the judge."""
+    found = []
+    for first in range(0, len(images), _BATCH):
+        resized = [
+            resize.clean_fid(Image.fromarray(each), judges.IMAGE_PX)
+            for each in images[first : first + _BATCH]
+        ]
+        found += judge.find(torch.from_numpy(np.stack(resized)).permute(0, 3, 1, 2) / 255)
+    return found
+
+
+def draw_sheet(small: Sequence[np.ndarray], large: Sequence[np.ndarray]) -> Image.Image:
+    """Both stages of each picture side by side, the base's enlarged without smoothing."""
+    rows = -(-len(small) // _SHEET_COLUMNS)
+    sheet = Image.new("RGB", (2 * TILE_PIXELS * _SHEET_COLUMNS, TILE_PIXELS * rows), "white")
+    for index, images in enumerate(zip(small, large, strict=True)):
+        row, column = divmod(index, _SHEET_COLUMNS)
+        for side, image in enumerate(images):
+            tile = Image.fromarray(image).resize((TILE_PIXELS,) * 2, Image.Resampling.NEAREST)
+            sheet.paste(tile, ((2 * column + side) * TILE_PIXELS, row * TILE_PIXELS))
+    return sheet
+
+
+def main(given: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--model", type=Path, default=ROOT / "demo_cascade")
+    parser.add_argument("--captions", type=int, default=500, help="held-out captions to draw")
+    parser.add_argument("--drawn", action="store_true", help="judge the program's pictures")
+    parser.add_argument("--sampler", default="ddpm")
+    parser.add_argument("--steps", type=int, default=30, help="of the base")
+    parser.add_argument("--sr-steps", type=int, default=20)
+    parser.add_argument("--guidance", type=float, default=3.0, help="of the base")
+    parser.add_argument("--sr-guidance", type=float, default=1.5)
+    parser.add_argument("--noise", type=float, default=_STRENGTH, help="on the base's image")
+    parser.add_argument("--device", default="auto", help="'auto', 'cpu' or 'cuda'")
+    parser.add_argument("--sheet", type=Path, help="a PNG of the first images of both stages")
+    parser.add_argument("--sheet-images", type=int, default=24)
+    options = parser.parse_args(given)
+    scenes, texts = zip(*pictures.held_out_scenes(options.captions, _SEED), strict=True)
+    judge = judges.load_judge()
+    began_at = time.monotonic()
+    if options.drawn:
+        factor = world.IMAGE_PX // networks.SIDES["sr"]
+        large = [np.asarray(world.draw_scene(scene).reduce(factor)) for scene in scenes]
+    else:
+        small, large = draw_cascade(options.model, texts, options.device, options)
+        if options.sheet:
+            count = options.sheet_images
+            draw_sheet(small[:count], large[:count]).save(options.sheet, optimize=True)
+    drawn_at = time.monotonic()
+    found = list(zip(scenes, judged(large, judge), strict=True))
+    places = [answers.places_right(*each) for each in found]
+    figures: dict[str, Any] = {
+        "object_accuracy": answers.share([answers.objects_right(*each) for each in found]),
+        "colour_accuracy": answers.share([answers.colours_right(*each) for each in found]),
+        "both_accuracy": answers.share([answers.both_right(*each) for each in found]),
+        "place_accuracy": answers.share([each for each in places if each is not None]),
+    }
+    for name, value in figures.items():
+        print(f"{name:26} {value:7.1%}")
+    print(f"{len(large)} pictures in {drawn_at - began_at:.0f} s")
+    shown = ("captions", "drawn", "sampler", "steps", "sr_steps", "guidance", "sr_guidance")
+    print(json.dumps(figures | {name: getattr(options, name) for name in shown}))
+
+
+if __name__ == "__main__":
+    main()
