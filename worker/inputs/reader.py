@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from imagefleet import errors, retry
+from imagefleet import concurrency, errors, retry
 from imagefleet.job.message import MAX_IMAGE_BYTES, Job
 from imagefleet.job.passes import extras, hires, sources
 from imagefleet.signing import TrustedKeys
@@ -192,10 +192,6 @@ class InputReader:
 
     async def _find_texts(self, job: Job, encoder: str) -> tuple[Path, Path]:
         """The files of the prompt's text states and the negative prompt's."""
-        prompts = {
-            "prompt": str(job.parsed_prompt),
-            "negative prompt": str(job.parsed_negative_prompt),
-        }
 
         async def find(which: str, prompt: str) -> Path:
             try:
@@ -207,8 +203,10 @@ class InputReader:
                     f" FOLDER` makes and stores those of a file of jobs ({error.message})"
                 ) from None
 
-        positive, negative = await asyncio.gather(*(find(*each) for each in prompts.items()))
-        return positive, negative
+        return await concurrency.gather(
+            find("prompt", str(job.parsed_prompt)),
+            find("negative prompt", str(job.parsed_negative_prompt)),
+        )
 
     async def _file(self, field: str, source: str) -> bytes:
         """The file of an image that a field names, or has in it."""
