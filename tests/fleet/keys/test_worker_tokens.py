@@ -24,6 +24,8 @@ from imagefleet.storage.protocol import Storage
 from imagefleet.storage.settings import Priority, Resource, StorageSettings
 from worker import process
 from worker.engine import contract
+from worker.engine.pixel import text_states
+from worker.files import manifest
 from worker.metrics import Outcome
 from worker.node.watchdog import NO_LIMITS
 from worker.settings import WorkerSettings
@@ -111,7 +113,9 @@ def _hasty_worker_that_checks_its_upload(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr("worker.settle.FIRST_RETRY_SECONDS", 0.05)
 
 
-async def work(settings: StorageSettings, role: Role, cache: Path) -> Counter[Outcome]:
+async def work(
+    settings: StorageSettings, role: Role, cache: Path, load: type[StandInEngine] = Engine
+) -> Counter[Outcome]:
     """What becomes of the jobs of a whole worker with the tokens of *role*."""
     minted = mint.Minter(settings).mint(role, timedelta(hours=1))
     outcomes: Counter[Outcome] = Counter()
@@ -126,7 +130,7 @@ async def work(settings: StorageSettings, role: Role, cache: Path) -> Counter[Ou
         until_empty=True,
     )
     await process.run_worker(
-        worker, load=Engine, on_settled=lambda outcome: outcomes.update([outcome])
+        worker, load=load, on_settled=lambda outcome: outcomes.update([outcome])
     )
     return outcomes
 
@@ -142,6 +146,27 @@ async def test_a_workers_tokens_suffice_for_all_that_it_does(
     assert (await owner.poison.depth()).messages == 2
     images = {name for name in names if name.startswith("default/")}
     assert {record.blob async for record in reader.images(owner, "default")} == images
+
+
+class WithoutEncoder(StandInEngine):
+    """A stage of a cascade that is given what the encoder says of the prompts."""
+
+    text_encoder = "t5"
+
+
+async def test_a_workers_tokens_suffice_to_read_text_states(
+    azurite_settings: StorageSettings, tmp_path: Path
+) -> None:
+    data = len(LORA).to_bytes(8, "little") + LORA + b"x"
+    async with open_storage(azurite_settings) as storage:
+        await storage.create()
+        for prompt in ("a house", ""):
+            name = f"{manifest.TEXT_STATES}/{text_states.file_name(prompt, 't5')}"
+            await storage.files.create(name, data, "text/plain", {})
+        for prompt in ("a house", "another"):
+            await storage.queue.send([json.dumps({"id": prompt.split()[-1], "prompt": prompt})])
+    outcomes = await work(azurite_settings, WORKER, tmp_path, WithoutEncoder)
+    assert outcomes == {"completed": 1, "failed": 1}
 
 
 async def test_a_worker_says_at_its_start_that_there_is_no_container_of_files(
