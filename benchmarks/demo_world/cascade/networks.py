@@ -139,6 +139,7 @@ def save_stage(
     # diffusers' pipelines mix no types: without a request, all of them load as float32.
     config = json.loads(config_file.read_text())
     config |= {"_name_or_path": f"imagefleet/{ENCODER}", "dtype": "float32"}
+    config["clean_caption"] = False  # it has learned captions as they are
     config_file.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
     tokenizer.save_pretrained(folder / "tokenizer")
     make_scheduler(stage).save_pretrained(folder / "scheduler")
