@@ -2,8 +2,8 @@
 
 First the base with its text encoder, then the second stage, on pictures that other processes draw
 meanwhile. `--state` keeps all that is needed to go on: stopped at any time (Ctrl-C, SIGTERM), the
-same command continues, and `--only-save` writes the stages as they are. One GPU needs 9 minutes; on
-a CPU, give it many times the seconds.
+same command continues, and `--only-save` writes the stages as they are. The limits, 500 seconds in
+all, are for one GPU, where it has not been run yet; a CPU needs many times as long.
 """
 
 from __future__ import annotations
