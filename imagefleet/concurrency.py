@@ -31,8 +31,8 @@ Result = TypeVar("Result")
 Item = TypeVar("Item")
 
 #: A call that has waited for so long wakes another thread. To wake one, and to answer a loop, takes
-#: longer than many a call.
-_PATIENCE_SECONDS = 0.002
+#: longer than many a call: a thread that runs leaves Python to another after 5 ms.
+_PATIENCE_SECONDS = 0.006
 
 
 def cores() -> int:
@@ -162,10 +162,22 @@ class Batches(Generic[Item, Result]):
         with self._lock:
             self._waiting.append(call)
             if not self._running:
-                self._wake()
+                self._running = 1
+                # What else the loop has to do now may call as well, and shares the way.
+                loop.call_soon(self._begin)
             elif self._running < self._at_once and call.at >= self._looks_at:
                 self._look_later(loop)
         return await call.done
+
+    def _begin(self) -> None:
+        try:
+            self._threads.submit(self._run)
+        except RuntimeError as error:  # they are shut down
+            with self._lock:
+                self._running = 0
+                calls = list(self._waiting)
+                self._waiting.clear()
+            _answer((call, error) for call in calls)
 
     def _wake(self) -> None:
         self._threads.submit(self._run)

@@ -18,7 +18,6 @@ from pydantic import (
     ConfigDict,
     Field,
     JsonValue,
-    PrivateAttr,
     ValidationError,
     field_validator,
     model_validator,
@@ -163,8 +162,6 @@ class Job(PassFields):
     then: tuple[dict[str, JsonValue], ...] = Field(default=(), max_length=chain.MAX_STAGES - 1)
     """The stages after this one, each with the fields in which it differs from the one before."""
 
-    _place: chain.Place | None = PrivateAttr(default=None)
-
     @model_validator(mode="before")
     @classmethod
     def _read_txt2img(cls, payload: object) -> object:
@@ -273,27 +270,27 @@ class Job(PassFields):
     def placed(self, place: chain.Place) -> Self:
         """This as a later stage of a job."""
         job = self.model_copy()
-        job._place = place  # noqa: SLF001 - its own class
+        job.__dict__["place"] = place
         return job if place.job.id is None else job.identified(place.job.id)
 
-    @property
+    @functools.cached_property  # looked up a dozen times a job, and a private attribute is slow
     def place(self) -> chain.Place | None:
         """Where in its chain a later stage is; None for a job as it was sent."""
-        return self._place
+        return None  # `placed` sets another
 
     @property
     def stage(self) -> int:
         """The number of this stage, from 1."""
-        return self._place.number if self._place else 1
+        return self.place.number if self.place else 1
 
     @property
     def stages(self) -> int:
         """The stages of the whole job, 1 without a chain."""
-        return 1 + len(self._place.job.then if self._place else self.then)
+        return 1 + len(self.place.job.then if self.place else self.then)
 
     @property
     def _stage_suffix(self) -> str:
-        return f"{chain.SEPARATOR}{self._place.number}" if self._place else ""
+        return f"{chain.SEPARATOR}{self.place.number}" if self.place else ""
 
     @property
     def images(self) -> int:
@@ -356,14 +353,14 @@ class Job(PassFields):
         Raises:
             ValueError: a job to be signed has no id.
         """
-        job = self._place.job if self._place else self
+        job = self.place.job if self.place else self
         fields = job.model_dump(mode="json", exclude_defaults=True)
         if key is not None:
             if job.id is None:
                 raise ValueError("a signed job needs an id")
             fields[SIGNATURE_FIELD] = key.sign(signing.OF_JOBS, fields)
-        if self._place is not None:
-            fields[chain.STAGE_FIELD] = chain.field_of(self._place)
+        if self.place is not None:
+            fields[chain.STAGE_FIELD] = chain.field_of(self.place)
         return message_text(fields)
 
 

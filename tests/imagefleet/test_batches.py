@@ -65,6 +65,24 @@ async def test_what_comes_during_a_batch_is_done_together_and_in_order(
     assert work.batches == [[0], [1, 2, 3], [4, 5]]
 
 
+async def test_calls_that_come_one_after_the_other_without_a_wait_wake_one_thread_together(
+    work: Work, threads: ThreadPoolExecutor
+) -> None:
+    batches = Batches(work, threads, most=8)
+    assert await asyncio.gather(*map(batches, range(5))) == [0, 2, 4, 6, 8]
+    assert work.batches == [[0, 1, 2, 3, 4]]
+
+
+async def test_calls_after_a_shutdown_raise_instead_of_waiting(
+    work: Work, threads: ThreadPoolExecutor
+) -> None:
+    batches = Batches(work, threads, most=8)
+    threads.shutdown()
+    for _ in range(2):
+        results = await asyncio.gather(batches(1), batches(2), return_exceptions=True)
+        assert [type(each) for each in results] == [RuntimeError, RuntimeError]
+
+
 async def test_an_error_of_one_item_is_that_calls_alone_and_one_of_the_batch_everybodys(
     work: Work, threads: ThreadPoolExecutor
 ) -> None:

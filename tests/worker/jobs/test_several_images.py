@@ -108,8 +108,8 @@ async def test_images_and_their_records_are_there_while_the_job_goes_on(
     running = asyncio.create_task(run_pipeline(engine, until_empty=True))
     seen: list[tuple[int, int, int]] = []
     while not running.done():
+        counts = await reader.counts(storage, "default")  # first: the job goes on
         images = len(await stored(storage))
-        counts = await reader.counts(storage, "default")
         seen.append((images, counts.images, counts.completed))
         await asyncio.sleep(0.02)
     pipeline = await running
