@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any, Literal
 
@@ -49,6 +50,26 @@ def build(folder: Path, family: FamilyName, *, size: int = 64, **scheduler: Any)
     path = folder / "scheduler" / "scheduler_config.json"
     path.parent.mkdir(exist_ok=True)
     path.write_text(json.dumps(config))
+    return folder
+
+
+def build_inpainting(folder: Path, ordinary: Path) -> Path:
+    """Writes an inpainting checkpoint: a random first layer, and else an ordinary one's weights.
+
+    Its UNet takes a mask and a masked image's latents beside its own.
+    """
+    shutil.copytree(ordinary, folder)
+    unet: Any = UNet2DConditionModel.from_pretrained(ordinary / "unet")
+    channels = 2 * unet.config.in_channels + 1
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1)
+        wider: Any = UNet2DConditionModel.from_config({**unet.config, "in_channels": channels})
+    weights = {key: weight for key, weight in unet.state_dict().items() if key != "conv_in.weight"}
+    wider.load_state_dict(weights, strict=False)
+    wider.save_pretrained(folder / "unet")
+    index = json.loads((folder / "model_index.json").read_text())
+    index["_class_name"] = index["_class_name"].replace("Pipeline", "InpaintPipeline")
+    (folder / "model_index.json").write_text(json.dumps(index))
     return folder
 
 

@@ -107,7 +107,7 @@ def count_image_flops(model: Path, width: int, height: int, unet_calls: int) -> 
             added = {"text_embeds": pooled, "time_ids": torch.empty(1, 6)}
         unet_flops = _count(lambda: unet(latent, torch.empty(1), context, added_cond_kwargs=added))
         text_flops = sum(_count(functools.partial(each, ids)) for each in text_encoders)
-        vae_flops = _count(lambda: vae.decode(latent))
+        vae_flops = _count(lambda: vae.decode(latent[:, : unet.config.out_channels]))
     return 2 * unet_calls * unet_flops + 2 * text_flops + vae_flops
 
 

@@ -51,6 +51,9 @@ _LOADING_ERRORS = (OSError, ValueError, KeyError, TypeError, RuntimeError, Safet
 #: An average of the UNet's weights during training, which some files have beside the weights.
 _AVERAGE_PREFIX = "model_ema."
 
+#: A single file's first layer of the UNet: inpainting checkpoints' have more inputs.
+_INPUTS = "model.diffusion_model.input_blocks.0.0.weight"
+
 #: Types of weights that are loaded as they are.
 _DTYPES = {"F16": torch.float16, "BF16": torch.bfloat16}
 
@@ -82,6 +85,16 @@ class Checkpoint:
     """Identifies the weights, in whatever file and precision they are."""
     family: Family = SD1
     text_encoder_2: CLIPTextModelWithProjection | None = None
+
+    @property
+    def latent_channels(self) -> int:
+        """Of what is drawn."""
+        return int(self.unet.config.out_channels)
+
+    @property
+    def conditioning_channels(self) -> int:
+        """What the UNet takes beside the latents: 5 in inpainting checkpoints, else 0."""
+        return int(self.unet.config.in_channels) - self.latent_channels
 
     @property
     def text_encoders(self) -> dict[Network, Any]:
@@ -332,8 +345,9 @@ def _read_file(path: Path, config: Path) -> _Read:
         raise errors.SetupError(f"{str(path)!r} is not a {known} checkpoint")
     try:
         with torch.device("meta"):
+            inputs = {"in_channels": weights[_INPUTS].shape[1]}
             unet = UNet2DConditionModel.from_config(
-                network_config(config / "unet", family.unet_config)
+                network_config(config / "unet", {**family.unet_config, **inputs})
             )
             vae = AutoencoderKL.from_config(network_config(config / "vae", family.vae_config))
         _fill(unet, convert_ldm_unet_checkpoint(weights, unet.config))
@@ -415,10 +429,11 @@ def _check_architecture(
         or unet.config.class_embed_type is not None
     ):
         raise errors.SetupError(f"{str(model)!r} does not have {family.name}'s architecture")
-    if unet.config.in_channels != unet.config.out_channels:
+    latents, inputs = unet.config.out_channels, unet.config.in_channels
+    if inputs not in (latents, 2 * latents + 1):
         raise errors.SetupError(
-            f"{str(model)!r} is an inpainting checkpoint, whose UNet has more inputs: use an"
-            " ordinary one, which inpaints as well"
+            f"the UNet of {str(model)!r} has {inputs} inputs: checkpoints that draw from text have"
+            f" {latents}, and inpainting checkpoints {2 * latents + 1}"
         )
     if not isinstance(unet.config.sample_size, int):
         raise errors.SetupError(

@@ -36,10 +36,8 @@ _PARTS = ("unet", "vae", "text_encoder")
 
 #: Pipelines in diffusers format by the start of their class, the longest first.
 _PIPELINES = (
-    ("StableDiffusionXLInpaint", "an SDXL inpainting checkpoint"),
     ("StableDiffusionXLInstructPix2Pix", "a checkpoint that edits pictures"),
     ("StableDiffusion3", "a Stable Diffusion 3 checkpoint"),
-    ("StableDiffusionInpaint", "an inpainting checkpoint"),
     ("StableDiffusionInstructPix2Pix", "a checkpoint that edits pictures"),
     ("StableDiffusionUpscale", "an upscaler"),
     ("StableDiffusionDepth", "a depth-to-image checkpoint"),
@@ -50,7 +48,6 @@ _CASCADE = {
     "IFPipeline": "DeepFloyd IF",
     "IFSuperResolutionPipeline": "DeepFloyd IF super-resolution",
 }
-_INPAINTING_INPUTS = 9
 #: Of the refiner, which has the second text encoder alone.
 _REFINER_WIDTH = 1280
 
@@ -246,8 +243,6 @@ def _check_folder(folder: Path) -> None:
         raise errors.SetupError(f"{str(folder)!r} is an SDXL refiner checkpoint; {_ONLY_THESE}")
     for part in (*_PARTS, "text_encoder_2") if _is_sdxl(unet) else _PARTS:
         _check_part(folder / part)
-    if unet.get("in_channels") == _INPAINTING_INPUTS:
-        raise errors.SetupError(f"{str(folder)!r} is an inpainting checkpoint; {_ONLY_THESE}")
 
 
 def _check_part(folder: Path) -> None:

@@ -39,10 +39,6 @@ _LORA_ADVICE = "imagefleet uses LoRAs for Stable Diffusion 1.x, 2.x and SDXL"
 _OTHER_LORA = Kind("a LoRA for another architecture (Flux, SD3 or similar)", _LORA_ADVICE)
 
 _REFINER = Kind("an SDXL refiner checkpoint")
-_INPAINTING = Kind(
-    "an inpainting checkpoint",
-    "imagefleet inpaints with ordinary checkpoints: use the version that is not for inpainting",
-)
 _EDITING = Kind(
     "a checkpoint that edits pictures (InstructPix2Pix)", "imagefleet generates from text"
 )
@@ -150,8 +146,9 @@ _TEXT_ENCODERS = {
     SD1: r"^cond_stage_model\.transformer\.",
 }
 
-#: Inputs of the UNet besides the four of the image: a mask and a masked image, or another image.
-_BY_INPUTS = {9: _INPAINTING, 8: _EDITING}
+#: Inputs of the UNet: the image that is drawn, and another. Inpainting checkpoints have nine, for a
+#: mask and a masked image: they are of their family's kind.
+_EDITING_INPUTS = 8
 
 _INPUTS = "model.diffusion_model.input_blocks.0.0.weight"
 _CROSS_ATTENTION = re.compile(r"\.attn2\.to_k\.weight$")
@@ -214,8 +211,8 @@ def _with_unet(header: Header, names: str) -> Kind:
     texts = [each for each, pattern in _TEXT_ENCODERS.items() if _has(names, pattern)]
     kind = kind or next(iter(texts), SD1)
     inputs = header.shapes.get(_INPUTS, ())
-    if len(inputs) > 1 and inputs[1] in _BY_INPUTS:
-        return _BY_INPUTS[inputs[1]]
+    if len(inputs) > 1 and inputs[1] == _EDITING_INPUTS:
+        return _EDITING
     if kind is _REFINER or set(texts) - {kind}:
         return _REFINER if kind is _REFINER else _MIXED
     if not _has(names, r"^model\.diffusion_model\.input_blocks\."):

@@ -77,6 +77,7 @@ NEUTRAL_SETTINGS: Mapping[str, tuple[object, ...]] = {
     "img2img_extra_noise": (None, 0),
     "img2img_fix_steps": (None, False),
     "initial_noise_multiplier": (None, 1),
+    "inpainting_mask_weight": (None, 1),
     "overlay_inpaint": (None, True),
     "upscaler_for_img2img": (None, "", "None"),
 }

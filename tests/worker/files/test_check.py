@@ -199,14 +199,12 @@ def test_a_folder_in_diffusers_format_passes(folder: Path) -> None:
     [
         (
             "model_index.json",
-            {"_class_name": "StableDiffusionXLInpaintPipeline"},
-            "an SDXL inpainting checkpoint",
+            {"_class_name": "StableDiffusionXLInstructPix2PixPipeline"},
+            "a checkpoint that edits pictures",
         ),
         ("model_index.json", {"_class_name": "FluxPipeline"}, "a checkpoint of FluxPipeline"),
-        ("model_index.json", {"_class_name": "StableDiffusionInpaintPipeline"}, "inpainting"),
         ("unet/config.json", {"cross_attention_dim": 1280}, "an SDXL refiner checkpoint"),
         ("unet/config.json", {"addition_embed_type": "text_time"}, "text_encoder_2/config.json"),
-        ("unet/config.json", {"in_channels": 9}, "inpainting"),
     ],
 )
 def test_a_folder_of_another_architecture_is_named(
@@ -214,6 +212,13 @@ def test_a_folder_of_another_architecture_is_named(
 ) -> None:
     (folder / file).write_text(json.dumps(content))
     assert reason in refusal(folder)
+
+
+def test_an_inpainting_checkpoint_is_one_of_its_family(folder: Path) -> None:
+    (folder / "model_index.json").write_text('{"_class_name": "StableDiffusionInpaintPipeline"}')
+    (folder / "unet" / "config.json").write_text('{"in_channels": 9, "cross_attention_dim": 768}')
+    check.check_path(folder)
+    assert check.family(folder) == "SD 1.x"
 
 
 @pytest.mark.parametrize(

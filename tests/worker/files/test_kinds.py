@@ -83,6 +83,9 @@ SDXL: Shapes = {
         (SD2 | {CROSS: [32, 32]}, kinds.SD2),
         (SDXL, kinds.SDXL),
         (SDXL | {"v_pred": [], "ztsnr": []}, kinds.SDXL),
+        (SD1 | {CONV_IN: [320, 9, 3, 3]}, kinds.SD1),
+        (SD2 | {CONV_IN: [320, 9, 3, 3]}, kinds.SD2),
+        (SDXL | {CONV_IN: [320, 9, 3, 3]}, kinds.SDXL),
         (SDXL | {CROSS.replace("1.1", "4.1"): [32, 32]}, kinds.SDXL),
     ],
 )
@@ -93,14 +96,11 @@ def test_checkpoints_of_other_families_are_accepted(shapes: Shapes, kind: kinds.
 @pytest.mark.parametrize(
     ("shapes", "name"),
     [
-        (SDXL | {CONV_IN: [320, 9, 3, 3]}, "inpainting"),
-        (SD2 | {CONV_IN: [320, 9, 3, 3]}, "inpainting"),
         (
             {name: shape for name, shape in SDXL.items() if "embedders.1" not in name},
             "an SDXL checkpoint without its text encoder",
         ),
         (SDXL | {CROSS: [320, 768], TEXT: [3072, 768]}, "mixed"),
-        (SD1 | {CONV_IN: [320, 9, 3, 3]}, "inpainting"),
         (SD1 | {CONV_IN: [320, 8, 3, 3]}, "edits pictures"),
         (without(VAE), "without its VAE"),
         (without(TEXT), "without its text encoder"),

@@ -134,6 +134,8 @@ def _config(tensors: Weights, unet_config: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments of ControlNetModel."""
     known = inspect.signature(ControlNetModel.__init__).parameters
     config = {key: value for key, value in unet_config.items() if key in known}
+    # It sees the latents alone, with inpainting checkpoints as well.
+    config["in_channels"] = unet_config["out_channels"]
     hint = tensors[_HINT]
     outputs = [hint.shape[0]]
     prefix = "controlnet_cond_embedding.blocks."

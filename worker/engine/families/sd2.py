@@ -35,8 +35,11 @@ TEXT_CONFIG = {
 def find_prediction(unet: Any) -> str:
     """What a UNet predicts, by AUTOMATIC1111's rule: its answer to grey at the last timestep.
 
-    Of v-prediction it is the image's negative, far below the input.
+    Of v-prediction it is the image's negative, far below the input. Inpainting checkpoints predict
+    epsilon, as there.
     """
+    if unet.config.in_channels != unet.config.out_channels:
+        return "epsilon"
     grey = torch.full((1, unet.config.in_channels, 8, 8), 0.5)
     context = torch.full((1, 2, unet.config.cross_attention_dim), 0.5)
     # On the CPU and in float32, where float16 may overflow or be missing.

@@ -12,6 +12,7 @@ import logging
 from collections import deque
 
 import torch
+import torch.nn.functional as F  # noqa: N812 - its name everywhere
 from diffusers import AutoencoderKL
 
 from imagefleet import errors
@@ -32,6 +33,7 @@ class ImageCoder:
         self._vae = vae
         self._wide: AutoencoderKL | None = None
         self._encoded: deque[tuple[PreparedImage, torch.Tensor]] = deque(maxlen=_REMEMBERED)
+        self._conditionings: deque[tuple[object, torch.Tensor]] = deque(maxlen=_REMEMBERED)
 
     def encode_init(self, image: PreparedImage) -> torch.Tensor:
         """The latents [4, height, width] of an image to begin with; remembered."""
@@ -48,8 +50,42 @@ class ImageCoder:
         Raises:
             TransientError: they are NaN.
         """
+        return self._to_latents(self._images_of(pixels))
+
+    def condition(self, image: PreparedImage | None, width: int, height: int) -> torch.Tensor:
+        """What an inpainting checkpoint's UNet takes beside latents [5, height, width]; remembered.
+
+        As AUTOMATIC1111 (`inpainting_image_conditioning` with `inpainting_mask_weight` 1): the
+        mask, and the latents of the image with grey below it. Without a mask all is below it, in
+        txt2img as well. *width* and *height* in pixels.
+
+        Raises:
+            TransientError: the latents are NaN.
+        """
+        hidden = None if image is None else image.hidden
+        key = (width, height) if hidden is None else image
+        for known, conditioning in self._conditionings:
+            if known == key:
+                return conditioning
+        device = self._vae.device
+        if image is None or hidden is None:
+            hidden = torch.ones((1, height, width), device=device)
+            seen = torch.zeros((1, 3, height, width), device=device)
+        else:
+            hidden = hidden.to(device)
+            seen = self._images_of(image.pixels) * (1 - hidden)
+        latents = self._to_latents(seen)
+        mask = F.interpolate(hidden[None], latents.shape[1:])[0]
+        conditioning = torch.cat([mask, latents])
+        self._conditionings.append((key, conditioning))
+        return conditioning
+
+    def _images_of(self, pixels: contract.Pixels) -> torch.Tensor:
+        """[1, 3, height, width] on the device, from -1 to 1."""
         levels = torch.from_numpy(pixels.copy()).to(self._vae.device).permute(2, 0, 1)[None]
-        images = levels.float() / 255 * 2 - 1
+        return levels.float() / 255 * 2 - 1
+
+    def _to_latents(self, images: torch.Tensor) -> torch.Tensor:
         latents = _encode(self._wide or self._vae, images)
         if not latents.isfinite().all():
             latents = _encode(self._widen(), images)
@@ -74,6 +110,7 @@ class ImageCoder:
 
     def clear(self) -> None:
         self._encoded.clear()
+        self._conditionings.clear()
         self._wide = None
 
     def _decode(self, vae: AutoencoderKL, latents: torch.Tensor) -> torch.Tensor:

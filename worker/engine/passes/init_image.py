@@ -27,6 +27,9 @@ class PreparedImage:
     kept: torch.Tensor | None
     """[1, height, width] of the latents: 1 where they stay, else 0; None without a mask."""
     masked_content: Literal["fill", "original", "latent noise", "latent nothing"]
+    hidden: torch.Tensor | None = None
+    """[1, height, width] of the pixels: 1 where inpainting checkpoints' UNets do not see the image,
+    else 0; None without a mask, when they see nothing of it."""
 
     def with_content(self, latents: torch.Tensor, request: contract.ImageRequest) -> torch.Tensor:
         """The image's latents [4, height, width] with noise or nothing below the mask, if so asked.
@@ -65,7 +68,8 @@ def prepare(init: contract.InitImage, width: int, height: int, factor: int) -> P
     pixels = init.pixels if init.masked_content == "original" else _fill(init.pixels, mask)
     small = np.asarray(mask.resize((width // factor, height // factor), Image.Resampling.BICUBIC))
     kept = torch.from_numpy(1 - np.around(small.astype(np.float32) / 255))
-    return PreparedImage(pixels, kept[None], init.masked_content)
+    hidden = torch.from_numpy(np.around(init.mask.astype(np.float32) / 255))
+    return PreparedImage(pixels, kept[None], init.masked_content, hidden[None])
 
 
 def _fill(pixels: contract.Pixels, mask: Image.Image) -> contract.Pixels:

@@ -376,6 +376,8 @@ class SlotEngine:
         state.context[rows].copy_(self._unet.keys_values.compute(staged.vectors, factors))
         if state.added is not None and staged.added is not None:
             state.added[rows].copy_(self._unet.embed_added(*staged.added))
+        if state.conditioning is not None and staged.conditioning is not None:
+            state.conditioning[slot].copy_(staged.conditioning)
         for control, hint in zip(step.controls, staged.hints, strict=True):
             control.fill(slot, hint, staged.vectors, staged.added)
 

@@ -115,6 +115,8 @@ class Staged:
     """What it keeps, without the dimension of the batch; None if it keeps nothing."""
     hints: Sequence[torch.Tensor] = ()
     """[channels, height, width] for each ControlNet: its embedded image."""
+    conditioning: torch.Tensor | None = None
+    """[5, height, width], as `ImageCoder.condition`; None for ordinary checkpoints."""
 
     @property
     def tensors(self) -> list[torch.Tensor]:
@@ -125,6 +127,7 @@ class Staged:
             self.mask,
             *(self.added or ()),
             *(self.inpainting or ()),
+            self.conditioning,
         )
         return [tensor for tensor in (*small, *self.loras, *self.hints) if tensor is not None]
 

@@ -71,7 +71,8 @@ class Stager:
         self._control_nets = control_nets
         self._device = checkpoint.unet.device
         self._dtype = checkpoint.unet.dtype
-        self._channels = int(checkpoint.unet.config.in_channels)
+        self._channels = checkpoint.latent_channels
+        self._is_conditioned = checkpoint.conditioning_channels > 0
         self._factor = checkpoint.vae_factor
         self._family = checkpoint.family
         tokens = {
@@ -261,8 +262,23 @@ class Stager:
             if image is not None and image.kept is not None:
                 kept = Inpainting(self._copy(image.kept), original)
         hints = [self._control_nets.embed(each) for each in job.prepared.controls]
+        conditioning = None
+        if self._is_conditioned:
+            request = job.prepared.request
+            # A second pass has no image: as in AUTOMATIC1111, all of it is below the mask.
+            conditioning = self._images.condition(job.prepared.image, request.width, request.height)
         return Staged(
-            latents, vectors, mask, added, copies, factors, convolutions, noise, kept, hints
+            latents,
+            vectors,
+            mask,
+            added,
+            copies,
+            factors,
+            convolutions,
+            noise,
+            kept,
+            hints,
+            conditioning,
         )
 
     def _image_of(self, job: SlotJob) -> torch.Tensor | None:

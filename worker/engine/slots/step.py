@@ -66,6 +66,8 @@ class SlotState(NamedTuple):
     """[2 * slots, 1, 1, tokens], if prompts may be shorter than that."""
     added: torch.Tensor | None
     """[2 * slots, width], added to the embedded timesteps in UNets that have such inputs."""
+    conditioning: torch.Tensor | None
+    """[slots, 5, height, width], which inpainting checkpoints' UNets take beside the latents."""
 
     def first(self, slots: int) -> SlotState:
         """Views of the first slots."""
@@ -81,6 +83,7 @@ class SlotState(NamedTuple):
             self.context[: 2 * slots],
             None if self.mask is None else self.mask[: 2 * slots],
             None if self.added is None else self.added[: 2 * slots],
+            None if self.conditioning is None else self.conditioning[:slots],
         )
 
 
@@ -96,6 +99,7 @@ def tick(
     context: torch.Tensor,
     mask: torch.Tensor | None,
     added: torch.Tensor | None,
+    conditioning: torch.Tensor | None,
     controls: Sequence[ControlState],
 ) -> None:
     """One UNet call and one sampler step of a `SlotState`'s tensors, in place.
@@ -113,6 +117,8 @@ def tick(
     steering: Sequence[torch.Tensor] = ()
     if controls:
         steering = residuals(controls, x, times, mask, rows[:, GUIDANCE + 1 :])
+    if conditioning is not None:
+        x = torch.cat([x, conditioning], dim=1)
     output = unet(x, times, context, mask, per_slot, changes, added, steering)
     cond, uncond = output.float().unflatten(0, (-1, 2)).unbind(dim=1)
     guided = uncond + rows[:, GUIDANCE, None, None, None] * (cond - uncond)
@@ -223,7 +229,8 @@ class StepRunner:
         self.slots = slots
         self.max_compiled = _MAX_COMPILED_KEYS
         self._unet = unet
-        self._channels = int(checkpoint.unet.config.in_channels)
+        self._channels = checkpoint.latent_channels
+        self._conditioning_channels = checkpoint.conditioning_channels
         self._vae_factor = checkpoint.vae_factor
         self._device: torch.device = checkpoint.unet.device
         self._backend = backend
@@ -396,6 +403,11 @@ class StepRunner:
         def zeros(*size: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
             return torch.zeros(size, dtype=dtype, device=self._device)
 
+        conditioning = None
+        if self._conditioning_channels:
+            conditioning = zeros(slots, self._conditioning_channels, *sides, dtype=unet.dtype)
+            if self._device.type == "cuda":
+                conditioning = conditioning.contiguous(memory_format=torch.channels_last)
         return SlotState(
             latents=zeros(*shape),
             history=zeros(sampler.HISTORY, *shape),
@@ -408,6 +420,7 @@ class StepRunner:
             added=zeros(2 * slots, unet.added_width, dtype=unet.dtype)
             if unet.added_width
             else None,
+            conditioning=conditioning,
         )
 
     def _time(self, compiled: Mapping[WeightMode, Compiled]) -> None:

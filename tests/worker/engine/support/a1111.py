@@ -33,10 +33,15 @@ class Mask:
 
 @dataclass(frozen=True, slots=True)
 class Reference:
-    """Draws on a diffusers pipeline's networks; *k_diffusion* is the package."""
+    """Draws on a diffusers pipeline's networks; *k_diffusion* is the package.
+
+    *conditioning* [1, 5, height, width] is what an inpainting checkpoint's UNet takes beside the
+    latents.
+    """
 
     pipeline: Any
     k_diffusion: Any
+    conditioning: torch.Tensor | None = None
 
     def predict_noise(self, request: contract.ImageRequest, size: tuple[int, int]) -> Predict:
         """The UNet's noise with guidance; *size* is the width and height that SDXL is told."""
@@ -54,6 +59,8 @@ class Reference:
         vectors = torch.cat([cond, uncond])
 
         def predict(x: torch.Tensor, timestep: torch.Tensor) -> torch.Tensor:
+            if self.conditioning is not None:
+                x = torch.cat([x, self.conditioning], dim=1)
             both = pipeline.unet(torch.cat([x, x]), timestep.expand(2), vectors, **extra).sample
             cond, uncond = both.chunk(2)
             guided: torch.Tensor = uncond + request.cfg_scale * (cond - uncond)
@@ -160,6 +167,31 @@ class Reference:
             x = move(x, used, at)
             earlier.append(output)
         return x
+
+    @torch.no_grad()
+    def txt2img_image_conditioning(self, width: int, height: int) -> torch.Tensor:
+        """`modules/processing.py`'s, with the mean of the VAE's distribution."""
+        grey = torch.ones(1, 3, height, width) * 0.5
+        latents = self.pipeline.vae.encode(grey * 2 - 1).latent_dist.mode()
+        latents = latents * self.pipeline.vae.config.scaling_factor
+        return F.pad(latents, (0, 0, 0, 0, 1, 0), value=1.0)
+
+    @torch.no_grad()
+    def inpainting_image_conditioning(
+        self, pixels: contract.Pixels, image_mask: np.ndarray[Any, Any] | None
+    ) -> torch.Tensor:
+        """The same, with its `inpainting_mask_weight` of 1 and a mask that is rounded."""
+        source = torch.from_numpy(np.asarray(pixels, np.float32) / 255).permute(2, 0, 1)[None]
+        source = source * 2 - 1
+        if image_mask is None:
+            mask = source.new_ones(1, 1, *source.shape[-2:])
+        else:
+            mask = torch.round(torch.from_numpy(image_mask.astype(np.float32) / 255)[None, None])
+        masked = torch.lerp(source, source * (1.0 - mask), 1.0)
+        latents = self.pipeline.vae.encode(masked).latent_dist.mode()
+        latents = latents * self.pipeline.vae.config.scaling_factor
+        mask = F.interpolate(mask, size=latents.shape[-2:])
+        return torch.cat([mask, latents], dim=1)
 
     @torch.no_grad()
     def encode(self, pixels: np.ndarray[Any, Any]) -> torch.Tensor:

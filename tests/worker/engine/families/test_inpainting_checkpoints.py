@@ -1,0 +1,457 @@
+"""Checkpoints made for inpainting, whose UNets see a mask and a masked image beside the latents.
+
+Where both compute the same, images are those of diffusers' own pipelines for them. AUTOMATIC1111,
+and so the engine, differs from these with a part of the latents outside the mask: it keeps the
+original there in every step, as with ordinary checkpoints, and diffusers only tells the UNet. Its
+latents of images are drawn from the VAE's distribution, as diffusers' are; here all are its mean.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from diffusers import (
+    EulerAncestralDiscreteScheduler,
+    EulerDiscreteScheduler,
+    StableDiffusionControlNetInpaintPipeline,
+    StableDiffusionInpaintPipeline,
+    StableDiffusionXLInpaintPipeline,
+)
+from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
+from PIL import Image
+from safetensors.torch import save_file
+
+import a1111
+import key_names
+from families import tiny_controlnets, tiny_families
+from imagefleet import errors
+from worker.engine import checkpoint as checkpoints
+from worker.engine import contract, load
+from worker.engine.families.sd1 import SD1
+from worker.engine.families.sd2 import find_prediction
+from worker.engine.passes import init_image, steps
+from worker.engine.slots import engine as slots
+
+#: Out of 255: another batch size and other products mean another order of float32 sums.
+ROUNDING = 2
+
+#: Images that are no more different than this would show nothing.
+VISIBLE = 20
+
+SIZE = 64
+
+KINDS: dict[str, Any] = {
+    "euler_ancestral": EulerAncestralDiscreteScheduler,
+    "euler": EulerDiscreteScheduler,
+}
+
+pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
+
+
+@pytest.fixture(scope="session")
+def folder(family_folder: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    def build(family: str) -> Path:
+        path = tmp_path_factory.mktemp("inpainting") / family
+        return tiny_families.build_inpainting(path, family_folder(family))
+
+    return cache(build)
+
+
+@pytest.fixture(scope="session")
+def engine(folder: Any) -> Any:
+    """Shared by tests that leave it unchanged."""
+    return cache(lambda family: load.load_engine(folder(family), "cpu", slots=3))
+
+
+@pytest.fixture(scope="session")
+def pipeline(folder: Any, family_pipeline: Any) -> Any:
+    """Diffusers' pipeline for such checkpoints, in float32."""
+
+    def build(family: str, sampler: str = "euler_ancestral") -> Any:
+        parts = dict(family_pipeline(family).components)
+        unet = type(parts["unet"]).from_pretrained(folder(family) / "unet")
+        scheduler = KINDS[sampler].from_config(
+            parts["scheduler"].config, timestep_spacing="linspace"
+        )
+        parts |= {"unet": unet, "scheduler": scheduler}
+        if family == "sdxl":
+            made: Any = StableDiffusionXLInpaintPipeline(**parts, add_watermarker=False)
+        else:
+            made = StableDiffusionInpaintPipeline(**parts, requires_safety_checker=False)
+        made.set_progress_bar_config(disable=True)
+        return made
+
+    return cache(build)
+
+
+@pytest.fixture
+def encodes_means(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Latents are not drawn from the VAE's distribution, as diffusers would have it."""
+    mean = lambda self, generator=None: self.mode()  # noqa: E731
+    monkeypatch.setattr(DiagonalGaussianDistribution, "sample", mean)
+
+
+@pytest.fixture
+def draw_in_diffusers(pipeline: Any, encodes_means: None) -> Any:
+    def draw(
+        family: str,
+        request: contract.ImageRequest,
+        pixels: contract.Pixels,
+        mask: np.ndarray[Any, Any],
+        strength: float,
+    ) -> np.ndarray[Any, Any]:
+        image = pipeline(family, request.sampler)(
+            request.prompt,
+            image=Image.fromarray(pixels),
+            mask_image=Image.fromarray(mask),
+            strength=strength,
+            negative_prompt=request.negative_prompt,
+            num_inference_steps=request.steps,
+            guidance_scale=request.cfg_scale,
+            width=request.width,
+            height=request.height,
+            generator=torch.Generator().manual_seed(request.seed),
+            output_type="np",
+        ).images[0]
+        return np.asarray((image * 255).round().astype("uint8"))
+
+    return draw
+
+
+@pytest.fixture(scope="session")
+def pixels() -> contract.Pixels:
+    """Large smooth shapes of several colours."""
+    small = np.random.default_rng(3).integers(0, 256, (4, 4, 3), np.uint8)
+    return np.asarray(Image.fromarray(small).resize((SIZE, SIZE), Image.Resampling.BICUBIC))
+
+
+@pytest.fixture(scope="session")
+def mask() -> np.ndarray[Any, Any]:
+    """The right half, with an edge that was blurred, and a corner."""
+    mask = np.zeros((SIZE, SIZE), np.uint8)
+    mask[:, 40:] = 255
+    mask[:, 32:40] = np.linspace(0, 255, 8)
+    mask[:16, :16] = 255
+    return mask
+
+
+@pytest.fixture
+def request_of(make_request: Any) -> Any:
+    def make(**changes: Any) -> Any:
+        settings = {"prompt": "a red circle", "negative_prompt": "green, blurry", "steps": 8}
+        return make_request(**{**settings, "seed": 5, **changes})
+
+    return make
+
+
+@pytest.mark.parametrize("sampler", KINDS)
+@pytest.mark.parametrize("family", ["sd1", "sd2", "sdxl"])
+def test_txt2img_is_diffusers_with_all_of_an_image_below_the_mask(
+    family: str,
+    sampler: str,
+    engine: Any,
+    pixels: Any,
+    draw_in_diffusers: Any,
+    request_of: Any,
+    draw: Any,
+    difference: Any,
+) -> None:
+    request = request_of(sampler=sampler, width=72)
+    wide = np.asarray(Image.fromarray(pixels).resize((72, SIZE)))
+    theirs = draw_in_diffusers(family, request, wide, np.full((SIZE, 72), 255, np.uint8), 1.0)
+    (image,) = draw(engine(family), request)
+    assert difference(image, theirs) <= ROUNDING
+
+
+@pytest.mark.parametrize("sampler", KINDS)
+@pytest.mark.parametrize("family", ["sd1", "sd2", "sdxl"])
+def test_what_the_unet_sees_of_an_image_is_what_diffusers_shows_it(
+    family: str,
+    sampler: str,
+    engine: Any,
+    pixels: Any,
+    draw_in_diffusers: Any,
+    request_of: Any,
+    draw: Any,
+    difference: Any,
+) -> None:
+    """With a mask that has holes: the UNet sees through them, and no whole latent is kept."""
+    holes = np.full((SIZE, SIZE), 255, np.uint8)
+    for row in range(3):
+        for column in range(3):
+            holes[row::16, column::8] = 0
+    assert init_image.prepare(contract.InitImage(pixels, 0.6, holes), SIZE, SIZE, 8).kept.max() == 0
+    request = request_of(init=contract.InitImage(pixels, 0.6, holes), sampler=sampler)
+    # diffusers takes int(steps * strength) steps: int(0.6 * 8) is 4, and AUTOMATIC1111 one more
+    theirs = draw_in_diffusers(family, request, pixels, holes, 5.01 / 8)
+    (image,) = draw(engine(family), request)
+    assert difference(image, theirs) <= ROUNDING
+    (unseen,) = draw(
+        engine(family), request_of(init=contract.InitImage(pixels, 0.6), sampler=sampler)
+    )
+    assert difference(image, unseen) > VISIBLE
+
+
+@pytest.mark.parametrize("family", ["sd1", "sdxl"])
+@pytest.mark.parametrize("sampler", ["euler_ancestral", "dpmpp_2m_karras", "ddim", "plms"])
+@pytest.mark.parametrize("content", ["original", "fill", "latent noise"])
+def test_inpainting_is_automatic1111s(
+    family: str,
+    sampler: str,
+    content: str,
+    engine: Any,
+    pipeline: Any,
+    k_diffusion: Any,
+    pixels: Any,
+    mask: Any,
+    request_of: Any,
+    draw: Any,
+    difference: Any,
+) -> None:
+    init = contract.InitImage(pixels, 0.6, mask, content)
+    request = request_of(init=init, sampler=sampler)
+    begins = init_image.prepare(init, SIZE, SIZE, 8).pixels
+    own = a1111.Reference(pipeline(family), k_diffusion)
+    own = dataclasses.replace(own, conditioning=own.inpainting_image_conditioning(begins, mask))
+    small = np.asarray(Image.fromarray(mask).convert("RGB").resize((8, 8)), np.float32)[..., 0]
+    drawn = torch.from_numpy(np.around(small / 255)).expand(1, 4, -1, -1)
+    latents = own.encode(begins)
+    if content == "latent noise":
+        noise = torch.randn(latents.shape, generator=torch.Generator().manual_seed(request.seed))
+        latents = latents * (1 - drawn) + noise * drawn
+    taken = steps.img2img(request.steps, 0.6)
+    kept = a1111.Mask(drawn, latents)
+    theirs = own.decode(own.img2img(request, latents, **taken._asdict(), mask=kept))
+    (image,) = draw(engine(family), request)
+    assert difference(image, theirs) <= ROUNDING
+
+
+@pytest.mark.parametrize("sampler", ["euler", "ddim"])
+def test_img2img_without_a_mask_shows_the_unet_nothing_of_the_image(
+    sampler: str,
+    engine: Any,
+    pipeline: Any,
+    k_diffusion: Any,
+    pixels: Any,
+    request_of: Any,
+    draw: Any,
+    difference: Any,
+) -> None:
+    """As in AUTOMATIC1111, where it begins with the image's latents all the same."""
+    own = a1111.Reference(pipeline("sd1"), k_diffusion)
+    conditioning = own.inpainting_image_conditioning(pixels, None)
+    # Of an image of one colour, group norms enlarge what float32 rounds.
+    grey = own.txt2img_image_conditioning(SIZE, SIZE)
+    torch.testing.assert_close(conditioning, grey, atol=0.01, rtol=0)
+    own = dataclasses.replace(own, conditioning=conditioning)
+    request = request_of(init=contract.InitImage(pixels, 0.6), sampler=sampler)
+    taken = steps.img2img(request.steps, 0.6)
+    latents = own.img2img(request, own.encode(pixels), **taken._asdict())
+    (image,) = draw(engine("sd1"), request)
+    assert difference(image, own.decode(latents)) <= ROUNDING
+
+
+def test_a_second_pass_has_the_conditioning_of_its_own_size(
+    engine: Any,
+    encodes_means: None,
+    pipeline: Any,
+    k_diffusion: Any,
+    request_of: Any,
+    draw: Any,
+    difference: Any,
+) -> None:
+    hires = contract.HiresPass(96, 96, denoising_strength=0.7, steps=5, upscaler="Latent")
+    request = request_of(hires=hires)
+    made = pipeline("sd1")
+    all_drawn = Image.fromarray(np.full((SIZE, SIZE), 255, np.uint8))
+    first = made(
+        request.prompt,
+        image=all_drawn.convert("RGB"),
+        mask_image=all_drawn,
+        strength=1.0,
+        negative_prompt=request.negative_prompt,
+        num_inference_steps=request.steps,
+        guidance_scale=request.cfg_scale,
+        width=SIZE,
+        height=SIZE,
+        generator=torch.Generator().manual_seed(request.seed),
+        output_type="latent",
+    ).images
+    own = a1111.Reference(made, k_diffusion)
+    own = dataclasses.replace(own, conditioning=own.txt2img_image_conditioning(96, 96))
+    enlarged = a1111.interpolate(first, 96, 96, mode="bilinear")
+    taken = steps.second_pass(5, 0.7)
+    latents = own.img2img(request, enlarged, **taken._asdict(), told=(96, 96))
+    (image,) = draw(engine("sd1"), request)
+    assert difference(image, own.decode(latents)) <= ROUNDING
+
+
+@pytest.fixture(scope="session")
+def mixed(
+    make_request: Any, pixels: Any, mask: Any, lora_paths: list[Path]
+) -> list[contract.ImageRequest]:
+    """With and without an image, a mask, LoRAs, and a second pass; one of another size."""
+    style = contract.Lora("style", lora_paths[0], 1.0, 1.0)
+    other = contract.Lora("other", lora_paths[1], 0.5, 1.5)
+    masked, whole = contract.InitImage(pixels, 0.7, mask), contract.InitImage(pixels, 0.6)
+    inverted = contract.InitImage(pixels[::-1].copy(), 0.9, 255 - mask, "fill")
+    hires = contract.HiresPass(96, 96, denoising_strength=0.7, steps=3, upscaler="Latent")
+    return [
+        make_request(),
+        make_request(seed=2, init=whole),
+        make_request(seed=3, init=masked, sampler="ddim", steps=8, loras=(style,)),
+        make_request(seed=4, loras=(other,)),
+        make_request(seed=5, init=inverted, sampler="dpmpp_2m_karras"),
+        make_request(seed=6, hires=hires),
+        make_request(seed=7, init=inverted, loras=(other,), cfg_scale=2.0),
+    ]
+
+
+@pytest.fixture
+def make_engine(folder: Any) -> Any:
+    """On the tiny SD1, whose LoRAs the tests have."""
+    made = []
+
+    def make(**settings: Any) -> slots.SlotEngine:
+        loaded = checkpoints.load_checkpoint(folder("sd1"), torch.device("cpu"), torch.float32)
+        made.append(slots.SlotEngine(loaded, **{"slots": 3, **settings}))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.close()
+
+
+@pytest.mark.parametrize("is_low_rank", [False, True])
+def test_images_are_the_same_in_company_and_alone(
+    is_low_rank: bool,
+    make_engine: Any,
+    mixed: list[contract.ImageRequest],
+    draw: Any,
+    difference: Any,
+) -> None:
+    alone = [draw(make_engine(slots=1, is_low_rank=is_low_rank), each)[0] for each in mixed]
+    together = draw(make_engine(is_low_rank=is_low_rank), *mixed, *reversed(mixed))
+    for image, expected in zip(together, [*alone, *reversed(alone)], strict=True):
+        assert difference(image, expected) <= ROUNDING
+    assert difference(alone[2], alone[0]) > VISIBLE
+
+
+def test_a_lora_changes_what_is_inpainted(
+    engine: Any, mixed: list[contract.ImageRequest], draw: Any, difference: Any
+) -> None:
+    with_lora, without = draw(engine("sd1"), mixed[2], dataclasses.replace(mixed[2], loras=()))
+    assert difference(with_lora, without) > VISIBLE
+
+
+def test_compiled_ticks_read_what_is_written_into_the_slots_later(
+    make_engine: Any, mixed: list[contract.ImageRequest], draw: Any, difference: Any
+) -> None:
+    requests = [each for each in mixed if not each.loras and not each.hires]
+    plain = make_engine(slots=2)
+    compiled = make_engine(slots=2, backend="eager", compiled_modes=("shared",))
+    compiled.warm_up(SIZE, SIZE)
+    for expected, image in zip(draw(plain, *requests), draw(compiled, *requests), strict=True):
+        assert difference(image, expected) <= ROUNDING
+    assert compiled.recompiles == 0
+
+
+def test_the_memory_of_a_slot_counts_what_the_unet_takes_beside_the_latents(
+    make_engine: Any, make_slot_engine: Any
+) -> None:
+    def state(engine: slots.SlotEngine) -> Any:
+        return engine._runner.make_slot_state(engine._runner.batch_key(SIZE, SIZE), 2)
+
+    own = state(make_engine())
+    assert own.conditioning.shape == (2, 5, 8, 8)
+    assert own.latents.shape == (2, 4, 8, 8)
+    assert own.first(1).conditioning.shape == (1, 5, 8, 8)
+    assert state(make_slot_engine()).conditioning is None
+
+
+def test_controlnets_see_the_latents_alone(
+    engine: Any,
+    folder: Any,
+    pipeline: Any,
+    request_of: Any,
+    family_folder: Any,
+    tmp_path: Path,
+    pixels: Any,
+    encodes_means: None,
+    draw: Any,
+    difference: Any,
+) -> None:
+    path = tiny_controlnets.build(tmp_path / "net.safetensors", family_folder("sd1"), 0)
+    network = tiny_controlnets.make(family_folder("sd1"), 0)
+    control = contract.Control("net", path, pixels)
+    request = request_of(controls=(control,))
+    made: Any = StableDiffusionControlNetInpaintPipeline(
+        **pipeline("sd1").components, controlnet=network, requires_safety_checker=False
+    )
+    made.set_progress_bar_config(disable=True)
+    all_drawn = Image.fromarray(np.full((SIZE, SIZE), 255, np.uint8))
+    theirs = made(
+        request.prompt,
+        image=Image.fromarray(pixels),
+        mask_image=all_drawn,
+        control_image=Image.fromarray(pixels),
+        strength=1.0,
+        controlnet_conditioning_scale=1.0,
+        negative_prompt=request.negative_prompt,
+        num_inference_steps=request.steps,
+        guidance_scale=request.cfg_scale,
+        width=SIZE,
+        height=SIZE,
+        generator=torch.Generator().manual_seed(request.seed),
+        output_type="np",
+    ).images[0]
+    image, plain = draw(engine("sd1"), request, request_of())
+    assert difference(image, (theirs * 255).round().astype("uint8")) <= ROUNDING
+    assert difference(image, plain) > VISIBLE
+
+
+def test_a_single_file_is_told_by_its_first_layer(
+    folder: Any, engine: Any, tmp_path: Path, request_of: Any, draw: Any, monkeypatch: Any
+) -> None:
+    """Without a configuration of its UNet, which says so as well."""
+    whole = folder("sd1")
+    for part in ("vae", "text_encoder"):
+        (tmp_path / part).mkdir()
+        shutil.copy(whole / part / "config.json", tmp_path / part)
+    config = json.loads((whole / "unet" / "config.json").read_text())
+    monkeypatch.setattr(
+        checkpoints.find,
+        "of_file",
+        lambda _: dataclasses.replace(SD1, unet_config={**config, "in_channels": 4}),
+    )
+    file = tmp_path / "one.safetensors"
+    save_file(key_names.original_layout(whole), file)
+    single = load.load_engine(file, "cpu", slots=2)
+    (one,), (other,) = draw(single, request_of()), draw(engine("sd1"), request_of())
+    single.close()
+    assert (one == other).all()
+
+
+def test_such_an_sd2_predicts_epsilon_where_nothing_states_it(folder: Any) -> None:
+    """As in AUTOMATIC1111, which cannot ask its UNet without a mask."""
+    unet = checkpoints.read_network(checkpoints.UNet2DConditionModel, folder("sd2") / "unet")
+    assert unet.config.in_channels == 9
+    assert find_prediction(unet) == "epsilon"
+
+
+def test_a_unet_with_other_inputs_is_refused(family_folder: Any, tmp_path: Path) -> None:
+    shutil.copytree(family_folder("sd1"), tmp_path / "editing")
+    part = tmp_path / "editing" / "unet"
+    config = json.loads((part / "config.json").read_text())
+    config["in_channels"] = 8
+    checkpoints.UNet2DConditionModel.from_config(config).save_pretrained(part)
+    with pytest.raises(errors.SetupError, match=r"has 8 inputs: .* have 4, and inpainting .* 9"):
+        load.load_engine(tmp_path / "editing", "cpu", slots=1)
