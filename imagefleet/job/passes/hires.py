@@ -41,6 +41,7 @@ NEUTRAL_VALUES: Mapping[str, tuple[object, ...]] = {
 #: Settings that change the images of a second pass -> their neutral values.
 NEUTRAL_SETTINGS: Mapping[str, tuple[object, ...]] = {
     "hires_fix_use_firstpass_conds": (None, False),
+    "inpainting_mask_weight": (None, 1),
 }
 
 PREFIX = "hr_"

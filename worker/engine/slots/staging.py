@@ -265,7 +265,7 @@ class Stager:
         conditioning = None
         if self._is_conditioned:
             request = job.prepared.request
-            # A second pass has no image: as in AUTOMATIC1111, all of it is below the mask.
+            # A second pass has no mask: as in AUTOMATIC1111, it sees nothing of the first image.
             conditioning = self._images.condition(job.prepared.image, request.width, request.height)
         return Staged(
             latents,

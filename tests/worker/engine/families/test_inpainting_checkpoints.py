@@ -268,6 +268,7 @@ def test_a_second_pass_has_the_conditioning_of_its_own_size(
     draw: Any,
     difference: Any,
 ) -> None:
+    """AUTOMATIC1111's has the first pass' after a latent upscaler, which its UNet cannot take."""
     hires = contract.HiresPass(96, 96, denoising_strength=0.7, steps=5, upscaler="Latent")
     request = request_of(hires=hires)
     made = pipeline("sd1")
