@@ -46,6 +46,7 @@ from imagefleet.storage.open import open_storage
 from imagefleet.storage.settings import StorageSettings
 from kernel_files import KEY, compile_into
 from salad_fake import fleet_file
+from worker.engine.pixel import text_states
 from worker.files.kernels import archive
 
 ROOT = Path(__file__).parents[1]
@@ -137,6 +138,8 @@ COMMANDS: dict[str, Case] = {
     "upscaler list": Case("--json", r'"name": "sharp\.safetensors"'),
     "controlnet add": Case("canny.safetensors", r"^canny$"),
     "controlnet list": Case("--json", r'"name": "canny\.safetensors"'),
+    "text add": Case("states --json", r'"stored": 1'),
+    "text list": Case("--json", r'"name": "0{64}\.safetensors"'),
     "health": Case("live --port {port}", r"^not live: no answer", 1),
     "worker": Case("--model model", NEEDS_WORKER, 2),
     "demo": Case("", NEEDS_WORKER, 2),
@@ -270,6 +273,10 @@ def work(tmp_path_factory: pytest.TempPathFactory, azurite_address: str, salad: 
     (folder / "sharp.safetensors").write_bytes(shaped(**{"model.0.weight": [64, 3, 3, 3]}))
     hint = "control_model.input_hint_block.0.weight"
     (folder / "canny.safetensors").write_bytes(shaped(**{hint: [16, 3, 3, 3]}))
+    (folder / "states").mkdir()
+    (folder / "states" / f"{'0' * 64}.safetensors").write_bytes(
+        file_of("states", format=text_states.FORMAT, encoder="t5")
+    )
     archive.pack(compile_into(folder / "compiled"), KEY, folder / "kernels.tar.xz")
     (folder / "fleet.yaml").write_text(fleet_file(salad.url, replicas=2))
 

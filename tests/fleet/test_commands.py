@@ -141,7 +141,7 @@ def test_figures_go_to_a_file_by_one_option() -> None:
 def test_a_dry_run_has_one_meaning() -> None:
     runs = {name: found for name in ALL if (found := option(ALL[name], "--dry-run"))}
 
-    assert len(runs) == 13
+    assert len(runs) == 14
     for found in runs.values():
         assert re.fullmatch(r"Show .*; change nothing\.", found.help)
 

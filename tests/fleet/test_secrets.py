@@ -113,6 +113,8 @@ ARGUMENTS: dict[str, tuple[str, ...]] = {
     "upscaler list": (),
     "controlnet add": ("{url}", "--sha256", "0" * 64, "--cache", "cache"),
     "controlnet list": (),
+    "text add": ("jobs.jsonl", "--model", "{url}"),
+    "text list": (),
     "kernels build": ("--model", "{url}", "--model-sha256", "0" * 64),
     "kernels push": ("kernels.tar.xz",),
     "kernels list": (),
