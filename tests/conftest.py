@@ -50,8 +50,8 @@ DEBIAN = Path(__file__).parent / "dashboards" / "debian" / "usr" / "bin"
 #: Likewise without Prometheus and VictoriaMetrics.
 PROMETHEUS_REQUIRED = bool(os.environ.get("CI") or os.environ.get("IMAGEFLEET_REQUIRE_PROMETHEUS"))
 
-#: What `make test` unpacks. One is a whole Debian, whose links lead to this machine's own /run, where
-#: files come and go while pytest looks for tests.
+#: What `make test` unpacks. One is a whole Debian, whose links lead to this machine's own /run,
+#: where files come and go while pytest looks for tests.
 collect_ignore = ["azurite/node_modules", "dashboards/debian", "deploy/debian"]
 
 #: VictoriaMetrics makes samples visible only after this time, flushed or not.
