@@ -17,7 +17,7 @@ from simulation.fleet import Fleet, Missing, Plan, Stage, stand_ins
 LOOK_SECONDS = 5.0
 
 #: Of a limit: above it, requests are refused every second.
-AT_LIMIT = 0.97
+AT_LIMIT = 0.94
 
 #: Engines that wait longer than this are not what limits a fleet.
 IDLE = 0.01

@@ -78,11 +78,11 @@ def test_one_queues_limit_is_named_and_lifted_by_shards() -> None:
     four = measure.measure(dataclasses.replace(plan, shards=4), 50, 12)
 
     assert one.bottleneck == measure.QUEUE
-    assert one.busiest_queue_per_second == pytest.approx(12, rel=0.05)
+    assert one.busiest_queue_per_second == pytest.approx(12, rel=0.06)
     assert one.refused_per_second > 0
     # Its operations are not spent on renewing the leases of ever more jobs, until these end.
     assert one.images_per_second > 9
-    assert one.redeliveries < 10
+    assert one.redeliveries < one.images / 50
     assert four.bottleneck != measure.QUEUE
     assert four.images_per_second > 1.5 * one.images_per_second
 

@@ -46,7 +46,7 @@ from worker.engine.slots import memory
 log = logging.getLogger(__name__)
 
 #: What the libraries raise for missing, truncated or mismatched files.
-_LOADING_ERRORS = (OSError, ValueError, KeyError, TypeError, RuntimeError, SafetensorError)
+_LOADING_ERRORS = (OSError, ValueError, LookupError, TypeError, RuntimeError, SafetensorError)
 
 #: An average of the UNet's weights during training, which some files have beside the weights.
 _AVERAGE_PREFIX = "model_ema."
