@@ -42,6 +42,11 @@ _REFINER = Kind("an SDXL refiner checkpoint")
 _EDITING = Kind(
     "a checkpoint that edits pictures (InstructPix2Pix)", "imagefleet generates from text"
 )
+_X4_UPSCALER = Kind(
+    "the x4 upscaler in one file",
+    "imagefleet reads it as a folder in diffusers format, such as"
+    " stabilityai/stable-diffusion-x4-upscaler",
+)
 _MIXED = Kind("a mixed checkpoint, with parts of several families of models", _WHOLE)
 _ADD_VAE = f"{_WHOLE}, or add a VAE (see 'Incomplete files' in docs/models.md)"
 _UNET = Kind("the UNet of a checkpoint alone", _WHOLE)
@@ -146,9 +151,10 @@ _TEXT_ENCODERS = {
     SD1: r"^cond_stage_model\.transformer\.",
 }
 
-#: Inputs of the UNet: the image that is drawn, and another. Inpainting checkpoints have nine, for a
-#: mask and a masked image: they are of their family's kind.
-_EDITING_INPUTS = 8
+#: Inputs of the UNet: the latents that are drawn, and those of another image, or the three colours
+#: of one that is enlarged. Inpainting checkpoints have nine, for a mask and a masked image: they
+#: are of their family's kind.
+_BY_INPUTS = {8: _EDITING, 7: _X4_UPSCALER}
 
 _INPUTS = "model.diffusion_model.input_blocks.0.0.weight"
 _CROSS_ATTENTION = re.compile(r"\.attn2\.to_k\.weight$")
@@ -211,8 +217,8 @@ def _with_unet(header: Header, names: str) -> Kind:
     texts = [each for each, pattern in _TEXT_ENCODERS.items() if _has(names, pattern)]
     kind = kind or next(iter(texts), SD1)
     inputs = header.shapes.get(_INPUTS, ())
-    if len(inputs) > 1 and inputs[1] == _EDITING_INPUTS:
-        return _EDITING
+    if len(inputs) > 1 and inputs[1] in _BY_INPUTS:
+        return _BY_INPUTS[inputs[1]]
     if kind is _REFINER or set(texts) - {kind}:
         return _REFINER if kind is _REFINER else _MIXED
     if not _has(names, r"^model\.diffusion_model\.input_blocks\."):

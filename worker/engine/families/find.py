@@ -11,7 +11,9 @@ from worker.engine.families.family import Family
 from worker.engine.families.sd1 import SD1
 from worker.engine.families.sd2 import SD2
 from worker.engine.families.sdxl import SDXL
+from worker.engine.families.x4_upscaler import X4_UPSCALER
 
+#: Of single files; the x4 upscaler is read from folders alone.
 FAMILIES = (SD1, SD2, SDXL)
 
 
@@ -30,6 +32,8 @@ def of_folder(unet: Mapping[str, Any], text_encoder: Mapping[str, Any]) -> Famil
 
     SD2 is told from SD1 by its text encoder: OpenCLIP has another activation than CLIP.
     """
+    if unet.get("num_class_embeds") is not None:
+        return X4_UPSCALER
     if unet.get("addition_embed_type") is not None:
         return SDXL
     return SD2 if text_encoder.get("hidden_act") == "gelu" else SD1
