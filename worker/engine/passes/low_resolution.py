@@ -69,8 +69,8 @@ def prepare(request: contract.ImageRequest, noise: ImageNoise, factor: int) -> L
     if (request.width, request.height) != (factor * width, factor * height):
         raise errors.JobError(
             f"this model makes {factor * width}x{factor * height} pixels of an image of"
-            f" {width}x{height}, and the job or a stage before asks for"
-            f" {request.width}x{request.height}: give the job, or this stage, that width and height"
+            f" {width}x{height}, and the job asks for {request.width}x{request.height}: leave width"
+            " and height out, or give them as null in a stage, which has those of the stage before"
         )
     level = round(init.denoising_strength * noise.timesteps)
     if not 0 <= level <= noise.max_level:

@@ -22,6 +22,7 @@ from pixel import tiny_cascade
 from worker.engine import contract, load
 from worker.engine.slots import engine as slots
 from worker.files import check
+from worker.node import check as node_check
 
 ROUNDING = 2
 
@@ -147,9 +148,19 @@ async def test_a_job_that_it_cannot_draw_fails_with_what_to_change(
     reasons = {each.id: each.reason for each in failed if each is not None}
     assert "the job needs init_images" in reasons["text"]
     assert "makes 96x64 pixels of an image of 24x16" in reasons["small"]
-    assert "asks for 128x128: give the job, or this stage, that width" in reasons["small"]
+    assert "asks for 128x128: leave width and height out, or" in reasons["small"]
     assert "knows levels up to 350" in reasons["noisy"]
     assert reasons.keys() == {"text", "small", "noisy", "second"}
+
+
+def test_nodes_measure_their_speed_with_an_image_to_enlarge(
+    upscaler: Any, make_engine: Any, draw: Any
+) -> None:
+    for engine in (upscaler, make_engine("sr")):
+        (image,) = draw(engine, node_check.plain_request(engine, seed=0))
+        width, height = engine.default_size
+        assert image.shape == (height, width, 3)
+    assert node_check.plain_request(make_engine(), seed=0).init is None
 
 
 def test_a_model_is_tried_with_an_image_and_has_no_reference_images(
