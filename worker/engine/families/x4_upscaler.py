@@ -41,7 +41,8 @@ X4_UPSCALER = replace(
     slug="x4_upscaler",
     unet_config=UNET_CONFIG,
     vae_config=VAE_CONFIG,
-    # As diffusers' pipeline says, which decodes in float32.
+    # "The decoder seems to break in half precision", says its own configuration (x4-upscaling.yaml
+    # in Stability-AI/stablediffusion); diffusers' pipeline decodes in float32.
     overflows_in_float16=True,
     find_prediction=lambda _: "v_prediction",
     native_sides={},
