@@ -139,14 +139,15 @@ def load_checkpoint(
     family, networks = found.family, found.networks
     unet, vae = networks["unet"], networks["vae"]
     tokenizer = _find_tokenizer(folder, networks["text_encoder"].config.vocab_size)
-    scheduler = read_json(folder / "scheduler" / "scheduler_config.json")
+    scheduler = _read_scheduler(folder, "scheduler", family)
     _check_architecture(model, family, networks, tokenizer)
     image_noise = None
     if family.enlarges_image:
-        index, config = folder / "model_index.json", folder / "low_res_scheduler"
-        config /= "scheduler_config.json"
-        levels = unet.config.num_class_embeds
-        image_noise = noise.image_noise(model, read_json(index), read_json(config), levels)
+        image_noise = noise.image_noise(
+            read_json(folder / "model_index.json"),
+            _read_scheduler(folder, "low_res_scheduler", family),
+            unet.config.num_class_embeds,
+        )
     predicted = noise.prediction_type(model, scheduler, prediction_type, found.keys)
     predicted = predicted or family.find_prediction(unet)
     if found.has_own_size and predicted in family.native_sides:
@@ -457,6 +458,10 @@ def _check_architecture(
     # On a GPU, a token id out of range is a device-side assert, which ends the process.
     if any(len(tokenizer) > each.config.vocab_size for each in encoders):
         raise errors.SetupError(f"the tokenizer of {str(model)!r} belongs to another text encoder")
+
+
+def _read_scheduler(folder: Path, part: str, family: Family) -> Mapping[str, Any]:
+    return read_json(folder / part / "scheduler_config.json") or family.scheduler_config
 
 
 def network_config(folder: Path, default: Mapping[str, object]) -> dict[str, Any]:

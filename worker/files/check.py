@@ -48,9 +48,6 @@ _CASCADE = {
     "IFSuperResolutionPipeline": "DeepFloyd IF super-resolution",
 }
 
-#: The title of the family whose UNet is told how much noise is on the image that it enlarges.
-_UPSCALER = "SD x4 upscaler"
-
 #: Of the refiner, which has the second text encoder alone.
 _REFINER_WIDTH = 1280
 
@@ -132,7 +129,7 @@ def family(path: Path) -> str:
     if _is_sdxl(unet):
         return kinds.SDXL.family
     if unet.get("num_class_embeds") is not None:
-        return _UPSCALER
+        return kinds.X4_UPSCALER.family
     width = unet.get("cross_attention_dim")
     by_width = {1024: kinds.SD2, 2048: kinds.SDXL}
     return next((kind for each, kind in by_width.items() if each == width), kinds.SD1).family

@@ -31,6 +31,7 @@ _MODEL_PLACE = "`imagefleet model add` is for checkpoints"
 SD1 = Kind("a Stable Diffusion 1.x checkpoint", _MODEL_PLACE, "checkpoint", "SD 1.x")
 SD2 = Kind("a Stable Diffusion 2.x checkpoint", _MODEL_PLACE, "checkpoint", "SD 2.x")
 SDXL = Kind("an SDXL checkpoint", _MODEL_PLACE, "checkpoint", "SDXL")
+X4_UPSCALER = Kind("an x4 upscaler checkpoint", _MODEL_PLACE, "checkpoint", "SD x4 upscaler")
 SD1_LORA = Kind("a LoRA for Stable Diffusion 1.x", _LORA_PLACE, "lora", "SD 1.x")
 SD2_LORA = Kind("a LoRA for Stable Diffusion 2.x", _LORA_PLACE, "lora", "SD 2.x")
 SDXL_LORA = Kind("a LoRA for SDXL", _LORA_PLACE, "lora", "SDXL")
@@ -41,11 +42,6 @@ _OTHER_LORA = Kind("a LoRA for another architecture (Flux, SD3 or similar)", _LO
 _REFINER = Kind("an SDXL refiner checkpoint")
 _EDITING = Kind(
     "a checkpoint that edits pictures (InstructPix2Pix)", "imagefleet generates from text"
-)
-_X4_UPSCALER = Kind(
-    "the x4 upscaler in one file",
-    "imagefleet reads it as a folder in diffusers format, such as"
-    " stabilityai/stable-diffusion-x4-upscaler",
 )
 _MIXED = Kind("a mixed checkpoint, with parts of several families of models", _WHOLE)
 _ADD_VAE = f"{_WHOLE}, or add a VAE (see 'Incomplete files' in docs/models.md)"
@@ -154,7 +150,7 @@ _TEXT_ENCODERS = {
 #: Inputs of the UNet: the latents that are drawn, and those of another image, or the three colours
 #: of one that is enlarged. Inpainting checkpoints have nine, for a mask and a masked image: they
 #: are of their family's kind.
-_BY_INPUTS = {8: _EDITING, 7: _X4_UPSCALER}
+_EDITING_INPUTS, _UPSCALER_INPUTS = 8, 7
 
 _INPUTS = "model.diffusion_model.input_blocks.0.0.weight"
 _CROSS_ATTENTION = re.compile(r"\.attn2\.to_k\.weight$")
@@ -217,8 +213,8 @@ def _with_unet(header: Header, names: str) -> Kind:
     texts = [each for each, pattern in _TEXT_ENCODERS.items() if _has(names, pattern)]
     kind = kind or next(iter(texts), SD1)
     inputs = header.shapes.get(_INPUTS, ())
-    if len(inputs) > 1 and inputs[1] in _BY_INPUTS:
-        return _BY_INPUTS[inputs[1]]
+    if len(inputs) > 1 and inputs[1] == _EDITING_INPUTS:
+        return _EDITING
     if kind is _REFINER or set(texts) - {kind}:
         return _REFINER if kind is _REFINER else _MIXED
     if not _has(names, r"^model\.diffusion_model\.input_blocks\."):
@@ -227,7 +223,8 @@ def _with_unet(header: Header, names: str) -> Kind:
         return Kind(f"{kind.name} without its text encoder", _WHOLE)
     if not _has(names, r"^(first_stage_model|vae)\."):
         return Kind(f"{kind.name} without its VAE", _ADD_VAE)
-    return kind
+    is_upscaler = kind is SD2 and len(inputs) > 1 and inputs[1] == _UPSCALER_INPUTS
+    return X4_UPSCALER if is_upscaler else kind
 
 
 def _has(names: str, pattern: str) -> bool:

@@ -86,6 +86,7 @@ SDXL: Shapes = {
         (SD1 | {CONV_IN: [320, 9, 3, 3]}, kinds.SD1),
         (SD2 | {CONV_IN: [320, 9, 3, 3]}, kinds.SD2),
         (SDXL | {CONV_IN: [320, 9, 3, 3]}, kinds.SDXL),
+        (SD2 | {CONV_IN: [256, 7, 3, 3]}, kinds.X4_UPSCALER),
         (SDXL | {CROSS.replace("1.1", "4.1"): [32, 32]}, kinds.SDXL),
     ],
 )
@@ -102,7 +103,6 @@ def test_checkpoints_of_other_families_are_accepted(shapes: Shapes, kind: kinds.
         ),
         (SDXL | {CROSS: [320, 768], TEXT: [3072, 768]}, "mixed"),
         (SD1 | {CONV_IN: [320, 8, 3, 3]}, "edits pictures"),
-        (SD1 | {CONV_IN: [256, 7, 3, 3]}, "the x4 upscaler in one file"),
         (without(VAE), "without its VAE"),
         (without(TEXT), "without its text encoder"),
         ({CONV_IN: [320, 4, 3, 3], CROSS: [320, 768]}, "without its text encoder"),

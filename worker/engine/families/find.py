@@ -13,8 +13,11 @@ from worker.engine.families.sd2 import SD2
 from worker.engine.families.sdxl import SDXL
 from worker.engine.families.x4_upscaler import X4_UPSCALER
 
-#: Of single files; the x4 upscaler is read from folders alone.
+#: Of single files, by their text encoders; the x4 upscaler has SD2's.
 FAMILIES = (SD1, SD2, SDXL)
+
+#: Of a single file whose UNet knows levels of noise on an image.
+_LEVELS = "model.diffusion_model.label_emb.weight"
 
 
 def of_file(keys: Iterable[str]) -> Family | None:
@@ -23,7 +26,7 @@ def of_file(keys: Iterable[str]) -> Family | None:
     for family in FAMILIES:
         prefixes = [encoder.prefix for encoder in family.text_encoders]
         if all(any(name.startswith(prefix) for name in names) for prefix in prefixes):
-            return family
+            return X4_UPSCALER if family is SD2 and _LEVELS in names else family
     return None
 
 

@@ -38,21 +38,11 @@ class ImageNoise:
         return int(self.scheduler.config.num_train_timesteps)
 
 
-def image_noise(
-    model: Path, index: Mapping[str, Any], scheduler: Mapping[str, Any], levels: int
-) -> ImageNoise:
-    """By a folder's model_index.json and its low_res_scheduler/scheduler_config.json.
+def image_noise(index: Mapping[str, Any], scheduler: Mapping[str, Any], levels: int) -> ImageNoise:
+    """By a folder's model_index.json and the configuration of its low_res_scheduler.
 
     *levels*: how many the UNet knows.
-
-    Raises:
-        SetupError: there is no such scheduler.
     """
-    if not scheduler:
-        raise errors.SetupError(
-            f"{str(model)!r} has no low_res_scheduler/scheduler_config.json, which says what noise"
-            " the image gets that it enlarges"
-        )
     made = DDPMScheduler.from_config(dict(scheduler))
     level = index.get("max_noise_level")
     level = level if isinstance(level, int) else _MAX_LEVEL

@@ -35,12 +35,16 @@ VAE_CONFIG = sd1.VAE_CONFIG | {
     "scaling_factor": 0.08333,
 }
 
+#: Of the latents, and of the image.
+SCHEDULER_CONFIG = {"beta_start": 0.0001, "beta_end": 0.02, "beta_schedule": "scaled_linear"}
+
 X4_UPSCALER = replace(
     SD2,
     name="Stable Diffusion x4 upscaler",
     slug="x4_upscaler",
     unet_config=UNET_CONFIG,
     vae_config=VAE_CONFIG,
+    scheduler_config=SCHEDULER_CONFIG,
     # "The decoder seems to break in half precision", says its own configuration (x4-upscaling.yaml
     # in Stability-AI/stablediffusion); diffusers' pipeline decodes in float32.
     overflows_in_float16=True,

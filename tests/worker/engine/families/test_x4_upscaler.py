@@ -379,13 +379,6 @@ def test_no_level_is_beyond_those_that_the_unet_knows(changed: Any) -> None:
     assert loaded.image_noise.max_level == 999
 
 
-def test_a_folder_without_the_images_noise_is_refused(folder: Path, tmp_path: Path) -> None:
-    shutil.copytree(folder, tmp_path / "x4")
-    shutil.rmtree(tmp_path / "x4" / "low_res_scheduler")
-    with pytest.raises(errors.SetupError, match="has no low_res_scheduler/"):
-        load.load_engine(tmp_path / "x4", "cpu", slots=1)
-
-
 def test_a_unet_with_other_inputs_is_refused(folder: Path, tmp_path: Path) -> None:
     shutil.copytree(folder, tmp_path / "x4")
     part = tmp_path / "x4" / "unet"
