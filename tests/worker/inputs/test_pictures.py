@@ -99,6 +99,18 @@ def test_every_size_becomes_the_asked_one(mode: int, image_size: tuple[int, int]
     assert control.pixels(picture(*image_size), mode, (64, 32)).shape == (32, 64, 3)
 
 
+@pytest.mark.parametrize("image_size", [(1, 200_000), (200_000, 1)])
+def test_cutting_a_long_thin_image_takes_no_gigabytes(image_size: tuple[int, int]) -> None:
+    image = Image.new("RGB", image_size)
+    reason = r"^an image of [\d,]+ x [\d,]+ pixels is too long to be cut to 512 x 512: it would"
+    with pytest.raises(errors.JobError, match=reason):
+        pictures.resize(1, image, (512, 512))
+    with pytest.raises(errors.JobError, match=reason):
+        control.pixels(image, 1, (512, 512))
+    for mode in (0, 2):
+        assert pictures.resize(mode, image, (64, 64)).size == (64, 64)
+
+
 @pytest.mark.parametrize("mode", [0, 1, 2])
 def test_a_map_in_the_jobs_size_is_not_touched(mode: int) -> None:
     image = picture(64, 32)
