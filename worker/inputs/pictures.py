@@ -56,10 +56,18 @@ def _read(what: str, data: bytes) -> Image.Image:
                 f"{what} has {width:,} x {height:,} pixels; {MAX_PIXELS:,} at most are read"
             )
         image.load()
-        turned = ImageOps.exif_transpose(image)
+        turned = _turned(image)
         if turned.mode not in {"RGB", "P"} or not isinstance(image.info.get("transparency"), bytes):
             return turned
         return turned.convert("RGBA")
+
+
+def _turned(image: Image.Image) -> Image.Image:
+    """As its Exif data says, or as it is if that is damaged, as in AUTOMATIC1111 (`fix_image`)."""
+    try:
+        return ImageOps.exif_transpose(image)
+    except Exception:  # noqa: BLE001 - Pillow's parsers raise a dozen kinds
+        return image.copy()
 
 
 def parameters(data: bytes) -> str:

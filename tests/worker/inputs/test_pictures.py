@@ -92,6 +92,20 @@ def test_a_photograph_is_turned_as_its_camera_was() -> None:
     assert pictures.read("it", encoded(picture(40, 24), "JPEG", exif=exif)).size == (24, 40)
 
 
+@pytest.mark.parametrize("kind", ["PNG", "WEBP"])
+@pytest.mark.parametrize(
+    "exif",
+    [
+        b"Exif\0\0no TIFF",
+        b"Exif\0\0II*\0\x08\0\0\0\xff\xff",
+        b"Exif\0\0II*\0\x08\0\0\0\x01\0\x12\x01\x05\0\x01\0\0\0\xf0\xff\xff\xff",
+    ],
+)
+def test_damaged_exif_data_leave_a_picture_as_it_is(kind: str, exif: bytes) -> None:
+    read = pictures.read("it", encoded(picture(40, 24), kind, exif=exif))
+    assert (read.mode, read.size) == ("RGB", (40, 24))
+
+
 @pytest.mark.parametrize("mode", [0, 1, 2])
 @pytest.mark.parametrize("image_size", [(40, 24), (1, 300), (300, 1), (24, 40), (64, 64)])
 def test_every_size_becomes_the_asked_one(mode: int, image_size: tuple[int, int]) -> None:
