@@ -411,4 +411,4 @@ async def test_tokens_for_chains_suffice_and_those_for_workers_do_not(
         body = json.dumps(json.loads(body) | {"id": "b"})
     (record,) = await failed(storage)
     assert (record.id, record.stage) == ("b", 2)
-    assert "cannot be read with this worker's credentials" in record.reason
+    assert "cannot be read with this worker's credentials: give it tokens of `ima" in record.reason
