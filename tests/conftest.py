@@ -88,6 +88,22 @@ LONGEST_FILES = (
 )
 
 
+#: On the process of another file, by their paths: the images are built once, and torch, which
+#: takes seconds, is imported once for the workers that are forked.
+JOINED_FILES = {
+    "tests/deploy/test_ten_commands.py": "tests/deploy/test_container.py",
+    **dict.fromkeys(
+        (
+            "tests/end_to_end/test_cascade_curve.py",
+            "tests/end_to_end/test_demo.py",
+            "tests/end_to_end/test_job_mode.py",
+            "tests/end_to_end/test_models.py",
+        ),
+        "tests/end_to_end/test_worker_process.py",
+    ),
+}
+
+
 @dataclass(frozen=True)
 class VictoriaMetrics:
     """Takes pushed text and answers PromQL."""
@@ -222,7 +238,7 @@ def salad_module(load_file: Callable[[Path], Any]) -> Any:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """`--dist loadfile`, with the two files that need the images on one process: built once."""
+    """`--dist loadfile`, with `JOINED_FILES`."""
     if config.getvalue("dist") != "loadfile":
         return None
     from xdist.scheduler import LoadFileScheduling
@@ -232,7 +248,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     class Scheduling(LoadFileScheduling):
         def _split_scope(self, nodeid: str) -> str:
             scope: str = super()._split_scope(nodeid)
-            return scope.replace("test_ten_commands.py", "test_container.py")
+            return JOINED_FILES.get(scope, scope)
 
     return Scheduling(config, log)
 
@@ -260,6 +276,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_collection_finish() -> None:
     gc.freeze()
+    # What is imported and compiled later is not frozen: a search of all takes half a second.
+    gc.set_threshold(10_000, 10, 20)
     gc.enable()
 
 
