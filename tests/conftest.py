@@ -303,15 +303,31 @@ def local_settings(tmp_path: Path) -> StorageSettings:
     return StorageSettings(storage=f"local:{tmp_path / 'storage'}")
 
 
+@pytest.fixture(scope="session")
+def azurite_services(
+    azurite_address: str,
+) -> Iterator[tuple[QueueServiceClient, BlobServiceClient]]:
+    """Clients that stay connected."""
+    with (
+        QueueServiceClient.from_connection_string(
+            azurite_address, api_version=API_VERSION
+        ) as queues,
+        BlobServiceClient.from_connection_string(azurite_address, api_version=API_VERSION) as blobs,
+    ):
+        yield queues, blobs
+
+
 @pytest.fixture
-def azurite_settings(azurite_address: str) -> Iterator[StorageSettings]:
+def azurite_settings(
+    azurite_address: str, azurite_services: tuple[QueueServiceClient, BlobServiceClient]
+) -> Iterator[StorageSettings]:
     """Settings of queues and containers of this test alone, which do not exist yet."""
     name = f"test-{uuid.uuid4().hex[:16]}"
     settings = StorageSettings(
         storage=azurite_address, queue=name, container=name, files_container=f"{name}-files"
     )
     yield settings
-    _remove_from_azurite(settings)
+    _remove_from_azurite(settings, *azurite_services)
 
 
 @pytest.fixture(params=["local", "azurite"])
@@ -423,17 +439,16 @@ def _azurite_is_missing(reason: str) -> NoReturn:
     pytest.skip(reason)
 
 
-def _remove_from_azurite(settings: StorageSettings) -> None:
+def _remove_from_azurite(
+    settings: StorageSettings, queues: QueueServiceClient, blobs: BlobServiceClient
+) -> None:
     """Deletes queues and containers: Azurite slows down with every message in any queue."""
-    queues = QueueServiceClient.from_connection_string(settings.storage, api_version=API_VERSION)
-    blobs = BlobServiceClient.from_connection_string(settings.storage, api_version=API_VERSION)
-    with queues, blobs:
-        for queue in queues.list_queues(name_starts_with=settings.queue):
-            with contextlib.suppress(ResourceNotFoundError):
-                queues.delete_queue(queue)
-        for container in (settings.container, settings.files_container):
-            with contextlib.suppress(ResourceNotFoundError):
-                blobs.delete_container(container)
+    for queue in queues.list_queues(name_starts_with=settings.queue):
+        with contextlib.suppress(ResourceNotFoundError):
+            queues.delete_queue(queue)
+    for container in (settings.container, settings.files_container):
+        with contextlib.suppress(ResourceNotFoundError):
+            blobs.delete_container(container)
 
 
 @pytest.fixture
