@@ -56,6 +56,8 @@ def message(detail: Mapping[str, Any]) -> str:
     """Pydantic's text without its prefixes, in words for people who know no Python."""
     if detail["type"] in _OBJECT_EXPECTED:
         return "should be an object of names and values"
+    if detail["type"] == "tuple_type":
+        return "should be a list"
     pattern = str(detail.get("ctx", {}).get("pattern"))
     if pattern in _PATTERNS:
         return _PATTERNS[pattern]

@@ -276,8 +276,8 @@ class Settler:
                 extra={"action": "job_defect", "job_id": entry.id},
             )
             error = errors.TransientError(f"{type(error).__name__}: {error}")
-        if image is None:
-            await self._fail(entry, [FailedImage(0, error)])
+        if image is None or entry.has_ended:  # at its end no image is left that could be awaited
+            await self._fail(entry, [FailedImage(image.index if image else 0, error)])
             return
         entry.image_failed(image.index, error)
         if not entry.images_to_store:

@@ -9,6 +9,7 @@ from fleet import demo_jobs
 from fleet.gate import images
 from imagefleet import concurrency, errors
 from imagefleet.job.message import Job, read_job
+from imagefleet.job.passes import sources
 
 #: Of a file, unless --count says more.
 COUNT = 24
@@ -63,7 +64,25 @@ def _refuse(place: str, reason: str) -> None:
 
 
 def _to_draw(job: Job, steps: int | None) -> Job:
-    """The job for this machine: with the model that is loaded, whatever it asks for."""
+    """The job for this machine: with the model that is loaded, whatever it asks for.
+
+    Raises:
+        SetupError: it takes more than an engine to draw it.
+    """
+    named = [each for each in job.sources if sources.place(each) is not None]
+    files = [*named, *job.upscaler_files, *(unit.model for unit in job.controls)]
+    reason = None
+    if job.stages > 1:
+        reason = f"has {job.stages} stages, of which each begins with the image of the one before"
+    elif job.only_upscales:
+        reason = "only enlarges an image"
+    elif files:
+        reason = f"needs a file of a storage, {files[0]}"
+    if reason is not None:
+        raise errors.SetupError(
+            f"job {job.id} {reason}: the gate draws jobs of one stage without such files; have"
+            " workers draw two campaigns, and compare these"
+        )
     fields: dict[str, object] = {"model": None, "verify": False}
     if steps is not None:
         fields["steps"] = steps

@@ -63,7 +63,7 @@ class Encoded:
 
         if not text_stage.has_encoder(model):
             raise errors.SetupError(
-                f"{str(model)!r} has no weights of a text encoder (text_encoder/*.safetensors)"
+                f"{str(model)!r} has no weights of a T5 encoder (text_encoder/*.safetensors)"
             )
         text_stage.require_libraries(model)
         self.encoder = text_stage.encoder_name(model)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import importlib.util
 import os
 import signal
@@ -12,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from fleet import console, options
-from imagefleet import errors
+from imagefleet import concurrency, errors
 from imagefleet.telemetry import logs
 from worker.settings import MachineSettings, WorkerSettings
 
@@ -147,7 +146,7 @@ def _run_on_terminal(settings: WorkerSettings) -> WorkerReport:
     logs.configure("text", live.LogHandler(console.stderr))
     # An error is printed when the live line is gone.
     with console.one_line_errors(), live.showing(console.stderr) as show:
-        report = asyncio.run(process.run_worker(settings, on_progress=show))
+        report = concurrency.run(process.run_worker(settings, on_progress=show))
     _show(report)
     return report
 

@@ -420,7 +420,9 @@ def message_fields(body: str) -> Any:
 def message_text(fields: Mapping[str, Any]) -> str:
     """The text of a message, which Azure carries in XML; that excludes two characters."""
     text = json.dumps(fields, ensure_ascii=False, separators=(",", ":"))
-    return text.replace("\ufffe", "\\ufffe").replace("\uffff", "\\uffff")
+    text = text.replace("\ufffe", "\\ufffe").replace("\uffff", "\\uffff")
+    # Half of a surrogate pair, in a field that no job reads, goes on as its sender escaped it.
+    return text.encode(errors="backslashreplace").decode()
 
 
 def text_for_image(body: str, job: Job) -> str:

@@ -19,13 +19,13 @@ def note(name: str, metadata: Mapping[str, str], journal: str) -> Record | None:
     """
     if name.startswith(ASIDE):
         return None
-    campaign, _, file = name.rpartition("/")
+    campaign = name.rpartition("/")[0]
     try:
         return Record.model_validate(
             {
                 "outcome": "replaced",
                 "blob": name,
-                "id": file.rpartition(".")[0],
+                "id": metadata.get("job"),
                 "campaign": campaign,
                 "at": datetime.now(UTC),
                 "source": journal,

@@ -30,6 +30,16 @@ _FIELDS = sorted(Job.model_fields.keys() - _FIXED)
 _DEFAULTS: Mapping[str, Any] = Job(prompt="").model_dump(mode="json")
 
 
+_IMAGE = {chain.INPUT_FIELD: ["image.png"]}
+
+#: Jobs of txt2img, of img2img, and one that only enlarges: some fields are of one of them alone.
+_JOBS: tuple[Mapping[str, Any], ...] = (
+    {"prompt": ""},
+    {"prompt": "", **_IMAGE},
+    {"upscaler_1": "Lanczos", **_IMAGE},
+)
+
+
 class Change:
     """New values of some fields, for each job."""
 
@@ -44,10 +54,9 @@ class Change:
         self._key = key
         for name in values:
             _check_name(name, option)
-        try:
-            Job.model_validate({"prompt": "", **values})
-        except ValidationError as error:
-            raise errors.SetupError(f"{option} {validation.sentence(error)}") from None
+        faults = [*filter(None, (_fault({**fields, **values}) for fields in _JOBS))]
+        if len(faults) == len(_JOBS):
+            raise errors.SetupError(f"{option} {faults[0]}")
         self.values: dict[str, Any] = to_jsonable_python(dict(values))
 
     @classmethod
@@ -115,6 +124,15 @@ class Change:
             for name, value in self.values.items()
             if given[name] != value
         }
+
+
+def _fault(fields: Mapping[str, Any]) -> str | None:
+    """Why they make no job; None if they do."""
+    try:
+        Job.model_validate(fields)
+    except ValidationError as error:
+        return validation.sentence(error)
+    return None
 
 
 def _check_name(name: str, option: str) -> None:

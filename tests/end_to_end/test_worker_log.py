@@ -225,8 +225,9 @@ async def test_a_log_has_a_line_a_minute_with_the_figures_and_why_nothing_is_don
     working = next(line for line in lines if line["images"])
     assert working["phase"] == "generating"
     assert working["jobs_left"] == pytest.approx(40 - working["images"], abs=5)
-    assert working["images_per_second"] == pytest.approx(20, rel=0.6)
-    assert working["seconds_left"] == pytest.approx(working["jobs_left"] / 20, rel=0.6)
+    # 20/s, or fewer on a machine that does other work as well.
+    assert 4 < working["images_per_second"] < 32
+    assert 0.5 < working["seconds_left"] / (working["jobs_left"] / 20) < 5
     assert working["is_own_pace"] is True
     assert working["images_per_dollar"] > 0
     assert "left, " in working["message"]

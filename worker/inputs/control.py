@@ -11,6 +11,7 @@ import numpy as np
 from PIL import Image
 
 from worker.engine.contract import Pixels
+from worker.inputs import pictures
 from worker.inputs.pictures import Size
 
 _FIT, _FILL = 0, 2
@@ -20,13 +21,18 @@ _FEWEST, _MANY = 2, 200
 
 
 def pixels(image: Image.Image, mode: int, size: Size) -> Pixels:
-    """The pixels in *size*: stretched (0), cut to it (1), or with borders of their colour (2)."""
+    """The pixels in *size*: stretched (0), cut to it (1), or with borders of their colour (2).
+
+    Raises:
+        JobError: an image far longer than wide is to be cut.
+    """
     image = image.convert("RGB")
     if mode == _FIT or image.size == size:
         return np.asarray(_stretched(image, size))
     scales = size[0] / image.width, size[1] / image.height
     scale = min(scales) if mode == _FILL else max(scales)
     inner = max(1, round(image.width * scale)), max(1, round(image.height * scale))
+    pictures.refuse_too_long(image.size, inner, size)
     stretched = _stretched(image, inner)
     if mode != _FILL:
         left, upper = (max(0, (inner[axis] - size[axis]) // 2) for axis in (0, 1))

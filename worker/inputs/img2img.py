@@ -68,7 +68,8 @@ def begin(job: Job, image: Image.Image, mask: Image.Image | None, size: Size | N
     None: for an engine that enlarges the image itself, so in the size that it has.
 
     Raises:
-        JobError: the result, which has the image's size, would be too large.
+        JobError: the result, which has the image's size, would be too large, or an image far longer
+            than wide is to be cut.
     """
     image = pictures.flatten(image)
     whole = None if mask is None else _whole_mask(job, mask)
@@ -85,6 +86,8 @@ def begin(job: Job, image: Image.Image, mask: Image.Image | None, size: Size | N
         return Begin(_init(job, image, None))
     if box is not None:
         _refuse_large(image.size)
+        left, upper, right, lower = box
+        pictures.inner_size(1, size, (right - left, lower - upper))  # `put_over` is too late
         covered = Image.fromarray(whole)
         drawn_mask = pictures.resize(2, covered.crop(box), size)
     else:

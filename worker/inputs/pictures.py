@@ -13,6 +13,9 @@ from imagefleet.redaction import printable
 #: Four times those of the largest image that a job may ask for: a photograph has fewer.
 MAX_PIXELS = 2**24
 
+#: Of what is then cut to a size: it grows with how much longer an image is than wide, without end.
+MAX_COVERING_PIXELS = 4 * MAX_PIXELS
+
 _FORMATS = ("PNG", "JPEG", "WEBP")
 
 _WHITE = "#ffffff"
@@ -53,10 +56,18 @@ def _read(what: str, data: bytes) -> Image.Image:
                 f"{what} has {width:,} x {height:,} pixels; {MAX_PIXELS:,} at most are read"
             )
         image.load()
-        turned = ImageOps.exif_transpose(image)
+        turned = _turned(image)
         if turned.mode not in {"RGB", "P"} or not isinstance(image.info.get("transparency"), bytes):
             return turned
         return turned.convert("RGBA")
+
+
+def _turned(image: Image.Image) -> Image.Image:
+    """As its Exif data says, or as it is if that is damaged, as in AUTOMATIC1111 (`fix_image`)."""
+    try:
+        return ImageOps.exif_transpose(image)
+    except Exception:  # noqa: BLE001 - Pillow's parsers raise a dozen kinds
+        return image.copy()
 
 
 def parameters(data: bytes) -> str:
@@ -81,17 +92,14 @@ def resize(mode: int, image: Image.Image, size: Size) -> Image.Image:
     """By the modes of AUTOMATIC1111 (`modules/images.py`, `resize_image`).
 
     0 stretches; 1 covers *size* and cuts off what is over; 2 fits into it, and repeats the borders.
+
+    Raises:
+        JobError: as `inner_size`.
     """
     if mode == 0:
         return _stretched(image, size)
     width, height = size
-    is_wider = width / height > image.width / image.height
-    if (mode == 1) == is_wider:
-        inner = width, image.height * width // image.width
-    else:
-        inner = image.width * height // image.height, height
-    # Of an image that is far longer than it is wide, nothing might be left.
-    inner = max(1, inner[0]), max(1, inner[1])
+    inner = inner_size(mode, image.size, size)
     stretched = _stretched(image, inner)
     resized = Image.new(image.mode, size)
     left, upper = width // 2 - inner[0] // 2, height // 2 - inner[1] // 2
@@ -109,6 +117,32 @@ def resize(mode: int, image: Image.Image, size: Size) -> Image.Image:
         right = (inner[0], 0, inner[0], height)
         resized.paste(_resampled(stretched, border, right), (left + inner[0], 0))
     return resized
+
+
+def inner_size(mode: int, image_size: Size, size: Size) -> Size:
+    """What an image becomes before it is cut to *size* (mode 1), or filled up to it (2).
+
+    Raises:
+        JobError: too much of an image far longer than wide would be cut off.
+    """
+    width, height = size
+    is_wider = width / height > image_size[0] / image_size[1]
+    if (mode == 1) == is_wider:
+        inner = width, image_size[1] * width // image_size[0]
+    else:
+        inner = image_size[0] * height // image_size[1], height
+    refuse_too_long(image_size, inner, size)
+    # Of an image that is far longer than it is wide, nothing might be left.
+    return max(1, inner[0]), max(1, inner[1])
+
+
+def refuse_too_long(image_size: Size, inner: Size, size: Size) -> None:
+    """Raises JobError where an image would be too large, *inner*, before it is cut to *size*."""
+    if inner[0] * inner[1] > MAX_COVERING_PIXELS:
+        raise errors.JobError(
+            f"an image of {image_size[0]:,} x {image_size[1]:,} pixels is too long to be cut to"
+            f" {size[0]:,} x {size[1]:,}: it would have {inner[0]:,} x {inner[1]:,} before"
+        )
 
 
 def _stretched(image: Image.Image, size: Size) -> Image.Image:

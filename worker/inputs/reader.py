@@ -226,8 +226,9 @@ class InputReader:
                 raise
             # A worker's token allows to create images, not to read them.
             raise errors.JobError(
-                f"{field}: {source!r} cannot be read with this worker's credentials: store it in"
-                f" {sources.INPUTS} of the container of files ({error.message})"
+                f"{field}: {source!r} cannot be read with this worker's credentials: give it tokens"
+                f" of `imagefleet keys worker --chains`, or store the image in {sources.INPUTS} of"
+                f" the container of files ({error.message})"
             ) from None
         if data is None:
             raise errors.MissingFileError(

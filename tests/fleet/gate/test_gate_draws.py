@@ -128,6 +128,28 @@ def test_a_job_that_cannot_be_drawn_is_named(
     assert "--lora-directory" in ended.stderr
 
 
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"then": [{"steps": 2}]}, "job fox has 2 stages"),
+        ({"upscaler_1": "Lanczos", "init_images": ["a.png"]}, "job fox only enlarges an image"),
+        ({"init_images": ["a.png"]}, "job fox needs a file of a storage, a.png"),
+        (
+            {"enable_hr": True, "hr_upscaler": "4x", "width": 64, "height": 64},
+            "job fox needs a file of a storage, 4x",
+        ),
+    ],
+)
+def test_a_job_that_takes_more_than_an_engine_is_refused(
+    in_process: Imagefleet, tmp_path: Path, fields: dict[str, Any], reason: str
+) -> None:
+    job = {"id": "fox", "prompt": "a fox", **fields}
+    (tmp_path / "fox.jsonl").write_text(json.dumps(job))
+    ended = in_process("gate", "float32", "slots=1", "--captions", "fox.jsonl")
+    assert ended.returncode == console.EXIT_OPERATOR_MUST_ACT
+    assert f"error: {reason}" in ended.stderr
+
+
 def test_a_setting_that_changes_nothing_here_passes_nothing(in_process: Imagefleet) -> None:
     ended = in_process("gate", "float32", "fp16-accumulate", "--device", "cpu")
 

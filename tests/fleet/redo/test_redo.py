@@ -141,6 +141,29 @@ async def test_a_bad_workers_images_since_a_moment_are_replaced_and_no_others(
     assert [name async for name in storage.files.names()] == []
 
 
+@pytest.mark.parametrize(
+    ("fields", "image"),
+    [
+        ({"id": "a", "then": [{"steps": 12}]}, "default/a~2.png"),
+        ({"id": "a" * 128, "batch_size": 2}, f"default/{'a' * 128}-1.png"),
+    ],
+)
+async def test_an_image_whose_name_is_no_jobs_id_counts_once_when_it_is_replaced(
+    storage: Storage,
+    storage_settings: StorageSettings,
+    run_worker: RunWorker,
+    fields: dict[str, Any],
+    image: str,
+) -> None:
+    await storage.queue.send([json.dumps({"prompt": "a cat", **fields})])
+    await run_worker("bad")
+    assert (await redo(storage_settings, blob=image))["replaced"] == 1
+    await run_worker("third")
+    found = await recorded(storage)
+    assert found == await workers(storage)
+    assert sorted(found.values()) == ["bad", "third"]
+
+
 async def test_a_third_drawing_decides_a_pair_that_two_workers_leave_undecided(
     storage: Storage, storage_settings: StorageSettings, run_worker: RunWorker, bad_picture: Draw
 ) -> None:

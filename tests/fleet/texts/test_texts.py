@@ -292,7 +292,8 @@ def lora_content() -> bytes:
     ("arguments", "said"),
     [
         ([], "--model: name the folder of a stage"),
-        (["--model", "elsewhere"], "has no weights of a text encoder"),
+        (["--model", "elsewhere"], "has no weights of a T5 encoder"),
+        (["--model", "sd15"], "has no weights of a T5 encoder"),
     ],
 )
 def test_without_a_text_encoder_nothing_is_read(
@@ -302,6 +303,10 @@ def test_without_a_text_encoder_nothing_is_read(
     jobs: Path,
     local_settings: StorageSettings,
 ) -> None:
+    clip = jobs.parent / "sd15" / "text_encoder"
+    clip.mkdir(parents=True)
+    (clip / "config.json").write_text('{"model_type": "clip_text_model"}')
+    (clip / "model.safetensors").touch()
     result = in_process("text", "add", str(jobs), *arguments, *flags(local_settings))
     assert result.returncode == console.EXIT_OPERATOR_MUST_ACT
     assert said in result.stderr

@@ -419,6 +419,7 @@ def test_any_override_settings_raise_only_invalid_message(settings: object) -> N
         ("[1]", "the message is a JSON array, not an object"),
         ("7", "the message is a JSON number, not an object"),
         ('{"prompt": "a", "output": "png"}', "output: should be an object of names and values"),
+        ('{"prompt": "a", "then": {"steps": 2}}', "then: should be a list"),
     ],
 )
 def test_a_refusal_uses_the_words_of_json(body: str, expected: str) -> None:

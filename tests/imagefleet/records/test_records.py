@@ -113,8 +113,9 @@ async def test_a_replaced_drawing_is_left_out_and_the_next_one_of_its_worker_is_
         assert (await reader.counts(storage, "spring")).images == len(found)
         return sorted((each.id, each.worker) for each in found)
 
-    facts = {"worker": "w?rker", "started_at": "2026-11-22T12:00:00.123+00:00"}
-    drawn = {"worker": "wörker", "started_at": facts["started_at"]}
+    started = "2026-11-22T12:00:00.123+00:00"
+    facts = {"job": "job-1", "worker": "w?rker", "started_at": started}
+    drawn = {"worker": "wörker", "started_at": started}
     await log.add([image(1, **drawn), image(2, **drawn)])
     note = replaced.note("spring/job-1.png", facts, "redo/1.json")
     assert note is not None

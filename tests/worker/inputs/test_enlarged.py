@@ -198,6 +198,19 @@ async def test_what_cannot_be_enlarged_is_the_jobs_fault_and_says_why(
     } == dict.fromkeys(jobs, True)
 
 
+async def test_one_colour_after_a_cut_is_the_jobs_fault_and_not_the_nodes(
+    storage: Storage, run_pipeline: RunPipeline, model: Path
+) -> None:
+    pixels = np.full((64, 256, 3), 7, np.uint8)
+    pixels[0, 0] = 200
+    await put(storage, "a.png", file_of(pixels))
+    cut = {"resize_mode": 1, "upscaling_resize_w": 64, "upscaling_resize_h": 64}
+    await storage.queue.send([upscaled(id="a", upscaler_1="Lanczos", **cut)])
+    pipeline = await run_pipeline(load=lambda: load_engine(model, "cpu", slots=2))
+    assert dict(pipeline.settler.outcomes) == {"failed": 1}
+    assert (await failures(storage))["a"].reason == "what is left of the image is all one colour"
+
+
 async def test_a_stage_that_failed_enlarges_once_it_is_replayed(
     storage: Storage, run_pipeline: RunPipeline, message: Message, network: tuple[Path, Any]
 ) -> None:

@@ -160,6 +160,13 @@ def test_the_result_of_a_masked_part_is_as_large_as_the_image_and_so_limited() -
         begin(case)
 
 
+def test_a_drawing_is_not_enlarged_without_end_to_cover_a_long_thin_part() -> None:
+    job = read_job(json.dumps({"prompt": "a", "init_images": ["a.png"], "mask": "b.png"}), "m")
+    thin = Image.new("RGB", (1, 200_000))
+    with pytest.raises(errors.JobError, match="of 512 x 512 pixels is too long to be cut to 1 x 2"):
+        img2img.begin(job, thin, Image.new("L", thin.size, 255), (512, 512))
+
+
 @pytest.mark.parametrize(
     ("fill", "content"),
     [(0, "fill"), (1, "original"), (2, "latent noise"), (3, "latent nothing")],

@@ -92,11 +92,37 @@ def test_a_photograph_is_turned_as_its_camera_was() -> None:
     assert pictures.read("it", encoded(picture(40, 24), "JPEG", exif=exif)).size == (24, 40)
 
 
+@pytest.mark.parametrize("kind", ["PNG", "WEBP"])
+@pytest.mark.parametrize(
+    "exif",
+    [
+        b"Exif\0\0no TIFF",
+        b"Exif\0\0II*\0\x08\0\0\0\xff\xff",
+        b"Exif\0\0II*\0\x08\0\0\0\x01\0\x12\x01\x05\0\x01\0\0\0\xf0\xff\xff\xff",
+    ],
+)
+def test_damaged_exif_data_leave_a_picture_as_it_is(kind: str, exif: bytes) -> None:
+    read = pictures.read("it", encoded(picture(40, 24), kind, exif=exif))
+    assert (read.mode, read.size) == ("RGB", (40, 24))
+
+
 @pytest.mark.parametrize("mode", [0, 1, 2])
 @pytest.mark.parametrize("image_size", [(40, 24), (1, 300), (300, 1), (24, 40), (64, 64)])
 def test_every_size_becomes_the_asked_one(mode: int, image_size: tuple[int, int]) -> None:
     assert pictures.resize(mode, picture(*image_size), (64, 32)).size == (64, 32)
     assert control.pixels(picture(*image_size), mode, (64, 32)).shape == (32, 64, 3)
+
+
+@pytest.mark.parametrize("image_size", [(1, 200_000), (200_000, 1)])
+def test_cutting_a_long_thin_image_takes_no_gigabytes(image_size: tuple[int, int]) -> None:
+    image = Image.new("RGB", image_size)
+    reason = r"^an image of [\d,]+ x [\d,]+ pixels is too long to be cut to 512 x 512: it would"
+    with pytest.raises(errors.JobError, match=reason):
+        pictures.resize(1, image, (512, 512))
+    with pytest.raises(errors.JobError, match=reason):
+        control.pixels(image, 1, (512, 512))
+    for mode in (0, 2):
+        assert pictures.resize(mode, image, (64, 64)).size == (64, 64)
 
 
 @pytest.mark.parametrize("mode", [0, 1, 2])

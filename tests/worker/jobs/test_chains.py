@@ -33,6 +33,7 @@ from imagefleet.storage.enqueue import JobSender
 from imagefleet.storage.protocol import Storage
 from imagefleet.storage.settings import StorageSettings
 from worker.engine import contract
+from worker.jobs import chains
 from worker.stages import encode
 from worker.testing import StandInEngine, draw_noise
 
@@ -127,6 +128,43 @@ async def test_each_stage_is_drawn_once_and_the_job_completes_with_the_last(
     found = await outcomes.look_up(storage, outcomes.JobFacts("a", "default"))
     assert (found.status, found.blobs) == ("completed", (IMAGES[2],))
     assert (await storage.queue.depth()).messages == 0
+
+
+@local_only
+async def test_half_a_surrogate_pair_in_a_field_without_effect_stops_no_chain(
+    storage: Storage, run_pipeline: RunPipeline, message: Message
+) -> None:
+    then = [{"steps": 12, "hr_prompt": "\ud800"}]
+    text = json.dumps({**json.loads(message(id="a", steps=11)), "comments": "\udfff", "then": then})
+    assert text.isascii()  # as a sender's JSON has it; it is valid
+    await storage.queue.send([text])
+    engine = Drawing()
+    await run_pipeline(engine)
+    assert engine.drawn == [11, 12]
+    assert await stored(storage) == IMAGES[:2]
+    assert await failed(storage) == []
+
+
+@local_only
+async def test_a_bug_between_two_stages_is_retried_and_leaves_no_job_in_flight(
+    storage: Storage,
+    run_pipeline: RunPipeline,
+    chained: Message,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    send_next, failures = chains.send_next, iter([KeyError("a bug")])
+
+    async def send(*given: Any) -> None:
+        if (bug := next(failures, None)) is not None:
+            raise bug
+        await send_next(*given)
+
+    monkeypatch.setattr("worker.jobs.chains.send_next", send)
+    await storage.queue.send([chained()])
+    engine = Drawing()
+    await run_pipeline(engine)
+    assert engine.drawn == [11, 12, 13]
+    assert await stored(storage) == IMAGES
 
 
 @pytest.mark.parametrize("priority", ["normal", "high"])
@@ -373,4 +411,4 @@ async def test_tokens_for_chains_suffice_and_those_for_workers_do_not(
         body = json.dumps(json.loads(body) | {"id": "b"})
     (record,) = await failed(storage)
     assert (record.id, record.stage) == ("b", 2)
-    assert "cannot be read with this worker's credentials" in record.reason
+    assert "cannot be read with this worker's credentials: give it tokens of `ima" in record.reason

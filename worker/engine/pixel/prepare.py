@@ -147,7 +147,8 @@ class RequestPreparer:
         noise = self._checkpoint.image_noise
         if init is None or noise is None:
             return None, None
-        pixels = torch.from_numpy(init.pixels.copy()).permute(2, 0, 1)[None].float() / 127.5 - 1
+        pixels = torch.from_numpy(init.pixels.copy()).permute(2, 0, 1)[None].float()
+        pixels.div_(127.5).sub_(1)  # in place: the largest image takes 200 MB
         width, height = self._checkpoint.default_size
         upscaled = F.interpolate(pixels, (height, width), mode="bilinear", align_corners=True)
         timesteps = len(noise.alphas_cumprod)

@@ -134,8 +134,9 @@ def encoder_name(folder: Path) -> str:
 
 
 def has_encoder(folder: Path) -> bool:
-    """Whether a stage's folder has the weights of its text encoder."""
-    return any((folder / "text_encoder").glob("*.safetensors"))
+    """Whether a stage's folder has the weights of its text encoder, a T5."""
+    is_t5 = _config(folder).get("model_type", "t5") == "t5"
+    return is_t5 and any((folder / "text_encoder").glob("*.safetensors"))
 
 
 def write_states(stage: TextStage, prompts: Iterable[str], folder: Path) -> list[Path]:

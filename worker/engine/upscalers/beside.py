@@ -49,14 +49,17 @@ class BesideTicks:
         """Reads a request's networks; without any, it is the processor's work, and done here.
 
         Raises:
-            JobError: an upscaler is unknown, or its file cannot be used.
+            JobError: an upscaler is unknown, its file cannot be used, or one colour is left.
             TransientError: a file could not be read.
         """
         upscale, pixels = _parts(request)
         found = tuple(self._find(*each) for each in upscale.upscalers)
         if any(path is not None for _, path in upscale.upscalers):
             return PreparedUpscale(request, found, None)
-        return PreparedUpscale(request, found, upscaling.enlarge(pixels, upscale, found))
+        finished = upscaling.enlarge(pixels, upscale, found)
+        if (finished == finished[0, 0]).all():  # as it always will be: the engine is not at fault
+            raise errors.JobError("what is left of the image is all one colour")
+        return PreparedUpscale(request, found, finished)
 
     def add(self, ticket: int, prepared: PreparedUpscale) -> None:
         """Begins a request, after those that were added before."""
