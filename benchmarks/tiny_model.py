@@ -148,12 +148,17 @@ def _unet(size: int) -> UNet2DConditionModel:
     return unet
 
 
-def make_vae(size: int, scaling_factor: float = 0.18215) -> AutoencoderKL:
+def make_vae(
+    size: int,
+    scaling_factor: float = 0.18215,
+    channels: tuple[int, ...] = (16, 16, 32, 32),
+) -> AutoencoderKL:
+    """Of as many blocks as there are *channels*, each but one of which halves the sides."""
     vae = AutoencoderKL(
         sample_size=size,
-        down_block_types=("DownEncoderBlock2D",) * 4,
-        up_block_types=("UpDecoderBlock2D",) * 4,
-        block_out_channels=(16, 16, 32, 32),
+        down_block_types=("DownEncoderBlock2D",) * len(channels),
+        up_block_types=("UpDecoderBlock2D",) * len(channels),
+        block_out_channels=channels,
         layers_per_block=1,
         norm_num_groups=8,
         scaling_factor=scaling_factor,

@@ -1,4 +1,7 @@
-"""Tiny random checkpoints with SD2's and SDXL's architecture, as `tiny_model` makes SD1.5's."""
+"""Tiny random checkpoints of SD2's, SDXL's and the x4 upscaler's architecture.
+
+As `tiny_model` makes SD1.5's.
+"""
 
 from __future__ import annotations
 
@@ -19,6 +22,9 @@ from imagefleet.job import clip
 FamilyName = Literal["sd1", "sd2", "sdxl"]
 
 _WIDTH, _SECOND_WIDTH = 32, 48
+
+#: The noise of the published x4 upscaler, on latents and on the image alike.
+_UPSCALER_NOISE = {**tiny_model.SCHEDULER, "beta_start": 0.0001, "beta_end": 0.02}
 
 
 def build(folder: Path, family: FamilyName, *, size: int = 64, **scheduler: Any) -> Path:
@@ -71,6 +77,64 @@ def build_inpainting(folder: Path, ordinary: Path) -> Path:
     index["_class_name"] = index["_class_name"].replace("Pipeline", "InpaintPipeline")
     (folder / "model_index.json").write_text(json.dumps(index))
     return folder
+
+
+def build_upscaler(folder: Path, *, size: int = 64) -> Path:
+    """Writes an x4 upscaler, as diffusers' `StableDiffusionUpscalePipeline` reads it."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        networks: dict[str, Any] = {
+            "unet": _upscaler_unet(size),
+            "vae": tiny_model.make_vae(size, 0.08333, (16, 16, 32)),
+            "text_encoder": _text_encoder(_WIDTH, "gelu"),
+        }
+    for part, network in networks.items():
+        network.save_pretrained(folder / part)
+    encoder = networks["text_encoder"].state_dict()
+    save_file(encoder, folder / "text_encoder" / "model.safetensors", {"format": "pt"})
+    schedulers: dict[str, dict[str, Any]] = {
+        "scheduler": {
+            "_class_name": "DDIMScheduler",
+            "prediction_type": "v_prediction",
+            "clip_sample": False,
+            "set_alpha_to_one": False,
+        },
+        "low_res_scheduler": {"_class_name": "DDPMScheduler"},
+    }
+    for part, config in schedulers.items():
+        path = folder / part / "scheduler_config.json"
+        path.parent.mkdir()
+        path.write_text(json.dumps({**_UPSCALER_NOISE, **config}))
+    index = {
+        "_class_name": "StableDiffusionUpscalePipeline",
+        "max_noise_level": 350,
+        **{part: ["diffusers", config["_class_name"]] for part, config in schedulers.items()},
+        "unet": ["diffusers", "UNet2DConditionModel"],
+        "vae": ["diffusers", "AutoencoderKL"],
+        "text_encoder": ["transformers", "CLIPTextModel"],
+        "tokenizer": ["transformers", "CLIPTokenizer"],
+    }
+    (folder / "model_index.json").write_text(json.dumps(index))
+    return folder
+
+
+def _upscaler_unet(size: int) -> UNet2DConditionModel:
+    unet = UNet2DConditionModel(
+        sample_size=size // 4,
+        in_channels=7,
+        block_out_channels=(32, 32, 64, 64),
+        down_block_types=("DownBlock2D", *["CrossAttnDownBlock2D"] * 3),
+        up_block_types=(*["CrossAttnUpBlock2D"] * 3, "UpBlock2D"),
+        layers_per_block=1,
+        cross_attention_dim=_WIDTH,
+        attention_head_dim=4,
+        num_class_embeds=1000,
+        only_cross_attention=(True, True, True, False),
+        use_linear_projection=True,
+        norm_num_groups=8,
+    )
+    tiny_model.raise_gain(unet.conv_out, 4.0)
+    return unet
 
 
 def _sd2_unet(size: int) -> UNet2DConditionModel:

@@ -94,6 +94,11 @@ def _draw(
         compile="off",
         prediction_type=check.prediction_type(model),
     )
+    if (self_check := engine.self_check) is None:
+        engine.close()
+        raise errors.SetupError(
+            f"{str(model)!r} enlarges images: nodes do not compare what such models draw"
+        )
     width, height = engine.default_size
     # A node compares at the size that it draws at: a smaller one would say nothing of SDXL.
     takes_long = device == "cpu" and width * height > _SOON_ON_CPU
@@ -101,7 +106,6 @@ def _draw(
         f"drawing {len(reference.KINDS)} reference images of {width}x{height} in {precision} on the"
         f" {device}" + ("; at this size that takes minutes" if takes_long else "")
     )
-    self_check = engine.self_check
     found: dict[Kind, Fingerprint] = {}
     with tempfile.TemporaryDirectory() as folder:
         lora = Path(folder, "canary.safetensors")

@@ -44,6 +44,7 @@ def draw(model: Path, target: Path) -> Preview:
 
     from worker.engine import contract, load
     from worker.engine import device as devices
+    from worker.inputs import sample
     from worker.stages import encode
 
     began = time.monotonic()
@@ -63,6 +64,7 @@ def draw(model: Path, target: Path) -> Preview:
         seed=1,
         width=width,
         height=height,
+        init=sample.init_of(engine.family, width, height),
     )
     try:
         engine.admit(0, engine.prepare(request))

@@ -113,6 +113,7 @@ def of_source(source: Source, models: Models, on_read: Callable[[int], None]) ->
     found: dict[str | None, Work] = {}
 
     def add(place: str, job: Job) -> None:
+        before: families.Size | None = None
         for stage in chain.left(job):
             work = found.get(stage.model)
             if work is None:
@@ -120,12 +121,13 @@ def of_source(source: Source, models: Models, on_read: Callable[[int], None]) ->
             work.jobs += 1
             work.images += stage.images
             family = work.family
-            width, height = stage.size_to_begin_with
             try:
-                passes = stage.passes(width or family.width, height or family.height)
+                size = family.size_of(stage, before)
+                passes = stage.passes(*size, enlarges=family.enlarges)
             except errors.JobError as error:  # of a size that only the family tells
                 raise errors.SetupError(f"{place}: {error.message}") from None
             work.tflop += stage.images * family.passes_tflop(passes)
+            before = passes[-1].width, passes[-1].height
 
     source.check(0, on_read, add)
     models.refuse_unknown()

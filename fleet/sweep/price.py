@@ -9,7 +9,7 @@ from fleet.plan import estimate
 from fleet.plan.work import Models, Work
 from imagefleet import errors
 from imagefleet.job import chain
-from imagefleet.pricing import price_file, prices
+from imagefleet.pricing import families, price_file, prices
 from loadgen.caption_sweep import SweepSource
 
 DEFAULT_GPU = "RTX 3060 Ti"
@@ -93,14 +93,18 @@ def _works(source: SweepSource, models: Models) -> list[Work]:
     """
     found: dict[str | None, Work] = {}
     count = source.sweep.captions.count
-    for stage in (stage for job in source.first_jobs() for stage in chain.left(job)):
-        family = models.family_of(stage.model)
-        work = found.setdefault(stage.model, Work(stage.model, family))
-        work.jobs += count
-        work.images += count
-        try:
-            passes = stage.passes(stage.width or family.width, stage.height or family.height)
-        except errors.JobError as error:
-            raise errors.SetupError(error.message) from None
-        work.tflop += count * family.passes_tflop(passes)
+    for job in source.first_jobs():
+        before: families.Size | None = None
+        for stage in chain.left(job):
+            family = models.family_of(stage.model)
+            work = found.setdefault(stage.model, Work(stage.model, family))
+            work.jobs += count
+            work.images += count
+            try:
+                size = family.size_of(stage, before)
+                passes = stage.passes(*size, enlarges=family.enlarges)
+            except errors.JobError as error:
+                raise errors.SetupError(error.message) from None
+            work.tflop += count * family.passes_tflop(passes)
+            before = passes[-1].width, passes[-1].height
     return list(found.values())

@@ -183,12 +183,15 @@ def stage_of_message(job: Job, field: object) -> Job:
     return stage(job, place.number, place.message)
 
 
-def check_size(body: str) -> None:
-    """Raises InvalidMessageError for a message that leaves no room for those of later stages."""
-    if protocol.message_bytes(body) > protocol.most_bytes(body):
-        raise errors.InvalidMessageError(
-            f"the job with its stages takes more than {protocol.most_bytes(body):,} bytes"
-        )
+def check_size(text: str) -> None:
+    """Raises InvalidMessageError for a job that leaves no room for the messages of later stages.
+
+    *text* is its message as they have it, which may be longer than it was sent: in base64, say, no
+    character counts as several.
+    """
+    most = protocol.MAX_MESSAGE_BYTES - protocol.STAGE_BYTES
+    if protocol.message_bytes(text) > most:
+        raise errors.InvalidMessageError(f"the job with its stages takes more than {most:,} bytes")
 
 
 def own_fields(fields: dict[str, Any], place: object) -> dict[str, Any]:

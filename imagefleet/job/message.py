@@ -392,8 +392,9 @@ def read_job(body: str, message_id: str, trusted: TrustedKeys | None = None) -> 
         job = Job.model_validate(fields)
     except ValidationError as error:
         raise errors.InvalidMessageError(validation.sentence(error, Job.model_fields)) from None
-    if job.then:
-        chain.check_size(body)
+    if job.then and stage is None:
+        signed = {} if signature is None else {SIGNATURE_FIELD: signature}
+        chain.check_size(message_text(fields | signed))
     job = job.identified(message_id)
     return job if stage is None else chain.stage_of_message(job, stage)
 

@@ -12,7 +12,11 @@ from typing import TYPE_CHECKING, Any
 from imagefleet import errors, validation
 
 if TYPE_CHECKING:
+    from imagefleet.job.message import Job
     from imagefleet.job.passes.fields import Pass
+
+Size = tuple[int, int]
+"""Width and height in pixels."""
 
 _SIDE = 512
 
@@ -48,6 +52,22 @@ class Family:
     """Operations/s of a card, against those that it does in SD1.5's images."""
     is_measured: bool
     rate_source: str
+    enlarges: bool = False
+    """It enlarges the image that a job begins with, in all of the job's steps."""
+    scale: int | None = None
+    """By so much in each direction; None: to its own size."""
+
+    def size_of(self, job: Job, before: Size | None = None) -> Size:
+        """Width and height of a job's first pass; *before* is the size of the stage before it."""
+        width, height = self.scaled(before) or (self.width, self.height)
+        given = job.size_to_begin_with
+        return given[0] or width, given[1] or height
+
+    def scaled(self, size: Size | None) -> Size | None:
+        """The size that an image gets; None if the family has its own for all images."""
+        if self.scale is None or size is None:
+            return None
+        return self.scale * size[0], self.scale * size[1]
 
     def image_tflop(
         self, width: int | None = None, height: int | None = None, steps: int | None = None

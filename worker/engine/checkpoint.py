@@ -36,7 +36,7 @@ from imagefleet import errors
 from imagefleet.job import clip
 from imagefleet.telemetry import logs
 from worker.engine import checksums
-from worker.engine.families import find, noise
+from worker.engine.families import find, noise, x4_upscaler
 from worker.engine.families import vae as vaes
 from worker.engine.families.family import Family, TextEncoder
 from worker.engine.families.sd1 import SD1
@@ -85,6 +85,8 @@ class Checkpoint:
     """Identifies the weights, in whatever file and precision they are."""
     family: Family = SD1
     text_encoder_2: CLIPTextModelWithProjection | None = None
+    image_noise: noise.ImageNoise | None = None
+    """Of families that enlarge an image."""
 
     @property
     def latent_channels(self) -> int:
@@ -93,7 +95,7 @@ class Checkpoint:
 
     @property
     def conditioning_channels(self) -> int:
-        """What the UNet takes beside the latents: 5 in inpainting checkpoints, else 0."""
+        """What the UNet takes beside the latents: 5 in inpainting checkpoints, 3 in upscalers."""
         return int(self.unet.config.in_channels) - self.latent_channels
 
     @property
@@ -137,8 +139,15 @@ def load_checkpoint(
     family, networks = found.family, found.networks
     unet, vae = networks["unet"], networks["vae"]
     tokenizer = _find_tokenizer(folder, networks["text_encoder"].config.vocab_size)
-    scheduler = read_json(folder / "scheduler" / "scheduler_config.json")
+    scheduler = _read_scheduler(folder, "scheduler", family)
     _check_architecture(model, family, networks, tokenizer)
+    image_noise = None
+    if family.enlarges_image:
+        image_noise = noise.image_noise(
+            read_json(folder / "model_index.json"),
+            _read_scheduler(folder, "low_res_scheduler", family),
+            unet.config.num_class_embeds,
+        )
     predicted = noise.prediction_type(model, scheduler, prediction_type, found.keys)
     predicted = predicted or family.find_prediction(unet)
     if found.has_own_size and predicted in family.native_sides:
@@ -166,6 +175,7 @@ def load_checkpoint(
         weight_sums=weight_sums,
         weights_id=weights_id or checksums.identity(weight_sums),
         family=family,
+        image_noise=image_noise,
     )
 
 
@@ -427,10 +437,16 @@ def _check_architecture(
         or has_others
         or takes_ids != family.has_size_ids
         or unet.config.class_embed_type is not None
+        or (unet.config.num_class_embeds is not None) != family.enlarges_image
     ):
         raise errors.SetupError(f"{str(model)!r} does not have {family.name}'s architecture")
     latents, inputs = unet.config.out_channels, unet.config.in_channels
-    if inputs not in (latents, 2 * latents + 1):
+    if family.enlarges_image and inputs != latents + x4_upscaler.IMAGE_CHANNELS:
+        raise errors.SetupError(
+            f"the UNet of {str(model)!r} has {inputs} inputs: the {family.name}'s has"
+            f" {latents + x4_upscaler.IMAGE_CHANNELS}"
+        )
+    if not family.enlarges_image and inputs not in (latents, 2 * latents + 1):
         raise errors.SetupError(
             f"the UNet of {str(model)!r} has {inputs} inputs: checkpoints that draw from text have"
             f" {latents}, and inpainting checkpoints {2 * latents + 1}"
@@ -442,6 +458,10 @@ def _check_architecture(
     # On a GPU, a token id out of range is a device-side assert, which ends the process.
     if any(len(tokenizer) > each.config.vocab_size for each in encoders):
         raise errors.SetupError(f"the tokenizer of {str(model)!r} belongs to another text encoder")
+
+
+def _read_scheduler(folder: Path, part: str, family: Family) -> Mapping[str, Any]:
+    return read_json(folder / part / "scheduler_config.json") or family.scheduler_config
 
 
 def network_config(folder: Path, default: Mapping[str, object]) -> dict[str, Any]:

@@ -47,19 +47,16 @@ class Embedding:
     sha256: str
 
 
-#: Model families that enlarge the image that a job begins with: stages of cascades.
-ENLARGING_FAMILIES = frozenset({"if_sr"})
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class InitImage:
     """What img2img or inpainting begins with; the pixels have the request's size.
 
-    For an engine of the `ENLARGING_FAMILIES`, they have that of the stage before.
+    For an engine whose family enlarges images (`imagefleet.pricing.families`), they have their own.
     """
 
     pixels: Pixels
     denoising_strength: float
+    """For such an engine, the level of the noise on the image as a share of all timesteps."""
     mask: npt.NDArray[np.uint8] | None = None
     """[height, width]: 255 is drawn anew, 0 stays; blurred already. None: all is drawn anew."""
     masked_content: Literal["fill", "original", "latent noise", "latent nothing"] = "original"

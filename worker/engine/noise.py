@@ -104,6 +104,10 @@ class NoiseStream:
         self._generator = self._make(seed)
         self._next: Future[torch.Tensor] | None = None
 
+    def of_image(self, shape: Shape) -> torch.Tensor:
+        """Noise for the image that an upscaler enlarges, drawn before all other."""
+        return self._generator.randn(shape)
+
     def first(self) -> torch.Tensor:
         """Noise of variance 1 [channels, height, width]."""
         settings, shape = self._settings, self._shape

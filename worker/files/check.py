@@ -39,7 +39,6 @@ _PIPELINES = (
     ("StableDiffusionXLInstructPix2Pix", "a checkpoint that edits pictures"),
     ("StableDiffusion3", "a Stable Diffusion 3 checkpoint"),
     ("StableDiffusionInstructPix2Pix", "a checkpoint that edits pictures"),
-    ("StableDiffusionUpscale", "an upscaler"),
     ("StableDiffusionDepth", "a depth-to-image checkpoint"),
 )
 
@@ -48,12 +47,13 @@ _CASCADE = {
     "IFPipeline": "DeepFloyd IF",
     "IFSuperResolutionPipeline": "DeepFloyd IF super-resolution",
 }
+
 #: Of the refiner, which has the second text encoder alone.
 _REFINER_WIDTH = 1280
 
 _ONLY_THESE = (
-    "imagefleet generates with checkpoints of Stable Diffusion 1.x, 2.x and SDXL, and with stages"
-    " of DeepFloyd IF"
+    "imagefleet generates with checkpoints of Stable Diffusion 1.x, 2.x and SDXL, with its x4"
+    " upscaler, and with stages of DeepFloyd IF"
 )
 
 
@@ -128,6 +128,8 @@ def family(path: Path) -> str:
     unet = _read_json(path / "unet" / "config.json")
     if _is_sdxl(unet):
         return kinds.SDXL.family
+    if unet.get("num_class_embeds") is not None:
+        return kinds.X4_UPSCALER.family
     width = unet.get("cross_attention_dim")
     by_width = {1024: kinds.SD2, 2048: kinds.SDXL}
     return next((kind for each, kind in by_width.items() if each == width), kinds.SD1).family

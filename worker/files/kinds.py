@@ -31,6 +31,7 @@ _MODEL_PLACE = "`imagefleet model add` is for checkpoints"
 SD1 = Kind("a Stable Diffusion 1.x checkpoint", _MODEL_PLACE, "checkpoint", "SD 1.x")
 SD2 = Kind("a Stable Diffusion 2.x checkpoint", _MODEL_PLACE, "checkpoint", "SD 2.x")
 SDXL = Kind("an SDXL checkpoint", _MODEL_PLACE, "checkpoint", "SDXL")
+X4_UPSCALER = Kind("an x4 upscaler checkpoint", _MODEL_PLACE, "checkpoint", "SD x4 upscaler")
 SD1_LORA = Kind("a LoRA for Stable Diffusion 1.x", _LORA_PLACE, "lora", "SD 1.x")
 SD2_LORA = Kind("a LoRA for Stable Diffusion 2.x", _LORA_PLACE, "lora", "SD 2.x")
 SDXL_LORA = Kind("a LoRA for SDXL", _LORA_PLACE, "lora", "SDXL")
@@ -146,9 +147,10 @@ _TEXT_ENCODERS = {
     SD1: r"^cond_stage_model\.transformer\.",
 }
 
-#: Inputs of the UNet: the image that is drawn, and another. Inpainting checkpoints have nine, for a
-#: mask and a masked image: they are of their family's kind.
-_EDITING_INPUTS = 8
+#: Inputs of the UNet: the latents that are drawn, and those of another image, or the three colours
+#: of one that is enlarged. Inpainting checkpoints have nine, for a mask and a masked image: they
+#: are of their family's kind.
+_EDITING_INPUTS, _UPSCALER_INPUTS = 8, 7
 
 _INPUTS = "model.diffusion_model.input_blocks.0.0.weight"
 _CROSS_ATTENTION = re.compile(r"\.attn2\.to_k\.weight$")
@@ -221,7 +223,8 @@ def _with_unet(header: Header, names: str) -> Kind:
         return Kind(f"{kind.name} without its text encoder", _WHOLE)
     if not _has(names, r"^(first_stage_model|vae)\."):
         return Kind(f"{kind.name} without its VAE", _ADD_VAE)
-    return kind
+    is_upscaler = kind is SD2 and len(inputs) > 1 and inputs[1] == _UPSCALER_INPUTS
+    return X4_UPSCALER if is_upscaler else kind
 
 
 def _has(names: str, pattern: str) -> bool:

@@ -65,7 +65,7 @@ class Begin:
 def begin(job: Job, image: Image.Image, mask: Image.Image | None, size: Size | None) -> Begin:
     """Prepares a job's image and mask, as they were read, for a drawing of *size*.
 
-    None: for an engine that enlarges the image itself, so in the size that it has.
+    None: for an engine that enlarges the image, so in the size that it has.
 
     Raises:
         JobError: the result, which has the image's size, would be too large, or an image far longer

@@ -12,6 +12,8 @@ from typing import NoReturn
 
 from imagefleet import errors
 from imagefleet.cancelled import CancelledCampaigns
+from imagefleet.job.passes.fields import Pass
+from imagefleet.pricing import families
 from worker import tasks
 from worker.engine import contract
 from worker.gpu_thread import Delivery, EngineThread
@@ -105,7 +107,7 @@ class GenerateStage:
             if isinstance(delivery.finished.outcome, errors.JobCancelled):  # not begun
                 await self.settler.attempt(entry, partial(self.leave_out, entry, 1))
                 continue
-            passes = image.job.passes(*image.size)
+            passes = self._passes(image)
             self.watchdog.image_generated(self.engine.family, passes)
             waited = self.metrics.stage_seconds["wait_gpu"]
             waited.observe(max(0.0, delivery.admitted_at - image.ready_at))
@@ -150,6 +152,10 @@ class GenerateStage:
             self.nothing_at_engine.set()
         return image
 
+    def _passes(self, image: InFlightImage) -> list[Pass]:
+        family = families.find(self.engine.family)
+        return image.job.passes(*image.size, enlarges=family.enlarges)
+
     async def _pass_on(self, image: InFlightImage, delivery: Delivery) -> None:
         outcome = delivery.finished.outcome
         if isinstance(outcome, errors.FleetError):
@@ -160,7 +166,7 @@ class GenerateStage:
             self.checks.generated(
                 await self.checks.fingerprint(outcome),
                 seed=image.job.image_seed(image.index),
-                steps=sum(each.calls for each in image.job.passes(*image.size)),
+                steps=sum(each.calls for each in self._passes(image)),
                 size=image.size,
                 is_of_seed=not image.job.init_images,
                 seconds=delivery.finished_at - delivery.admitted_at,

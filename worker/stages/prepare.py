@@ -14,6 +14,7 @@ from typing import NoReturn
 
 from imagefleet import cancelled, concurrency, errors, retry
 from imagefleet.job.message import Job, job_key, read_job
+from imagefleet.pricing import families
 from imagefleet.signing import TrustedKeys
 from imagefleet.storage import protocol
 from worker.engine import contract
@@ -251,8 +252,9 @@ class PrepareStage:
         """Whether a job asks for another model than the engine has."""
         return job.model not in {None, self.engine.model_name}
 
-    def _size(self, job: Job) -> tuple[int, int]:
-        width, height = self.engine.default_size
+    def _size(self, job: Job, default: tuple[int, int] | None = None) -> tuple[int, int]:
+        """That of a job's first pass; *default*: in the place of the engine's."""
+        width, height = default or self.engine.default_size
         return job.width or width, job.height or height
 
     async def _requests(
@@ -281,10 +283,13 @@ class PrepareStage:
         inputs = NO_INPUTS
         text_encoder = self.engine.text_encoder
         if job.has_inputs or text_encoder is not None:
-            is_enlarged = self.engine.family in contract.ENLARGING_FAMILIES
+            family = families.find(self.engine.family)
             inputs = await self.inputs.read(
-                job, size, is_enlarged=is_enlarged, text_encoder=text_encoder
+                job, size, is_enlarged=family.enlarges, text_encoder=text_encoder
             )
+            if inputs.init is not None:
+                height, width = inputs.init.pixels.shape[:2]
+                size = self._size(job, family.scaled((width, height)))
         entry.overlay = inputs.overlay
         return requests_of(job, size, loras, embeddings, images, inputs)
 

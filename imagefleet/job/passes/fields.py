@@ -149,10 +149,11 @@ class PassFields(Img2Img, Hires, ControlNets, Extras):
             return None, None
         return hires.size_after(job, (job.width, job.height))
 
-    def passes(self, width: int, height: int) -> list[Pass]:
+    def passes(self, width: int, height: int, *, enlarges: bool = False) -> list[Pass]:
         """The passes of each image, of which the first has this size.
 
-        Of a job that only enlarges an image of this size, one without a drawing.
+        Of a job that only enlarges an image of this size, one without a drawing. *enlarges*: its
+        model draws all steps of an image that it begins with.
         """
         job = cast("Job", self)
         size = width, height
@@ -162,7 +163,7 @@ class PassFields(Img2Img, Hires, ControlNets, Extras):
             )
             whole, _ = extras.sizes_after(job, size)
             return [Pass(*whole, 0, decodes=False, enlarged=enlarged)]
-        controls, begins_with_image = len(job.controls), bool(job.init_images)
+        controls, begins_with_image = len(job.controls), bool(job.init_images) and not enlarges
         calls = img2img.calls(job.steps, job.denoising_strength) if begins_with_image else job.steps
         if not job.enable_hr:
             return [Pass(width, height, calls, controls, begins_with_image)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 from pathlib import Path
 from typing import Any
@@ -175,6 +176,16 @@ def test_the_first_message_leaves_room_for_those_of_later_stages() -> None:
     job = read_job(fits, "m" * 36)
     fields = json.loads(job.to_message()) | {chain.STAGE_FIELD: chain.next_field(job, "m" * 36)}
     assert protocol.fits(json.dumps(fields, ensure_ascii=False, separators=(",", ":")))
+
+
+def test_a_message_that_grows_when_it_is_sent_on_is_refused_before_anything_is_drawn() -> None:
+    large = text({}, prompt="<" * 20_000)
+    encoded = base64.b64encode(large.encode()).decode()
+    assert protocol.checked_messages([encoded]) == [encoded]
+    assert "the job with its stages takes more than 65,024 bytes" in refused(encoded)
+    numbers = text({"comments": [1e15] * 10_000}).replace("1000000000000000.0", "1e15")
+    assert protocol.checked_messages([numbers]) == [numbers]
+    assert "takes more than" in refused(numbers)
 
 
 def test_a_message_goes_to_the_queue_of_its_stages_model() -> None:

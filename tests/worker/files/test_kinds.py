@@ -86,6 +86,7 @@ SDXL: Shapes = {
         (SD1 | {CONV_IN: [320, 9, 3, 3]}, kinds.SD1),
         (SD2 | {CONV_IN: [320, 9, 3, 3]}, kinds.SD2),
         (SDXL | {CONV_IN: [320, 9, 3, 3]}, kinds.SDXL),
+        (SD2 | {CONV_IN: [256, 7, 3, 3]}, kinds.X4_UPSCALER),
         (SDXL | {CROSS.replace("1.1", "4.1"): [32, 32]}, kinds.SDXL),
     ],
 )

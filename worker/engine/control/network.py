@@ -119,7 +119,7 @@ class ControlState(NamedTuple):
         slot: int,
         hint: torch.Tensor,
         vectors: torch.Tensor,
-        added: tuple[torch.Tensor, torch.Tensor] | None,
+        added: tuple[torch.Tensor, ...] | None,
     ) -> None:
         """Sets a slot to a job's control image, vectors [2, tokens, width] and added inputs."""
         rows = slice(2 * slot, 2 * slot + 2)

@@ -50,6 +50,10 @@ class Family:
     """A copy of all linear layers per slot fits large GPUs only; on others much has to be saved."""
     find_prediction: Callable[[Any], str] = field(default=lambda _: "epsilon")
     """What a UNet predicts, where nothing states it."""
+    enlarges_image: bool = False
+    """The UNet takes an image in the size of the latents, with noise, and that noise's level."""
+    scheduler_config: Config = field(default_factory=dict)
+    """Where no configuration of the scheduler is there; empty for SD's usual noise."""
     native_sides: Mapping[str, int] = field(default_factory=dict)
     """Pixels, by what the UNet predicts; otherwise the UNet's configuration says."""
 

@@ -11,8 +11,13 @@ from worker.engine.families.family import Family
 from worker.engine.families.sd1 import SD1
 from worker.engine.families.sd2 import SD2
 from worker.engine.families.sdxl import SDXL
+from worker.engine.families.x4_upscaler import X4_UPSCALER
 
+#: Of single files, by their text encoders; the x4 upscaler has SD2's.
 FAMILIES = (SD1, SD2, SDXL)
+
+#: Of a single file whose UNet knows levels of noise on an image.
+_LEVELS = "model.diffusion_model.label_emb.weight"
 
 
 def of_file(keys: Iterable[str]) -> Family | None:
@@ -21,7 +26,7 @@ def of_file(keys: Iterable[str]) -> Family | None:
     for family in FAMILIES:
         prefixes = [encoder.prefix for encoder in family.text_encoders]
         if all(any(name.startswith(prefix) for name in names) for prefix in prefixes):
-            return family
+            return X4_UPSCALER if family is SD2 and _LEVELS in names else family
     return None
 
 
@@ -30,6 +35,8 @@ def of_folder(unet: Mapping[str, Any], text_encoder: Mapping[str, Any]) -> Famil
 
     SD2 is told from SD1 by its text encoder: OpenCLIP has another activation than CLIP.
     """
+    if unet.get("num_class_embeds") is not None:
+        return X4_UPSCALER
     if unet.get("addition_embed_type") is not None:
         return SDXL
     return SD2 if text_encoder.get("hidden_act") == "gelu" else SD1

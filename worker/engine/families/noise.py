@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from diffusers import DDPMScheduler
 
 from imagefleet import errors
 
@@ -17,6 +19,36 @@ V_PREDICTION_KEY, ZERO_TERMINAL_SNR_KEY = "v_pred", "ztsnr"
 _LAST_ALPHA = 4.8973451890853435e-08
 
 _PREDICTION_TYPES = frozenset({"epsilon", "v_prediction"})
+
+#: The highest level of noise on the image of an x4 upscaler whose configuration says none.
+_MAX_LEVEL = 350
+
+
+@dataclass(frozen=True, slots=True)
+class ImageNoise:
+    """The noise on the image that an x4 upscaler enlarges."""
+
+    scheduler: DDPMScheduler
+    max_level: int
+    """The highest timestep."""
+
+    @property
+    def timesteps(self) -> int:
+        """Of which a level is one."""
+        return int(self.scheduler.config.num_train_timesteps)
+
+
+def image_noise(index: Mapping[str, Any], scheduler: Mapping[str, Any], levels: int) -> ImageNoise:
+    """By a folder's model_index.json and the configuration of its low_res_scheduler.
+
+    *levels*: how many the UNet knows.
+    """
+    made = DDPMScheduler.from_config(dict(scheduler))
+    level = index.get("max_noise_level")
+    level = level if isinstance(level, int) else _MAX_LEVEL
+    # On a GPU, a level out of range is a device-side assert, which ends the process.
+    level = min(level, levels - 1, int(made.config.num_train_timesteps) - 1)
+    return ImageNoise(made, level)
 
 
 def prediction_type(

@@ -98,12 +98,15 @@ class SlotEngine:
         self._unet.changes.grow_for_transformers(_USUAL_RANK)
         if backend is not None:
             self._unet.fold()
-        self.self_check = SelfCheck(
-            checkpoint,
-            self._merger,
-            {"unet": self._unet, "vae": checkpoint.vae},
-            self._stager.text_encoder_lock,
-        )
+        self.self_check: SelfCheck | None = None
+        # Images that enlarge the same one may be alike, whatever their seeds and LoRAs.
+        if not checkpoint.family.enlarges_image:
+            self.self_check = SelfCheck(
+                checkpoint,
+                self._merger,
+                {"unet": self._unet, "vae": checkpoint.vae},
+                self._stager.text_encoder_lock,
+            )
         self._preparer = prepare.RequestPreparer(
             checkpoint,
             {"unet": self._unet.groups, **linear.groups_of(checkpoint.text_encoders)},
@@ -375,7 +378,8 @@ class SlotEngine:
         factors = staged.factors if lane.weight_mode != "shared" else {}
         state.context[rows].copy_(self._unet.keys_values.compute(staged.vectors, factors))
         if state.added is not None and staged.added is not None:
-            state.added[rows].copy_(self._unet.embed_added(*staged.added))
+            added = slice(state.added_rows * slot, state.added_rows * (slot + 1))
+            state.added[added].copy_(self._unet.embed_added(*staged.added))
         if state.conditioning is not None and staged.conditioning is not None:
             state.conditioning[slot].copy_(staged.conditioning)
         for control, hint in zip(step.controls, staged.hints, strict=True):

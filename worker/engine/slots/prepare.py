@@ -21,7 +21,7 @@ from worker.engine.control.request import PreparedControl
 from worker.engine.lora import file as lora_file
 from worker.engine.lora import merge, names, pack
 from worker.engine.noise import NoiseStream
-from worker.engine.passes import init_image, upscaling
+from worker.engine.passes import init_image, low_resolution, upscaling
 from worker.engine.passes import steps as pass_steps
 from worker.engine.passes.upscaling import Upscaling
 from worker.engine.slots import convolution
@@ -74,6 +74,8 @@ class PreparedRequest:
     upscaling: Upscaling | None = None
     """Of a second pass: how it begins."""
     controls: tuple[PreparedControl, ...] = ()
+    enlarged: low_resolution.LowResolution | None = None
+    """The image that an upscaling checkpoint enlarges."""
 
     @property
     def next_pass(self) -> PreparedRequest | None:
@@ -187,7 +189,11 @@ class RequestPreparer:
         self._check_size(request)
         self._check_clip_skip(request.clip_skip)
         init, image, steps = request.init, None, request.steps
-        if init is None:
+        enlarged = None
+        if (image_noise := self._checkpoint.image_noise) is not None:
+            factor = self._checkpoint.vae_factor
+            enlarged = low_resolution.prepare(request, image_noise, factor)
+        if init is None or enlarged is not None:
             schedule = self._schedule(request, request.steps)
         elif request.hires is not None:
             raise errors.JobError("a second pass (hires fix) is for images that begin with noise")
@@ -220,6 +226,7 @@ class RequestPreparer:
             {network: self._pack(each, network) for network, each in text_encoder_loras.items()},
             image,
             controls=self._controls(request, schedule, steps),
+            enlarged=enlarged,
         )
         if request.hires is None:
             return prepared

@@ -69,6 +69,13 @@ class AddedInputs(NamedTuple):
     """[2, numbers]: see `families.sdxl.size_ids`."""
 
 
+class NoiseLevel(NamedTuple):
+    """What the x4 upscaler's UNet takes in their place."""
+
+    levels: torch.Tensor
+    """[1]: the timestep of the noise on its image."""
+
+
 @dataclass(frozen=True, slots=True)
 class AssembledLoras:
     """A job's LoRAs in host memory, ready to be copied."""
@@ -102,7 +109,7 @@ class Staged:
     """[2, tokens, width]: of the prompt and the negative prompt, padded with zeros."""
     mask: torch.Tensor | None
     """[2, 1, 1, tokens], added to the attention scores; None for an unmasked batch key."""
-    added: AddedInputs | None
+    added: AddedInputs | NoiseLevel | None
     loras: Sequence[torch.Tensor]
     """Of which `factors` and `convolutions` are views."""
     factors: dict[Group, StackedChange]
@@ -116,7 +123,8 @@ class Staged:
     hints: Sequence[torch.Tensor] = ()
     """[channels, height, width] for each ControlNet: its embedded image."""
     conditioning: torch.Tensor | None = None
-    """[5, height, width], as `ImageCoder.condition`; None for ordinary checkpoints."""
+    """[channels, height, width]: of `ImageCoder.condition`, or the image that an upscaler enlarges,
+    with noise; None for ordinary checkpoints."""
 
     @property
     def tensors(self) -> list[torch.Tensor]:

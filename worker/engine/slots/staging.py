@@ -34,7 +34,7 @@ from worker.engine.sampler import Inpainting
 from worker.engine.slots import convolution
 from worker.engine.slots.linear import TextEncoderLoras
 from worker.engine.slots.prepare import PLAIN_CHUNKS, PreparedRequest
-from worker.engine.slots.queue import AddedInputs, AssembledLoras, SlotJob, Staged
+from worker.engine.slots.queue import AddedInputs, AssembledLoras, NoiseLevel, SlotJob, Staged
 
 #: Threads that assemble LoRAs; with a large one for each job, one is not enough.
 _ASSEMBLERS = 3
@@ -72,7 +72,9 @@ class Stager:
         self._device = checkpoint.unet.device
         self._dtype = checkpoint.unet.dtype
         self._channels = checkpoint.latent_channels
-        self._is_conditioned = checkpoint.conditioning_channels > 0
+        self._is_inpainting = (
+            checkpoint.conditioning_channels > 0 and not checkpoint.family.enlarges_image
+        )
         self._factor = checkpoint.vae_factor
         self._family = checkpoint.family
         tokens = {
@@ -254,6 +256,11 @@ class Stager:
             convolutions = changes.by_shape(copies[-1])
         vectors, mask, added = self._encode(job, loras.text_encoders)
         noise = job.prepared.noise(self._channels, self._factor)
+        conditioning: torch.Tensor | None = None
+        level: NoiseLevel | None = None
+        if (enlarged := job.prepared.enlarged) is not None:
+            conditioning = self._copy(enlarged.with_noise(noise))
+            level = NoiseLevel(self._copy(torch.tensor([enlarged.level])))
         latents = self._copy(job.prepared.first_latents(noise))
         original, kept = self._image_of(job), None
         if original is not None:
@@ -262,8 +269,7 @@ class Stager:
             if image is not None and image.kept is not None:
                 kept = Inpainting(self._copy(image.kept), original)
         hints = [self._control_nets.embed(each) for each in job.prepared.controls]
-        conditioning = None
-        if self._is_conditioned:
+        if self._is_inpainting:
             request = job.prepared.request
             # A second pass has no mask: as in AUTOMATIC1111, it sees nothing of the first image.
             conditioning = self._images.condition(job.prepared.image, request.width, request.height)
@@ -271,7 +277,7 @@ class Stager:
             latents,
             vectors,
             mask,
-            added,
+            added or level,
             copies,
             factors,
             convolutions,

@@ -65,9 +65,16 @@ class SlotState(NamedTuple):
     mask: torch.Tensor | None
     """[2 * slots, 1, 1, tokens], if prompts may be shorter than that."""
     added: torch.Tensor | None
-    """[2 * slots, width], added to the embedded timesteps in UNets that have such inputs."""
+    """[rows * slots, width], added to the embedded timesteps in UNets with such inputs: one row of
+    each slot or two, as the UNet's `added_rows` says."""
     conditioning: torch.Tensor | None
-    """[slots, 5, height, width], which inpainting checkpoints' UNets take beside the latents."""
+    """[slots, channels, height, width], which some UNets take beside the latents: five channels for
+    inpainting, three of the image that an upscaler enlarges."""
+
+    @property
+    def added_rows(self) -> int:
+        """Of each slot in `added`."""
+        return 0 if self.added is None else len(self.added) // len(self.latents)
 
     def first(self, slots: int) -> SlotState:
         """Views of the first slots."""
@@ -82,7 +89,7 @@ class SlotState(NamedTuple):
             self.original[:slots],
             self.context[: 2 * slots],
             None if self.mask is None else self.mask[: 2 * slots],
-            None if self.added is None else self.added[: 2 * slots],
+            None if self.added is None else self.added[: self.added_rows * slots],
             None if self.conditioning is None else self.conditioning[:slots],
         )
 
@@ -417,7 +424,7 @@ class StepRunner:
             original=zeros(*shape),
             context=zeros(2 * slots, tokens, unet.keys_values.width, dtype=unet.dtype),
             mask=zeros(2 * slots, 1, 1, tokens, dtype=unet.dtype) if batch_key.is_masked else None,
-            added=zeros(2 * slots, unet.added_width, dtype=unet.dtype)
+            added=zeros(unet.added_rows * slots, unet.added_width, dtype=unet.dtype)
             if unet.added_width
             else None,
             conditioning=conditioning,

@@ -91,7 +91,8 @@ class _Block(nn.Module):
         if original.norm_type != "layer_norm" or original.attn2 is None or original.pos_embed:
             raise errors.SetupError(UNKNOWN_UNET)
         self.norm1, self.norm2, self.norm3 = original.norm1, original.norm2, original.norm3
-        self.attend_self = SelfAttention(original.attn1, paths)
+        kind = CrossAttention if original.only_cross_attention else SelfAttention
+        self.attend_first = kind(original.attn1, paths)
         self.attend_prompt = CrossAttention(original.attn2, paths)
         self.gate = _linear(paths, gate.proj)
         self.out = _linear(paths, original.ff.net[2])
@@ -105,9 +106,13 @@ class _Block(nn.Module):
         per_slot: bool,
     ) -> torch.Tensor:
         """[slots, tokens of *rows* rows, width] to [slots, tokens of all rows, width]."""
-        x = x + self.attend_self(self.norm1(x), rows, per_slot)
+        first = self.attend_first
+        if isinstance(first, SelfAttention):
+            x = x + first(self.norm1(x), rows, per_slot)
         if rows < len(context):
             x = x.repeat(1, len(context) // rows, 1)
+        if isinstance(first, CrossAttention):
+            x = x + first(self.norm1(x), context, mask, per_slot)
         x = x + self.attend_prompt(self.norm2(x), context, mask, per_slot)
         values, gates = self.gate(self.norm3(x), per_slot).chunk(2, dim=-1)
         gated: torch.Tensor = x + self.out(values * F.gelu(gates), per_slot)

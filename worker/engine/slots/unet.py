@@ -5,7 +5,8 @@ activations stay channels-last throughout; self-attention's q, k and v are one p
 the time projections of all resnets; cross-attention's keys and values are an input, since they
 change with the prompt, not with the step. Rows are in the order slot 0's prompt (cond), slot 0's
 negative prompt (uncond), slot 1's prompt, ... Up to the first cross-attention a slot's two rows are
-equal, and computed as one; not in SDXL, which takes more of the prompt beside the timestep.
+equal, and computed as one; not in SDXL, which takes more of the prompt beside the timestep. Some
+transformers of the x4 upscaler attend to the prompt twice, and not to the image.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ class SlotEncoder(nn.Module):
         super().__init__()
         self.time_proj = original.time_proj
         self.time_embedding = _TimeEmbedding(original.time_embedding, paths)
-        self.added = _AddedEmbedding(original) if original.config.addition_embed_type else None
+        self.added = _added_embedding(original)
         self.conv_in = _conv(paths, original.conv_in)
         self.down = nn.ModuleList(_Down(block, paths) for block in original.down_blocks)
         attentions = getattr(original.mid_block, "attentions", None) or ()
@@ -70,12 +71,20 @@ class SlotEncoder(nn.Module):
         """Of what it takes beside the timestep; 0: nothing."""
         return 0 if self.added is None else self.added.width
 
+    @property
+    def added_rows(self) -> int:
+        """Of a slot: 2 if it takes something of the prompt and of the negative prompt, else 1."""
+        return 2 if isinstance(self.added, _AddedEmbedding) else 1
+
     @torch.no_grad()
-    def embed_added(self, pooled: torch.Tensor, sizes: torch.Tensor) -> torch.Tensor:
-        """`encode`'s *added* [rows, width] of pooled vectors and size ids, one each per row."""
+    def embed_added(self, *inputs: torch.Tensor) -> torch.Tensor:
+        """`encode`'s *added* [rows, width] of pooled vectors and size ids, one each per row.
+
+        Of upscalers, of the levels of noise on the images [rows].
+        """
         if self.added is None:
             raise RuntimeError("this network has no such inputs")
-        embedded: torch.Tensor = self.added(pooled, sizes)
+        embedded: torch.Tensor = self.added(*inputs)
         return embedded
 
     def encode(
@@ -96,7 +105,7 @@ class SlotEncoder(nn.Module):
         """
         time = self.time_embedding(self.time_proj(times).to(x.dtype), slots)
         if added is not None:
-            time = time.repeat_interleave(2, dim=0) + added
+            time = repeat_rows(time, len(added)) + added
         time = self.time_projections(time, slots)
         x = self.conv_in(x, slots)
         if hint is not None:
@@ -180,9 +189,9 @@ class SlotUnet(SlotEncoder):
         x [slots, 4, height, width]; times [slots]; context [2 * slots, tokens, width] from
         `keys_values`; mask [2 * slots, 1, 1, tokens], added to the attention scores, or None.
         *per_slot* uses each slot's own weights, else the shared ones. *changes* adds each slot's
-        changes of convolutions and of the layers for the time. *added* [2 * slots, width] is added
-        to the embedded timesteps, in UNets with such inputs. *residuals* of ControlNets are added
-        to the outputs of all layers of the first half, the middle's last.
+        changes of convolutions and of the layers for the time. *added* [added_rows * slots, width]
+        is added to the embedded timesteps, in UNets with such inputs. *residuals* of ControlNets
+        are added to the outputs of all layers of the first half, the middle's last.
         """
         slots = len(x) if changes else 0
         x, time, skips = self.encode(x, times, context, mask, per_slot, slots, added)
@@ -272,6 +281,29 @@ class _AddedEmbedding(nn.Module):
         numbers = self.embed_numbers(sizes.flatten()).reshape(len(sizes), -1)
         embedded: torch.Tensor = self.embed(torch.cat([pooled, numbers.to(pooled.dtype)], dim=-1))
         return embedded
+
+
+class _LevelEmbedding(nn.Module):
+    """The x4 upscaler's second part of the timestep's embedding: the noise on its image."""
+
+    def __init__(self, embedding: Any) -> None:
+        super().__init__()
+        if not isinstance(embedding, nn.Embedding):
+            raise errors.SetupError(UNKNOWN_UNET)
+        self.embed = embedding
+        self.width = embedding.embedding_dim
+
+    def forward(self, levels: torch.Tensor) -> torch.Tensor:
+        embedded: torch.Tensor = self.embed(levels)
+        return embedded
+
+
+def _added_embedding(original: Any) -> _AddedEmbedding | _LevelEmbedding | None:
+    if original.config.addition_embed_type is not None:
+        return _AddedEmbedding(original)
+    if original.class_embedding is not None:
+        return _LevelEmbedding(original.class_embedding)
+    return None
 
 
 class _TimeProjections(nn.Module):

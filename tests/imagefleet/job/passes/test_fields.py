@@ -154,6 +154,7 @@ def test_the_calls_of_img2img_are_those_of_the_end_of_the_schedule() -> None:
     for strength, calls in ((0, 1), (0.5, 11), (0.75, 16), (1, 20)):
         job = read(init_images=["a.png"], denoising_strength=strength)
         assert job.passes(64, 64) == [Pass(64, 64, calls, encodes=True)]
+        assert job.passes(64, 64, enlarges=True) == [Pass(64, 64, 20)], "the noise on the image"
 
 
 def test_the_files_and_prompts_of_the_second_pass() -> None:

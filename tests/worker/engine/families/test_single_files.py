@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,11 +12,14 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import key_names
+from families import tiny_families
 from imagefleet import errors
 from worker.engine.families import noise, sd1, sd2, sdxl
 from worker.engine.families.find import FAMILIES
+from worker.engine.families.x4_upscaler import UNET_CONFIG, X4_UPSCALER
 from worker.engine.lora import original_names
 from worker.engine.lora.names import adaptable_layers
+from worker.files import check
 
 Weights = dict[str, torch.Tensor]
 
@@ -57,9 +61,10 @@ def open_clip(folder: Path, prefix: str, *, layers: int) -> Weights:
     return {f"{prefix}{key}": weight for key, weight in found.items()}
 
 
-def sdxl_file(folder: Path, unet: torch.nn.Module) -> Weights:
-    """All of a tiny SDXL with the keys of its original release."""
+def unet_of(folder: Path, unet: torch.nn.Module) -> Weights:
+    """A UNet's weights with the keys of its original release."""
     names = original_names.original_names(adaptable_layers(unet))
+    names["class_embedding"] = "label_emb"
     (file,) = (folder / "unet").glob("*.safetensors")
     weights: Weights = {}
     for key, weight in load_file(file).items():
@@ -67,6 +72,19 @@ def sdxl_file(folder: Path, unet: torch.nn.Module) -> Weights:
         weights[f"model.diffusion_model.{names.get(path) or norm_name(path, names)}.{kind}"] = (
             weight
         )
+    return weights
+
+
+def x4_file(folder: Path, unet: torch.nn.Module) -> Weights:
+    """All of a tiny x4 upscaler, with the low-resolution model's buffers, which are not read."""
+    text = open_clip(folder / "text_encoder", "cond_stage_model.model.", layers=1)
+    others = {"low_scale_model.betas": torch.ones(1000)}
+    return unet_of(folder, unet) | key_names.vae_layout(folder) | text | others
+
+
+def sdxl_file(folder: Path, unet: torch.nn.Module) -> Weights:
+    """All of a tiny SDXL with the keys of its original release."""
+    weights = unet_of(folder, unet)
     one = key_names.original_layout(folder)
     text = "cond_stage_model.transformer."
     for key, weight in one.items():
@@ -126,7 +144,7 @@ def test_a_single_file_is_the_folders_checkpoint(
 
 def test_the_built_in_configurations_are_the_published_ones() -> None:
     """By their counts of weights, in millions."""
-    from diffusers import UNet2DConditionModel
+    from diffusers import AutoencoderKL, UNet2DConditionModel
     from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection
 
     with torch.device("meta"):
@@ -135,9 +153,32 @@ def test_the_built_in_configurations_are_the_published_ones() -> None:
             CLIPTextModel(CLIPTextConfig(**sd2.TEXT_CONFIG)),
             UNet2DConditionModel.from_config(sdxl.UNET_CONFIG),
             CLIPTextModelWithProjection(CLIPTextConfig(**sdxl.SECOND_TEXT_CONFIG)),
+            UNet2DConditionModel.from_config(UNET_CONFIG),
+            AutoencoderKL.from_config(X4_UPSCALER.vae_config),
         ]
     sizes = [sum(each.numel() for each in network.parameters()) for network in networks]
-    assert [round(size / 1e6, 1) for size in sizes] == [865.9, 340.4, 2567.5, 694.7]
+    expected = [865.9, 340.4, 2567.5, 694.7, 473.4, 55.3]
+    assert [round(size / 1e6, 1) for size in sizes] == expected
+
+
+def test_an_x4_upscaler_in_one_file_is_the_folders(tmp_path: Path, family_checkpoint: Any) -> None:
+    """Without schedulers' configurations beside it, it has the published noise."""
+    folder = tiny_families.build_upscaler(tmp_path / "folder")
+    whole = family_checkpoint("x4", path=folder)
+    path = tmp_path / "x4.safetensors"
+    save_file(x4_file(folder, whole.unet), path)
+    for part in ("scheduler", "low_res_scheduler"):
+        shutil.rmtree(folder / part)
+    (folder / "model_index.json").unlink()
+    file = family_checkpoint("x4", path=path, config=folder)
+    assert file.family is whole.family is X4_UPSCALER
+    assert file.weights_id == whole.weights_id
+    assert file.prediction_type == whole.prediction_type == "v_prediction"
+    assert file.image_noise.max_level == whole.image_noise.max_level == 350
+    torch.testing.assert_close(file.alphas_cumprod, whole.alphas_cumprod, rtol=0, atol=0)
+    noise_of = [each.image_noise.scheduler.alphas_cumprod for each in (file, whole)]
+    torch.testing.assert_close(*noise_of, rtol=0, atol=0)
+    assert check.family(path) == "SD x4 upscaler"
 
 
 def with_marks(path: Path, source: Path, *names: str) -> Path:

@@ -16,9 +16,16 @@ def original_layout(checkpoint: Path) -> dict[str, torch.Tensor]:
     """A diffusers checkpoint's weights with the keys of SD1.5's original release."""
     return {
         **_renamed(checkpoint / "unet", "model.diffusion_model.", _unet_names()),
-        **_renamed(checkpoint / "vae", "first_stage_model.", _vae_names()),
+        **vae_layout(checkpoint),
         **_renamed(checkpoint / "text_encoder", "cond_stage_model.transformer.text_model.", {}),
     }
+
+
+def vae_layout(checkpoint: Path) -> dict[str, torch.Tensor]:
+    """Those of its VAE alone, of any number of blocks."""
+    config = json.loads((checkpoint / "vae" / "config.json").read_text())
+    names = _vae_names(len(config["block_out_channels"]))
+    return _renamed(checkpoint / "vae", "first_stage_model.", names)
 
 
 def _renamed(folder: Path, prefix: str, names: dict[str, str]) -> dict[str, torch.Tensor]:
@@ -71,7 +78,7 @@ def _unet_names() -> dict[str, str]:
     return names
 
 
-def _vae_names() -> dict[str, str]:
+def _vae_names(blocks: int) -> dict[str, str]:
     names = {
         "encoder.conv_norm_out.": "encoder.norm_out.",
         "decoder.conv_norm_out.": "decoder.norm_out.",
@@ -89,14 +96,16 @@ def _vae_names() -> dict[str, str]:
             names[f"{half}.mid_block.attentions.0.{part}."] = f"{half}.mid.attn_1.{original}."
         for layer in range(2):
             places[f"{half}.mid_block.resnets.{layer}."] = f"{half}.mid.block_{layer + 1}."
-    for block in range(4):
+    for block in range(blocks):
         places[f"encoder.down_blocks.{block}.resnets.0."] = f"encoder.down.{block}.block.0."
         names[f"encoder.down_blocks.{block}.downsamplers.0."] = f"encoder.down.{block}.downsample."
         for layer in range(2):
             places[f"decoder.up_blocks.{block}.resnets.{layer}."] = (
-                f"decoder.up.{3 - block}.block.{layer}."
+                f"decoder.up.{blocks - 1 - block}.block.{layer}."
             )
-        names[f"decoder.up_blocks.{block}.upsamplers.0."] = f"decoder.up.{3 - block}.upsample."
+        names[f"decoder.up_blocks.{block}.upsamplers.0."] = (
+            f"decoder.up.{blocks - 1 - block}.upsample."
+        )
     for place, original in places.items():
         names[f"{place}conv_shortcut."] = f"{original}nin_shortcut."
         names[place] = original

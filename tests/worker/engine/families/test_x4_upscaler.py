@@ -1,0 +1,400 @@
+"""The x4 upscaler: images are those of diffusers' `StableDiffusionUpscalePipeline`.
+
+A tiny one with all that its UNet has beside others: seven inputs, the level of the noise on the
+image, and transformers that attend to the prompt alone.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from diffusers import (
+    DDIMScheduler,
+    EulerAncestralDiscreteScheduler,
+    EulerDiscreteScheduler,
+    StableDiffusionUpscalePipeline,
+)
+from PIL import Image
+from transformers import CLIPTokenizer
+
+import tiny_model
+from families import tiny_families
+from imagefleet import errors
+from imagefleet.job import clip
+from imagefleet.job.noise import Noise
+from worker.engine import checkpoint as checkpoints
+from worker.engine import contract, load
+from worker.engine import noise as noises
+from worker.engine.families import find
+from worker.engine.families.x4_upscaler import X4_UPSCALER
+from worker.engine.slots import engine as slots
+from worker.engine.slots.unet import SlotUnet
+
+#: Out of 255: another batch size and other products mean another order of float32 sums.
+ROUNDING = 2
+
+#: Images that are no more different than this would show nothing.
+VISIBLE = 20
+
+EULERS: dict[str, Any] = {
+    "euler_ancestral": EulerAncestralDiscreteScheduler,
+    "euler": EulerDiscreteScheduler,
+}
+
+pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    torch.set_num_threads(1)
+    return tiny_families.build_upscaler(tmp_path_factory.mktemp("upscaler") / "x4")
+
+
+@pytest.fixture(scope="session")
+def engine(folder: Path) -> slots.SlotEngine:
+    """Shared by tests that leave it unchanged."""
+    return load.load_engine(folder, "cpu", slots=3)
+
+
+@pytest.fixture
+def make_engine(folder: Path) -> Any:
+    made = []
+
+    def make(path: Path = folder, **settings: Any) -> slots.SlotEngine:
+        loaded = checkpoints.load_checkpoint(path, torch.device("cpu"), torch.float32)
+        made.append(slots.SlotEngine(loaded, **{"slots": 3, **settings}))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.close()
+
+
+@pytest.fixture(scope="session")
+def lora(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> contract.Lora:
+    path = tmp_path_factory.mktemp("loras") / "style.safetensors"
+    return contract.Lora("style", tiny_model.build_tiny_lora(path, folder), 1.0, 1.0)
+
+
+@pytest.fixture(scope="session")
+def pipeline(folder: Path) -> Any:
+    def build(scheduler: Any) -> Any:
+        made = StableDiffusionUpscalePipeline.from_pretrained(
+            folder,
+            scheduler=scheduler,
+            tokenizer=CLIPTokenizer.from_pretrained(clip.TOKENIZER, pad_token="!"),
+        )
+        made.set_progress_bar_config(disable=True)
+        return made
+
+    return build
+
+
+@pytest.fixture(scope="session")
+def eulers(folder: Path, pipeline: Any) -> Any:
+    def build(sampler: str) -> Any:
+        spaced = {"timestep_spacing": "linspace"}
+        return pipeline(EULERS[sampler].from_pretrained(folder / "scheduler", **spaced))
+
+    return cache(build)
+
+
+def image_of(width: int, height: int, seed: int = 3) -> contract.Pixels:
+    """Large smooth shapes of several colours."""
+    small = np.random.default_rng(seed).integers(0, 256, (4, 4, 3), np.uint8)
+    return np.asarray(Image.fromarray(small).resize((width, height), Image.Resampling.BICUBIC))
+
+
+@pytest.fixture
+def request_of(make_request: Any) -> Any:
+    def make(width: int = 16, height: int = 16, **changes: Any) -> contract.ImageRequest:
+        settings: dict[str, Any] = {"prompt": "a red circle", "negative_prompt": "green, blurry"}
+        settings |= {"steps": 6, "seed": 5, "width": 4 * width, "height": 4 * height}
+        init = contract.InitImage(image_of(width, height), 0.1)
+        made: contract.ImageRequest = make_request(**{**settings, "init": init, **changes})
+        return made
+
+    return make
+
+
+def draw_in_diffusers(
+    pipeline: Any, request: contract.ImageRequest, level: int = 100, **changes: Any
+) -> np.ndarray[Any, Any]:
+    settings = {
+        "image": Image.fromarray(request.init.pixels),
+        "noise_level": level,
+        "negative_prompt": request.negative_prompt,
+        "num_inference_steps": request.steps,
+        "guidance_scale": request.cfg_scale,
+        "generator": torch.Generator().manual_seed(request.seed),
+        "output_type": "np",
+        **changes,
+    }
+    return levels(pipeline(request.prompt, **settings).images[0])
+
+
+def levels(image: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    return np.asarray((image * 255).round().astype("uint8"))
+
+
+@pytest.mark.parametrize("sampler", EULERS)
+@pytest.mark.parametrize("size", [(16, 16), (24, 16), (20, 28)])
+def test_images_are_those_of_diffusers(
+    sampler: str,
+    size: tuple[int, int],
+    engine: Any,
+    eulers: Any,
+    request_of: Any,
+    draw: Any,
+    difference: Any,
+) -> None:
+    """Of sides that the UNet's blocks cannot halve three times as well."""
+    request = request_of(*size, sampler=sampler)
+    image, other = draw(engine, request, dataclasses.replace(request, prompt="a boat"))
+    assert image.shape == (4 * size[1], 4 * size[0], 3)
+    assert difference(image, draw_in_diffusers(eulers(sampler), request)) <= ROUNDING
+    assert image.std() > VISIBLE, "not a uniform image"
+    assert difference(image, other) > VISIBLE, "or the test shows nothing"
+
+
+def test_ddim_is_diffusers_up_to_the_timestep_that_automatic1111_leaves_out(
+    engine: Any, folder: Path, pipeline: Any, request_of: Any, draw: Any, difference: Any
+) -> None:
+    request = request_of(sampler="ddim", steps=8)
+    made = pipeline(DDIMScheduler.from_pretrained(folder / "scheduler"))
+    seen = []
+    draw_in_diffusers(made, request, callback=lambda *given: seen.append(given[2].clone()))
+    with torch.no_grad():
+        decoded = made.vae.decode(seen[-2] / made.vae.config.scaling_factor).sample
+    theirs = levels(made.image_processor.postprocess(decoded, output_type="np")[0])
+    (image,) = draw(engine, request)
+    assert difference(image, theirs) <= ROUNDING
+
+
+@pytest.mark.parametrize("level", [0, 20, 350])
+def test_the_noise_has_the_level_that_the_unet_is_told(
+    level: int, engine: Any, eulers: Any, request_of: Any, draw: Any, difference: Any
+) -> None:
+    init = contract.InitImage(image_of(16, 16), level / 1000)
+    image, usual = draw(engine, request_of(init=init), request_of())
+    theirs = draw_in_diffusers(eulers("euler_ancestral"), request_of(), level)
+    assert difference(image, theirs) <= ROUNDING
+    assert difference(image, usual) > ROUNDING, "or the test shows nothing"
+
+
+def test_the_images_noise_is_drawn_before_that_of_the_latents() -> None:
+    """As diffusers does it, with the generators of a CPU and of a GPU."""
+    for source in ("CPU", "NV"):
+        settings = Noise(source=source)
+        stream = noises.NoiseStream(7, (4, 8, 8), settings, factor=4, draws=1)
+        drawn = [stream.of_image((3, 8, 8)), stream.first(), torch.empty(4, 8, 8)]
+        stream.fill(drawn[2])
+        generator = noises.Philox(7) if source == "NV" else torch.Generator().manual_seed(7)
+        for each in drawn:
+            expected = (
+                generator.randn(tuple(each.shape))
+                if isinstance(generator, noises.Philox)
+                else torch.randn(each.shape, generator=generator)
+            )
+            torch.testing.assert_close(each, expected, rtol=0, atol=0)
+
+
+def test_a_lora_changes_the_image_as_in_diffusers(
+    engine: Any,
+    folder: Path,
+    pipeline: Any,
+    request_of: Any,
+    lora: contract.Lora,
+    draw: Any,
+    difference: Any,
+) -> None:
+    """Those of the layers that attend to the prompt in the place of the image as well."""
+    request = request_of(loras=(lora,))
+    spaced = {"timestep_spacing": "linspace"}
+    scheduler = EulerAncestralDiscreteScheduler.from_pretrained(folder / "scheduler", **spaced)
+    made = pipeline(scheduler)
+    made.load_lora_weights(lora.path.parent, weight_name=lora.path.name)
+    theirs = draw_in_diffusers(made, request)
+    image, plain = draw(engine, request, request_of())
+    assert difference(image, theirs) <= ROUNDING
+    assert difference(image, plain) > VISIBLE
+
+
+@torch.no_grad()
+def test_unet_output_is_diffusers(folder: Path) -> None:
+    """Of slots with a level each."""
+    loaded = checkpoints.load_checkpoint(folder, torch.device("cpu"), torch.float32)
+    original = loaded.unet
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn((3, 7, 16, 16), generator=generator)
+    vectors = torch.randn((6, 154, original.config.cross_attention_dim), generator=generator)
+    times, noise = torch.tensor([999.0, 401.5, 1.0]), torch.tensor([20, 100, 350])
+    expected = original(
+        x.repeat_interleave(2, dim=0),
+        times.repeat_interleave(2),
+        vectors,
+        class_labels=noise.repeat_interleave(2),
+    ).sample
+    unet = SlotUnet(original)
+    unet.resize(3)
+    for slot in range(3):
+        unet.load_slot(slot, {}, {})
+    context = torch.cat([unet.keys_values.compute(each, {}) for each in vectors.split(2)])
+    for per_slot in (False, True):
+        output = unet(x, times, context, None, per_slot, added=unet.embed_added(noise))
+        torch.testing.assert_close(output, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.fixture(scope="session")
+def mixed(lora: contract.Lora) -> list[dict[str, Any]]:
+    """Of several levels, images, sizes, lengths of prompts and samplers, with and without LoRA."""
+    init = contract.InitImage(image_of(16, 16, 8), 0.35)
+    return [
+        {},
+        {"seed": 6, "init": init, "loras": (lora,)},
+        {"seed": 7, "prompt": "a (red:1.3) star, " * 20, "sampler": "dpmpp_2m_karras"},
+        {"width": 64, "height": 80, "init": contract.InitImage(image_of(16, 20), 0.02)},
+        {"seed": 8, "steps": 3, "cfg_scale": 2.0, "negative_prompt": ""},
+    ]
+
+
+@pytest.mark.parametrize("is_low_rank", [False, True])
+def test_images_are_the_same_in_company_and_alone(
+    is_low_rank: bool,
+    make_engine: Any,
+    mixed: list[dict[str, Any]],
+    request_of: Any,
+    draw: Any,
+    difference: Any,
+) -> None:
+    requests = [dataclasses.replace(request_of(), **each) for each in mixed]
+    alone = [draw(make_engine(slots=1, is_low_rank=is_low_rank), each)[0] for each in requests]
+    together = draw(make_engine(is_low_rank=is_low_rank), *requests, *reversed(requests))
+    for image, expected in zip(together, [*alone, *reversed(alone)], strict=True):
+        assert difference(image, expected) <= ROUNDING
+
+
+def test_compiled_ticks_read_what_is_written_into_the_slots_later(
+    make_engine: Any, request_of: Any, draw: Any, difference: Any
+) -> None:
+    other = contract.InitImage(image_of(16, 16, 8), 0.35)
+    requests = [request_of(), request_of(init=other), request_of(seed=6)]
+    plain = make_engine(slots=2)
+    compiled = make_engine(slots=2, backend="eager", compiled_modes=("shared",))
+    compiled.warm_up(64, 64)
+    for expected, image in zip(draw(plain, *requests), draw(compiled, *requests), strict=True):
+        assert difference(image, expected) <= ROUNDING
+    assert compiled.recompiles == 0
+
+
+def test_the_memory_of_a_slot_counts_the_image_and_one_row_for_its_level(
+    make_engine: Any, folder: Path
+) -> None:
+    made = make_engine()
+    assert made.default_size == (64, 64)
+    state = made._runner.make_slot_state(made._runner.batch_key(64, 64), 2)
+    assert state.latents.shape == (2, 4, 16, 16)
+    assert state.conditioning.shape == (2, 3, 16, 16)
+    assert state.added.shape == (2, 128)
+    assert state.first(1).added.shape == (1, 128)
+
+
+MASK = np.zeros((16, 16), np.uint8)
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"init": None}, "enlarges an image: the job needs init_images"),
+        ({"init": contract.InitImage(image_of(16, 16), 0.1, MASK)}, "does not support a mask"),
+        (
+            {"hires": contract.HiresPass(128, 128, 0.5, 2, "Latent")},
+            r"does not support a second pass \(hires fix\)",
+        ),
+        (
+            {"controls": (contract.Control("net", Path("net"), image_of(64, 64)),)},
+            "does not support ControlNets",
+        ),
+        (
+            {"init": contract.InitImage(image_of(16, 24), 0.1)},
+            "makes 64x96 pixels of an image of 16x24, .* asks for 64x64",
+        ),
+        (
+            {"init": contract.InitImage(image_of(18, 16), 0.1)},
+            "18x16 pixels cannot be enlarged: .* 16 to 512 pixels that are multiples of 4",
+        ),
+        ({"init": contract.InitImage(image_of(516, 16), 0.1)}, "516x16 pixels cannot be"),
+        ({"init": contract.InitImage(image_of(12, 16), 0.1)}, "12x16 pixels cannot be enlarged"),
+        (
+            {"init": contract.InitImage(image_of(16, 16), 0.75)},
+            "denoising_strength is 0.75, a noise of level 750 .* up to 350, .* of 0.35",
+        ),
+    ],
+)
+def test_a_request_that_cannot_be_drawn_is_refused_with_what_to_do(
+    changes: dict[str, Any], sentence: str, engine: Any, request_of: Any
+) -> None:
+    with pytest.raises(errors.JobError, match=sentence):
+        engine.prepare(request_of(**changes))
+
+
+def test_its_nodes_are_not_checked_by_images_that_may_all_be_alike(engine: Any) -> None:
+    assert engine.self_check is None
+    assert engine.family == "x4_upscaler"
+
+
+@pytest.fixture
+def changed(folder: Path, tmp_path: Path) -> Any:
+    """A copy of the checkpoint with another configuration of a part."""
+
+    def change(part: str, **values: Any) -> Path:
+        shutil.copytree(folder, tmp_path / "changed")
+        path = tmp_path / "changed" / part
+        path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
+        return tmp_path / "changed"
+
+    return change
+
+
+def test_the_highest_level_is_the_checkpoints_own(
+    changed: Any, make_engine: Any, request_of: Any
+) -> None:
+    made = make_engine(changed("model_index.json", max_noise_level=99))
+    with pytest.raises(errors.JobError, match="levels up to 99"):
+        made.prepare(request_of())
+
+
+def test_no_level_is_beyond_those_that_the_unet_knows(changed: Any) -> None:
+    folder = changed("model_index.json", max_noise_level=5000)
+    loaded = checkpoints.load_checkpoint(folder, torch.device("cpu"), torch.float32)
+    assert loaded.image_noise is not None
+    assert loaded.image_noise.max_level == 999
+
+
+def test_a_unet_with_other_inputs_is_refused(folder: Path, tmp_path: Path) -> None:
+    shutil.copytree(folder, tmp_path / "x4")
+    part = tmp_path / "x4" / "unet"
+    config = json.loads((part / "config.json").read_text())
+    unet = checkpoints.UNet2DConditionModel.from_config({**config, "in_channels": 8})
+    unet.save_pretrained(part)
+    with pytest.raises(errors.SetupError, match=r"has 8 inputs: .* x4 upscaler's has 7"):
+        load.load_engine(tmp_path / "x4", "cpu", slots=1)
+
+
+def test_the_published_sizes_make_four_times_the_image() -> None:
+    """Of the family's configurations, which are the published checkpoint's."""
+    with torch.device("meta"):
+        unet = checkpoints.UNet2DConditionModel(**X4_UPSCALER.unet_config)
+        vae = checkpoints.AutoencoderKL(**X4_UPSCALER.vae_config)
+        slot_unet = SlotUnet(unet)
+    assert checkpoints.vae_factor(vae) == 4
+    assert slot_unet.added_width == 1024
+    assert find.of_folder(unet.config, {"hidden_act": "gelu"}) is X4_UPSCALER

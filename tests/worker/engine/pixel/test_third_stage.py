@@ -1,0 +1,174 @@
+"""The x4 upscaler in a worker: jobs of its own, and the third stage of a cascade in pixels."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Iterator
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from families import tiny_families
+from fleet.files import canary, preview
+from imagefleet import errors
+from imagefleet.storage import dead_letter
+from imagefleet.storage.protocol import Storage
+from pixel import tiny_cascade
+from worker.engine import contract, load
+from worker.engine.slots import engine as slots
+from worker.files import check
+from worker.node import check as node_check
+
+ROUNDING = 2
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    torch.set_num_threads(1)
+    return tiny_families.build_upscaler(tmp_path_factory.mktemp("upscaler") / "x4")
+
+
+@pytest.fixture
+def upscaler(folder: Path) -> Iterator[slots.SlotEngine]:
+    engine = load.load_engine(folder, "cpu", slots=3)
+    yield engine
+    engine.close()
+
+
+@pytest.fixture
+def request_of(make_request: Any) -> Any:
+    def make(pixels: contract.Pixels, strength: float, **changes: Any) -> contract.ImageRequest:
+        height, width, _ = pixels.shape
+        fields = {"prompt": "A red house", "steps": 4, "width": 4 * width, "height": 4 * height}
+        init = contract.InitImage(pixels, strength)
+        made: contract.ImageRequest = make_request(**{**fields, "init": init, **changes})
+        return made
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def pixels() -> contract.Pixels:
+    small = np.random.default_rng(3).integers(0, 256, (4, 4, 3), np.uint8)
+    return np.asarray(Image.fromarray(small).resize((24, 16), Image.Resampling.BICUBIC))
+
+
+def encoded(pixels: contract.Pixels) -> str:
+    file = BytesIO()
+    Image.fromarray(pixels).save(file, "PNG")
+    return base64.b64encode(file.getvalue()).decode()
+
+
+async def read(storage: Storage, name: str) -> tuple[contract.Pixels, str]:
+    """An image and its parameters."""
+    data = await storage.blobs.read(name, max_bytes=2**20)
+    assert data is not None
+    with Image.open(BytesIO(data)) as image:
+        return np.asarray(image.convert("RGB")), image.info["parameters"]
+
+
+async def test_a_job_of_its_own_makes_four_times_its_image(
+    storage: Storage,
+    run_pipeline: Any,
+    message: Any,
+    upscaler: Any,
+    folder: Path,
+    pixels: Any,
+    request_of: Any,
+    draw: Any,
+    difference: Any,
+) -> None:
+    """Of several images each has its own seed, and so its own noise on the image."""
+    fields = {"prompt": "A red house", "seed": 1, "steps": 4, "init_images": [encoded(pixels)]}
+    fields |= {"denoising_strength": 0.1, "negative_prompt": "blurry", "cfg_scale": 7}
+    await storage.queue.send([message(**fields, id="one", n_iter=2)])
+    await storage.queue.send([message(**fields, id="sized", width=96, height=64)])
+    await run_pipeline(upscaler)
+    again = load.load_engine(folder, "cpu", slots=3)
+    expected = draw(again, *(request_of(pixels, 0.1, seed=seed) for seed in (1, 2, 1)))
+    again.close()
+    for name, image in zip(("one-0", "one-1", "sized"), expected, strict=True):
+        stored, text = await read(storage, f"default/{name}.png")
+        assert stored.shape == (64, 96, 3)
+        assert difference(stored, image) <= ROUNDING
+        assert "Size: 96x64" in text
+        assert "Denoising strength: 0.1" in text
+    assert difference(expected[0], expected[1]) > ROUNDING
+
+
+async def test_a_cascade_of_three_stages_ends_with_the_x4_upscaler(
+    storage: Storage,
+    run_pipeline: Any,
+    message: Any,
+    make_engine: Any,
+    upscaler: Any,
+    folder: Path,
+    request_of: Any,
+    draw: Any,
+    difference: Any,
+) -> None:
+    base, middle = make_engine(), make_engine("sr")
+    fields: dict[str, Any] = {"prompt": "A red house", "negative_prompt": "blurry", "seed": 1}
+    fields |= {"steps": 4, "cfg_scale": 7, "sampler_name": "DDPM"}
+    then = [
+        {"model": middle.model_name, "denoising_strength": 0.25},
+        {"model": upscaler.model_name, "denoising_strength": 0.1, "sampler_name": "Euler a"},
+    ]
+    await storage.models.send([message(**fields, id="one", model=base.model_name, then=then)])
+    for engine in (base, middle, upscaler):
+        await run_pipeline(engine)
+    (small, _), (large, _) = [await read(storage, f"default/one~{at}.png") for at in (2, 3)]
+    assert small.shape[:2] == (tiny_cascade.SR_SIDE, tiny_cascade.SR_SIDE)
+    assert large.shape[:2] == (4 * tiny_cascade.SR_SIDE, 4 * tiny_cascade.SR_SIDE)
+    again = load.load_engine(folder, "cpu", slots=3)
+    (expected,) = draw(again, request_of(small, 0.1, seed=1))
+    again.close()
+    assert difference(large, expected) <= ROUNDING
+
+
+async def test_a_job_that_it_cannot_draw_fails_with_what_to_change(
+    storage: Storage, run_pipeline: Any, message: Any, upscaler: Any, pixels: Any
+) -> None:
+    fields = {"seed": 1, "steps": 2, "init_images": [encoded(pixels)], "denoising_strength": 0.1}
+    await storage.queue.send(
+        [
+            message(**{**fields, "init_images": []}, id="text"),
+            message(**fields, id="small", width=128, height=128),
+            message(**{**fields, "denoising_strength": None}, id="noisy"),
+            message(**fields, id="second", enable_hr=True),
+        ]
+    )
+    await run_pipeline(upscaler)
+    failed = [dead_letter.FailedJob.read(each.body) async for each in storage.poison.browse()]
+    reasons = {each.id: each.reason for each in failed if each is not None}
+    assert "the job needs init_images" in reasons["text"]
+    assert "makes 96x64 pixels of an image of 24x16" in reasons["small"]
+    assert "asks for 128x128: leave width and height out, or" in reasons["small"]
+    assert "knows levels up to 350" in reasons["noisy"]
+    assert reasons.keys() == {"text", "small", "noisy", "second"}
+
+
+def test_nodes_measure_their_speed_with_an_image_to_enlarge(
+    upscaler: Any, make_engine: Any, draw: Any
+) -> None:
+    for engine in (upscaler, make_engine("sr")):
+        (image,) = draw(engine, node_check.plain_request(engine, seed=0))
+        width, height = engine.default_size
+        assert image.shape == (height, width, 3)
+    assert node_check.plain_request(make_engine(), seed=0).init is None
+
+
+def test_a_model_is_tried_with_an_image_and_has_no_reference_images(
+    folder: Path, tmp_path: Path
+) -> None:
+    assert check.family(folder) == "SD x4 upscaler"
+    check.check_path(folder)
+    drawn = preview.draw(folder, tmp_path / "x4.png")
+    assert (drawn.width, drawn.height) == (64, 64)
+    with pytest.raises(errors.SetupError, match="enlarges images: nodes do not compare"):
+        canary.draw(folder, lambda _: None)
