@@ -88,6 +88,22 @@ LONGEST_FILES = (
 )
 
 
+#: On the process of another file, by their paths: the images are built once, and torch, which
+#: takes seconds, is imported once for the workers that are forked.
+JOINED_FILES = {
+    "tests/deploy/test_ten_commands.py": "tests/deploy/test_container.py",
+    **dict.fromkeys(
+        (
+            "tests/end_to_end/test_cascade_curve.py",
+            "tests/end_to_end/test_demo.py",
+            "tests/end_to_end/test_job_mode.py",
+            "tests/end_to_end/test_models.py",
+        ),
+        "tests/end_to_end/test_worker_process.py",
+    ),
+}
+
+
 @dataclass(frozen=True)
 class VictoriaMetrics:
     """Takes pushed text and answers PromQL."""
@@ -222,7 +238,7 @@ def salad_module(load_file: Callable[[Path], Any]) -> Any:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """`--dist loadfile`, with the two files that need the images on one process: built once."""
+    """`--dist loadfile`, with `JOINED_FILES`."""
     if config.getvalue("dist") != "loadfile":
         return None
     from xdist.scheduler import LoadFileScheduling
@@ -232,7 +248,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     class Scheduling(LoadFileScheduling):
         def _split_scope(self, nodeid: str) -> str:
             scope: str = super()._split_scope(nodeid)
-            return scope.replace("test_ten_commands.py", "test_container.py")
+            return JOINED_FILES.get(scope, scope)
 
     return Scheduling(config, log)
 
@@ -260,6 +276,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_collection_finish() -> None:
     gc.freeze()
+    # What is imported and compiled later is not frozen: a search of all takes half a second.
+    gc.set_threshold(10_000, 10, 20)
     gc.enable()
 
 
@@ -285,15 +303,31 @@ def local_settings(tmp_path: Path) -> StorageSettings:
     return StorageSettings(storage=f"local:{tmp_path / 'storage'}")
 
 
+@pytest.fixture(scope="session")
+def azurite_services(
+    azurite_address: str,
+) -> Iterator[tuple[QueueServiceClient, BlobServiceClient]]:
+    """Clients that stay connected."""
+    with (
+        QueueServiceClient.from_connection_string(
+            azurite_address, api_version=API_VERSION
+        ) as queues,
+        BlobServiceClient.from_connection_string(azurite_address, api_version=API_VERSION) as blobs,
+    ):
+        yield queues, blobs
+
+
 @pytest.fixture
-def azurite_settings(azurite_address: str) -> Iterator[StorageSettings]:
+def azurite_settings(
+    azurite_address: str, azurite_services: tuple[QueueServiceClient, BlobServiceClient]
+) -> Iterator[StorageSettings]:
     """Settings of queues and containers of this test alone, which do not exist yet."""
     name = f"test-{uuid.uuid4().hex[:16]}"
     settings = StorageSettings(
         storage=azurite_address, queue=name, container=name, files_container=f"{name}-files"
     )
     yield settings
-    _remove_from_azurite(settings)
+    _remove_from_azurite(settings, *azurite_services)
 
 
 @pytest.fixture(params=["local", "azurite"])
@@ -405,17 +439,16 @@ def _azurite_is_missing(reason: str) -> NoReturn:
     pytest.skip(reason)
 
 
-def _remove_from_azurite(settings: StorageSettings) -> None:
+def _remove_from_azurite(
+    settings: StorageSettings, queues: QueueServiceClient, blobs: BlobServiceClient
+) -> None:
     """Deletes queues and containers: Azurite slows down with every message in any queue."""
-    queues = QueueServiceClient.from_connection_string(settings.storage, api_version=API_VERSION)
-    blobs = BlobServiceClient.from_connection_string(settings.storage, api_version=API_VERSION)
-    with queues, blobs:
-        for queue in queues.list_queues(name_starts_with=settings.queue):
-            with contextlib.suppress(ResourceNotFoundError):
-                queues.delete_queue(queue)
-        for container in (settings.container, settings.files_container):
-            with contextlib.suppress(ResourceNotFoundError):
-                blobs.delete_container(container)
+    for queue in queues.list_queues(name_starts_with=settings.queue):
+        with contextlib.suppress(ResourceNotFoundError):
+            queues.delete_queue(queue)
+    for container in (settings.container, settings.files_container):
+        with contextlib.suppress(ResourceNotFoundError):
+            blobs.delete_container(container)
 
 
 @pytest.fixture

@@ -182,10 +182,12 @@ def _become(arguments: list[str], cwd: str, variables: dict[str, str], output: l
 
 
 if __name__ == "__main__":
+    gc.disable()  # no import leaves garbage that is worth looking for
     from fleet import entry, main  # noqa: F401 - imported here once, for all forks
 
     exec(sys.argv[1])
     # What is imported stays: a fork need not look through it, which copies it, nor take it apart.
     gc.freeze()
+    gc.enable()
     if given := _serve():
         exec(given)

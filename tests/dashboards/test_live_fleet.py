@@ -43,7 +43,7 @@ from worker.engine.slots.engine import SlotEngine
 push.PUSH_SECONDS = depth.DEPTH_SECONDS = 1.0
 tick = SlotEngine.tick
 def slower(engine):
-    time.sleep(0.2)
+    time.sleep(0.4)
     return tick(engine)
 SlotEngine.tick = slower
 """
@@ -382,7 +382,7 @@ async def fill(storage: str, jobs: int) -> None:
         messages += [{**job, "id": f"j{number}-{each}"} for each in range(4)]
         lora = f"a house <lora:{LORA}:0.5>"
         messages += [{**job, "id": f"l{number}-{each}", "prompt": lora} for each in range(3)]
-        messages.append({**job, "id": f"j{max(0, number - 20)}-0"})
+        messages.append({**job, "id": f"j{max(0, number - 10)}-0"})
         messages.append({**job, "id": f"m{number}", "prompt": "a house <lora:nowhere:1>"})
         messages.append({"prompt": "a house", "stepz": 4})
     async with open_storage(StorageSettings(storage=storage)) as opened:

@@ -8,12 +8,14 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import forks
 from imagefleet.storage.protocol import Storage
 from imagefleet.storage.settings import StorageSettings
 
@@ -63,8 +65,64 @@ def environment(storage_settings: StorageSettings, tmp_path: Path) -> dict[str, 
         "PYTHONPATH": str(ROOT),
         "IMAGEFLEET_STORAGE": storage_settings.storage,
         "IMAGEFLEET_CACHE": str(tmp_path / "cache"),
-        "FORCE_COLOR": "1",  # makes no terminal of a pipe
+        "FORCE_COLOR": "1",  # makes no terminal of a pipe or a file
     }
+
+
+@dataclass(frozen=True)
+class Worker:
+    """A worker that runs, and the file with its log."""
+
+    process: forks.Fork
+    log: Path
+
+    async def end(self) -> tuple[int, list[dict[str, Any]]]:
+        """The exit code and the lines of the log; nothing may be printed beside it."""
+        printed, _ = await asyncio.to_thread(self.process.communicate, 60)
+        assert printed == ""
+        return self.process.wait(), log_of(self.log.read_bytes())
+
+
+Start = Callable[..., Worker]
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[forks.Forks]:
+    """Of workers with a stand-in engine, which it starts without their imports."""
+    folder = tmp_path_factory.mktemp("forks")
+    prelude = "import worker.process, worker.testing"
+    with forks.running(Path(sys.executable), folder, os.environ, prelude) as made:
+        yield made
+
+
+@pytest.fixture
+def start(
+    server: forks.Forks,
+    stand_in_worker: StandInWorker,
+    environment: dict[str, str],
+    tmp_path: Path,
+) -> Iterator[Start]:
+    """Starts a worker with a stand-in engine; it is killed at the end of the test."""
+    started = []
+
+    def begin(*flags: str, variables: dict[str, str] | None = None, **program: str) -> Worker:
+        _python, _c, code, *arguments = stand_in_worker(*flags, **program)
+        log = tmp_path / "log"
+        log.touch()
+        process = server.start(
+            *map(str, arguments),
+            cwd=tmp_path,
+            variables=environment | (variables or {}),
+            errors=log,
+            program=code,
+        )
+        started.append(process)
+        return Worker(process, log)
+
+    yield begin
+    for process in started:
+        process.kill()
+        process.wait()
 
 
 def log_of(output: bytes) -> list[dict[str, Any]]:
@@ -72,16 +130,12 @@ def log_of(output: bytes) -> list[dict[str, Any]]:
 
 
 async def run(command: list[Any], environment: dict[str, str]) -> tuple[int, list[dict[str, Any]]]:
-    """The exit code and the lines of the log; nothing may be printed beside it."""
+    """As `Worker.end`, of a process with an interpreter of its own and pipes."""
     done = await asyncio.to_thread(
         subprocess.run, command, env=environment, capture_output=True, timeout=60, check=False
     )
     assert done.stdout == b""
     return done.returncode, log_of(done.stderr)
-
-
-def start(command: list[Any], environment: dict[str, str]) -> subprocess.Popen[bytes]:
-    return subprocess.Popen(command, env=environment, stderr=subprocess.PIPE)
 
 
 @pytest.mark.parametrize(
@@ -97,8 +151,7 @@ def start(command: list[Any], environment: dict[str, str]) -> subprocess.Popen[b
 )
 async def test_each_way_to_fail_ends_with_a_json_line(
     storage: Storage,
-    stand_in_worker: StandInWorker,
-    environment: dict[str, str],
+    start: Start,
     flags: list[str],
     program: dict[str, str],
     variables: dict[str, str],
@@ -106,9 +159,7 @@ async def test_each_way_to_fail_ends_with_a_json_line(
     action: str,
     message: str,
 ) -> None:
-    command = stand_in_worker(*flags, **program)
-
-    ended_with, log = await run(command, {**environment, **variables})
+    ended_with, log = await start(*flags, variables=variables, **program).end()
 
     assert ended_with == code
     assert (log[-1]["severity"], log[-1]["action"], log[-1]["exit_code"]) == ("ERROR", action, code)
@@ -155,23 +206,21 @@ async def test_torch_and_its_companions_write_nothing_else(
 
 
 async def test_a_log_has_a_line_a_minute_with_the_figures_and_why_nothing_is_done(
-    storage: Storage, stand_in_worker: StandInWorker, environment: dict[str, str]
+    storage: Storage, start: Start
 ) -> None:
     await storage.queue.send(f'{{"prompt": "a house", "id": "j{each}"}}' for each in range(40))
     await storage.queue.send(["no job"])
-    command = stand_in_worker(
+    worker = start(
         *("--price-per-hour", "0.1"), changes="process.PROGRESS_SECONDS = 1.0  # in place of 60"
     )
-    worker = start(command, environment)
     async with asyncio.timeout(60):
         while (await storage.queue.depth()).messages:
             await asyncio.sleep(0.05)
         await asyncio.sleep(2.5)
-    worker.send_signal(signal.SIGTERM)
-    _, output = await asyncio.to_thread(worker.communicate, timeout=30)
+    worker.process.send_signal(signal.SIGTERM)
+    code, log = await worker.end()
 
-    assert worker.returncode == 0, "a failed job changes it only with --fail-on-failed"
-    log = log_of(output)
+    assert code == 0, "a failed job changes it only with --fail-on-failed"
     *lines, last = (line for line in log if line["action"] == "progress")
     working = next(line for line in lines if line["images"])
     assert working["phase"] == "generating"
@@ -190,11 +239,11 @@ async def test_a_log_has_a_line_a_minute_with_the_figures_and_why_nothing_is_don
 
 
 async def test_fail_on_failed_gives_failed_jobs_an_exit_code(
-    storage: Storage, stand_in_worker: StandInWorker, environment: dict[str, str]
+    storage: Storage, start: Start
 ) -> None:
     await storage.queue.send(['{"prompt": "a house"}', "no job"])
 
-    code, log = await run(stand_in_worker("--until-empty", "--fail-on-failed"), environment)
+    code, log = await start("--until-empty", "--fail-on-failed").end()
 
     assert code == 4
     assert (log[-1]["images"], log[-1]["failed_jobs"]) == (1, 1)
@@ -202,8 +251,7 @@ async def test_fail_on_failed_gives_failed_jobs_an_exit_code(
 
 async def test_on_saladcloud_failed_jobs_are_not_the_nodes_fault(
     storage: Storage,
-    stand_in_worker: StandInWorker,
-    environment: dict[str, str],
+    start: Start,
     salad_metadata_service: Any,  # the fixture of conftest.py
 ) -> None:
     await storage.queue.send(["no job"])
@@ -212,48 +260,46 @@ async def test_on_saladcloud_failed_jobs_are_not_the_nodes_fault(
         "SALAD_METADATA_URL": salad_metadata_service.url,
         "IMAGEFLEET_DEVICE": "cpu",
     }
-    worker = start(stand_in_worker("--fail-on-failed"), {**environment, **on_salad})
+    worker = start("--fail-on-failed", variables=on_salad)
     async with asyncio.timeout(60):
         while not (await storage.poison.depth()).messages:
-            assert worker.poll() is None, worker.communicate()
+            assert worker.process.poll() is None, worker.log.read_text()
             await asyncio.sleep(0.05)
-    worker.send_signal(signal.SIGTERM)
-    _, output = await asyncio.to_thread(worker.communicate, timeout=30)
+    worker.process.send_signal(signal.SIGTERM)
+    code, log = await worker.end()
 
-    assert worker.returncode == 0, output
-    assert log_of(output)[-1]["failed_jobs"] == 1
+    assert code == 0, log
+    assert log[-1]["failed_jobs"] == 1
 
 
 async def test_without_failed_jobs_fail_on_failed_changes_nothing(
-    storage: Storage, stand_in_worker: StandInWorker, environment: dict[str, str]
+    storage: Storage, start: Start
 ) -> None:
     await storage.queue.send(['{"prompt": "a house"}'])
 
-    code, _ = await run(stand_in_worker("--until-empty", "--fail-on-failed"), environment)
+    code, _ = await start("--until-empty", "--fail-on-failed").end()
 
     assert code == 0
 
 
 async def test_a_worker_that_wakes_after_its_leases_are_gone_works_on(
-    storage: Storage, stand_in_worker: StandInWorker, environment: dict[str, str]
+    storage: Storage, start: Start
 ) -> None:
     await storage.queue.send(f'{{"prompt": "a house", "id": "j{each}"}}' for each in range(30))
-    command = stand_in_worker("--until-empty", "--lease-seconds", "2")
-    worker = start(command, environment)
+    worker = start("--until-empty", "--lease-seconds", "2")
     async with asyncio.timeout(60):
         while not [name async for name in storage.blobs.names("default/")]:
             await asyncio.sleep(0.05)
-        worker.send_signal(signal.SIGSTOP)
+        worker.process.send_signal(signal.SIGSTOP)
         await asyncio.sleep(2.2)
         taken = []
         while messages := await storage.queue.receive(32, 2):
             taken += messages  # another worker, which dies: its leases end, too
-        worker.send_signal(signal.SIGCONT)
-    _, output = await asyncio.to_thread(worker.communicate, timeout=60)
+        worker.process.send_signal(signal.SIGCONT)
+    code, log = await worker.end()
 
-    assert worker.returncode == 0, output
+    assert code == 0, log
     assert taken
-    log = log_of(output)
     assert [line for line in log if line["action"] == "lease_lost"]
     assert not [line for line in log if "exception" in line]
     assert len([name async for name in storage.blobs.names("default/")]) == 30

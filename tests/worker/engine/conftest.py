@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import importlib
 import importlib.util
 import sys
 import types
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -135,14 +137,24 @@ def slot_engine(checkpoint: Path) -> slots.SlotEngine:
     return load.load_engine(checkpoint, "cpu", slots=3)
 
 
+@pytest.fixture(scope="session")
+def copy_checkpoint(checkpoint: Path) -> Callable[[device.Precision], checkpoints.Checkpoint]:
+    """Copies the checkpoint, which is read once in each precision: engines change theirs."""
+    cpu = torch.device("cpu")
+
+    @cache
+    def read(precision: device.Precision) -> checkpoints.Checkpoint:
+        return checkpoints.load_checkpoint(checkpoint, cpu, device.find_dtype(precision, cpu))
+
+    return lambda precision: copy.deepcopy(read(precision))
+
+
 @pytest.fixture
-def make_slot_engine(checkpoint: Path) -> Iterator[Callable[..., slots.SlotEngine]]:
+def make_slot_engine(copy_checkpoint: Any) -> Iterator[Callable[..., slots.SlotEngine]]:
     made = []
 
     def make(precision: device.Precision = "auto", **settings: Any) -> slots.SlotEngine:
-        cpu = torch.device("cpu")
-        loaded = checkpoints.load_checkpoint(checkpoint, cpu, device.find_dtype(precision, cpu))
-        made.append(slots.SlotEngine(loaded, **{"slots": 3, **settings}))
+        made.append(slots.SlotEngine(copy_checkpoint(precision), **{"slots": 3, **settings}))
         return made[-1]
 
     yield make
@@ -151,11 +163,11 @@ def make_slot_engine(checkpoint: Path) -> Iterator[Callable[..., slots.SlotEngin
 
 
 @pytest.fixture
-def make_engine(checkpoint: Path) -> Iterator[MakeEngine]:
+def make_engine(copy_checkpoint: Any) -> Iterator[MakeEngine]:
     made = []
 
-    def make(**settings: Any) -> batch_engine.BatchEngine:
-        made.append(batch_engine.load_batch_engine(checkpoint, **{"max_batch": 4, **settings}))
+    def make(max_batch: int = 4, precision: device.Precision = "auto") -> batch_engine.BatchEngine:
+        made.append(batch_engine.BatchEngine(copy_checkpoint(precision), max_batch))
         return made[-1]
 
     yield make

@@ -339,7 +339,8 @@ def test_images_are_the_same_in_company_and_alone(
     draw: Any,
     difference: Any,
 ) -> None:
-    alone = [draw(make_engine(slots=1, is_low_rank=is_low_rank), each)[0] for each in mixed]
+    single = make_engine(slots=1, is_low_rank=is_low_rank)
+    alone = [draw(single, each)[0] for each in mixed]
     together = draw(make_engine(is_low_rank=is_low_rank), *mixed, *reversed(mixed))
     for image, expected in zip(together, [*alone, *reversed(alone)], strict=True):
         assert difference(image, expected) <= ROUNDING
