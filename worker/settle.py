@@ -134,8 +134,6 @@ class Settler:
             await self.put_off(entry)
         elif not entry.has_next_stage:
             await self._completed(entry)
-        elif entry.is_of(self.cancelled_campaigns):
-            await self.cancelled(entry)
         else:
             await self._go_on(entry)
 
@@ -179,12 +177,15 @@ class Settler:
         error = await self._send_next(entry)
         if error is None:
             await self._completed(entry)
+        elif isinstance(error, errors.JobCancelled):
+            await self.cancelled(entry)
         elif entry.settle():  # else it was handed back meanwhile, and its next worker sends it
             await self._not_sent(entry, error)
 
     async def _send_next(self, entry: InFlightJob) -> errors.FleetError | None:
+        send = partial(chains.send_next, self.storage.models, entry, self.cancelled_campaigns)
         try:
-            await self.retry_policy.call(partial(chains.send_next, self.storage.models, entry))
+            await self.retry_policy.call(send)
         except errors.FleetError as error:
             return error
         return None
@@ -229,12 +230,11 @@ class Settler:
             return True
         if not entry.is_all_stored:
             return False
-        if entry.has_next_stage:
-            if entry.is_of(self.cancelled_campaigns):
+        if entry.has_next_stage and (fault := await self._send_next(entry)) is not None:
+            if isinstance(fault, errors.JobCancelled):
                 return False
-            if (fault := await self._send_next(entry)) is not None:
-                await self._not_sent(entry, fault)
-                return True
+            await self._not_sent(entry, fault)
+            return True
         entry.mark_completed()
         await self.pending.put(finish, entry.records, entry.again)
         return True

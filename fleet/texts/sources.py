@@ -61,11 +61,7 @@ class Encoded:
         """
         from worker.engine.pixel import text_stage
 
-        if not text_stage.has_encoder(model):
-            raise errors.SetupError(
-                f"{str(model)!r} has no weights of a T5 encoder (text_encoder/*.safetensors)"
-            )
-        text_stage.require_libraries(model)
+        text_stage.require_encoder(model)
         self.encoder = text_stage.encoder_name(model)
         self._prompts = prompts.by_stem(self.encoder)
         self._model = model

@@ -12,7 +12,7 @@ import logging
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from diffusers import AutoencoderKL, ModelMixin, UNet2DConditionModel
@@ -470,13 +470,16 @@ def network_config(folder: Path, default: Mapping[str, object]) -> dict[str, Any
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A configuration; nothing without its file. Raises SetupError if it is not JSON."""
+    """A configuration; nothing without its file. Raises SetupError if it is no JSON object."""
     if not path.is_file():
         return {}
     try:
-        return cast("dict[str, Any]", json.loads(path.read_text(encoding="utf-8")))
+        found = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise errors.SetupError(f"{str(path)!r} is not JSON: {brief(error)}") from error
+    if not isinstance(found, dict):
+        raise errors.SetupError(f"{str(path)!r} is not a JSON object")
+    return found
 
 
 def brief(error: Exception) -> str:

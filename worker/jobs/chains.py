@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import logging
 
+from imagefleet import errors
+from imagefleet.cancelled import CancelledCampaigns
 from imagefleet.job import chain
 from imagefleet.job.message import DELIVERIES_FIELD, Job, message_fields, message_text
 from imagefleet.storage import protocol, queue_names
@@ -29,17 +31,20 @@ def next_message(job: Job, message: protocol.LeasedMessage) -> tuple[str, Job]:
     return message_text(fields), chain.stage_of_message(whole, field)
 
 
-async def send_next(models: ModelQueues, entry: InFlightJob) -> None:
+async def send_next(models: ModelQueues, entry: InFlightJob, cancelled: CancelledCampaigns) -> None:
     """Sends the stage after that of a job whose image is stored, with the job's priority.
 
     Raises:
         LeaseLost: another worker has the job now, and sends it.
+        JobCancelled: its campaign is; sent later than that was, the stage would be drawn.
     """
     if entry.job is None:
         raise RuntimeError("read the job first")
     body, following = next_message(entry.job, entry.lease.message)
     priority = checked_priority(queue_names.priority_of(entry.lease.message.queue))
     entry.lease.check()
+    if entry.is_of(cancelled):
+        raise errors.JobCancelled
     await models.send([body], priority)
     log.debug(
         "job %s goes on with stage %d of %d",

@@ -403,9 +403,10 @@ def test_a_tokenizer_of_another_model_is_refused(copy: Path) -> None:
         load_checkpoint(copy)
 
 
-def test_a_damaged_configuration_is_named(copy: Path) -> None:
-    (copy / "scheduler" / "scheduler_config.json").write_text("{")
-    with pytest.raises(errors.SetupError, match=r"scheduler_config.json' is not JSON"):
+@pytest.mark.parametrize(("text", "what"), [("{", "JSON"), ("[]", "a JSON object")])
+def test_a_damaged_configuration_is_named(copy: Path, text: str, what: str) -> None:
+    (copy / "scheduler" / "scheduler_config.json").write_text(text)
+    with pytest.raises(errors.SetupError, match=f"scheduler_config.json' is not {what}"):
         load_checkpoint(copy)
 
 

@@ -308,6 +308,33 @@ async def test_a_cancelled_campaign_stops_its_chains(
     assert (counts.images, counts.completed, counts.cancelled) == (1, 0, 1)
 
 
+@local_only
+async def test_a_campaign_that_is_cancelled_while_the_queue_does_not_answer_goes_no_further(
+    storage: Storage,
+    run_pipeline: RunPipeline,
+    chained: Message,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    send, calls = storage.models.send, iter([True])
+
+    async def unanswered(*given: Any) -> None:
+        if next(calls, False):
+            await cancelled.cancel(storage, "spring")
+            await asyncio.sleep(0.1)  # the worker reads the list meanwhile
+            raise errors.TransientError("no answer")
+        await send(*given)
+
+    monkeypatch.setattr("imagefleet.cancelled.LOAD_SECONDS", 0.5)
+    monkeypatch.setattr("imagefleet.cancelled.PERIOD_SECONDS", 0.01)
+    monkeypatch.setattr(storage.models, "send", unanswered)
+    await storage.queue.send([chained(campaign="spring")])
+    engine = Drawing()
+    await run_pipeline(engine)
+    assert engine.drawn == [11]
+    counts = await reader.counts(storage, "spring")
+    assert (counts.images, counts.completed, counts.cancelled) == (1, 0, 1)
+
+
 async def test_a_chain_whose_next_stage_cannot_be_sent_is_delivered_again(
     storage: Storage,
     run_pipeline: RunPipeline,

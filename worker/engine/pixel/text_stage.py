@@ -53,7 +53,7 @@ class TextStage:
         Raises:
             SetupError: one of them is missing or damaged, or a library is missing.
         """
-        require_libraries(folder)
+        require_encoder(folder)
         checkpoint.hide_progress_bars()
         self.name = encoder_name(folder)
         self._clean = clean_caption if _cleans(folder) else text_states.clean
@@ -115,6 +115,15 @@ def _pipeline_class() -> Any:
     finally:
         transformers_logging.set_verbosity(verbosity)
     return IFPipeline
+
+
+def require_encoder(folder: Path) -> None:
+    """Raises SetupError where a stage's folder has no weights of T5, or a library is missing."""
+    if not has_encoder(folder):
+        raise errors.SetupError(
+            f"{str(folder)!r} has no weights of a T5 encoder (text_encoder/*.safetensors)"
+        )
+    require_libraries(folder)
 
 
 def require_libraries(folder: Path) -> None:
@@ -183,12 +192,18 @@ def main(given: list[str] | None = None) -> None:
     parser.add_argument("--device", default="auto", help="'auto', 'cpu', 'cuda' or 'cuda:N'")
     options = parser.parse_args(given)
     try:
+        prompts = ["", *(line.rstrip("\n") for line in sys.stdin)]
+        "".join(prompts).encode()  # bytes that are no text may have come as halves of characters
+    except UnicodeError:
+        sys.exit("text_stage: the prompts are not in UTF-8")
+    try:
         device = devices.find_device(options.device)
         stage = TextStage(options.model, device, devices.find_dtype("auto", device))
+        options.out.mkdir(parents=True, exist_ok=True)
     except errors.FleetError as error:
         sys.exit(f"text_stage: {error.message}")
-    options.out.mkdir(parents=True, exist_ok=True)
-    prompts = ["", *(line.rstrip("\n") for line in sys.stdin)]
+    except OSError as error:
+        sys.exit(f"text_stage: {str(options.out)!r} cannot be made: {error.strerror}")
     for path in write_states(stage, prompts, options.out):
         print(path.name)  # noqa: T201 - what the command is for
 

@@ -178,7 +178,7 @@ def test_the_command_writes_each_prompts_states_once(
 def test_a_folder_without_a_text_encoder_is_refused(without_encoder: Path) -> None:
     assert text_stage.encoder_name(without_encoder) == NAME
     assert not text_stage.has_encoder(without_encoder)
-    with pytest.raises(errors.SetupError, match=r"has no \.safetensors file"):
+    with pytest.raises(errors.SetupError, match="has no weights of a T5 encoder"):
         text_stage.TextStage(without_encoder, torch.device("cpu"), torch.float32)
 
 
@@ -194,3 +194,26 @@ def test_a_tokenizer_that_another_library_has_to_convert_is_refused_by_name(
     (tmp_path / "tokenizer" / "tokenizer.json").rename(tmp_path / "tokenizer" / "spiece.model")
     with pytest.raises(errors.SetupError, match=r"has no tokenizer\.json.*pip install"):
         text_stage.TextStage(tmp_path, torch.device("cpu"), torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("out", "given", "said"),
+    [
+        ("states", b"a house\n\xff\xfe\n", "text_stage: the prompts are not in UTF-8"),
+        ("a-file/states", b"a house\n", "text_stage: .* cannot be made: Not a directory"),
+    ],
+)
+def test_what_the_command_cannot_read_or_write_is_a_sentence(
+    stage: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    out: str,
+    given: bytes,
+    said: str,
+) -> None:
+    (tmp_path / "a-file").touch()
+    command = ["--model", str(stage("base")), "--out", str(tmp_path / out), "--device", "cpu"]
+    for handling in ("strict", "surrogateescape"):  # the second with the locale C
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(given), "utf-8", handling))
+        with pytest.raises(SystemExit, match=said):
+            text_stage.main(command)
