@@ -8,6 +8,7 @@ error. Groups: exact, engine, base, plain, capped, latency_N, and those of `engi
 from __future__ import annotations
 
 import argparse
+import asyncio
 import contextlib
 import functools
 import logging
@@ -40,7 +41,7 @@ from fleet import demo_jobs
 from fleet.bench import baseline, machine, work
 from fleet.bench import engine as bench_engine
 from fleet.bench import jobs as bench_jobs
-from imagefleet import concurrency, errors
+from imagefleet import errors
 from overlap import FarStorage
 from worker.engine import contract
 from worker.engine import device as devices
@@ -151,7 +152,7 @@ def engine(options: Options, channel: Channel) -> None:
 
     settings = bench_engine.worker_settings(setup, "far-away")
     try:
-        far, idle_fraction = concurrency.run(work.work(settings, serve_and_fill, wrap=FarStorage))
+        far, idle_fraction = asyncio.run(work.work(settings, serve_and_fill, wrap=FarStorage))
     except errors.FleetError as error:
         log.exception("the worker failed")
         channel.reply(row="worker", error=f"{type(error).__name__}: {error}"[:500])

@@ -22,7 +22,6 @@ from typing import TYPE_CHECKING, NamedTuple
 from rich.console import Console
 from rich.table import Table
 
-from imagefleet import concurrency
 from imagefleet.storage.open import open_storage
 from imagefleet.storage.protocol import MAX_RECEIVE, LeasedMessage
 from worker.process import run_worker
@@ -57,7 +56,7 @@ def work(folder: Path) -> tuple[WorkerReport, float]:
     """One worker process, until the queue is empty; with its CPU seconds."""
     load = lambda: StandInEngine(capacity=32, size=(16, 16))  # noqa: E731 - a short factory
     began_at = time.process_time()
-    report = concurrency.run(run_worker(settings_for(folder), load=load))
+    report = asyncio.run(run_worker(settings_for(folder), load=load))
     return report, time.process_time() - began_at
 
 
@@ -73,7 +72,7 @@ async def fill(folder: Path, jobs: int) -> float:
 
 
 def delete_all(folder: Path) -> Deleted:
-    return concurrency.run(_delete_all(folder))
+    return asyncio.run(_delete_all(folder))
 
 
 async def _delete_all(folder: Path) -> Deleted:
@@ -111,7 +110,7 @@ async def _delete_all(folder: Path) -> Deleted:
 
 def empty(folder: Path, jobs: int, processes: int) -> tuple[float, list[Deleted]]:
     """Fills a queue, and lets processes empty it; returns messages/s."""
-    concurrency.run(fill(folder, jobs))
+    asyncio.run(fill(folder, jobs))
     with multiprocessing.get_context("spawn").Pool(processes) as pool:
         runs = pool.map(delete_all, [folder] * processes, chunksize=1)
     seconds = max(each.ended_at for each in runs) - min(each.began_at for each in runs)
@@ -164,9 +163,9 @@ def measure_workers(folder: Path, jobs: int) -> dict[str, float]:
     table = Table("worker processes", "messages/s", "CPU a message", "sent/s", "lost", "done twice")
     for processes in (1, 4):
         storage = folder / f"workers-{processes}"
-        sent_per_second = concurrency.run(fill(storage, jobs))
+        sent_per_second = asyncio.run(fill(storage, jobs))
         seconds, runs = drain(storage, processes)
-        names = concurrency.run(stored(storage))
+        names = asyncio.run(stored(storage))
         drawn = sum(report.images + report.jobs.get("duplicate", 0) for report, _ in runs)
         cpu_ms = 1e3 * sum(cpu_seconds for _, cpu_seconds in runs) / jobs
         lost, done_twice = jobs - len(names), drawn - len(names)

@@ -29,7 +29,7 @@ from rich.console import Console, ConsoleRenderable, Group
 from rich.table import Column, Table
 from rich.text import Text
 
-from imagefleet import concurrency, errors, redaction
+from imagefleet import errors, redaction
 from imagefleet.redaction import printable
 from imagefleet.telemetry import logs
 
@@ -86,7 +86,7 @@ stderr = Console(stderr=True)
 def run(coroutine: Coroutine[Any, Any, Result]) -> Result:
     """Runs a command's coroutine; errors end the command as in `one_line_errors`."""
     with one_line_errors():
-        return concurrency.run(coroutine)
+        return asyncio.run(coroutine)
 
 
 def synchronous(

@@ -48,15 +48,6 @@ def cores() -> int:
         return found
 
 
-def run(main: Coroutine[Any, Any, Result]) -> Result:
-    """As `asyncio.run`, on uvloop where there is one: a job then takes a tenth less CPU time."""
-    new_loop: Callable[[], asyncio.AbstractEventLoop] = asyncio.new_event_loop
-    with contextlib.suppress(ImportError):  # Windows, PyPy
-        from uvloop import new_event_loop as new_loop
-    with asyncio.Runner(loop_factory=new_loop) as runner:
-        return runner.run(main)
-
-
 @overload
 async def gather(
     first: Coroutine[Any, Any, First], second: Coroutine[Any, Any, Second], /

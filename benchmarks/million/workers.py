@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import ctypes
 import logging
@@ -16,7 +17,6 @@ from multiprocessing.queues import SimpleQueue
 from pathlib import Path
 from typing import NamedTuple
 
-from imagefleet import concurrency
 from worker.process import run_worker
 from worker.progress import WorkerReport
 from worker.settings import WorkerSettings
@@ -115,7 +115,7 @@ def _work(
         ended[number] += 1
 
     load: Callable[[], StandInEngine] = lambda: StandInEngine(capacity=32)  # noqa: E731
-    reports.put(concurrency.run(run_worker(settings, load=load, on_settled=settled)))
+    reports.put(asyncio.run(run_worker(settings, load=load, on_settled=settled)))
 
 
 def _usage(process: int | None, port: int) -> Usage:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 import time
 from collections.abc import Callable
@@ -15,7 +16,7 @@ import torch
 from fleet import demo_jobs
 from fleet.bench import baseline, machine, random_model, work
 from fleet.bench import jobs as bench_jobs
-from imagefleet import concurrency, errors
+from imagefleet import errors
 from imagefleet.pricing import families
 from worker.engine import contract, load
 from worker.engine import device as devices
@@ -126,9 +127,7 @@ def measure(setup: Setup, options: Options, step: StartStep) -> dict[str, Any]:
     machine.reset_peak(device)
     run = _EngineRun(setup, options, step)
     settings = worker_settings(setup, "from-queue")
-    from_queue, idle_fraction = concurrency.run(
-        work.work(settings, run.load, on_images=run.on_images)
-    )
+    from_queue, idle_fraction = asyncio.run(work.work(settings, run.load, on_images=run.on_images))
     workload = run.workload
     (steps,) = workload.steps
     flops = machine.count_image_flops(setup.model, *workload.sizes[0], steps)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import tempfile
 from collections import deque
@@ -13,7 +14,7 @@ from pathlib import Path
 
 from fleet import console
 from fleet.gate.sides import GPU_ONLY, Engine
-from imagefleet import concurrency, errors
+from imagefleet import errors
 from imagefleet.job.message import Job, text_for_image
 from imagefleet.storage.open import open_storage
 from imagefleet.storage.settings import StorageSettings
@@ -68,7 +69,7 @@ def draw(
 
     engine = load.load_engine(setup.model, setup.device, **side.settings)
     try:
-        images = concurrency.run(_images(jobs, setup, engine))
+        images = asyncio.run(_images(jobs, setup, engine))
         for image, pixels in _drawn(images, engine):
             with _naming(image.job):
                 _write(image, pixels, engine.model_name, folder)

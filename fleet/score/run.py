@@ -109,7 +109,7 @@ def extract(work: Work, processes: int, on_images: OnImages, done: Done) -> None
         on_images(images)
 
     if processes == 1 or len(left) < 2:  # noqa: PLR2004 - one chunk needs no other process
-        concurrency.run(_extract(on_chunks(work, left), count))
+        asyncio.run(_extract(on_chunks(work, left), count))
         return
     shares = [left[first::processes] for first in range(min(processes, len(left)))]
     _in_processes([replace(work, chunks=share) for share in shares], count)
@@ -163,7 +163,7 @@ def _check_ended(child: BaseProcess) -> None:
 def _child(work: Work, connection: Connection) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends it
     try:
-        concurrency.run(_extract(work, connection.send))
+        asyncio.run(_extract(work, connection.send))
     except BrokenPipeError:
         return  # the parent was killed
     except errors.FleetError as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib.util
 import os
 import signal
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from fleet import console, options
-from imagefleet import concurrency, errors
+from imagefleet import errors
 from imagefleet.telemetry import logs
 from worker.settings import MachineSettings, WorkerSettings
 
@@ -146,7 +147,7 @@ def _run_on_terminal(settings: WorkerSettings) -> WorkerReport:
     logs.configure("text", live.LogHandler(console.stderr))
     # An error is printed when the live line is gone.
     with console.one_line_errors(), live.showing(console.stderr) as show:
-        report = concurrency.run(process.run_worker(settings, on_progress=show))
+        report = asyncio.run(process.run_worker(settings, on_progress=show))
     _show(report)
     return report
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import sys
 
-from imagefleet import concurrency, errors
+from imagefleet import errors
 from imagefleet.storage.open import open_storage
 from imagefleet.storage.protocol import Storage
 from imagefleet.storage.settings import Priority
@@ -59,4 +59,4 @@ async def main() -> None:
 
 
 if __name__ == "__main__":
-    concurrency.run(main())
+    asyncio.run(main())

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import asyncio
-import sys
 
 import pytest
 
@@ -87,16 +86,3 @@ async def test_what_runs_beside_a_block_ends_with_it_and_its_error_is_raised() -
     with pytest.raises(errors.TransientError, match="no answer"):
         async with concurrency.beside(work(), fail()):
             await asyncio.sleep(0)
-
-
-async def _loop() -> str:
-    return type(asyncio.get_running_loop()).__module__
-
-
-def test_commands_run_on_uvloop() -> None:
-    assert concurrency.run(_loop()) == "uvloop"
-
-
-def test_commands_run_where_uvloop_cannot_be_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "uvloop", None)
-    assert concurrency.run(_loop()) == "asyncio.unix_events"
