@@ -102,6 +102,26 @@ def _of_checkpoint(path: Path) -> dict[str, Family]:
     return {name: families.of_title(check.family(path))}
 
 
+def add_stages(found: dict[str | None, Work], models: Models, job: Job, jobs: int = 1) -> None:
+    """Adds to the work *found*, by model, that of so many *jobs* as this one, stage by stage.
+
+    Raises:
+        JobError: a stage has a size that its model's family cannot have.
+    """
+    before: families.Size | None = None
+    for stage in chain.left(job):
+        work = found.get(stage.model)
+        if work is None:
+            work = found[stage.model] = Work(stage.model, models.family_of(stage.model))
+        size = work.family.size_of(stage, before)
+        passes = stage.passes(*size, enlarges=work.family.enlarges)
+        images = jobs * stage.images
+        work.jobs += jobs
+        work.images += images
+        work.tflop += images * work.family.passes_tflop(passes)
+        before = passes[-1].width, passes[-1].height
+
+
 def of_source(source: Source, models: Models, on_read: Callable[[int], None]) -> list[Work]:
     """The jobs of a file or a template, by model; a job's own size and steps count.
 
@@ -113,21 +133,10 @@ def of_source(source: Source, models: Models, on_read: Callable[[int], None]) ->
     found: dict[str | None, Work] = {}
 
     def add(place: str, job: Job) -> None:
-        before: families.Size | None = None
-        for stage in chain.left(job):
-            work = found.get(stage.model)
-            if work is None:
-                work = found[stage.model] = Work(stage.model, models.family_of(stage.model))
-            work.jobs += 1
-            work.images += stage.images
-            family = work.family
-            try:
-                size = family.size_of(stage, before)
-                passes = stage.passes(*size, enlarges=family.enlarges)
-            except errors.JobError as error:  # of a size that only the family tells
-                raise errors.SetupError(f"{place}: {error.message}") from None
-            work.tflop += stage.images * family.passes_tflop(passes)
-            before = passes[-1].width, passes[-1].height
+        try:
+            add_stages(found, models, job)
+        except errors.JobError as error:
+            raise errors.SetupError(f"{place}: {error.message}") from None
 
     source.check(0, on_read, add)
     models.refuse_unknown()

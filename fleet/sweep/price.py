@@ -6,10 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fleet.plan import estimate
-from fleet.plan.work import Models, Work
+from fleet.plan.work import Models, Work, add_stages
 from imagefleet import errors
-from imagefleet.job import chain
-from imagefleet.pricing import families, price_file, prices
+from imagefleet.pricing import price_file, prices
 from loadgen.caption_sweep import SweepSource
 
 DEFAULT_GPU = "RTX 3060 Ti"
@@ -92,19 +91,9 @@ def _works(source: SweepSource, models: Models) -> list[Work]:
         SetupError: a stage is of a size that its model's family cannot have.
     """
     found: dict[str | None, Work] = {}
-    count = source.sweep.captions.count
     for job in source.first_jobs():
-        before: families.Size | None = None
-        for stage in chain.left(job):
-            family = models.family_of(stage.model)
-            work = found.setdefault(stage.model, Work(stage.model, family))
-            work.jobs += count
-            work.images += count
-            try:
-                size = family.size_of(stage, before)
-                passes = stage.passes(*size, enlarges=family.enlarges)
-            except errors.JobError as error:
-                raise errors.SetupError(error.message) from None
-            work.tflop += count * family.passes_tflop(passes)
-            before = passes[-1].width, passes[-1].height
+        try:
+            add_stages(found, models, job, source.sweep.captions.count)
+        except errors.JobError as error:
+            raise errors.SetupError(error.message) from None
     return list(found.values())
