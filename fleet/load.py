@@ -55,14 +55,7 @@ def command(
             " with a prompt per line; all but Parquet also as .gz), or - for standard input.",
         ),
     ],
-    form: Annotated[
-        str | None,
-        typer.Option(
-            "--format",
-            metavar="jsonl|json|csv|txt|parquet",
-            help="Format of FILE; default: by its name, and jsonl for standard input.",
-        ),
-    ] = None,
+    form: options.JobFormat = None,
     count: Annotated[
         int | None, typer.Option(min=1, help="Number of jobs; overrides FILE's.")
     ] = None,

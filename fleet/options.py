@@ -52,6 +52,14 @@ CampaignOfImages = Annotated[
     str | None, typer.Option(metavar="NAME", help="Only images of this campaign.")
 ]
 OldReport = Annotated[Path | None, typer.Option("--report", hidden=True)]
+JobFormat = Annotated[
+    str | None,
+    typer.Option(
+        "--format",
+        metavar="jsonl|json|csv|txt|parquet",
+        help="Format of FILE; default: by its name, and jsonl for standard input.",
+    ),
+]
 #: No setting: IMAGEFLEET_PRIORITY is that of a worker on SaladCloud.
 JobPriority = Annotated[
     str,

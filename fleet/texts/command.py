@@ -47,14 +47,7 @@ def add_command(
             metavar="FOLDER", help="A stage in diffusers format, with its text encoder's weights."
         ),
     ] = None,
-    form: Annotated[
-        str | None,
-        typer.Option(
-            "--format",
-            metavar="jsonl|json|csv|txt|parquet",
-            help="Format of FILE; default: by its name, and jsonl for standard input.",
-        ),
-    ] = None,
+    form: options.JobFormat = None,
     count: Annotated[
         int | None, typer.Option(min=1, help="Number of jobs; overrides FILE's.")
     ] = None,
