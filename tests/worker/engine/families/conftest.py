@@ -5,6 +5,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from diffusers import (
@@ -12,12 +13,16 @@ from diffusers import (
     StableDiffusionPipeline,
     StableDiffusionXLPipeline,
 )
+from PIL import Image
 from transformers import CLIPTokenizer
 
 from families import tiny_families
 from imagefleet.job import clip
 from worker.engine import checkpoint as checkpoints
-from worker.engine import load
+from worker.engine import contract, load
+
+#: Of the images that jobs begin with, and of their masks.
+SIDE = 64
 
 
 @pytest.fixture(scope="session")
@@ -83,3 +88,20 @@ def family_pipeline(family_folder: Any) -> Callable[..., Any]:
         return pipeline
 
     return cache(build)
+
+
+@pytest.fixture(scope="session")
+def pixels() -> contract.Pixels:
+    """Large smooth shapes of several colours."""
+    small = np.random.default_rng(3).integers(0, 256, (4, 4, 3), np.uint8)
+    return np.asarray(Image.fromarray(small).resize((SIDE, SIDE), Image.Resampling.BICUBIC))
+
+
+@pytest.fixture(scope="session")
+def mask() -> np.ndarray[Any, Any]:
+    """The right half, with an edge that was blurred, and a corner."""
+    mask = np.zeros((SIDE, SIDE), np.uint8)
+    mask[:, 40:] = 255
+    mask[:, 32:40] = np.linspace(0, 255, 8)
+    mask[:16, :16] = 255
+    return mask

@@ -36,23 +36,6 @@ SAMPLERS = ["euler_ancestral", "euler", "dpmpp_2m", "dpmpp_2m_karras", "ddim", "
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
 
 
-@pytest.fixture(scope="session")
-def pixels() -> contract.Pixels:
-    """Large smooth shapes of several colours."""
-    small = np.random.default_rng(3).integers(0, 256, (4, 4, 3), np.uint8)
-    return np.asarray(Image.fromarray(small).resize((SIZE, SIZE), Image.Resampling.BICUBIC))
-
-
-@pytest.fixture(scope="session")
-def mask() -> np.ndarray[Any, Any]:
-    """The right half, with an edge that was blurred, and a corner."""
-    mask = np.zeros((SIZE, SIZE), np.uint8)
-    mask[:, 40:] = 255
-    mask[:, 32:40] = np.linspace(0, 255, 8)
-    mask[:16, :16] = 255
-    return mask
-
-
 @pytest.fixture
 def request_of(make_request: Any, pixels: contract.Pixels) -> Any:
     def make(strength: float = 0.6, init: dict[str, Any] | None = None, **changes: Any) -> Any:

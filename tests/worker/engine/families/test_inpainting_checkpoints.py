@@ -126,23 +126,6 @@ def draw_in_diffusers(pipeline: Any, encodes_means: None) -> Any:
     return draw
 
 
-@pytest.fixture(scope="session")
-def pixels() -> contract.Pixels:
-    """Large smooth shapes of several colours."""
-    small = np.random.default_rng(3).integers(0, 256, (4, 4, 3), np.uint8)
-    return np.asarray(Image.fromarray(small).resize((SIZE, SIZE), Image.Resampling.BICUBIC))
-
-
-@pytest.fixture(scope="session")
-def mask() -> np.ndarray[Any, Any]:
-    """The right half, with an edge that was blurred, and a corner."""
-    mask = np.zeros((SIZE, SIZE), np.uint8)
-    mask[:, 40:] = 255
-    mask[:, 32:40] = np.linspace(0, 255, 8)
-    mask[:16, :16] = 255
-    return mask
-
-
 @pytest.fixture
 def request_of(make_request: Any) -> Any:
     def make(**changes: Any) -> Any:
