@@ -187,8 +187,8 @@ async def test_a_node_that_goes_wrong_is_found_within_200_jobs_and_its_images_ar
     engine = BreakingEngine(way and way(), GOOD)
     with pytest.raises(errors.NodeError, match="this node draws wrong images"):
         await run_pipeline(engine)
-    (record,) = await records(storage)
-    suspects, all_stored = set(record["images"]), await stored(storage)
+    found, all_stored = await records(storage), await stored(storage)
+    suspects = {name for record in found for name in record["images"]}
     if way is not None:
         assert engine.wrong
         assert len(engine.wrong & all_stored) <= 200
@@ -204,8 +204,11 @@ async def test_a_node_that_goes_wrong_is_found_within_200_jobs_and_its_images_ar
     depth = await storage.queue.depth()
     assert depth.messages >= JOBS - len(all_stored)
     assert (await storage.poison.depth()).messages == 0
-    assert record["worker"] == "test-worker"
-    assert record["since"] <= record["until"]
+    # Weights may be found wrong before any image was stored since they were last right.
+    assert len(found) == 1 or (way is None and not found)
+    for record in found:
+        assert record["worker"] == "test-worker"
+        assert record["since"] <= record["until"]
 
 
 @pytest.mark.parametrize("way", WAYS)
