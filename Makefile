@@ -1,5 +1,6 @@
 # `demo` and `test` to begin with, `check` while you work, `bench` and `chaos` for what the README
-# claims, `fuzz` for readers of untrusted text, `docs` for the site. Each sets up what it needs, from Python 3.11 or newer, make and git.
+# claims, `images` for the containers, `fuzz` for readers of untrusted text, `docs` for the site. Each
+# sets up what it needs, from Python 3.11 or newer, make and git.
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -14,7 +15,7 @@ PROCESSES := 3
 # Nothing here may load a model over the network.
 export HF_HUB_OFFLINE := 1
 
-.PHONY: demo test check bench chaos fuzz docs
+.PHONY: demo test check bench chaos images fuzz docs
 
 demo: $(INSTALLED)
 	$(BIN)/imagefleet demo
@@ -38,6 +39,10 @@ bench: $(INSTALLED)
 # minutes. `make test` has a short one.
 chaos: $(INSTALLED) $(AZURITE)
 	PYTHONPATH=. $(BIN)/python tests/chaos/storm.py --jobs 2000 --kills 100 --faults 1000
+
+# Both images, built and run: two minutes. `make test` has the light one, without torch.
+images: $(INSTALLED) $(CONTAINER)
+	BUILD_WORKER_IMAGE=1 IMAGEFLEET_REQUIRE_CONTAINER=1 $(BIN)/pytest --quiet tests/deploy/test_container.py
 
 # Everything that reads what others wrote, with damaged examples; and every command under every failure
 # that could make it print a secret. `make test` has a short one.

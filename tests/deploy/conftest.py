@@ -35,6 +35,9 @@ REPOSITORY = Path(__file__).parents[2]
 DEBIAN = Path(__file__).parent / "debian"
 REQUIRED = bool(os.environ.get("IMAGEFLEET_REQUIRE_CONTAINER"))
 
+#: The worker's, which takes more time than all other tests of these files: `make images`.
+IS_WORKER_BUILT = bool(os.environ.get("BUILD_WORKER_IMAGE"))
+
 #: Base, two images and the intermediate layers; most of it torch.
 NEEDED_BYTES = 8 * 2**30
 
@@ -314,10 +317,11 @@ def builder() -> Iterator[Builder]:
 
 @pytest.fixture(scope="session")
 def images(builder: Builder) -> dict[str, Image]:
-    """Both images, or only the light one if torch comes with gigabytes of CUDA."""
+    """The light one, and the worker's if that is asked for and torch comes without CUDA."""
     pip = [sys.executable, "-m", "pip", "show", "torch"]
     torch = subprocess.run(pip, capture_output=True, text=True, check=True).stdout
-    return builder.build(["light", "worker"] if "+cpu" in torch else ["light"])
+    is_worker_built = IS_WORKER_BUILT and "+cpu" in torch
+    return builder.build(["light", "worker"] if is_worker_built else ["light"])
 
 
 @pytest.fixture
@@ -326,9 +330,12 @@ def light_image(images: dict[str, Image]) -> Image:
 
 
 @pytest.fixture
-def worker_image(images: dict[str, Image]) -> Image:
+def worker_image(request: pytest.FixtureRequest) -> Image:
+    if not IS_WORKER_BUILT:
+        pytest.skip("`make images` builds the worker's image")
+    images: dict[str, Image] = request.getfixturevalue("images")
     if "worker" not in images:
-        _skip("torch comes with CUDA here, gigabytes that a test should not download")
+        pytest.skip("torch comes with CUDA here, gigabytes that a test should not download")
     return images["worker"]
 
 
