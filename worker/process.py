@@ -371,11 +371,10 @@ class _Worker:
         with contextlib.ExitStack() as stack:
             if self._kernels is not None:
                 self._kernels.wait(graph)
-            if self._member is not None:
-                versions = metadata.version("torch"), version(), self._gpu
-                depends_on = (*versions, settings.precision, settings.fp16_accumulate, graph)
-                folder = compiling.kernel_cache()
-                stack.enter_context(compiling.by_one_first(folder, repr(depends_on)))
+            versions = metadata.version("torch"), version(), self._gpu
+            depends_on = (*versions, settings.precision, settings.fp16_accumulate, graph)
+            folder = compiling.kernel_cache()
+            stack.enter_context(compiling.by_one_first(folder, repr(depends_on)))
             if self._kernels is not None:
                 stack.enter_context(self._kernels.compiling(graph))
             yield

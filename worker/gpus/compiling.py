@@ -1,4 +1,4 @@
-"""The kernels of a machine's GPUs: the first worker compiles them, the others find them cached."""
+"""A machine's kernels: one worker compiles them, the others and later ones find them cached."""
 
 from __future__ import annotations
 
@@ -59,5 +59,5 @@ def _acquire(lock: FileLock) -> None:
     try:
         lock.acquire(blocking=False)
     except Timeout:
-        log.info("waiting for another GPU's kernels", extra={"action": "compile_awaited"})
+        log.info("waiting for another worker's kernels", extra={"action": "compile_awaited"})
         lock.acquire()

@@ -98,11 +98,10 @@ def test_a_worker_draws_first_and_each_graph_is_compiled_once_on_a_machine(
     given: dict[str, Any] = {}
     monkeypatch.setattr(load, "load_engine", lambda *_, **rest: given.update(rest))
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-    member: Any = SimpleNamespace(gpu="0")
     settings = worker_settings(model=str(DEMO_MODEL), compile="auto")
     stop, hurry = asyncio.Event(), asyncio.Event()
     ignore = lambda _: None  # noqa: E731 - shorter
-    worker = process._Worker(settings, None, ignore, None, None, stop, hurry, member)
+    worker = process._Worker(settings, None, ignore, None, None, stop, hurry)
     worker._load_engine(Checkpoint("demo", settings))
     assert given["compile"] == "background"
     with given["around_compiling"]("the UNet"), given["around_compiling"]("the VAE"):
@@ -124,7 +123,6 @@ def test_a_checkout_that_is_not_installed_compiles_too(
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     worker: Any = SimpleNamespace(
         _settings=WorkerSettings(model="m", device="cuda"),
-        _member=object(),
         _gpu="RTX 4090",
         _kernels=None,
     )
