@@ -40,9 +40,11 @@ bench: $(INSTALLED)
 chaos: $(INSTALLED) $(AZURITE)
 	PYTHONPATH=. $(BIN)/python tests/chaos/storm.py --jobs 2000 --kills 100 --faults 1000
 
-# Both images, built and run: two minutes. `make test` has the light one, without torch.
-images: $(INSTALLED) $(CONTAINER)
-	BUILD_WORKER_IMAGE=1 IMAGEFLEET_REQUIRE_CONTAINER=1 $(BIN)/pytest --quiet tests/deploy/test_container.py
+# Both container images built and run, and the ten commands of deploy/README.md with them: some minutes.
+# `make test` has the light image, without torch.
+images: $(INSTALLED) $(AZURITE) $(CONTAINER)
+	BUILD_WORKER_IMAGE=1 IMAGEFLEET_REQUIRE_CONTAINER=1 IMAGEFLEET_REQUIRE_AZURITE=1 \
+	  $(BIN)/pytest --quiet tests/deploy/test_container.py tests/deploy/test_ten_commands.py
 
 # Everything that reads what others wrote, with damaged examples; and every command under every failure
 # that could make it print a secret. `make test` has a short one.

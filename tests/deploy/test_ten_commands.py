@@ -1,4 +1,4 @@
-"""deploy/README.md's ten commands, read from it and run in order.
+"""deploy/README.md's ten commands, read from it and run in order (by `make images`).
 
 The storage is Azurite, SaladCloud its fakes. The images are really built, with torch for CPUs and
 the demo's checkpoint; the worker really draws, with tokens from a broker in the console's image.
@@ -389,10 +389,10 @@ def operator(
     return Operator(checkout, environment)
 
 
+@pytest.mark.usefixtures("worker_image")  # built before: to install torch takes minutes
 @pytest.mark.timeout(600)  # the first test that needs the images builds them
 def test_the_ten_commands_lead_from_nothing_to_images(
     steps: list[Step],
-    images: dict[str, Any],
     operator: Operator,
     salad: Any,
     salad_module: Any,
@@ -402,8 +402,6 @@ def test_the_ten_commands_lead_from_nothing_to_images(
     cloud: Any,
     start_app: Callable[[list[str]], None],
 ) -> None:
-    if "worker" not in images:
-        pytest.skip("torch comes with CUDA here, gigabytes that a test should not download")
     queue = QueueClient.from_connection_string(connection, "jobs", api_version=API_VERSION)
     blobs = ContainerClient.from_connection_string(connection, "images", api_version=API_VERSION)
     printed: dict[int, str] = {}
