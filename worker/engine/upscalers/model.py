@@ -27,8 +27,8 @@ log = logging.getLogger(__name__)
 #: Networks on the device: the usual ones have 33 MiB in float16.
 KEPT = 3
 
-#: Pixels on a tile's side at first, and the least: halved while the memory is short. ESRGAN needs
-#: some 2.5 GB for 512 in float16.
+#: Pixels on a tile's side at first, and the least: halved while the memory is short, and doubled
+#: again for the next image. ESRGAN needs some 2.5 GB for 512 in float16.
 TILE, LEAST_TILE = 512, 64
 
 _RGB = 3
@@ -49,7 +49,7 @@ class Upscaler:
             self._dtype = torch.bfloat16
         self._network = network.eval().to(device, self._dtype)
         self._device = device
-        self._tile = TILE
+        self._tile = self._least_tile = TILE
 
     @torch.inference_mode()
     def enlarge(self, pixels: contract.Pixels) -> contract.Pixels:
@@ -72,12 +72,15 @@ class Upscaler:
             # Outside the handler, where the error's traceback no longer holds any tensors.
             self._tile //= 2
             torch.cuda.empty_cache()
-            log.warning(
-                "the upscaler %s ran out of memory: it goes on in tiles of %d pixels",
-                self.name,
-                self._tile,
-                extra={"action": "upscaler_tiles"},
-            )
+            if self._tile < self._least_tile:
+                self._least_tile = self._tile
+                log.warning(
+                    "the upscaler %s ran out of memory: it goes on in tiles of %d pixels",
+                    self.name,
+                    self._tile,
+                    extra={"action": "upscaler_tiles"},
+                )
+        self._tile = min(2 * self._tile, TILE)  # others' need of memory comes and goes
         levels = enlarged.clamp_(0, 1).mul_(255).round_().to(torch.uint8)
         found: contract.Pixels = levels.permute(1, 2, 0).cpu().numpy()
         return np.ascontiguousarray(found)

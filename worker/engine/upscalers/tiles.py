@@ -33,17 +33,18 @@ def run(
 ) -> torch.Tensor:
     """The network's output [3, height * scale, width * scale] in float32 for [3, height, width].
 
-    *network* takes and returns batches of one. Sides of more than *tile* pixels are cut.
+    *network* takes and returns batches of one. Sides of more than *tile* pixels are cut, and put
+    together in the host's memory: 2048x2048 four times as wide and high takes a gigabyte.
     """
     _, height, width = image.shape
     rows, columns = spans(height, tile), spans(width, tile)
     if len(rows) == len(columns) == 1:
         return network(image[None])[0].float()
-    total = torch.zeros(3, height * scale, width * scale, device=image.device)
-    weights = torch.zeros(height * scale, width * scale, device=image.device)
-    for down, top, bottom in _weighted(rows, scale, image.device):
-        for across, left, right in _weighted(columns, scale, image.device):
-            part = network(image[None, :, top:bottom, left:right])[0].float()
+    total = torch.zeros(3, height * scale, width * scale)
+    weights = torch.zeros(height * scale, width * scale)
+    for down, top, bottom in _weighted(rows, scale):
+        for across, left, right in _weighted(columns, scale):
+            part = network(image[None, :, top:bottom, left:right])[0].float().cpu()
             weight = down[:, None] * across
             place = (slice(top * scale, bottom * scale), slice(left * scale, right * scale))
             total[:, *place] += part * weight
@@ -51,21 +52,19 @@ def run(
     return total.div_(weights)
 
 
-def _weighted(
-    spans_: list[tuple[int, int]], scale: int, device: torch.device
-) -> Iterator[tuple[torch.Tensor, int, int]]:
+def _weighted(spans_: list[tuple[int, int]], scale: int) -> Iterator[tuple[torch.Tensor, int, int]]:
     """Each span with its weights [pixels of the output]: 1, and less across what is shared."""
     for index, (start, end) in enumerate(spans_):
-        weight = torch.ones((end - start) * scale, device=device)
+        weight = torch.ones((end - start) * scale)
         if index:
             shared = (spans_[index - 1][1] - start) * scale
-            weight[:shared] *= _ramp(shared, device)
+            weight[:shared] *= _ramp(shared)
         if index < len(spans_) - 1:
             shared = (end - spans_[index + 1][0]) * scale
-            weight[-shared:] *= _ramp(shared, device).flip(0)
+            weight[-shared:] *= _ramp(shared).flip(0)
         yield weight, start, end
 
 
-def _ramp(length: int, device: torch.device) -> torch.Tensor:
+def _ramp(length: int) -> torch.Tensor:
     """Above 0 everywhere, so that no pixel is without weight."""
-    return (torch.arange(length, device=device) + 0.5) / length
+    return (torch.arange(length) + 0.5) / length

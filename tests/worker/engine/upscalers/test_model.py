@@ -45,16 +45,16 @@ def test_an_image_is_enlarged_by_the_network_itself(build: Build) -> None:
     assert np.array_equal(upscaler.enlarge(pixels), esrgan.enlarge(network, pixels))
 
 
-def test_tiles_become_smaller_where_the_memory_is_short(
+def test_tiles_become_smaller_while_the_memory_is_short(
     build: Build, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     path, network = build()
     upscaler = model.read_upscaler("4x-tiny", path, CPU)
-    run, sizes = model.tiles.run, []
+    run, sizes, longest = model.tiles.run, [], 128
 
     def short(network: Network, image: torch.Tensor, scale: int, tile: int) -> torch.Tensor:
         sizes.append(tile)
-        if tile > 128:
+        if tile > longest:
             raise torch.cuda.OutOfMemoryError
         return run(network, image, scale, tile)
 
@@ -64,8 +64,12 @@ def test_tiles_become_smaller_where_the_memory_is_short(
     # A pixel of an ESRGAN sees far, and at a tile's edge zeros; this one sees less far.
     assert np.abs(upscaler.enlarge(pixels) - whole).mean() < 1
     upscaler.enlarge(pixels)
-    assert sizes == [512, 256, 128, 128]
-    assert "tiles of 128 pixels" in caplog.text
+    assert sizes == [512, 256, 128, 256, 128]
+    assert [record.args for record in caplog.records] == [("4x-tiny", 256), ("4x-tiny", 128)]
+    longest = 512
+    for _ in range(3):
+        upscaler.enlarge(pixels)
+    assert sizes[5:] == [256, 512, 512]
 
 
 def test_an_image_for_which_no_tile_is_small_enough_is_tried_again_elsewhere(
