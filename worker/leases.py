@@ -65,14 +65,14 @@ class LeaseKeeper:
         self.lease_seconds = lease_seconds
         self._queue = queue
         self._on_renewal = on_renewal
-        self._leases: set[Lease] = set()
+        self._leases: dict[Lease, None] = {}  # in their order, unlike a set's
         self._slots = asyncio.Semaphore(CONCURRENT_RENEWALS)
         self._warning = logs.Occasion()
 
     def hold(self, message: protocol.LeasedMessage, leased_at: float) -> Lease:
         """Keeps a message leased by a call that began at *leased_at* (monotonic seconds)."""
         lease = Lease(message, leased_at + self.lease_seconds)
-        self._leases.add(lease)
+        self._leases[lease] = None
         return lease
 
     async def run(self) -> None:
@@ -81,6 +81,7 @@ class LeaseKeeper:
         while True:
             half_way = time.monotonic() + self.lease_seconds / 2
             due = [lease for lease in self._leases if lease.expires_at <= half_way]
+            due.sort(key=lambda lease: lease.expires_at)
             await asyncio.gather(*(self._renew(lease) for lease in due))
             await asyncio.sleep(pause_seconds)
 
@@ -124,7 +125,7 @@ class LeaseKeeper:
 
     def drop(self, lease: Lease) -> None:
         """Forgets a lease, which expires by itself."""
-        self._leases.discard(lease)
+        self._leases.pop(lease, None)
 
     async def _end(self, lease: Lease, call: Awaitable[None]) -> None:
         try:
@@ -133,7 +134,7 @@ class LeaseKeeper:
             self._mark_lost(lease)
             raise
         lease.state = LeaseState.ENDED
-        self._leases.discard(lease)
+        self._leases.pop(lease, None)
 
     async def _renew(self, lease: Lease) -> None:
         async with lease.lock, self._slots:
@@ -166,7 +167,7 @@ class LeaseKeeper:
 
     def _mark_lost(self, lease: Lease) -> None:
         lease.state = LeaseState.LOST
-        self._leases.discard(lease)
+        self._leases.pop(lease, None)
         log.warning(
             "the lease on message %s is lost: another worker may have it",
             lease.message.id,

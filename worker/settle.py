@@ -57,7 +57,7 @@ class Settler:
     outcomes: Counter[str] = field(default_factory=Counter, init=False)
     model_name: str = field(default="", init=False)
     """The model whose jobs are in flight."""
-    in_flight: set[InFlightJob] = field(default_factory=set, init=False)
+    in_flight: dict[InFlightJob, None] = field(default_factory=dict, init=False)  # in order
     nothing_in_flight: asyncio.Event = field(default_factory=asyncio.Event, init=False)
 
     def __post_init__(self) -> None:
@@ -71,7 +71,7 @@ class Settler:
 
     def add(self, entry: InFlightJob) -> None:
         """From here on the job is in flight, until it is settled."""
-        self.in_flight.add(entry)
+        self.in_flight[entry] = None
         self.nothing_in_flight.clear()
 
     async def attempt(
@@ -488,7 +488,7 @@ class Settler:
 
     def _ended(self, entry: InFlightJob, outcome: Outcome) -> None:
         self.keeper.drop(entry.lease)
-        self.in_flight.discard(entry)
+        self.in_flight.pop(entry, None)
         self.pending.job_ended()
         if not self.in_flight:
             self.nothing_in_flight.set()

@@ -159,3 +159,24 @@ async def test_a_dropped_lease_is_no_longer_renewed(storage: Storage) -> None:
     async with running(keeper):
         await asyncio.sleep(0.7 * LEASE_SECONDS)
     assert lease.message.receipt == receipt
+
+
+async def test_leases_that_end_first_are_renewed_first(storage: Storage) -> None:
+    renewed: list[str] = []
+
+    class Noting(FlakyQueue):
+        async def renew(
+            self, message: LeasedMessage, lease_seconds: float, body: str | None = None
+        ) -> LeasedMessage:
+            renewed.append(message.body)
+            return await super().renew(message, lease_seconds, body)
+
+    queue = Noting(storage.queue, lost_replies=0)
+    keeper = LeaseKeeper(queue, LEASE_SECONDS)  # type: ignore[arg-type]
+    now = time.monotonic()
+    for body, seconds in (("last", 0.3), ("first", 0.1), ("second", 0.2)):
+        (await take(storage, keeper, body)).expires_at = now + seconds
+    async with running(keeper):
+        while len(renewed) < 3:
+            await asyncio.sleep(0.01)
+    assert renewed[:3] == ["first", "second", "last"]
