@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from fleet import console, demo_jobs, options
+from fleet import console, demo_cascade, demo_jobs, options
 from fleet.demo_jobs import INVALID_MESSAGE
 from fleet.worker import command as worker
 from imagefleet import aio, errors
@@ -59,6 +59,10 @@ def command(
     directory: Annotated[
         Path, typer.Option(help="Folder for the queue, the images and the contact sheet.")
     ] = Path("demo-output"),
+    cascade: Annotated[
+        bool,
+        typer.Option("--cascade", help="Jobs in two stages instead: a cascade in pixels."),
+    ] = False,
     json_file: options.JsonFile = None,
     report_file: options.OldReport = None,
     as_json: options.AsJson = False,
@@ -71,19 +75,27 @@ def command(
     imagefleet demo
 
     imagefleet demo --directory /tmp/demo --json-file /tmp/demo.json
+
+    imagefleet demo --cascade
     """
     with console.one_line_errors():
         json_file = options.renamed("--report", report_file, "--json-file", json_file)
         console.check_writable(json_file)
         worker.require_libraries()
-        model = demo_jobs.find_checkpoint()
-        valid = (model / "demo_jobs.jsonl").read_text(encoding="utf-8").splitlines()
-        messages = demo_jobs.messages(valid)
+        if cascade:
+            model = ",".join(map(str, demo_cascade.find_stages()))
+            loras, messages = None, demo_cascade.messages()
+        else:
+            checkpoint = demo_jobs.find_checkpoint()
+            model, loras = str(checkpoint), checkpoint / "loras"
+            valid = (checkpoint / "demo_jobs.jsonl").read_text(encoding="utf-8").splitlines()
+            messages = demo_jobs.messages(valid)
         storage = directory / "storage"
         given = {
             "storage": f"local:{storage}",
             "model": model,
-            "lora_directory": model / "loras",
+            "lora_directory": loras,
+            "compile": "off",  # it takes longer than the whole demo
             "until_empty": True,
             "cache": storage / "cache",
             "name": "demo",
@@ -102,7 +114,7 @@ def command(
     if as_json:
         console.print_json(record)
     else:
-        _show(report, settings, storage)
+        _show(report, settings, storage, cascade=cascade)
 
 
 def _prepare(storage: Path) -> None:
@@ -140,17 +152,28 @@ async def _demo(settings: WorkerSettings, directory: Path, messages: list[str]) 
 
     jobs = [Job.model_validate_json(each) for each in messages if each != INVALID_MESSAGE]
     async with aio.Fleet(open_storage(settings)) as fleet:
-        batch = await fleet.submit(jobs, campaign=demo_jobs.CAMPAIGN)
-        await fleet.storage.queue.send([INVALID_MESSAGE])  # the client would refuse it
-        watch, worker_report = await _work(settings, directory / "worker.log")
-        if watch.ended_jobs < len(messages):
-            console.print_note(f"stopped after {watch.ended_jobs} of {len(messages)} jobs")
+        batch = await fleet.submit(jobs, campaign=jobs[0].campaign)
+        # The client would refuse it.
+        await fleet.storage.queue.send([each for each in messages if each == INVALID_MESSAGE])
+        is_cascade = any(job.then for job in jobs)
+        log_file = directory / "worker.log"
+        watch, worker_report = await _work(settings, log_file, is_cascade=is_cascade)
+        drawn = sum(job.stages for job in jobs) + len(messages) - len(jobs)
+        if watch.ended_jobs < drawn:
+            console.print_note(f"stopped after {watch.ended_jobs} of {drawn} jobs")
             raise typer.Exit(console.EXIT_INTERRUPTED)
         failed = (await fleet.depth()).failed.messages
         results = {result.id: result async for result in batch.results()}
-        images = [await results[each].data() for each in batch.ids if results[each].blobs]
+        ended = [results[each] for each in batch.ids if results[each].blobs]
+        images = [await each.data() for each in ended]
+        firsts = [await fleet.storage.blobs.read(job.blob_name(0)) for job in jobs if job.then]
     sheet = directory / "contact-sheet.png"
-    console.write_file(sheet, contact_sheet.draw_contact_sheet(images))
+    if is_cascade:
+        pairs = [(one, two) for one, two in zip(firsts, images, strict=True) if one is not None]
+        drawn_sheet = demo_cascade.draw_sheet(pairs)
+    else:
+        drawn_sheet = contact_sheet.draw_contact_sheet(images)
+    console.write_file(sheet, drawn_sheet)
     seconds = watch.ended_at - watch.ready_at
     dollars = seconds / 3600 * prices.gpu_dollars_per_hour(PRICED_GPU, PRICED_PRIORITY)
     return DemoReport(
@@ -166,7 +189,9 @@ async def _demo(settings: WorkerSettings, directory: Path, messages: list[str]) 
     )
 
 
-async def _work(settings: WorkerSettings, log: Path) -> tuple[_Stopwatch, WorkerReport]:
+async def _work(
+    settings: WorkerSettings, log: Path, *, is_cascade: bool
+) -> tuple[_Stopwatch, WorkerReport]:
     from fleet.worker import live
     from worker import process
 
@@ -190,27 +215,36 @@ async def _work(settings: WorkerSettings, log: Path) -> tuple[_Stopwatch, Worker
             watch.ended_at = time.monotonic()
             watch.ended_jobs += 1
 
+    if is_cascade:  # the worker changes between its models, and loading them is part of that
+        watch.ready_at = time.monotonic()
     with live.showing(console.stderr) as show:
         report = await process.run_worker(
-            settings, load=load, on_settled=on_settled, on_progress=show
+            settings,
+            load=None if is_cascade else load,
+            on_settled=on_settled,
+            on_progress=show,
         )
     return watch, report
 
 
-def _show(report: DemoReport, settings: WorkerSettings, storage: Path) -> None:
+def _show(report: DemoReport, settings: WorkerSettings, storage: Path, *, cascade: bool) -> None:
     price = prices.gpu_dollars_per_hour(PRICED_GPU, PRICED_PRIORITY)
+    loading = "with loading both models" if cascade else "without loading the model"
     facts = {
         "images": f"{report.images} in {storage / settings.container}",
         "contact sheet": report.contact_sheet,
-        "images/s": f"{report.images_per_second:.2f}"
-        f" ({report.seconds:.1f} s without loading the model)",
+        "images/s": f"{report.images_per_second:.2f} ({report.seconds:.1f} s {loading})",
         "engine idle": f"{console.percent(report.engine_idle_fraction)} of the time",
         "images per dollar": f"{report.images_per_dollar:,.0f}: this machine's speed at the price"
         f" of an {PRICED_GPU} ({PRICED_PRIORITY} priority, ${price:.2f}/h). The demo's model is a"
         " hundredth of Stable Diffusion's size: not comparable",
         "failed jobs": f"{report.failed}, invalid on purpose; list them with:",
     }
+    if cascade:
+        del facts["failed jobs"]
     console.print_facts(facts)
+    if cascade:
+        return
     # As it was called: by name, or by a path where it is not on the PATH.
     script = sys.argv[0]
     name = Path(script).name

@@ -15,7 +15,9 @@ import pytest
 from PIL import Image
 
 import forks
+from fleet import demo_cascade
 from imagefleet.signing import SigningKey
+from pixel import tiny_cascade
 
 COMMAND = Path(sys.executable).with_name("imagefleet")
 
@@ -80,6 +82,53 @@ def test_the_demo_runs_end_to_end_and_starts_anew_after_ctrl_c(
     assert failed.returncode == 0, failed.stderr
     assert "stepz" in failed.stdout
     assert "no-such-style" in failed.stdout
+
+
+@pytest.mark.timeout(300)
+def test_the_cascades_demo_draws_and_shows_both_stages(tmp_path: Path) -> None:
+    for name in ("base", "sr"):
+        tiny_cascade.build(tmp_path / "cascade" / name, name)
+    program = """
+import pathlib, sys
+from fleet import demo_cascade, main
+demo_cascade.TRAINED = pathlib.Path("cascade")
+sys.argv = ["imagefleet", "demo", "--cascade", "--json-file", "demo.json"]
+main.main()
+"""
+    result = run(sys.executable, "-c", program, cwd=tmp_path)
+
+    assert result.returncode == 0, result.stderr
+    assert "with loading both models" in result.stdout
+    assert "failed jobs" not in result.stdout
+    report = json.loads((tmp_path / "demo.json").read_text())
+    count = len(demo_cascade.PROMPTS)
+    assert (report["jobs"], report["images"], report["failed"]) == (count, 2 * count, 0)
+    folder = tmp_path / "demo-output" / "storage" / "images" / demo_cascade.CAMPAIGN
+    assert len(list(folder.iterdir())) == 2 * count
+    with (
+        Image.open(tmp_path / report["contact_sheet"]) as sheet,
+        Image.open(folder / "01.png") as small,
+        Image.open(folder / "01~2.png") as large,
+    ):
+        assert (small.size, large.size) == ((16, 16), (32, 32))
+        for left, image in ((12, small), (12 + 176, large)):
+            shown = sheet.crop((left, 12, left + 176, 12 + 176))
+            enlarged = image.convert("RGB").resize((176, 176), Image.Resampling.NEAREST)
+            assert shown.tobytes() == enlarged.tobytes()
+
+
+def test_without_its_weights_the_cascades_demo_says_so_in_one_line(tmp_path: Path) -> None:
+    program = """
+import pathlib, sys
+from fleet import demo_cascade, main
+demo_cascade.TRAINED = pathlib.Path("nowhere")
+sys.argv = ["imagefleet", "demo", "--cascade"]
+main.main()
+"""
+    result = run(sys.executable, "-c", program, cwd=tmp_path)
+
+    assert result.returncode == 2
+    assert result.stderr == "error: the demo's cascade 'nowhere/base' does not exist\n"
 
 
 def test_a_folder_that_is_not_the_demos_is_not_emptied(tmp_path: Path) -> None:

@@ -1,0 +1,80 @@
+"""`imagefleet demo --cascade`: jobs in two stages, of a cascade in pixels, and their sheet."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from PIL import Image
+
+from fleet import contact_sheet
+from imagefleet import errors
+
+CAMPAIGN = "demo-cascade"
+
+_IN_WHEEL = Path(__file__).with_name("demo_cascade_model")
+
+#: The cascade's two stages: inside the package, or in a checkout of the source.
+TRAINED = _IN_WHEEL if _IN_WHEEL.is_dir() else Path(__file__).resolve().parents[1] / "demo_cascade"
+
+#: The folders of the stages, which are the names of their models.
+STAGES = ("base", "sr")
+
+PROMPTS = (
+    *("a red house, in a meadow", "a blue fish, in the sea", "a green tree, in the snow"),
+    *("a yellow star, at night", "an orange cat, plain background", "a purple umbrella, in a city"),
+    *("a red car, in the desert", "a pink heart, in a forest", "three red apples, in a meadow"),
+    *("a white boat to the left of a yellow sun", "a brown cup next to a green leaf"),
+    "a large blue butterfly, in the forest",
+)
+
+_FIRST = {"model": "base", "sampler_name": "DDPM", "steps": 30, "cfg_scale": 3}
+
+#: IF's own level of the noise on the image that is enlarged.
+_SECOND = {"model": "sr", "steps": 20, "cfg_scale": 1.5, "denoising_strength": 0.25}
+
+#: Pairs of images in a row of the sheet.
+_COLUMNS = 3
+
+
+def find_stages() -> list[Path]:
+    """The folders of both stages.
+
+    Raises:
+        SetupError: one is missing.
+    """
+    folders = [TRAINED / name for name in STAGES]
+    for folder in folders:
+        if not folder.is_dir():
+            raise errors.SetupError(f"the demo's cascade {str(folder)!r} does not exist")
+    return folders
+
+
+def messages() -> list[str]:
+    """The jobs, in order."""
+    found: list[dict[str, Any]] = [
+        {"id": f"{number:02}", "campaign": CAMPAIGN, "prompt": prompt, "seed": number}
+        for number, prompt in enumerate(PROMPTS, start=1)
+    ]
+    return [json.dumps({**each, **_FIRST, "then": [_SECOND]}) for each in found]
+
+
+def draw_sheet(pairs: Sequence[tuple[bytes, bytes]]) -> bytes:
+    """A PNG of images of both stages side by side, the base's enlarged without smoothing."""
+    tile, margin = contact_sheet.TILE_PIXELS, contact_sheet.MARGIN_PIXELS
+    width = margin + _COLUMNS * (2 * tile + margin)
+    rows = -(-len(pairs) // _COLUMNS)
+    sheet = Image.new("RGB", (width, margin + rows * (tile + margin)), "white")
+    for index, pair in enumerate(pairs):
+        row, column = divmod(index, _COLUMNS)
+        left, top = margin + column * (2 * tile + margin), margin + row * (tile + margin)
+        for place, data in enumerate(pair):
+            with Image.open(io.BytesIO(data)) as image:
+                shown = image.convert("RGB").resize((tile, tile), Image.Resampling.NEAREST)
+            sheet.paste(shown, (left + place * tile, top))
+    stored = io.BytesIO()
+    sheet.save(stored, "PNG", optimize=True)
+    return stored.getvalue()
