@@ -1,7 +1,8 @@
-"""What a stage is trained on: noise, and the share of the variance between its bounds.
+"""What a stage is trained on: its prediction, and the share of the variance between its bounds.
 
 The hybrid loss of Nichol and Dhariwal (2021), section 3.1: the squared error of the noise, and a
-little of the variational bound, whose gradient reaches the variance alone.
+little of the variational bound, whose gradient reaches the variance alone. A stage whose scheduler
+says so predicts the velocity instead of the noise (Salimans and Ho, 2022).
 """
 
 from __future__ import annotations
@@ -35,7 +36,10 @@ class StageLoss:
         betas = 1 - alphas / before
         posterior = ((1 - before) / (1 - alphas) * betas).clamp_min(_LEAST_VARIANCE)
         snr = alphas / (1 - alphas)
-        weights = snr.clamp_max(_MOST_SNR) / snr
+        self._is_velocity = scheduler.config.prediction_type == "v_prediction"
+        # The squared error of a velocity is that of the image times 1 + SNR, of a noise times SNR.
+        errors = 1 + snr if self._is_velocity else snr
+        weights = errors.clamp_max(_MOST_SNR) / errors
 
         def table(values: Tensor) -> Tensor:
             return values.float().to(device)[:, None, None, None]
@@ -50,7 +54,7 @@ class StageLoss:
     def __call__(
         self, unet: UNet2DConditionModel | Any, pictures: Tensor, states: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """The noise's and the variance's part of the loss.
+        """The prediction's and the variance's part of the loss.
 
         Args:
             unet: of the stage; may be compiled.
@@ -65,9 +69,13 @@ class StageLoss:
         x = noisy if inputs is None else torch.cat([noisy, inputs], dim=1)
         output = unet(x, timesteps, encoder_hidden_states=states, **known).sample.float()
         predicted, share = output.chunk(2, dim=1)
-        errors = (predicted - noise).square().mean((1, 2, 3))
-        of_noise = (self._weights[timesteps] * errors).mean()
-        return of_noise, self._variance(timesteps, noise - predicted.detach(), share)
+        signal, sigma = self._signal[timesteps], self._noise[timesteps]
+        wanted = signal * noise - sigma * target if self._is_velocity else noise
+        missed = wanted - predicted
+        errors = missed.square().mean((1, 2, 3))
+        of_prediction = (self._weights[timesteps] * errors).mean()
+        missed_image = (sigma if self._is_velocity else sigma / signal) * missed.detach()
+        return of_prediction, self._variance(timesteps, missed_image, share)
 
     def _prepare(self, pictures: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """What is drawn, and for the second stage the enlarged image with noise, and its level."""
@@ -85,14 +93,13 @@ class StageLoss:
         images = self._signal[levels] * images + self._noise[levels] * noise
         return pictures.float() / 127.5 - 1, images, levels
 
-    def _variance(self, timesteps: Tensor, missed_noise: Tensor, share: Tensor) -> Tensor:
+    def _variance(self, timesteps: Tensor, missed_image: Tensor, share: Tensor) -> Tensor:
         """The bound in bits a value, as far as it depends on the variance.
 
         The first timestep has none: nothing is drawn after it.
         """
         small, large = self._small_log[timesteps], self._large_log[timesteps]
         log = (share + 1) / 2 * (large - small) + small
-        missed_image = self._noise[timesteps] / self._signal[timesteps] * missed_noise
         # An estimate is limited to the image's range when it is drawn with.
         missed = self._of_image[timesteps] * missed_image.clamp(-2, 2)
         bits = log - small + torch.exp(small - log) - 1 + missed.square() * torch.exp(-log)

@@ -99,11 +99,15 @@ def build_unet(stage: StageName) -> UNet2DConditionModel:
 
 
 def make_scheduler(stage: StageName) -> DDPMScheduler:
-    """The scheduler of IF's stage of that name."""
+    """The scheduler of IF's stage of that name.
+
+    The second stage predicts the velocity. With the noise, as IF does, small errors at the first
+    timesteps become wrong colours, and it takes far more training until they are small.
+    """
     return DDPMScheduler(
         beta_schedule="squaredcos_cap_v2",
         variance_type="learned_range",
-        prediction_type="epsilon",
+        prediction_type="epsilon" if stage == "base" else "v_prediction",
         thresholding=True,
         dynamic_thresholding_ratio=0.95,
         sample_max_value=1.5 if stage == "base" else 1.0,

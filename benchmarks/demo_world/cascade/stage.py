@@ -40,14 +40,22 @@ class StageTraining:
     """A stage's networks with their optimizer and moving average."""
 
     def __init__(
-        self, stage: StageName, device: torch.device, encoder: nn.Module | None = None
+        self,
+        stage: StageName,
+        device: torch.device,
+        encoder: nn.Module | None = None,
+        *,
+        is_bfloat16: bool = False,
     ) -> None:
         """*encoder*: trained with the base, given to the second stage; None for a new one."""
         self.stage = stage
+        self._is_bfloat16 = is_bfloat16
         self.step, self.seconds = 0, 0.0
         self._device = device
         self.tokenizer = networks.build_tokenizer()
-        self.unet = networks.build_unet(stage).to(device, memory_format=torch.channels_last)
+        # Slower than the usual layout on a CPU.
+        layout = torch.channels_last if device.type == "cuda" else torch.contiguous_format
+        self.unet = networks.build_unet(stage).to(device, memory_format=layout)
         self._is_joint = encoder is None
         self.encoder = encoder or networks.build_text_encoder(self.tokenizer)
         self.encoder.requires_grad_(self._is_joint).to(device)
@@ -120,14 +128,14 @@ class StageTraining:
                 break
             schedule.set_learning_rate(self._optimizer, self.step, progress, LEARNING_RATE)
             pictures.take(wait=pictures.ready < limits.batch)
-            of_noise, of_variance = self._step(unet, *pictures.batch(limits.batch))
+            of_prediction, of_variance = self._step(unet, *pictures.batch(limits.batch))
             self.step += 1
             clock, spent = time.monotonic(), clock
             self.seconds += clock - spent
             if self.step % _REPORT_STEPS == 0:
                 print(
-                    f"{self.stage}: step {self.step}  {self.seconds:.0f} s  noise"
-                    f" {float(of_noise):.4f}  variance {float(of_variance):.4f}"
+                    f"{self.stage}: step {self.step}  {self.seconds:.0f} s  loss"
+                    f" {float(of_prediction):.4f}  variance {float(of_variance):.4f}"
                     f"  {pictures.ready} pictures",
                     flush=True,
                 )
@@ -140,13 +148,13 @@ class StageTraining:
     def _step(self, unet: Any, images: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
         dropped = torch.rand(len(ids), 1, device=self._device) < CAPTION_DROPOUT
         ids = torch.where(dropped, self._empty, ids)
-        with schedule.autocast(self._device):
+        with torch.autocast(self._device.type, torch.bfloat16, enabled=self._is_bfloat16):
             with torch.set_grad_enabled(self._is_joint):
                 states = networks.encode(self.encoder, ids)
-            of_noise, of_variance = self._loss(unet, images, states)
+            of_prediction, of_variance = self._loss(unet, images, states)
         self._optimizer.zero_grad(set_to_none=True)
-        (of_noise + of_variance).backward()
+        (of_prediction + of_variance).backward()
         torch.nn.utils.clip_grad_norm_(self._parameters, 1.0)
         self._optimizer.step()
         self._average.update()
-        return of_noise.detach(), of_variance.detach()
+        return of_prediction.detach(), of_variance.detach()

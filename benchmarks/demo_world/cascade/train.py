@@ -58,7 +58,8 @@ class _Run:
         print(f"[{time.monotonic() - self.started_at:.0f} s] {message}", flush=True)
 
     def open(self, stage: StageName, encoder: Any = None) -> StageTraining:
-        training = StageTraining(stage, self.device, encoder)
+        is_bfloat16 = self.device.type == "cuda" or self.options.bfloat16
+        training = StageTraining(stage, self.device, encoder, is_bfloat16=is_bfloat16)
         if stage in self.state:
             training.load(self.state[stage])
         return training
@@ -127,6 +128,7 @@ def main(given: list[str] | None = None) -> None:
     parser.add_argument("--sr-steps", type=int, default=12_000)
     parser.add_argument("--sr-batch", type=int, default=256)
     parser.add_argument("--save-seconds", type=float, default=60)
+    parser.add_argument("--bfloat16", action="store_true", help="on a CPU too, if it can do it")
     parser.add_argument("--eager", action="store_true", help="without torch.compile on a GPU")
     parser.add_argument("--seed", type=int, default=0, help="of the weights and the noise")
     options = parser.parse_args(given)
