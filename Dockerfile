@@ -80,8 +80,8 @@ COPY fleet fleet
 COPY imagefleet imagefleet
 COPY loadgen loadgen
 COPY worker worker
-# The demo's checkpoint stays out: a change of the code ships as a few hundred kilobytes.
-RUN mkdir demo_model && \
+# The demo's models stay out: a change of the code ships as a few hundred kilobytes.
+RUN mkdir demo_model demo_cascade && \
     pip install --no-deps --no-build-isolation --prefix=/project/installed .
 
 # What writes the SBOM, in an environment of its own.

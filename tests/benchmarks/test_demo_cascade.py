@@ -171,10 +171,11 @@ def test_the_second_stage_is_trained_on_what_the_engine_gives_it(
 
 
 @pytest.mark.parametrize("name", ["base", "sr"])
-def test_the_loss_is_none_for_the_true_noise_at_the_least_variance(
+def test_the_loss_is_none_for_a_true_prediction_at_the_least_variance(
     name: networks.StageName,
 ) -> None:
-    alphas = networks.make_scheduler(name).alphas_cumprod
+    scheduler = networks.make_scheduler(name)
+    alphas = scheduler.alphas_cumprod
     drawn = torch.randint(0, 256, (8, 3, 64, 64), dtype=torch.uint8)
     side = networks.SIDES[name]
     target = torch.nn.functional.adaptive_avg_pool2d(drawn.float(), side) / 127.5 - 1
@@ -182,12 +183,14 @@ def test_the_loss_is_none_for_the_true_noise_at_the_least_variance(
     def oracle(x: torch.Tensor, timesteps: torch.Tensor, **_: Any) -> Any:
         alpha = alphas[timesteps][:, None, None, None]
         noise = (x[:, :3] - alpha.sqrt() * target) / (1 - alpha).sqrt()
-        return type("Output", (), {"sample": torch.cat([noise, -torch.ones_like(noise)], dim=1)})
+        predicted = noise if name == "base" else alpha.sqrt() * noise - (1 - alpha).sqrt() * target
+        share = -torch.ones_like(noise)
+        return type("Output", (), {"sample": torch.cat([predicted, share], dim=1)})
 
-    loss = StageLoss(name, networks.make_scheduler(name), CPU)
-    of_noise, of_variance = loss(oracle, drawn, torch.zeros(8, 77, 96))
+    loss = StageLoss(name, scheduler, CPU)
+    of_prediction, of_variance = loss(oracle, drawn, torch.zeros(8, 77, 96))
 
-    assert float(of_noise) < 1e-3
+    assert float(of_prediction) < 1e-3
     assert abs(float(of_variance)) < 1e-3
 
 
@@ -200,9 +203,7 @@ def test_the_variance_is_best_where_it_covers_the_estimates_error() -> None:
     best = shares[int(np.argmin(bounds))]
     small, large = loss._small_log[500], loss._large_log[500]
     log = float((best + 1) / 2 * (large - small) + small)
-    expected = float(small.exp()) + float(loss._of_image[500]) ** 2 * float(
-        (0.1 * loss._noise[500] / loss._signal[500]) ** 2
-    )
+    expected = float(small.exp()) + (0.1 * float(loss._of_image[500])) ** 2
 
     assert log == pytest.approx(np.log(expected), abs=0.01)
 
