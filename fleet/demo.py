@@ -164,13 +164,14 @@ async def _demo(settings: WorkerSettings, directory: Path, messages: list[str]) 
             raise typer.Exit(console.EXIT_INTERRUPTED)
         failed = (await fleet.depth()).failed.messages
         results = {result.id: result async for result in batch.results()}
-        ended = [results[each] for each in batch.ids if results[each].blobs]
-        images = [await each.data() for each in ended]
-        firsts = [await fleet.storage.blobs.read(job.blob_name(0)) for job in jobs if job.then]
+        pairs = [(results[each], job) for each, job in zip(batch.ids, jobs, strict=True)]
+        pairs = [(result, job) for result, job in pairs if result.blobs]
+        images = [await result.data() for result, _ in pairs]
+        firsts = [await fleet.storage.blobs.read(job.blob_name(0)) for _, job in pairs if job.then]
     sheet = directory / "contact-sheet.png"
     if is_cascade:
-        pairs = [(one, two) for one, two in zip(firsts, images, strict=True) if one is not None]
-        drawn_sheet = demo_cascade.draw_sheet(pairs)
+        both = zip(firsts, images, strict=True)
+        drawn_sheet = demo_cascade.draw_sheet([(one, two) for one, two in both if one is not None])
     else:
         drawn_sheet = contact_sheet.draw_contact_sheet(images)
     console.write_file(sheet, drawn_sheet)
