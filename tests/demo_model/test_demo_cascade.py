@@ -51,7 +51,7 @@ def test_a_stage_predicts_what_the_training_says(name: networks.StageName) -> No
 def test_both_stages_show_the_things_of_captions_that_training_never_had() -> None:
     scenes, texts = zip(*pictures.held_out_scenes(CAPTIONS, SEED), strict=True)
     options = argparse.Namespace(
-        sampler="ddpm", steps=30, sr_steps=20, guidance=3.0, sr_guidance=1.5, noise=0.25
+        sampler="ddpm", steps=30, sr_steps=20, guidance=3.0, sr_guidance=1.0, noise=0.05
     )
     small, large = measure.draw_cascade(demo_cascade.TRAINED, texts, "cpu", options)
     assert {image.shape for image in small} == {(16, 16, 3)}
