@@ -33,7 +33,7 @@ PROMPTS = (
 
 _FIRST = {"model": "base", "sampler_name": "DDPM", "steps": 30, "cfg_scale": 3}
 
-#: With as little noise on the image that is enlarged as does best (`demo_world/cascade/measure.py`).
+#: Little noise on the image that is enlarged does best (`demo_world/cascade/measure.py`).
 _SECOND = {"model": "sr", "steps": 20, "cfg_scale": 1, "denoising_strength": 0.05}
 
 #: Pairs of images in a row of the sheet.

@@ -32,7 +32,7 @@ from worker.engine import contract, load
 
 ROOT = Path(__file__).resolve().parents[3]
 
-#: The level of the noise on the image that is enlarged. With IF's own, 0.25, fewer things are right.
+#: The level of the noise on the image that is enlarged. With IF's 0.25 fewer things are right.
 _STRENGTH = 0.05
 
 #: Of the scenes; other ones than `demo_model/captions.txt`, which they are drawn like.
