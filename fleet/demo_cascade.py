@@ -8,9 +8,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from PIL import Image
-
-from fleet import contact_sheet
 from imagefleet import errors
 
 CAMPAIGN = "demo-cascade"
@@ -64,6 +61,10 @@ def messages() -> list[str]:
 
 def draw_sheet(pairs: Sequence[tuple[bytes, bytes]]) -> bytes:
     """A PNG of images of both stages side by side, the base's enlarged without smoothing."""
+    from PIL import Image  # the other commands start without it
+
+    from fleet import contact_sheet
+
     tile, margin = contact_sheet.TILE_PIXELS, contact_sheet.MARGIN_PIXELS
     width = margin + _COLUMNS * (2 * tile + margin)
     rows = -(-len(pairs) // _COLUMNS)
