@@ -424,12 +424,14 @@ class SlotEngine:
         self._add(SlotJob(job.ticket, following, batch_key, job.urgent, first_pass=first_pass))
 
     def _stage_ahead(self) -> None:
-        """Begins to stage the next jobs, as far as there is room for their LoRAs."""
+        """Begins to stage the next jobs, as far as there is room for their LoRAs.
+
+        Each lane's, for all of its slots: lanes that take turns also end their images together.
+        """
         lanes = [lane for lane in self._lanes if lane.waiting.jobs]
         lanes.sort(key=self._lanes.urgency, reverse=True)
-        nexts = itertools.zip_longest(*(lane.waiting.jobs[: self.slots] for lane in lanes))
-        jobs = [job for each in nexts for job in each if job is not None][: self.slots]
-        self._stager.begin_within(jobs)
+        nexts = itertools.zip_longest(*(lane.waiting.jobs[: lane.slots] for lane in lanes))
+        self._stager.begin_within([job for each in nexts for job in each if job is not None])
 
     @torch.no_grad()
     def _fit_memory(self, slots: int | None) -> int:

@@ -75,7 +75,7 @@ def drawn_meanwhile(
     while engine.is_compiling:
         images += draw(engine, make_request(width=32, height=32))
         noticed.append(torch.compiler.is_compiling())
-        time.sleep(0.5)  # tracing is what takes long
+        time.sleep(0.05)  # tracing is what takes long
     return engine, images, noticed
 
 

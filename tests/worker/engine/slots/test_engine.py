@@ -326,6 +326,17 @@ def test_what_is_staged_ahead_takes_no_more_than_its_room(
     assert assembled == [begun <= at < min(begun + 3, engine.slots) for at in range(len(waiting))]
 
 
+def test_all_lanes_next_jobs_are_staged_ahead(make_slot_engine: Any, make_request: Any) -> None:
+    engine = make_slot_engine(slots=2)
+    for ticket in range(8):
+        request = make_request(seed=ticket, width=(64, 32)[ticket % 2])
+        engine.admit(ticket, engine.prepare(request))
+    engine.tick()
+    waiting = {lane.batch_key.width: lane.waiting.jobs for lane in engine._lanes}
+    assert [job.staging is not None for job in waiting[64]] == [True, True]
+    assert [job.staging is not None for job in waiting[32]] == [True, True, False, False]
+
+
 def test_loras_of_jobs_that_start_together_take_no_more_than_what_is_staged_ahead(
     make_slot_engine: Any,
     make_request: Any,
