@@ -77,6 +77,8 @@ ROWS = (
     Row("lokr", "loras", 8, 6),
     Row("locon_sixth", "loras", 8, 6),
     Row("gaps", "loras", 10, 20),
+    Row("one_size", "sizes", 10, 6),
+    Row("large_size", "sizes", 10, 6),
     Row("sizes", "sizes", 24, 8),
     Row("prompts", "prompts", 16, 8),
     Row("company", "company", 0, 40, fills=True, tolerates=True),
@@ -124,6 +126,7 @@ GOALS = {
     "lokr_over_rank_32": ("0.90", "0.95"),
     "dora_over_rank_32": ("0.90", "0.95"),
     "sizes_mixed_by_pixels": ("0.90", "0.95"),
+    "large_size_by_pixels": ("", ""),
     "prompts_mixed_over_rank_32": ("", ""),
     "gpu_gap_fraction": ("< 0.02", "< 0.01"),
     "company_psnr_db": ("> 45", ""),
@@ -394,7 +397,10 @@ def summarise_jobs(rows: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     return {
         **{f"{row}_over_rank_32": quotient(found(row), found("rank_32")) for row in COMPARED},
         "sizes_mixed_by_pixels": quotient(
-            found("sizes", "pixels_per_second"), found("rank_32", "pixels_per_second")
+            found("sizes", "pixels_per_second"), found("one_size", "pixels_per_second")
+        ),
+        "large_size_by_pixels": quotient(
+            found("large_size", "pixels_per_second"), found("one_size", "pixels_per_second")
         ),
         "prompts_mixed_over_rank_32": quotient(found("prompts"), found("rank_32")),
         "gpu_gap_fraction": rounded(found("gaps", "gpu_gap_fraction")),

@@ -107,18 +107,28 @@ def loras(options: Options, channel: Channel) -> None:
 
 
 def sizes(options: Options, channel: Channel) -> None:
-    """Three sizes in equal parts, each job another LoRA of rank 32."""
+    """Three sizes in equal parts, and two of them alone; each job another LoRA of rank 32."""
     setup, slots, prefix = limit(options)
     engine, workload, warmth = warm(options, setup, setup.workload, slots, ("per_slot",))
-    workload = replace(workload, sizes=TINY_SIZES if options.is_tiny else SIZES)
-    for width, height in workload.sizes:
+    mixed = TINY_SIZES if options.is_tiny else SIZES
+    for width, height in mixed:
         engine.warm_up(width, height)
 
-    def measure(seconds: float) -> Figures:
-        bench_engine.draw_a_round(engine, workload)
-        return rate(engine, workload, options, warmth, seconds)
+    def measure(sizes: tuple[tuple[int, int], ...], seconds: float) -> Figures:
+        drawn = replace(workload, sizes=sizes)
+        bench_engine.draw_a_round(engine, drawn)
+        return rate(engine, drawn, options, warmth, seconds)
 
-    channel.serve({f"{prefix}sizes": measure})
+    channel.serve(
+        {
+            f"{prefix}{row}": functools.partial(measure, sizes)
+            for row, sizes in {
+                "one_size": mixed[:1],
+                "large_size": mixed[1:2],
+                "sizes": mixed,
+            }.items()
+        }
+    )
 
 
 def prompts(options: Options, channel: Channel) -> None:

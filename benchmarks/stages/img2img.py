@@ -217,7 +217,10 @@ def main() -> None:
     arguments = parser.parse_args()
     model = tiny_model.build_tiny_checkpoint(arguments.folder / "tiny") if arguments.tiny else None
     setup = bench_engine.prepare(model, arguments.folder, arguments.device, 1, arguments.family)
-    engine = load.load_engine(setup.model, arguments.device, slots=arguments.slots)
+    # No job has a LoRA.
+    engine = load.load_engine(
+        setup.model, arguments.device, slots=arguments.slots, compiled_modes=("shared",)
+    )
     native = replace(setup.workload, loras=(), sizes=(engine.default_size,))
     work.draw(engine, [native.request(at) for at in range(engine.slots)])
     controlnet = arguments.folder / f"{setup.model.name}-controlnet.safetensors"
