@@ -81,6 +81,8 @@ class SlotEngine:
         self._checkpoint = checkpoint
         self._device: torch.device = checkpoint.unet.device
         self._on_gpu = self._device.type == "cuda"
+        # Not on a CPU, where a tick takes longer than staging a job.
+        self._draws_while_staging = self._on_gpu
         if backend is not None:
             layers.replace_group_norms(checkpoint.unet)
             layers.replace_group_norms(checkpoint.vae)
@@ -224,6 +226,7 @@ class SlotEngine:
         lane = self._lanes.next()
         try:
             if lane is not None:
+                self._stage_ahead()
                 self._refill(lane, finished)
                 if lane.active:
                     self._step(lane)
@@ -323,19 +326,25 @@ class SlotEngine:
     def _fill(self, lane: Lane) -> list[int]:
         """Assigns jobs to the free slots; returns these slots.
 
-        No more than have room for their LoRAs. The others start in the next ticks, and end in other
-        ones from then on, so that LoRAs are staged while the slots draw.
+        No more than have room for their LoRAs, and none that is still being staged once the lane is
+        half full without. They start in the next ticks, and end in other ones from then on, so that
+        LoRAs are staged while the slots draw.
         """
         free = [slot for slot in range(lane.slots) if slot not in lane.active]
         started: list[SlotJob] = []
+        ready = len(lane.active)
         while len(started) < len(free) and self._lanes.takes_jobs(lane):
             job = lane.waiting.take(self._weights.merged or None)
             if job is None:
                 break
-            if len(staging.first_within(self._stager.room_bytes, [*started, job])) <= len(started):
+            room_bytes = self._stager.room_bytes
+            has_room = len(staging.first_within(room_bytes, [*started, job])) > len(started)
+            may_wait = self._draws_while_staging and 2 * ready >= lane.slots
+            if not has_room or (may_wait and job.is_being_staged):
                 lane.waiting.jobs.insert(0, job)
                 break
             started.append(job)
+            ready += not job.is_being_staged
         lane.active |= dict(zip(free, started, strict=False))
         return free[: len(started)]
 

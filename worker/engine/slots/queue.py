@@ -172,6 +172,10 @@ class SlotJob:
     """True once its slot holds its weights; not needed while the shared ones serve all slots."""
 
     @property
+    def is_being_staged(self) -> bool:
+        return self.staging is not None and not self.staging.done()
+
+    @property
     def ranks(self) -> dict[convolution.Shape, int]:
         """Of its changes of convolutions, if it has any and slots can hold them.
 

@@ -1,0 +1,156 @@
+"""What is staged while slots draw, and when its jobs start."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from worker.engine import contract
+
+#: Out of 255: see test_engine.py.
+ROUNDING = 2
+
+
+def lora(path: Path) -> contract.Lora:
+    return contract.Lora(path.stem, path, 1.0, 1.0)
+
+
+def test_ticks_do_not_wait_for_a_job_that_is_staged_ahead(
+    make_slot_engine: Any, make_request: Any, monkeypatch: Any
+) -> None:
+    engine = make_slot_engine(slots=1)
+    original, may_go_on = engine._stager._encode, threading.Event()
+
+    def encode(job: Any, loras: Any) -> Any:
+        if job.ticket == 1:
+            assert may_go_on.wait(60)
+        return original(job, loras)
+
+    monkeypatch.setattr(engine._stager, "_encode", encode)
+    for ticket in range(2):
+        engine.admit(ticket, engine.prepare(make_request(steps=3, seed=ticket)))
+    finished: list[int] = []
+    for _ in range(3):
+        finished += [each.ticket for each in engine.tick()]
+    assert finished == [0]
+    may_go_on.set()
+    while engine.busy:
+        finished += [each.ticket for each in engine.tick()]
+    assert finished == [0, 1]
+
+
+def test_a_lane_that_is_half_full_draws_while_the_next_job_is_still_being_staged(
+    make_slot_engine: Any, make_request: Any, monkeypatch: Any
+) -> None:
+    engine = make_slot_engine(slots=2)
+    engine._draws_while_staging = True  # as on a GPU
+    original, may_go_on = engine._stager._encode, threading.Event()
+
+    def encode(job: Any, loras: Any) -> Any:
+        assert job.ticket == 0 or may_go_on.wait(60)
+        return original(job, loras)
+
+    monkeypatch.setattr(engine._stager, "_encode", encode)
+    engine.admit(0, engine.prepare(make_request(steps=4)))
+    engine.tick()
+    engine.admit(1, engine.prepare(make_request(steps=4, seed=1)))
+    finished = [each.ticket for _ in range(3) for each in engine.tick()]
+    assert finished == [0]
+    may_go_on.set()
+    while engine.busy:
+        finished += [each.ticket for each in engine.tick()]
+    assert finished == [0, 1]
+
+
+def test_loras_are_not_read_while_slots_are_filled(
+    slot_engine: Any, make_request: Any, lora_paths: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start, reading = slot_engine._start, []
+
+    def read_meanwhile(*arguments: Any) -> None:
+        request = make_request(loras=(contract.Lora("next", lora_paths[0], 1.0, 1.0),))
+        reading.append(threads.submit(slot_engine.prepare, request))
+        with pytest.raises(TimeoutError):
+            reading[0].result(timeout=0.1)
+        start(*arguments)
+
+    monkeypatch.setattr(slot_engine, "_start", read_meanwhile)
+    with ThreadPoolExecutor(1) as threads:
+        slot_engine.admit(0, slot_engine.prepare(make_request(steps=1)))
+        slot_engine.tick()
+        assert reading[0].result(timeout=20).loras
+
+
+@pytest.mark.parametrize(("room", "begun"), [(0, 1), (2.5, 2), (9, 4)])
+def test_what_is_staged_ahead_takes_no_more_than_its_room(
+    make_slot_engine: Any,
+    make_request: Any,
+    lora_paths: list[Path],
+    room: float,
+    begun: int,
+) -> None:
+    engine = make_slot_engine(slots=4)
+    requests = [make_request(seed=seed, loras=(lora(lora_paths[0]),)) for seed in range(8)]
+    prepared = [engine.prepare(request) for request in requests]
+    engine._stager.room_bytes = int(room * prepared[0].unet_pack.size_bytes)
+    for ticket, one in enumerate(prepared):
+        engine.admit(ticket, one)
+    engine.tick()
+    (only,) = engine._lanes
+    waiting = only.waiting.jobs
+    assert sum(job.staging is not None for job in waiting) == begun
+    # In host memory there is room for the next ones.
+    assembled = [job.assembling is not None for job in waiting]
+    assert assembled == [begun <= at < min(begun + 3, engine.slots) for at in range(len(waiting))]
+
+
+def test_all_lanes_next_jobs_are_staged_ahead(make_slot_engine: Any, make_request: Any) -> None:
+    engine = make_slot_engine(slots=2)
+    for ticket in range(8):
+        request = make_request(seed=ticket, width=(64, 32)[ticket % 2])
+        engine.admit(ticket, engine.prepare(request))
+    engine.tick()
+    waiting = {lane.batch_key.width: lane.waiting.jobs for lane in engine._lanes}
+    assert [job.staging is not None for job in waiting[64]] == [True, True]
+    assert [job.staging is not None for job in waiting[32]] == [True, True, False, False]
+
+
+def test_loras_of_jobs_that_start_together_take_no_more_than_what_is_staged_ahead(
+    make_slot_engine: Any,
+    make_request: Any,
+    lora_paths: list[Path],
+    draw: Any,
+    difference: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engine = make_slot_engine(slots=4)
+    requests = [
+        make_request(seed=seed, loras=(lora(lora_paths[seed % 3]),), steps=3) for seed in range(8)
+    ]
+    expected = draw(engine, *requests)
+    size_bytes = engine.prepare(requests[0]).lora_bytes
+    engine._stager.room_bytes = int(2.5 * size_bytes)
+    stage, at_once = engine._stager.try_to_stage, []
+
+    def count(job: Any) -> Any:
+        failure = stage(job)
+        active = [each for one in engine._lanes for each in one.active.values()]
+        at_once.append(sum(bool(each.staged and each.staged.loras) for each in active))
+        return failure
+
+    monkeypatch.setattr(engine._stager, "try_to_stage", count)
+    images = draw(engine, *requests)
+    assert len(at_once) == len(requests)
+    assert max(at_once) == 2
+    for ticket, request in enumerate(requests):
+        engine.admit(ticket, engine.prepare(request))
+    (only,) = engine._lanes
+    for drawing in (2, 4):  # the others' LoRAs are staged meanwhile
+        engine.tick()
+        assert len(only.active) == drawing
+    for pair in zip(images, expected, strict=True):
+        assert difference(*pair) <= ROUNDING
