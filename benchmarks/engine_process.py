@@ -156,10 +156,14 @@ def rate(
     warmth: Figures,
     seconds: float,
 ) -> Figures:
-    """Images/s of the engine alone, always full."""
+    """Images/s of the engine alone, always full; of one size, or of several."""
     machine.reset_peak(options.torch_device)
     cpu_seconds, began_at = time.process_time(), time.perf_counter()
-    measured = work.drive(engine, workload.requests(), seconds)
+    width = None
+    if len(workload.sizes) == 1:
+        key = engine._runner.batch_key(*workload.sizes[0])  # noqa: SLF001
+        width = engine._lanes.slots_of(key, engine.default_size)  # noqa: SLF001
+    measured = work.drive(engine, workload.requests(), seconds, width=width)
     cores = (time.process_time() - cpu_seconds) / (time.perf_counter() - began_at)
     return {
         "images_per_second": measured.images_per_second,

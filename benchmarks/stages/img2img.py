@@ -10,8 +10,9 @@ larger size counts as many rows of the native size as it takes the time of in tx
 pixels also mean longer attention. A row with a ControlNet counts as many as it has the arithmetic
 of (`controlnet_by_flops`: 1 if the ControlNet costs its arithmetic alone); all those jobs have the
 same random one, and images of their own. Shares compare rates of one run; the file's other figures
-stay. `--kinds img2img,inpainting,hires,hires_lanczos,controlnet` measures more, or fewer, `--alone`
-each kind alone as well. `--tiny` tries it on a CPU, with meaningless figures.
+stay, and it is written after each rate. `--kinds img2img,inpainting,hires,hires_lanczos,controlnet`
+measures more, or fewer, `--alone` each kind alone as well. `--tiny` tries it on a CPU, with
+meaningless figures.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import statistics
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -41,7 +43,6 @@ from fleet.bench import engine as bench_engine
 from fleet.bench import jobs as bench_jobs
 from fleet.bench import machine, work
 from worker.engine import contract, load
-from worker.engine import device as devices
 from worker.engine.passes import steps
 from worker.engine.slots import step
 from worker.engine.slots.engine import SlotEngine
@@ -156,32 +157,36 @@ def _has_large(kinds: Sequence[str]) -> bool:
     return any(name.startswith("hires") for name in kinds)
 
 
-def measure(run: Run, kinds: Sequence[str], *, alone: bool) -> dict[str, Any]:
-    """Rows a second of each kind of jobs, and their shares."""
+def measure(run: Run, kinds: Sequence[str], *, alone: bool) -> Iterator[dict[str, Any]]:
+    """The figures so far, after each rate: rows a second of each kind of jobs, and their shares."""
     rows: dict[str, float] = {}
-
-    def add(name: str, requests: Requests) -> None:
+    for name, requests in _workloads(run, kinds, alone=alone):
         rows[name] = run.rows_per_second(requests)
         print(f"{name}: {rows[name]:.2f} rows/s", flush=True)
+        if name == "large_txt2img":
+            run.large_row = rows["txt2img"] / rows[name]
+        if name == CONTROLNET:
+            more_flops = run.flops(next(run.controlled())) / run.flops(next(run.txt2img()))
+            rows["controlnet_by_flops"] = rows[name] * more_flops
+        yield _summarise(run, kinds, rows)
 
-    add("txt2img", run.txt2img())
+
+def _workloads(run: Run, kinds: Sequence[str], *, alone: bool) -> Iterator[tuple[str, Requests]]:
+    yield "txt2img", run.txt2img()
     if _has_large(kinds):
-        add("large_txt2img", run.large_txt2img())
-        run.large_row = rows["txt2img"] / rows["large_txt2img"]
+        yield "large_txt2img", run.large_txt2img()
     for name in kinds:
         if name == CONTROLNET:
+            yield name, run.controlled()
             continue
-        add(f"{name}_beside_txt2img", in_turn(run.txt2img(), KINDS[name](run)))
+        yield f"{name}_beside_txt2img", in_turn(run.txt2img(), KINDS[name](run))
         if alone:
-            add(f"{name}_alone", KINDS[name](run))
-    details: dict[str, Any] = {}
-    if CONTROLNET in kinds:
-        more_flops = run.flops(next(run.controlled())) / run.flops(next(run.txt2img()))
-        details["controlnet_row_in_rows_by_flops"] = more_flops
-        add(CONTROLNET, run.controlled())
-        rows["controlnet_by_flops"] = rows[CONTROLNET] * more_flops
-    add("txt2img_again", run.txt2img())
-    plain = (rows["txt2img"] + rows["txt2img_again"]) / 2
+            yield f"{name}_alone", KINDS[name](run)
+    yield "txt2img_again", run.txt2img()
+
+
+def _summarise(run: Run, kinds: Sequence[str], rows: Mapping[str, float]) -> dict[str, Any]:
+    plain = statistics.mean(rows[name] for name in ("txt2img", "txt2img_again") if name in rows)
     shares = {name: round(rate / plain, 4) for name, rate in rows.items()}
     figures = {
         "img2img_over_txt2img": shares.get("img2img_beside_txt2img"),
@@ -191,12 +196,13 @@ def measure(run: Run, kinds: Sequence[str], *, alone: bool) -> dict[str, Any]:
     return {
         **{name: share for name, share in figures.items() if share is not None},
         _details(kinds): {
-            "rows_per_second": rows,
-            **details,
+            "rows_per_second": dict(rows),
             "shares": shares,
             "large_row_in_native_rows": run.large_row,
             "slots": run.engine.slots,
             "recompiles_after_warmup": run.engine.recompiles,
+            "hardware": machine.hardware(run.engine._device),  # noqa: SLF001
+            "versions": machine.versions(),
         },
     }
 
@@ -231,20 +237,17 @@ def main() -> None:
         engine.warm_up(*run.large)  # nothing on a CPU
     if CONTROLNET in kinds:
         engine.warm_up_like(next(run.controlled()))
-    found = measure(run, kinds, alone=arguments.alone)
-    found[_details(kinds)] |= {
-        "hardware": machine.hardware(devices.find_device(arguments.device)),
-        "versions": machine.versions(),
-    }
+    results = json.loads(arguments.out.read_text()) if arguments.out.exists() else {}
+    arguments.out.parent.mkdir(parents=True, exist_ok=True)
+    found: dict[str, Any] = {}
+    for found in measure(run, kinds, alone=arguments.alone):
+        arguments.out.write_text(json.dumps({**results, **found}, indent=2) + "\n")
     engine.close()
     table = Table("jobs", "rows/s", "of txt2img")
     rows = found[_details(kinds)]
     for name, rate in rows["rows_per_second"].items():
         table.add_row(name, f"{rate:.1f}", f"{rows['shares'][name]:.3f}")
     Console().print(table)
-    results = json.loads(arguments.out.read_text()) if arguments.out.exists() else {}
-    arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    arguments.out.write_text(json.dumps({**results, **found}, indent=2) + "\n")
     print(json.dumps(found))
 
 

@@ -77,15 +77,17 @@ def drive(
     on_progress: Callable[[float], None] = lambda _: None,
     *,
     pixels_of: Callable[[contract.ImageRequest], float] = lambda each: each.width * each.height,
+    width: int | None = None,
 ) -> Rate:
     """Keeps *engine* full for *seconds*; *on_progress* is called with the seconds so far.
 
-    *pixels_of*: what an image counts in pixels/s, if not its own.
+    *pixels_of*: what an image counts in pixels/s, if not its own. *width*: how many images finish
+    together if they are alike; larger ones than the native size are fewer than the default.
 
     Raises:
         FleetError: an image failed.
     """
-    width = images_at_once(engine)
+    width = width or images_at_once(engine)
     preparing: deque[Future[contract.PreparedRequest]] = deque()
     drawn: list[contract.ImageRequest] = []
     finished_at: list[float] = []
