@@ -3,8 +3,7 @@
 Each replica runs the worker's own pipeline and storage code, with an engine that takes a card's
 time for an image and Azure's documented limits below the SDK. Nodes are as SaladCloud measured its
 own: 1.1 interruptions an hour among 100, a quarter of them slow; one in twenty returns broken
-images. Time is simulated, so a run depends on its seed, but for an image or
-two; 1,000 to 1,400 jobs take a second.
+images. Time is simulated, so a run depends on its seed alone; 1,000 to 1,400 jobs take a second.
 
     python benchmarks/fleet_sim.py --replicas 1,10,100,750 --seeds 5
     python benchmarks/fleet_sim.py --replicas 2000 --gpu "RTX 5090" --shards 8 --share 0.1

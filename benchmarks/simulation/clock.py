@@ -135,7 +135,7 @@ def _answer(answer: asyncio.Future[Result], result: Result) -> None:
 def simulated_time() -> Iterator[SimulatedLoop]:
     """A loop whose time is also that of `time.monotonic` and `time.time` during the block."""
     loop = SimulatedLoop()
-    began_at = time.time()
+    began_at = time.time() // 1  # whole seconds, so that each run rounds its times alike
     with (
         _default_clocks(loop.time),
         mock.patch.object(time, "monotonic", loop.time),

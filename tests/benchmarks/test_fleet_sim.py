@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import gzip
 import json
 import random
 import sys
@@ -16,7 +17,7 @@ from azure.core import exceptions
 
 import fleet_sim
 from imagefleet.records import shard
-from simulation import account, affinity, clock, fleet, measure, measured, nodes, reference
+from simulation import account, affinity, clients, clock, fleet, measure, measured, nodes, reference
 from simulation.clients import Line
 from simulation.fleet import Fleet, Plan, Stage, stand_ins
 from simulation.nodes import Card, Weather
@@ -70,6 +71,24 @@ def test_a_run_depends_on_its_seed_alone() -> None:
 
     assert run(1) == run(1)
     assert run(1) != run(3)
+
+
+def test_records_with_other_times_and_names_do_not_take_another_time_to_send() -> None:
+    sizes: list[int] = []
+
+    class Container:
+        async def request(self, method: str, act: object, size: int) -> None:
+            sizes.append(size)
+
+    async def append(names: list[str]) -> None:
+        blob = clients.BlobClient(Container(), "records")  # type: ignore[arg-type]
+        lines = "".join(f'{{"image": "{name}"}}\n' for name in names)
+        await blob.append_block(gzip.compress(lines.encode()), appendpos_condition=0)
+
+    random_names = [random.Random(number).randbytes(20).hex() for number in range(40)]
+    for names in (["a"] * 20, random_names[:20], random_names):
+        asyncio.run(append(names))
+    assert sizes[0] == sizes[1] < sizes[2]
 
 
 def test_one_queues_limit_is_named_and_lifted_by_shards() -> None:
