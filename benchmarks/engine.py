@@ -135,7 +135,7 @@ GOALS = {
 
 
 class Group:
-    """One process of `engine_rows.py`."""
+    """One process that measures rows, of `engine_rows.py` or `families/measure.py`."""
 
     def __init__(self, name: str, process: asyncio.subprocess.Process) -> None:
         self.name = name
@@ -144,10 +144,16 @@ class Group:
 
     @classmethod
     async def start(
-        cls, name: str, arguments: Iterable[str], log: IO[bytes], niceness: int
+        cls,
+        name: str,
+        arguments: Iterable[str],
+        log: IO[bytes] | None,
+        *,
+        niceness: int = 0,
+        script: Path = ROWS_SCRIPT,
     ) -> Group:
         process = await asyncio.create_subprocess_exec(
-            *("nice", "-n", str(niceness), sys.executable, str(ROWS_SCRIPT), name, *arguments),
+            *("nice", "-n", str(niceness), sys.executable, str(script), name, *arguments),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=log,
@@ -246,7 +252,7 @@ class Benchmark:
     async def _start_group(self, name: str) -> None:
         with self._arguments.log.open("ab") as log:
             niceness = self._group_names.index(name) if name != BUILDER else 0
-            group = await Group.start(name, self._options, log, niceness)
+            group = await Group.start(name, self._options, log, niceness=niceness)
         self._groups[name] = group
         self._warming[name] = asyncio.create_task(group.wait_until_ready(), name=name)
 

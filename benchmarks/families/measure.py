@@ -3,31 +3,35 @@
     python benchmarks/families/measure.py --out benchmarks/results/families-h200.json
     python benchmarks/families/measure.py --rows sdxl --slots 8 --low-rank --out /tmp/low-rank.json
 
-Each row has a process of its own, as its memory may be limited; they run one after the other and
-leave the checkpoints in --folder for the next run. The results are written after each row, to those
-of earlier runs. The row `sdxl` measures another LoRA per job and no LoRA; with --low-rank or
---merged the other way to hold LoRAs than the memory decides. `--tiny` tries all on a CPU, with
-meaningless figures.
+Each row has a process of its own, as its memory may be limited; they run one after the other, or
+with --together load and compile at the same time, where the memory holds them all, and measure one
+after the other. The checkpoints stay in --folder for the next run. The results are written after
+each row, to those of earlier runs. The row `sdxl` measures another LoRA per job and no LoRA; with
+--low-rank or --merged the other way to hold LoRAs than the memory decides. `--tiny` tries all on a
+CPU, with meaningless figures.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
+import contextlib
 import json
-import subprocess
+import signal
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
+from filelock import FileLock
 
-from engine_process import decibels
+from engine import Group
+from engine_process import Channel, Figures, Measure, decibels
 from families import tiny_families
 from fleet.bench import engine as bench_engine
 from fleet.bench import jobs as bench_jobs
@@ -38,8 +42,6 @@ from worker.engine import device as devices
 from worker.engine.families import find
 from worker.engine.slots.engine import SlotEngine
 
-Figures = dict[str, Any]
-
 #: GiB of the limited rows: what cards of 24, 12 and 8 GB have for one process.
 CAPS = {"sdxl_capped_23": 23.0, "sdxl_capped_11": 11.0, "sdxl_capped_7": 7.4}
 
@@ -48,22 +50,27 @@ FILES, TINY_FILES = 24, 5
 
 STEPS, TINY_STEPS = 20, 3
 BASELINE_IMAGES = 4
+
+#: What a row may take beside its seconds.
+OVERTIME_SECONDS = 240.0
+
 COMPANY_STRENGTH = 0.05
 
 
 def build_model(arguments: argparse.Namespace, family: tiny_families.FamilyName) -> Path:
     """A checkpoint with random weights, made once; SD2's predicts v."""
     folder: Path = arguments.folder / (f"tiny-{family}" if arguments.tiny else family)
-    if not (folder / "done").exists():
-        kind = "v_prediction" if family == "sd2" else "epsilon"
-        if arguments.tiny:
-            tiny_families.build(folder, family, prediction_type=kind)
-        else:
-            (found,) = (each for each in find.FAMILIES if each.slug == family)
-            random_model.build_random_checkpoint(
-                folder, arguments.device, found, prediction_type=kind
-            )
-        (folder / "done").touch()
+    with one_builds(arguments):
+        if not (folder / "done").exists():
+            kind = "v_prediction" if family == "sd2" else "epsilon"
+            if arguments.tiny:
+                tiny_families.build(folder, family, prediction_type=kind)
+            else:
+                (found,) = (each for each in find.FAMILIES if each.slug == family)
+                random_model.build_random_checkpoint(
+                    folder, arguments.device, found, prediction_type=kind
+                )
+            (folder / "done").touch()
     return folder
 
 
@@ -74,17 +81,18 @@ def build_workload(
     count = TINY_FILES if arguments.tiny else FILES
     directory = model / "loras"
     names = []
-    for number in range(count):
-        kind = kinds[number % len(kinds)]
-        original = directory / f"random-{kind}-32-000.safetensors"
-        if not original.exists():
-            random_model.build_random_loras(
-                directory, model, 1, arguments.device, rank=32, kind=kind
-            )
-        link = directory / f"{kind}-{number}.safetensors"
-        if not link.exists():
-            link.hardlink_to(original)
-        names.append(link.stem)
+    with one_builds(arguments):
+        for number in range(count):
+            kind = kinds[number % len(kinds)]
+            original = directory / f"random-{kind}-32-000.safetensors"
+            if not original.exists():
+                random_model.build_random_loras(
+                    directory, model, 1, arguments.device, rank=32, kind=kind
+                )
+            link = directory / f"{kind}-{number}.safetensors"
+            if not link.exists():
+                link.hardlink_to(original)
+            names.append(link.stem)
     words, negative = bench_jobs.reference_words()
     steps = TINY_STEPS if arguments.tiny else STEPS
     return bench_jobs.Workload(
@@ -95,6 +103,16 @@ def build_workload(
         tuple((name,) for name in names),
         steps=(steps,),
     )
+
+
+@contextlib.contextmanager
+def one_builds(arguments: argparse.Namespace) -> Iterator[None]:
+    """One process makes files that several need; its GPU memory is free afterwards."""
+    arguments.folder.mkdir(parents=True, exist_ok=True)
+    with FileLock(arguments.folder / "lock"):
+        yield
+    if arguments.device.type == "cuda":
+        torch.cuda.empty_cache()
 
 
 def load_engine(
@@ -114,47 +132,50 @@ def load_engine(
     return engine, workload
 
 
-def measure_rates(
+def prepare_rates(
     arguments: argparse.Namespace, family: tiny_families.FamilyName, *, with_none: bool = True
-) -> Figures:
+) -> Measure:
     """Images/s with another LoRA per job and without, always full."""
     engine, workload = load_engine(arguments, build_model(arguments, family))
-    machine.reset_peak(arguments.device)
-    mixed = work.drive(engine, workload.requests(), arguments.seconds)
-    figures: Figures = {
-        "mixed_images_per_second": mixed.images_per_second,
-        "images": mixed.images,
-        "seconds": mixed.seconds,
-        "slots": engine.slots,
-        **engine.savings,
-        "peak_memory_bytes": machine.peak_memory_bytes(arguments.device),
-        "recompiles_after_warmup": engine.recompiles,
-    }
-    if with_none:
-        plain = replace(workload, loras=())
-        figures["no_lora_images_per_second"] = work.drive(
-            engine, plain.requests(), arguments.seconds
-        ).images_per_second
-    return figures
+
+    def measure(seconds: float) -> Figures:
+        machine.reset_peak(arguments.device)
+        mixed = work.drive(engine, workload.requests(), seconds)
+        figures: Figures = {
+            "mixed_images_per_second": mixed.images_per_second,
+            "images": mixed.images,
+            "seconds": mixed.seconds,
+            "slots": engine.slots,
+            **engine.savings,
+            "peak_memory_bytes": machine.peak_memory_bytes(arguments.device),
+            "recompiles_after_warmup": engine.recompiles,
+        }
+        if with_none:
+            plain = replace(workload, loras=())
+            figures["no_lora_images_per_second"] = work.drive(
+                engine, plain.requests(), seconds
+            ).images_per_second
+        return figures
+
+    return measure
 
 
-def measure_capped(arguments: argparse.Namespace, gibibytes: float) -> Figures:
+def prepare_capped(arguments: argparse.Namespace, gibibytes: float) -> Measure:
     """The same with the GPU's memory limited."""
+    build_model(arguments, "sdxl")
     if arguments.device.type == "cuda":
-        build_model(arguments, "sdxl")
-        torch.cuda.empty_cache()
         total = torch.cuda.get_device_properties(arguments.device).total_memory
         torch.cuda.set_per_process_memory_fraction(gibibytes * 2**30 / total, arguments.device)
-    return measure_rates(arguments, "sdxl", with_none=False)
+    return prepare_rates(arguments, "sdxl", with_none=False)
 
 
-def measure_limit(arguments: argparse.Namespace) -> Figures:
+def prepare_limit(arguments: argparse.Namespace) -> Measure:
     """What the card's matrix rate allows."""
     model = build_model(arguments, "sdxl")
     dtype = devices.find_dtype("auto", arguments.device)
     side = 64 if arguments.tiny else 1024
     steps = TINY_STEPS if arguments.tiny else STEPS
-    return {
+    return lambda _: {
         "matrix_flops_per_second": machine.measure_matrix_rate(arguments.device, dtype),
         "flops_per_image": machine.count_image_flops(model, side, side, steps),
         "hardware": machine.hardware(arguments.device),
@@ -162,17 +183,24 @@ def measure_limit(arguments: argparse.Namespace) -> Figures:
     }
 
 
-def measure_plain(arguments: argparse.Namespace) -> Figures:
+def prepare_plain(arguments: argparse.Namespace) -> Measure:
     """Images/s of diffusers + peft, one job at a time, with its LoRAs in memory."""
     model = build_model(arguments, "sdxl")
     side = 64 if arguments.tiny else 1024
     workload = replace(build_workload(arguments, model), sizes=((side, side),))
-    rate = bench_engine.measure_baseline(model, arguments.device, workload, BASELINE_IMAGES)
-    return {"images_per_second": rate}
+    return lambda _: {
+        "images_per_second": bench_engine.measure_baseline(
+            model, arguments.device, workload, BASELINE_IMAGES
+        )
+    }
+
+
+def prepare_company(arguments: argparse.Namespace) -> Measure:
+    """PSNR of images alone against the same beside others, of every family, uncompiled."""
+    return lambda _: measure_company(arguments)
 
 
 def measure_company(arguments: argparse.Namespace) -> Figures:
-    """PSNR of images alone against the same beside others, of every family, uncompiled."""
     figures: Figures = {}
     for family in ("sd1", "sd2", "sdxl"):
         model = build_model(arguments, family)
@@ -205,15 +233,15 @@ def weaken(request: contract.ImageRequest) -> contract.ImageRequest:
     return replace(request, loras=tuple(weaker))
 
 
-ROWS: Mapping[str, Callable[[argparse.Namespace], Figures]] = {
-    "limit": measure_limit,
-    "plain": measure_plain,
-    "sdxl": lambda arguments: measure_rates(arguments, "sdxl"),
-    "sdxl_capped_23": lambda arguments: measure_capped(arguments, CAPS["sdxl_capped_23"]),
-    "sdxl_capped_11": lambda arguments: measure_capped(arguments, CAPS["sdxl_capped_11"]),
-    "sdxl_capped_7": lambda arguments: measure_capped(arguments, CAPS["sdxl_capped_7"]),
-    "sd2": lambda arguments: measure_rates(arguments, "sd2"),
-    "company": measure_company,
+ROWS: Mapping[str, Callable[[argparse.Namespace], Measure]] = {
+    "limit": prepare_limit,
+    "plain": prepare_plain,
+    "sdxl": lambda arguments: prepare_rates(arguments, "sdxl"),
+    "sdxl_capped_23": lambda arguments: prepare_capped(arguments, CAPS["sdxl_capped_23"]),
+    "sdxl_capped_11": lambda arguments: prepare_capped(arguments, CAPS["sdxl_capped_11"]),
+    "sdxl_capped_7": lambda arguments: prepare_capped(arguments, CAPS["sdxl_capped_7"]),
+    "sd2": lambda arguments: prepare_rates(arguments, "sd2"),
+    "company": prepare_company,
 }
 
 
@@ -241,26 +269,84 @@ def summarise(rows: Mapping[str, Figures]) -> Figures:
     }
 
 
-def run_row(name: str, argv: list[str]) -> Figures:
-    """A row's figures, or its error, from a process of its own."""
-    command = [sys.executable, __file__, *argv, "--row", name]
-    result = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
-    lines = result.stdout.splitlines()
-    if result.returncode or not lines:
-        return {"error": f"its process ended with code {result.returncode}"}
-    figures: Figures = json.loads(lines[-1])
-    return figures
+def measure_row(arguments: argparse.Namespace) -> None:
+    """The process of a row: prepares it, and measures when it is asked to."""
+    channel = Channel()
+    arguments.device = devices.find_device(arguments.device)
+    try:
+        measure = ROWS[arguments.row](arguments)
+    except errors.FleetError as error:
+        figures = {"error": error.message}
+        measure = lambda _: figures  # noqa: E731
+        if arguments.device.type == "cuda":
+            held = torch.cuda.memory_summary(arguments.device, abbreviated=True)
+            print(held, file=sys.stderr)
+    channel.serve({arguments.row: measure})
+
+
+class Results:
+    """The figures of the rows so far, in a file."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        earlier = json.loads(path.read_text()) if path.exists() else {}
+        self._rows: dict[str, Figures] = earlier.get("rows", {})
+
+    def add(self, row: str, figures: Figures) -> None:
+        self._rows[row] = figures
+        print(f"{row}: {json.dumps(figures)}", flush=True)
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        results = {**summarise(self._rows), "rows": self._rows}
+        self._path.write_text(json.dumps(results, indent=2) + "\n")
+
+    def show(self) -> None:
+        print(json.dumps(summarise(self._rows)))
+
+
+async def measure_together(
+    names: Sequence[str], arguments: argparse.Namespace, results: Results
+) -> None:
+    """Starts the processes of all the rows; each measures while nothing else runs."""
+    given = [each for each in sys.argv[1:] if each != "--together"]
+    groups: dict[str, Group] = {}
+    try:
+        for name in names:
+            groups[name] = await Group.start(name, given, None, script=Path(__file__))
+        ready = asyncio.gather(*(group.wait_until_ready() for group in groups.values()))
+        await asyncio.wait([ready], timeout=arguments.limit)
+        for name, group in groups.items():
+            if not group.is_ready:
+                group.send(signal.SIGSTOP)
+                results.add(name, {"error": "its process failed or took too long to be ready"})
+        for name, group in groups.items():
+            if group.is_ready:
+                limit = 2 * arguments.seconds + OVERTIME_SECONDS
+                results.add(name, await group.measure(name, arguments.seconds, limit))
+                await group.end()  # leaves its memory to the others
+        ready.cancel()
+    finally:
+        await asyncio.gather(*(group.end() for group in groups.values()))
+
+
+async def run(arguments: argparse.Namespace) -> None:
+    results = Results(arguments.out)
+    names = arguments.rows.split(",")
+    for batch in [names] if arguments.together else [[name] for name in names]:
+        await measure_together(batch, arguments, results)
+    results.show()
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("row", nargs="?", choices=list(ROWS), help=argparse.SUPPRESS)
     parser.add_argument("--rows", default=",".join(ROWS), help="comma-separated")
-    parser.add_argument("--row", choices=list(ROWS), help=argparse.SUPPRESS)
+    parser.add_argument("--together", action="store_true", help="load and compile at once")
     parser.add_argument("--folder", type=Path, default=Path("/tmp/imagefleet-families"))
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--device", default="auto")
     parser.add_argument("--slots", type=int)
     parser.add_argument("--seconds", type=float, default=30.0, help="per measured rate")
+    parser.add_argument("--limit", type=float, default=900.0, help="seconds until rows are ready")
     held = parser.add_mutually_exclusive_group()
     held.add_argument("--low-rank", dest="is_low_rank", action="store_true", default=None)
     held.add_argument("--merged", dest="is_low_rank", action="store_false")
@@ -268,24 +354,9 @@ def main() -> None:
     parser.add_argument("--tiny", action="store_true")
     arguments = parser.parse_args()
     if arguments.row:
-        arguments.device = devices.find_device(arguments.device)
-        try:
-            figures = ROWS[arguments.row](arguments)
-        except errors.FleetError as error:
-            figures = {"error": error.message}
-            if arguments.device.type == "cuda":
-                held = torch.cuda.memory_summary(arguments.device, abbreviated=True)
-                print(held, file=sys.stderr)
-        print(json.dumps(figures))
-        return
-    results = json.loads(arguments.out.read_text()) if arguments.out.exists() else {}
-    rows = results.get("rows", {})
-    for name in arguments.rows.split(","):
-        rows[name] = run_row(name, sys.argv[1:])
-        print(f"{name}: {json.dumps(rows[name])}", flush=True)
-        arguments.out.parent.mkdir(parents=True, exist_ok=True)
-        arguments.out.write_text(json.dumps({**summarise(rows), "rows": rows}, indent=2) + "\n")
-    print(json.dumps(summarise(rows)))
+        measure_row(arguments)
+    else:
+        asyncio.run(run(arguments))
 
 
 if __name__ == "__main__":
