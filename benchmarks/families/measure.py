@@ -17,6 +17,7 @@ import argparse
 import asyncio
 import contextlib
 import json
+import logging
 import signal
 import sys
 import time
@@ -160,6 +161,12 @@ def prepare_rates(
     return measure
 
 
+def prepare_low_rank(arguments: argparse.Namespace) -> Measure:
+    """With low-rank terms beside shared weights, whatever the memory."""
+    arguments.is_low_rank = True
+    return prepare_rates(arguments, "sdxl", with_none=False)
+
+
 def prepare_capped(arguments: argparse.Namespace, gibibytes: float) -> Measure:
     """The same with the GPU's memory limited."""
     build_model(arguments, "sdxl")
@@ -237,6 +244,7 @@ ROWS: Mapping[str, Callable[[argparse.Namespace], Measure]] = {
     "limit": prepare_limit,
     "plain": prepare_plain,
     "sdxl": lambda arguments: prepare_rates(arguments, "sdxl"),
+    "sdxl_low_rank": prepare_low_rank,
     "sdxl_capped_23": lambda arguments: prepare_capped(arguments, CAPS["sdxl_capped_23"]),
     "sdxl_capped_11": lambda arguments: prepare_capped(arguments, CAPS["sdxl_capped_11"]),
     "sdxl_capped_7": lambda arguments: prepare_capped(arguments, CAPS["sdxl_capped_7"]),
@@ -272,6 +280,7 @@ def summarise(rows: Mapping[str, Figures]) -> Figures:
 def measure_row(arguments: argparse.Namespace) -> None:
     """The process of a row: prepares it, and measures when it is asked to."""
     channel = Channel()
+    logging.basicConfig(level=logging.INFO, format=f"%(asctime)s {arguments.row}: %(message)s")
     arguments.device = devices.find_device(arguments.device)
     try:
         measure = ROWS[arguments.row](arguments)

@@ -164,6 +164,8 @@ class Decoder:
 
     def forget_compiled(self) -> None:
         """Frees what has been compiled; it may be compiled again."""
+        for _, compiled in self._compiled.values():
+            compiled.release()
         self._compiled.clear()
 
     def clear(self) -> None:
@@ -171,7 +173,7 @@ class Decoder:
         self._queue.clear()
         self._copies.clear()
         self._failed.clear()
-        self._compiled.clear()
+        self.forget_compiled()
 
     def _slice_size(self, shape: torch.Size) -> int:
         return max(1, min(self.max_images, _MAX_IMAGES, self.slice_pixels // self._pixels(shape)))
@@ -199,7 +201,8 @@ class Decoder:
             )
         # Outside the handler, where the error's traceback no longer holds any tensors.
         shape = part[0].latents.shape
-        self._compiled.pop(shape, None)
+        if shape in self._compiled:
+            self._compiled.pop(shape)[1].release()
         torch.cuda.empty_cache()
         if len(part) == 1 and out_of_memory and shape not in self._striped_shapes:
             self._striped_shapes.add(shape)
@@ -257,7 +260,7 @@ class Decoder:
                 extra={"action": "vae_widened"},
             )
             self._vae.float()
-            self._compiled.clear()
+            self.forget_compiled()
             self._backend = None
         if self._vae.dtype == torch.float32:
             again = self._decode([drawn])

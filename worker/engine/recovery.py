@@ -54,7 +54,7 @@ class Recovery:
         """Restarts in-flight images from their seeds, in a way that is less likely to fail.
 
         Out of memory concerns all lanes: ControlNets that no job needs now are dropped; then the
-        lanes share one block of weights, then have fewer slots.
+        lanes share one block of weights, then have fewer slots; a single one is not compiled.
         Any other failure concerns its lane alone: it is no longer compiled, then each of its jobs
         is alone. A job that fails alone is finished: these are returned.
         """
@@ -98,11 +98,14 @@ class Recovery:
         self._runner.reset()
 
     def try_to_use_less_memory(self) -> bool:
-        """The same as `use_less_memory`; False if there is nothing left to give up."""
-        if self._lanes.slots == 1 and self._lanes.blocks == 1:
-            return False
-        self.use_less_memory()
-        return True
+        """As `use_less_memory`; a single slot runs uncompiled from then on.
+
+        False if there is nothing left to give up.
+        """
+        if self._lanes.slots > 1 or self._lanes.blocks > 1:
+            self.use_less_memory()
+            return True
+        return self._stop_compiling()
 
     def use_less_memory(self) -> None:
         """Restarts all images, with one block of weights for all lanes, or with fewer slots."""
@@ -128,9 +131,22 @@ class Recovery:
         elif failed.batch_key.controls and self._lanes.slots > 1:
             # A ControlNet takes memory beside the slots' weights.
             self._shrink(memory.fewer(self._lanes.slots))
-        else:
+        elif not self._stop_compiling():
             return []
         return jobs
+
+    def _stop_compiling(self) -> bool:
+        """Frees what is compiled, which keeps memory of its own; False if nothing may be."""
+        if not self._runner.may_compile:
+            return False
+        log.warning(
+            "out of memory: compilation is off from now on", extra={"action": "compile_dropped"}
+        )
+        self.restart_all()
+        self._runner.give_up()
+        self._decoder.forget_compiled()
+        torch.cuda.empty_cache()
+        return True
 
     def _needed(self, failed: Lane) -> set[Identity]:
         """The ControlNets of all jobs that are here."""

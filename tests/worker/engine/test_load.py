@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -143,6 +144,22 @@ def test_a_torch_or_driver_that_only_the_operator_can_change_is_not_the_gpus_fau
     device.check_listed_gpu()
     with pytest.raises(errors.SetupError):
         device.find_device("cuda")
+
+
+@pytest.mark.parametrize("set_by_user", [None, "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
+def test_the_users_settings_of_torchs_allocator_stay(
+    gpu: Callable[..., None], monkeypatch: pytest.MonkeyPatch, set_by_user: str | None
+) -> None:
+    names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+    for name in names:
+        monkeypatch.setenv(name, "")  # so that it is as before after the test
+        monkeypatch.delenv(name)
+    if set_by_user:
+        monkeypatch.setenv(set_by_user, "max_split_size_mb:128")
+    gpu("13.0", "580.95.05", works=True)
+    device.find_device("cuda")
+    found = [os.environ[name] for name in names if name in os.environ]
+    assert found == ["max_split_size_mb:128" if set_by_user else "expandable_segments:True"]
 
 
 @pytest.mark.parametrize(

@@ -124,7 +124,7 @@ class ControlState(NamedTuple):
         """Sets a slot to a job's control image, vectors [2, tokens, width] and added inputs."""
         rows = slice(2 * slot, 2 * slot + 2)
         self.hints[slot].copy_(hint)
-        self.context[rows].copy_(self.network.keys_values.compute(vectors, {}))
+        self.network.keys_values.compute(vectors, {}, self.context[rows])
         if self.added is not None and added is not None:
             self.added[rows].copy_(self.network.embed_added(*added))
 

@@ -92,6 +92,15 @@ class Compiled:
         """Graphs compiled beyond the first."""
         return max(0, self.graphs - 1)
 
+    def release(self) -> None:
+        """Frees the graph's memory at once; no call may follow.
+
+        What torch compiled refers back to this, and the collector may pass over both
+        (`exempt_from_collection`).
+        """
+        self._graph = self._output = None
+        self._function, self._arguments = self._plain, ()
+
     def abandon(self) -> None:
         """Ends `trace` as soon as may be; from any thread."""
         self._is_abandoned = True
@@ -149,6 +158,7 @@ class Compiled:
                 self._run_often()
             except Exception as error:  # kernels are selected in these runs
                 if engine_errors.is_out_of_memory(error):
+                    self.release()
                     raise
                 self._run_uncompiled(error)
         if self._pool is not None:
@@ -217,6 +227,7 @@ class Compiled:
             torch.cuda.synchronize()
         except Exception as error:  # some library calls cannot be recorded
             if engine_errors.is_out_of_memory(error):
+                self.release()
                 raise
             self._go_without("without a CUDA graph", error, "capture_failed")
         else:

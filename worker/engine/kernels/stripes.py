@@ -1,104 +1,160 @@
-"""The VAE's decoder in stripes of rows: the same image with well under half of the memory.
+"""The VAE's decoder in stripes of rows: the same image with a third of the memory.
 
 Each layer is computed to its end before the next, its input a stripe at a time with the rows that a
 convolution needs beside it. Group norms take the whole image first, so no seams appear, as they do
-between tiles that are decoded apart.
+between tiles that are decoded apart. An upsampled image is never held: it is four times as large as
+what it is made of, so its rows are computed each time they are needed, three times in all.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - its name everywhere
 from torch import nn
 
 #: Of a layer's output; even, for upsampling.
-ROWS = 64
+ROWS = 32
+
+
+class _Image(Protocol):
+    """A layer's input [rows, channels, height, width]."""
+
+    @property
+    def height(self) -> int: ...
+
+    def part(self, top: int, bottom: int) -> torch.Tensor:
+        """Its rows of pixels from *top* to *bottom*, without the latter."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Held:
+    x: torch.Tensor
+
+    @property
+    def height(self) -> int:
+        return self.x.shape[2]
+
+    def part(self, top: int, bottom: int) -> torch.Tensor:
+        return self.x[:, :, top:bottom]
+
+
+@dataclass(frozen=True, slots=True)
+class _Upsampled:
+    """Each pixel twice in both directions, then a 3x3 convolution."""
+
+    conv: nn.Conv2d
+    x: torch.Tensor
+
+    @property
+    def height(self) -> int:
+        return 2 * self.x.shape[2]
+
+    def part(self, top: int, bottom: int) -> torch.Tensor:
+        above, below = max(0, top - 1), min(self.height, bottom + 1)
+        first = above // 2
+        part = F.interpolate(self.x[:, :, first : (below + 1) // 2], scale_factor=2.0)
+        part = part[:, :, above - 2 * first : below - 2 * first]
+        return _convolve(self.conv, part, top == 0, bottom == self.height)
 
 
 def decode(decoder: Any, latents: torch.Tensor) -> torch.Tensor:
     """What diffusers' decoder computes [rows, 3, height, width]."""
-    x: torch.Tensor = decoder.mid_block(decoder.conv_in(latents))
+    image: _Image = _Held(decoder.mid_block(decoder.conv_in(latents)))
     for block in decoder.up_blocks:
         for resnet in block.resnets:
-            x = _add_resnet(resnet, x)
+            image = _Held(_add_resnet(resnet, image))
         for sampler in block.upsamplers or ():
-            x = _upsample(sampler.conv, x)
-    return _normalise_and_convolve(decoder.conv_norm_out, decoder.conv_out, x)
+            held = image if isinstance(image, _Held) else _Held(image.part(0, image.height))
+            image = _Upsampled(sampler.conv, held.x)
+    return _join(_normalise_and_convolve(decoder.conv_norm_out, decoder.conv_out, image), image)
 
 
-def _add_resnet(resnet: Any, x: torch.Tensor) -> torch.Tensor:
-    inner = _normalise_and_convolve(resnet.norm1, resnet.conv1, x)
-    output = _normalise_and_convolve(resnet.norm2, resnet.conv2, inner)
-    del inner
-    for at in range(0, x.shape[2], ROWS):
-        part = x[:, :, at : at + ROWS]
-        kept = part if resnet.conv_shortcut is None else resnet.conv_shortcut(part)
-        output[:, :, at : at + ROWS] += kept
+def _add_resnet(resnet: Any, image: _Image) -> torch.Tensor:
+    """Its output, in the place of its input where that has the same shape."""
+    inner = _Held(_join(_normalise_and_convolve(resnet.norm1, resnet.conv1, image), image))
+    if isinstance(image, _Held) and resnet.conv_shortcut is None:
+        output, kept = image.x, None
+    else:
+        output, kept = torch.empty_like(inner.x), image
+    for top, changed in _normalise_and_convolve(resnet.norm2, resnet.conv2, inner):
+        bottom = top + changed.shape[2]
+        if kept is None:
+            output[:, :, top:bottom] += changed
+            continue
+        part = kept.part(top, bottom)
+        if resnet.conv_shortcut is not None:
+            part = resnet.conv_shortcut(part)
+        torch.add(changed, part, out=output[:, :, top:bottom])
     return output
 
 
-def _normalise_and_convolve(norm: nn.GroupNorm, conv: nn.Conv2d, x: torch.Tensor) -> torch.Tensor:
-    """A 3x3 convolution of the activated group norm."""
-    scale, shift = _scale_and_shift(norm, x)
-    height = x.shape[2]
-    output = _empty(x, conv.out_channels, height, x.shape[3])
-    for at in range(0, height, ROWS):
-        top, bottom = max(0, at - 1), min(height, at + ROWS + 1)
-        part = (x[:, :, top:bottom].float() * scale + shift).to(x.dtype)
-        _convolve(conv, F.silu(part), output, at)
+def _join(parts: Iterator[tuple[int, torch.Tensor]], image: _Image) -> torch.Tensor:
+    """The whole of what is computed a stripe at a time, as high as *image*."""
+    output: torch.Tensor | None = None
+    for top, part in parts:
+        if output is None:
+            is_last = part.is_contiguous(memory_format=torch.channels_last)
+            output = torch.empty(
+                (*part.shape[:2], image.height, part.shape[3]),
+                dtype=part.dtype,
+                device=part.device,
+                memory_format=torch.channels_last if is_last else torch.contiguous_format,
+            )
+        output[:, :, top : top + part.shape[2]] = part
+    if output is None:
+        raise ValueError("an image without rows")
     return output
 
 
-def _upsample(conv: nn.Conv2d, x: torch.Tensor) -> torch.Tensor:
-    """Each pixel twice in both directions, then a 3x3 convolution."""
-    height = 2 * x.shape[2]
-    output = _empty(x, conv.out_channels, height, 2 * x.shape[3])
-    for at in range(0, height, ROWS):
-        first = max(0, at // 2 - 1)
-        part = x[:, :, first : (at + ROWS) // 2 + 1]
-        part = F.interpolate(part, scale_factor=2.0, mode="nearest")
-        begin = max(0, at - 1) - 2 * first
-        _convolve(conv, part[:, :, begin : at + ROWS + 1 - 2 * first], output, at)
-    return output
+def _normalise_and_convolve(
+    norm: nn.GroupNorm, conv: nn.Conv2d, image: _Image
+) -> Iterator[tuple[int, torch.Tensor]]:
+    """A 3x3 convolution of the activated group norm: stripes and the rows that they begin at."""
+    scale, shift = _scale_and_shift(norm, image)
+    for top, bottom in _stripes(image):
+        above, below = max(0, top - 1), min(image.height, bottom + 1)
+        normed = image.part(above, below).to(torch.float32, copy=True).mul_(scale).add_(shift)
+        activated = F.silu(normed.to(conv.weight.dtype), inplace=True)
+        yield top, _convolve(conv, activated, top == 0, bottom == image.height)
 
 
-def _convolve(conv: nn.Conv2d, part: torch.Tensor, output: torch.Tensor, at: int) -> None:
-    """Fills the stripe from row *at* on; *part* has a row more at each end inside the image."""
-    is_last = at + ROWS >= output.shape[2]
-    part = F.pad(part, (0, 0, 0 if at else 1, 1 if is_last else 0))
-    output[:, :, at : at + ROWS] = F.conv2d(part, conv.weight, conv.bias, padding=(0, 1))
+def _stripes(image: _Image) -> Iterator[tuple[int, int]]:
+    for top in range(0, image.height, ROWS):
+        yield top, min(top + ROWS, image.height)
 
 
-def _scale_and_shift(norm: nn.GroupNorm, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The norm of the whole image as a product and a sum in float32 [rows, channels, 1, 1]."""
-    rows, channels, height, width = x.shape
-    groups = norm.num_groups
-    in_group = height * width * channels // groups
-
-    def mean_of(values: torch.Tensor) -> torch.Tensor:
-        """Of sums [rows, channels] in each group, for each channel."""
-        means = values.view(rows, groups, -1).sum(2) / in_group
-        return means.repeat_interleave(channels // groups, dim=1)[:, :, None, None]
-
-    stripes = torch.split(x, ROWS, dim=2)
-    mean = mean_of(_sum([part.float().sum((2, 3)) for part in stripes]))
-    squares = [(part.float() - mean).square_().sum((2, 3)) for part in stripes]
-    scale = (mean_of(_sum(squares)) + norm.eps).rsqrt()
-    scale = scale * norm.weight.float()[:, None, None]
-    return scale, norm.bias.float()[:, None, None] - mean * scale
+def _convolve(conv: nn.Conv2d, part: torch.Tensor, is_first: bool, is_last: bool) -> torch.Tensor:
+    """*part* has a row more at each end inside the image."""
+    part = F.pad(part, (0, 0, int(is_first), int(is_last)))
+    return F.conv2d(part, conv.weight, conv.bias, padding=(0, 1))
 
 
-def _sum(parts: list[torch.Tensor]) -> torch.Tensor:
-    return torch.stack(parts).sum(0)
+def _scale_and_shift(norm: nn.GroupNorm, image: _Image) -> tuple[torch.Tensor, torch.Tensor]:
+    """The norm of the whole image as a product and a sum in float32 [rows, channels, 1, 1].
 
+    Stripes' means and squares are combined as by Chan, Golub and LeVeque (1979): one pass, without
+    the cancellation of a sum of squares.
+    """
+    counts, means, squares = [], [], []
+    for top, bottom in _stripes(image):
+        part = image.part(top, bottom).float()
+        grouped = part.view(len(part), norm.num_groups, -1, *part.shape[2:])
+        mean = grouped.mean((2, 3, 4))
+        counts.append(grouped[0, 0].numel())
+        means.append(mean)
+        squares.append((grouped - mean[:, :, None, None, None]).square_().sum((2, 3, 4)))
+    weights = torch.tensor(counts, device=means[0].device)[:, None, None] / sum(counts)
+    each = torch.stack(means)
+    mean = (weights * each).sum(0)
+    variance = torch.stack(squares).sum(0) / sum(counts) + (weights * (each - mean) ** 2).sum(0)
 
-def _empty(like: torch.Tensor, channels: int, height: int, width: int) -> torch.Tensor:
-    is_last = like.is_contiguous(memory_format=torch.channels_last)
-    return torch.empty(
-        (len(like), channels, height, width),
-        dtype=like.dtype,
-        device=like.device,
-        memory_format=torch.channels_last if is_last else torch.contiguous_format,
-    )
+    def of_channels(values: torch.Tensor) -> torch.Tensor:
+        per_group = norm.num_channels // norm.num_groups
+        return values.repeat_interleave(per_group, dim=1)[:, :, None, None]
+
+    scale = of_channels((variance + norm.eps).rsqrt()) * norm.weight.float()[:, None, None]
+    return scale, norm.bias.float()[:, None, None] - of_channels(mean) * scale

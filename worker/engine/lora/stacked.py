@@ -71,36 +71,39 @@ class StackedChange:
         original: torch.Tensor,
         merged: torch.Tensor,
         temporary_bytes: int = TEMPORARY_BYTES,
+        *,
+        first: int = 0,
     ) -> None:
         """Sets *merged* to the weights *original* [layers, out, in] plus the changes.
 
-        Summed in float32 and rounded once, like `Merger`. Other kinds than plain LoRAs take
-        *temporary_bytes* meanwhile.
+        They may be some of the layers, from the *first* one on. Summed in float32 and rounded once,
+        like `Merger`. Other kinds than plain LoRAs take *temporary_bytes* meanwhile.
         """
         if not self.stacks and self.low_rank is not None:
-            torch.baddbmm(original, *self.low_rank, alpha=self.strength, out=merged)
+            up, down = (each[first : first + len(original)] for each in self.low_rank)
+            torch.baddbmm(original, up, down, alpha=self.strength, out=merged)
             return
         size = _TEMPORARIES * 4 * original[0].numel()
         count = max(1, temporary_bytes // size)
         for at in range(0, len(original), count):
-            self._merge_part(original, merged, slice(at, at + count))
+            part = slice(at, at + count)
+            self._merge_part(original[part], merged[part], first + at)
 
-    def apply(self, x: torch.Tensor) -> torch.Tensor:
-        """The plain LoRAs' change [rows, tokens, layers * out] of inputs [rows, tokens, in]."""
+    def add_to(self, outputs: torch.Tensor, x: torch.Tensor) -> None:
+        """Adds the plain LoRAs' change of inputs [rows, in] to *outputs* [rows, layers * out]."""
         if self.low_rank is None:
             raise ValueError("there are no plain LoRAs")
         up, down = self.low_rank
-        products = torch.matmul(x.flatten(0, 1), down.mT)  # [layers, rows * tokens, rank]
-        changed = torch.bmm(products, up.mT).transpose(0, 1).flatten(1)
-        return changed.view(*x.shape[:2], -1) * self.strength
+        by_layer = outputs.view(len(x), len(up), -1).transpose(0, 1)
+        by_layer.baddbmm_(torch.matmul(x, down.mT), up.mT, alpha=self.strength)
 
-    def _merge_part(self, original: torch.Tensor, merged: torch.Tensor, part: slice) -> None:
+    def _merge_part(self, original: torch.Tensor, merged: torch.Tensor, first: int) -> None:
         total, strength = None, 1.0
         if self.low_rank is not None:
-            up, down = self.low_rank
-            total, strength = kinds.multiply(up[part], down[part]), self.strength
+            up, down = (each[first : first + len(original)] for each in self.low_rank)
+            total, strength = kinds.multiply(up, down), self.strength
         for stack in self.stacks:
-            changes = stack.compute(original[part], part.start)
+            changes = stack.compute(original, first)
             if changes is None:
                 continue
             if total is None:
@@ -110,6 +113,6 @@ class StackedChange:
                 total, strength = total.mul_(strength), 1.0
             total.add_(changes, alpha=stack.strength)
         if total is None:
-            merged[part].copy_(original[part])
+            merged.copy_(original)
         else:
-            torch.add(original[part], total, alpha=strength, out=merged[part])
+            torch.add(original, total, alpha=strength, out=merged)

@@ -210,7 +210,7 @@ class PixelEngine:
         self._waiting.clear()
         self._active.clear()
         self._finished.clear()
-        self._compiled = self._tracing = None
+        self._forget_compiled()
         self._unet.to("meta")
         gc.unfreeze()  # what was compiled is garbage from now on
         torch.cuda.empty_cache()
@@ -319,7 +319,8 @@ class PixelEngine:
             self._take_up(compiled)
         except Exception as error:  # images can be drawn without
             failure = engine_errors.classify(error)
-            self._compiled = self._backend = None
+            self._forget_compiled()
+            self._backend = None
             log.warning(
                 "compilation is off from now on: %s",
                 failure.message,
@@ -336,6 +337,12 @@ class PixelEngine:
         self.recompiles = compiled.recompiles
         if self._on_gpu:
             exempt_from_collection()
+
+    def _forget_compiled(self) -> None:
+        for each in (self._compiled, self._tracing):
+            if each is not None:
+                each.release()
+        self._compiled = self._tracing = None
 
     def _recover(
         self,
@@ -361,7 +368,8 @@ class PixelEngine:
                 "compilation is off from now on: a compiled tick failed",
                 extra={"action": "compile_dropped"},
             )
-            self._compiled = self._backend = None
+            self._forget_compiled()
+            self._backend = None
         elif len(jobs) > 1:
             for job in jobs:
                 job.is_isolated = True
@@ -379,7 +387,7 @@ class PixelEngine:
             self._tracer.wait()
             with contextlib.suppress(Exception):  # of what is not used any more
                 self._tracer.result()
-        self._compiled = self._tracing = None
+        self._forget_compiled()
         self.slots = slots
         del self._state, self._feeder
         torch.cuda.empty_cache()  # the memory of CUDA graphs too, which nothing else could use

@@ -97,6 +97,18 @@ class LowRankChange(nn.Module):
         changed = torch.matmul(by_layer, self.up[:slots])
         return changed.transpose(1, 2).flatten(2)
 
+    def add_to(self, output: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        """Adds `of_tokens` to *output* in place, without memory for it."""
+        if self.down is None or self.up is None:
+            raise RuntimeError("there are no changes of this layer")
+        slots, outputs = len(x), self.shape.outputs
+        products = torch.bmm(x, self.down[:slots].transpose(1, 2))
+        rank = products.shape[2] // len(self.paths)
+        for layer in range(len(self.paths)):
+            part = output[..., layer * outputs : (layer + 1) * outputs]
+            part.baddbmm_(products[..., layer * rank : (layer + 1) * rank], self.up[:slots, layer])
+        return output
+
 
 class SlotConv(nn.Module):
     """A convolution, also one that upsamples, with shared weights and each slot's own change."""

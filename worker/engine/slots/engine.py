@@ -385,7 +385,7 @@ class SlotEngine:
         if state.mask is not None and staged.mask is not None:
             state.mask[rows].copy_(staged.mask)
         factors = staged.factors if lane.weight_mode != "shared" else {}
-        state.context[rows].copy_(self._unet.keys_values.compute(staged.vectors, factors))
+        self._unet.keys_values.compute(staged.vectors, factors, state.context[rows])
         if state.added is not None and staged.added is not None:
             added = slice(state.added_rows * slot, state.added_rows * (slot + 1))
             state.added[added].copy_(self._unet.embed_added(*staged.added))
@@ -460,6 +460,7 @@ class SlotEngine:
             decode,
             slots,
             is_compiled=self._runner.may_compile,
+            is_low_rank=self._unet.is_low_rank,
             must_fit=is_large,
         )
         self._runner.slots = fit.slots

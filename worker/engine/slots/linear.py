@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - its name everywhere
@@ -23,6 +24,9 @@ from worker.engine.lora.names import Network, adaptable_layers
 from worker.engine.lora.pack import Group
 from worker.engine.lora.stacked import StackedChange
 from worker.engine.slots.convolution import LowRankChange
+
+#: Of one tensor with weights for all slots: matrix products of larger ones are slower.
+_MAX_PART_BYTES = 2**31
 
 
 class SlotLinear(nn.Module):
@@ -49,7 +53,10 @@ class SlotLinear(nn.Module):
     def forward(self, x: torch.Tensor, per_slot: bool) -> torch.Tensor:
         """[slots, tokens of both rows, in] to [..., out], with shared or per-slot weights."""
         if self.change is not None and per_slot:
-            return F.linear(x, self.weight, self.bias) + self.change.of_tokens(x)
+            product = F.linear(x, self.weight, self.bias)
+            if torch.compiler.is_compiling():
+                return product + self.change.of_tokens(x)
+            return self.change.add_to(product, x)
         if not per_slot and not torch.compiler.is_compiling():
             return F.linear(x, self.weight, self.bias)
         if per_slot:
@@ -65,6 +72,14 @@ class SlotLinear(nn.Module):
         self.weight = _stack_weights(list(self.layers.values())).flatten(0, 1)
 
 
+class _Part(NamedTuple):
+    """Some of a stack's layers: their weights for all slots are one tensor."""
+
+    layers: slice
+    linears: Sequence[tuple[SlotLinear, slice]]
+    """With the places of their layers in the stack."""
+
+
 class WeightStack:
     """The weights of a group's layers: the shared ones, and each slot's."""
 
@@ -72,37 +87,56 @@ class WeightStack:
         self.paths = [path for linear in linears for path in linear.layers]
         layers = [layer for linear in linears for layer in linear.layers.values()]
         self.shared = _stack_weights(layers)
-        self._linears = linears
-        for linear, part in self._parts():
-            linear.weight = self.shared[part].flatten(0, 1)
+        self._linears: list[tuple[SlotLinear, slice]] = []
+        at = 0
+        for linear in linears:
+            places = slice(at, at + len(linear.layers))
+            linear.weight = self.shared[places].flatten(0, 1)
+            self._linears.append((linear, places))
+            at = places.stop
         self.resize(0)
 
     def resize(self, slots: int) -> None:
         """Allocates zero weights for *slots* slots, in one block."""
         self._slots = slots
-        self._blocks: list[torch.Tensor] = []
+        self._parts = self._divide()
+        self._blocks: list[list[torch.Tensor]] = []
         self.use_block(0)
 
     def use_block(self, block: int) -> None:
         """Uses another block of slots' weights, allocated at its first use."""
         while len(self._blocks) <= block:
-            self._blocks.append(self.shared.new_zeros((self._slots, *self.shared.shape)))
+            self._blocks.append(
+                [
+                    self.shared.new_zeros((self._slots, *self.shared[part.layers].shape))
+                    for part in self._parts
+                ]
+            )
         self._own = self._blocks[block]
-        for linear, part in self._parts():
-            linear.slots = self._own[:, part].flatten(1, 2)
+        for part, own in zip(self._parts, self._own, strict=True):
+            first = part.layers.start
+            for linear, places in part.linears:
+                linear.slots = own[:, places.start - first : places.stop - first].flatten(1, 2)
 
     def load(self, slot: int, change: StackedChange | None, temporary_bytes: int) -> None:
         """Sets a slot to the shared weights, plus a job's change."""
-        if change is None:
-            self._own[slot].copy_(self.shared)
-        else:
-            change.merge(self.shared, self._own[slot], temporary_bytes)
+        for part, own in zip(self._parts, self._own, strict=True):
+            shared = self.shared[part.layers]
+            if change is None:
+                own[slot].copy_(shared)
+            else:
+                change.merge(shared, own[slot], temporary_bytes, first=part.layers.start)
 
-    def _parts(self) -> Iterable[tuple[SlotLinear, slice]]:
-        at = 0
-        for linear in self._linears:
-            yield linear, slice(at, at + len(linear.layers))
-            at += len(linear.layers)
+    def _divide(self) -> list[_Part]:
+        """The parts, none larger than need be for one of the linears."""
+        layer_bytes = self._slots * self.shared[0].nbytes
+        divided: list[list[tuple[SlotLinear, slice]]] = []
+        for linear, places in self._linears:
+            first = divided[-1][0][1].start if divided else 0
+            if not divided or (places.stop - first) * layer_bytes > _MAX_PART_BYTES:
+                divided.append([])
+            divided[-1].append((linear, places))
+        return [_Part(slice(each[0][1].start, each[-1][1].stop), each) for each in divided]
 
 
 def stack_by_shape(use: str, linears: Iterable[SlotLinear]) -> dict[Group, WeightStack]:

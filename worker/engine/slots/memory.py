@@ -44,6 +44,9 @@ _MARGIN = 0.12
 #: compile again a minute.
 _KEPT_SHARE = 0.75
 
+#: What a compiled tick of SDXL with low-rank terms keeps, of what one with shared weights takes.
+_LOW_RANK_TICK = 1.5
+
 #: With fewer slots of merged weights, slots of low rank are as many as the card can use: eight SDXL
 #: images at once keep the fastest card measured as busy as sixteen.
 _FEWEST_MERGED_SLOTS = 8
@@ -81,13 +84,15 @@ def fit(
     slots: int | None = None,
     *,
     is_compiled: bool = False,
+    is_low_rank: bool = False,
     must_fit: bool = False,
 ) -> Fit:
     """Measures what fits; *slots*, if given, is taken as it is.
 
     *slot_bytes* is what a slot holds for good; *run* is a tick of one slot and *decode* a VAE call
-    with one image, whose peak memory is measured. *is_compiled*: ticks will be compiled. *must_fit*
-    refuses a GPU on which one image of the native size would fail.
+    with one image, whose peak memory is measured. *is_compiled*: ticks will be compiled.
+    *is_low_rank*: slots hold low-rank changes. *must_fit* refuses a GPU on which one image of the
+    native size would fail.
 
     Raises:
         SetupError: one image does not fit.
@@ -109,7 +114,8 @@ def fit(
 
     def left_by(slots: int) -> float:
         """Ticks of all lanes use the same memory in turn."""
-        work = slots * tick_bytes, decoded * decode_bytes
+        factor = _LOW_RANK_TICK if is_compiled and is_low_rank else 1
+        work = factor * slots * tick_bytes, decoded * decode_bytes
         # Compiled, they share what CUDA graphs keep, and what else runs has as much beside it.
         taken = 2 * max(work) if is_compiled else sum(work)
         return free * (1 - _MARGIN) - slots * slot_bytes - taken

@@ -211,6 +211,12 @@ class Step:
         """Its ControlNets."""
         return [each.network for each in self.controls]
 
+    def forget_compiled(self) -> None:
+        """Frees what is compiled."""
+        for each in self.compiled.values():
+            each.release()
+        self.compiled.clear()
+
     def arguments(self, slots: int | None = None) -> tuple[Any, ...]:
         """What `tick` takes for the first *slots* slots, by default all."""
         slots = len(self.state.latents) if slots is None else slots
@@ -380,6 +386,7 @@ class StepRunner:
         """Compiles nothing any more, since a compiled tick failed; other steps stay as they are."""
         self._dropped_recompiles += sum(each.recompiles for each in step.compiled.values())
         self._compiled.pop(step.batch_key, None)
+        step.forget_compiled()
         self.give_up()
 
     def give_up(self) -> None:
@@ -394,11 +401,14 @@ class StepRunner:
         for step, mode in itertools.product(self._compiled.values(), modes):
             if compiled := step.compiled.pop(mode, None):
                 self._dropped_recompiles += compiled.recompiles
+                compiled.release()
         self._images_with_convolutions.clear()
 
     def reset(self) -> None:
         """Forgets all compiled steps; their keys are compiled again."""
         self._dropped_recompiles = self.recompiles
+        for step in self._compiled.values():
+            step.forget_compiled()
         self._compiled.clear()
 
     def make_slot_state(self, batch_key: BatchKey, slots: int) -> SlotState:

@@ -43,21 +43,31 @@ class KeysValues:
 
     @torch.no_grad()
     def compute(
-        self, vectors: torch.Tensor, changes: Mapping[Group, StackedChange]
+        self,
+        vectors: torch.Tensor,
+        changes: Mapping[Group, StackedChange],
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Keys and values [rows, tokens, width] of vectors [rows, tokens, text width]."""
-        products = []
+        """Keys and values [rows, tokens, width] of vectors [rows, tokens, text width].
+
+        *out*, if given, is what they are written to.
+        """
+        if out is None:
+            out = vectors.new_empty((*vectors.shape[:2], self.width))
+        rows, outputs, at = vectors.flatten(0, 1), out.flatten(0, 1), 0
         for group, stack in self.stacks.items():
             weights, change = stack.shared, changes.get(group)
-            apart: torch.Tensor | None = None
-            if change is not None and self._is_low_rank and not change.stacks:
-                apart = change.apply(vectors)
-            elif change is not None:
+            stays_apart = change is not None and self._is_low_rank and not change.stacks
+            if change is not None and not stays_apart:
                 weights = torch.empty_like(stack.shared)
                 change.merge(stack.shared, weights)
-            product = F.linear(vectors, weights.flatten(0, 1))
-            products.append(product if apart is None else product + apart)
-        return torch.cat(products, dim=-1) if products else vectors[..., :0]
+            flat = weights.flatten(0, 1)
+            part = outputs[:, at : at + len(flat)]
+            torch.mm(rows, flat.T, out=part)
+            if change is not None and stays_apart:
+                change.add_to(part, rows)
+            at += len(flat)
+        return out
 
 
 class Transformer(nn.Module):

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import gc
 import threading
+import weakref
 
 import pytest
 import torch
@@ -82,5 +83,27 @@ def test_a_compilers_objects_are_not_looked_through_every_few_seconds() -> None:
         exempt_from_collection()
         assert gc.get_freeze_count() > len(left)
         assert len(gc.get_objects()) < len(left)
+    finally:
+        gc.unfreeze()
+
+
+def test_what_is_released_keeps_no_memory_even_where_the_collector_passes_over_it() -> None:
+    class Outputs(list[torch.Tensor]):
+        """Lists have no weak references of their own."""
+
+    state = torch.zeros(2, 2)
+    compiled = Compiled("a step", step, (state, torch.eye(2)), backend="eager", pool=None)
+    compiled()
+    outputs = Outputs([torch.zeros(8)])
+    compiled._output = outputs
+    kept = weakref.ref(outputs)
+    del outputs
+    gc.collect()
+    gc.freeze()
+    try:
+        assert kept() is not None
+        compiled.release()
+        del compiled
+        assert kept() is None
     finally:
         gc.unfreeze()

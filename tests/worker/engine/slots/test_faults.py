@@ -308,6 +308,24 @@ def test_an_image_without_memory_for_its_stripes_takes_it_from_the_slots(
         assert difference(image, expected) <= ROUNDING
 
 
+def test_a_single_slot_runs_uncompiled_before_an_image_fails_for_want_of_memory(
+    make_slot_engine: Any, make_request: Any, draw: Any, difference: Any, monkeypatch: Any
+) -> None:
+    (sound,) = draw(make_slot_engine(slots=1), make_request())
+    engine = make_slot_engine(slots=1, backend="eager")
+    original = decoder.to_images
+
+    def to_images(vae: Any, latents: torch.Tensor, *, in_stripes: bool = False) -> torch.Tensor:
+        if engine._runner.may_compile:
+            raise torch.cuda.OutOfMemoryError("CUDA out of memory")
+        return original(vae, latents, in_stripes=in_stripes)
+
+    monkeypatch.setattr(decoder, "to_images", to_images)
+    (image,) = draw(engine, make_request())
+    assert not engine._runner.may_compile
+    assert difference(image, sound) <= ROUNDING
+
+
 def test_an_image_that_has_no_memory_with_one_slot_is_for_another_worker(
     make_slot_engine: Any, make_request: Any, monkeypatch: Any
 ) -> None:

@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from fleet.bench import random_model
 from worker.engine import contract
 from worker.engine.lora.names import adaptable_layers
-from worker.engine.slots import queue, step
+from worker.engine.slots import linear, queue, step
 
 #: See test_engine.
 ROUNDING = 2
@@ -133,3 +133,21 @@ def test_a_loaded_slot_keeps_no_copy_of_its_loras_and_can_be_loaded_again(
         slot_engine._unet.resize(slot_engine.slots)
     for ticket, image in enumerate(expected):
         assert difference(images[ticket], image) == 0
+
+
+def test_slots_weights_in_several_tensors_make_the_same_images(
+    make_slot_engine: Any,
+    files: dict[str, Path],
+    make_request: Any,
+    draw: Any,
+    difference: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    requests = [make_request(loras=(use(path),), steps=2) for path in files.values()]
+    whole = draw(make_slot_engine(slots=3), *requests)
+    monkeypatch.setattr(linear, "_MAX_PART_BYTES", 1)
+    engine = make_slot_engine(slots=3)
+    parts = [len(stack._parts) for stack in engine._unet._stacks.values()]
+    assert max(parts) > 1
+    for pair in zip(draw(engine, *requests), whole, strict=True):
+        assert difference(*pair) <= ROUNDING
