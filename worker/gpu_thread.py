@@ -68,6 +68,19 @@ class GpuClock:
         return max(0.0, 1 - self.busy_seconds / (self.last_at - self.first_at))
 
 
+Take = Callable[[], bool]
+"""Gives the engine another model; False, with nothing changed, if it cannot."""
+
+
+@dataclass(slots=True)
+class _Replacement:
+    """What is to come in place of the engine."""
+
+    load: Callable[[], contract.Engine]
+    take: Take | None
+    loaded: asyncio.Future[contract.Engine]
+
+
 class EngineThread:
     """Feeds one engine from the event loop and returns what it finished.
 
@@ -96,9 +109,7 @@ class EngineThread:
         self._urgent: deque[tuple[int, contract.PreparedRequest]] = deque()
         self._drawing: dict[int, asyncio.Future[Delivery | None]] = {}
         self._wake = threading.Condition()
-        self._replacement: (
-            tuple[Callable[[], contract.Engine], asyncio.Future[contract.Engine]] | None
-        ) = None
+        self._replacement: _Replacement | None = None
         self._accepting = True
         self._holds_jobs = False
         self._stopping = False
@@ -124,10 +135,13 @@ class EngineThread:
         self._thread.start()
         return self._attach(await asyncio.shield(self._loaded))
 
-    async def replace(self, load: Callable[[], contract.Engine]) -> contract.Engine:
+    async def replace(
+        self, load: Callable[[], contract.Engine], take: Take | None = None
+    ) -> contract.Engine:
         """Closes the engine, then loads another on its thread; what the first held is lost.
 
-        Until it has loaded, no request is accepted.
+        *take*, if given, is called before: if it returns True, the engine stays, and has another
+        model. Until then, no request is accepted.
 
         Raises:
             Exception: what *load* raised; call this again then: there is no engine.
@@ -136,7 +150,7 @@ class EngineThread:
         self.stop_accepting()
         self.lora_lookups, self.recompiles = {}, int  # they belong to the engine
         with self._wake:
-            self._replacement = (load, loaded)
+            self._replacement = _Replacement(load, take, loaded)
             self._wake.notify()
         engine = self._attach(await asyncio.shield(loaded))
         while self.finished_already():  # of jobs that were handed back
@@ -279,6 +293,9 @@ class EngineThread:
         try:
             while True:
                 self._work(engine)
+                self._forget_requests()
+                if self._has_taken(engine):
+                    continue
                 engine.close()
                 del engine  # its memory is the next one's
                 if (following := self._load_following()) is None:
@@ -293,22 +310,48 @@ class EngineThread:
         else:
             self._call(self._ended.set_result, None)
 
-    def _load_following(self) -> contract.Engine | None:
-        """The engine in place of the one that was closed; None: stop."""
+    def _forget_requests(self) -> None:
+        """Those that an engine has begun and will not finish."""
         self._admitted_at.clear()
         self._told_capacity = 0
         for drawing in self._drawing.values():
             self._call(_set_result, drawing, None)
         self._drawing.clear()
+
+    def _has_taken(self, engine: contract.Engine) -> bool:
+        """Whether the engine stays, with another model."""
+        if self._stopping or self._replacement is None or self._replacement.take is None:
+            return False
+        began_at = time.monotonic()
+        take, self._replacement.take = self._replacement.take, None
+        try:
+            if not take():
+                return False
+        except Exception:
+            log.warning(
+                "the engine is loaded anew: it could not take another model's weights",
+                exc_info=True,
+                extra={"action": "weights_not_taken"},
+            )
+            return False
+        with self._wake:
+            loaded, self._replacement = self._replacement.loaded, None
+        self.clock.idle_seconds["switch"] += time.monotonic() - began_at
+        self._call(_set_result, loaded, engine)
+        return True
+
+    def _load_following(self) -> contract.Engine | None:
+        """The engine in place of the one that was closed; None: stop."""
         began_at = time.monotonic()
         while not self._stopping:
             with self._wake:
                 if self._replacement is None:
                     self._wake.wait(IDLE_TICK_SECONDS)
                     continue
-                (load, loaded), self._replacement = self._replacement, None
+                replacement, self._replacement = self._replacement, None
+            loaded = replacement.loaded
             try:
-                engine = load()
+                engine = replacement.load()
             except Exception as error:  # noqa: BLE001 - raised again by `replace`
                 self._call(_set_exception, loaded, error)
                 continue

@@ -261,7 +261,7 @@ class Pipeline:
     async def _replace(self, models: WorkerModels, following: Following) -> contract.Engine:
         """The engine of the following model; of the present one, if that cannot be loaded."""
         try:
-            engine = await self.engine_thread.replace(following.load)
+            engine = await self.engine_thread.replace(following.load, following.take)
         except (errors.SetupError, errors.NodeError) as error:
             models.drop(following.checkpoint, error, self._queue)
             return await self.engine_thread.replace(models.load_current)

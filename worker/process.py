@@ -25,7 +25,7 @@ from worker import progress, replica, tasks
 from worker.engine import contract
 from worker.files import check, model
 from worker.files.kernels import cache as kernels
-from worker.gpu_thread import THREAD_NAME
+from worker.gpu_thread import THREAD_NAME, Take
 from worker.gpus import compiling
 from worker.gpus.member import Member
 from worker.metrics import Outcome, WorkerMetrics
@@ -116,6 +116,7 @@ class _Worker:
     _port: int = 0
     _gpu: str = replica.NO_GPU
     _kernels: kernels.KernelCache | None = None
+    _engine: contract.Engine | None = None
 
     def __post_init__(self) -> None:
         member = self._member
@@ -228,7 +229,9 @@ class _Worker:
         found = await checkpoints.find(self._settings, storage.files)
         device = self._settings.device
         on_cpu = device == "cpu" or (device == "auto" and self._gpu == replica.NO_GPU)
-        models = WorkerModels(found, fetch, self._load_engine, on_cpu=on_cpu)
+        models = WorkerModels(
+            found, fetch, self._load_engine, on_cpu=on_cpu, read=self._read_weights
+        )
         queue = storage.models.served(models.names if len(found) > 1 else [])
         share = self._member.share if self._member else share_of(self._settings.name)
         storage.models.stand_at(share)
@@ -352,7 +355,8 @@ class _Worker:
         # Imported on the engine's thread: torch takes seconds to load, and the port answers.
         from worker.engine.load import load_any_engine
 
-        return load_any_engine(
+        self._engine = None  # its memory is the next one's
+        self._engine = load_any_engine(
             path,
             settings.device,
             precision=settings.precision,
@@ -362,6 +366,22 @@ class _Worker:
             compile="off" if settings.compile == "off" else "background",
             fp16_accumulate=settings.fp16_accumulate,
             around_compiling=self._compiling,
+        )
+        return self._engine
+
+    def _read_weights(self, checkpoint: Checkpoint) -> Take | None:
+        """Another model's, for the engine as it is."""
+        from worker.engine.load import read_beside
+
+        path = model.local_path(checkpoint.settings)
+        check.check_path(path)
+        if self._engine is None:
+            return None
+        return read_beside(
+            self._engine,
+            path,
+            config=checkpoint.settings.config,
+            prediction_type=check.prediction_type(path),
         )
 
     @contextlib.contextmanager

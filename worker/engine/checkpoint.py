@@ -107,8 +107,8 @@ class Checkpoint:
         return found
 
     @property
-    def networks(self) -> dict[str, nn.Module]:
-        networks: dict[str, nn.Module] = {"unet": self.unet, "vae": self.vae}
+    def networks(self) -> dict[str, Any]:
+        networks: dict[str, Any] = {"unet": self.unet, "vae": self.vae}
         return networks | {str(name): each for name, each in self.text_encoders.items()}
 
 
@@ -118,11 +118,13 @@ def load_checkpoint(
     dtype: torch.dtype,
     config: Path | None = None,
     prediction_type: str | None = None,
+    *,
+    like: Checkpoint | None = None,
 ) -> Checkpoint:
     """Loads a checkpoint.
 
     *config* is a folder with a single file's configuration; *prediction_type* holds where there is
-    no configuration of the scheduler.
+    no configuration of the scheduler. Each network has the precision of *like*'s, if given.
 
     Raises:
         SetupError: something is missing, damaged or of another architecture; names the file.
@@ -156,6 +158,8 @@ def load_checkpoint(
         nn.Module.to(vae, dtype=torch.float32)  # a file's float16 has too few digits to scale
         vaes.scale_down(vae)
     placed = _placements(family, networks, device, dtype)
+    if like is not None:
+        placed |= {name: (device, each.dtype) for name, each in like.networks.items()}
     is_whole = all(each_dtype == checksums.IDENTITY_TYPE for _, each_dtype in placed.values())
     weights_id = "" if is_whole else checksums.identify(networks)
     weight_sums = _place(networks, placed)

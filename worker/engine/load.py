@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -151,6 +151,43 @@ def _load_pixel_engine(
     elif is_compiled:
         engine.warm_up()
     return engine
+
+
+def read_beside(
+    engine: Engine,
+    model: Path,
+    *,
+    config: Path | None = None,
+    prediction_type: str | None = None,
+) -> Callable[[], bool] | None:
+    """Reads a checkpoint into the host's memory, for an engine that goes on drawing with its own.
+
+    Returns what has the engine draw with it instead, for the engine's thread: see
+    `SlotEngine.take_weights`. None: it needs an engine of its own, or loading it will say what is
+    wrong with it.
+    """
+    import torch
+
+    from worker.engine import checkpoint
+    from worker.engine.slots.engine import SlotEngine
+
+    if not isinstance(engine, SlotEngine):
+        return None
+    cpu, like = torch.device("cpu"), engine.checkpoint
+    try:
+        other = checkpoint.load_checkpoint(
+            model, cpu, torch.float32, config, prediction_type, like=like
+        )
+    except errors.SetupError:
+        return None
+    if not engine.is_alike(other):
+        return None
+    read = [other]
+
+    def take() -> bool:
+        return engine.take_weights(read.pop())  # and the host's memory is free again
+
+    return take
 
 
 def import_libraries() -> None:

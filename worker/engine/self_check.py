@@ -31,9 +31,8 @@ LORA_SHARE = 0.2
 _PREFIXES = {"unet": "lora_unet_", "text_encoder": "lora_te_text_model_"}
 
 
-#: Buffers that are made of the weights when they are loaded: several layers' biases as one, and
-#: folded kernels. The slots' own weights change with every job.
-_DERIVED = ("bias", "folded")
+#: Buffers that are made of the weights when they are loaded. The slots' own change with every job.
+_DERIVED = "folded"
 
 
 class SelfCheck:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import threading
 import time
@@ -17,7 +18,7 @@ from imagefleet.storage.priorities import OrderedQueues
 from imagefleet.telemetry import serving
 from worker.engine import contract
 from worker.files import model as model_files
-from worker.gpu_thread import THREAD_NAME
+from worker.gpu_thread import THREAD_NAME, Take
 from worker.metrics import WorkerMetrics
 from worker.models.checkpoints import Checkpoint
 from worker.models.choice import ModelChoice, Waiting, first_to_serve
@@ -33,10 +34,13 @@ LOOK_SECONDS = 30.0
 IDLE_LOOK_SECONDS = 1.0
 LONGEST_IDLE_LOOK_SECONDS = 10.0
 
-#: Beside an engine on the CPU, another is loaded if so many times its file's size is free.
-_MEMORY_PER_FILE = 4
+#: Free memory, in sizes of the model's file: for another engine on the CPU, and for weights alone.
+_MEMORY_PER_FILE, _MEMORY_PER_WEIGHTS = 4, 2
 
 _CHUNK_BYTES = 2**24
+
+#: A container's, in version 2 of Linux' control groups.
+_CONTROL_GROUP = Path("/sys/fs/cgroup")
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +49,8 @@ class Following:
 
     checkpoint: Checkpoint
     load: Load
+    take: Take | None
+    """What the engine does instead, if it can: it keeps what is compiled."""
     prepared_at: float
 
 
@@ -58,13 +64,18 @@ class WorkerModels:
         load: Callable[[Checkpoint], contract.Engine],
         *,
         on_cpu: bool,
+        read: Callable[[Checkpoint], Take | None] = lambda _: None,
     ) -> None:
-        """*fetch* brings a model to this machine; *load* loads it, on any thread."""
+        """*fetch* brings a model to this machine; *load* loads it, on any thread.
+
+        *read* reads its weights into the host's memory for the engine that *load* returned last.
+        """
         self.current = checkpoints[0]
         self._default = checkpoints[0].name
         self._checkpoints = {each.name: each for each in checkpoints}
         self._fetch = fetch
         self._load = load
+        self._read = read
         self._on_cpu = on_cpu
         self._choice = ModelChoice(self.current.name)
         self._loop = asyncio.get_running_loop()
@@ -142,8 +153,9 @@ class WorkerModels:
                 extra={"action": "model_chosen", "model": checkpoint.name},
             )
             try:
-                load = await self.prepare(checkpoint)
-                return Following(self._checkpoints[checkpoint.name], load, time.monotonic())
+                load, take = await self.prepare(checkpoint)
+                found = self._checkpoints[checkpoint.name]
+                return Following(found, load, take, time.monotonic())
             except errors.TransientError as error:
                 log.warning(
                     "the model %s cannot be fetched: %s",
@@ -192,20 +204,25 @@ class WorkerModels:
             return Waiting(0, 0.0)
         return Waiting(depth.messages - (depth.leased or 0), depth.oldest_age_seconds)
 
-    async def prepare(self, checkpoint: Checkpoint) -> Load:
+    async def prepare(self, checkpoint: Checkpoint) -> tuple[Load, Take | None]:
         """Loads a model beside the one in use, as far as the memory allows; returns the rest.
 
-        On a GPU the files are only read, into the memory in which the system keeps them: a second
-        engine beside the first would get fewer slots, for as long as it lives.
+        For a GPU, or with little memory, the weights are only read into the host's memory; with
+        less, the files, into that in which the system keeps them. A second engine on a GPU beside
+        the first would get fewer slots, for as long as it lives.
         """
         checkpoint = self._checkpoints[checkpoint.name] = await self._fetch(checkpoint)
         path = model_files.local_path(checkpoint.settings)
         size = await asyncio.to_thread(_file_bytes, path)
         if self._on_cpu and _free_bytes() >= _MEMORY_PER_FILE * size:
             engine = await _in_thread(lambda: self._load(checkpoint))
-            return lambda: engine
-        await _in_thread(lambda: _read(path))
-        return lambda: self._load(checkpoint)
+            return lambda: engine, None
+        take: Take | None = None
+        if _free_bytes() >= _MEMORY_PER_WEIGHTS * size:
+            take = await _in_thread(lambda: self._read(checkpoint))
+        if take is None:
+            await _in_thread(lambda: _read_files(path))
+        return lambda: self._load(checkpoint), take
 
     def changed(self, seconds: float, metrics: WorkerMetrics) -> None:
         """The engine has the current model now, after so many seconds without one."""
@@ -306,16 +323,29 @@ def _file_bytes(path: Path) -> int:
 
 
 def _free_bytes() -> int:
-    """The machine's memory that is free or can be freed; 0 where it is not known."""
+    """Memory that is free or can be freed, of the machine and the container; 0 if not known."""
     try:
         lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
         (line,) = [each for each in lines if each.startswith("MemAvailable:")]
-        return int(line.split()[1]) * 1024
+        free = int(line.split()[1]) * 1024
     except (OSError, ValueError):
         return 0
+    with contextlib.suppress(OSError, ValueError):  # no such files, or no limit
+        limit, used = (
+            int((_CONTROL_GROUP / name).read_text(encoding="ascii"))
+            for name in ("memory.max", "memory.current")
+        )
+        stat = (_CONTROL_GROUP / "memory.stat").read_text(encoding="ascii")
+        of_files = sum(
+            int(size)
+            for name, size in (line.split() for line in stat.splitlines())
+            if name in ("active_file", "inactive_file")
+        )
+        free = min(free, limit - used + of_files)
+    return free
 
 
-def _read(path: Path) -> None:
+def _read_files(path: Path) -> None:
     """Reads the files once, so that they come from memory the next time."""
     buffer = bytearray(_CHUNK_BYTES)
     for each in path.rglob("*.safetensors") if path.is_dir() else [path]:

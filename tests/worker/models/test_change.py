@@ -420,3 +420,74 @@ async def test_an_engine_that_is_replaced_delivers_nothing_to_the_next_ones_jobs
 
 def _fail() -> contract.Engine:
     raise errors.SetupError("it is broken")
+
+
+async def test_an_engine_that_takes_the_next_model_stays_and_one_that_cannot_is_closed() -> None:
+    closed: list[int] = []
+
+    class Engine(StandInEngine):
+        def close(self) -> None:
+            closed.append(self.capacity)
+
+    thread = EngineThread(lambda: Engine(capacity=2), why_idle=str, backlog=1)
+    first = await thread.start()
+    request = contract.ImageRequest("a", "", (), "euler", 1, 7.0, 1, 16, 16)
+    async with asyncio.timeout(10):
+        assert await thread.replace(_fail, lambda: True) is first
+        assert closed == []
+        await thread.submit(1, first.prepare(request))
+        assert (await thread.finished()).finished.ticket == 1
+
+        second = await thread.replace(lambda: Engine(capacity=3), lambda: False)
+        assert (closed, second.capacity) == ([2], 3)
+
+        def raises() -> bool:
+            raise RuntimeError("some weights are the next model's, and some are not")
+
+        third = await thread.replace(lambda: Engine(capacity=4), raises)
+        assert (closed, third.capacity) == ([2, 3], 4)
+        await thread.submit(2, third.prepare(request))
+        assert (await thread.finished()).finished.ticket == 2
+    await thread.stop()
+
+
+@local_only
+@pytest.mark.parametrize("free", [2, 1])
+async def test_weights_are_read_for_the_engine_where_there_is_memory_for_them(
+    storage: Storage,
+    worker_settings: Callable[..., WorkerSettings],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    free: int,
+) -> None:
+    engines = Engines(worker_settings, "first", "second")
+    path = tmp_path / "second.safetensors"
+    path.write_bytes(bytes(1000))
+    second = Checkpoint("second", worker_settings(model=path))
+    monkeypatch.setattr(change, "_free_bytes", lambda: 1000 * free)
+    read: list[str] = []
+
+    def take_weights(checkpoint: Checkpoint) -> Callable[[], bool]:
+        read.append(checkpoint.name)
+        return lambda: True
+
+    async def fetch(checkpoint: Checkpoint) -> Checkpoint:
+        return checkpoint
+
+    models = WorkerModels([second], fetch, engines.load, on_cpu=False, read=take_weights)
+    _, take = await models.prepare(second)
+    assert (take is not None) == (free == 2) == (read == ["second"])
+
+
+def test_the_memory_of_a_container_counts_not_the_machines_alone(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(change, "_CONTROL_GROUP", tmp_path)
+    of_machine = change._free_bytes()
+    assert of_machine > 0
+    (tmp_path / "memory.max").write_text("max\n")
+    assert change._free_bytes() > of_machine / 2, "no limit"
+    (tmp_path / "memory.max").write_text("10000000\n")
+    (tmp_path / "memory.current").write_text("9000000\n")
+    (tmp_path / "memory.stat").write_text("anon 5000000\nactive_file 500000\ninactive_file 20000\n")
+    assert change._free_bytes() == 1_520_000

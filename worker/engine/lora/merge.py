@@ -96,6 +96,12 @@ class Merger:
             for network, path in self._merged
         }
 
+    def reset(self) -> None:
+        """After the checkpoint's weights have been replaced."""
+        self._originals.clear()
+        self._merged.clear()
+        self._active = ()
+
     def close(self) -> None:
         """Frees the copies of the original weights; the model can no longer be used."""
         self._originals.clear()

@@ -28,7 +28,7 @@ from worker.engine.kernels.compile import GraphPool
 from worker.engine.lora import merge
 from worker.engine.recovery import Recovery
 from worker.engine.self_check import SelfCheck
-from worker.engine.slots import linear, memory, prepare, queue, staging
+from worker.engine.slots import linear, memory, prepare, queue, staging, weights
 from worker.engine.slots.compiling import Compilation
 from worker.engine.slots.lane import MAX_LANES, Lane, Lanes
 from worker.engine.slots.prepare import PLAIN_TOKENS, PreparedRequest
@@ -36,7 +36,6 @@ from worker.engine.slots.queue import BatchKey, FirstPass, SlotJob
 from worker.engine.slots.staging import Stager
 from worker.engine.slots.step import GUIDANCE, Step, StepRunner, tick
 from worker.engine.slots.unet import SlotUnet
-from worker.engine.slots.weights import Weights
 from worker.engine.upscalers.beside import BesideTicks, PreparedUpscale
 
 log = logging.getLogger(__name__)
@@ -100,15 +99,7 @@ class SlotEngine:
         self._unet.changes.grow_for_transformers(_USUAL_RANK)
         if backend is not None:
             self._unet.fold()
-        self.self_check: SelfCheck | None = None
-        # Images that enlarge the same one may be alike, whatever their seeds and LoRAs.
-        if not checkpoint.family.enlarges_image:
-            self.self_check = SelfCheck(
-                checkpoint,
-                self._merger,
-                {"unet": self._unet, "vae": checkpoint.vae},
-                self._stager.text_encoder_lock,
-            )
+        self.self_check = self._make_self_check()
         self._preparer = prepare.RequestPreparer(
             checkpoint,
             {"unet": self._unet.groups, **linear.groups_of(checkpoint.text_encoders)},
@@ -128,7 +119,7 @@ class SlotEngine:
             compiled_modes=compiled_modes,
             pool=pool,
         )
-        self._weights = Weights(
+        self._weights = weights.Weights(
             self._unet, self._merger, self._runner, self._stager, folds=backend is not None
         )
         fitting = self._fit_memory(slots) if self._on_gpu else 1
@@ -277,6 +268,29 @@ class SlotEngine:
         """Waits until all that is frequent or asked for by now is compiled."""
         self._compilation.finish()
 
+    @property
+    def checkpoint(self) -> Checkpoint:
+        return self._checkpoint
+
+    def is_alike(self, other: Checkpoint) -> bool:
+        """Whether `take_weights` can take it."""
+        return weights.is_alike(self._checkpoint, other)
+
+    def take_weights(self, other: Checkpoint) -> bool:
+        """Draws with another checkpoint from now on, with all that is compiled.
+
+        *other* is on the CPU, and alike. False, and nothing is changed, while there are jobs.
+        """
+        if self._lanes.jobs or self._decoder.busy or self._upscales.begun:
+            return False
+        self._checkpoint = weights.exchange(self._checkpoint, other)
+        self.model_name = other.name
+        self._weights.renew()
+        self._stager.forget()
+        self._preparer.use(self._checkpoint)
+        self.self_check = self._make_self_check()
+        return True
+
     def close(self) -> None:
         self._compilation.stop()
         self._lanes.clear()
@@ -291,6 +305,14 @@ class SlotEngine:
             network.to("meta")
         gc.unfreeze()  # what was compiled is garbage from now on
         torch.cuda.empty_cache()
+
+    def _make_self_check(self) -> SelfCheck | None:
+        # Images that enlarge the same one may be alike, whatever their seeds and LoRAs.
+        if self._checkpoint.family.enlarges_image:
+            return None
+        computing = {"unet": self._unet, "vae": self._checkpoint.vae}
+        lock = self._stager.text_encoder_lock
+        return SelfCheck(self._checkpoint, self._merger, computing, lock)
 
     # The parts of a tick.
 

@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - its name everywhere
 from torch import nn
 
+from imagefleet import errors
 from worker.engine.lora.names import Network, adaptable_layers
 from worker.engine.lora.pack import Group
 from worker.engine.lora.stacked import StackedChange
@@ -44,10 +45,8 @@ class SlotLinear(nn.Module):
         super().__init__()
         self.layers = dict(layers)
         self.change: LowRankChange | None = None
-        biases = [_parameter(layer, "bias") for layer in layers.values() if layer.bias is not None]
-        bias = torch.cat(biases) if biases else None
         self.register_buffer("weight", None, persistent=False)
-        self.register_buffer("bias", bias, persistent=False)
+        self.register_buffer("bias", join_biases(layers.values()), persistent=False)
         self.register_buffer("slots", None, persistent=False)
 
     def forward(self, x: torch.Tensor, per_slot: bool) -> torch.Tensor:
@@ -158,6 +157,26 @@ def _stack_weights(layers: Sequence[nn.Module]) -> torch.Tensor:
     return stacked
 
 
+def join_biases(layers: Iterable[nn.Module]) -> torch.Tensor | None:
+    """The layers' biases one after the other, of which their own become views; None without any.
+
+    Raises:
+        SetupError: some have one and some have not.
+    """
+    alike = list(layers)
+    with_bias = [layer for layer in alike if layer.bias is not None]
+    if not with_bias:
+        return None
+    if len(with_bias) < len(alike):
+        raise errors.SetupError("of layers with the same input some have a bias and some have not")
+    originals = [_parameter(layer, "bias") for layer in alike]
+    joined = torch.cat(originals)
+    parts = torch.split(joined, [len(each) for each in originals])
+    for layer, bias in zip(alike, parts, strict=True):
+        layer.bias = nn.Parameter(bias, requires_grad=False)
+    return joined
+
+
 def _parameter(layer: nn.Module, name: str) -> torch.Tensor:
     value = getattr(layer, name)
     if not isinstance(value, torch.Tensor):
@@ -214,6 +233,10 @@ class TextEncoderLoras:
         finally:
             for group in changes:
                 self._weights[group].copy_(self._originals[group])
+
+    def forget(self) -> None:
+        """After the checkpoint's weights have been replaced."""
+        self._originals.clear()
 
     def close(self) -> None:
         """Frees all weights."""

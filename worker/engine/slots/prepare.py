@@ -165,6 +165,11 @@ class RequestPreparer:
         self._may_go_on = threading.Event()
         self._may_go_on.set()
 
+    def use(self, checkpoint: Checkpoint) -> None:
+        """Prepares for another checkpoint, in the networks of the one before."""
+        self._checkpoint = checkpoint
+        self.tokenizer = text.Tokenizer(checkpoint.tokenizer)
+
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
         """Holds up all other threads' long parts of `prepare`, for some milliseconds at most.

@@ -185,6 +185,13 @@ class Stager:
             return {}
         return packed.by_shape(packed.assemble().to(self._device))
 
+    def forget(self) -> None:
+        """After the checkpoint's weights have been replaced; nothing may be staged meanwhile."""
+        self._encoder.clear()
+        self._images.clear()
+        for each in self._text_loras.values():
+            each.forget()
+
     def close(self) -> None:
         self._thread.shutdown(cancel_futures=True)
         self._assemblers.shutdown()

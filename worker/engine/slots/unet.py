@@ -26,7 +26,7 @@ from worker.engine.lora.pack import Group
 from worker.engine.lora.stacked import TEMPORARY_BYTES, StackedChange
 from worker.engine.slots import convolution
 from worker.engine.slots.convolution import LowRankChange, SlotChanges, SlotConv
-from worker.engine.slots.linear import SlotLinear, stack_by_shape
+from worker.engine.slots.linear import SlotLinear, join_biases, stack_by_shape
 from worker.engine.slots.transformer import (
     UNKNOWN_UNET,
     CrossAttention,
@@ -322,7 +322,7 @@ class _TimeProjections(nn.Module):
             LowRankChange({paths[layer]: layer for layer in alike}) for _, alike in by_outputs
         )
         self.register_buffer("weight", torch.cat([each.weight for each in layers]).detach(), False)
-        self.register_buffer("bias", torch.cat([each.bias for each in layers]).detach(), False)
+        self.register_buffer("bias", join_biases(layers), False)
         at = 0
         for resnet, layer in zip(resnets, layers, strict=True):
             resnet.time = slice(at, at + len(layer.weight))

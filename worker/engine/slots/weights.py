@@ -1,13 +1,21 @@
-"""What the UNet's weights hold: LoRAs merged for all, and in each block a lane's slots' own."""
+"""What the weights hold: LoRAs merged for all, in each block a lane's slots' own; another model's.
+
+An engine takes another checkpoint of the same architecture by copying its weights into the tensors
+that it has: whatever is compiled for them goes on.
+"""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 
+from worker.engine import checksums
+from worker.engine.checkpoint import Checkpoint
+from worker.engine.kernels.layers import Upsampler
 from worker.engine.lora import merge
 from worker.engine.slots import queue
 from worker.engine.slots.lane import Lane
@@ -15,6 +23,9 @@ from worker.engine.slots.queue import SlotJob
 from worker.engine.slots.staging import Stager
 from worker.engine.slots.step import Step, StepRunner
 from worker.engine.slots.unet import SlotUnet
+
+#: Of configurations: what says nothing of what a network computes.
+_UNIMPORTANT = frozenset({"architectures", "dtype", "torch_dtype", "transformers_version"})
 
 
 class Weights:
@@ -44,6 +55,14 @@ class Weights:
         """Allocates one block of slots' weights anew."""
         self._loaded.clear()
         self._unet.resize(slots)
+
+    def renew(self) -> None:
+        """After the checkpoint's weights have been replaced; no slot is in use."""
+        self._loaded.clear()
+        self._merger.reset()
+        self.merged = ()
+        if self._folds:
+            self._unet.fold()
 
     def choose_mode(self, lane: Lane, step: Step, active: Iterable[SlotJob]) -> None:
         """Sets a lane's weight mode, and the shared weights to what it needs.
@@ -115,3 +134,49 @@ class Weights:
         self._merger.activate(loras)
         if self._folds:
             self._unet.fold()
+
+
+def is_alike(one: Checkpoint, other: Checkpoint) -> bool:
+    """Whether an engine for one can draw with the other's weights in place of its own."""
+
+    def traits(checkpoint: Checkpoint) -> tuple[object, ...]:
+        tokenizer = checkpoint.tokenizer
+        shapes = {
+            name: (each.shape, each.dtype)
+            for name, each in checksums.named_parameters(checkpoint.networks).items()
+        }
+        return (
+            checkpoint.family.slug,
+            checkpoint.default_size,
+            (tokenizer.bos_token_id, tokenizer.eos_token_id),
+            {name: _configuration(each) for name, each in checkpoint.networks.items()},
+            shapes,
+        )
+
+    return traits(one) == traits(other)
+
+
+def _configuration(network: Any) -> dict[str, Any]:
+    config = network.config
+    found = config.to_dict() if hasattr(config, "to_dict") else dict(config)
+    return {
+        name: value
+        for name, value in found.items()
+        if not name.startswith("_") and name not in _UNIMPORTANT
+    }
+
+
+@torch.no_grad()
+def exchange(checkpoint: Checkpoint, other: Checkpoint) -> Checkpoint:
+    """Copies the weights of *other* into the networks of *checkpoint*.
+
+    Returns the other one with these networks.
+    """
+    own, new = (checksums.named_parameters(each.networks) for each in (checkpoint, other))
+    for name, tensor in own.items():
+        tensor.copy_(new[name])
+    for module in checkpoint.vae.modules():
+        if isinstance(module, Upsampler):
+            module.fold()
+    networks: dict[str, Any] = checkpoint.networks
+    return replace(other, **networks)
