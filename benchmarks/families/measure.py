@@ -52,6 +52,9 @@ FILES, TINY_FILES = 24, 5
 STEPS, TINY_STEPS = 20, 3
 BASELINE_IMAGES = 4
 
+#: Of SDXL in 23 GiB, if they have weights of their own.
+MERGED_SLOTS = 3
+
 #: What a row may take beside its seconds.
 OVERTIME_SECONDS = 240.0
 
@@ -176,6 +179,12 @@ def prepare_capped(arguments: argparse.Namespace, gibibytes: float) -> Measure:
     return prepare_rates(arguments, "sdxl", with_none=False)
 
 
+def prepare_capped_merged(arguments: argparse.Namespace) -> Measure:
+    """In 23 GiB with the few slots that have weights of their own there, not the many without."""
+    arguments.is_low_rank, arguments.slots = False, MERGED_SLOTS
+    return prepare_capped(arguments, CAPS["sdxl_capped_23"])
+
+
 def prepare_limit(arguments: argparse.Namespace) -> Measure:
     """What the card's matrix rate allows."""
     model = build_model(arguments, "sdxl")
@@ -246,6 +255,7 @@ ROWS: Mapping[str, Callable[[argparse.Namespace], Measure]] = {
     "sdxl": lambda arguments: prepare_rates(arguments, "sdxl"),
     "sdxl_low_rank": prepare_low_rank,
     "sdxl_capped_23": lambda arguments: prepare_capped(arguments, CAPS["sdxl_capped_23"]),
+    "sdxl_capped_23_merged": prepare_capped_merged,
     "sdxl_capped_11": lambda arguments: prepare_capped(arguments, CAPS["sdxl_capped_11"]),
     "sdxl_capped_7": lambda arguments: prepare_capped(arguments, CAPS["sdxl_capped_7"]),
     "sd2": lambda arguments: prepare_rates(arguments, "sd2"),

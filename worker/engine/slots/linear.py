@@ -26,7 +26,8 @@ from worker.engine.lora.pack import Group
 from worker.engine.lora.stacked import StackedChange
 from worker.engine.slots.convolution import LowRankChange
 
-#: Of one tensor with weights for all slots: matrix products of larger ones are slower.
+#: Of one tensor with weights for all slots. Of SDXL's shapes the largest would take 25 GB; see
+#: "SDXL" in benchmarks/engine-notes.md.
 _MAX_PART_BYTES = 2**31
 
 
