@@ -169,6 +169,7 @@ def read_beside(
     import torch
 
     from worker.engine import checkpoint
+    from worker.engine.slots import weights
     from worker.engine.slots.engine import SlotEngine
 
     if not isinstance(engine, SlotEngine):
@@ -180,7 +181,7 @@ def read_beside(
         )
     except errors.SetupError:
         return None
-    if not engine.is_alike(other):
+    if not weights.is_alike(like, other):
         return None
     read = [other]
 

@@ -63,29 +63,25 @@ class _Upsampled:
 
 def decode(decoder: Any, latents: torch.Tensor) -> torch.Tensor:
     """What diffusers' decoder computes [rows, 3, height, width]."""
-    image: _Image = _Held(decoder.mid_block(decoder.conv_in(latents)))
+    x: torch.Tensor = decoder.mid_block(decoder.conv_in(latents))
+    image: _Image = _Held(x)
     for block in decoder.up_blocks:
         for resnet in block.resnets:
-            image = _Held(_add_resnet(resnet, image))
-        for sampler in block.upsamplers or ():
-            held = image if isinstance(image, _Held) else _Held(image.part(0, image.height))
-            image = _Upsampled(sampler.conv, held.x)
+            x = _add_resnet(resnet, image)
+            image = _Held(x)
+        for sampler in block.upsamplers or ():  # one at most
+            image = _Upsampled(sampler.conv, x)
     return _join(_normalise_and_convolve(decoder.conv_norm_out, decoder.conv_out, image), image)
 
 
 def _add_resnet(resnet: Any, image: _Image) -> torch.Tensor:
     """Its output, in the place of its input where that has the same shape."""
     inner = _Held(_join(_normalise_and_convolve(resnet.norm1, resnet.conv1, image), image))
-    if isinstance(image, _Held) and resnet.conv_shortcut is None:
-        output, kept = image.x, None
-    else:
-        output, kept = torch.empty_like(inner.x), image
+    in_place = isinstance(image, _Held) and resnet.conv_shortcut is None
+    output = image.part(0, image.height) if in_place else torch.empty_like(inner.x)
     for top, changed in _normalise_and_convolve(resnet.norm2, resnet.conv2, inner):
         bottom = top + changed.shape[2]
-        if kept is None:
-            output[:, :, top:bottom] += changed
-            continue
-        part = kept.part(top, bottom)
+        part = image.part(top, bottom)
         if resnet.conv_shortcut is not None:
             part = resnet.conv_shortcut(part)
         torch.add(changed, part, out=output[:, :, top:bottom])

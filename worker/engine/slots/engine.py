@@ -272,14 +272,11 @@ class SlotEngine:
     def checkpoint(self) -> Checkpoint:
         return self._checkpoint
 
-    def is_alike(self, other: Checkpoint) -> bool:
-        """Whether `take_weights` can take it."""
-        return weights.is_alike(self._checkpoint, other)
-
     def take_weights(self, other: Checkpoint) -> bool:
         """Draws with another checkpoint from now on, with all that is compiled.
 
-        *other* is on the CPU, and alike. False, and nothing is changed, while there are jobs.
+        *other* is on the CPU, and alike (`weights.is_alike`). False, and nothing is changed, while
+        there are jobs.
         """
         if self._lanes.jobs or self._decoder.busy or self._upscales.begun:
             return False
