@@ -18,6 +18,7 @@ from importlib import metadata
 from typing import NoReturn
 
 from imagefleet import errors
+from imagefleet.pricing import families
 from imagefleet.storage import protocol
 from imagefleet.storage.open import open_storage
 from imagefleet.telemetry import probes, push
@@ -375,8 +376,9 @@ class _Worker:
 
         path = model.local_path(checkpoint.settings)
         check.check_path(path)
-        if self._engine is None:
-            return None
+        family = families.of_title(check.family(path)).slug
+        if self._engine is None or self._engine.family != family:
+            return None  # nothing is read that could not be used
         return read_beside(
             self._engine,
             path,

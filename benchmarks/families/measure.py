@@ -328,11 +328,12 @@ async def measure_together(
     """Starts the processes of all the rows; each measures while nothing else runs."""
     given = [each for each in sys.argv[1:] if each != "--together"]
     groups: dict[str, Group] = {}
+    waiting: list[asyncio.Task[None]] = []
     try:
         for name in names:
             groups[name] = await Group.start(name, given, None, script=Path(__file__))
-        ready = asyncio.gather(*(group.wait_until_ready() for group in groups.values()))
-        await asyncio.wait([ready], timeout=arguments.limit)
+            waiting.append(asyncio.create_task(groups[name].wait_until_ready()))
+        await asyncio.wait(waiting, timeout=arguments.limit)
         for name, group in groups.items():
             if not group.is_ready:
                 group.send(signal.SIGSTOP)
@@ -342,8 +343,9 @@ async def measure_together(
                 limit = 2 * arguments.seconds + OVERTIME_SECONDS
                 results.add(name, await group.measure(name, arguments.seconds, limit))
                 await group.end()  # leaves its memory to the others
-        ready.cancel()
     finally:
+        for task in waiting:
+            task.cancel()
         await asyncio.gather(*(group.end() for group in groups.values()))
 
 
