@@ -18,7 +18,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import CLIPTextConfig, CLIPTextModel
 
 from worker.engine import checkpoint, text
-from worker.engine.families import find
+from worker.engine.families import find, reading
 from worker.engine.families.sd1 import SD1
 
 _LIBRARIES = ("imagefleet", "torch", "diffusers", "transformers", "peft", "triton")
@@ -86,14 +86,14 @@ def count_image_flops(model: Path, width: int, height: int, unet_calls: int) -> 
     Counted on the meta device for prompts of one chunk. *model* is a diffusers folder; anything
     else counts as SD1.5.
     """
-    unet_config = checkpoint.network_config(model / "unet", SD1.unet_config)
-    family = find.of_folder(unet_config, checkpoint.network_config(model / "text_encoder", {}))
+    unet_config = reading.network_config(model / "unet", SD1.unet_config)
+    family = find.of_folder(unet_config, reading.network_config(model / "text_encoder", {}))
     with torch.device("meta"):
         unet = UNet2DConditionModel.from_config(unet_config)
-        vae = AutoencoderKL.from_config(checkpoint.network_config(model / "vae", family.vae_config))
+        vae = AutoencoderKL.from_config(reading.network_config(model / "vae", family.vae_config))
         text_encoders = [
             CLIPTextModel(
-                CLIPTextConfig(**checkpoint.network_config(model / each.network, each.config))
+                CLIPTextConfig(**reading.network_config(model / each.network, each.config))
             )
             for each in family.text_encoders
         ]

@@ -15,6 +15,7 @@ from torch import nn
 from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection
 
 from worker.engine import checkpoint
+from worker.engine.families import reading
 from worker.engine.families.family import Family
 from worker.engine.families.sd1 import SD1
 from worker.engine.lora import names as lora_names
@@ -80,7 +81,7 @@ def build_random_loras(
     They change the linear layers of its transformers, 192 in SD1.5: 27 MB each at rank 32. A
     "locon" also changes its resnets and samplers, convolutions at *convolution_rank*.
     """
-    config = checkpoint.network_config(model / "unet", SD1.unet_config)
+    config = reading.network_config(model / "unet", SD1.unet_config)
     with torch.device("meta"):
         unet = UNet2DConditionModel.from_config(config)
     suffixes = _ADAPTED_SUFFIXES + (_LOCON_SUFFIXES if kind == "locon" else ())

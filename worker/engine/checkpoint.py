@@ -7,21 +7,20 @@ found before, from the header alone (`worker.files.kinds`).
 
 from __future__ import annotations
 
-import json
 import logging
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from diffusers import AutoencoderKL, ModelMixin, UNet2DConditionModel
+from diffusers import AutoencoderKL, UNet2DConditionModel
 from diffusers.loaders.single_file_utils import (
     convert_ldm_unet_checkpoint,
     convert_ldm_vae_checkpoint,
 )
 from diffusers.utils import logging as diffusers_logging
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import nn
 from transformers import (
@@ -36,7 +35,7 @@ from imagefleet import errors
 from imagefleet.job import clip
 from imagefleet.telemetry import logs
 from worker.engine import checksums
-from worker.engine.families import find, noise, x4_upscaler
+from worker.engine.families import find, noise, reading, x4_upscaler
 from worker.engine.families import vae as vaes
 from worker.engine.families.family import Family, TextEncoder
 from worker.engine.families.sd1 import SD1
@@ -45,17 +44,11 @@ from worker.engine.slots import memory
 
 log = logging.getLogger(__name__)
 
-#: What the libraries raise for missing, truncated or mismatched files.
-_LOADING_ERRORS = (OSError, ValueError, LookupError, TypeError, RuntimeError, SafetensorError)
-
 #: An average of the UNet's weights during training, which some files have beside the weights.
 _AVERAGE_PREFIX = "model_ema."
 
 #: A single file's first layer of the UNet: inpainting checkpoints' have more inputs.
 _INPUTS = "model.diffusion_model.input_blocks.0.0.weight"
-
-#: Types of weights that are loaded as they are.
-_DTYPES = {"F16": torch.float16, "BF16": torch.bfloat16}
 
 #: Any of them makes a folder a single file's configuration.
 _CONFIGURATION = (
@@ -146,7 +139,7 @@ def load_checkpoint(
     image_noise = None
     if family.enlarges_image:
         image_noise = noise.image_noise(
-            read_json(folder / "model_index.json"),
+            reading.read_json(folder / "model_index.json"),
             _read_scheduler(folder, "low_res_scheduler", family),
             unet.config.num_class_embeds,
         )
@@ -227,7 +220,7 @@ def _place(networks: _Networks, placed: Mapping[str, _Placement]) -> checksums.S
                 network.to(memory_format=torch.channels_last)
     except torch.cuda.OutOfMemoryError as error:
         raise errors.SetupError(
-            f"the GPU's memory is too short for the model: {brief(error)}"
+            f"the GPU's memory is too short for the model: {reading.brief(error)}"
         ) from error
     return weight_sums
 
@@ -260,71 +253,24 @@ class _Read:
 
 
 def _read_folder(folder: Path) -> _Read:
-    configs = [read_json(folder / part / "config.json") for part in ("unet", "text_encoder")]
+    configs = [
+        reading.read_json(folder / part / "config.json") for part in ("unet", "text_encoder")
+    ]
     family = find.of_folder(*configs)
     networks: _Networks = {
-        "unet": read_network(UNet2DConditionModel, folder / "unet"),
-        "vae": read_network(AutoencoderKL, folder / "vae"),
+        "unet": reading.read_network(UNet2DConditionModel, folder / "unet"),
+        "vae": reading.read_network(AutoencoderKL, folder / "vae"),
     }
     for encoder in family.text_encoders:
-        networks[encoder.network] = read_network(_text_model(encoder), folder / encoder.network)
+        networks[encoder.network] = reading.read_network(
+            _text_model(encoder), folder / encoder.network
+        )
     return _Read(family, networks)
 
 
 def _text_model(encoder: TextEncoder) -> type[Any]:
     projected: type[Any] = CLIPTextModelWithProjection
     return projected if encoder.rules.has_pooled else CLIPTextModel
-
-
-def read_network(network: type[Any], folder: Path) -> Any:
-    """A network of a checkpoint in diffusers format, on the CPU, in the type of its files.
-
-    Raises:
-        SetupError: it is missing or damaged.
-    """
-    if not (folder / "config.json").is_file():
-        raise errors.SetupError(
-            f"{str(folder.parent)!r} is not a checkpoint in diffusers format: it has no"
-            f" {folder.name}/config.json"
-        )
-    files = [path.name for path in folder.glob("*.safetensors")]
-    if not files:
-        raise errors.SetupError(
-            f"{str(folder)!r} has no .safetensors file (pickled weights are never loaded)"
-        )
-    variant = "fp16" if all(".fp16" in name for name in files) else None
-    dtype_option = "torch_dtype" if issubclass(network, ModelMixin) else "dtype"
-    try:
-        dtype = _stored_dtype(folder / name for name in files if (".fp16" in name) == bool(variant))
-        model, report = network.from_pretrained(
-            folder,
-            local_files_only=True,
-            use_safetensors=True,
-            variant=variant,
-            output_loading_info=True,
-            **{dtype_option: dtype},
-        )
-    except _LOADING_ERRORS as error:
-        raise errors.SetupError(f"{str(folder)!r} cannot be loaded: {brief(error)}") from error
-    missing = sorted(report["missing_keys"])
-    if missing:
-        raise errors.SetupError(
-            f"{str(folder)!r} lacks {len(missing)} of its weights, for example {missing[0]}"
-        )
-    return model
-
-
-def _stored_dtype(files: Iterable[Path]) -> torch.dtype:
-    """The type of a network's weights in its files; float32 if they are of several.
-
-    Otherwise the libraries would read float16 as float32, into twice the memory.
-    """
-    found: set[str] = set()
-    for path in files:
-        with safe_open(path, framework="pt") as file:
-            found |= {file.get_slice(key).get_dtype() for key in file.keys()}  # noqa: SIM118
-    found = {name for name in found if "F" in name}  # positions are integers
-    return _DTYPES.get(found.pop(), torch.float32) if len(found) == 1 else torch.float32
 
 
 def _config_folder(model: Path, config: Path | None) -> Path:
@@ -351,7 +297,7 @@ def _read_file(path: Path, config: Path) -> _Read:
     except (OSError, SafetensorError) as error:
         raise errors.SetupError(
             f"{str(path)!r} is not a readable .safetensors file (pickled checkpoints are never"
-            f" loaded): {brief(error)}"
+            f" loaded): {reading.brief(error)}"
         ) from error
     family = find.of_file(weights)
     if family is None:
@@ -361,17 +307,19 @@ def _read_file(path: Path, config: Path) -> _Read:
         with torch.device("meta"):
             inputs = {"in_channels": weights[_INPUTS].shape[1]}
             unet = UNet2DConditionModel.from_config(
-                network_config(config / "unet", {**family.unet_config, **inputs})
+                reading.network_config(config / "unet", {**family.unet_config, **inputs})
             )
-            vae = AutoencoderKL.from_config(network_config(config / "vae", family.vae_config))
+            vae = AutoencoderKL.from_config(
+                reading.network_config(config / "vae", family.vae_config)
+            )
         _fill(unet, convert_ldm_unet_checkpoint(weights, unet.config))
         _fill(vae, convert_ldm_vae_checkpoint(weights, vae.config))
         networks = {"unet": unet, "vae": vae}
         for encoder in family.text_encoders:
             networks[encoder.network] = _read_text_encoder(encoder, weights, config)
-    except _LOADING_ERRORS as error:
+    except reading.LOADING_ERRORS as error:
         raise errors.SetupError(
-            f"{str(path)!r} does not fit {family.name}: {brief(error)}"
+            f"{str(path)!r} does not fit {family.name}: {reading.brief(error)}"
         ) from error
     has_own_size = not (config / "unet" / "config.json").is_file()
     return _Read(family, networks, weights.keys(), has_own_size)
@@ -381,35 +329,22 @@ def _read_text_encoder(
     encoder: TextEncoder, weights: Mapping[str, torch.Tensor], config: Path
 ) -> Any:
     with torch.device("meta"):
-        text_config = CLIPTextConfig(**network_config(config / encoder.network, encoder.config))
+        text_config = CLIPTextConfig(
+            **reading.network_config(config / encoder.network, encoder.config)
+        )
         network = _text_model(encoder)(text_config)
-    _number_positions(network)
+    reading.number_positions(network)
     own = {
         key.removeprefix(encoder.prefix): weight
         for key, weight in weights.items()
         if key.startswith(encoder.prefix)
     }
-    read = encoder.convert(own, text_config)
-    if hasattr(network, "text_model"):
-        read = {
-            key if key.startswith("text_projection") else f"text_model.{key}": weight
-            for key, weight in read.items()
-        }
-    _fill(network, read)
+    _fill(network, encoder.convert(own, text_config))
     return network
 
 
-def _number_positions(text_encoder: Any) -> None:
-    """Fills the only buffer, which checkpoints need not contain."""
-    numbers = torch.arange(text_encoder.config.max_position_embeddings).unsqueeze(0)
-    for module in text_encoder.modules():
-        if hasattr(module, "position_ids"):
-            module.register_buffer("position_ids", numbers, persistent=False)
-
-
 def _fill(network: nn.Module, weights: Mapping[str, torch.Tensor]) -> None:
-    missing = network.load_state_dict(weights, strict=False, assign=True).missing_keys
-    if missing:
+    if missing := reading.assign(network, weights):
         raise ValueError(f"{len(missing)} weights are missing, for example {missing[0]}")
 
 
@@ -422,9 +357,9 @@ def _find_tokenizer(checkpoint: Path, vocabulary_size: int) -> CLIPTokenizer:
         )
     try:
         return CLIPTokenizer.from_pretrained(folder, local_files_only=True)
-    except _LOADING_ERRORS as error:
+    except reading.LOADING_ERRORS as error:
         raise errors.SetupError(
-            f"the tokenizer {str(folder)!r} cannot be loaded: {brief(error)}"
+            f"the tokenizer {str(folder)!r} cannot be loaded: {reading.brief(error)}"
         ) from error
 
 
@@ -465,30 +400,4 @@ def _check_architecture(
 
 
 def _read_scheduler(folder: Path, part: str, family: Family) -> Mapping[str, Any]:
-    return read_json(folder / part / "scheduler_config.json") or family.scheduler_config
-
-
-def network_config(folder: Path, default: Mapping[str, object]) -> dict[str, Any]:
-    """A network's configuration from its folder, else *default*."""
-    return read_json(folder / "config.json") or dict(default)
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """A configuration; nothing without its file. Raises SetupError if it is no JSON object."""
-    if not path.is_file():
-        return {}
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise errors.SetupError(f"{str(path)!r} is not JSON: {brief(error)}") from error
-    if not isinstance(found, dict):
-        raise errors.SetupError(f"{str(path)!r} is not a JSON object")
-    return found
-
-
-def brief(error: Exception) -> str:
-    """The first line that says something: libraries append pages of weight names and links."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    # torch's first line is only a heading: "Error(s) in loading state_dict for ...:".
-    said = next((line for line in lines if not line.endswith(":")), type(error).__name__)
-    return said[:200]
+    return reading.read_json(folder / part / "scheduler_config.json") or family.scheduler_config

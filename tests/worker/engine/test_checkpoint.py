@@ -223,13 +223,50 @@ def test_a_folder_of_half_precision_takes_no_more_memory_and_is_the_same_checkpo
     assert (half.weights_id, half.weight_sums) == (whole.weights_id, whole.weight_sums)
 
 
+def test_images_drawn_while_another_checkpoint_is_read_have_their_own_noise(
+    copy: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The default type is the whole process': in float16, torch's noise has other numbers."""
+    set_to = []
+    monkeypatch.setattr(torch, "set_default_dtype", set_to.append)
+    for path in copy.rglob("*.safetensors"):
+        save_file({key: each.half() for key, each in load_file(path).items()}, path)
+    load_checkpoint(copy)
+    assert not set_to
+
+
+def test_weights_in_several_files_are_read_and_no_other_files(
+    copy: Path, make_request: Any, draw: Any, engine: Any
+) -> None:
+    """SD1.5's own release has the same weights without their average beside the UNet's."""
+    whole = copy / "unet" / "diffusion_pytorch_model.safetensors"
+    weights = load_file(whole)
+    whole.unlink()
+    places = {}
+    for number, key in enumerate(weights):
+        places[key] = f"diffusion_pytorch_model-{number % 2 + 1:05}-of-00002.safetensors"
+    for name in set(places.values()):
+        save_file(
+            {key: weights[key] for key in weights if places[key] == name}, copy / "unet" / name
+        )
+    index = whole.with_name(f"{whole.name}.index.json")
+    index.write_text(json.dumps({"weight_map": places}))
+    other = {key: torch.zeros_like(each) for key, each in weights.items()}
+    save_file(other, whole.with_name("diffusion_pytorch_model.non_ema.safetensors"))
+    parts = batch_engine.load_batch_engine(copy)
+    assert (draw(parts, make_request())[0] == draw(engine, make_request())[0]).all()
+
+    index.unlink()
+    with pytest.raises(errors.SetupError, match="nor an index of its parts"):
+        load_checkpoint(copy)
+
+
 def test_a_folder_of_mixed_precision_is_read_in_float32(copy: Path) -> None:
     path = copy / "unet" / "diffusion_pytorch_model.safetensors"
     weights = load_file(path)
     first = next(iter(weights))
     weights[first] = weights[first].half()
     save_file(weights, path, {"format": "pt"})
-    assert checkpoints._stored_dtype([path]) == torch.float32
     assert checkpoints._read_folder(copy).networks["unet"].dtype == torch.float32
 
 

@@ -18,7 +18,7 @@ from torch import nn
 from imagefleet import errors
 from imagefleet.telemetry import logs
 from worker.engine import checkpoint
-from worker.engine.families import find
+from worker.engine.families import find, reading
 from worker.engine.pixel import schedules, text_stage
 from worker.engine.pixel.schedules import NoiseSchedule
 from worker.engine.pixel.step import CHANNELS
@@ -63,7 +63,7 @@ def load_checkpoint(folder: Path, device: torch.device, dtype: torch.dtype) -> P
     if pipeline not in FAMILIES:
         raise errors.SetupError(f"{str(folder)!r} is not a stage of DeepFloyd IF")
     upscales = FAMILIES[pipeline] == "if_sr"
-    unet = checkpoint.read_network(UNet2DConditionModel, folder / "unet")
+    unet = reading.read_network(UNet2DConditionModel, folder / "unet")
     _check_architecture(folder, unet, upscales=upscales)
     noise = _read_scheduler(folder, "scheduler")
     image_noise = _read_scheduler(folder, "image_noising_scheduler") if upscales else None
@@ -73,7 +73,7 @@ def load_checkpoint(folder: Path, device: torch.device, dtype: torch.dtype) -> P
         nn.Module.to(unet, device=device)
     except torch.cuda.OutOfMemoryError as error:
         raise errors.SetupError(
-            f"the GPU's memory is too short for the model: {checkpoint.brief(error)}"
+            f"the GPU's memory is too short for the model: {reading.brief(error)}"
         ) from error
     if device.type == "cuda":
         unet.to(memory_format=torch.channels_last)
@@ -96,7 +96,7 @@ def load_checkpoint(folder: Path, device: torch.device, dtype: torch.dtype) -> P
 
 
 def _read_scheduler(folder: Path, part: str) -> NoiseSchedule:
-    config = checkpoint.read_json(folder / part / "scheduler_config.json")
+    config = reading.read_json(folder / part / "scheduler_config.json")
     if not config:
         raise errors.SetupError(f"{str(folder)!r} has no {part}/scheduler_config.json")
     return schedules.read_scheduler(config, f"{folder.name}/{part}")

@@ -33,6 +33,7 @@ from transformers.utils import logging as transformers_logging
 from imagefleet import errors
 from worker.engine import checkpoint
 from worker.engine import device as devices
+from worker.engine.families import reading
 from worker.engine.pixel import text_states
 
 #: The encoder of DeepFloyd IF's stages, where no configuration names one.
@@ -57,7 +58,7 @@ class TextStage:
         checkpoint.hide_progress_bars()
         self.name = encoder_name(folder)
         self._clean = clean_caption if _cleans(folder) else text_states.clean
-        encoder = checkpoint.read_network(T5EncoderModel, folder / "text_encoder")
+        encoder = reading.read_network(T5EncoderModel, folder / "text_encoder")
         encoder.requires_grad_(requires_grad=False).eval()
         self._encoder: Any = encoder.to(device=device, dtype=dtype)
         self._tokenizer = _read_tokenizer(folder / "tokenizer")
@@ -163,7 +164,7 @@ def _cleans(folder: Path) -> bool:
 
 
 def _config(folder: Path) -> dict[str, Any]:
-    return checkpoint.read_json(folder / "text_encoder" / "config.json")
+    return reading.read_json(folder / "text_encoder" / "config.json")
 
 
 def _read_tokenizer(folder: Path) -> Any:
@@ -177,7 +178,7 @@ def _read_tokenizer(folder: Path) -> Any:
         return AutoTokenizer.from_pretrained(folder, local_files_only=True)
     except _LOADING_ERRORS as error:
         raise errors.SetupError(
-            f"the tokenizer {str(folder)!r} cannot be loaded: {checkpoint.brief(error)}"
+            f"the tokenizer {str(folder)!r} cannot be loaded: {reading.brief(error)}"
         ) from error
 
 

@@ -24,6 +24,7 @@ from diffusers import (
     StableDiffusionControlNetInpaintPipeline,
     StableDiffusionInpaintPipeline,
     StableDiffusionXLInpaintPipeline,
+    UNet2DConditionModel,
 )
 from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
 from PIL import Image
@@ -35,6 +36,7 @@ from families import tiny_controlnets, tiny_families
 from imagefleet import errors
 from worker.engine import checkpoint as checkpoints
 from worker.engine import contract, load
+from worker.engine.families import reading
 from worker.engine.families.sd1 import SD1
 from worker.engine.families.sd2 import find_prediction
 from worker.engine.passes import init_image, steps
@@ -427,7 +429,7 @@ def test_a_single_file_is_told_by_its_first_layer(
 
 def test_such_an_sd2_predicts_epsilon_where_nothing_states_it(folder: Any) -> None:
     """As in AUTOMATIC1111, which cannot ask its UNet without a mask."""
-    unet = checkpoints.read_network(checkpoints.UNet2DConditionModel, folder("sd2") / "unet")
+    unet = reading.read_network(UNet2DConditionModel, folder("sd2") / "unet")
     assert unet.config.in_channels == 9
     assert find_prediction(unet) == "epsilon"
 

@@ -1,0 +1,153 @@
+"""Reads a network of a checkpoint in diffusers format from local files, while an engine may draw.
+
+The libraries' `from_pretrained` changes torch's default type for the whole process while it builds
+a network: images that are drawn at that time would begin with other noise.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from diffusers import ModelMixin
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import nn
+from transformers import PreTrainedModel
+
+from imagefleet import errors
+
+#: What the libraries raise for missing, truncated or mismatched files.
+LOADING_ERRORS = (OSError, ValueError, LookupError, TypeError, RuntimeError, SafetensorError)
+
+#: Types in which weights stay as they are in their files.
+_KEPT = frozenset({torch.float16, torch.bfloat16, torch.float32})
+
+#: Names of an attention's layers in the VAEs of older folders, and today's.
+_OLDER = re.compile(r"(\.attentions\.\d+\.)(query|key|value|proj_attn)(\.\w+)$")
+_TODAYS = {"query": "to_q", "key": "to_k", "value": "to_v", "proj_attn": "to_out.0"}
+
+#: A level that some versions of transformers give a text encoder, and files of all of them have.
+_LEVEL = "text_model."
+
+
+def read_network(network: type[Any], folder: Path) -> Any:
+    """A network of diffusers or transformers on the CPU, in the type of its files.
+
+    In float32 if they are of several: otherwise float16 would take twice the memory.
+
+    Raises:
+        SetupError: it is missing or damaged.
+    """
+    if not (folder / "config.json").is_file():
+        raise errors.SetupError(
+            f"{str(folder.parent)!r} is not a checkpoint in diffusers format: it has no"
+            f" {folder.name}/config.json"
+        )
+    is_diffusers = issubclass(network, ModelMixin)
+    files = _files(folder, "diffusion_pytorch_model" if is_diffusers else "model")
+    try:
+        weights = {key: each for path in files for key, each in load_file(path).items()}
+        with torch.device("meta"):
+            if is_diffusers:
+                made = network.from_config(read_json(folder / "config.json"))
+            else:
+                made = network(network.config_class.from_pretrained(folder))
+        number_positions(made)
+        missing = assign(made, _in_one_type(weights))
+    except LOADING_ERRORS as error:
+        raise errors.SetupError(f"{str(folder)!r} cannot be loaded: {brief(error)}") from error
+    if missing:
+        raise errors.SetupError(
+            f"{str(folder)!r} lacks {len(missing)} of its weights, for example {missing[0]}"
+        )
+    return made
+
+
+def assign(network: nn.Module, weights: Mapping[str, torch.Tensor]) -> list[str]:
+    """Gives a network built without memory its weights; returns the names of those it lacks.
+
+    Raises:
+        RuntimeError: some have another shape.
+    """
+    own = network.state_dict().keys()
+    named = {_name_in(own, key): each for key, each in weights.items()}
+    network.load_state_dict(named, strict=False, assign=True)
+    if isinstance(network, PreTrainedModel):
+        network.tie_weights()
+    return sorted(name for name, each in network.named_parameters() if each.is_meta)
+
+
+def number_positions(network: nn.Module) -> None:
+    """Fills a text encoder's only buffer, which checkpoints need not contain."""
+    for module in network.modules():
+        if isinstance(found := getattr(module, "position_ids", None), torch.Tensor):
+            numbers = torch.arange(found.shape[-1]).unsqueeze(0)
+            module.register_buffer("position_ids", numbers, persistent=False)
+
+
+def network_config(folder: Path, default: Mapping[str, object]) -> dict[str, Any]:
+    """A network's configuration from its folder, else *default*."""
+    return read_json(folder / "config.json") or dict(default)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A configuration; nothing without its file. Raises SetupError if it is no JSON object."""
+    if not path.is_file():
+        return {}
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise errors.SetupError(f"{str(path)!r} is not JSON: {brief(error)}") from error
+    if not isinstance(found, dict):
+        raise errors.SetupError(f"{str(path)!r} is not a JSON object")
+    return found
+
+
+def brief(error: Exception) -> str:
+    """The first line that says something: libraries append pages of weight names and links."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    # torch's first line is only a heading: "Error(s) in loading state_dict for ...:".
+    said = next((line for line in lines if not line.endswith(":")), type(error).__name__)
+    return said[:200]
+
+
+def _files(folder: Path, stem: str) -> list[Path]:
+    """The files with a network's weights; those in float16 only where there are no others."""
+    names = [path.name for path in folder.glob("*.safetensors")]
+    if not names:
+        raise errors.SetupError(
+            f"{str(folder)!r} has no .safetensors file (pickled weights are never loaded)"
+        )
+    variant = ".fp16" if all(".fp16" in name for name in names) else ""
+    whole = f"{stem}{variant}.safetensors"
+    if whole in names:
+        return [folder / whole]
+    index = read_json(folder / f"{stem}.safetensors.index{variant}.json")
+    parts = index.get("weight_map")
+    if not isinstance(parts, dict):
+        raise errors.SetupError(f"{str(folder)!r} has neither {whole} nor an index of its parts")
+    return [folder / Path(name).name for name in sorted(set(map(str, parts.values())))]
+
+
+def _in_one_type(weights: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+    found = {each.dtype for each in weights.values() if each.is_floating_point()}
+    if len(found) == 1 and found <= _KEPT:
+        return weights
+    return {
+        key: each.float() if each.is_floating_point() else each for key, each in weights.items()
+    }
+
+
+def _name_in(own: Collection[str], key: str) -> str:
+    """What a network calls the weight that a file calls *key*."""
+    others = (
+        key.removeprefix(_LEVEL),
+        _LEVEL + key,
+        _OLDER.sub(lambda found: f"{found[1]}{_TODAYS[found[2]]}{found[3]}", key),
+    )
+    return next((each for each in (key, *others) if each in own), key)
