@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import functools
 import json
 import logging
 import signal
@@ -43,17 +44,22 @@ from worker.engine import device as devices
 from worker.engine.families import find
 from worker.engine.slots.engine import SlotEngine
 
-#: GiB of the limited rows: what cards of 24, 12 and 8 GB have for one process.
-CAPS = {"sdxl_capped_23": 23.0, "sdxl_capped_11": 11.0, "sdxl_capped_7": 7.4}
+#: GiB of the limited rows: what cards of 24, 16, 12 and 8 GB have for one process.
+CAPS = {
+    "sdxl_capped_23": 23.0,
+    "sdxl_capped_15": 15.0,
+    "sdxl_capped_11": 11.0,
+    "sdxl_capped_7": 7.4,
+}
+
+#: The other way to hold LoRAs than the memory decides.
+OTHER_WAYS = {"sdxl_capped_15_low_rank": True}
 
 #: More than there are slots: no two images drawn at once share a LoRA.
 FILES, TINY_FILES = 24, 5
 
 STEPS, TINY_STEPS = 20, 3
 BASELINE_IMAGES = 4
-
-#: Of SDXL in 23 GiB, if they have weights of their own.
-MERGED_SLOTS = 3
 
 #: What a row may take beside its seconds.
 OVERTIME_SECONDS = 240.0
@@ -164,25 +170,15 @@ def prepare_rates(
     return measure
 
 
-def prepare_low_rank(arguments: argparse.Namespace) -> Measure:
-    """With low-rank terms beside shared weights, whatever the memory."""
-    arguments.is_low_rank = True
-    return prepare_rates(arguments, "sdxl", with_none=False)
-
-
-def prepare_capped(arguments: argparse.Namespace, gibibytes: float) -> Measure:
+def prepare_capped(arguments: argparse.Namespace, row: str) -> Measure:
     """The same with the GPU's memory limited."""
     build_model(arguments, "sdxl")
+    arguments.is_low_rank = OTHER_WAYS.get(row, arguments.is_low_rank)
+    (gibibytes,) = (each for name, each in CAPS.items() if row.startswith(name))
     if arguments.device.type == "cuda":
         total = torch.cuda.get_device_properties(arguments.device).total_memory
         torch.cuda.set_per_process_memory_fraction(gibibytes * 2**30 / total, arguments.device)
     return prepare_rates(arguments, "sdxl", with_none=False)
-
-
-def prepare_capped_merged(arguments: argparse.Namespace) -> Measure:
-    """In 23 GiB with the few slots that have weights of their own there, not the many without."""
-    arguments.is_low_rank, arguments.slots = False, MERGED_SLOTS
-    return prepare_capped(arguments, CAPS["sdxl_capped_23"])
 
 
 def prepare_limit(arguments: argparse.Namespace) -> Measure:
@@ -253,11 +249,7 @@ ROWS: Mapping[str, Callable[[argparse.Namespace], Measure]] = {
     "limit": prepare_limit,
     "plain": prepare_plain,
     "sdxl": lambda arguments: prepare_rates(arguments, "sdxl"),
-    "sdxl_low_rank": prepare_low_rank,
-    "sdxl_capped_23": lambda arguments: prepare_capped(arguments, CAPS["sdxl_capped_23"]),
-    "sdxl_capped_23_merged": prepare_capped_merged,
-    "sdxl_capped_11": lambda arguments: prepare_capped(arguments, CAPS["sdxl_capped_11"]),
-    "sdxl_capped_7": lambda arguments: prepare_capped(arguments, CAPS["sdxl_capped_7"]),
+    **{row: functools.partial(prepare_capped, row=row) for row in (*CAPS, *OTHER_WAYS)},
     "sd2": lambda arguments: prepare_rates(arguments, "sd2"),
     "company": prepare_company,
 }

@@ -79,7 +79,7 @@ class _CpuGenerator:
         self._generator = torch.Generator().manual_seed(seed % 2**64)
 
     def randn(self, shape: Shape) -> torch.Tensor:
-        return torch.randn(shape, generator=self._generator)
+        return torch.randn(shape, generator=self._generator, dtype=torch.float32)
 
     def fill(self, out: torch.Tensor) -> None:
         torch.randn(out.shape, generator=self._generator, out=out)

@@ -68,6 +68,8 @@ class Compiled:
         next graph of the pool runs.
         """
         self.graphs = 0
+        self.has_room_for_next = True
+        """False: the driver blocks if it is called again before the GPU has done most of it."""
         self.name = name
         self._plain = function
         self._arguments = arguments
