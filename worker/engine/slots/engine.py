@@ -88,12 +88,13 @@ class SlotEngine:
             layers.replace_upsamplers(checkpoint.vae)
         self._control_nets = ControlNets(checkpoint.unet, is_compiled=backend is not None)
         self._stager = Stager(checkpoint, self._control_nets)
+        is_large = checkpoint.family.has_large_layers
+        layer_bytes = linear.transformer_bytes(checkpoint.unet)
         if is_low_rank is None:
-            is_low_rank = checkpoint.family.has_large_layers and memory.needs_low_rank(
-                self._device, linear.transformer_bytes(checkpoint.unet)
-            )
+            is_low_rank = is_large and memory.needs_low_rank(self._device, layer_bytes)
+        keeps_on_cpu = is_large and memory.has_no_room_for_originals(self._device, layer_bytes)
         self._merger = merge.Merger(
-            checkpoint.unet, checkpoint.text_encoders, keeps_on_cpu=is_low_rank
+            checkpoint.unet, checkpoint.text_encoders, keeps_on_cpu=keeps_on_cpu
         )
         self._unet = SlotUnet(checkpoint.unet, is_low_rank=is_low_rank)
         self._unet.changes.grow_for_transformers(_USUAL_RANK)
@@ -118,6 +119,7 @@ class SlotEngine:
             backend=backend,
             compiled_modes=compiled_modes,
             pool=pool,
+            costs=queue.Costs(merge_seconds=1.0) if keeps_on_cpu else queue.Costs(),
         )
         self._weights = weights.Weights(
             self._unet, self._merger, self._runner, self._stager, folds=backend is not None

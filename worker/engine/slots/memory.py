@@ -169,6 +169,11 @@ def needs_low_rank(device: torch.device, linear_bytes: int) -> bool:
     return free_bytes(device) * (1 - _MARGIN) < linear_bytes * (1 + _BESIDE_WEIGHTS)
 
 
+def has_no_room_for_originals(device: torch.device, layer_bytes: int) -> bool:
+    """Whether copies of layers, as they are without merged LoRAs, take more than the margin."""
+    return device.type == "cuda" and layer_bytes > _MARGIN * free_bytes(device)
+
+
 def has_no_room_for_text(device: torch.device, text_bytes: int, others_bytes: int) -> bool:
     """Whether text encoders would take too much beside the other networks.
 

@@ -252,9 +252,10 @@ class StepRunner:
         backend: str | None,
         compiled_modes: Sequence[WeightMode],
         pool: GraphPool | None,
+        costs: Costs,
     ) -> None:
-        # Copies of the original weights are on the CPU then.
-        self.costs = Costs(merge_seconds=1.0) if unet.is_low_rank else Costs()
+        """*costs*: guesses, until ticks and merging have been timed."""
+        self.costs = costs
         self.slots = slots
         self.max_compiled = _MAX_COMPILED_KEYS
         self._unet = unet

@@ -101,6 +101,17 @@ def test_slots_of_a_large_model_hold_low_rank_where_no_copy_fits(
     assert not memory.needs_low_rank(torch.device("cpu"), int(3.48 * GIB))
 
 
+@pytest.mark.parametrize(("free", "have_none"), [(132, False), (41, False), (17, True), (6, True)])
+def test_copies_of_merged_layers_are_on_the_gpu_only_where_slots_leave_room_for_them(
+    monkeypatch: pytest.MonkeyPatch, free: float, have_none: bool
+) -> None:
+    """A campaign's jobs may all have one LoRA, which is then merged for all of them."""
+    monkeypatch.setattr(memory, "free_bytes", lambda _: int(free * GIB))
+    gpu = torch.device("cuda", 0)
+    assert memory.has_no_room_for_originals(gpu, int(3.48 * GIB)) == have_none
+    assert not memory.has_no_room_for_originals(torch.device("cpu"), int(3.48 * GIB))
+
+
 @pytest.mark.parametrize(("free", "stays"), [(23, False), (15, False), (11, True), (7.4, True)])
 def test_text_encoders_stay_on_the_cpu_where_the_gpu_is_small(
     monkeypatch: pytest.MonkeyPatch, free: float, stays: bool
