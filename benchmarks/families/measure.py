@@ -300,14 +300,17 @@ class Results:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        earlier = json.loads(path.read_text()) if path.exists() else {}
-        self._rows: dict[str, Figures] = earlier.get("rows", {})
+        self._earlier: Figures = json.loads(path.read_text()) if path.exists() else {}
+        self._rows: dict[str, Figures] = self._earlier.get("rows", {})
 
     def add(self, row: str, figures: Figures) -> None:
-        self._rows[row] = figures
+        """A row that failed does not replace what an earlier run measured."""
         print(f"{row}: {json.dumps(figures)}", flush=True)
+        if "error" in figures and row in self._rows:
+            return
+        self._rows[row] = figures
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        results = {**summarise(self._rows), "rows": self._rows}
+        results = {**self._earlier, **summarise(self._rows), "rows": self._rows}
         self._path.write_text(json.dumps(results, indent=2) + "\n")
 
     def show(self) -> None:

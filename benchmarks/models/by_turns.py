@@ -1,10 +1,10 @@
 """Measures a worker that serves two models by turns against the same with one, on a local storage.
 
-    python benchmarks/models/by_turns.py ./first ./second --seconds 500 --out /tmp/two-models.json
+    python benchmarks/models/by_turns.py ./first ./second --out /tmp/two-models.json
 
-Both queues are full all the time, with equal numbers of jobs. Images are counted from the worker's
-metrics between two changes to the same model, so over whole turns: what the changes cost is in. The
-run with one model takes half as long; what counts is the second half of it, when all is compiled.
+The worker has both models all the time. First only one of them has jobs: its rate is measured once
+all is compiled. Then both queues are full, with equal numbers of jobs, and images are counted from
+one change to the same model to another, so over whole turns: what the changes cost is in.
 `--stay 5` makes the shortest stay five seconds, to try it on a CPU with tiny models.
 """
 
@@ -12,25 +12,35 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
+import itertools
 import json
 import shlex
 import signal
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from asyncio.subprocess import Process
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import aiohttp
 from prometheus_client.parser import text_string_to_metric_families
 
+from engine import commit
 from imagefleet.storage.open import open_storage
+from imagefleet.storage.protocol import Storage
 from imagefleet.storage.settings import StorageSettings
 from worker.models import choice
 
 #: The slowest start: loading and compiling.
 START_SECONDS = 900.0
+
+#: The longest time between two changes, when both models have jobs.
+CHANGE_SECONDS = 2 * choice.LONGEST_STAY_SECONDS
 
 #: A worker whose shortest stay is another than usual.
 PROGRAM = """
@@ -42,6 +52,9 @@ main()
 """
 
 
+Figures = dict[str, Any]
+
+
 class Sample(NamedTuple):
     """Totals of the worker at a moment (monotonic seconds)."""
 
@@ -49,6 +62,7 @@ class Sample(NamedTuple):
     images: float
     changes: float
     change_seconds: float
+    is_compiling: bool
 
 
 def jobs(model: str, count: int, steps: int) -> Iterator[str]:
@@ -73,72 +87,102 @@ async def sample(client: aiohttp.ClientSession, address: str) -> Sample | None:
         totals.get("imagefleet_images_total", 0.0),
         totals.get("imagefleet_model_switches_total", 0.0),
         totals.get("imagefleet_model_switch_seconds_total", 0.0),
+        bool(totals.get("imagefleet_engine_compiling")),
     )
 
 
-async def measure(
-    arguments: argparse.Namespace, models: Sequence[Path], seconds: float
-) -> list[Sample]:
-    """A sample each second for *seconds*, from the first image on."""
-    address = f"http://127.0.0.1:{arguments.port}"
+class Worker:
+    """A worker process with both models, and what it says of itself."""
+
+    def __init__(self, process: Process, client: aiohttp.ClientSession, address: str) -> None:
+        self._process = process
+        self._client = client
+        self._address = address
+
+    async def wait(self, is_reached: Callable[[Sample], bool], limit_seconds: float) -> Sample:
+        """The first sample, of one each second, of which that is true."""
+        async with asyncio.timeout(limit_seconds):
+            while True:
+                await asyncio.sleep(1)
+                if self._process.returncode is not None:
+                    sys.exit(f"the worker ended with exit code {self._process.returncode}")
+                found = await sample(self._client, self._address)
+                if found is not None and is_reached(found):
+                    return found
+
+    async def after(self, began: Sample, seconds: float) -> Sample:
+        return await self.wait(lambda each: each.at - began.at >= seconds, 2 * seconds + 60)
+
+
+@contextlib.asynccontextmanager
+async def run_worker(arguments: argparse.Namespace, storage_address: str) -> AsyncIterator[Worker]:
+    flags = [flag for model in arguments.models for flag in ("--model", str(model))]
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-c", PROGRAM, str(arguments.stay), "worker", *flags),
+        *("--device", arguments.device, "--port", str(arguments.port)),
+        *("--storage", storage_address, "--log-format", "text", *arguments.flags),
+    )
+    try:
+        async with aiohttp.ClientSession() as client:
+            yield Worker(process, client, f"http://127.0.0.1:{arguments.port}")
+    finally:
+        if process.returncode is None:
+            process.send_signal(signal.SIGTERM)
+            await process.wait()
+
+
+async def run(arguments: argparse.Namespace) -> Figures:
     with tempfile.TemporaryDirectory() as folder:
         storage_address = f"local:{folder}"
         async with open_storage(StorageSettings(storage=storage_address)) as storage:
             await storage.create()
-            for model in models:
-                await storage.models.send(jobs(model.stem, arguments.jobs, arguments.steps))
-            flags = [flag for model in models for flag in ("--model", str(model))]
-            worker = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-c", PROGRAM, str(arguments.stay), "worker", *flags),
-                *("--device", arguments.device, "--port", str(arguments.port)),
-                *("--storage", storage_address, "--log-format", "text", *arguments.flags),
-            )
-            found: list[Sample] = []
-            try:
-                async with aiohttp.ClientSession() as client, asyncio.timeout(START_SECONDS):
-                    while not found or time.monotonic() - found[0].at < seconds:
-                        await asyncio.sleep(1)
-                        if worker.returncode is not None:
-                            sys.exit(f"the worker ended with exit code {worker.returncode}")
-                        each = await sample(client, address)
-                        if each is not None and each.images:
-                            found.append(each)
-            finally:
-                if worker.returncode is None:
-                    worker.send_signal(signal.SIGTERM)
-                    await worker.wait()
-            if (await storage.queue.depth()).messages < len(models) * 100:
+            async with run_worker(arguments, storage_address) as worker:
+                figures = await measure(arguments, storage, worker)
+            if (await storage.queue.depth()).messages < 100:
                 sys.exit(f"the queues ran low: more than --jobs {arguments.jobs} are needed")
-            return found
+    return figures
 
 
-def whole_turns(found: Sequence[Sample]) -> tuple[Sample, Sample]:
-    """The first sample after the first change, and that after the last one to the same model."""
-    changed = {
-        int(each.changes): each for each in reversed(found) if each.changes
-    }  # the first sample with each number
-    last = max((number for number in changed if number % 2), default=1)
-    if last < 3:
-        sys.exit("the worker has not taken two whole turns: give more --seconds")
-    return changed[1], changed[last]
+async def measure(arguments: argparse.Namespace, storage: Storage, worker: Worker) -> Figures:
+    first, second = (
+        jobs(model.stem, arguments.jobs, arguments.steps) for model in arguments.models
+    )
+    await storage.models.send(first)
+    one = await worker.wait(lambda each: each.images > 0 and not each.is_compiling, START_SECONDS)
+    one_end = await worker.after(one, arguments.seconds)
+    await storage.models.send(second)
+    changed = [
+        await worker.wait(lambda each, number=number: each.changes >= number, CHANGE_SECONDS)
+        for number in range(1, 2 + 2 * arguments.turns)
+    ]
+    return summarise(one, one_end, changed, arguments.stay)
 
 
-async def run(arguments: argparse.Namespace) -> dict[str, float]:
-    one = await measure(arguments, arguments.models[:1], arguments.seconds / 2)
-    first, last = one[len(one) // 2], one[-1]
-    one_rate = (last.images - first.images) / (last.at - first.at)
-    began, ended = whole_turns(await measure(arguments, arguments.models, arguments.seconds))
-    rate = (ended.images - began.images) / (ended.at - began.at)
-    changes = ended.changes - began.changes
-    change_seconds = (ended.change_seconds - began.change_seconds) / changes
-    stay = max(arguments.stay, choice.STAY_PER_CHANGE * change_seconds)
+def summarise(
+    one: Sample, one_end: Sample, changed: Sequence[Sample], least_stay_seconds: float
+) -> Figures:
+    """Of a worker with one model, and then with two from the first change to the last."""
+
+    def rate(began: Sample, ended: Sample) -> float:
+        return (ended.images - began.images) / (ended.at - began.at)
+
+    began, ended = changed[0], changed[-1]
+    change_seconds = [
+        later.change_seconds - earlier.change_seconds
+        for earlier, later in itertools.pairwise([one_end, *changed])
+    ]
+    stay = max(least_stay_seconds, choice.STAY_PER_CHANGE * max(change_seconds))
+    stay = min(stay, choice.LONGEST_STAY_SECONDS)
     return {
-        "one_model_images_per_second": one_rate,
-        "two_models_images_per_second": rate,
-        "two_models_over_one": rate / one_rate,
-        "changes": changes,
-        "change_seconds": change_seconds,
-        "longest_wait_seconds": 2 * (min(stay, choice.LONGEST_STAY_SECONDS) + change_seconds),
+        "one_model_images_per_second": rate(one, one_end),
+        "two_models_images_per_second": rate(began, ended),
+        "two_models_over_one": rate(began, ended) / rate(one, one_end),
+        "changes": len(changed) - 1,
+        "change_seconds": change_seconds[1:],
+        "longest_absence_seconds": max(
+            later.at - earlier.at for earlier, later in itertools.pairwise(changed)
+        ),
+        "longest_wait_seconds": 2 * (stay + max(change_seconds)),
     }
 
 
@@ -146,16 +190,18 @@ def main(given: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="two models by turns against one")
     parser.add_argument("models", nargs=2, type=Path)
     parser.add_argument("--device", default="auto")
-    parser.add_argument("--seconds", type=float, default=500.0, help="of the run with both")
+    parser.add_argument("--seconds", type=float, default=60.0, help="with one model")
+    parser.add_argument("--turns", type=int, default=2, help="to both models and back")
     parser.add_argument("--stay", type=float, default=choice.SHORTEST_STAY_SECONDS)
     parser.add_argument("--jobs", type=int, default=20_000, help="of each model")
     parser.add_argument("--steps", type=int, default=15)
     parser.add_argument("--port", type=int, default=9471)
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--commit", default=commit(), help="recorded in the results")
     parser.add_argument("--flags", type=shlex.split, default=[], help="more of the worker, quoted")
     arguments = parser.parse_args(given)
-    found = asyncio.run(run(arguments))
-    text = json.dumps(found, indent=1)
+    found = {"commit": arguments.commit, **asyncio.run(run(arguments))}
+    text = json.dumps(found, indent=2)
     print(text)
     if arguments.out:
         arguments.out.write_text(text + "\n")

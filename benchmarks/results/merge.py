@@ -21,6 +21,7 @@ Figures = dict[str, Any]
 ONLY = (
     *("first_image_cached_seconds", "first_image_cold_seconds"),
     *("multi_gpu_linear_fraction", "multi_gpu_count"),
+    "two_models_over_one",
 )
 
 
