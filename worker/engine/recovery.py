@@ -14,7 +14,7 @@ from worker.engine.decoder import Decoder
 from worker.engine.lora.file import Identity
 from worker.engine.slots import memory
 from worker.engine.slots.lane import Lane, Lanes
-from worker.engine.slots.queue import SlotJob
+from worker.engine.slots.queue import BatchKey, SlotJob
 from worker.engine.slots.staging import Stager
 from worker.engine.slots.step import StepRunner
 from worker.engine.slots.unet import SlotUnet
@@ -131,19 +131,27 @@ class Recovery:
         elif failed.batch_key.controls and self._lanes.slots > 1:
             # A ControlNet takes memory beside the slots' weights.
             self._shrink(memory.fewer(self._lanes.slots))
-        elif not self._stop_compiling():
+        elif not self._stop_compiling(failed.batch_key):
             return []
         return jobs
 
-    def _stop_compiling(self) -> bool:
-        """Frees what is compiled, which keeps memory of its own; False if nothing may be."""
+    def _stop_compiling(self, failed: BatchKey | None = None) -> bool:
+        """Frees what is compiled, which keeps memory of its own; False if nothing may be.
+
+        For good, or, after an image larger than the native size has *failed*, until it is done.
+        """
         if not self._runner.may_compile:
             return False
+        if failed is not None and failed.width * failed.height > math.prod(self._native):
+            self._runner.paused_for = failed
+            until = f"until the image of {failed.width}x{failed.height} is done"
+        else:
+            self._runner.give_up()
+            until = "from now on"
         log.warning(
-            "out of memory: compilation is off from now on", extra={"action": "compile_dropped"}
+            "out of memory: compilation is off %s", until, extra={"action": "compile_dropped"}
         )
         self.restart_all()
-        self._runner.give_up()
         self._decoder.forget_compiled()
         torch.cuda.empty_cache()
         return True

@@ -111,6 +111,7 @@ class Compilation:
         Raises:
             NodeError: the GPU itself is broken.
         """
+        self._resume_if_done()
         if self._step is not None and not self._is_current:
             self._tracer.abandon()
         if not self.is_due:
@@ -147,6 +148,14 @@ class Compilation:
         self._tracer.abandon()
         self._begins_at, self.is_under_way, self._is_tracing = None, False, False
         self._end()
+
+    def _resume_if_done(self) -> None:
+        """Goes on after the last image that needed the memory."""
+        paused_for = self._runner.paused_for
+        if paused_for is not None and not any(
+            lane.held for lane in self._lanes if lane.batch_key == paused_for
+        ):
+            self._runner.resume()
 
     @property
     def _is_current(self) -> bool:

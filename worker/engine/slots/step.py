@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import logging
-import time
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -25,8 +23,6 @@ from worker.engine.slots.prepare import PLAIN_TOKENS
 from worker.engine.slots.queue import WEIGHT_MODES, BatchKey, Costs, WeightMode
 from worker.engine.slots.unet import SlotUnet
 
-log = logging.getLogger(__name__)
-
 #: The column of the guidance scale, after the sampler's own columns.
 GUIDANCE = sampler.COLUMNS
 
@@ -35,10 +31,6 @@ GUIDANCE = sampler.COLUMNS
 #: is far enough, and all other threads' work for the GPU waits for it, prompts and LoRAs of the
 #: next jobs as well.
 _MAX_TICKS_AHEAD = 1
-
-#: Two ticks have room if the driver has taken both in this share of the time that they take: 1 %
-#: with SD1.5 and SD2 on an H200, 29 to 65 % with SDXL.
-_LAUNCHING_SHARE = 0.2
 
 #: Images of a batch key after which it is compiled as well: compiling takes a minute or two, in
 #: which some thousand images of another could be drawn, and gains a third.
@@ -258,6 +250,8 @@ class StepRunner:
         self.costs = costs
         self.slots = slots
         self.max_compiled = _MAX_COMPILED_KEYS
+        self.paused_for: BatchKey | None = None
+        """Nothing is compiled while this key has jobs: they need the memory."""
         self._unet = unet
         self._channels = checkpoint.latent_channels
         self._conditioning_channels = checkpoint.conditioning_channels
@@ -301,8 +295,9 @@ class StepRunner:
 
     @property
     def may_compile(self) -> bool:
-        """False without a backend, or once a compiled tick has failed."""
-        return self._backend is not None and bool(self._compiled_modes)
+        """False without a backend, while paused, or once a compiled tick has failed."""
+        can_compile = self._backend is not None and bool(self._compiled_modes)
+        return can_compile and self.paused_for is None
 
     def request(self, batch_key: BatchKey) -> None:
         """Has a key compiled before it is frequent."""
@@ -388,7 +383,7 @@ class StepRunner:
         with _keeping(step):
             compiled()
             if self._device.type == "cuda":
-                compiled.has_room_for_next = _has_room_for_two(compiled)
+                compiled.time_launch()
             ran = {**step.compiled, weight_mode: compiled}
             if weight_mode not in WEIGHT_MODES:
                 self._time({weight_mode: compiled})
@@ -397,6 +392,15 @@ class StepRunner:
         step.compiled[weight_mode] = compiled
         self._compiled[step.batch_key] = step
         self._to_compile.add(step.batch_key)
+
+    def resume(self) -> None:
+        """Compiles again what has been frequent since the last time; the rest once it is."""
+        self.paused_for = None
+        self._to_compile = {
+            each for each in self._to_compile if self._images[each] >= _COMPILE_AFTER_IMAGES
+        }
+        self._images.clear()
+        self._images_with_convolutions.clear()
 
     def put_off(self, batch_key: BatchKey) -> None:
         """Compiles a key only after as many images again: the memory did not suffice."""
@@ -468,25 +472,6 @@ class StepRunner:
                 for weight_mode, each in compiled.items()
             }
             self.costs = replace(self.costs, **seconds)
-
-
-def _has_room_for_two(compiled: Compiled) -> bool:
-    """Whether the driver takes two ticks while the GPU is at the first."""
-    stream = torch.cuda.current_stream()
-    stream.synchronize()
-    began_at = time.perf_counter()
-    compiled()
-    compiled()
-    launching_seconds = time.perf_counter() - began_at
-    stream.synchronize()
-    share = launching_seconds / (time.perf_counter() - began_at)
-    log.info(
-        "the driver takes two ticks of %s in %.0f %% of the time that they run",
-        compiled.name,
-        100 * share,
-        extra={"action": "launch_timed"},
-    )
-    return share < _LAUNCHING_SHARE
 
 
 @contextlib.contextmanager

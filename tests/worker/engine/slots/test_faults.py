@@ -167,6 +167,38 @@ def test_an_image_too_large_for_the_memory_is_a_transient_error(
     assert engine.slots == 2, "a large image does not reduce the slots"
 
 
+@pytest.mark.parametrize("is_frequent", [True, False])
+def test_a_large_image_without_memory_leaves_later_ones_compiled_once_that_pays(
+    make_slot_engine: Any,
+    make_request: Any,
+    draw: Any,
+    difference: Any,
+    monkeypatch: Any,
+    is_frequent: bool,
+) -> None:
+    engine = make_slot_engine(slots=1, backend="eager")
+    large, ordinary = make_request(width=128), make_request()
+    (sound,) = draw(make_slot_engine(slots=1), large)
+    native = engine._runner.batch_key(64, 64)
+    engine._compilation.run(native)
+    monkeypatch.setattr(step, "_COMPILE_AFTER_IMAGES", 2)
+    draw(engine, *[ordinary] * (3 if is_frequent else 1))
+    memory = torch.cuda.OutOfMemoryError("CUDA out of memory")
+
+    def is_too_much(_: list[int]) -> bool:
+        return engine._runner.may_compile and any(
+            lane.active for lane in engine._lanes if lane.batch_key.width == 128
+        )
+
+    fail(monkeypatch, engine, memory, is_too_much)
+    (image,) = draw(engine, large)
+    assert difference(image, sound) <= ROUNDING
+    draw(engine, ordinary)
+    assert engine._runner.may_compile
+    engine._compilation.finish()
+    assert (native in engine._runner._compiled) == is_frequent
+
+
 def test_only_the_image_that_breaks_a_tick_fails_with_the_reason(
     make_slot_engine: Any, make_request: Any, draw: Any, difference: Any, monkeypatch: Any
 ) -> None:
