@@ -230,7 +230,12 @@ class Settler:
             return True
         if not entry.is_all_stored:
             return False
-        if entry.has_next_stage and (fault := await self._send_next(entry)) is not None:
+        try:
+            fault = await self._send_next(entry) if entry.has_next_stage else None
+        except Exception as bug:  # noqa: BLE001 - the job ends for it
+            entry.fault_of(bug)
+            return False
+        if fault is not None:
             if isinstance(fault, errors.JobCancelled):
                 return False
             await self._not_sent(entry, fault)
@@ -266,16 +271,7 @@ class Settler:
             entry.settle()
             self._ended(entry, "lost")
             return
-        if not isinstance(error, errors.FleetError):
-            # A bug of ours. Retried like a fault: if it ended the worker, one job could end a
-            # whole fleet.
-            log.error(
-                "job %s hit a bug",
-                entry.id,
-                exc_info=error,
-                extra={"action": "job_defect", "job_id": entry.id},
-            )
-            error = errors.TransientError(f"{type(error).__name__}: {error}")
+        error = entry.fault_of(error)
         if image is None or entry.has_ended:  # at its end no image is left that could be awaited
             await self._fail(entry, [FailedImage(image.index if image else 0, error)])
             return

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future
@@ -19,6 +20,8 @@ from worker.engine import contract
 from worker.inputs.img2img import Overlay
 from worker.jobs import stored
 from worker.leases import Lease
+
+log = logging.getLogger(__name__)
 
 #: A delivery begins no more images once more than these have failed, and more than a tenth of those
 #: stored: what the job, or the node, gets wrong each time is not tried a thousand times.
@@ -163,6 +166,18 @@ class InFlightJob:
         most = max(FAILED_IMAGES, len(self.stored) // STORED_PER_FAILED)
         if isinstance(error, errors.JobError) or len(self.failures) > most:
             self.is_stopping = True
+
+    def fault_of(self, error: Exception) -> errors.FleetError:
+        """*error*; for a bug of ours one that is retried, as that could end all workers."""
+        if isinstance(error, errors.FleetError):
+            return error
+        log.error(
+            "job %s hit a bug",
+            self.id,
+            exc_info=error,
+            extra={"action": "job_defect", "job_id": self.id},
+        )
+        return errors.TransientError(f"{type(error).__name__}: {error}")
 
     def reason(self, error: errors.FleetError) -> str:
         """Why it failed; of a job of several images also which one failed, and what is stored."""

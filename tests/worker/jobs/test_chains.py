@@ -167,6 +167,28 @@ async def test_a_bug_between_two_stages_is_retried_and_leaves_no_job_in_flight(
     assert await stored(storage) == IMAGES
 
 
+@local_only
+async def test_a_bug_between_two_stages_at_each_attempt_fails_the_job_and_no_other(
+    storage: Storage,
+    run_pipeline: RunPipeline,
+    chained: Message,
+    message: Message,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def send(*_: Any) -> None:
+        raise KeyError("a bug")
+
+    monkeypatch.setattr("worker.jobs.chains.send_next", send)
+    await storage.queue.send([chained(), message(id="b", steps=14)])
+    engine = Drawing()
+    await run_pipeline(engine)
+    assert sorted(engine.drawn) == [11, 14]
+    (only,) = await failed(storage)
+    assert only.id == "a"
+    assert "a bug" in only.reason
+    assert await stored(storage) == [IMAGES[0], "default/b.png"]
+
+
 @pytest.mark.parametrize("priority", ["normal", "high"])
 async def test_a_stage_waits_in_the_queue_of_its_model_with_the_priority_of_the_job(
     storage: Storage, run_pipeline: RunPipeline, chained: Message, priority: Any
