@@ -1,13 +1,13 @@
 """Measures SDXL and SD2 at full size with random weights: speed, limits, small cards, exactness.
 
     python benchmarks/families/measure.py --out benchmarks/results/families-h200.json
-    python benchmarks/families/measure.py --rows sdxl --slots 8 --low-rank --out /tmp/low-rank.json
+    python benchmarks/families/measure.py --rows sdxl --slots 8 --slot-weights factors --out F.json
 
 Each row has a process of its own, as its memory may be limited; they run one after the other, or
 with --together load and compile at the same time, where the memory holds them all, and measure one
 after the other. The checkpoints stay in --folder for the next run. The results are written after
 each row, to those of earlier runs. The row `sdxl` measures another LoRA per job and no LoRA; with
---low-rank or --merged the other way to hold LoRAs than the memory decides. `--tiny` tries all on a
+--slot-weights another way to hold LoRAs than the memory decides. `--tiny` tries all on a
 CPU, with meaningless figures.
 """
 
@@ -25,6 +25,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import get_args
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -42,6 +43,7 @@ from imagefleet import errors
 from worker.engine import contract, load
 from worker.engine import device as devices
 from worker.engine.families import find
+from worker.engine.slots import memory
 from worker.engine.slots.engine import SlotEngine
 
 #: GiB of the limited rows: what cards of 24, 16, 12 and 8 GB have for one process.
@@ -52,8 +54,8 @@ CAPS = {
     "sdxl_capped_7": 7.4,
 }
 
-#: The other way to hold LoRAs than the memory decides.
-OTHER_WAYS = {"sdxl_capped_15_low_rank": True}
+#: Other ways to hold LoRAs than the memory decides.
+OTHER_WAYS = {"sdxl_capped_11_factors": "factors", "sdxl_capped_7_factors": "factors"}
 
 #: More than there are slots: no two images drawn at once share a LoRA.
 FILES, TINY_FILES = 24, 5
@@ -134,7 +136,7 @@ def load_engine(
         str(arguments.device),
         slots=arguments.slots,
         compile="auto" if arguments.compile else "off",
-        is_low_rank=arguments.is_low_rank,
+        slot_weights=arguments.slot_weights,
     )
     workload = replace(build_workload(arguments, model), sizes=(engine.default_size,))
     bench_engine.draw_a_round(engine, workload)
@@ -156,7 +158,7 @@ def prepare_rates(
             "images": mixed.images,
             "seconds": mixed.seconds,
             "slots": engine.slots,
-            **engine.savings,
+            **engine.savings._asdict(),
             "peak_memory_bytes": machine.peak_memory_bytes(arguments.device),
             "recompiles_after_warmup": engine.recompiles,
         }
@@ -173,7 +175,7 @@ def prepare_rates(
 def prepare_capped(arguments: argparse.Namespace, row: str) -> Measure:
     """The same with the GPU's memory limited."""
     build_model(arguments, "sdxl")
-    arguments.is_low_rank = OTHER_WAYS.get(row, arguments.is_low_rank)
+    arguments.slot_weights = OTHER_WAYS.get(row, arguments.slot_weights)
     (gibibytes,) = (each for name, each in CAPS.items() if row.startswith(name))
     if arguments.device.type == "cuda":
         total = torch.cuda.get_device_properties(arguments.device).total_memory
@@ -222,7 +224,7 @@ def measure_company(arguments: argparse.Namespace) -> Figures:
             str(arguments.device),
             slots=4,
             compile="off",
-            is_low_rank=arguments.is_low_rank if family == "sdxl" else None,
+            slot_weights=arguments.slot_weights if family == "sdxl" else None,
         )
         workload = replace(workload, sizes=(engine.default_size,))
         requests = [weaken(workload.request(number)) for number in range(4)]
@@ -363,9 +365,7 @@ def main() -> None:
     parser.add_argument("--slots", type=int)
     parser.add_argument("--seconds", type=float, default=30.0, help="per measured rate")
     parser.add_argument("--limit", type=float, default=900.0, help="seconds until rows are ready")
-    held = parser.add_mutually_exclusive_group()
-    held.add_argument("--low-rank", dest="is_low_rank", action="store_true", default=None)
-    held.add_argument("--merged", dest="is_low_rank", action="store_false")
+    parser.add_argument("--slot-weights", choices=get_args(memory.SlotWeights))
     parser.add_argument("--no-compile", dest="compile", action="store_false")
     parser.add_argument("--tiny", action="store_true")
     arguments = parser.parse_args()

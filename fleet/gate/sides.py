@@ -18,8 +18,9 @@ WORDS: Mapping[str, Mapping[str, Any]] = {
     "compiled": {"compile": "auto"},
     "uncompiled": {"compile": "off"},
     "fp16-accumulate": {"fp16_accumulate": True},
-    "factors": {"is_low_rank": True},
-    "merged": {"is_low_rank": False},
+    "factors": {"slot_weights": "factors"},
+    "merged": {"slot_weights": "merged"},
+    "reloaded": {"slot_weights": "reloaded"},
 }
 
 #: Of these words, those that a CPU ignores: the gate would compare an engine with itself.

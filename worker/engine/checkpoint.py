@@ -100,6 +100,12 @@ class Checkpoint:
         return found
 
     @property
+    def has_text_on_cpu(self) -> bool:
+        """True where the GPU's memory is too short for the text encoders."""
+        on_device: bool = self.text_encoder.device == self.unet.device
+        return not on_device
+
+    @property
     def networks(self) -> dict[str, Any]:
         networks: dict[str, Any] = {"unet": self.unet, "vae": self.vae}
         return networks | {str(name): each for name, each in self.text_encoders.items()}

@@ -10,7 +10,7 @@ from typing import Literal
 import pynvml
 import torch
 
-from imagefleet import errors
+from imagefleet import concurrency, errors
 from worker.engine.lora import buffers
 
 log = logging.getLogger(__name__)
@@ -20,6 +20,10 @@ Precision = Literal["auto", "float16", "bfloat16", "float32"]
 #: For torch's work on the CPU while a GPU draws (packing LoRAs, noise): several threads prepare
 #: jobs, and with all cores for each they wait for each other.
 _CPU_THREADS = 2
+
+#: Where prompts are encoded on the CPU: a share of its cores, up to so many. With two threads one$
+#: of SDXL's takes almost a second.
+_TEXT_SHARE, _MAX_TEXT_THREADS = 1 / 2, 8
 
 #: The thread that feeds the GPU asks for Python's lock hundreds of times in each tick. By default,
 #: those that prepare jobs or compile may keep it for 5 ms at a time.
@@ -92,14 +96,17 @@ def find_dtype(precision: Precision, device: torch.device) -> torch.dtype:
     return dtype
 
 
-def set_up(device: torch.device, *, fp16_accumulate: bool) -> None:
+def set_up(device: torch.device, *, fp16_accumulate: bool, has_text_on_cpu: bool = False) -> None:
     """Sets global options for an engine on *device*; nothing to do for a CPU."""
     if device.type != "cuda":
         return
     torch.cuda.set_device(device)  # streams, events and graphs belong to the thread's own device
-    torch.set_num_threads(min(torch.get_num_threads(), _CPU_THREADS))
+    threads, cores = _CPU_THREADS, concurrency.cores()
+    if has_text_on_cpu:
+        threads = max(threads, min(_MAX_TEXT_THREADS, int(_TEXT_SHARE * cores)))
+    torch.set_num_threads(min(cores, threads))
     sys.setswitchinterval(_SWITCH_SECONDS)
-    buffers.packs.locks_pages = True
+    buffers.packs.locks_pages = buffers.layers.locks_pages = True
     if fp16_accumulate:
         torch.backends.cuda.matmul.allow_fp16_accumulation = True
 

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from worker.engine.kernels.background import Around
     from worker.engine.pixel.engine import PixelEngine
     from worker.engine.slots.engine import SlotEngine
+    from worker.engine.slots.memory import SlotWeights
     from worker.engine.slots.queue import WeightMode
 
 log = logging.getLogger(__name__)
@@ -35,7 +36,7 @@ def load_engine(
     compile: Compile = "auto",  # noqa: A002 - torch's name for it
     compiled_modes: Sequence[WeightMode] = ("per_slot", "shared"),
     fp16_accumulate: bool = False,
-    is_low_rank: bool | None = None,
+    slot_weights: SlotWeights | None = None,
     around_compiling: Around | None = None,
 ) -> SlotEngine:
     """Loads a checkpoint (a diffusers folder or one `.safetensors` file) and the engine on it.
@@ -56,8 +57,8 @@ def load_engine(
         compiled_modes: the weight modes the UNet is compiled for, in this order.
         fp16_accumulate: sums matrix products in float16: up to twice the rate on GeForce cards,
             at some loss of accuracy.
-        is_low_rank: slots hold changes of low rank beside the shared weights, not weights of their
-            own; None decides by the GPU's memory.
+        slot_weights: how slots hold LoRAs (`memory.SlotWeights`); None decides by the GPU's
+            memory.
         around_compiling: with 'background', given the name of what is compiled; what it returns is
             entered on the compiler's thread meanwhile.
 
@@ -77,12 +78,12 @@ def load_engine(
     dtype = devices.find_dtype(precision, found)
     loaded = checkpoint.load_checkpoint(model, found, dtype, config, prediction_type)
     read_at = time.monotonic()
-    devices.set_up(found, fp16_accumulate=fp16_accumulate)
+    devices.set_up(found, fp16_accumulate=fp16_accumulate, has_text_on_cpu=loaded.has_text_on_cpu)
     on_gpu = found.type == "cuda"
     engine = slot_engine.SlotEngine(
         loaded,
         slots,
-        is_low_rank=is_low_rank,
+        slot_weights=slot_weights,
         backend="inductor" if compile != "off" and on_gpu else None,
         compiled_modes=compiled_modes,
     )
@@ -96,8 +97,8 @@ def load_engine(
     )
     log.info(
         "draws %s",
-        memory.describe(engine.slots, **engine.savings),
-        extra={"action": "fits", "slots": engine.slots, **engine.savings},
+        memory.describe(engine.slots, engine.savings),
+        extra={"action": "fits", "slots": engine.slots, **engine.savings._asdict()},
     )
     if on_gpu and compile == "background":
         engine.compile_in_background(around_compiling or background.nothing_around)

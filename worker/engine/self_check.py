@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -44,16 +44,19 @@ class SelfCheck:
         merger: merge.Merger,
         computing: Mapping[str, nn.Module],
         text_encoder_lock: contextlib.AbstractContextManager[object],
+        reloaded: Callable[[], Mapping[str, torch.Tensor]],
     ) -> None:
         """*computing*: the modules that compute, with buffers made of the checkpoint's weights.
 
-        Another thread may merge LoRAs into the text encoder, while it holds *text_encoder_lock*.
+        *reloaded*: what computes in place of parameters that are in the host's memory. Another
+        thread may merge LoRAs into the text encoder, while it holds *text_encoder_lock*.
         """
         self.weights_id = checkpoint.weights_id
         self._networks = checkpoint.networks
         self._merger = merger
         self._computing = computing
         self._text_encoder_lock = text_encoder_lock
+        self._reloaded = reloaded
         self._expected = dict(checkpoint.weight_sums)
         tensors = {**checksums.named_parameters(self._networks), **self._derived()}
         self._types = {name: tensor.dtype for name, tensor in tensors.items()}
@@ -64,7 +67,8 @@ class SelfCheck:
         LoRAs that are merged now do not count; the slots' own copies are not compared.
         """
         originals = self._merger.originals
-        tensors = {**checksums.named_parameters(self._networks), **originals}
+        parameters = checksums.named_parameters(self._networks)
+        tensors = {**parameters, **self._reloaded(), **originals}
         if not originals:
             tensors |= self._derived()
         # A VAE that overflowed was widened, which is exact in both directions.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import threading
 import time
@@ -15,7 +14,7 @@ from typing import NoReturn, TypeVar
 from imagefleet import errors, retry
 from imagefleet.storage.model_queues import ModelQueues
 from imagefleet.storage.priorities import OrderedQueues
-from imagefleet.telemetry import serving
+from imagefleet.telemetry import host, serving
 from worker.engine import contract
 from worker.files import model as model_files
 from worker.gpu_thread import THREAD_NAME, Take
@@ -38,9 +37,6 @@ LONGEST_IDLE_LOOK_SECONDS = 10.0
 _MEMORY_PER_FILE, _MEMORY_PER_WEIGHTS = 4, 2
 
 _CHUNK_BYTES = 2**24
-
-#: A container's, in version 2 of Linux' control groups.
-_CONTROL_GROUP = Path("/sys/fs/cgroup")
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,11 +210,11 @@ class WorkerModels:
         checkpoint = self._checkpoints[checkpoint.name] = await self._fetch(checkpoint)
         path = model_files.local_path(checkpoint.settings)
         size = await asyncio.to_thread(_file_bytes, path)
-        if self._on_cpu and _free_bytes() >= _MEMORY_PER_FILE * size:
+        if self._on_cpu and host.free_memory_bytes() >= _MEMORY_PER_FILE * size:
             engine = await _in_thread(lambda: self._load(checkpoint))
             return lambda: engine, None
         take: Take | None = None
-        if _free_bytes() >= _MEMORY_PER_WEIGHTS * size:
+        if host.free_memory_bytes() >= _MEMORY_PER_WEIGHTS * size:
             take = await _in_thread(lambda: self._read(checkpoint))
         if take is None:
             await _in_thread(lambda: _read_files(path))
@@ -320,29 +316,6 @@ async def _in_thread(work: Callable[[], Result]) -> Result:
 def _file_bytes(path: Path) -> int:
     files = path.rglob("*") if path.is_dir() else [path]
     return sum(each.stat().st_size for each in files if each.is_file())
-
-
-def _free_bytes() -> int:
-    """Memory that is free or can be freed, of the machine and the container; 0 if not known."""
-    try:
-        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-        (line,) = [each for each in lines if each.startswith("MemAvailable:")]
-        free = int(line.split()[1]) * 1024
-    except (OSError, ValueError):
-        return 0
-    with contextlib.suppress(OSError, ValueError):  # no such files, or no limit
-        limit, used = (
-            int((_CONTROL_GROUP / name).read_text(encoding="ascii"))
-            for name in ("memory.max", "memory.current")
-        )
-        stat = (_CONTROL_GROUP / "memory.stat").read_text(encoding="ascii")
-        of_files = sum(
-            int(size)
-            for name, size in (line.split() for line in stat.splitlines())
-            if name in ("active_file", "inactive_file")
-        )
-        free = min(free, limit - used + of_files)
-    return free
 
 
 def _read_files(path: Path) -> None:

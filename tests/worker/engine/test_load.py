@@ -16,6 +16,7 @@ from torch._inductor.runtime.cache_dir_utils import cache_dir
 from imagefleet import errors
 from worker import process
 from worker.engine import device, load
+from worker.engine.slots import memory
 from worker.gpus import compiling
 from worker.models.checkpoints import Checkpoint
 from worker.settings import WorkerSettings
@@ -33,11 +34,19 @@ def test_without_torch_the_error_says_what_to_install(
         load.load_engine(checkpoint)
 
 
-def test_a_loaded_engine_says_what_fits(checkpoint: Path, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize(
+    ("weights", "said"),
+    [
+        ("factors", "3 images at once; LoRAs are factors beside the shared weights"),
+        ("reloaded", "1 image at once; layers are copied from the host's memory for other LoRAs"),
+    ],
+)
+def test_a_loaded_engine_says_what_fits(
+    checkpoint: Path, caplog: pytest.LogCaptureFixture, weights: memory.SlotWeights, said: str
+) -> None:
     caplog.set_level("INFO")
-    load.load_engine(checkpoint, "cpu", slots=3, is_low_rank=True)
-    (line,) = (each for each in caplog.messages if each.startswith("draws"))
-    assert line == "draws 3 images at once; LoRAs are factors beside the shared weights"
+    load.load_engine(checkpoint, "cpu", slots=3, slot_weights=weights)
+    assert [each for each in caplog.messages if each.startswith("draws")] == [f"draws {said}"]
 
 
 @pytest.mark.parametrize("name", ["gpu", "meta", "cuda:99"])

@@ -17,7 +17,7 @@ from PIL import Image
 
 from imagefleet import errors
 from imagefleet.storage.protocol import Storage
-from imagefleet.telemetry import serving
+from imagefleet.telemetry import host, serving
 from worker.engine import contract
 from worker.gpu_thread import EngineThread
 from worker.models import change, checkpoints
@@ -464,7 +464,7 @@ async def test_weights_are_read_for_the_engine_where_there_is_memory_for_them(
     path = tmp_path / "second.safetensors"
     path.write_bytes(bytes(1000))
     second = Checkpoint("second", worker_settings(model=path))
-    monkeypatch.setattr(change, "_free_bytes", lambda: 1000 * free)
+    monkeypatch.setattr(host, "free_memory_bytes", lambda: 1000 * free)
     read: list[str] = []
 
     def take_weights(checkpoint: Checkpoint) -> Callable[[], bool]:
@@ -477,17 +477,3 @@ async def test_weights_are_read_for_the_engine_where_there_is_memory_for_them(
     models = WorkerModels([second], fetch, engines.load, on_cpu=False, read=take_weights)
     _, take = await models.prepare(second)
     assert (take is not None) == (free == 2) == (read == ["second"])
-
-
-def test_the_memory_of_a_container_counts_not_the_machines_alone(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setattr(change, "_CONTROL_GROUP", tmp_path)
-    of_machine = change._free_bytes()
-    assert of_machine > 0
-    (tmp_path / "memory.max").write_text("max\n")
-    assert change._free_bytes() > of_machine / 2, "no limit"
-    (tmp_path / "memory.max").write_text("10000000\n")
-    (tmp_path / "memory.current").write_text("9000000\n")
-    (tmp_path / "memory.stat").write_text("anon 5000000\nactive_file 500000\ninactive_file 20000\n")
-    assert change._free_bytes() == 1_520_000

@@ -29,7 +29,7 @@ class SlotControlNet(SlotEncoder):
         for module in self.modules():
             if isinstance(module, SlotLinear):
                 module.keep_apart()
-        self._join(paths, is_low_rank=False)
+        self._join(paths)
         self.pools = pools
         self.hint = original.controlnet_cond_embedding
         self.outs = nn.ModuleList([*original.controlnet_down_blocks, original.controlnet_mid_block])

@@ -1,4 +1,4 @@
-"""Host memory for LoRAs, used again: of new memory each page is zeroed at its first use.
+"""Host memory that a GPU copies from, used again: a new page is zeroed at its first use.
 
 A LoRA of rank 128 takes 108 MB as a file and 108 MB packed. With some 15 of them a second, on a
 virtual machine, handing out new pages took longer than everything else.
@@ -8,17 +8,18 @@ from __future__ import annotations
 
 import logging
 import mmap
-import os
+import sys
 import threading
 import weakref
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
+
+from imagefleet.telemetry import host
 
 log = logging.getLogger(__name__)
 
@@ -28,9 +29,6 @@ SPARE_SHARE, MAX_SPARE_BYTES = 1 / 12, 4 * 2**30
 
 #: A spare buffer is used for no less than this share of it.
 _LEAST_SHARE = 0.5
-
-#: Of a container, in version 2 of Linux' control groups.
-_MEMORY_LIMIT = Path("/sys/fs/cgroup/memory.max")
 
 
 @dataclass(slots=True, eq=False)
@@ -42,10 +40,14 @@ class _Memory:
 class Buffers:
     """Lends memory and keeps what comes back; thread-safe."""
 
-    def __init__(self, spare_bytes: int | None = None) -> None:
+    def __init__(
+        self, spare_bytes: int | None = None, *, lockable_bytes: int | None = None
+    ) -> None:
+        """*spare_bytes* are kept, and as many *lockable_bytes* may be locked, if not given."""
         self.locks_pages = False
         """Whether new memory is locked: a GPU copies from it three to ten times as fast."""
         self._spare_bytes = _default_spare_bytes() if spare_bytes is None else spare_bytes
+        self._lockable_bytes = self._spare_bytes if lockable_bytes is None else lockable_bytes
         self._spare: list[_Memory] = []
         self._locked_bytes = 0
         # Memory may come back while this thread holds the lock: the collector runs at any time.
@@ -89,7 +91,7 @@ class Buffers:
         """Tries to: some systems let a process lock little memory, or none."""
         size = memory.content.nbytes
         with self._lock:
-            if self._locked_bytes + size > self._spare_bytes:
+            if self._locked_bytes + size > self._lockable_bytes:
                 return
             self._locked_bytes += size
         error = int(_cuda().cudaHostRegister(memory.content.ctypes.data, size, 0))
@@ -99,8 +101,8 @@ class Buffers:
                 self._locked_bytes -= size
             self.locks_pages = False
             log.info(
-                "LoRAs are copied from pageable memory: this system locks no more than %d MB (CUDA"
-                " error %d)",
+                "copies to the GPU are from pageable memory: this system locks no more than %d MB"
+                " (CUDA error %d)",
                 self._locked_bytes // 10**6,
                 error,
                 extra={"action": "pages_not_locked"},
@@ -125,11 +127,11 @@ def _cuda() -> Any:
 
 
 def _default_spare_bytes() -> int:
-    memory_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    with suppress(OSError, ValueError):  # no such file, or no limit
-        memory_bytes = min(memory_bytes, int(_MEMORY_LIMIT.read_text(encoding="ascii")))
-    return int(min(memory_bytes * SPARE_SHARE, MAX_SPARE_BYTES))
+    return int(min(host.memory_bytes() * SPARE_SHARE, MAX_SPARE_BYTES))
 
 
 #: Of this process: what files hold, and what is copied to a device.
 files, packs = Buffers(), Buffers()
+
+#: And a checkpoint's layers for which the device has no room: they stay as long as their engine.
+layers = Buffers(spare_bytes=0, lockable_bytes=sys.maxsize)

@@ -57,6 +57,7 @@ class Merger:
     ) -> None:
         """*keeps_on_cpu*: the device has no room for copies of the original weights."""
         self._keeps_on_cpu = keeps_on_cpu
+        self._device: torch.device = next(unet.parameters()).device
         networks: dict[Network, nn.Module] = {"unet": unet, **text_encoders}
         self._layers: dict[LayerId, nn.Linear | nn.Conv2d] = {
             (network, path): layer
@@ -111,7 +112,9 @@ class Merger:
         if layer not in self._originals:
             copied = weight.detach().cpu() if self._keeps_on_cpu else weight
             self._originals[layer] = copied.clone()
-        original = self._originals[layer].to(weight.device, torch.float32)
+        # Layers that are reloaded are in the host's memory; text encoders may compute there.
+        device = self._device if layer[0] == "unet" else weight.device
+        original = self._originals[layer].to(device, torch.float32)
         merged = original.clone()
         for strength, delta in weighted:
             merged += strength * delta.compute(original)

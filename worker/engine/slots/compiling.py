@@ -226,14 +226,12 @@ class Compilation:
         if self._unet.device.type == "cuda":
             exempt_from_collection()
         log.info(
-            "%d slots of %dx%d ready after %.0f s; a step of all slots takes %.1f ms, %.1f ms with"
-            " weights per slot",
+            "%d slots of %dx%d ready after %.0f s; a step of all slots takes %s",
             lane.slots,
             lane.batch_key.width,
             lane.batch_key.height,
             time.monotonic() - began_at,
-            1000 * self._runner.costs.shared_seconds,
-            1000 * self._runner.costs.per_slot_seconds,
+            self._runner.costs.describe(step.compiled),
             extra={"action": "warm"},
         )
 

@@ -56,7 +56,7 @@ class SlotEngine:
         slots: int | None = None,
         *,
         blocks: int | None = None,
-        is_low_rank: bool | None = None,
+        slot_weights: memory.SlotWeights | None = None,
         backend: str | None = None,
         compiled_modes: Sequence[queue.WeightMode] = queue.WEIGHT_MODES,
         lora_cache_bytes: int = prepare.LORA_CACHE_BYTES,
@@ -64,7 +64,7 @@ class SlotEngine:
         """*slots* None fits them to the GPU's memory.
 
         *blocks*: how many lanes may have slots' weights of their own; None fits them as well.
-        *is_low_rank*: slots hold changes of low rank, not weights; None decides by the memory.
+        *slot_weights*: how slots hold LoRAs, None decides by the memory; "reloaded" is one slot's.
         *backend* is torch.compile's, None for no compilation; the UNet is compiled for the
         *compiled_modes*, in this order.
         """
@@ -90,17 +90,19 @@ class SlotEngine:
         self._stager = Stager(checkpoint, self._control_nets)
         is_large = checkpoint.family.has_large_layers
         layer_bytes = linear.transformer_bytes(checkpoint.unet)
-        if is_low_rank is None:
-            is_low_rank = is_large and memory.needs_low_rank(self._device, layer_bytes)
+        if slot_weights is None:
+            choose = memory.choose_weights
+            slot_weights = choose(self._device, layer_bytes, slots, is_large=is_large)
+        if slot_weights == "reloaded":
+            slots, compiled_modes = 1, ("per_slot",)
         keeps_on_cpu = is_large and memory.has_no_room_for_originals(self._device, layer_bytes)
         self._merger = merge.Merger(
             checkpoint.unet, checkpoint.text_encoders, keeps_on_cpu=keeps_on_cpu
         )
-        self._unet = SlotUnet(checkpoint.unet, is_low_rank=is_low_rank)
+        self._unet = SlotUnet(checkpoint.unet, slot_weights)
         self._unet.changes.grow_for_transformers(_USUAL_RANK)
         if backend is not None:
             self._unet.fold()
-        self.self_check = self._make_self_check()
         self._preparer = prepare.RequestPreparer(
             checkpoint,
             {"unet": self._unet.groups, **linear.groups_of(checkpoint.text_encoders)},
@@ -124,6 +126,7 @@ class SlotEngine:
         self._weights = weights.Weights(
             self._unet, self._merger, self._runner, self._stager, folds=backend is not None
         )
+        self.self_check = self._make_self_check()
         fitting = self._fit_memory(slots) if self._on_gpu else 1
         max_overtakes = _OVERTAKES_PER_SLOT * self.slots
         self._lanes = Lanes(self.slots, min(blocks or fitting, MAX_LANES), max_overtakes)
@@ -157,14 +160,9 @@ class SlotEngine:
         return self._compilation.is_under_way
 
     @property
-    def savings(self) -> dict[str, bool]:
-        """What is done about a GPU whose memory is short for the model."""
-        text_device = next(self._checkpoint.text_encoder.parameters()).device
-        return {
-            "is_low_rank": self._unet.is_low_rank,
-            "is_striped": self._decoder.is_striped,
-            "has_text_on_cpu": text_device != self._device,
-        }
+    def savings(self) -> memory.Savings:
+        on_cpu = self._checkpoint.has_text_on_cpu
+        return memory.Savings(self._unet.weights, self._decoder.is_striped, on_cpu)
 
     @property
     def slots(self) -> int:
@@ -223,6 +221,8 @@ class SlotEngine:
                 self._refill(lane, finished)
                 if lane.active:
                     self._step(lane)
+                if self._weights.loads_while_decoding:
+                    self._refill(lane, finished, waits=False)
                 self._stage_ahead()
         except Exception as error:  # any failure is handled below; NodeError is raised here
             failure = engine_errors.classify(error)
@@ -311,7 +311,8 @@ class SlotEngine:
             return None
         computing = {"unet": self._unet, "vae": self._checkpoint.vae}
         lock = self._stager.text_encoder_lock
-        return SelfCheck(self._checkpoint, self._merger, computing, lock)
+        own = self._weights.without_own
+        return SelfCheck(self._checkpoint, self._merger, computing, lock, own)
 
     # The parts of a tick.
 
@@ -332,10 +333,13 @@ class SlotEngine:
             lane.step = self._runner.make_step(lane.batch_key, lane.slots, networks)
         return lane.step
 
-    def _refill(self, lane: Lane, finished: list[contract.Finished]) -> None:
-        """Moves the next jobs into a lane's free slots; those that cannot start are finished."""
+    def _refill(self, lane: Lane, finished: list[contract.Finished], *, waits: bool = True) -> None:
+        """Moves the next jobs into a lane's free slots; those that cannot start are finished.
+
+        *waits* for the first that is still being staged, if no slot draws.
+        """
         step = self._open(lane)
-        started = self._fill(lane)
+        started = self._fill(lane, waits=waits)
         if not lane.active:
             return
         self._weights.choose_mode(lane, step, self._lanes.active)
@@ -344,7 +348,7 @@ class SlotEngine:
         self.weight_mode = lane.weight_mode
         self._start_together(lane, step, started, finished)
 
-    def _fill(self, lane: Lane) -> list[int]:
+    def _fill(self, lane: Lane, *, waits: bool) -> list[int]:
         """Assigns jobs to the free slots; returns these slots.
 
         No more than have room for their LoRAs, and none that is still being staged once the lane is
@@ -355,12 +359,12 @@ class SlotEngine:
         started: list[SlotJob] = []
         ready = len(lane.active)
         while len(started) < len(free) and self._lanes.takes_jobs(lane):
-            job = lane.waiting.take(self._weights.merged or None)
+            job = lane.waiting.take(self._weights.preferred)
             if job is None:
                 break
             room_bytes = self._stager.room_bytes
             has_room = len(staging.first_within(room_bytes, [*started, job])) > len(started)
-            may_wait = self._draws_while_staging and 2 * ready >= lane.slots
+            may_wait = not waits or (self._draws_while_staging and 2 * ready >= lane.slots)
             if not has_room or (may_wait and job.is_being_staged):
                 lane.waiting.jobs.insert(0, job)
                 break
@@ -384,8 +388,7 @@ class SlotEngine:
             for slot in slots:
                 if slot in lane.active:
                     self._start(lane, step, slot)
-            if lane.weight_mode != "shared":
-                self._weights.load(lane)
+            self._weights.load(lane)
 
     @torch.no_grad()
     def _start(self, lane: Lane, step: Step, slot: int) -> None:
@@ -431,7 +434,9 @@ class SlotEngine:
                 job.staged.noise.fill(inputs.noise[slot])
                 noisy = True
         step.feeder.send(inputs, noisy=noisy)
+        self._weights.finish_loading()
         self._runner.run(step, lane.weight_mode, max(lane.active) + 1)
+        self._weights.note_step()
         for slot, job in list(lane.active.items()):
             job.call += 1
             if job.call == job.calls:
@@ -468,12 +473,12 @@ class SlotEngine:
         """Fits the GPU's memory for images of the checkpoint's native size; returns the blocks."""
         width, height = self.default_size
         state = self._runner.make_slot_state(self._runner.batch_key(width, height), 1)
-
         state_bytes = sum(tensor.nbytes for tensor in state if tensor is not None)
         is_large = self._checkpoint.family.has_large_layers
         decode = functools.partial(self._decoder.decode, state.latents)
         if is_large:
-            self._decoder.is_striped = memory.is_too_large(self._device, decode)
+            is_too_large = memory.is_too_large(self._device, decode, self._unet.weights)
+            self._decoder.is_striped = is_too_large
         fit = memory.fit(
             self._device,
             self._unet.slot_bytes + state_bytes,
@@ -481,7 +486,7 @@ class SlotEngine:
             decode,
             slots,
             is_compiled=self._runner.may_compile,
-            is_low_rank=self._unet.is_low_rank,
+            weights=self._unet.weights,
             must_fit=is_large,
         )
         self._runner.slots = fit.slots

@@ -6,21 +6,24 @@ times the memory, since their inputs and outputs are as wide as the layer's.
 
 Changes of any kind are merged, those of all layers of one shape at once (`lora/stacked.py`).
 
-Where the memory is too short for the copies (SDXL's take 3.7 GB per slot), slots have these thin
-products after all, as convolutions have them.
+Where the memory is too short for the copies (SDXL's take 3.7 GB per slot), there is one slot, and
+LoRAs are merged into the layers themselves. These are loaded again from the host's memory for other
+LoRAs: a third of a second where an image takes ten. Where copies are slow, slots have thin products
+after all, as convolutions have them.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - its name everywhere
 from torch import nn
 
 from imagefleet import errors
+from worker.engine.lora import buffers
 from worker.engine.lora.names import Network, adaptable_layers
 from worker.engine.lora.pack import Group
 from worker.engine.lora.stacked import StackedChange
@@ -139,20 +142,71 @@ class WeightStack:
         return [_Part(slice(each[0][1].start, each[-1][1].stop), each) for each in divided]
 
 
-def stack_by_shape(use: str, linears: Iterable[SlotLinear]) -> dict[Group, WeightStack]:
+class ReloadedStack:
+    """The weights of a group's layers for one slot, loaded again from the host's memory.
+
+    The checkpoint's own are in page-locked memory of the host, and their layers with them.
+    """
+
+    def __init__(self, linears: Sequence[SlotLinear]) -> None:
+        self.paths = [path for linear in linears for path in linear.layers]
+        layers = [layer for linear in linears for layer in linear.layers.values()]
+        device = _parameter(layers[0], "weight").device
+        self.shared = _stack_weights(layers, in_host_memory=True)
+        self._own = self.shared.to(device, copy=True)
+        at = 0
+        for linear in linears:
+            places = slice(at, at + len(linear.layers))
+            linear.weight = self._own[places].flatten(0, 1)
+            linear.slots = linear.weight[None]
+            at = places.stop
+
+    @property
+    def own(self) -> dict[str, torch.Tensor]:
+        """The slot's weights [out, in], by path."""
+        return dict(zip(self.paths, self._own, strict=True))
+
+    def resize(self, slots: int) -> None:
+        """There is one slot, whose weights are in use without LoRAs as well."""
+        if slots > 1:
+            raise ValueError(f"{slots} slots, and weights of one alone")
+
+    def use_block(self, block: int) -> None:
+        """All lanes use the same weights."""
+
+    def load(self, _slot: int, change: StackedChange | None, temporary_bytes: int) -> None:
+        """Sets the slot to the checkpoint's weights, plus a job's change."""
+        self._own.copy_(self.shared, non_blocking=True)
+        if change is not None:
+            change.merge(self._own, self._own, temporary_bytes)
+
+
+Stack = TypeVar("Stack", WeightStack, ReloadedStack)
+
+
+def stack_by_shape(
+    kind: type[Stack], use: str, linears: Iterable[SlotLinear]
+) -> dict[Group, Stack]:
     """Groups *linears* by the shape of their layers."""
     by_shape: dict[Group, list[SlotLinear]] = {}
     for linear in linears:
         shapes = {_parameter(layer, "weight").flatten(1).shape for layer in linear.layers.values()}
         ((outer, inner),) = shapes
         by_shape.setdefault((use, outer, inner), []).append(linear)
-    return {group: WeightStack(members) for group, members in by_shape.items()}
+    return {group: kind(members) for group, members in by_shape.items()}
 
 
-def _stack_weights(layers: Sequence[nn.Module]) -> torch.Tensor:
+def _stack_weights(layers: Sequence[nn.Module], *, in_host_memory: bool = False) -> torch.Tensor:
     """The layers' weights [layers, out, in], of which their own become views."""
     originals = [_parameter(layer, "weight") for layer in layers]
-    stacked = torch.stack([weight.flatten(1) for weight in originals])
+    flat = [weight.flatten(1) for weight in originals]
+    if in_host_memory:
+        size = sum(weight.nbytes for weight in flat)
+        stacked = buffers.layers.take(size).view(flat[0].dtype).view(len(flat), *flat[0].shape)
+        for place, weight in zip(stacked, flat, strict=True):
+            place.copy_(weight)
+    else:
+        stacked = torch.stack(flat)
     for layer, weight, original in zip(layers, stacked, originals, strict=True):
         layer.weight = nn.Parameter(weight.view(original.shape), requires_grad=False)
     return stacked

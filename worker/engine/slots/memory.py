@@ -4,14 +4,22 @@ from __future__ import annotations
 
 import logging
 import math
+import time
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 
 from imagefleet import errors
+from imagefleet.telemetry import host
+from worker.engine.lora import buffers
 
 log = logging.getLogger(__name__)
+
+SlotWeights = Literal["merged", "factors", "reloaded"]
+"""How slots hold LoRAs of the transformers' layers: merged into a copy of the layers in each slot;
+as factors of low rank beside the shared layers; or merged into the layers themselves, of which the
+only slot's are loaded again from the host's memory for other LoRAs."""
 
 #: Above 16, SD1.5 at 512x512 gains nothing on the fastest card measured (14.3 images/s at 16, 14.5
 #: at 32), while each slot costs 0.5 GB and every image takes longer.
@@ -44,6 +52,14 @@ _MARGIN = 0.12
 #: compile again a minute.
 _KEPT_SHARE = 0.75
 
+#: Bytes/s to the device from which on layers are reloaded. SDXL's 3.7 GB take a second and more
+#: below, and factors about a sixth of the seconds that a card with so few lanes has for an image.
+_LEAST_COPY_RATE = 3e9
+_TIMED_BYTES = 2**27
+
+#: The host's free memory that is left beside the layers, for a round of jobs and their LoRAs.
+_HOST_BYTES = 3 * 2**30
+
 #: What a compiled tick of SDXL with low-rank terms keeps, of what one with shared weights takes.
 _LOW_RANK_TICK = 1.5
 
@@ -58,11 +74,13 @@ _BESIDE_WEIGHTS = 0.9
 _STAGED_LOW_RANK = 0.5
 
 #: Above this share of the memory that the UNet and the VAE leave, text encoders stay on the CPU.
-_TEXT_SHARE = 0.2
+#: SDXL's have room on 12 GB beside a slot that is reloaded, and not on 8 GB.
+_TEXT_SHARE = 0.3
 
 
-#: Above this share of the free memory, an image is decoded in stripes.
-_WHOLE_SHARE = 0.25
+#: Above this share of the free memory, an image is decoded in stripes; slots take none of it where
+#: they are reloaded.
+_WHOLE_SHARE, _WHOLE_SHARE_RELOADED = 0.25, 0.45
 
 
 class Fit(NamedTuple):
@@ -87,15 +105,15 @@ def fit(
     slots: int | None = None,
     *,
     is_compiled: bool = False,
-    is_low_rank: bool = False,
+    weights: SlotWeights = "merged",
     must_fit: bool = False,
 ) -> Fit:
     """Measures what fits; *slots*, if given, is taken as it is.
 
-    *slot_bytes* is what a slot holds for good; *run* is a tick of one slot and *decode* a VAE call
-    with one image, whose peak memory is measured. *is_compiled*: ticks will be compiled.
-    *is_low_rank*: slots hold low-rank changes. *must_fit* refuses a GPU on which one image of the
-    native size would fail.
+    *slot_bytes* is what a slot holds for good, or a usual LoRA if its weights are reloaded; *run*
+    is a tick of one slot and *decode* a VAE call with one image, whose peak memory is measured.
+    *is_compiled*: ticks will be compiled. *must_fit* refuses a GPU on which one image of the native
+    size would fail.
 
     Raises:
         SetupError: one image does not fit.
@@ -116,11 +134,11 @@ def fit(
     decoded = max(1, min(MAX_DECODED, int(free * _DECODING_SHARE // decode_bytes)))
 
     def reserved_by(slots: int) -> float:
-        return (_STAGED_LOW_RANK * slots if is_low_rank else 0) * slot_bytes
+        return (_STAGED_LOW_RANK * slots if weights == "factors" else 0) * slot_bytes
 
     def left_by(slots: int) -> float:
         """Ticks of all lanes use the same memory in turn."""
-        factor = _LOW_RANK_TICK if is_compiled and is_low_rank else 1
+        factor = _LOW_RANK_TICK if is_compiled and weights == "factors" else 1
         work = factor * slots * tick_bytes, decoded * decode_bytes
         # Compiled, they share what CUDA graphs keep, and what else runs has as much beside it.
         taken = 2 * max(work) if is_compiled else sum(work)
@@ -130,10 +148,14 @@ def fit(
     left = left_by(slots)
     # LoRAs that change less than all weights of a slot take less than these.
     reserved = reserved_by(slots)
-    more = min(_STAGED_SHARE * left, slots * slot_bytes - reserved)
+    more = _STAGED_SHARE * left
+    if weights != "reloaded":
+        more = min(more, slots * slot_bytes - reserved)
     staged_bytes = int(max(slot_bytes, reserved + more))
     left -= staged_bytes - reserved
-    blocks = 1 + max(0, int(left // (_LANE_SHARE * slots * slot_bytes)))
+    blocks = 1
+    if weights != "reloaded":
+        blocks += max(0, int(left // (_LANE_SHARE * slots * slot_bytes)))
     log.info(
         "%d slots, %d images per VAE call, weights for %d sizes: %.2f GiB free; a slot takes"
         " %.2f GiB, its tick %.2f GiB, decoding an image %.2f GiB",
@@ -151,22 +173,62 @@ def fewer(slots: int) -> int:
     return max(1, min(slots - 1, math.ceil(_KEPT_SHARE * slots)))
 
 
-def describe(slots: int, *, is_low_rank: bool, is_striped: bool, has_text_on_cpu: bool) -> str:
+class Savings(NamedTuple):
+    """What is done about a GPU whose memory is short for a model."""
+
+    weights: SlotWeights
+    is_striped: bool
+    has_text_on_cpu: bool
+
+
+def describe(slots: int, savings: Savings) -> str:
     """What a GPU holds of a model, in words."""
     saved = [
-        (is_low_rank, "LoRAs are factors beside the shared weights"),
-        (is_striped, "the VAE decodes in stripes"),
-        (has_text_on_cpu, "prompts are encoded on the CPU"),
+        (savings.weights == "factors", "LoRAs are factors beside the shared weights"),
+        (savings.weights == "reloaded", "layers are copied from the host's memory for other LoRAs"),
+        (savings.is_striped, "the VAE decodes in stripes"),
+        (savings.has_text_on_cpu, "prompts are encoded on the CPU"),
     ]
     images = f"{slots} image{'s' * (slots != 1)} at once"
     return "; ".join([images, *(text for is_done, text in saved if is_done)])
 
 
-def needs_low_rank(device: torch.device, linear_bytes: int) -> bool:
-    """Whether the memory is too short for a copy of *linear_bytes*."""
-    if device.type != "cuda":
-        return False
-    return free_bytes(device) * (1 - _MARGIN) < linear_bytes * (1 + _BESIDE_WEIGHTS)
+def choose_weights(
+    device: torch.device, layer_bytes: int, slots: int | None, *, is_large: bool = True
+) -> SlotWeights:
+    """How slots hold LoRAs of layers of *layer_bytes*, of which each copy takes as much.
+
+    A GPU that has no room for one takes them from the host, if that has room and copies fast
+    enough; unless several *slots* are asked for. The layers of models that are not large are always
+    copied.
+    """
+    if device.type != "cuda" or not is_large:
+        return "merged"
+    if free_bytes(device) * (1 - _MARGIN) >= layer_bytes * (1 + _BESIDE_WEIGHTS):
+        return "merged"
+    if (slots or 1) > 1 or host.free_memory_bytes() < layer_bytes + _HOST_BYTES:
+        return "factors"
+    rate = copy_rate(device)
+    log.info(
+        "the host's memory is copied to the GPU at %.1f GB/s",
+        rate / 1e9,
+        extra={"action": "copy_timed"},
+    )
+    return "reloaded" if rate >= _LEAST_COPY_RATE else "factors"
+
+
+def copy_rate(device: torch.device) -> float:
+    """Bytes/s from the host's memory to a GPU, the faster of two copies."""
+    source = buffers.packs.take(_TIMED_BYTES)
+    copy = torch.empty_like(source, device=device)
+    seconds = []
+    for _ in range(2):
+        torch.cuda.synchronize(device)
+        began_at = time.perf_counter()
+        copy.copy_(source, non_blocking=True)
+        torch.cuda.synchronize(device)
+        seconds.append(time.perf_counter() - began_at)
+    return _TIMED_BYTES / min(seconds)
 
 
 def has_no_room_for_originals(device: torch.device, layer_bytes: int) -> bool:
@@ -182,10 +244,13 @@ def has_no_room_for_text(device: torch.device, text_bytes: int, others_bytes: in
     return text_bytes > _TEXT_SHARE * (free_bytes(device) - others_bytes)
 
 
-def is_too_large(device: torch.device, decode: Callable[[], object]) -> bool:
+def is_too_large(
+    device: torch.device, decode: Callable[[], object], weights: SlotWeights = "merged"
+) -> bool:
     """Whether a VAE call for one image takes more than its share of the memory."""
+    share = _WHOLE_SHARE_RELOADED if weights == "reloaded" else _WHOLE_SHARE
     try:
-        return _peak_bytes(device, decode) > _WHOLE_SHARE * free_bytes(device)
+        return _peak_bytes(device, decode) > share * free_bytes(device)
     except torch.cuda.OutOfMemoryError:
         return True
 

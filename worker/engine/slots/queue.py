@@ -234,6 +234,16 @@ class Costs:
     shared_seconds: float = 0.1
     merge_seconds: float = 0.02
 
+    def describe(self, modes: Collection[WeightMode]) -> str:
+        """The seconds of a tick in these modes, in words."""
+        words: dict[WeightMode, str] = {
+            "shared": "with shared weights",
+            "per_slot": "with weights per slot",
+            "per_slot_convolutions": "with convolutions per slot, too",
+        }
+        found = {each: getattr(self, f"{each}_seconds") for each in words if each in modes}
+        return ", ".join(f"{1000 * each:.1f} ms {words[mode]}" for mode, each in found.items())
+
 
 def own_mode(convolutions: bool) -> WeightMode:
     """The mode of slots with weights of their own, and with changes of *convolutions*, if any."""

@@ -387,8 +387,8 @@ class StepRunner:
             ran = {**step.compiled, weight_mode: compiled}
             if weight_mode not in WEIGHT_MODES:
                 self._time({weight_mode: compiled})
-            elif all(each in ran for each in WEIGHT_MODES):
-                self._time({each: ran[each] for each in WEIGHT_MODES})
+            elif all(each in ran for each in self._compiled_modes):
+                self._time({each: ran[each] for each in self._compiled_modes})
         step.compiled[weight_mode] = compiled
         self._compiled[step.batch_key] = step
         self._to_compile.add(step.batch_key)
@@ -421,7 +421,7 @@ class StepRunner:
     def drop_convolutions(self) -> None:
         """Frees the compiled ticks with slots' changes, before their tensors change."""
         modes: list[WeightMode] = ["per_slot_convolutions"]
-        if self._unet.is_low_rank:
+        if self._unet.weights == "factors":
             modes.append("per_slot")
         for step, mode in itertools.product(self._compiled.values(), modes):
             if compiled := step.compiled.pop(mode, None):

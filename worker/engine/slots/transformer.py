@@ -13,7 +13,7 @@ from imagefleet import errors
 from worker.engine.kernels.layers import Attend, KernelSelector, default_attention
 from worker.engine.lora.pack import Group
 from worker.engine.lora.stacked import StackedChange
-from worker.engine.slots.linear import SlotLinear, stack_by_shape
+from worker.engine.slots.linear import SlotLinear, WeightStack, stack_by_shape
 
 UNKNOWN_UNET = "this UNet is not of Stable Diffusion's architecture, the only one supported"
 
@@ -26,12 +26,13 @@ class KeysValues:
         crosses: list[CrossAttention],
         paths: Mapping[nn.Module, str],
         *,
-        is_low_rank: bool = False,
+        saves_memory: bool = False,
     ) -> None:
-        """*is_low_rank*: the memory is too short to merge changes of low rank."""
-        self._is_low_rank = is_low_rank
+        """*saves_memory*: it is too short to merge changes of low rank."""
+        self._saves_memory = saves_memory
         layers = [layer for cross in crosses for layer in (cross.to_k, cross.to_v)]
-        self.stacks = stack_by_shape("prompt", (SlotLinear({paths[each]: each}) for each in layers))
+        linears = (SlotLinear({paths[each]: each}) for each in layers)
+        self.stacks = stack_by_shape(WeightStack, "prompt", linears)
         slices: dict[str, slice] = {}
         self.width = 0
         for (_, width, _), stack in self.stacks.items():
@@ -57,7 +58,7 @@ class KeysValues:
         rows, outputs, at = vectors.flatten(0, 1), out.flatten(0, 1), 0
         for group, stack in self.stacks.items():
             weights, change = stack.shared, changes.get(group)
-            stays_apart = change is not None and self._is_low_rank and not change.stacks
+            stays_apart = change is not None and self._saves_memory and not change.stacks
             if change is not None and not stays_apart:
                 weights = torch.empty_like(stack.shared)
                 change.merge(stack.shared, weights)

@@ -26,7 +26,14 @@ from worker.engine.lora.pack import Group
 from worker.engine.lora.stacked import TEMPORARY_BYTES, StackedChange
 from worker.engine.slots import convolution
 from worker.engine.slots.convolution import LowRankChange, SlotChanges, SlotConv
-from worker.engine.slots.linear import SlotLinear, join_biases, stack_by_shape
+from worker.engine.slots.linear import (
+    ReloadedStack,
+    SlotLinear,
+    WeightStack,
+    join_biases,
+    stack_by_shape,
+)
+from worker.engine.slots.memory import SlotWeights
 from worker.engine.slots.transformer import (
     UNKNOWN_UNET,
     CrossAttention,
@@ -55,7 +62,7 @@ class SlotEncoder(nn.Module):
         self.dtype: torch.dtype = original.conv_in.weight.dtype
         self.device: torch.device = original.conv_in.weight.device
 
-    def _join(self, paths: Mapping[nn.Module, str], *, is_low_rank: bool) -> None:
+    def _join(self, paths: Mapping[nn.Module, str], *, saves_memory: bool = False) -> None:
         """Makes one product each of what all layers compute of the time and of the prompt."""
         crosses = [module for module in self.modules() if isinstance(module, CrossAttention)]
         self.time_projections = _TimeProjections(
@@ -64,7 +71,7 @@ class SlotEncoder(nn.Module):
         self._self_attentions = [
             module for module in self.modules() if isinstance(module, SelfAttention)
         ]
-        self.keys_values = KeysValues(crosses, paths, is_low_rank=is_low_rank)
+        self.keys_values = KeysValues(crosses, paths, saves_memory=saves_memory)
 
     @property
     def added_width(self) -> int:
@@ -139,19 +146,24 @@ class SlotEncoder(nn.Module):
 class SlotUnet(SlotEncoder):
     """Shares its weights with the diffusers UNet it is made from, which stays usable."""
 
-    def __init__(self, unet: Any, *, is_low_rank: bool = False) -> None:
-        """*is_low_rank*: slots have no weights of their own, only changes of low rank."""
+    def __init__(self, unet: Any, weights: SlotWeights = "merged") -> None:
+        """*weights*: how slots hold LoRAs of transformers; "reloaded" is for one slot."""
         paths = {module: path for path, module in unet.named_modules()}
         super().__init__(unet, paths)
-        self.is_low_rank = is_low_rank
+        self.weights: SlotWeights = weights
         self.up = nn.ModuleList(_Up(block, paths) for block in unet.up_blocks)
         self.norm_out = unet.conv_norm_out
         self.conv_out = _conv(paths, unet.conv_out)
         linears = [module for module in self.modules() if isinstance(module, SlotLinear)]
-        self._stacks = {} if is_low_rank else stack_by_shape("slots", linears)
-        for linear in linears if is_low_rank else ():
-            linear.keep_apart()
-        self._join(paths, is_low_rank=is_low_rank)
+        self._stacks: Mapping[Group, WeightStack | ReloadedStack] = {}
+        if weights == "factors":
+            for linear in linears:
+                linear.keep_apart()
+        elif weights == "reloaded":
+            self._stacks = stack_by_shape(ReloadedStack, "slots", linears)
+        else:
+            self._stacks = stack_by_shape(WeightStack, "slots", linears)
+        self._join(paths, saves_memory=weights != "merged")
         self._upsamplers = [module for module in self.modules() if isinstance(module, Upsampler)]
         self.changes = SlotChanges(
             (module for module in self.modules() if isinstance(module, LowRankChange)),
@@ -169,9 +181,17 @@ class SlotUnet(SlotEncoder):
 
     @property
     def slot_bytes(self) -> int:
-        """Size of a slot's weights and changes."""
+        """Size of a slot's weights and changes; those that are reloaded take none more."""
+        if self.weights == "reloaded":
+            return self.changes.slot_bytes
         weights = sum(stack.shared.nbytes for stack in self._stacks.values())
         return weights + self.changes.slot_bytes
+
+    @property
+    def reloaded(self) -> dict[str, torch.Tensor]:
+        """What the only slot computes with in place of parameters, by their names, if any."""
+        stacks = (each for each in self._stacks.values() if isinstance(each, ReloadedStack))
+        return {f"{path}.weight": own for stack in stacks for path, own in stack.own.items()}
 
     def forward(
         self,
@@ -232,7 +252,7 @@ class SlotUnet(SlotEncoder):
 
     def close(self) -> None:
         """Frees all weights."""
-        self._stacks.clear()
+        self._stacks = {}
         self.keys_values.stacks.clear()
         self.changes.clear()
         self.to("meta")

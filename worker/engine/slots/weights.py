@@ -1,15 +1,19 @@
 """What the weights hold: LoRAs merged for all, in each block a lane's slots' own; another model's.
 
+Weights of one slot that are reloaded are copied while the image before is decoded, and only for
+other LoRAs than they hold.
+
 An engine takes another checkpoint of the same architecture by copying its weights into the tensors
 that it has: whatever is compiled for them goes on.
 """
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -26,6 +30,13 @@ from worker.engine.slots.unet import SlotUnet
 
 #: Of configurations: what says nothing of what a network computes.
 _UNIMPORTANT = frozenset({"architectures", "dtype", "torch_dtype", "transformers_version"})
+
+
+class _Held(NamedTuple):
+    shared: merge.LoraKey | None
+    """Merged into what was loaded."""
+    own: merge.LoraKey
+    """Merged after that, in the slot."""
 
 
 class Weights:
@@ -50,15 +61,29 @@ class Weights:
         self._folds = folds
         # The lane whose jobs' weights are in each block.
         self._loaded: dict[int, Lane] = {}
+        # Reloaded: what the slot's weights are made of; None if unknown.
+        self._held: _Held | None = _Held((), ())
+        self._stream: torch.cuda.Stream | None = None
+        self._last_step: torch.cuda.Event | None = None
+        self._is_loading = False
+        if self._is_reloaded and unet.device.type == "cuda":
+            self._stream = torch.cuda.Stream(unet.device)  # type: ignore[no-untyped-call]
+
+    @property
+    def preferred(self) -> merge.LoraKey | None:
+        """The LoRAs that the next job need not wait for, if any are merged."""
+        if self._is_reloaded:
+            return (self._held.own or None) if self._held else None
+        return self.merged or None
 
     def resize(self, slots: int) -> None:
         """Allocates one block of slots' weights anew."""
-        self._loaded.clear()
+        self._forget()
         self._unet.resize(slots)
 
     def renew(self) -> None:
         """After the checkpoint's weights have been replaced; no slot is in use."""
-        self._loaded.clear()
+        self._forget()
         self._merger.reset()
         self.merged = ()
         if self._folds:
@@ -72,6 +97,9 @@ class Weights:
         jobs = lane.active.values()
         if lane.batch_key.merged_loras is not None:
             lane.weight_mode, to_merge = "shared", lane.batch_key.merged_loras
+        elif self._is_reloaded:
+            changes = any(job.changes_convolutions for job in jobs)
+            lane.weight_mode, to_merge = queue.own_mode(changes), ()
         else:
             keys = {job.prepared.lora_key for job in jobs}
             if keys != {()}:
@@ -100,11 +128,17 @@ class Weights:
             return
         self._runner.drop_convolutions()
         self._unet.changes.grow(needed)
+        self._held = None
         for job in active:
             job.has_weights = job.has_weights and not job.ranks
 
     def load(self, lane: Lane) -> None:
         """Loads the weights of the slots that do not have them, or have another lane's."""
+        if self._is_reloaded:
+            self._reload(lane)
+            return
+        if lane.weight_mode == "shared":
+            return
         self._unet.use_block(lane.block)
         if self._loaded.get(lane.block) is not lane:
             self._loaded[lane.block] = lane
@@ -116,6 +150,73 @@ class Weights:
                 self._unet.load_slot(slot, self._stager.factors_of(job), convolutions)
                 job.has_weights = True
                 job.staged = replace(job.staged, loras=(), factors={}, convolutions={})
+
+    def without_own(self) -> dict[str, torch.Tensor]:
+        """What a slot that is reloaded computes with, by network and path, with no job's LoRAs."""
+        if not self._is_reloaded:
+            return {}
+        if (needed := _Held(self.merged, ())) != self._held:
+            self._held = None
+            with self._beside_decoding():
+                self._unet.load_slot(0, {}, {})
+            self._held = needed
+        self.finish_loading()
+        return {f"unet.{name}": weight for name, weight in self._unet.reloaded.items()}
+
+    @property
+    def loads_while_decoding(self) -> bool:
+        """Whether the next job should start as soon as a slot is free, not with the next tick."""
+        return self._stream is not None
+
+    def finish_loading(self) -> None:
+        """Before a step: it waits for weights that are being loaded."""
+        if self._stream is not None and self._is_loading:
+            torch.cuda.current_stream(self._unet.device).wait_stream(self._stream)
+            self._is_loading = False
+
+    def note_step(self) -> None:
+        """After a step: the slot's weights may be reloaded from here on."""
+        if self._stream is not None:
+            self._last_step = torch.cuda.current_stream(self._unet.device).record_event()
+
+    def _reload(self, lane: Lane) -> None:
+        for slot, job in lane.active.items():  # one at most
+            own = () if lane.weight_mode == "shared" else job.prepared.lora_key
+            needed = _Held(self.merged, own)
+            if job.staged is None:
+                continue
+            if needed != self._held:
+                self._held = None  # unknown until it is done: it may fail halfway
+                with self._beside_decoding():
+                    convolutions = self._stager.convolutions_of(job)
+                    self._unet.load_slot(slot, self._stager.factors_of(job), convolutions)
+                self._held = needed
+            if self._stream is not None:
+                for tensor in job.staged.loras:
+                    tensor.record_stream(self._stream)
+            job.staged = replace(job.staged, loras=(), factors={}, convolutions={})
+
+    @contextlib.contextmanager
+    def _beside_decoding(self) -> Iterator[None]:
+        """On a stream of its own, after the last step; see `finish_loading`."""
+        if self._stream is None:
+            yield
+            return
+        if self._last_step is None:
+            self._stream.wait_stream(torch.cuda.current_stream(self._unet.device))
+        else:
+            self._stream.wait_event(self._last_step)
+        self._is_loading = True
+        with torch.cuda.stream(self._stream):
+            yield
+
+    @property
+    def _is_reloaded(self) -> bool:
+        return self._unet.weights == "reloaded"
+
+    def _forget(self) -> None:
+        self._loaded.clear()
+        self._held = None
 
     def _merge_and_time(self, loras: Sequence[merge.AppliedLora]) -> None:
         """Merges LoRAs into the shared weights; none restores the checkpoint's own."""
@@ -131,6 +232,8 @@ class Weights:
         self._runner.costs = replace(self._runner.costs, merge_seconds=seconds)
 
     def _merge(self, loras: Sequence[merge.AppliedLora]) -> None:
+        if self._stream is not None:
+            self._stream.synchronize()  # it may still read what is changed now
         self._merger.activate(loras)
         if self._folds:
             self._unet.fold()

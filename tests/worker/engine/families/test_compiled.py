@@ -46,7 +46,7 @@ def test_a_larger_rank_compiles_once_more(
         loaded = checkpoints.load_checkpoint(small_model, torch.device("cpu"), torch.float32)
         return slot_engine.SlotEngine(loaded, 2, **settings)
 
-    engine, plain = load(backend="eager", is_low_rank=True), load(is_low_rank=False)
+    engine, plain = load(backend="eager", slot_weights="factors"), load(slot_weights="merged")
     engine.warm_up(*engine.default_size)
     (step,) = engine._runner._compiled.values()
     first = step.compiled["per_slot"]

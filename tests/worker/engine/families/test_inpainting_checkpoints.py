@@ -316,17 +316,17 @@ def make_engine(folder: Any) -> Any:
         each.close()
 
 
-@pytest.mark.parametrize("is_low_rank", [False, True])
+@pytest.mark.parametrize("weights", ["merged", "factors", "reloaded"])
 def test_images_are_the_same_in_company_and_alone(
-    is_low_rank: bool,
+    weights: str,
     make_engine: Any,
     mixed: list[contract.ImageRequest],
     draw: Any,
     difference: Any,
 ) -> None:
-    single = make_engine(slots=1, is_low_rank=is_low_rank)
+    single = make_engine(slots=1, slot_weights=weights)
     alone = [draw(single, each)[0] for each in mixed]
-    together = draw(make_engine(is_low_rank=is_low_rank), *mixed, *reversed(mixed))
+    together = draw(make_engine(slot_weights=weights), *mixed, *reversed(mixed))
     for image, expected in zip(together, [*alone, *reversed(alone)], strict=True):
         assert difference(image, expected) <= ROUNDING
     assert difference(alone[2], alone[0]) > VISIBLE

@@ -266,9 +266,9 @@ def mixed(lora: contract.Lora) -> list[dict[str, Any]]:
     ]
 
 
-@pytest.mark.parametrize("is_low_rank", [False, True])
+@pytest.mark.parametrize("weights", ["merged", "factors", "reloaded"])
 def test_images_are_the_same_in_company_and_alone(
-    is_low_rank: bool,
+    weights: str,
     make_engine: Any,
     mixed: list[dict[str, Any]],
     request_of: Any,
@@ -276,8 +276,8 @@ def test_images_are_the_same_in_company_and_alone(
     difference: Any,
 ) -> None:
     requests = [dataclasses.replace(request_of(), **each) for each in mixed]
-    alone = [draw(make_engine(slots=1, is_low_rank=is_low_rank), each)[0] for each in requests]
-    together = draw(make_engine(is_low_rank=is_low_rank), *requests, *reversed(requests))
+    alone = [draw(make_engine(slots=1, slot_weights=weights), each)[0] for each in requests]
+    together = draw(make_engine(slot_weights=weights), *requests, *reversed(requests))
     for image, expected in zip(together, [*alone, *reversed(alone)], strict=True):
         assert difference(image, expected) <= ROUNDING
 

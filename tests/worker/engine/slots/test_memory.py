@@ -1,11 +1,13 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 import pytest
 import torch
 
 from imagefleet import errors
+from imagefleet.telemetry import host
 from worker.engine.slots import memory
 
 GIB = 2**30
@@ -17,7 +19,7 @@ def find(
     slots: int | None = None,
     *,
     is_compiled: bool = False,
-    is_low_rank: bool = False,
+    weights: memory.SlotWeights = "merged",
     must_fit: bool = False,
 ) -> memory.Fit:
     """What fits *free* GiB beside SD1.5."""
@@ -31,7 +33,7 @@ def find(
         lambda: "decode",  # type: ignore[arg-type,return-value]
         slots,
         is_compiled=is_compiled,
-        is_low_rank=is_low_rank,
+        weights=weights,
         must_fit=must_fit,
     )
 
@@ -72,7 +74,7 @@ def test_slots_of_low_rank_leave_room_for_the_loras_of_the_next_jobs(
 ) -> None:
     """With room for one alone, a slot would wait while it is copied and its prompt encoded."""
     for free in (6, 9, 13):
-        fit = find(monkeypatch, free, is_low_rank=True)
+        fit = find(monkeypatch, free, weights="factors")
         assert fit.slots > 2
         assert fit.staged_bytes >= fit.slots / 2 * int(0.48 * GIB)
         assert fit.slots * (0.48 + 0.25) + fit.staged_bytes / GIB < free
@@ -87,18 +89,43 @@ def test_given_slots_are_taken_as_they_are(monkeypatch: pytest.MonkeyPatch) -> N
     assert find(monkeypatch, 21, slots=4)[:3] == (4, 3, 6)
 
 
-@pytest.mark.parametrize(
-    ("free", "is_low_rank"),
-    [(132, False), (72, False), (33, False), (17, False), (8.1, False), (6, True), (2, True)],
-)
-def test_slots_of_a_large_model_hold_low_rank_where_no_copy_fits(
-    monkeypatch: pytest.MonkeyPatch, free: float, is_low_rank: bool
-) -> None:
-    """SDXL's copies on an H200, and on cards of 80, 40, 24, 16, 12 and 8 GB, beside the model."""
+def choose(
+    monkeypatch: pytest.MonkeyPatch,
+    free: float,
+    *,
+    rate: float = 12e9,
+    host_gib: float = 12,
+    slots: int | None = None,
+    device: str = "cuda:0",
+) -> memory.SlotWeights:
+    """How SDXL's slots hold LoRAs beside the model, with *free* GiB."""
     monkeypatch.setattr(memory, "free_bytes", lambda _: int(free * GIB))
-    gpu = torch.device("cuda", 0)
-    assert memory.needs_low_rank(gpu, int(3.48 * GIB)) == is_low_rank
-    assert not memory.needs_low_rank(torch.device("cpu"), int(3.48 * GIB))
+    monkeypatch.setattr(memory, "copy_rate", lambda _: rate)
+    monkeypatch.setattr(host, "free_memory_bytes", lambda: int(host_gib * GIB))
+    return memory.choose_weights(torch.device(device), int(3.48 * GIB), slots)
+
+
+@pytest.mark.parametrize(
+    ("free", "weights"),
+    [
+        *[(free, "merged") for free in (132, 72, 33, 17, 8.1)],
+        *[(free, "reloaded") for free in (6, 4.3, 2)],
+    ],
+)
+def test_a_slot_of_a_large_model_is_reloaded_where_no_copy_fits(
+    monkeypatch: pytest.MonkeyPatch, free: float, weights: memory.SlotWeights
+) -> None:
+    """SDXL on an H200, and on cards of 80, 40, 24, 16, 12 and 8 GB."""
+    assert choose(monkeypatch, free) == weights
+    assert choose(monkeypatch, free, device="cpu") == "merged"
+
+
+@pytest.mark.parametrize("short", [{"rate": 2e9}, {"host_gib": 5}, {"slots": 4}])
+def test_slots_hold_factors_where_copies_are_slow_the_host_is_small_or_several_are_asked_for(
+    monkeypatch: pytest.MonkeyPatch, short: dict[str, Any]
+) -> None:
+    assert choose(monkeypatch, 6, **short) == "factors"
+    assert choose(monkeypatch, 17, **short) == "merged"
 
 
 @pytest.mark.parametrize(("free", "have_none"), [(132, False), (41, False), (17, True), (6, True)])
@@ -112,7 +139,7 @@ def test_copies_of_merged_layers_are_on_the_gpu_only_where_slots_leave_room_for_
     assert not memory.has_no_room_for_originals(torch.device("cpu"), int(3.48 * GIB))
 
 
-@pytest.mark.parametrize(("free", "stays"), [(23, False), (15, False), (11, True), (7.4, True)])
+@pytest.mark.parametrize(("free", "stays"), [(23, False), (15, False), (11, False), (7.4, True)])
 def test_text_encoders_stay_on_the_cpu_where_the_gpu_is_small(
     monkeypatch: pytest.MonkeyPatch, free: float, stays: bool
 ) -> None:
@@ -156,9 +183,11 @@ def test_a_gpu_that_cannot_hold_one_image_is_refused_before_the_first_job(
 MODEL, TEXT, COPY, FACTORS, TICK, WHOLE, STRIPES = 5.15, 1.53, 3.57, 0.23, 0.28, 1.88, 0.72
 
 
-def sdxl_on(monkeypatch: pytest.MonkeyPatch, gigabytes: int) -> str:
+def sdxl_on(monkeypatch: pytest.MonkeyPatch, gigabytes: int, *, rate: float = 12e9) -> str:
     """What a worker says on a card of that size: of 8 GB a process has 7.4 GiB."""
     free = 0.925 * gigabytes
+    monkeypatch.setattr(memory, "copy_rate", lambda _: rate)
+    monkeypatch.setattr(host, "free_memory_bytes", lambda: 12 * GIB)
     gpu = torch.device("cuda", 0)
 
     def leave(gibibytes: float) -> None:
@@ -167,28 +196,27 @@ def sdxl_on(monkeypatch: pytest.MonkeyPatch, gigabytes: int) -> str:
     leave(free)
     on_cpu = memory.has_no_room_for_text(gpu, int(TEXT * GIB), int(MODEL * GIB))
     leave(free - MODEL - (0 if on_cpu else TEXT))
-    is_low_rank = memory.needs_low_rank(gpu, int(COPY * GIB))
+    weights = memory.choose_weights(gpu, int(COPY * GIB), None)
     monkeypatch.setattr(memory, "_peak_bytes", lambda _, work: int(work() * GIB))
     is_striped = memory.is_too_large(gpu, lambda: WHOLE)
     fit = memory.fit(
         gpu,
-        int((FACTORS if is_low_rank else COPY) * GIB),
+        int({"merged": COPY, "factors": FACTORS, "reloaded": 0.0}[weights] * GIB),
         lambda: TICK,
         lambda: STRIPES if is_striped else WHOLE,
+        1 if weights == "reloaded" else None,
         is_compiled=True,
-        is_low_rank=is_low_rank,
+        weights=weights,
         must_fit=True,
     )
-    return memory.describe(
-        fit.slots, is_low_rank=is_low_rank, is_striped=is_striped, has_text_on_cpu=on_cpu
-    )
+    return memory.describe(fit.slots, memory.Savings(weights, is_striped, on_cpu))
 
 
 @pytest.mark.parametrize(
     ("gigabytes", "images", "saved"),
     [
-        (8, 1, "LoRAs are factors .*; the VAE decodes in stripes; prompts are encoded on the CPU"),
-        (12, 4, "LoRAs are factors .*; the VAE decodes in stripes; prompts are encoded on the CPU"),
+        (8, 1, "layers are copied .*; the VAE decodes in stripes; prompts are encoded on the CPU"),
+        (12, 1, "layers are copied .*; the VAE decodes in stripes"),
         (16, 1, ""),
         (24, 2, ""),
         (80, 12, ""),
@@ -200,6 +228,14 @@ def test_a_worker_says_what_of_sdxl_fits_its_gpu(
     said = sdxl_on(monkeypatch, gigabytes)
     at_once = f"{images} image{'s' * (images > 1)} at once"
     assert re.fullmatch(at_once + (f"; {saved}" if saved else ""), said), said
+
+
+@pytest.mark.parametrize(("gigabytes", "images"), [(8, 1), (12, 3)])
+def test_a_card_to_which_copies_are_slow_holds_factors(
+    monkeypatch: pytest.MonkeyPatch, gigabytes: int, images: int
+) -> None:
+    said = sdxl_on(monkeypatch, gigabytes, rate=1e9)
+    assert said.startswith(f"{images} image{'s' * (images > 1)} at once; LoRAs are factors "), said
 
 
 def test_a_card_of_6_gb_is_refused_for_sdxl(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""Another model's weights in an engine that goes on: its images, nothing of the one before."""
+"""What the weights hold: another model's, nothing of the one before; a slot's that is reloaded."""
 
 from __future__ import annotations
 
@@ -18,8 +18,18 @@ from pixel import tiny_cascade
 from worker.engine import contract, load
 from worker.engine.checkpoint import load_checkpoint
 from worker.engine.slots import engine as slots
+from worker.engine.slots.linear import ReloadedStack, SlotLinear, stack_by_shape
+from worker.engine.slots.unet import SlotUnet
 
 CPU = torch.device("cpu")
+
+ROUNDING = 2
+
+#: A change that is clearly seen.
+VISIBLE = 20
+
+#: What slots cannot hold: the magnitudes of a 3x3 convolution.
+CONVOLUTION = "lora_unet_down_blocks_1_resnets_0_conv2"
 
 
 def change_all_weights(source: Path, folder: Path) -> Path:
@@ -64,7 +74,8 @@ def take(engine: slots.SlotEngine, folder: Path) -> None:
         ("sd1", {"backend": "eager"}),
         ("sd2", {}),
         ("sdxl", {}),
-        ("sdxl", {"is_low_rank": True, "backend": "eager"}),
+        ("sdxl", {"slot_weights": "factors", "backend": "eager"}),
+        ("sdxl", {"slot_weights": "reloaded"}),
     ],
 )
 def test_an_engine_draws_the_images_of_the_model_that_it_took_and_then_of_its_own(
@@ -96,7 +107,7 @@ def test_an_engine_draws_the_images_of_the_model_that_it_took_and_then_of_its_ow
             take(engine, folder)
         assert engine.model_name == folder.name
         images = [*draw(engine, *requests), *draw(engine, *alike)]
-        if "is_low_rank" not in settings:
+        if "slot_weights" not in settings:
             assert (engine.weight_mode, engine._weights.merged != ()) == ("shared", True)
         for pair in zip(images, expected[folder], strict=True):
             assert difference(*pair) <= 1
@@ -136,3 +147,191 @@ def test_a_model_of_another_architecture_needs_another_engine(
     engine = engine_of(tiny_families.build(tmp_path / "first", "sd1"))
     assert load.read_beside(engine, build(tmp_path / "second")) is None
     engine.close()
+
+
+@pytest.fixture(scope="module")
+def styles(tmp_path_factory: pytest.TempPathFactory, checkpoint: Path) -> list[contract.Lora]:
+    folder = tmp_path_factory.mktemp("styles")
+    paths = [
+        tiny_model.build_tiny_lora(folder / f"{seed}.safetensors", checkpoint, seed=seed)
+        for seed in range(2)
+    ]
+    return [contract.Lora(path.stem, path, 0.7, 0.9) for path in paths]
+
+
+@pytest.fixture
+def engine(make_slot_engine: Callable[..., slots.SlotEngine]) -> slots.SlotEngine:
+    return make_slot_engine(slot_weights="reloaded")
+
+
+@pytest.fixture
+def loads(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Of each time that weights are loaded: whether with LoRAs."""
+    seen: list[bool] = []
+    original = SlotUnet.load_slot
+
+    def load_slot(self: SlotUnet, slot: int, changes: Any, convolutions: Any) -> None:
+        seen.append(bool(changes))
+        original(self, slot, changes, convolutions)
+
+    monkeypatch.setattr(SlotUnet, "load_slot", load_slot)
+    return seen
+
+
+def test_weights_are_not_loaded_again_for_the_loras_that_they_hold(
+    engine: slots.SlotEngine,
+    styles: list[contract.Lora],
+    make_request: Any,
+    draw: Any,
+    loads: list[bool],
+) -> None:
+    plain, (one, other) = (), styles
+    for loras, expected in [
+        (plain, [False]),
+        (plain, []),
+        ((one,), [True]),
+        ((one,), []),
+        ((other,), [True]),
+        (plain, [False]),
+    ]:
+        loads.clear()
+        draw(engine, make_request(loras=loras), make_request(seed=2, loras=loras))
+        assert loads == expected
+
+
+def test_a_job_with_the_loras_that_are_loaded_goes_before_an_older_one_but_not_for_ever(
+    engine: slots.SlotEngine, styles: list[contract.Lora], make_request: Any, loads: list[bool]
+) -> None:
+    own, other = ((style,) for style in styles)
+    requests = [make_request(steps=2, loras=own), make_request(steps=2, loras=other)]
+    requests += [make_request(steps=2, loras=own) for _ in range(20)]
+    for ticket, request in enumerate(requests):
+        engine.admit(ticket, engine.prepare(request))
+    order: list[int] = []
+    while engine.busy:
+        order += [finished.ticket for finished in engine.tick()]
+    assert sorted(order) == list(range(22))
+    assert 2 <= order.index(1) <= 8
+    assert loads == [True, True, True], "own, the other one, own again"
+
+
+def test_images_of_lanes_that_take_turns_are_those_alone(
+    engine: slots.SlotEngine,
+    make_slot_engine: Callable[..., slots.SlotEngine],
+    styles: list[contract.Lora],
+    make_request: Any,
+    draw: Any,
+    difference: Any,
+) -> None:
+    requests = [
+        make_request(seed=seed, steps=20, height=64 + 8 * (seed % 2), loras=(styles[seed // 2],))
+        for seed in range(4)
+    ]
+    for ticket, request in enumerate(requests):
+        engine.admit(ticket, engine.prepare(request))
+    together: dict[int, Any] = {}
+    while engine.busy:
+        together |= {each.ticket: each.outcome for each in engine.tick()}
+    for ticket, expected in enumerate(draw(make_slot_engine(), *requests)):
+        assert difference(together[ticket], expected) <= ROUNDING
+
+
+def test_what_slots_cannot_hold_is_merged_below_the_slot_and_undone(
+    engine: slots.SlotEngine,
+    make_slot_engine: Callable[..., slots.SlotEngine],
+    styles: list[contract.Lora],
+    make_request: Any,
+    draw: Any,
+    difference: Any,
+    tmp_path: Path,
+) -> None:
+    layer = engine.checkpoint.unet.get_submodule("down_blocks.1.resnets.0.conv2")
+    generator = torch.Generator().manual_seed(3)
+    change = 0.3 * torch.randn(layer.weight.shape, generator=generator)
+    path = tmp_path / "full.safetensors"
+    save_file({f"{CONVOLUTION}.diff": change}, path)
+    full = contract.Lora("full", path, 1.0, 1.0)
+    plain, styled = make_request(), make_request(loras=(styles[0],))
+    merged = make_request(loras=(full, styles[0]))
+    assert engine.prepare(merged).unet_pack is None
+    before = draw(engine, plain, styled)
+    (changed,) = draw(engine, merged)
+    assert engine.weight_mode == "shared"
+    assert difference(changed, draw(make_slot_engine(), merged)[0]) <= ROUNDING
+    assert difference(changed, before[1]) > VISIBLE
+    after = draw(engine, plain, styled)
+    assert all((one == other).all() for one, other in zip(before, after, strict=True))
+    assert engine.self_check is not None
+    assert engine.self_check.find_fault() is None
+
+
+def test_weights_that_could_not_be_loaded_are_loaded_again(
+    engine: slots.SlotEngine,
+    styles: list[contract.Lora],
+    make_request: Any,
+    draw: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    requests = [make_request(loras=(styles[0],)), make_request(seed=2)]
+    sound = draw(engine, *requests)
+    original, failed = ReloadedStack.load, []
+
+    def load(self: ReloadedStack, *arguments: Any) -> None:
+        original(self, *arguments)
+        if not failed:  # the first stack is loaded then, the others are not
+            failed.append(self)
+            raise torch.cuda.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(ReloadedStack, "load", load)
+    engine._runner._backend = "eager"  # what is given up first
+    images = draw(engine, *requests)
+    assert failed
+    assert all((one == other).all() for one, other in zip(images, sound, strict=True))
+
+
+@pytest.mark.parametrize("place", ["device", "host"])
+def test_a_bit_that_flips_is_found_where_the_layers_compute_and_in_the_hosts_memory(
+    engine: slots.SlotEngine,
+    styles: list[contract.Lora],
+    make_request: Any,
+    draw: Any,
+    place: str,
+) -> None:
+    check = engine.self_check
+    assert check is not None
+    draw(engine, make_request(loras=(styles[0],)))
+    assert check.find_fault() is None, "LoRAs do not count"
+    stack = next(each for each in engine._unet._stacks.values() if isinstance(each, ReloadedStack))
+    damaged = stack.shared if place == "host" else stack._own
+    if place == "host":
+        draw(engine, make_request(loras=(styles[0],)))  # loaded again from there
+    damaged.view(torch.int32)[0, 0, 0] ^= 1 << 20
+    assert "not the checkpoint's" in str(check.find_fault())
+
+
+def test_a_check_of_the_weights_leaves_images_in_flight_as_they_are(
+    engine: slots.SlotEngine, styles: list[contract.Lora], make_request: Any, draw: Any
+) -> None:
+    request = make_request(loras=(styles[0],))
+    (expected,) = draw(engine, request)
+    engine.admit(0, engine.prepare(request))
+    engine.tick()
+    assert engine.self_check is not None
+    assert engine.self_check.find_fault() is None
+    outcomes = []
+    while engine.busy:
+        outcomes += [each.outcome for each in engine.tick()]
+    assert (outcomes[0] == expected).all()
+
+
+def test_the_layers_of_a_model_are_once_on_the_device_and_once_in_the_hosts_memory() -> None:
+    layers = {str(number): torch.nn.Linear(4, 6) for number in range(3)}
+    expected = [layer.weight.clone() for layer in layers.values()]
+    linears = [SlotLinear({name: layer}) for name, layer in layers.items()]
+    (stack,) = stack_by_shape(ReloadedStack, "slots", linears).values()
+    for at, (layer, linear) in enumerate(zip(layers.values(), linears, strict=True)):
+        assert layer.weight.data_ptr() == stack.shared[at].data_ptr()
+        assert linear.slots.data_ptr() == linear.weight.data_ptr() != layer.weight.data_ptr()
+        assert (linear.weight == expected[at]).all()
+    with pytest.raises(ValueError, match="2 slots"):
+        stack.resize(2)

@@ -1,10 +1,10 @@
-"""Slots of low rank draw what slots with weights of their own draw, for every kind of LoRA."""
+"""Slots draw the same images however they hold LoRAs, for every kind of LoRA."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -13,6 +13,7 @@ from fleet.bench import random_model
 from worker.engine import checkpoint as checkpoints
 from worker.engine import contract
 from worker.engine.families.find import FAMILIES
+from worker.engine.slots import memory
 from worker.engine.slots.engine import SlotEngine
 
 ROUNDING = 2
@@ -20,12 +21,12 @@ ROUNDING = 2
 
 @pytest.fixture(scope="module")
 def engines(family_folder: Any) -> Iterator[dict[str, SlotEngine]]:
-    """A tiny SDXL with slots of both kinds."""
+    """A tiny SDXL with slots of each kind."""
     made = {}
-    for name, is_low_rank in {"merged": False, "low_rank": True}.items():
+    for weights in get_args(memory.SlotWeights):
         cpu = torch.device("cpu")
         loaded = checkpoints.load_checkpoint(family_folder("sdxl"), cpu, torch.float32)
-        made[name] = SlotEngine(loaded, 3, is_low_rank=is_low_rank)
+        made[weights] = SlotEngine(loaded, 3, slot_weights=weights)
     yield made
     for engine in made.values():
         engine.close()
@@ -52,9 +53,10 @@ def loras(family_folder: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[
 
 
 def test_a_low_rank_slot_takes_a_fraction_of_the_memory(engines: dict[str, SlotEngine]) -> None:
-    merged, low_rank = (engines[each]._unet for each in ("merged", "low_rank"))
-    assert engines["low_rank"].savings["is_low_rank"]
-    assert not engines["merged"].savings["is_low_rank"]
+    merged, low_rank = (engines[each]._unet for each in ("merged", "factors"))
+    assert {name: engine.savings.weights for name, engine in engines.items()} == {
+        name: name for name in engines
+    }
     assert not low_rank._stacks
     assert {use for use, _, _ in low_rank.groups} == {"prompt"}
     assert merged._stacks
@@ -83,8 +85,9 @@ def test_each_kind_draws_as_with_merged_weights(
         images[name], beside = draw(engine, request, plain)
         assert engine.weight_mode != "shared"
         assert difference(beside, draw(engine, plain)[0]) <= ROUNDING
-    assert difference(images["merged"], images["low_rank"]) <= ROUNDING
-    assert difference(images["low_rank"], beside) > 20, "or the test shows nothing"
+    for each in ("factors", "reloaded"):
+        assert difference(images["merged"], images[each]) <= ROUNDING
+    assert difference(images["merged"], beside) > 20, "or the test shows nothing"
 
 
 def test_jobs_of_all_kinds_share_ticks_and_are_the_images_alone(
@@ -94,7 +97,7 @@ def test_jobs_of_all_kinds_share_ticks_and_are_the_images_alone(
     draw: Any,
     difference: Any,
 ) -> None:
-    engine = engines["low_rank"]
+    engine = engines["factors"]
     chosen: list[tuple[str, ...]] = [("small",), ("large",), (), ("locon",), ("dora",), ("loha",)]
     requests = [
         make_request(seed=at, steps=2 + at % 3, loras=tuple(loras[each] for each in names))
@@ -109,7 +112,7 @@ def test_jobs_of_all_kinds_share_ticks_and_are_the_images_alone(
 def test_a_kind_without_low_rank_is_merged_and_undone_from_the_cpus_copy(
     engines: dict[str, SlotEngine], loras: dict[str, contract.Lora], make_request: Any, draw: Any
 ) -> None:
-    engine = engines["low_rank"]
+    engine = engines["factors"]
     plain = make_request(steps=2)
     (before,) = draw(engine, plain)
     prepared = engine.prepare(make_request(steps=2, loras=(loras["dora"],)))

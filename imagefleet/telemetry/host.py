@@ -1,0 +1,42 @@
+"""The memory of this machine, and of the container that a worker is in."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from pathlib import Path
+
+#: A container's, in version 2 of Linux' control groups.
+_CONTROL_GROUP = Path("/sys/fs/cgroup")
+
+
+def memory_bytes() -> int:
+    """What there is, in use or not."""
+    found = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    with contextlib.suppress(OSError, ValueError):  # no such file, or no limit
+        found = min(found, _read("memory.max"))
+    return found
+
+
+def free_memory_bytes() -> int:
+    """What is free or can be freed; 0 if that is not known."""
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+        (line,) = [each for each in lines if each.startswith("MemAvailable:")]
+        free = int(line.split()[1]) * 1024
+    except (OSError, ValueError):
+        return 0
+    with contextlib.suppress(OSError, ValueError):  # no such files, or no limit
+        limit, used = _read("memory.max"), _read("memory.current")
+        stat = (_CONTROL_GROUP / "memory.stat").read_text(encoding="ascii")
+        of_files = sum(
+            int(size)
+            for name, size in (line.split() for line in stat.splitlines())
+            if name in ("active_file", "inactive_file")
+        )
+        free = min(free, limit - used + of_files)
+    return free
+
+
+def _read(name: str) -> int:
+    return int((_CONTROL_GROUP / name).read_text(encoding="ascii"))
