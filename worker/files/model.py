@@ -54,9 +54,12 @@ def local_path(settings: WorkerSettings) -> Path:
 
 
 def name_of(settings: WorkerSettings) -> str:
-    """The name by which jobs ask for the model: its file's or folder's, without the suffix."""
+    """The name by which jobs ask for the model: its file's or folder's, without the suffix.
+
+    The engine's own name for it, whether it is there yet or not.
+    """
     path = local_path(settings)
-    is_file = path.suffix == SUFFIX
+    is_file = path.is_file() or (path.suffix == SUFFIX and not path.is_dir())
     return path.stem if is_file else path.resolve().name
 
 
