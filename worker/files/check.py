@@ -48,6 +48,9 @@ _CASCADE = {
     "IFSuperResolutionPipeline": "DeepFloyd IF super-resolution",
 }
 
+#: Of a folder's scheduler, by the start of its class: other noise than Stable Diffusion's.
+_OTHER_NOISE = ("EDM", "FlowMatch")
+
 #: Of the refiner, which has the second text encoder alone.
 _REFINER_WIDTH = 1280
 
@@ -243,6 +246,11 @@ def _check_folder(folder: Path) -> None:
     unet = _read_json(folder / "unet" / "config.json")
     if unet.get("cross_attention_dim") == _REFINER_WIDTH:
         raise errors.SetupError(f"{str(folder)!r} is an SDXL refiner checkpoint; {_ONLY_THESE}")
+    noise = str(_read_json(folder / "scheduler" / "scheduler_config.json").get("_class_name", ""))
+    if noise.startswith(_OTHER_NOISE):
+        raise errors.SetupError(
+            f"{str(folder)!r} is a checkpoint of other noise ({noise[:60]}); {_ONLY_THESE}"
+        )
     for part in (*_PARTS, "text_encoder_2") if _is_sdxl(unet) else _PARTS:
         _check_part(folder / part)
 

@@ -205,11 +205,17 @@ def test_a_folder_in_diffusers_format_passes(folder: Path) -> None:
         ("model_index.json", {"_class_name": "FluxPipeline"}, "a checkpoint of FluxPipeline"),
         ("unet/config.json", {"cross_attention_dim": 1280}, "an SDXL refiner checkpoint"),
         ("unet/config.json", {"addition_embed_type": "text_time"}, "text_encoder_2/config.json"),
+        (
+            "scheduler/scheduler_config.json",
+            {"_class_name": "EDMDPMSolverMultistepScheduler", "prediction_type": "epsilon"},
+            "of other noise (EDMDPMSolverMultistepScheduler)",
+        ),
     ],
 )
 def test_a_folder_of_another_architecture_is_named(
     file: str, content: dict[str, object], reason: str, folder: Path
 ) -> None:
+    (folder / file).parent.mkdir(exist_ok=True)
     (folder / file).write_text(json.dumps(content))
     assert reason in refusal(folder)
 
