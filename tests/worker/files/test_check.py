@@ -281,6 +281,26 @@ def test_a_yaml_beside_the_file_tells_v_prediction(tmp_path: Path) -> None:
     assert check.prediction_type(tmp_path) is None
 
 
+@pytest.mark.parametrize(
+    ("scaling", "expected"),
+    [("VScaling", "v_prediction"), ("EpsScaling", "epsilon"), ("EDMScaling", None), ("", None)],
+)
+def test_a_yaml_of_sdxl_tells_it_by_its_scaling(
+    scaling: str, expected: str | None, tmp_path: Path
+) -> None:
+    """As AUTOMATIC1111 has it, whose configurations of SDXL name no parameterization."""
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(file_of())
+    target = f"sgm.modules.diffusionmodules.denoiser_scaling.{scaling}"
+    config = {"params": {"scaling_config": {"target": target}}}
+    beside = {"model": {"params": {"denoiser_config": config}}}
+    path.with_suffix(".yaml").write_text(json.dumps(beside))  # which is YAML, too
+    assert check.prediction_type(path) == expected
+    beside["model"]["params"]["denoiser_config"] = {"params": [config]}
+    path.with_suffix(".yaml").write_text(json.dumps(beside))
+    assert check.prediction_type(path) is None
+
+
 @pytest.mark.parametrize("content", ["model: [", "a: b\n" * 50_000, "!!python/object:os.system {}"])
 def test_a_yaml_that_cannot_be_read_is_named(content: str, tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
