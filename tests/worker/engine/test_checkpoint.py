@@ -351,6 +351,20 @@ def test_weights_of_another_shape_are_refused(copy: Path, part: str) -> None:
         load_checkpoint(copy)
 
 
+@pytest.mark.parametrize("number", [float("nan"), float("-inf"), 1e6])
+def test_weights_that_are_no_numbers_are_the_files_fault_not_the_nodes(
+    number: float, copy: Path
+) -> None:
+    path = copy / "unet" / "diffusion_pytorch_model.safetensors"
+    weights = load_file(path)
+    weights["conv_out.weight"][0, 0, 0, 0] = number
+    save_file(weights, path)
+    with pytest.raises(errors.SetupError, match=r"copy' is damaged: unet\.conv_out\.weight holds"):
+        checkpoints.load_checkpoint(copy, torch.device("cpu"), torch.float16)
+    if number == 1e6:  # which float32 holds
+        load_checkpoint(copy)
+
+
 def test_pickled_weights_are_never_loaded(copy: Path) -> None:
     (file,) = (copy / "unet").glob("*.safetensors")
     torch.save(load_file(file), file.with_suffix(".bin"))
