@@ -63,6 +63,14 @@ def name_of(settings: WorkerSettings) -> str:
     return path.stem if is_file else path.resolve().name
 
 
+def has_known_name(settings: WorkerSettings) -> bool:
+    """False for an address of which only the server tells the file's name, until it is fetched."""
+    address = _address(settings)
+    if address is None or address.file_name is not None:
+        return True
+    return find_fetched(_folder(settings, address), address) is not None
+
+
 def stored_blob(settings: WorkerSettings) -> str | None:
     """The name of the model's blob in the container of files; None: it is elsewhere."""
     address = _address(settings)

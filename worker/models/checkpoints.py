@@ -69,7 +69,7 @@ async def find(settings: WorkerSettings, files: protocol.BlobStore) -> list[Chec
                 f"--{name.replace('_', '-')} is for one model, and --model names {len(texts)}"
             )
     found = [_checkpoint(settings, text) for text in texts]
-    _refuse_equal_names(found)
+    refuse_equal_names(found)
     return found
 
 
@@ -89,7 +89,8 @@ async def _stored(files: protocol.BlobStore) -> list[str]:
     return [STORE_SCHEME + name.removeprefix(MODELS) for name in names]
 
 
-def _refuse_equal_names(checkpoints: Sequence[Checkpoint]) -> None:
+def refuse_equal_names(checkpoints: Sequence[Checkpoint]) -> None:
+    """Raises SetupError if jobs could not tell two models apart."""
     counts = Counter(each.name for each in checkpoints)
     if repeated := [name for name, count in counts.items() if count > 1]:
         raise errors.SetupError(
