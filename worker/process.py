@@ -232,7 +232,7 @@ class _Worker:
             if not model.has_known_name(each.settings):  # nor, then, the queue of its jobs
                 fetched = await fetch(each)
                 found[at] = dataclasses.replace(fetched, name=model.name_of(fetched.settings))
-        checkpoints.refuse_equal_names(found)
+        checkpoints.refuse_unusable_names(found)
         device = self._settings.device
         on_cpu = device == "cpu" or (device == "auto" and self._gpu == replica.NO_GPU)
         models = WorkerModels(
