@@ -98,7 +98,8 @@ def _parse(text: str, read: Callable[[str], prompts.Prompt]) -> prompts.Prompt |
 
 
 def _tokenise(tokenizer: tokenizers.Tokenizer, texts: Sequence[str]) -> list[list[int]]:
-    return [each.ids for each in tokenizer.encode_batch(list(texts), add_special_tokens=False)]
+    cleaned = [clip.cleaned(each) for each in texts]
+    return [each.ids for each in tokenizer.encode_batch(cleaned, add_special_tokens=False)]
 
 
 def _embeddings(

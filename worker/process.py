@@ -228,6 +228,11 @@ class _Worker:
             return dataclasses.replace(checkpoint, settings=settings)
 
         found = await checkpoints.find(self._settings, storage.files)
+        for at, each in enumerate(found):
+            if not model.has_known_name(each.settings):  # nor, then, the queue of its jobs
+                fetched = await fetch(each)
+                found[at] = dataclasses.replace(fetched, name=model.name_of(fetched.settings))
+        checkpoints.refuse_unusable_names(found)
         device = self._settings.device
         on_cpu = device == "cpu" or (device == "auto" and self._gpu == replica.NO_GPU)
         models = WorkerModels(

@@ -87,9 +87,12 @@ class ModelQueues:
                 await queue.set_shards(shards)
 
     async def make(self, model: str | None) -> Queues:
-        """A model's queues, created if they do not exist and the credentials allow that."""
+        """A model's queues, created if they do not exist and the credentials allow that.
+
+        Not those of a model that no job can name.
+        """
         queues = self.of(model)
-        if model is None or model in self._made:
+        if model is None or model in self._made or not SAFE_NAME.fullmatch(model):
             return queues
         async with self._making:
             if model not in self._made:
@@ -118,7 +121,8 @@ class ModelQueues:
 
     async def note_served(self, model: str) -> None:
         """A worker serves the model, for `status` and for those who send jobs."""
-        await serving.note(self._blobs, model)
+        if SAFE_NAME.fullmatch(model):
+            await serving.note(self._blobs, model)
 
     async def names(self) -> list[str]:
         """The models that have queues, as far as the credentials allow to know it."""

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import io
 import json
+import tarfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from aiohttp import web
 from PIL import Image
 
 import forks
@@ -123,3 +126,29 @@ async def test_workers_killed_in_a_change_of_models_lose_nothing_and_draw_nothin
     assert all(distance(alone[name], picture) <= SAME for name, picture in moved.items())
     assert distance(alone["tiny0.png"], alone["other0.png"]) > 10 * SAME
     assert (await storage.queue.depth()).messages == (await storage.poison.depth()).messages == 0
+
+
+@pytest.mark.parametrize("storage_settings", ["local"], indirect=True)
+async def test_jobs_find_the_model_whose_name_only_its_server_tells_at_the_first_start(
+    storage: Storage, tiny_model: Path, fork: Start, tmp_path: Path
+) -> None:
+    """As civitai's downloads: their addresses end in a number."""
+    packed = tmp_path / "packed.tar"
+    with tarfile.open(packed, "w") as tar:
+        tar.add(tiny_model, "tiny")
+    content = packed.read_bytes()
+
+    async def answer(_: web.BaseRequest) -> web.Response:
+        named = {"Content-Disposition": 'attachment; filename="dreams.tar"'}
+        return web.Response(body=content, headers=named)
+
+    runner = web.ServerRunner(web.Server(answer), shutdown_timeout=0)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    address = f"http://127.0.0.1:{runner.addresses[0][1]}/api/download/models/128713"
+    await storage.models.send(['{"prompt": "a", "id": "a", "steps": 2, "model": "dreams"}'])
+    sha256 = hashlib.sha256(content).hexdigest()
+    given = ("--model-sha256", sha256, "--cache", tmp_path / "cache", "--device", "cpu")
+    await finish(fork("worker", "--model", address, *given, "--slots", "1", "--until-empty"))
+    await runner.cleanup()
+    assert await pictures(storage, "default")

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Sequence
 
 import numpy as np
 from PIL import Image
 
+from imagefleet.job import clip
 from imagefleet.job.message import Job, read_job
 from imagefleet.job.passes import sources
 from imagefleet.storage import model_queues, protocol
@@ -29,6 +31,11 @@ PASSES = (
     b'{"prompt": "a", "id": "b", "campaign": "c", "then": [{"model": "x", "steps": 5}, {"seed": -1,'
     b' "denoising_strength": 0.5}], "stage": {"number": 2, "message": "m"}, "model": "y"}',
 )
+
+
+def tokenise(texts: Sequence[str]) -> list[list[int]]:
+    """A token for each sign that is left of a prompt."""
+    return [[7] * len(clip.cleaned(text)) for text in texts]
 
 
 def check_sources(job: Job) -> None:

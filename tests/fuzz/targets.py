@@ -152,7 +152,7 @@ def _prompt(data: bytes) -> None:
         weights = [part.weight for section in parsed.sections for part in section]
         assert all(abs(weight) <= prompt.EMPHASIS_LIMIT for weight in weights)
         assert all(prompt.SAFE_NAME.fullmatch(lora.name) for lora in parsed.loras)
-        chunks = prompt.cut_into_chunks(parsed, lambda texts: [[7] * len(t) for t in texts], 7)
+        chunks = prompt.cut_into_chunks(parsed, job_inputs.tokenise, 7)
         assert len(chunks) <= prompt.MAX_CHUNKS
 
 

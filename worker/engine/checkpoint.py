@@ -162,6 +162,7 @@ def load_checkpoint(
     is_whole = all(each_dtype == checksums.IDENTITY_TYPE for _, each_dtype in placed.values())
     weights_id = "" if is_whole else checksums.identify(networks)
     weight_sums = _place(networks, placed)
+    _refuse_damaged(model, networks)
     factor = vae_factor(vae)
     side = unet.config.sample_size * factor
     return Checkpoint(
@@ -229,6 +230,17 @@ def _place(networks: _Networks, placed: Mapping[str, _Placement]) -> checksums.S
             f"the GPU's memory is too short for the model: {reading.brief(error)}"
         ) from error
     return weight_sums
+
+
+def _refuse_damaged(model: Path, networks: _Networks) -> None:
+    """Else each node would take itself for broken: all images are NaN, whoever draws them."""
+    tensors = checksums.named_parameters(networks)
+    if name := checksums.find_damaged(tensors):
+        precision = str(tensors[name].dtype).removeprefix("torch.")
+        raise errors.SetupError(
+            f"{str(model)!r} is damaged: {name} holds NaN, infinity or numbers too large for"
+            f" {precision}"
+        )
 
 
 def vae_factor(vae: AutoencoderKL) -> int:

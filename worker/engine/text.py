@@ -12,6 +12,7 @@ from cachetools import LRUCache
 from transformers import CLIPTextModel, CLIPTokenizer
 
 from imagefleet import errors
+from imagefleet.job import clip
 from imagefleet.job import embeddings as job_embeddings
 from imagefleet.job.prompt import CHUNK_TOKENS, Chunk, Prompt, cut_into_chunks, sections_of
 from worker.engine.embeddings import CLIP_L, Embedding
@@ -116,8 +117,9 @@ class Tokenizer:
     def _tokenise(self, texts: Sequence[str]) -> Sequence[Sequence[int]]:
         if not texts:
             return []
+        cleaned = [clip.cleaned(each) for each in texts]
         with self._lock:
-            encoded = self._tokenizer(list(texts), add_special_tokens=False, verbose=False)
+            encoded = self._tokenizer(cleaned, add_special_tokens=False, verbose=False)
         ids: list[list[int]] = encoded["input_ids"]
         return ids
 

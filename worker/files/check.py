@@ -48,6 +48,14 @@ _CASCADE = {
     "IFSuperResolutionPipeline": "DeepFloyd IF super-resolution",
 }
 
+#: Of a folder's scheduler, by the start of its class: other noise than Stable Diffusion's.
+_OTHER_NOISE = ("EDM", "FlowMatch")
+
+#: What the UNet predicts, by AUTOMATIC1111's words: in the configuration of SD1 or SD2, and by the
+#: class of the scaling in SDXL's.
+_PARAMETERIZATIONS = {"eps": "epsilon", "v": "v_prediction"}
+_SCALINGS = {"EpsScaling": "epsilon", "VScaling": "v_prediction"}
+
 #: Of the refiner, which has the second text encoder alone.
 _REFINER_WIDTH = 1280
 
@@ -211,7 +219,7 @@ def prediction_type(path: Path) -> str | None:
 
 
 def _parameterization(path: Path) -> str | None:
-    """As AUTOMATIC1111 reads it: model.params.parameterization, 'v' or 'eps'."""
+    """As AUTOMATIC1111 reads it: `parameterization`, or in SDXL's the class of the scaling."""
     try:
         with path.open("rb") as file:
             content = yaml_file.parse(_limited(file, _MAX_YAML_BYTES))
@@ -219,10 +227,16 @@ def _parameterization(path: Path) -> str | None:
         raise errors.SetupError(
             f"{str(path)!r} beside the checkpoint is not a readable configuration"
         ) from None
-    for key in ("model", "params", "parameterization"):
+    stated = _value(content, "model.params.parameterization")
+    scaling = _value(content, "model.params.denoiser_config.params.scaling_config.target")
+    return _PARAMETERIZATIONS.get(stated) or _SCALINGS.get(scaling.rpartition(".")[2])
+
+
+def _value(content: object, keys: str) -> str:
+    """The text at these *keys*, with dots between; '' if there is none."""
+    for key in keys.split("."):
         content = content.get(key) if isinstance(content, dict) else None
-    known = {"v": "v_prediction", "eps": "epsilon"}
-    return known.get(content) if isinstance(content, str) else None
+    return content if isinstance(content, str) else ""
 
 
 def _check_folder(folder: Path) -> None:
@@ -243,6 +257,11 @@ def _check_folder(folder: Path) -> None:
     unet = _read_json(folder / "unet" / "config.json")
     if unet.get("cross_attention_dim") == _REFINER_WIDTH:
         raise errors.SetupError(f"{str(folder)!r} is an SDXL refiner checkpoint; {_ONLY_THESE}")
+    noise = str(_read_json(folder / "scheduler" / "scheduler_config.json").get("_class_name", ""))
+    if noise.startswith(_OTHER_NOISE):
+        raise errors.SetupError(
+            f"{str(folder)!r} is a checkpoint of other noise ({noise[:60]}); {_ONLY_THESE}"
+        )
     for part in (*_PARTS, "text_encoder_2") if _is_sdxl(unet) else _PARTS:
         _check_part(folder / part)
 

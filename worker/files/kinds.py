@@ -43,6 +43,14 @@ _REFINER = Kind("an SDXL refiner checkpoint")
 _EDITING = Kind(
     "a checkpoint that edits pictures (InstructPix2Pix)", "imagefleet generates from text"
 )
+_UNCLIP = Kind(
+    "a checkpoint that draws variations of a picture (unCLIP)", "imagefleet generates from text"
+)
+_EDM = Kind("a checkpoint of another noise than Stable Diffusion's (Playground v2.5, CosXL)")
+_SCALED = Kind(
+    "a checkpoint of quantised weights with scales of their own",
+    "use the version in float16, bfloat16 or plain float8",
+)
 _MIXED = Kind("a mixed checkpoint, with parts of several families of models", _WHOLE)
 _ADD_VAE = f"{_WHOLE}, or add a VAE (see 'Incomplete files' in docs/models.md)"
 _UNET = Kind("the UNet of a checkpoint alone", _WHOLE)
@@ -147,6 +155,12 @@ _TEXT_ENCODERS = {
     SD1: r"^cond_stage_model\.transformer\.",
 }
 
+#: Names of tensors that others have beside all that one of these has.
+_ALIKE = (
+    (_EDM, r"^edm_(mean|std|vpred\.)"),
+    (_SCALED, r"^(scaled_fp8|.+\.(scale_weight|weight_scale|comfy_quant))$"),
+)
+
 #: Inputs of the UNet: the latents that are drawn, and those of another image, or the three colours
 #: of one that is enlarged. Inpainting checkpoints have nine, for a mask and a masked image: they
 #: are of their family's kind.
@@ -212,9 +226,10 @@ def _with_unet(header: Header, names: str) -> Kind:
     kind = _BY_CONTEXT.get(_size(header, _CROSS_ATTENTION, axis=-1))
     texts = [each for each, pattern in _TEXT_ENCODERS.items() if _has(names, pattern)]
     kind = kind or next(iter(texts), SD1)
-    inputs = header.shapes.get(_INPUTS, ())
-    if len(inputs) > 1 and inputs[1] == _EDITING_INPUTS:
-        return _EDITING
+    shape = header.shapes.get(_INPUTS, ())
+    inputs = shape[1] if len(shape) > 1 else 0
+    if (other := _alike(kind, inputs, names)) is not None:
+        return other
     if kind is _REFINER or set(texts) - {kind}:
         return _REFINER if kind is _REFINER else _MIXED
     if not _has(names, r"^model\.diffusion_model\.input_blocks\."):
@@ -223,8 +238,16 @@ def _with_unet(header: Header, names: str) -> Kind:
         return Kind(f"{kind.name} without its text encoder", _WHOLE)
     if not _has(names, r"^(first_stage_model|vae)\."):
         return Kind(f"{kind.name} without its VAE", _ADD_VAE)
-    is_upscaler = kind is SD2 and len(inputs) > 1 and inputs[1] == _UPSCALER_INPUTS
-    return X4_UPSCALER if is_upscaler else kind
+    return X4_UPSCALER if kind is SD2 and inputs == _UPSCALER_INPUTS else kind
+
+
+def _alike(kind: Kind, inputs: int, names: str) -> Kind | None:
+    """Another kind of checkpoint, which has all that one of this kind has."""
+    if inputs == _EDITING_INPUTS:
+        return _EDITING
+    if kind in {SD1, SD2} and _has(names, r"^model\.diffusion_model\.label_emb\.0\."):
+        return _UNCLIP
+    return next((each for each, pattern in _ALIKE if _has(names, pattern)), None)
 
 
 def _has(names: str, pattern: str) -> bool:

@@ -54,10 +54,21 @@ def local_path(settings: WorkerSettings) -> Path:
 
 
 def name_of(settings: WorkerSettings) -> str:
-    """The name by which jobs ask for the model: its file's or folder's, without the suffix."""
+    """The name by which jobs ask for the model: its file's or folder's, without the suffix.
+
+    The engine's own name for it, whether it is there yet or not.
+    """
     path = local_path(settings)
-    is_file = path.suffix == SUFFIX
+    is_file = path.is_file() or (path.suffix == SUFFIX and not path.is_dir())
     return path.stem if is_file else path.resolve().name
+
+
+def has_known_name(settings: WorkerSettings) -> bool:
+    """False for an address of which only the server tells the file's name, until it is fetched."""
+    address = _address(settings)
+    if address is None or address.file_name is not None:
+        return True
+    return find_fetched(_folder(settings, address), address) is not None
 
 
 def stored_blob(settings: WorkerSettings) -> str | None:

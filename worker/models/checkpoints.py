@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from imagefleet import errors
+from imagefleet.job.prompt import SAFE_NAME
 from imagefleet.storage import protocol
 from imagefleet.storage.enqueue import MODELS
 from worker.files import check as file_check
@@ -51,7 +52,8 @@ async def find(settings: WorkerSettings, files: protocol.BlobStore) -> list[Chec
     """The checkpoints of the settings, that of jobs without a model first.
 
     Raises:
-        SetupError: two have one name, the storage has none, or a setting fits only one model.
+        SetupError: jobs cannot name one, or tell two apart, the storage has none, or a setting
+            fits only one model.
     """
     texts: list[str] = []
     for text in given(settings):
@@ -69,7 +71,7 @@ async def find(settings: WorkerSettings, files: protocol.BlobStore) -> list[Chec
                 f"--{name.replace('_', '-')} is for one model, and --model names {len(texts)}"
             )
     found = [_checkpoint(settings, text) for text in texts]
-    _refuse_equal_names(found)
+    refuse_unusable_names(found)
     return found
 
 
@@ -89,7 +91,17 @@ async def _stored(files: protocol.BlobStore) -> list[str]:
     return [STORE_SCHEME + name.removeprefix(MODELS) for name in names]
 
 
-def _refuse_equal_names(checkpoints: Sequence[Checkpoint]) -> None:
+def refuse_unusable_names(checkpoints: Sequence[Checkpoint]) -> None:
+    """Raises SetupError for models that jobs could not name, or not tell apart.
+
+    Jobs without a model need no name for the first.
+    """
+    for each in checkpoints[1:]:
+        if not SAFE_NAME.fullmatch(each.name):
+            raise errors.SetupError(
+                f"--model: no job can name the model {each.name[:80]!r}: rename it to at most 128"
+                " letters, digits, spaces and _ . + ( ) -"
+            )
     counts = Counter(each.name for each in checkpoints)
     if repeated := [name for name, count in counts.items() if count > 1]:
         raise errors.SetupError(

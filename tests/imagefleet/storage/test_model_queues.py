@@ -195,6 +195,17 @@ async def test_the_client_sends_each_job_to_its_model_and_refuses_unknown_ones(
     assert await ids(storage.models.of("unknown")["normal"]) == ["3"]
 
 
+@pytest.mark.parametrize("name", ["a\\b", "x" * 220, "v1: final", ".hidden", "m\u00f6del"])
+async def test_a_model_that_no_job_can_name_fails_no_worker(storage: Storage, name: str) -> None:
+    """Its folder's name may be no blob's; it draws jobs without a model."""
+    await storage.models.make(name)
+    await storage.models.note_served(name)
+    queue = storage.models.served([name])
+    await storage.queue.send([job(None)])
+    assert len(await queue.receive(5, 60)) == 1
+    assert await storage.models.names() == []
+
+
 async def test_which_models_are_served_is_known_for_ten_to_twenty_minutes(
     storage: Storage,
 ) -> None:

@@ -23,7 +23,8 @@ import tiny_model
 from imagefleet import errors
 from worker.engine import checkpoint as checkpoints
 from worker.engine.families import sd1
-from worker.files import check
+from worker.files import check, model
+from worker.settings import WorkerSettings
 
 
 def load_checkpoint(
@@ -91,6 +92,17 @@ def test_a_single_file_alone_is_enough(
     assert loaded.name == "dreams"
     assert loaded.tokenizer("a red house").input_ids == [49406, 320, 736, 1212, 49407]
     assert loaded.prediction_type == "epsilon"
+
+
+@pytest.mark.parametrize("name", ["v1.5.safetensors", "dream.v2", "dream", "Dream.SafeTensors"])
+def test_a_file_of_any_suffix_has_the_name_by_which_jobs_ask_its_worker_for_it(
+    name: str, single_file: Path, checkpoint: Path, tmp_path: Path
+) -> None:
+    """Or the worker would hand the jobs of its own model back forever."""
+    path = tmp_path / name
+    path.write_bytes(single_file.read_bytes())
+    settings = WorkerSettings(model=path, storage=f"local:{tmp_path}")
+    assert model.name_of(settings) == load_checkpoint(path, checkpoint).name
 
 
 def test_a_folder_without_a_tokenizer_has_clips_if_its_vocabulary_fits(
@@ -336,6 +348,20 @@ def test_weights_of_another_shape_are_refused(copy: Path, part: str) -> None:
     weights[name] = torch.zeros(3)
     save_file(weights, file, {"format": "pt"})
     with pytest.raises(errors.SetupError, match=f"{part}' cannot be loaded"):
+        load_checkpoint(copy)
+
+
+@pytest.mark.parametrize("number", [float("nan"), float("-inf"), 1e6])
+def test_weights_that_are_no_numbers_are_the_files_fault_not_the_nodes(
+    number: float, copy: Path
+) -> None:
+    path = copy / "unet" / "diffusion_pytorch_model.safetensors"
+    weights = load_file(path)
+    weights["conv_out.weight"][0, 0, 0, 0] = number
+    save_file(weights, path)
+    with pytest.raises(errors.SetupError, match=r"copy' is damaged: unet\.conv_out\.weight holds"):
+        checkpoints.load_checkpoint(copy, torch.device("cpu"), torch.float16)
+    if number == 1e6:  # which float32 holds
         load_checkpoint(copy)
 
 

@@ -57,6 +57,15 @@ def test_prompts_of_different_lengths_in_one_call_match_separate_calls(
     assert torch.equal(other, together)
 
 
+def test_a_wide_comma_and_curly_quotes_are_the_tokens_that_automatic1111_reads(
+    tokenizer: text.Tokenizer,
+) -> None:
+    assert tokenizer.chunks("1girl\uff0cit\u2019s &amp;") == tokenizer.chunks("1girl,it's &")
+    (first, second) = tokenizer.chunks("cat " * 60 + "\uff0c" + "dog " * 20)
+    assert (len(first.tokens), len(second.tokens)) == (61, 20), "cut after the comma"
+    assert tokenizer.find_names(["a bad\u2019s"], ["bad's"]) == ("bad's",)
+
+
 class CountingEncoder:
     """Wraps the text encoder and counts the chunks."""
 

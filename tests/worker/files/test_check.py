@@ -205,11 +205,17 @@ def test_a_folder_in_diffusers_format_passes(folder: Path) -> None:
         ("model_index.json", {"_class_name": "FluxPipeline"}, "a checkpoint of FluxPipeline"),
         ("unet/config.json", {"cross_attention_dim": 1280}, "an SDXL refiner checkpoint"),
         ("unet/config.json", {"addition_embed_type": "text_time"}, "text_encoder_2/config.json"),
+        (
+            "scheduler/scheduler_config.json",
+            {"_class_name": "EDMDPMSolverMultistepScheduler", "prediction_type": "epsilon"},
+            "of other noise (EDMDPMSolverMultistepScheduler)",
+        ),
     ],
 )
 def test_a_folder_of_another_architecture_is_named(
     file: str, content: dict[str, object], reason: str, folder: Path
 ) -> None:
+    (folder / file).parent.mkdir(exist_ok=True)
     (folder / file).write_text(json.dumps(content))
     assert reason in refusal(folder)
 
@@ -273,6 +279,26 @@ def test_a_yaml_beside_the_file_tells_v_prediction(tmp_path: Path) -> None:
     beside.write_text("model:\n  params:\n    image_size: 64\n")
     assert check.prediction_type(path) == "epsilon"
     assert check.prediction_type(tmp_path) is None
+
+
+@pytest.mark.parametrize(
+    ("scaling", "expected"),
+    [("VScaling", "v_prediction"), ("EpsScaling", "epsilon"), ("EDMScaling", None), ("", None)],
+)
+def test_a_yaml_of_sdxl_tells_it_by_its_scaling(
+    scaling: str, expected: str | None, tmp_path: Path
+) -> None:
+    """As AUTOMATIC1111 has it, whose configurations of SDXL name no parameterization."""
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(file_of())
+    target = f"sgm.modules.diffusionmodules.denoiser_scaling.{scaling}"
+    config = {"params": {"scaling_config": {"target": target}}}
+    beside = {"model": {"params": {"denoiser_config": config}}}
+    path.with_suffix(".yaml").write_text(json.dumps(beside))  # which is YAML, too
+    assert check.prediction_type(path) == expected
+    beside["model"]["params"]["denoiser_config"] = {"params": [config]}
+    path.with_suffix(".yaml").write_text(json.dumps(beside))
+    assert check.prediction_type(path) is None
 
 
 @pytest.mark.parametrize("content", ["model: [", "a: b\n" * 50_000, "!!python/object:os.system {}"])

@@ -373,6 +373,7 @@ async def test_all_models_of_the_storage_are_found_by_a_star(
     [
         ({"model": "store:*"}, "there is no model in models/"),
         ({"model": "x/first,y/first"}, "two models have the name 'first'"),
+        ({"model": "first,m\u00f6del"}, "no job can name the model 'm\u00f6del': rename it"),
         ({"model": "first,second", "model_sha256": "0" * 64}, "--model-sha256 is for one model"),
         ({"model": ",".join(map(str, range(51)))}, "a worker serves 50 at most"),
     ],

@@ -56,12 +56,16 @@ def prediction_type(
 ) -> str | None:
     """What a UNet predicts by its scheduler's configuration, by what is *stated*, or by its keys.
 
+    A single file's own mark goes before the configuration that lies beside it.
+
     Raises:
         SetupError: it predicts something else.
     """
+    if V_PREDICTION_KEY in keys and stated != "epsilon":
+        return "v_prediction"
     found = scheduler.get("prediction_type", stated)
     if found is None:
-        return "v_prediction" if V_PREDICTION_KEY in keys else None
+        return None
     if found not in _PREDICTION_TYPES:
         raise errors.SetupError(
             f"{str(model)!r} predicts {str(found)[:40]!r}; imagefleet generates with checkpoints"

@@ -217,6 +217,21 @@ def test_a_file_says_that_it_predicts_v_and_ends_in_pure_noise(
     torch.testing.assert_close(found.alphas_cumprod[0], plain.alphas_cumprod[0])
 
 
+def test_a_files_own_mark_goes_before_the_scheduler_of_the_folder_around_it(
+    files: Mapping[str, Path], family_folder: Any, family_checkpoint: Any, tmp_path: Path
+) -> None:
+    """As that of the folder that it was converted to, which says epsilon unless told otherwise."""
+    settings = {"config": family_folder("sdxl")}
+    scheduler = settings["config"] / "scheduler" / "scheduler_config.json"
+    assert '"epsilon"' in scheduler.read_text()
+    marked = with_marks(tmp_path / "v.safetensors", files["sdxl"], "v_pred", "ztsnr")
+    found = family_checkpoint("sdxl", path=marked, **settings)
+    assert found.prediction_type == "v_prediction"
+    # AUTOMATIC1111's .yaml, which is the user's own word, goes before the mark.
+    stated = family_checkpoint("sdxl", path=marked, prediction_type="epsilon", **settings)
+    assert stated.prediction_type == "epsilon"
+
+
 def test_a_folder_says_the_same_in_its_schedulers_configuration(tmp_path: Path) -> None:
     scheduler = {"rescale_betas_zero_snr": True, "prediction_type": "v_prediction"}
     assert noise.alphas_cumprod(tmp_path, scheduler, ())[-1] < 1e-7
