@@ -28,6 +28,7 @@ from imagefleet.records import frame, outcomes, reader
 from imagefleet.records.batch import Submission, Watch
 from imagefleet.records.outcomes import JobFacts, Status
 from imagefleet.records.reader import Counts
+from imagefleet.records.sent import SentJobs
 from imagefleet.storage import dead_letter_queue, enqueue, protocol
 from imagefleet.storage.dead_letter_change import Change
 from imagefleet.storage.dead_letter_check import Check
@@ -115,6 +116,7 @@ class Fleet:
         """Signs what it submits, and replays only what is signed, if *keys* say so."""
         self.storage = storage
         self.keys = keys
+        self._sent = SentJobs(storage.blobs)
         self._created = False
         self._closed = False
         self._running: set[asyncio.Task[Any]] = set()
@@ -134,6 +136,7 @@ class Fleet:
         for task in self._running:
             task.cancel()
         await asyncio.gather(*self._running, return_exceptions=True)
+        await self._sent.close()
         await self.storage.__aexit__(None, None, None)
 
     async def run(self, operation: Coroutine[Any, Any, _Result]) -> _Result:
@@ -177,7 +180,7 @@ class Fleet:
         if not self._created:
             await self.storage.create()
             self._created = True
-        submission = Submission(self.storage)
+        submission = Submission(self.storage, self._sent)
         sender = BulkSender(
             enqueue.JobSender(self.storage, priority, elsewhere=models),
             submission.messages(jobs, campaign, self.keys.signing),

@@ -32,6 +32,9 @@ from worker.stages.record import MAX_RECORDS
 #: Workers, each of which writes a shard.
 WORKERS = 100
 
+#: As after the interruption of some nodes.
+DRAWN_TWICE = 200
+
 CAMPAIGN = "spring"
 BEGAN_AT = datetime(2026, 11, 1, tzinfo=UTC)
 
@@ -41,6 +44,7 @@ COMMANDS = {
     "Parquet file": ("--parquet", "{folder}/results.parquet"),
     "JSON lines": ("--json", "--output", "{folder}/results.jsonl"),
 }
+AGAIN = "counts, some drawn twice"
 
 
 def record(number: int, worker: int) -> Record:
@@ -89,6 +93,14 @@ async def write(folder: Path, records: int) -> float:
         return records / (time.monotonic() - began_at)
 
 
+async def draw_again(folder: Path, records: int) -> None:
+    """A second worker has drawn some of the images, and one whose record was lost."""
+    async with open_storage(StorageSettings(storage=f"local:{folder}")) as storage:
+        numbers = [*range(0, records, max(1, records // DRAWN_TWICE)), records]
+        log = writer.RecordLog(storage.blobs, "another node")
+        await log.add([record(number, WORKERS) for number in numbers], again=True)
+
+
 def run(folder: Path, arguments: tuple[str, ...]) -> tuple[float, float, float]:
     """The seconds and CPU seconds of a command, and its peak memory in MB."""
     command = [
@@ -121,9 +133,11 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as temporary:
             folder = Path(temporary)
             result[f"written_per_second_{records}"] = round(asyncio.run(write(folder, records)))
-            for name, arguments in COMMANDS.items():
+            for name, arguments in (*COMMANDS.items(), (AGAIN, ())):
+                if name == AGAIN:
+                    asyncio.run(draw_again(folder, records))
                 seconds, cpu_seconds, megabytes = run(folder, arguments)
-                slug = name.replace(" ", "_").lower()
+                slug = name.replace(",", "").replace(" ", "_").lower()
                 result[f"{slug}_seconds_{records}"] = round(seconds, 1)
                 result[f"{slug}_cpu_seconds_{records}"] = round(cpu_seconds, 1)
                 result[f"{slug}_megabytes_{records}"] = round(megabytes)

@@ -107,7 +107,7 @@ SUSPECT = "-suspect/"
 #: What workers and the operator store beside images begins so.
 ASIDE = "-"
 
-_SUFFIXES = {"png": "png", "jpeg": "jpg", "webp": "webp"}
+SUFFIXES = {"png": "png", "jpeg": "jpg", "webp": "webp"}
 
 
 class Output(BaseModel):
@@ -342,7 +342,7 @@ class Job(PassFields):
         """The name of image *index*: it follows from the job alone, so a retry finds it taken."""
         number = f"-{index}" if self.images > 1 else self._stage_suffix
         folder = CHECKS if self.verify else ""
-        suffix = _SUFFIXES[self.output.format]
+        suffix = SUFFIXES[self.output.format]
         return f"{folder}{job_key(self.campaign, self.id)}{number}.{suffix}"
 
     def to_message(self, key: SigningKey | None = None) -> str:

@@ -16,17 +16,14 @@ from imagefleet.job.message import DEFAULT_CAMPAIGN, Job, job_key
 from imagefleet.records import reader
 from imagefleet.records.outcomes import JobFacts
 from imagefleet.records.record import Record
+from imagefleet.records.sent import SentJobs
 from imagefleet.records.shard import ShardName
-from imagefleet.records.writer import RecordLog
 from imagefleet.storage import protocol
 
 if TYPE_CHECKING:
     from imagefleet.signing import SigningKey
 
 log = logging.getLogger(__name__)
-
-#: Of the shards that the client writes.
-_WRITER = "client"
 
 _Failure = tuple[str, str | None]
 """A job, and the message that it failed with."""
@@ -35,7 +32,8 @@ _Failure = tuple[str, str | None]
 class Submission:
     """Jobs on their way to the queue, and where their campaigns' records ended before."""
 
-    def __init__(self, storage: protocol.Storage) -> None:
+    def __init__(self, storage: protocol.Storage, sent: SentJobs) -> None:
+        """*sent* counts the jobs of all submissions of the program."""
         self.jobs: dict[str, JobFacts] = {}
         """By `JobFacts.key`; `blobs` are the images to wait for."""
         self._storage = storage
@@ -44,9 +42,9 @@ class Submission:
         self._campaigns: set[str] = set()
         self._with_own_ids: set[str] = set()
         self._noting = asyncio.Lock()
-        self._records = RecordLog(storage.blobs, _WRITER)
-        self._sent: Counter[str] = Counter()
-        self._noted: dict[str, int] = {}
+        self._sent = sent
+        self._counted = 0  # of the jobs
+        self._unnoted: set[str] = set()
         self._refused: set[str] = set()
 
     def messages(
@@ -109,13 +107,14 @@ class Submission:
 
     async def note_sent(self, count: int) -> None:
         """Notes in the campaigns' records that the first *count* jobs are in the queue."""
-        new = itertools.islice(self.jobs.values(), self._sent.total(), count)
-        self._sent.update(job.campaign for job in new)
-        for campaign, jobs in self._sent.items():
-            if campaign in self._refused or self._noted.get(campaign) == jobs:
-                continue
+        new = itertools.islice(self.jobs.values(), self._counted, count)
+        for campaign, jobs in Counter(job.campaign for job in new).items():
+            self._sent.add(campaign, jobs)
+            self._unnoted.add(campaign)
+        self._counted = max(self._counted, count)
+        for campaign in self._unnoted - self._refused:
             try:
-                await self._records.sent(campaign, jobs, self._token)
+                await self._sent.note(campaign)
             except errors.FleetError as error:
                 if isinstance(error, errors.SetupError):
                     self._refused.add(campaign)
@@ -126,7 +125,7 @@ class Submission:
                     extra={"action": "sent_not_recorded", "campaign": campaign},
                 )
             else:
-                self._noted[campaign] = jobs
+                self._unnoted.discard(campaign)
 
 
 class Watch:

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from imagefleet.records.record import hashed
+from imagefleet import errors
+from imagefleet.records.record import Record, hashed
 
 if TYPE_CHECKING:
     import numpy as np  # slow to import, and needed only where names were taken
+
+#: How the line of an image's record begins.
+_BEFORE_NAME = b'{"outcome":"completed","blob":"'
 
 
 class MissingRecords:
@@ -33,6 +37,16 @@ class MissingRecords:
         if self._added:
             self._look_up(list(map(hashed, names)))
 
+    def found_in(self, lines: Sequence[bytes]) -> list[int]:
+        """These lines of shards are records; returns the hash of each one's name.
+
+        The rest of a line is not read, which takes a tenth of the time.
+        """
+        hashes = [hashed(_name(line)) for line in lines]
+        if self._added:
+            self._look_up(hashes)
+        return hashes
+
     def take(self, name: str) -> bool:
         """True for the first who asks for a name that is missing."""
         return bool(self._look_up([hashed(name)]))
@@ -50,3 +64,14 @@ class MissingRecords:
         new = int((~self._is_found[places]).sum())
         self._is_found[places] = True
         return new
+
+
+def _name(line: bytes) -> str:
+    """The image that a line is of; empty if it is none."""
+    if line.startswith(_BEFORE_NAME):
+        end = line.find(b'"', len(_BEFORE_NAME))
+        return line[len(_BEFORE_NAME) : end].decode(errors="replace")
+    try:
+        return Record.read(line).blob or ""
+    except errors.JobError:
+        return ""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import re
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -14,13 +13,13 @@ from imagefleet import concurrency, errors
 from imagefleet.job import image_record
 from imagefleet.job.chain import SEPARATOR
 from imagefleet.job.image_record import ImageRecord
-from imagefleet.job.message import job_key
+from imagefleet.job.message import SUFFIXES, job_key
 from imagefleet.records import reader
 from imagefleet.records.record import Record
 from imagefleet.storage import protocol
 
 #: Names of one job's images.
-_LISTED_AT_ONCE = 64
+_LOOKED_UP_AT_ONCE = 64
 
 Status = Literal["pending", "completed", "failed", "cancelled", "unknown"]
 
@@ -112,7 +111,7 @@ async def failures(
 async def look_up(storage: protocol.Storage, job: JobFacts) -> JobFacts:
     """A job of which only id and campaign are known, as it is now.
 
-    Lists the names that its images have, and reads the campaign's records of failed jobs.
+    Looks for its images by their names, and reads the campaign's records of failed jobs.
     """
     # Before the images: a job that completes in between must not be taken for an unknown one.
     waiting = (await storage.queue.depth()).messages
@@ -128,8 +127,9 @@ async def look_up(storage: protocol.Storage, job: JobFacts) -> JobFacts:
 async def stored_images(storage: protocol.Storage, job: JobFacts) -> list[Record]:
     """A job's images, as their metadata tells; none as long as the first one is missing.
 
-    Lists the name of each: `a-1.png` is image 1 of job `a`, or the only one of job `a-1`. Of
-    several stages, they are in the stages' order.
+    By the name of each: `a-1.png` is image 1 of job `a`, or the only one of job `a-1`. Of several
+    stages, they are in the stages' order. Nothing is listed: beside a job's images there may be a
+    million others.
     """
     if (only := await _image(storage, job, job.key)) is not None:
         names = (f"{job.key}{SEPARATOR}{number}" for number in range(2, only.stages + 1))
@@ -138,12 +138,13 @@ async def stored_images(storage: protocol.Storage, job: JobFacts) -> list[Record
     if (first := await _image(storage, job, f"{job.key}-0")) is None:
         return []
     found = [first]
+    suffix = [(first.blob or "").rpartition(".")[2]]
 
     async def look(index: int) -> None:
-        if (record := await _image(storage, job, f"{job.key}-{index}")) is not None:
+        if (record := await _image(storage, job, f"{job.key}-{index}", suffix)) is not None:
             found.append(record)
 
-    await concurrency.for_each(range(1, first.images), look, _LISTED_AT_ONCE)
+    await concurrency.for_each(range(1, first.images), look, _LOOKED_UP_AT_ONCE)
     return sorted(found, key=lambda record: record.index)
 
 
@@ -184,11 +185,16 @@ def _is_of_its_job(record: Record) -> bool:
     return name == record.key + number + stage
 
 
-async def _image(storage: protocol.Storage, job: JobFacts, name: str) -> Record | None:
-    """The record of the image that has this name in any format; a listing."""
-    pattern = re.compile(rf"{re.escape(name)}\.\w+")
-    async for blob in storage.blobs.records(f"{name}."):
-        if pattern.fullmatch(blob.name) and blob.metadata.get("job", job.id) == job.id:
+async def _image(
+    storage: protocol.Storage,
+    job: JobFacts,
+    name: str,
+    suffixes: Iterable[str] = tuple(SUFFIXES.values()),
+) -> Record | None:
+    """The record of the image that has this name in any format; a read for each."""
+    for suffix in suffixes:
+        blob = await storage.blobs.record(f"{name}.{suffix}")
+        if blob is not None and blob.metadata.get("job", job.id) == job.id:
             return _record(job, name, blob)
     return None
 

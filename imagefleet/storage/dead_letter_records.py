@@ -45,7 +45,7 @@ async def failed(
 async def are_completed(storage: protocol.Storage, entries: Sequence[Entry]) -> list[bool]:
     """Of each, whether all images of the job are stored: it was sent again since, and completed.
 
-    A listing for each, or one more than it has images.
+    A read for each of its images, or six for a job that has none.
     """
     return list(await concurrency.gather(*(_is_completed(storage, each) for each in entries)))
 

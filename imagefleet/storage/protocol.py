@@ -107,6 +107,10 @@ class Shards(NamedTuple):
     used: int = 1
     made: int = 1
 
+    def with_made(self, made: int) -> Shards:
+        """The same where so many were made already, by somebody else perhaps."""
+        return Shards(self.used, max(self.made, made))
+
 
 class Sends(Protocol):
     """What jobs are sent to."""
@@ -202,7 +206,8 @@ class StoredQueue(JobQueue, Protocol):
     async def read_shards(self) -> Shards:
         """Raises SetupError if the queue does not exist or the credentials do not allow that."""
 
-    async def record_shards(self, shards: Shards) -> None: ...
+    async def record_shards(self, shards: Shards) -> None:
+        """Those that somebody else has made meanwhile stay: there may be jobs in them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -291,6 +296,9 @@ class BlobStore(Protocol):
         Raises:
             UnusableFileError: it has more than *max_bytes*, and was not read.
         """
+
+    async def record(self, name: str) -> BlobRecord | None:
+        """A blob without its content; None if it does not exist. Lists nothing."""
 
     async def metadata(self, name: str) -> Mapping[str, str] | None:
         """A blob's metadata; None if it does not exist."""

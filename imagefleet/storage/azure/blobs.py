@@ -11,7 +11,7 @@ from urllib.parse import quote
 from azure.core import MatchConditions
 from azure.core.async_paging import AsyncItemPaged
 from azure.core.exceptions import HttpResponseError
-from azure.storage.blob import ContentSettings
+from azure.storage.blob import BlobProperties, ContentSettings
 from azure.storage.blob.aio import BlobClient, ContainerClient
 
 from imagefleet import errors, retry
@@ -188,16 +188,19 @@ class AzureBlobs:
 
         return await self._call("r", request)
 
-    async def metadata(self, name: str) -> Mapping[str, str] | None:
+    async def record(self, name: str) -> protocol.BlobRecord | None:
         protocol.check_blob_name(name)
 
-        async def request() -> Mapping[str, str] | None:
+        async def request() -> protocol.BlobRecord | None:
             with azure_errors.tolerated({"BlobNotFound"}):
-                properties = await self._client.get_blob_client(name).get_blob_properties()
-                return dict(properties.metadata or {})
+                return _record(await self._client.get_blob_client(name).get_blob_properties())
             return None
 
         return await self._call("r", request)
+
+    async def metadata(self, name: str) -> Mapping[str, str] | None:
+        found = await self.record(name)
+        return None if found is None else found.metadata
 
     async def delete(self, name: str) -> bool:
         protocol.check_blob_name(name)
@@ -242,10 +245,7 @@ class AzureBlobs:
             name_starts_with=prefix or None, include=["metadata"], results_per_page=_RECORDS_PAGE
         )
         async for blob in self._listed(blobs):
-            metadata = dict(blob.metadata or {})
-            yield protocol.BlobRecord(
-                blob.name, blob.size, blob.creation_time, metadata, blob.last_modified
-            )
+            yield _record(blob)
 
     async def folders(self, prefix: str) -> AsyncIterator[str]:
         blobs = self._client.walk_blobs(name_starts_with=prefix, results_per_page=_NAMES_PAGE)
@@ -330,3 +330,10 @@ class AzureBlobs:
 
     async def _attempt(self, permission: str, request: Callable[[], Awaitable[_Result]]) -> _Result:
         return await self._access.attempt(f"the container {self.name!r}", permission, request)
+
+
+def _record(blob: BlobProperties) -> protocol.BlobRecord:
+    metadata = dict(blob.metadata or {})
+    return protocol.BlobRecord(
+        blob.name, blob.size, blob.creation_time, metadata, blob.last_modified
+    )

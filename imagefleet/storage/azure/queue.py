@@ -107,11 +107,12 @@ class AzureQueue:
     async def record_shards(self, shards: protocol.Shards) -> None:
         async def request() -> None:
             found = await self._client.get_queue_properties()
-            recorded = {_SHARDS: f"{shards.used}/{shards.made}"}
+            now = shards.with_made(shards_of(found).made)
+            recorded = {_SHARDS: f"{now.used}/{now.made}"}
             await self._client.set_queue_metadata({**(found.metadata or {}), **recorded})
+            self.shards = now
 
         await self._call("", request)
-        self.shards = shards
 
     async def send(self, bodies: Iterable[str]) -> None:
         remaining = iter(messages := protocol.checked_messages(bodies))

@@ -23,6 +23,9 @@ LONGEST_PAUSE_SECONDS = 120.0
 #: A home is asked again so soon while another shard has jobs.
 LONGEST_HOME_PAUSE_SECONDS = 2.0
 
+#: Who sends jobs all the time reads the number of shards again after so long.
+SENDERS_LOOK_SECONDS = 60.0
+
 #: Times as long between two looks at the sizes of all shards, at most.
 MOST_SELDOM = 5
 

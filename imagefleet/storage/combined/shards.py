@@ -10,6 +10,7 @@ any more, and workers go on to ask them.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import logging
 import random
@@ -40,6 +41,7 @@ class ShardedQueue(CombinedQueue):
         self._granted = granted
         self._opened = [open_shard(0)]
         self._shards: protocol.Shards | None = None
+        self._found_at = 0.0
         self._finding = asyncio.Lock()
         self._share = random.random()  # noqa: S311 - replaced by a worker's own
         self._order = [0]
@@ -89,11 +91,16 @@ class ShardedQueue(CombinedQueue):
                 )
         # The last step: nobody must send to a queue that does not exist yet.
         await self.first.record_shards(protocol.Shards(shards, made))
-        self._adopt(protocol.Shards(shards, made))
+        self._notice()
 
     async def sent_to(self) -> int:
-        """The number of shards that jobs are sent to."""
+        """The number of shards that jobs are sent to; who sends for hours finds a new one out."""
         await self._find()
+        can_read = self.first.shards is not None
+        if can_read and self._clock() - self._found_at >= rule.SENDERS_LOOK_SECONDS:
+            self._found_at = self._clock()
+            with contextlib.suppress(errors.SetupError, errors.TransientError):
+                self._adopt(await self.first.read_shards())
         return self._shards.used if self._shards else 1
 
     async def send(self, bodies: Iterable[str]) -> None:
@@ -146,6 +153,7 @@ class ShardedQueue(CombinedQueue):
             self._adopt(self.first.shards)
 
     def _adopt(self, shards: protocol.Shards) -> None:
+        self._found_at = self._clock()
         if shards == self._shards:
             return
         if self._shards is not None or shards.made > 1:

@@ -131,14 +131,21 @@ class LocalBlobs:
         self._operations.blob_reads += 1
         return await self._in_thread(self._read, name, max_bytes)
 
-    async def metadata(self, name: str) -> Mapping[str, str] | None:
+    async def record(self, name: str) -> protocol.BlobRecord | None:
         protocol.check_blob_name(name)
         self._operations.blob_reads += 1
 
-        def read() -> Mapping[str, str] | None:
-            return self._metadata(name) if (self.folder / name).is_file() else None
+        def read() -> protocol.BlobRecord | None:
+            try:
+                return self._record(name) if (self.folder / name).is_file() else None
+            except _NOT_THERE:  # deleted in between
+                return None
 
         return await self._in_thread(read)
+
+    async def metadata(self, name: str) -> Mapping[str, str] | None:
+        found = await self.record(name)
+        return None if found is None else found.metadata
 
     async def delete(self, name: str) -> bool:
         protocol.check_blob_name(name)

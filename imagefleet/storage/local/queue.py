@@ -261,10 +261,11 @@ class LocalQueue:
         def record(connection: sqlite3.Connection) -> None:
             connection.execute(sqlite_file.SHARDS)
             with transaction(connection, durable=True):
-                connection.execute(RECORD_SHARDS, (self.name, *shards))
+                now = shards.with_made(self._read_shards(connection).made)
+                connection.execute(RECORD_SHARDS, (self.name, *now))
+            self.shards = now
 
         await self._run(record)
-        self.shards = shards
 
     async def send(self, bodies: Iterable[str]) -> None:
         checked = protocol.checked_messages(bodies)

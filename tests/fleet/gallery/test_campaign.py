@@ -42,7 +42,7 @@ async def storage(
 ) -> AsyncIterator[Storage]:
     """A campaign of three workers that takes many polls to read."""
     monkeypatch.setattr(campaigns, "_NEWEST", 40)
-    monkeypatch.setattr("imagefleet.records.reader._END_BYTES", 8_000)
+    monkeypatch.setattr("imagefleet.records.stored._END_BYTES", 8_000)
     async with open_storage(local_settings) as opened:
         await opened.create()
         logs = itertools.cycle([RecordLog(opened.blobs, f"worker-{each}") for each in range(3)])

@@ -271,7 +271,7 @@ async def test_the_newest_are_there_at_once_and_stay_while_older_ones_are_read(
 
     pace = Pace(poll_seconds=0.1, count_seconds=0.5, part_bytes=8_000)
     monkeypatch.setattr("fleet.gallery.campaigns._LOCAL_PACE", pace)
-    monkeypatch.setattr("imagefleet.records.reader._END_BYTES", 8_000)
+    monkeypatch.setattr("imagefleet.records.stored._END_BYTES", 8_000)
     monkeypatch.setattr("fleet.gallery.campaigns.Campaigns._wait_for_pages", wait)
     shown = (
         "[...document.querySelectorAll('.tile')].filter(each => each.ariaPosInSet < 8)"

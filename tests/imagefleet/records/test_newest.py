@@ -6,7 +6,7 @@ from datetime import UTC, datetime, timedelta
 
 import pytest
 
-from imagefleet.records import reader, shard
+from imagefleet.records import reader, shard, stored
 from imagefleet.records.record import Record
 from imagefleet.records.shard import Totals
 from imagefleet.records.writer import RecordLog
@@ -39,7 +39,7 @@ async def fill(storage: Storage, *, workers: int, appends: int, each: int) -> in
 async def test_the_latest_records_of_all_shards_come_from_a_small_read_of_each(
     storage: Storage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(reader, "_END_BYTES", 4_000)
+    monkeypatch.setattr(stored, "_END_BYTES", 4_000)
     count = await fill(storage, workers=3, appends=24, each=6)
     sizes = (await reader.end(storage, "spring")).values()
     assert min(sizes) > 3 * 4_000, "or all of it is read"
@@ -63,7 +63,7 @@ async def test_a_short_campaign_is_read_whole(storage: Storage) -> None:
 async def test_the_end_of_a_shard_may_be_anything(
     storage: Storage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(reader, "_END_BYTES", 500)
+    monkeypatch.setattr(stored, "_END_BYTES", 500)
     name = "-records/spring/20261122T120000Z-w-1.images.jsonl.gz"
     members = [shard.encode([image(n).line()], Totals(n, n)) for n in range(2)]
     whole = members[0] + members[1]

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import pytest
 
 from imagefleet import errors
-from imagefleet.records import reader, replaced, shard, writer
+from imagefleet.records import reader, replaced, shard, stored, writer
 from imagefleet.records.record import Lora, Record
 from imagefleet.records.shard import Totals
 from imagefleet.storage.open import open_storage
@@ -105,6 +105,28 @@ async def test_an_image_whose_name_was_taken_counts_only_if_nobody_has_its_recor
     assert (counted.images, counted.completed) == (4, 4)
 
 
+async def test_names_that_were_taken_do_not_make_a_count_read_every_record(
+    storage: Storage, log: writer.RecordLog, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each interrupted node leaves some: a count of a million images must not take a minute."""
+    await log.add(image(number, prompt="é" * 9) for number in range(300))
+    other = writer.RecordLog(storage.blobs, "other")
+    await other.add([image(7), image(900), image(900)], again=True)
+    found = len(await everything(reader.images(storage, "spring")))
+    reads = 0
+    read = Record.read
+
+    def counted(line: bytes) -> Record:
+        nonlocal reads
+        reads += 1
+        return read(line)
+
+    monkeypatch.setattr(Record, "read", counted)
+    counts = await reader.counts(storage, "spring")
+    assert (counts.images, counts.completed) == (found, found) == (301, 301)
+    assert reads < 20
+
+
 async def test_a_replaced_drawing_is_left_out_and_the_next_one_of_its_worker_is_not(
     storage: Storage, log: writer.RecordLog
 ) -> None:
@@ -151,6 +173,27 @@ async def test_a_load_that_went_on_after_a_kill_is_counted_once(storage: Storage
     for jobs in (32, 96):
         await writer.RecordLog(storage.blobs, "filler").sent("spring", jobs, "load-1")
     assert (await reader.counts(storage, "spring")).sent == 96
+
+
+async def test_of_many_notes_of_one_filler_only_the_last_are_read(
+    storage: Storage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stored, "_END_BYTES", 1_000)
+    filler = writer.RecordLog(storage.blobs, "filler")
+    for jobs in range(1, 101):
+        await filler.sent("spring", jobs)
+    read_bytes = 0
+    real = type(storage.blobs).read_part
+
+    async def read_part(self: Any, *arguments: Any) -> Any:
+        nonlocal read_bytes
+        part = await real(self, *arguments)
+        read_bytes += len(part.data) if part else 0
+        return part
+
+    monkeypatch.setattr(type(storage.blobs), "read_part", read_part)
+    assert await reader.sent(storage, "spring") == 100
+    assert read_bytes == 1_000
 
 
 async def test_a_campaign_without_records_has_zeros(storage: Storage) -> None:

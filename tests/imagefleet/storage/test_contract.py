@@ -373,6 +373,16 @@ async def test_the_metadata_of_one_blob(storage: Storage) -> None:
     assert await storage.blobs.metadata("a/owl.png") == {}
 
 
+async def test_one_blob_is_looked_up_as_a_listing_has_it(storage: Storage) -> None:
+    assert await storage.blobs.record("a/fox.png") is None
+    assert await storage.blobs.record("a") is None
+    await storage.blobs.create("a/fox.png", b"pixels", "image/png", {"seed": "7", "job": "fox"})
+    await storage.blobs.create("a/fox.png.jpg", b"others", "image/jpeg", {})
+    listed = {each.name: each async for each in storage.blobs.records("a/")}
+    assert await storage.blobs.record("a/fox.png") == listed["a/fox.png"]
+    assert await storage.blobs.record("a") is None, "a folder"
+
+
 async def test_a_deleted_blob_can_be_created_again(storage: Storage) -> None:
     await storage.blobs.create("a/fox.png", b"first", "image/png", {"seed": "1"})
     assert await storage.blobs.delete("a/fox.png")

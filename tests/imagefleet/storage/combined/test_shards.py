@@ -14,6 +14,7 @@ from pydantic import SecretStr
 
 from imagefleet import errors
 from imagefleet.storage import queue_names
+from imagefleet.storage.combined import rule
 from imagefleet.storage.open import open_storage
 from imagefleet.storage.protocol import JobQueue, LeasedMessage, Shards, Storage
 from imagefleet.storage.settings import PRIORITIES, StorageSettings
@@ -100,6 +101,32 @@ async def test_whoever_looks_learns_the_number_and_none_is_lost_when_it_changes(
         for message in taken:
             await queue.delete(message)
     assert (await storage.queue.depth()).messages == 0
+
+
+async def test_a_sender_that_runs_all_day_uses_shards_that_were_made_meanwhile(
+    storage: Storage, storage_settings: StorageSettings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with open_storage(storage_settings) as sender:
+        await sender.queue.send(["of one shard"])
+        await storage.models.set_shards(SHARDS)
+        await sender.queue.send(["not a minute later"])
+        assert await counts(storage.queues["normal"]) == [2, 0, 0, 0]
+        monkeypatch.setattr(rule, "SENDERS_LOOK_SECONDS", 0.0)
+        await sender.queue.send([f"of four {number}" for number in range(8)])
+    assert await counts(storage.queues["normal"]) == [4, 2, 2, 2]
+
+
+async def test_two_who_set_the_number_at_the_same_time_hide_no_shard_with_jobs(
+    storage: Storage, storage_settings: StorageSettings
+) -> None:
+    """The one of fewer has read the number before the other one's is written."""
+    await storage.models.set_shards(SHARDS)
+    await storage.queue.send(["a job"] * SHARDS)
+    queue = storage.queues["normal"]
+    await queue.first.record_shards(Shards(2, 2))
+    assert await queue.first.read_shards() == Shards(2, SHARDS)
+    async with open_storage(storage_settings) as worker:
+        assert len(await take_all(worker.models.served([]))) == SHARDS
 
 
 async def test_every_priority_and_model_has_shards(

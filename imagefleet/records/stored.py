@@ -1,0 +1,179 @@
+"""Shards of campaigns' records in the storage: which there are, and what is in them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncGenerator, Callable, Iterable
+from contextlib import aclosing
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from itertools import islice
+
+from imagefleet import errors
+from imagefleet.job.message import RECORDS
+from imagefleet.records import shard
+from imagefleet.records.record import Record
+from imagefleet.records.shard import Kind, ShardName
+from imagefleet.storage.protocol import BlobPart, BlobRecord, BlobStore
+
+#: Read at once; some 30,000 records.
+PART_BYTES = 4 * 2**20
+
+#: Records in memory at once, some 10 MB.
+_PARSED = 2_000
+
+#: Shards whose start is read before it is their turn.
+_READ_AHEAD = 8
+
+#: Ends of shards read at the same time.
+CONCURRENT_READS = 16
+
+#: Of the end of a shard: a worker adds 256 records at once, some 50 kB.
+_END_BYTES = 128 * 2**10
+
+_DAMAGED = "the shard is damaged: it is not one of JSON lines in gzip members"
+
+OnDamaged = Callable[[str, str], None]
+"""Called with the name of a shard, and what is wrong with it or with one of its records."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoredShard:
+    """A shard as listed, and what its name says."""
+
+    blob: BlobRecord
+    campaign: str
+    kind: Kind
+
+
+def ignore(_shard: str, _reason: str) -> None:
+    """For callers who only want what is whole."""
+
+
+async def shards_of(blobs: BlobStore, campaign: str | None) -> list[StoredShard]:
+    prefix = RECORDS if campaign is None else shard.folder(campaign)
+    found = [
+        StoredShard(blob, *name)
+        async for blob in blobs.records(prefix)
+        if (name := ShardName.read(blob.name))
+    ]
+    return sorted(found, key=lambda each: each.blob.name)
+
+
+def of_kind(shards: Iterable[StoredShard], kind: Kind) -> list[StoredShard]:
+    return [each for each in shards if each.kind == kind]
+
+
+def began_at(each: StoredShard) -> datetime:
+    """From its name: a local file tells only when it was last written."""
+    start = each.blob.name.rpartition("/")[2][:16]
+    try:
+        return datetime.strptime(start, "%Y%m%dT%H%M%SZ").replace(tzinfo=UTC)
+    except ValueError:
+        return each.blob.created_at
+
+
+async def _starts(
+    blobs: BlobStore, shards: Iterable[StoredShard]
+) -> AsyncGenerator[tuple[StoredShard, BlobPart | None]]:
+    """The first part of each shard, in order; those of the next shards are read meanwhile."""
+    rest = iter(shards)
+    ahead: deque[tuple[StoredShard, asyncio.Future[BlobPart | None]]] = deque()
+    try:
+        while True:
+            for each in islice(rest, _READ_AHEAD - len(ahead)):
+                part = blobs.read_part(each.blob.name, 0, PART_BYTES)
+                ahead.append((each, asyncio.ensure_future(part)))
+            if not ahead:
+                return
+            each, reading = ahead[0]
+            yield each, await reading
+            ahead.popleft()
+    finally:
+        for _, reading in ahead:
+            if not reading.cancel() and not reading.cancelled():
+                reading.exception()  # nobody else will ask for it
+        # asyncio.run() ends all tasks, and then closes all generators at the same time: one that
+        # waits there breaks those that wait for it.
+        if any(not reading.done() for _, reading in ahead):
+            await asyncio.gather(*(reading for _, reading in ahead), return_exceptions=True)
+
+
+async def lines(
+    blobs: BlobStore,
+    each: StoredShard,
+    decoder: shard.Decoder,
+    on_damaged: OnDamaged,
+    part: BlobPart | None = None,
+    part_bytes: int = PART_BYTES,
+) -> AsyncGenerator[list[bytes]]:
+    """A shard's lines from the decoder's position on, part by part, up to where it is damaged.
+
+    *part* is the first one, if it has been read already.
+    """
+    name, offset = each.blob.name, decoder.position
+    part = part or await blobs.read_part(name, offset, part_bytes)
+    while part and part.data:
+        offset += len(part.data)
+        yield await asyncio.to_thread(decoder.lines, part.data)
+        if decoder.is_damaged:
+            on_damaged(name, _DAMAGED)
+            break
+        if offset >= part.total_bytes:
+            break
+        part = await blobs.read_part(name, offset, part_bytes)
+
+
+async def lines_of_all(
+    blobs: BlobStore, shards: Iterable[StoredShard], on_damaged: OnDamaged
+) -> AsyncGenerator[tuple[StoredShard, list[bytes]]]:
+    """The lines of each shard, part by part, in order."""
+    async with aclosing(_starts(blobs, shards)) as starts:
+        async for each, part in starts:
+            async with aclosing(lines(blobs, each, shard.Decoder(), on_damaged, part)) as parts:
+                async for some in parts:
+                    yield each, some
+
+
+async def records(
+    blobs: BlobStore, shards: Iterable[StoredShard], on_damaged: OnDamaged
+) -> AsyncGenerator[list[Record]]:
+    """The records of each shard, some at a time: they take ten times the memory of their lines."""
+    async with aclosing(lines_of_all(blobs, shards, on_damaged)) as parts:
+        async for each, found in parts:
+            for first in range(0, len(found), _PARSED):
+                some = found[first : first + _PARSED]
+                yield await asyncio.to_thread(parsed, some, each, on_damaged)
+
+
+def parsed(found: Iterable[bytes], each: StoredShard, on_damaged: OnDamaged) -> list[Record]:
+    """The records of a shard's lines; those of another campaign or kind are not valid there."""
+    valid = []
+    are_images = each.kind in {"images", "again"}
+    for line in found:
+        try:
+            record = Record.read(line)
+        except errors.JobError as error:
+            on_damaged(each.blob.name, error.message)
+            continue
+        is_image = record.outcome == "completed" and record.blob is not None
+        if record.campaign != each.campaign or is_image != are_images:
+            on_damaged(each.blob.name, "a record that does not belong there")
+        else:
+            valid.append(record)
+    return valid
+
+
+async def last_lines(blobs: BlobStore, each: StoredShard, on_damaged: OnDamaged) -> list[bytes]:
+    """The lines of the last members of a shard."""
+    start = max(0, each.blob.size_bytes - _END_BYTES)
+    part = await blobs.read_part(each.blob.name, start, _END_BYTES)
+    if part is None:
+        return []
+    decoder = shard.Decoder()
+    data = part.data[shard.first_member(part.data) :] if start else part.data
+    found = await asyncio.to_thread(decoder.lines, data)
+    if decoder.is_damaged:
+        on_damaged(each.blob.name, _DAMAGED)
+    return found

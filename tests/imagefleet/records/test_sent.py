@@ -1,0 +1,107 @@
+"""What a program has sent is counted, however it submits, and costs one shard a campaign."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+from imagefleet import Job, aio, errors, retry
+from imagefleet.records import sent, writer
+from imagefleet.storage.settings import StorageSettings
+
+
+@pytest.fixture
+async def fleet(storage_settings: StorageSettings) -> AsyncIterator[aio.Fleet]:
+    settings: Any = {"queue": storage_settings.queue, "container": storage_settings.container}
+    async with aio.connect(storage_settings.storage, **settings) as fleet:
+        await fleet.storage.create()
+        yield fleet
+
+
+async def submit(fleet: aio.Fleet, campaign: str = "spring", jobs: int = 1) -> None:
+    await fleet.submit([Job(prompt="a house")] * jobs, campaign=campaign)
+
+
+async def notes(fleet: aio.Fleet, campaign: str = "spring") -> int:
+    """The shards of what was sent."""
+    folder = f"-records/{campaign}/"
+    return sum([".sent." in name async for name in fleet.storage.blobs.names(folder)])
+
+
+async def counted(fleet: aio.Fleet) -> dict[str, int | None]:
+    return {name: counts.sent for name, counts in (await fleet.campaigns()).items()}
+
+
+async def test_a_program_that_submits_jobs_one_by_one_leaves_one_shard(fleet: aio.Fleet) -> None:
+    for _ in range(12):
+        await submit(fleet)
+    assert await counted(fleet) == {"spring": 12}
+    assert await notes(fleet) == 1
+
+
+async def test_submissions_at_the_same_time_share_writes_and_each_is_counted(
+    fleet: aio.Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    appends = 0
+    append = fleet.storage.blobs.append
+
+    async def counting(*arguments: Any) -> bool:
+        nonlocal appends
+        appends += 1
+        await asyncio.sleep(0.05)
+        return await append(*arguments)
+
+    monkeypatch.setattr(fleet.storage.blobs, "append", counting)
+    await asyncio.gather(*(submit(fleet, jobs=2) for _ in range(20)))
+    assert await counted(fleet) == {"spring": 40}
+    assert await notes(fleet) == 1
+    assert appends < 20
+
+
+async def test_jobs_whose_note_failed_are_in_the_next_one(
+    fleet: aio.Fleet, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def fails(*_: object) -> bool:
+        raise errors.TransientError("the storage does not answer")
+
+    with monkeypatch.context() as patched, caplog.at_level(logging.WARNING):
+        patched.setattr(fleet.storage.blobs, "append", fails)
+        patched.setattr(writer.RecordLog.__init__, "__defaults__", (retry.NEVER,))
+        await submit(fleet, jobs=3)
+    assert "does not answer" in caplog.text
+    await submit(fleet)
+    assert await counted(fleet) == {"spring": 4}
+
+
+async def test_more_campaigns_than_are_remembered_are_all_counted(
+    fleet: aio.Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sent, "_MAX_CAMPAIGNS", 2)
+    names = [f"campaign-{number}" for number in range(5)]
+    for _ in range(2):
+        for name in names:
+            await submit(fleet, name)
+    await fleet.submit([Job(prompt="a house", campaign=name) for name in names])
+    assert await counted(fleet) == dict.fromkeys(names, 3)
+    assert len(fleet._sent._campaigns) == 2
+
+
+async def test_a_submission_that_is_cancelled_during_its_note_breaks_no_other(
+    fleet: aio.Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    append = fleet.storage.blobs.append
+
+    async def slow(*arguments: Any) -> bool:
+        await asyncio.sleep(0.2)
+        return await append(*arguments)
+
+    monkeypatch.setattr(fleet.storage.blobs, "append", slow)
+    first, second = (asyncio.create_task(submit(fleet)) for _ in range(2))
+    await asyncio.sleep(0.1)
+    first.cancel()
+    await asyncio.gather(first, second, return_exceptions=True)
+    assert await counted(fleet) == {"spring": 2}
