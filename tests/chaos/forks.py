@@ -20,6 +20,10 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
 
+#: A prelude: the libraries of a command on Azure, which take as long to import as the console.
+#: Not for tests that set SSL_CERT_FILE, which aiohttp reads as it is imported.
+AZURE = "import imagefleet.storage.azure.storage"
+
 #: Between two looks at a process.
 PAUSE_SECONDS = 0.01
 
