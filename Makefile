@@ -21,9 +21,10 @@ demo: $(INSTALLED)
 	$(BIN)/imagefleet demo
 
 # Three files of tests at a time: much of their time is waiting. What is compiled is kept, as hundreds
-# of processes begin.
+# of processes begin, each with one thread for numpy and torch: several spin while they wait for a
+# core, which another process has.
 test: check $(AZURITE) $(PROMETHEUS) $(CONTAINER)
-	PYTHONDONTWRITEBYTECODE= IMAGEFLEET_REQUIRE_AZURITE=1 \
+	PYTHONDONTWRITEBYTECODE= IMAGEFLEET_REQUIRE_AZURITE=1 OMP_NUM_THREADS=1 \
 	  $(BIN)/pytest --numprocesses $(PROCESSES) --dist loadfile
 
 check: $(INSTALLED)

@@ -356,7 +356,8 @@ def run(
 ) -> Iterator[Callable[..., subprocess.CompletedProcess[str]]]:
     """Runs a command of the installed wheel."""
     python = environment / "bin" / "python"
-    with forks.running(python, tmp_path_factory.mktemp("forks"), variables) as server:
+    folder = tmp_path_factory.mktemp("forks")
+    with forks.running(python, folder, variables, forks.AZURE) as server:
         yield partial(server.run, cwd=work, variables=variables)
 
 

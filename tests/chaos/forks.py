@@ -20,6 +20,10 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
 
+#: A prelude: the libraries of a command on Azure, which take as long to import as the console.
+#: Not for tests that set SSL_CERT_FILE, which aiohttp reads as it is imported.
+AZURE = "import imagefleet.storage.azure.storage"
+
 #: Between two looks at a process.
 PAUSE_SECONDS = 0.01
 
@@ -127,12 +131,12 @@ class Forks:
         return Fork(self, arguments, pid, output)
 
     def run(
-        self, *arguments: str, cwd: Path, variables: Mapping[str, str]
+        self, *arguments: str, cwd: Path, variables: Mapping[str, str], program: str = ""
     ) -> subprocess.CompletedProcess[str]:
-        """Runs `imagefleet ARGUMENTS` to its end."""
+        """Runs `imagefleet ARGUMENTS`, or a *program* in Python, to its end."""
         errors = self._folder / "errors"
         errors.write_text("")
-        fork = self.start(*arguments, cwd=cwd, variables=variables, errors=errors)
+        fork = self.start(*arguments, cwd=cwd, variables=variables, errors=errors, program=program)
         printed, _ = fork.communicate()
         return subprocess.CompletedProcess(arguments, fork.wait(), printed, errors.read_text())
 

@@ -322,11 +322,10 @@ async def weather(
     kind = "local" if settings.storage.startswith("local:") else "azurite"
     tally = Tally(kind, jobs)
     variables = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(HERE)])}
+    prelude = "import storm_worker" if kind == "local" else f"import storm_worker; {forks.AZURE}"
     with (
         tempfile.TemporaryDirectory(prefix="imagefleet-storm-") as folder,
-        forks.running(
-            Path(sys.executable), Path(folder), variables, "import storm_worker"
-        ) as server,
+        forks.running(Path(sys.executable), Path(folder), variables, prelude) as server,
     ):
         async with (
             open_storage(settings) as storage,

@@ -105,7 +105,7 @@ def worker_forks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[forks.For
     folder = tmp_path_factory.mktemp("forks")
     prelude = (
         "import worker.process, worker.engine.checkpoint, worker.engine.slots.engine;"
-        "from worker.models import change; change.LOOK_SECONDS = 3.0"
+        f"{forks.AZURE};from worker.models import change; change.LOOK_SECONDS = 3.0"
     )
     with forks.running(Path(sys.executable), folder, variables, prelude) as made:
         yield made

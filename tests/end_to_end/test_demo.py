@@ -61,7 +61,9 @@ def test_the_demo_runs_end_to_end_and_starts_anew_after_ctrl_c(
     assert "of 24 jobs" in printed
     assert "Traceback" not in printed
 
-    result = run(COMMAND, "demo", "--json-file", "figures/demo.json", cwd=tmp_path)
+    result = worker_forks.run(
+        *("demo", "--json-file", "figures/demo.json"), cwd=tmp_path, variables=os.environ
+    )
 
     assert result.returncode == 0, result.stderr
     report = json.loads((tmp_path / "figures" / "demo.json").read_text())
@@ -85,17 +87,21 @@ def test_the_demo_runs_end_to_end_and_starts_anew_after_ctrl_c(
 
 
 @pytest.mark.timeout(300)
-def test_the_cascades_demo_draws_and_shows_both_stages(tmp_path: Path) -> None:
+def test_the_cascades_demo_draws_and_shows_both_stages(
+    tmp_path: Path, worker_forks: forks.Forks
+) -> None:
     for name in ("base", "sr"):
         tiny_cascade.build(tmp_path / "cascade" / name, name)
+    # The weights are random, and so is what they draw, in however many steps.
     program = """
-import pathlib, sys
-from fleet import demo_cascade, main
+import pathlib
+from fleet import demo_cascade
 demo_cascade.TRAINED = pathlib.Path("cascade")
-sys.argv = ["imagefleet", "demo", "--cascade", "--json-file", "demo.json"]
-main.main()
+demo_cascade._FIRST["steps"], demo_cascade._SECOND["steps"] = 4, 3
+entry.main()
 """
-    result = run(sys.executable, "-c", program, cwd=tmp_path)
+    arguments = ("demo", "--cascade", "--json-file", "demo.json")
+    result = worker_forks.run(*arguments, cwd=tmp_path, variables=os.environ, program=program)
 
     assert result.returncode == 0, result.stderr
     assert "with loading both models" in result.stdout

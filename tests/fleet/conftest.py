@@ -47,7 +47,8 @@ Imagefleet = Callable[..., "subprocess.CompletedProcess[str]"]
 @pytest.fixture(scope="session")
 def console_forks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[forks.Forks]:
     variables = {**os.environ, "COLUMNS": "80"}
-    with forks.running(Path(sys.executable), tmp_path_factory.mktemp("forks"), variables) as server:
+    folder = tmp_path_factory.mktemp("forks")
+    with forks.running(Path(sys.executable), folder, variables, forks.AZURE) as server:
         yield server
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,8 @@ import torch
 
 import tiny_model
 from fleet.bench import command as bench
-from fleet.bench import jobs, work
+from fleet.bench import engine as bench_engine
+from fleet.bench import jobs, machine, work
 from imagefleet import errors
 from imagefleet.job.message import read_job
 from worker.engine import contract
@@ -34,6 +36,16 @@ def workload(tmp_path: Path) -> jobs.Workload:
     return jobs.Workload("a house", "ugly", ((64, 64),), tmp_path, (("one",), ("two",), ("three",)))
 
 
+@pytest.fixture
+def _little_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many LoRAs as two slots need, and one image by diffusers."""
+    prepare, baseline = bench_engine.prepare, bench_engine.measure_baseline
+    monkeypatch.setattr(bench_engine, "prepare", partial(prepare, loras=4))
+    monkeypatch.setattr(bench_engine, "measure_baseline", partial(baseline, images=1))
+    monkeypatch.setitem(machine._REPEATS, "cpu", 3)
+
+
+@pytest.mark.usefixtures("_little_is_measured")
 def test_the_engine_is_measured_against_the_limit_and_against_diffusers(
     in_process: Any, model: Path, tmp_path: Path
 ) -> None:
