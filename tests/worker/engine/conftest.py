@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import importlib
 import importlib.util
+import shutil
 import sys
 import types
 from collections.abc import Callable, Iterator
@@ -16,6 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from diffusers import AutoencoderKL, UNet2DConditionModel
 from safetensors.torch import save_file
 
 import batch_engine
@@ -51,6 +53,38 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     # Two threads on a busy machine wait for each other: 5x slower.
     torch.set_num_threads(1)
     return tiny_model.build_tiny_checkpoint(tmp_path_factory.mktemp("model") / "tiny")
+
+
+@pytest.fixture(scope="session")
+def small_model(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny checkpoint with fewer blocks, each of which takes seconds to trace."""
+    folder = tmp_path_factory.mktemp("model") / "small"
+    shutil.copytree(checkpoint, folder)
+    shutil.rmtree(folder / "unet")
+    shutil.rmtree(folder / "vae")
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        unet = UNet2DConditionModel(
+            sample_size=16,
+            down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"),
+            up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"),
+            block_out_channels=(32, 64),
+            layers_per_block=1,
+            cross_attention_dim=32,
+            attention_head_dim=4,
+            norm_num_groups=8,
+        )
+        vae = AutoencoderKL(
+            sample_size=32,
+            down_block_types=("DownEncoderBlock2D",) * 2,
+            up_block_types=("UpDecoderBlock2D",) * 2,
+            block_out_channels=(16, 32),
+            norm_num_groups=8,
+            scaling_factor=0.18215,
+        )
+    unet.save_pretrained(folder / "unet")
+    vae.save_pretrained(folder / "vae")
+    return folder
 
 
 @pytest.fixture(scope="session")
@@ -138,23 +172,28 @@ def slot_engine(checkpoint: Path) -> slots.SlotEngine:
 
 
 @pytest.fixture(scope="session")
-def copy_checkpoint(checkpoint: Path) -> Callable[[device.Precision], checkpoints.Checkpoint]:
-    """Copies the checkpoint, which is read once in each precision: engines change theirs."""
+def copy_checkpoint(checkpoint: Path) -> Callable[..., checkpoints.Checkpoint]:
+    """Copies a checkpoint, which is read once in each precision: engines change theirs."""
     cpu = torch.device("cpu")
 
     @cache
-    def read(precision: device.Precision) -> checkpoints.Checkpoint:
-        return checkpoints.load_checkpoint(checkpoint, cpu, device.find_dtype(precision, cpu))
+    def read(precision: device.Precision, model: Path) -> checkpoints.Checkpoint:
+        return checkpoints.load_checkpoint(model, cpu, device.find_dtype(precision, cpu))
 
-    return lambda precision: copy.deepcopy(read(precision))
+    return lambda precision, model=checkpoint: copy.deepcopy(read(precision, model))
 
 
 @pytest.fixture
-def make_slot_engine(copy_checkpoint: Any) -> Iterator[Callable[..., slots.SlotEngine]]:
+def make_slot_engine(
+    copy_checkpoint: Any, checkpoint: Path
+) -> Iterator[Callable[..., slots.SlotEngine]]:
     made = []
 
-    def make(precision: device.Precision = "auto", **settings: Any) -> slots.SlotEngine:
-        made.append(slots.SlotEngine(copy_checkpoint(precision), **{"slots": 3, **settings}))
+    def make(
+        precision: device.Precision = "auto", model: Path = checkpoint, **settings: Any
+    ) -> slots.SlotEngine:
+        copied = copy_checkpoint(precision, model)
+        made.append(slots.SlotEngine(copied, **{"slots": 3, **settings}))
         return made[-1]
 
     yield make

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import dataclasses
-import shutil
 import time
 from pathlib import Path
 from typing import Any
@@ -9,7 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from diffusers import AutoencoderKL, UNet2DConditionModel
 from safetensors.torch import save_file
 
 import batch_engine
@@ -25,38 +23,6 @@ ROUNDING = 2
 
 #: Uncompiled against compiled images, in float32; one level at every pixel would be 48 dB.
 LEAST_DECIBELS = 50.0
-
-
-@pytest.fixture(scope="module")
-def small_model(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The tiny checkpoint with fewer blocks, each of which takes seconds to trace."""
-    folder = tmp_path_factory.mktemp("model") / "small"
-    shutil.copytree(checkpoint, folder)
-    shutil.rmtree(folder / "unet")
-    shutil.rmtree(folder / "vae")
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        unet = UNet2DConditionModel(
-            sample_size=16,
-            down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"),
-            up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"),
-            block_out_channels=(32, 64),
-            layers_per_block=1,
-            cross_attention_dim=32,
-            attention_head_dim=4,
-            norm_num_groups=8,
-        )
-        vae = AutoencoderKL(
-            sample_size=32,
-            down_block_types=("DownEncoderBlock2D",) * 2,
-            up_block_types=("UpDecoderBlock2D",) * 2,
-            block_out_channels=(16, 32),
-            norm_num_groups=8,
-            scaling_factor=0.18215,
-        )
-    unet.save_pretrained(folder / "unet")
-    vae.save_pretrained(folder / "vae")
-    return folder
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import weakref
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -174,11 +175,12 @@ def test_a_large_image_without_memory_leaves_later_ones_compiled_once_that_pays(
     draw: Any,
     difference: Any,
     monkeypatch: Any,
+    small_model: Path,
     is_frequent: bool,
 ) -> None:
-    engine = make_slot_engine(slots=1, backend="eager")
+    engine = make_slot_engine(model=small_model, slots=1, backend="eager")
     large, ordinary = make_request(width=128), make_request()
-    (sound,) = draw(make_slot_engine(slots=1), large)
+    (sound,) = draw(make_slot_engine(model=small_model, slots=1), large)
     native = engine._runner.batch_key(64, 64)
     engine._compilation.run(native)
     monkeypatch.setattr(step, "_COMPILE_AFTER_IMAGES", 2)
