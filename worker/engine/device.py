@@ -21,7 +21,7 @@ Precision = Literal["auto", "float16", "bfloat16", "float32"]
 #: jobs, and with all cores for each they wait for each other.
 _CPU_THREADS = 2
 
-#: Where prompts are encoded on the CPU: a share of its cores, up to so many. With two threads one$
+#: Where prompts are encoded on the CPU: a share of its cores, up to so many. With two threads one
 #: of SDXL's takes almost a second.
 _TEXT_SHARE, _MAX_TEXT_THREADS = 1 / 2, 8
 

@@ -56,6 +56,9 @@ _OTHER_NOISE = ("EDM", "FlowMatch")
 _PARAMETERIZATIONS = {"eps": "epsilon", "v": "v_prediction"}
 _SCALINGS = {"EpsScaling": "epsilon", "VScaling": "v_prediction"}
 
+#: Of a VAE beside a single file, in AUTOMATIC1111's order.
+_VAE_SUFFIXES = (".vae.pt", ".vae.ckpt", ".vae.safetensors")
+
 #: Of the refiner, which has the second text encoder alone.
 _REFINER_WIDTH = 1280
 
@@ -87,6 +90,7 @@ def check_path(path: Path) -> None:
             kind = kind_of_file(path)
             if kind.use != "checkpoint":
                 raise errors.SetupError(refusal(str(path), kind))
+            _refuse_vae_beside(path)
     except FileNotFoundError:
         advice = addresses.hub_advice(str(path))
         raise errors.SetupError(
@@ -96,6 +100,16 @@ def check_path(path: Path) -> None:
         raise errors.SetupError(
             f"the model {str(path)!r} cannot be read: {error.strerror or error}"
         ) from error
+
+
+def _refuse_vae_beside(path: Path) -> None:
+    """AUTOMATIC1111 decodes with it; here a checkpoint is one file, wherever it is sent."""
+    for suffix in _VAE_SUFFIXES:
+        if (vae := path.with_suffix(suffix)).is_file():
+            raise errors.SetupError(
+                f"{str(vae)!r} lies beside the checkpoint: AUTOMATIC1111 decodes with it. Put it"
+                " into the checkpoint (see 'A VAE of its own' in docs/models.md), or move it away"
+            )
 
 
 def require_path(path: Path | None) -> None:

@@ -56,7 +56,19 @@ def refusal(path: Path) -> str:
 def test_a_single_file_of_sd1_passes(tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
     path.write_bytes(file_of())
+    (tmp_path / "another.vae.safetensors").write_bytes(file_of("decoder.conv_in.weight"))
     check.check_path(path)
+
+
+@pytest.mark.parametrize("suffix", [".vae.pt", ".vae.ckpt", ".vae.safetensors"])
+def test_a_vae_beside_the_file_is_not_left_out_without_a_word(suffix: str, tmp_path: Path) -> None:
+    path = tmp_path / "dream.v8.safetensors"
+    path.write_bytes(file_of())
+    beside = tmp_path / f"dream.v8{suffix}"
+    beside.write_bytes(b"")
+    with pytest.raises(errors.SetupError, match="Put it into the checkpoint") as refused:
+        check.check_path(path)
+    assert str(beside) in refused.value.message
 
 
 @pytest.mark.parametrize(

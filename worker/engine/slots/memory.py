@@ -110,10 +110,10 @@ def fit(
 ) -> Fit:
     """Measures what fits; *slots*, if given, is taken as it is.
 
-    *slot_bytes* is what a slot holds for good, or a usual LoRA if its weights are reloaded; *run*
-    is a tick of one slot and *decode* a VAE call with one image, whose peak memory is measured.
-    *is_compiled*: ticks will be compiled. *must_fit* refuses a GPU on which one image of the native
-    size would fail.
+    *slot_bytes* is what a slot holds for good; *run* is a tick of one slot and *decode* a VAE call
+    with one image, whose peak memory is measured. *is_compiled*: ticks will be compiled. *weights*
+    that are reloaded are one slot's. *must_fit* refuses a GPU on which one image of the native size
+    would fail.
 
     Raises:
         SetupError: one image does not fit.

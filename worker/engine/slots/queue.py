@@ -239,7 +239,7 @@ class Costs:
         words: dict[WeightMode, str] = {
             "shared": "with shared weights",
             "per_slot": "with weights per slot",
-            "per_slot_convolutions": "with convolutions per slot, too",
+            "per_slot_convolutions": "with weights and convolutions per slot",
         }
         found = {each: getattr(self, f"{each}_seconds") for each in words if each in modes}
         return ", ".join(f"{1000 * each:.1f} ms {words[mode]}" for mode, each in found.items())
