@@ -61,9 +61,7 @@ def test_the_demo_runs_end_to_end_and_starts_anew_after_ctrl_c(
     assert "of 24 jobs" in printed
     assert "Traceback" not in printed
 
-    result = worker_forks.run(
-        *("demo", "--json-file", "figures/demo.json"), cwd=tmp_path, variables=os.environ
-    )
+    result = run(COMMAND, "demo", "--json-file", "figures/demo.json", cwd=tmp_path)
 
     assert result.returncode == 0, result.stderr
     report = json.loads((tmp_path / "figures" / "demo.json").read_text())
