@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import json
-import re
 import shlex
 import shutil
 import socket
@@ -371,46 +370,6 @@ def test_pickled_weights_are_never_loaded(copy: Path) -> None:
     file.unlink()
     with pytest.raises(errors.SetupError, match="pickled weights are never loaded"):
         load_checkpoint(copy)
-
-
-def test_the_programs_in_the_documents_convert_and_complete_checkpoints(
-    single_file: Path, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    page = (Path(__file__).parents[3] / "docs" / "models.md").read_text()
-    convert, complete, put_in_vae, state_v, _of_embeddings = re.findall(
-        r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL
-    )
-    monkeypatch.chdir(tmp_path)
-    shutil.copy(single_file, "another.safetensors")
-    weights = {
-        key: weight for key, weight in load_file(single_file).items() if "first_stage" not in key
-    }
-    torch.save({"state_dict": weights, "epoch": 3}, "model.ckpt")
-
-    for program in (convert, complete, state_v):
-        exec(compile(program, "models.md", "exec"), {})
-
-    assert check.kind_of_file(Path("model.safetensors")).name.endswith("without its VAE")
-    check.check_path(Path("whole.safetensors"))
-    load_checkpoint(Path("whole.safetensors"), checkpoint)
-    assert check.prediction_type(Path("model-v.safetensors")) == "v_prediction"
-
-    prefix = "first_stage_model."
-    whole = load_file("whole.safetensors")
-    vae = {
-        key.removeprefix(prefix): weight + 0.01
-        for key, weight in whole.items()
-        if key.startswith(prefix)
-    }
-    save_file({**vae, "loss.logvar": torch.zeros(1)}, "model.vae.safetensors")
-    shutil.copy("whole.safetensors", "model.safetensors")
-    with pytest.raises(errors.SetupError, match="lies beside the checkpoint"):
-        check.check_path(Path("model.safetensors"))
-    exec(compile(put_in_vae, "models.md", "exec"), {})
-    changed = load_file("whole.safetensors")
-    assert changed.keys() == whole.keys()
-    assert all((changed[prefix + key] == weight).all() for key, weight in vae.items())
-    load_checkpoint(Path("whole.safetensors"), checkpoint)
 
 
 def test_the_command_that_refuses_a_pickle_converts_it(single_file: Path, tmp_path: Path) -> None:

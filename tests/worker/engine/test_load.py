@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import os
+import re
+import shutil
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -11,15 +13,20 @@ from typing import Any
 import pynvml
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch._inductor.runtime.cache_dir_utils import cache_dir
 
 from imagefleet import errors
 from worker import process
 from worker.engine import device, load
+from worker.engine.checkpoint import load_checkpoint
 from worker.engine.slots import memory
+from worker.files import check
 from worker.gpus import compiling
 from worker.models.checkpoints import Checkpoint
 from worker.settings import WorkerSettings
+
+CPU = torch.device("cpu")
 
 
 def test_without_torch_the_error_says_what_to_install(
@@ -207,3 +214,44 @@ def test_workers_wait_for_each_other_at_torchs_own_folder_of_kernels(
     assert str(compiling.kernel_cache()) == cache_dir()
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     assert str(compiling.kernel_cache()) == cache_dir() == str(tmp_path)
+
+
+def test_the_programs_in_the_documents_convert_and_complete_checkpoints(
+    single_file: Path, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page = (Path(__file__).parents[3] / "docs" / "models.md").read_text()
+    convert, complete, put_in_vae, state_v, _of_embeddings = re.findall(
+        r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL
+    )
+    monkeypatch.chdir(tmp_path)
+    whole_path = Path("whole.safetensors")
+    shutil.copy(single_file, "another.safetensors")
+    weights = {
+        key: weight for key, weight in load_file(single_file).items() if "first_stage" not in key
+    }
+    torch.save({"state_dict": weights, "epoch": 3}, "model.ckpt")
+
+    for program in (convert, complete, state_v):
+        exec(compile(program, "models.md", "exec"), {})
+
+    assert check.kind_of_file(Path("model.safetensors")).name.endswith("without its VAE")
+    check.check_path(whole_path)
+    load_checkpoint(whole_path, CPU, torch.float32, checkpoint)
+    assert check.prediction_type(Path("model-v.safetensors")) == "v_prediction"
+
+    prefix = "first_stage_model."
+    whole = load_file(whole_path)
+    vae = {
+        key.removeprefix(prefix): weight + 0.01
+        for key, weight in whole.items()
+        if key.startswith(prefix)
+    }
+    save_file({**vae, "loss.logvar": torch.zeros(1)}, "model.vae.safetensors")
+    shutil.copy("whole.safetensors", "model.safetensors")
+    with pytest.raises(errors.SetupError, match="lies beside the checkpoint"):
+        check.check_path(Path("model.safetensors"))
+    exec(compile(put_in_vae, "models.md", "exec"), {})
+    changed = load_file(whole_path)
+    assert changed.keys() == whole.keys()
+    assert all((changed[prefix + key] == weight).all() for key, weight in vae.items())
+    load_checkpoint(whole_path, CPU, torch.float32, checkpoint)
