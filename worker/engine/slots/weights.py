@@ -155,11 +155,7 @@ class Weights:
         """What a slot that is reloaded computes with, by network and path, with no job's LoRAs."""
         if not self._is_reloaded:
             return {}
-        if (needed := _Held(self.merged, ())) != self._held:
-            self._held = None
-            with self._beside_decoding():
-                self._unet.load_slot(0, {}, {})
-            self._held = needed
+        self._hold(_Held(self.merged, ()))
         self.finish_loading()
         return {f"unet.{name}": weight for name, weight in self._unet.reloaded.items()}
 
@@ -180,21 +176,26 @@ class Weights:
             self._last_step = torch.cuda.current_stream(self._unet.device).record_event()
 
     def _reload(self, lane: Lane) -> None:
-        for slot, job in lane.active.items():  # one at most
-            own = () if lane.weight_mode == "shared" else job.prepared.lora_key
-            needed = _Held(self.merged, own)
+        for job in lane.active.values():  # one at most
             if job.staged is None:
                 continue
-            if needed != self._held:
-                self._held = None  # unknown until it is done: it may fail halfway
-                with self._beside_decoding():
-                    convolutions = self._stager.convolutions_of(job)
-                    self._unet.load_slot(slot, self._stager.factors_of(job), convolutions)
-                self._held = needed
+            own = () if lane.weight_mode == "shared" else job.prepared.lora_key
+            self._hold(_Held(self.merged, own), job)
             if self._stream is not None:
                 for tensor in job.staged.loras:
                     tensor.record_stream(self._stream)
             job.staged = replace(job.staged, loras=(), factors={}, convolutions={})
+
+    def _hold(self, needed: _Held, job: SlotJob | None = None) -> None:
+        """Loads the only slot, with the LoRAs of a *job*, unless it holds what is *needed*."""
+        if needed == self._held:
+            return
+        self._held = None  # unknown until it is done: it may fail halfway
+        with self._beside_decoding():
+            factors = self._stager.factors_of(job) if job else {}
+            convolutions = self._stager.convolutions_of(job) if job else {}
+            self._unet.load_slot(0, factors, convolutions)
+        self._held = needed
 
     @contextlib.contextmanager
     def _beside_decoding(self) -> Iterator[None]:

@@ -178,6 +178,18 @@ def loads(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     return seen
 
 
+def draw_all(
+    engine: slots.SlotEngine, requests: list[contract.ImageRequest]
+) -> list[contract.Finished]:
+    """All admitted at once, in the order in which they are done."""
+    for ticket, request in enumerate(requests):
+        engine.admit(ticket, engine.prepare(request))
+    finished: list[contract.Finished] = []
+    while engine.busy:
+        finished += engine.tick()
+    return finished
+
+
 def test_weights_are_not_loaded_again_for_the_loras_that_they_hold(
     engine: slots.SlotEngine,
     styles: list[contract.Lora],
@@ -205,11 +217,7 @@ def test_a_job_with_the_loras_that_are_loaded_goes_before_an_older_one_but_not_f
     own, other = ((style,) for style in styles)
     requests = [make_request(steps=2, loras=own), make_request(steps=2, loras=other)]
     requests += [make_request(steps=2, loras=own) for _ in range(20)]
-    for ticket, request in enumerate(requests):
-        engine.admit(ticket, engine.prepare(request))
-    order: list[int] = []
-    while engine.busy:
-        order += [finished.ticket for finished in engine.tick()]
+    order = [finished.ticket for finished in draw_all(engine, requests)]
     assert sorted(order) == list(range(22))
     assert 2 <= order.index(1) <= 8
     assert loads == [True, True, True], "own, the other one, own again"
@@ -227,11 +235,7 @@ def test_images_of_lanes_that_take_turns_are_those_alone(
         make_request(seed=seed, steps=20, height=64 + 8 * (seed % 2), loras=(styles[seed // 2],))
         for seed in range(4)
     ]
-    for ticket, request in enumerate(requests):
-        engine.admit(ticket, engine.prepare(request))
-    together: dict[int, Any] = {}
-    while engine.busy:
-        together |= {each.ticket: each.outcome for each in engine.tick()}
+    together = {each.ticket: each.outcome for each in draw_all(engine, requests)}
     for ticket, expected in enumerate(draw(make_slot_engine(), *requests)):
         assert difference(together[ticket], expected) <= ROUNDING
 
