@@ -21,6 +21,7 @@ import aiohttp
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+import polling
 from fleet import console
 from imagefleet.storage.protocol import Storage
 
@@ -142,15 +143,13 @@ async def test_two_gpus_share_the_jobs_one_comes_back_and_sigterm_drains_both(
     assert (await running.said("worker_started", 2, gpu="1"))["process_id"]
     await running.said("start", 2, device="1")
     async with asyncio.timeout(30), aiohttp.ClientSession(address) as client:
-        while await names(storage) < expected:
-            await asyncio.sleep(0.1)
+        await polling.until(lambda: names(storage), lambda found: not found < expected)
         for probe in ("/started", "/live", "/ready"):
             assert (await client.get(probe)).ok, probe
         text = await (await client.get("/metrics")).text()
     await fill(storage, "more")
     async with asyncio.timeout(30):
-        while len(await names(storage)) < JOBS + 4:
-            await asyncio.sleep(0.02)
+        await polling.until(lambda: names(storage), lambda found: len(found) >= JOBS + 4)
     running.process.send_signal(signal.SIGTERM)
     assert await running.end() == console.EXIT_DONE
     stored = await names(storage)
@@ -212,8 +211,7 @@ async def test_workers_do_not_outlive_a_killed_parent_and_their_jobs_are_back(
 
     await running.end()  # the log ends with the last process
     async with asyncio.timeout(10):
-        while any(map(is_alive, running.processes().values())):
-            await asyncio.sleep(0.05)
+        await polling.until(lambda: not any(map(is_alive, running.processes().values())))
     left = (await storage.queue.depth()).messages
     assert left >= JOBS - len(await names(storage))
     assert await back(storage) == left  # at once: no lease of 300 s is left

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import forks
+import polling
 from imagefleet.storage.protocol import Storage
 
 Start = Callable[..., forks.Fork]  # the fixture of conftest.py
@@ -42,8 +43,7 @@ async def test_an_evicted_pod_is_no_success_and_the_others_wait_for_the_last_lea
     (leased,) = await storage.queue.receive(1, 300)
     evicted, other = await asyncio.gather(*(start_worker(fork, tiny_model) for _ in range(2)))
     async with asyncio.timeout(60):
-        while len(await images(storage)) < 5:
-            await asyncio.sleep(0.1)
+        await polling.until(lambda: images(storage), lambda names: len(names) >= 5)
 
     evicted.send_signal(signal.SIGTERM)
 

@@ -19,6 +19,7 @@ import pytest
 from aiohttp import web
 
 import forks
+import polling
 from fleet import health
 from imagefleet.storage.open import open_storage
 from imagefleet.storage.protocol import Storage
@@ -153,14 +154,12 @@ async def end(worker: forks.Fork) -> str:
 
 async def until(condition: Callable[[], Any]) -> None:
     async with asyncio.timeout(30):
-        while not condition():
-            await asyncio.sleep(0.02)
+        await polling.until(condition)
 
 
 async def depth_is(local_storage: Storage, messages: int) -> None:
     async with asyncio.timeout(30):
-        while (await local_storage.queue.depth()).messages != messages:
-            await asyncio.sleep(0.02)
+        await polling.until(local_storage.queue.depth, lambda depth: depth.messages == messages)
 
 
 async def line_with(worker: forks.Fork, words: str) -> str:

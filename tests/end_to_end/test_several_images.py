@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 import forks
+import polling
 from imagefleet.records import reader
 from imagefleet.storage.protocol import Storage
 
@@ -63,9 +64,7 @@ async def stored(storage: Storage) -> set[str]:
 
 async def wait_for_images(storage: Storage, count: int) -> int:
     async with asyncio.timeout(30):
-        while (found := len(await stored(storage))) < count:
-            await asyncio.sleep(0.02)
-    return found
+        return len(await polling.until(lambda: stored(storage), lambda names: len(names) >= count))
 
 
 async def end(process: forks.Fork) -> None:

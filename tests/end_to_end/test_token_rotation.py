@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 
+import polling
 from fleet.keys import command as keys
 from fleet.keys import mint as keys_mint
 from imagefleet.storage.azure.roles import ROLES
@@ -155,8 +156,7 @@ async def test_a_worker_gets_new_tokens_from_a_broker_that_is_down_for_a_while(
             **NO_NODE_CHECKS,
         )
         async with asyncio.timeout(60):
-            while (await storage.queue.depth()).messages:
-                await asyncio.sleep(0.2)
+            await polling.until(storage.queue.depth, lambda depth: not depth.messages)
         process.terminate()  # on SaladCloud, an empty queue does not end a worker
         output, _ = await asyncio.to_thread(process.communicate, timeout=30)
         assert process.returncode == 0, output

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 import forks
+import polling
 from imagefleet.storage.protocol import Storage
 from imagefleet.storage.settings import StorageSettings
 
@@ -214,8 +215,7 @@ async def test_a_log_has_a_line_a_minute_with_the_figures_and_why_nothing_is_don
         *("--price-per-hour", "0.1"), changes="process.PROGRESS_SECONDS = 1.0  # in place of 60"
     )
     async with asyncio.timeout(60):
-        while (await storage.queue.depth()).messages:
-            await asyncio.sleep(0.05)
+        await polling.until(storage.queue.depth, lambda depth: not depth.messages)
         await asyncio.sleep(2.5)
     worker.process.send_signal(signal.SIGTERM)
     code, log = await worker.end()

@@ -15,6 +15,7 @@ import aiohttp
 import pytest
 
 import forks
+import polling
 from imagefleet.storage.protocol import Storage
 
 JOBS = 24
@@ -43,8 +44,7 @@ async def names(storage: Storage) -> set[str]:
 
 async def wait_for_images(storage: Storage, count: int) -> None:
     async with asyncio.timeout(60):
-        while len(await names(storage)) < count:
-            await asyncio.sleep(0.05)
+        await polling.until(lambda: names(storage), lambda found: len(found) >= count)
 
 
 async def end(process: Process) -> str:
@@ -86,6 +86,7 @@ async def test_a_worker_killed_in_the_middle_costs_no_image_and_generates_none_t
     assert (await storage.poison.depth()).messages == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("storage_settings", "number"),
     [("local", signal.SIGTERM), ("local", signal.SIGINT), ("azurite", signal.SIGTERM)],
@@ -108,6 +109,7 @@ async def test_a_signal_ends_a_worker_with_exit_code_0_and_every_job_stored_or_b
     assert len(back) == JOBS - stored  # at once: nothing waits for a lease of 300 s
 
 
+@pytest.mark.slow
 @local_only
 async def test_a_signal_while_the_model_loads_ends_the_worker_too(
     storage: Storage, tiny_model: Path, start: Start
@@ -121,6 +123,7 @@ async def test_a_signal_while_the_model_loads_ends_the_worker_too(
     assert "Traceback" not in output
 
 
+@pytest.mark.slow
 async def test_two_workers_share_the_jobs_and_generate_none_twice(
     storage: Storage, tiny_model: Path, fork: Start
 ) -> None:
@@ -138,6 +141,7 @@ def value(metrics: str, series: str) -> float:
     return float(found[1]) if found else 0.0
 
 
+@pytest.mark.slow
 @local_only
 async def test_a_worker_serves_probes_and_metrics_while_it_works(
     storage: Storage, tiny_model: Path, start: Start
@@ -155,16 +159,17 @@ async def test_a_worker_serves_probes_and_metrics_while_it_works(
 
         assert (await ask("/live"))[0] == 200
         assert (await ask("/ready"))[0] == 503, "ready before the model was loaded"
-        while (await ask("/ready"))[0] == 503:
-            await asyncio.sleep(0.1)
+        await polling.until(lambda: ask("/ready"), lambda answer: answer[0] != 503)
         completed = 'imagefleet_jobs_total{fleet="storage/jobs",outcome="completed"}'
-        while value(metrics := (await ask("/metrics"))[1], completed) != 1:
-            await asyncio.sleep(0.1)
+        _, metrics = await polling.until(
+            lambda: ask("/metrics"), lambda answer: value(answer[1], completed) == 1
+        )
     assert value(metrics, 'imagefleet_images_total{fleet="storage/jobs"}') == 1
     dollars = value(metrics, 'imagefleet_cost_dollars_total{fleet="storage/jobs",kind="gpu"}')
     assert 0 < dollars < 0.03
 
 
+@pytest.mark.slow
 @local_only
 @pytest.mark.parametrize(
     ("flags", "sentence"),
@@ -189,6 +194,7 @@ async def test_what_the_operator_has_to_fix_is_one_line_and_exit_code_2(
     assert "Traceback" not in output
 
 
+@pytest.mark.slow
 @local_only
 async def test_a_model_fetched_from_the_storage_works_like_any_other(
     storage: Storage, tiny_model: Path, fork: Start, tmp_path: Path

@@ -19,6 +19,7 @@ from typing import Any
 import pyte
 import pytest
 
+import polling
 from imagefleet.storage.protocol import Storage
 from imagefleet.storage.settings import StorageSettings
 
@@ -129,8 +130,7 @@ async def fill(storage: Storage, jobs: int) -> None:
 
 async def until(condition: Callable[[], object]) -> None:
     async with asyncio.timeout(30):
-        while not condition():
-            await asyncio.sleep(0.02)
+        await polling.until(condition)
 
 
 async def end(terminal: Terminal, process: subprocess.Popen[bytes]) -> int:

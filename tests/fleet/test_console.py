@@ -95,7 +95,7 @@ def test_a_jobs_text_controls_neither_the_terminal_nor_its_markup(
 
 
 async def test_sigterm_ends_a_task_without_an_error() -> None:
-    task = asyncio.create_task(asyncio.sleep(60))
+    task = asyncio.create_task(asyncio.Event().wait())
     asyncio.get_running_loop().call_later(0.05, os.kill, os.getpid(), signal.SIGTERM)
 
     await console.until_stopped(task)

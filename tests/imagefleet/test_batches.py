@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+import polling
 from imagefleet import concurrency
 from imagefleet.concurrency import Batches, one_by_one
 
@@ -113,8 +114,7 @@ async def test_no_more_batches_than_allowed_are_in_threads(
 ) -> None:
     batches = Batches(work, threads, most=1, at_once=2)
     calls = await waiting(batches, work, range(5))
-    while len(work.batches) < 2:
-        await asyncio.sleep(0.001)
+    await polling.until(lambda: len(work.batches) >= 2)
     await asyncio.sleep(0.02)
     assert len(work.batches) == 2
     work.may_end.set()

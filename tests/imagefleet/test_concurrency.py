@@ -19,7 +19,7 @@ async def test_an_error_cancels_the_other_calls_before_it_is_raised() -> None:
 
     async def call() -> None:
         try:
-            await asyncio.sleep(60)
+            await asyncio.Event().wait()
         finally:
             ended.append("cancelled")
 
@@ -41,7 +41,7 @@ async def test_a_task_that_is_cancelled_as_a_part_fails_ends() -> None:
         raise ValueError
 
     async def run() -> None:
-        await concurrency.gather(fail(), asyncio.sleep(10))
+        await concurrency.gather(fail(), asyncio.Event().wait())
 
     task = asyncio.create_task(run())
 
@@ -73,7 +73,7 @@ async def test_what_runs_beside_a_block_ends_with_it_and_its_error_is_raised() -
 
     async def work() -> None:
         try:
-            await asyncio.sleep(60)
+            await asyncio.Event().wait()
         finally:
             ended.set()
 

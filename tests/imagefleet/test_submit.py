@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator
 
 import pytest
 
+import polling
 from imagefleet import errors, retry
 from imagefleet.records import reader
 from imagefleet.storage.protocol import Storage
@@ -168,8 +169,9 @@ with imagefleet.connect(**{settings!r}) as fleet:
     submitting = await asyncio.create_subprocess_exec(sys.executable, "-c", program)
     try:
         async with asyncio.timeout(20):
-            while not (counts := await reader.counts(storage, "spring")).sent:
-                await asyncio.sleep(0.1)
+            counts = await polling.until(
+                lambda: reader.counts(storage, "spring"), lambda counts: counts.sent
+            )
     finally:
         submitting.kill()
         await submitting.wait()

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+import polling
 from imagefleet import cancelled, errors, submit
 from imagefleet.records import reader
 from imagefleet.storage.open import open_storage
@@ -128,8 +129,9 @@ async def test_a_load_that_is_killed_at_once_has_its_count(
     monkeypatch.setattr(submit, "FIRST_NOTE_SECONDS", 0.1)
     running = asyncio.create_task(run(load_of(storage, both, rate=200)))
     async with asyncio.timeout(5):
-        while (counts := await reader.counts(storage, "autumn")).sent is None:
-            await asyncio.sleep(0.02)
+        counts = await polling.until(
+            lambda: reader.counts(storage, "autumn"), lambda counts: counts.sent is not None
+        )
     running.cancel()
     await asyncio.wait({running})
     assert running.cancelled()

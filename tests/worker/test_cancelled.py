@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+import polling
 from imagefleet import cancelled
 from imagefleet.records import reader
 from imagefleet.storage.protocol import Storage
@@ -52,8 +53,7 @@ def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
 
 async def until(condition: Callable[[], bool]) -> None:
     async with asyncio.timeout(20):
-        while not condition():
-            await asyncio.sleep(0.01)
+        await polling.until(condition)
 
 
 async def images(storage: Storage, campaign: str) -> set[str]:
@@ -143,8 +143,7 @@ async def test_a_worker_that_was_idle_for_hours_reads_the_list_before_it_draws(
     await asyncio.sleep(0.2)
     await cancelled.cancel(storage, "spring")
     await storage.queue.release(held)  # its worker has died, say
-    while (await storage.queue.depth()).messages:
-        await asyncio.sleep(0.05)
+    await polling.until(storage.queue.depth, lambda depth: not depth.messages)
     stop.set()
     pipeline = await running
     assert engine.count("spring") == 0

@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 
+import polling
 from imagefleet import errors
 from worker.engine import contract
 from worker.gpu_thread import EngineThread
@@ -159,8 +160,7 @@ async def test_after_stop_accepting_only_what_has_begun_is_finished() -> None:
 
     async with engine_thread_with(StandInEngine(capacity=1, draw=draw)) as engine_thread:
         await engine_thread.submit(0, prepared(0))
-        while not engine_thread.in_engine:
-            await asyncio.sleep(0.001)
+        await polling.until(lambda: engine_thread.in_engine)
         assert await engine_thread.submit(1, prepared(1))
         waiting = [asyncio.create_task(engine_thread.submit(2 + n, prepared(2))) for n in range(3)]
         await asyncio.sleep(0.01)
@@ -236,8 +236,7 @@ async def test_taking_up_what_is_compiled_is_no_first_image() -> None:
 
     engine = Compiling(tick_seconds=0.02)
     async with engine_thread_with(engine) as engine_thread:
-        while engine.due:
-            await asyncio.sleep(0.01)
+        await polling.until(lambda: not engine.due)
         clock = engine_thread.clock
         assert (clock.busy_seconds, clock.first_at, clock.first_image_seconds) == (0, None, None)
         assert engine_thread.is_compiling()

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
+import polling
 from imagefleet import errors
 from imagefleet.storage.protocol import JobQueue, LeasedMessage, Storage
 from worker.leases import Lease, LeaseKeeper, LeaseState
@@ -70,8 +71,7 @@ async def test_a_lease_that_another_worker_took_over_is_lost_and_not_acknowledge
     await asyncio.sleep(1.1 * LEASE_SECONDS)  # no keeper runs: the lease expires
     (taken_over,) = await storage.queue.receive(1, 30)
     async with running(keeper):
-        while lease.state is LeaseState.HELD:
-            await asyncio.sleep(0.01)
+        await polling.until(lambda: lease.state is not LeaseState.HELD)
         with pytest.raises(errors.LeaseLost):
             await keeper.acknowledge(lease)
     assert results == ["lost"]
@@ -113,11 +113,9 @@ async def test_a_lease_is_unknown_after_a_renewal_without_a_reply_until_the_next
     keeper = LeaseKeeper(queue, LEASE_SECONDS, on_renewal=results.append)  # type: ignore[arg-type]
     lease = await take(storage, keeper)
     async with running(keeper):
-        while lease.state is not LeaseState.UNKNOWN:
-            await asyncio.sleep(0.01)
+        await polling.until(lambda: lease.state is LeaseState.UNKNOWN)
         lease.check()  # not lost
-        while lease.state is not LeaseState.HELD:
-            await asyncio.sleep(0.01)
+        await polling.until(lambda: lease.state is LeaseState.HELD)
         await keeper.acknowledge(lease)
     assert results[:2] == ["unknown", "renewed"]
     assert "leases cannot be renewed" in caplog.text
@@ -132,8 +130,7 @@ async def test_an_outage_with_many_leases_is_one_warning(
     for number in range(10):
         await take(storage, keeper, f"m{number}")
     async with running(keeper):
-        while "renewed" not in results:
-            await asyncio.sleep(0.01)
+        await polling.until(lambda: "renewed" in results)
     assert results.count("unknown") == 30
     assert caplog.text.count("leases cannot be renewed") == 1
 
@@ -177,6 +174,5 @@ async def test_leases_that_end_first_are_renewed_first(storage: Storage) -> None
     for body, seconds in (("last", 0.3), ("first", 0.1), ("second", 0.2)):
         (await take(storage, keeper, body)).expires_at = now + seconds
     async with running(keeper):
-        while len(renewed) < 3:
-            await asyncio.sleep(0.01)
+        await polling.until(lambda: len(renewed) >= 3)
     assert renewed[:3] == ["first", "second", "last"]

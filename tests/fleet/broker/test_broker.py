@@ -285,7 +285,7 @@ async def test_nodes_get_tokens_while_the_storage_does_not_answer(
         raise errors.TransientError("the storage does not answer")
 
     async def hang(*_: object) -> set[str]:
-        await asyncio.sleep(60)
+        await asyncio.Event().wait()
         return set()
 
     async with start() as client:

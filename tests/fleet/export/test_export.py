@@ -17,6 +17,7 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 
+import polling
 from fleet.export import plan, shards
 from imagefleet import errors
 from imagefleet.storage.open import open_storage
@@ -187,8 +188,9 @@ async def test_a_process_that_is_killed_resumes(
         *("--storage", local_settings.storage, "--shard-size", "2", str(tmp_path / "killed")),
         stdout=asyncio.subprocess.DEVNULL,
     )
-    while process.returncode is None and not _complete_shards(tmp_path / "killed"):
-        await asyncio.sleep(0.001)
+    await polling.until(
+        lambda: process.returncode is not None or _complete_shards(tmp_path / "killed")
+    )
     process.kill()
     assert await process.wait() == -signal.SIGKILL
     done = _complete_shards(tmp_path / "killed")

@@ -14,6 +14,7 @@ from typing import Any
 import aiohttp
 import pytest
 
+import polling
 from fleet import console
 from fleet.gallery import campaigns, server
 from fleet.gallery.campaign import Pace
@@ -40,9 +41,7 @@ class Served:
     async def state_when(self, condition: Callable[[Any], bool], **query: Any) -> Any:
         """The first state that meets the condition."""
         async with asyncio.timeout(20):
-            while not condition(state := await self.get("/api/state", **query)):
-                await asyncio.sleep(0.02)
-        return state
+            return await polling.until(lambda: self.get("/api/state", **query), condition)
 
 
 Serve = Callable[..., AbstractAsyncContextManager[Served]]

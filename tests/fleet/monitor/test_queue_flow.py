@@ -149,7 +149,7 @@ async def test_an_error_of_one_queue_cancels_the_request_to_the_other(
 
     async def slow() -> QueueDepth:
         try:
-            await asyncio.sleep(60)
+            await asyncio.Event().wait()
         finally:
             ended.append(True)
         raise AssertionError

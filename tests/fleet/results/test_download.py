@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+import polling
 from fleet.keys import mint
 from fleet.results import download, files
 from imagefleet.storage.azure.roles import ROLES
@@ -184,8 +185,9 @@ async def test_a_download_that_is_interrupted_leaves_whole_files(
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "fleet.entry", *command), stdout=asyncio.subprocess.DEVNULL
     )
-    while process.returncode is None and not matching(tmp_path / "images", "0*.png"):
-        await asyncio.sleep(0.001)
+    await polling.until(
+        lambda: process.returncode is not None or matching(tmp_path / "images", "0*.png")
+    )
     process.kill()
     assert await process.wait() == -signal.SIGKILL
 

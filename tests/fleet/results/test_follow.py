@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+import polling
 from fleet.results import follow
 from imagefleet.records import reader, writer
 from imagefleet.storage.open import open_storage
@@ -117,8 +118,7 @@ async def test_images_are_downloaded_as_they_arrive(
         await store_images(storage, "0001")
         await writer.RecordLog(storage.blobs, "filler").sent("spring", 2)
         running = await start("--download", "images")
-        while not (tmp_path / "images" / "0001.png").is_file():
-            await asyncio.sleep(0.01)
+        await polling.until((tmp_path / "images" / "0001.png").is_file)
         await store_images(storage, "0002")
         result = await asyncio.wait_for(running, 20)
 

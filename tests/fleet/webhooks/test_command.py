@@ -18,6 +18,7 @@ import aiohttp
 import pytest
 from standardwebhooks import Webhook
 
+import polling
 from fleet import console
 from fleet.webhooks.signature import Signer
 from imagefleet.records.record import Record
@@ -126,8 +127,7 @@ async def test_the_service_sends_until_it_is_stopped(
         stderr=subprocess.PIPE,
     )
     async with asyncio.timeout(30):
-        while len(receiver.events) < 3:
-            await asyncio.sleep(0.05)
+        await polling.until(lambda: len(receiver.events) >= 3)
         async with aiohttp.ClientSession() as client:
             page = await (await client.get(f"http://127.0.0.1:{unused_port}/metrics")).text()
         process.send_signal(signal.SIGTERM)

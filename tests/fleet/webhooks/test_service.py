@@ -15,6 +15,7 @@ import pytest
 from aiohttp import web
 from prometheus_client import CollectorRegistry
 
+import polling
 from fleet.webhooks import campaigns, deliveries, events, service
 from fleet.webhooks.endpoint import Endpoint
 from fleet.webhooks.signature import Signer
@@ -75,8 +76,7 @@ def run(storage: Storage, receiver: Any, tmp_path: Path, times: pytest.MonkeyPat
                 return State.read(file, "receiver", wanted.get("campaign"))
             task = asyncio.create_task(running.run())
             async with asyncio.timeout(20):
-                while not until() and not task.done():
-                    await asyncio.sleep(0.01)
+                await polling.until(lambda: until() or task.done())
             if is_killed:
                 running._save = lambda: None  # type: ignore[method-assign]
             task.cancel()

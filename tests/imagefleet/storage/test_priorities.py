@@ -12,6 +12,7 @@ from typing import get_args
 import pytest
 from pydantic import SecretStr
 
+import polling
 from fleet.keys import mint
 from imagefleet import errors, retry
 from imagefleet.storage import priorities
@@ -186,8 +187,7 @@ async def test_a_worker_does_without_queues_that_are_not_there_and_finds_them_la
         await storage.queues["high"].send(["urgent"])
         assert await storage.queue.receive(32, LEASE_SECONDS) == [], "not asked again so soon"
         async with asyncio.timeout(10):
-            while not (found := await storage.queue.receive(32, LEASE_SECONDS)):
-                await asyncio.sleep(0.1)
+            found = await polling.until(lambda: storage.queue.receive(32, LEASE_SECONDS))
         assert [each.body for each in found] == ["urgent"]
 
 

@@ -14,6 +14,7 @@ import pytest
 from aiohttp import web
 from prometheus_client import CollectorRegistry, Counter
 
+import polling
 from imagefleet import errors, retry
 from imagefleet.telemetry import exposition, push
 from imagefleet.telemetry.settings import TelemetrySettings
@@ -43,7 +44,7 @@ class Recorder:
 
     async def take(self, request: web.Request) -> web.Response:
         if self.hangs:
-            await asyncio.sleep(60)
+            await asyncio.Event().wait()
         # aiohttp has decompressed it.
         body = await request.read()
         labels = request.query.getall("extra_label", [])
@@ -78,8 +79,7 @@ async def a_pusher(url: str, registry: CollectorRegistry) -> AsyncIterator[push.
 
 async def until(condition: Callable[[], bool]) -> None:
     async with asyncio.timeout(10):
-        while not condition():
-            await asyncio.sleep(0.005)
+        await polling.until(condition)
 
 
 async def test_counters_are_pushed_at_zero_at_each_interval_and_at_the_end(

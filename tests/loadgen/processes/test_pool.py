@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+import polling
 from imagefleet import errors
 from imagefleet.storage.open import open_storage
 from imagefleet.storage.protocol import Storage
@@ -58,8 +59,7 @@ async def test_what_a_killed_process_had_in_flight_is_sent_by_another(
     async with processes_of(local_settings) as processes:
         sender = BulkSender(processes, wanted, concurrency=8)
         sending = asyncio.create_task(sender.run())
-        while sender.progress.confirmed < 500:
-            await asyncio.sleep(0.01)
+        await polling.until(lambda: sender.progress.confirmed >= 500)
         killed, _ = children_of(os.getpid())
         os.kill(killed, signal.SIGKILL)
         progress = await sending

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+import polling
 from imagefleet import errors
 from imagefleet.job import prompt
 from imagefleet.storage.protocol import BlobPart, Storage
@@ -91,8 +92,7 @@ async def test_a_lora_is_fetched_once_for_all_jobs_that_need_it(
     blobs.answer.clear()
     loras = library(blobs)
     waiting = [asyncio.create_task(loras.resolve("style")) for _ in range(5)]
-    while not blobs.reads:
-        await asyncio.sleep(0)
+    await polling.until(lambda: blobs.reads)
     blobs.answer.set()
     paths = set(await asyncio.gather(*waiting))
     assert [path.read_bytes() for path in paths] == [lora_bytes("style")]
@@ -119,8 +119,7 @@ async def test_a_fetch_goes_on_when_the_job_that_began_it_is_cancelled(
     blobs.answer.clear()
     loras = library(blobs)
     first, second = (asyncio.create_task(loras.resolve("style")) for _ in range(2))
-    while not blobs.reads:
-        await asyncio.sleep(0)
+    await polling.until(lambda: blobs.reads)
     first.cancel()
     await asyncio.sleep(0)
     blobs.answer.set()
@@ -135,12 +134,10 @@ async def test_a_fetch_that_fails_when_no_job_waits_any_more_is_not_a_bug(
     blobs.answer.clear()
     loras = library(blobs)
     waiting = asyncio.create_task(loras.resolve("style"))
-    while not blobs.reads:
-        await asyncio.sleep(0)
+    await polling.until(lambda: blobs.reads)
     waiting.cancel()
     blobs.answer.set()
-    while loras._fetches:
-        await asyncio.sleep(0.001)
+    await polling.until(lambda: not loras._fetches)
     # An exception that is never retrieved is a warning, and so fails this test.
 
 
@@ -333,8 +330,7 @@ async def test_a_lora_is_fetched_and_read_while_the_gpu_draws_other_jobs(
     await storage.queue.send(message(prompt="plain") for _ in range(6))
 
     async def answer_late() -> None:
-        while engine.events.count("drawn plain") < 6:
-            await asyncio.sleep(0.001)
+        await polling.until(lambda: engine.events.count("drawn plain") >= 6)
         blobs.answer.set()
 
     opened = WithBlobs(storage, blobs)

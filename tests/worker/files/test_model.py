@@ -18,6 +18,7 @@ import pytest
 from aiohttp import web
 from yarl import URL
 
+import polling
 from header_files import LORA, REFINER, file_of
 from imagefleet import errors, retry
 from imagefleet.storage.open import open_storage
@@ -170,8 +171,7 @@ async def test_a_restarted_worker_resumes_the_download(
 ) -> None:
     server.breaks_after, server.hangs = [1_000_000], True
     running = asyncio.create_task(fetch(make_settings(), blobs))
-    while server.sent_bytes < 1_000_000:
-        await asyncio.sleep(0.01)
+    await polling.until(lambda: server.sent_bytes >= 1_000_000)
     await asyncio.sleep(0.1)
     running.cancel()
     await asyncio.gather(running, return_exceptions=True)
@@ -300,8 +300,7 @@ async def test_a_stalled_server_is_given_up_and_asked_again(
     monkeypatch.setattr(sources, "STALL_SECONDS", 0.2)
     server.breaks_after, server.hangs = [1_500_000], True
     running = asyncio.create_task(fetch(make_settings(), blobs))
-    while not server.ranges:
-        await asyncio.sleep(0.01)
+    await polling.until(lambda: server.ranges)
     server.hangs = False  # the first answer is in it already
     assert (await running).read_bytes() == CONTENT
 

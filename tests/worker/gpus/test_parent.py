@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+import polling
 from fleet import console
 from imagefleet import errors
 from worker.gpus import child, parent
@@ -232,8 +233,7 @@ async def test_a_worker_that_cannot_be_killed_counts_as_down_and_does_not_keep_t
     running = asyncio.create_task(run(worker, grace_seconds=0))
     await both_are(tmp_path, running, "ready")
     async with asyncio.timeout(10):
-        while not down:
-            await asyncio.sleep(0.02)
+        await polling.until(lambda: down)
     assert set(down) == {"1"}
     os.kill(os.getpid(), signal.SIGTERM)
     with pytest.raises(errors.NodeError, match="the worker of GPU 1 does not even end"):

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+import polling
 from imagefleet import errors
 from imagefleet.records import reader
 from imagefleet.storage import dead_letter
@@ -83,8 +84,7 @@ def names(images: int, job: str = "j") -> set[str]:
 
 async def until(condition: Callable[[], bool]) -> None:
     async with asyncio.timeout(20):
-        while not condition():
-            await asyncio.sleep(0.01)
+        await polling.until(condition)
 
 
 async def interrupted(

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from PIL import Image
 
+import polling
 from imagefleet import errors
 from imagefleet.storage.protocol import Storage
 from imagefleet.telemetry import host, serving
@@ -200,8 +201,7 @@ async def test_a_job_that_cannot_be_moved_is_handed_back_and_never_poison(
         work(storage, worker_settings(until_empty=False), engines.models(), stop)
     )
     async with asyncio.timeout(10):
-        while (await storage.queues["normal"].depth()).leased == 0:
-            await asyncio.sleep(0.01)
+        await polling.until(storage.queues["normal"].depth, lambda depth: depth.leased)
         await asyncio.sleep(0.2)
     stop.set()
     pipeline = await running

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+import polling
 from imagefleet import errors
 from imagefleet.storage.protocol import Storage
 from worker.engine import contract
@@ -210,8 +211,7 @@ async def test_a_canary_that_the_drain_cancels_proves_nothing(
         await asyncio.to_thread(drawing.wait)
         other = Canary(canary._engine, engine_thread, itertools.count(CANARIES))
         waiting = asyncio.create_task(other.diagnose("waiting"))
-        while not engine_thread._urgent:
-            await asyncio.sleep(0.01)
+        await polling.until(lambda: engine_thread._urgent)
         assert engine_thread.stop_accepting() == []  # no jobs
         assert await waiting is None
         assert await other.diagnose("after") is None

@@ -203,7 +203,7 @@ async def test_a_start_up_that_takes_too_long_is_a_broken_node(
     found = check(start_up_seconds=0.05)
     with pytest.raises(errors.NodeError, match="--start-up-seconds"):
         async with found.start_up():
-            await asyncio.sleep(10)
+            await asyncio.Event().wait()
 
     assert found.passed is False
     assert "the node check failed" in caplog.text
@@ -264,7 +264,7 @@ async def test_the_metrics_say_which_check_failed(
     async def start_up() -> None:
         async with node.start_up():
             node.load(Batches(0.0).load)
-            await asyncio.sleep(1)
+            await asyncio.Event().wait()
 
     with pytest.raises(errors.NodeError):
         await start_up()

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+import polling
 from imagefleet import errors, likeness, retry
 from imagefleet.storage.protocol import Storage
 from worker.engine import contract
@@ -130,8 +131,7 @@ async def test_weights_that_differ_once_were_read_wrongly_and_twice_are_a_fault(
     async with checks_of(engine, storage) as checks:
         engine.self_check.faults = ["unet", None]
         watching = asyncio.create_task(checks.watch_weights())
-        while engine.self_check.faults:
-            await asyncio.sleep(0.01)
+        await polling.until(lambda: not engine.self_check.faults)
         await asyncio.sleep(0.05)
         assert not watching.done()
         engine.self_check.faults = ["unet", "unet"]
@@ -166,8 +166,7 @@ async def test_a_repeated_image_asks_for_a_canary_at_once_and_exact_copies_end_t
         for seed in (1, 1, 2):  # of one seed, jobs may be the same
             assert not checks._due.is_set()
             checks.generated(image, seed, 15, SIZE, 1.0)
-        while "a canary came out right" not in caplog.text:
-            await asyncio.sleep(0.01)
+        await polling.until(lambda: "a canary came out right" in caplog.text)
         assert "the image of seed 2 is the same as that of seed 1" in caplog.text
         for seed in range(3, 3 + MOST_COPIES - 1):
             checks.generated(image, seed, 15, SIZE, 1.0)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 
+import polling
 from imagefleet import errors
 from imagefleet.job.passes.fields import Pass
 from imagefleet.storage.protocol import Storage
@@ -229,8 +230,7 @@ async def fill(storage: Storage, count: int = 200) -> None:
 
 async def until(condition: Callable[[], bool]) -> None:
     async with asyncio.timeout(10):
-        while not condition():
-            await asyncio.sleep(0.01)
+        await polling.until(condition)
 
 
 def slow_engine() -> StandInEngine:

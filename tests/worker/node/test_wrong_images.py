@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+import polling
 from imagefleet import errors, likeness, retry
 from imagefleet.storage.protocol import Storage
 from worker.engine import contract
@@ -267,10 +268,8 @@ async def test_5000_good_images_raise_no_alarm(
             references.request("without_lora", (32, 32), None), prompt="a job", seed=seed
         )
         checks.generated(likeness.fingerprint(picture(request)), seed, 5, (32, 32), 0.1)
-        while checks._due.is_set() and not watching.done():
-            await asyncio.sleep(0.001)
-    while checks._one_at_a_time.locked():
-        await asyncio.sleep(0.001)
+        await polling.until(lambda: watching.done() or not checks._due.is_set())
+    await polling.until(lambda: not checks._one_at_a_time.locked())
     assert not watching.done()
     sample = metrics.registry.get_sample_value
     assert sample("imagefleet_node_canaries_total", {"result": "failed"}) == 0

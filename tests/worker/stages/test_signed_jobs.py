@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+import polling
 from imagefleet import errors
 from imagefleet.job.message import Job, read_job
 from imagefleet.signing import SigningKey, TrustedKeys
@@ -228,8 +229,7 @@ async def test_a_lora_added_after_the_worker_began_is_used_at_once(
     stop = asyncio.Event()
 
     async def add_the_second() -> None:
-        while await stored(storage) != ["c/first.png"]:
-            await asyncio.sleep(0.01)
+        await polling.until(lambda: stored(storage), lambda names: names == ["c/first.png"])
         await put_loras(storage, manifest.encode("loras", hashes, key), second=files["second"])
         await storage.queue.send([bodies["second"]])
         while len(await stored(storage)) < 2:

@@ -4,6 +4,7 @@ import asyncio
 
 import pytest
 
+import polling
 from imagefleet import errors
 from imagefleet.storage.azure.congestion import SendWindow
 
@@ -110,8 +111,7 @@ async def test_room_given_to_a_send_that_is_cancelled_at_that_moment_is_not_lost
     first, second = await sends.begin(2)
     (end,) = [each for each in sends._ends if not each.done()]
     end.set_result(None)
-    while not first.done():
-        await asyncio.sleep(0)
+    await polling.until(first.done)
     second.cancel()
     await asyncio.gather(first, second, return_exceptions=True)
     (third,) = await sends.begin(1)

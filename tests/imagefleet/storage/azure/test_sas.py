@@ -15,6 +15,7 @@ import pytest
 from aiohttp import web
 from pydantic import SecretStr, ValidationError
 
+import polling
 from fleet.keys import command as keys
 from fleet.keys import mint as keys_mint
 from imagefleet import errors, retry
@@ -372,8 +373,7 @@ async def accepted(storage: AzureStorage) -> None:
 
 async def until(condition: Callable[[], bool]) -> None:
     async with asyncio.timeout(10):
-        while not condition():
-            await asyncio.sleep(0.01)
+        await polling.until(condition)
 
 
 # Settings

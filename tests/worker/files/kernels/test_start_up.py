@@ -55,7 +55,7 @@ async def test_kernels_arrive_while_the_model_loads_where_torch_looks_for_them(
 async def test_a_download_that_never_ends_keeps_no_worker_from_its_work_and_its_end(
     storage: Storage, settings: WorkerSettings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cache, "find_sha256", lambda *_: asyncio.sleep(3600))
+    monkeypatch.setattr(cache, "find_sha256", lambda *_: asyncio.Event().wait())
     without_image = settings.model_copy(update={"kernels": None})
     report = await asyncio.wait_for(process.run_worker(without_image, load=StandInEngine), 20)
     assert report.jobs == {}
@@ -64,7 +64,7 @@ async def test_a_download_that_never_ends_keeps_no_worker_from_its_work_and_its_
 async def test_no_compiler_waits_for_what_a_worker_has_stopped_to_fetch(
     storage: Storage, settings: WorkerSettings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cache, "find_sha256", lambda *_: asyncio.sleep(3600))
+    monkeypatch.setattr(cache, "find_sha256", lambda *_: asyncio.Event().wait())
     async with cache.fetching(settings, storage.files) as kernels:
         pass  # at once: the fetch has not even begun
     assert kernels is not None
