@@ -1,6 +1,6 @@
-# `demo` and `test` to begin with, `check` while you work, `bench` and `chaos` for what the README
-# claims, `images` for the containers, `fuzz` for readers of untrusted text, `docs` for the site. Each
-# sets up what it needs, from Python 3.11 or newer, make and git.
+# `demo` and `test` to begin with, `check` while you work, `test-slow` before a change lands, `bench`
+# and `chaos` for what the README claims, `images` for the containers, `fuzz` for readers of untrusted
+# text, `docs` for the site. Each sets up what it needs, from Python 3.11 or newer, make and git.
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -15,7 +15,7 @@ PROCESSES := 3
 # Nothing here may load a model over the network.
 export HF_HUB_OFFLINE := 1
 
-.PHONY: demo test check bench chaos images fuzz docs
+.PHONY: demo test test-slow check bench chaos images fuzz docs
 
 demo: $(INSTALLED)
 	$(BIN)/imagefleet demo
@@ -23,9 +23,16 @@ demo: $(INSTALLED)
 # Three files of tests at a time: much of their time is waiting. What is compiled is kept, as hundreds
 # of processes begin, each with one thread for numpy and torch: several spin while they wait for a
 # core, which another process has.
-test: check $(AZURITE) $(PROMETHEUS) $(CONTAINER)
-	PYTHONDONTWRITEBYTECODE= IMAGEFLEET_REQUIRE_AZURITE=1 OMP_NUM_THREADS=1 \
-	  $(BIN)/pytest --numprocesses $(PROCESSES) --dist loadfile
+PYTEST := PYTHONDONTWRITEBYTECODE= IMAGEFLEET_REQUIRE_AZURITE=1 OMP_NUM_THREADS=1 \
+  $(BIN)/pytest --numprocesses $(PROCESSES) --dist loadfile
+
+test: check $(AZURITE) $(PROMETHEUS)
+	$(PYTEST) -m "not slow"
+
+# What takes minutes: compiling, families of models, evaluation, real processes and their signals,
+# browsers, containers, Prometheus, the notebook, the wheel and the simulator.
+test-slow: $(INSTALLED) $(AZURITE) $(PROMETHEUS) $(CONTAINER)
+	$(PYTEST) -m slow
 
 check: $(INSTALLED)
 	$(BIN)/ruff check
@@ -42,7 +49,7 @@ chaos: $(INSTALLED) $(AZURITE)
 	PYTHONPATH=. $(BIN)/python tests/chaos/storm.py --jobs 2000 --kills 100 --faults 1000
 
 # Both container images built and run, and the ten commands of deploy/README.md with them: some minutes.
-# `make test` has the light image, without torch.
+# `make test-slow` has the light image, without torch.
 images: $(INSTALLED) $(AZURITE) $(CONTAINER)
 	BUILD_WORKER_IMAGE=1 IMAGEFLEET_REQUIRE_CONTAINER=1 IMAGEFLEET_REQUIRE_AZURITE=1 \
 	  $(BIN)/pytest --quiet tests/deploy/test_container.py tests/deploy/test_ten_commands.py

@@ -57,36 +57,46 @@ collect_ignore = ["azurite/node_modules", "dashboards/debian", "deploy/debian"]
 #: VictoriaMetrics makes samples visible only after this time, flushed or not.
 FLUSH_SECONDS = 1.2
 
-#: Each takes ten seconds or more, and most wait for processes: they begin first, in this order.
-LONGEST_FILES = (
-    "test_container",
-    "test_ten_commands",
-    "test_live_fleet",
-    "test_storm",
-    "test_worker_log",
-    "test_worker_process",
-    "test_demo",
-    "test_cascade_curve",
-    "test_wheel",
-    "test_token_rotation",
-    "test_tutorial",
-    "test_page_in_browser",
-    "test_salad_worker",
-    "test_worker_terminal",
-    "test_pipeline",
-    "test_demo_model",
-    "test_notebook",
-    "test_models",
-    "test_compiled",
-    "test_sas",
-    "test_redo",
-    "test_gpus",
-    "test_second_drawings",
-    "test_bench",
-    "test_job_mode",
-    "test_batch_mates",
+#: Folders and files, below tests/, whose tests are marked `slow`: `make test-slow` runs them, and
+#: `make test` does without them. A single slow test in another file carries the mark itself.
+SLOW = (
+    "benchmarks",
+    "dashboards/test_live_fleet.py",
+    "demo_model/test_demo_cascade.py",
+    "deploy/kubernetes/test_scraping.py",
+    "deploy/test_container.py",
+    "deploy/test_ten_commands.py",
+    "docs/test_notebook.py",
+    "end_to_end/test_cascade_curve.py",
+    "end_to_end/test_demo.py",
+    "end_to_end/test_gpus.py",
+    "end_to_end/test_gpus_with_models.py",
+    "end_to_end/test_job_mode.py",
+    "end_to_end/test_models.py",
+    "end_to_end/test_salad_worker.py",
+    "end_to_end/test_token_rotation.py",
+    "end_to_end/test_tutorial.py",
+    "end_to_end/test_worker_log.py",
+    "end_to_end/test_worker_terminal.py",
+    "faults",
+    "fleet/bench",
+    "fleet/gallery/test_page_in_browser.py",
+    "fleet/gate",
+    "fleet/report/test_page_in_browser.py",
+    "fleet/score",
+    "fleet/sweep",
+    "test_wheel.py",
+    "worker/engine/control",
+    "worker/engine/families",
+    "worker/engine/kernels",
+    "worker/engine/pixel",
+    "worker/engine/slots/test_batch_mates.py",
+    "worker/engine/slots/test_convolution.py",
+    "worker/engine/slots/test_memory.py",
+    "worker/engine/test_baseline.py",
+    "worker/engine/test_batch_engine.py",
+    "worker/engine/upscalers",
 )
-
 
 #: On the process of another file, by their paths: the images are built once, and torch, which
 #: takes seconds, is imported once for the workers that are forked.
@@ -261,17 +271,17 @@ def pytest_configure() -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """For several processes: none is left alone with a long file at the end."""
-    if "PYTEST_XDIST_WORKER" not in os.environ:
-        return
-    tests = Counter(item.path for item in items)
-    ranks = {name: rank for rank, name in enumerate(LONGEST_FILES)}
-
-    def order(item: pytest.Item) -> tuple[int, int, str]:
-        return ranks.get(item.path.stem, len(ranks)), -tests[item.path], str(item.path)
-
-    items.sort(key=order)
+    """Marks what is in `SLOW`; for several processes, files of many tests come first."""
+    root = Path(__file__).parent
+    for item in items:
+        path = item.path.relative_to(root)
+        if not {str(part) for part in (path, *path.parents)}.isdisjoint(SLOW):
+            item.add_marker(pytest.mark.slow)
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        tests = Counter(item.path for item in items)
+        items.sort(key=lambda item: (-tests[item.path], str(item.path)))
 
 
 def pytest_collection_finish() -> None:

@@ -216,6 +216,7 @@ def test_workers_wait_for_each_other_at_torchs_own_folder_of_kernels(
     assert str(compiling.kernel_cache()) == cache_dir() == str(tmp_path)
 
 
+@pytest.mark.slow
 def test_the_programs_in_the_documents_convert_and_complete_checkpoints(
     single_file: Path, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

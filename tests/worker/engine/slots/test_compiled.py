@@ -56,6 +56,7 @@ def plain_engine(small_model: Path) -> contract.Engine:
     return batch_engine.load_batch_engine(small_model)
 
 
+@pytest.mark.slow
 def test_images_drawn_while_torch_compiles_are_those_drawn_before_and_afterwards(
     drawn_meanwhile: Any, plain_engine: contract.Engine, make_request: Any, draw: Any
 ) -> None:
@@ -111,6 +112,7 @@ def test_no_job_causes_a_recompile_and_the_images_match(
         assert difference(image, draw(plain_engine, request)[0]) <= ROUNDING
 
 
+@pytest.mark.slow
 def test_jobs_that_begin_with_an_image_cause_no_recompile(
     compiled_engine: slot_engine.SlotEngine,
     small_model: Path,
@@ -143,6 +145,7 @@ def test_jobs_that_begin_with_an_image_cause_no_recompile(
     uncompiled.close()
 
 
+@pytest.mark.slow
 def test_controlnets_are_compiled_with_the_tick_and_cause_no_recompile(
     compiled_engine: slot_engine.SlotEngine,
     small_model: Path,
@@ -196,6 +199,7 @@ def test_controlnets_are_compiled_with_the_tick_and_cause_no_recompile(
     engine._runner._compiled.pop(lane.batch_key)
 
 
+@pytest.mark.slow
 def test_other_shapes_run_uncompiled(
     compiled_engine: slot_engine.SlotEngine,
     plain_engine: contract.Engine,
@@ -239,6 +243,7 @@ def test_a_function_that_cannot_be_compiled_runs_uncompiled(
     assert "it runs uncompiled" in caplog.text
 
 
+@pytest.mark.slow
 def test_any_number_of_functions_can_be_compiled() -> None:
     for size in range(12):
         call = compiling.Compiled(
@@ -248,6 +253,7 @@ def test_any_number_of_functions_can_be_compiled() -> None:
         assert call.is_compiled
 
 
+@pytest.mark.slow
 def test_a_weight_mode_that_is_not_compiled_is_not_used(
     small_model: Path, plain_engine: contract.Engine, make_request: Any, draw: Any, difference: Any
 ) -> None:
@@ -260,6 +266,7 @@ def test_a_weight_mode_that_is_not_compiled_is_not_used(
     assert difference(image, draw(plain_engine, request)[0]) <= ROUNDING
 
 
+@pytest.mark.slow
 def test_changes_of_convolutions_are_compiled_once_they_are_frequent(
     compiled_engine: slot_engine.SlotEngine,
     plain_engine: contract.Engine,
@@ -305,6 +312,7 @@ def test_changes_of_convolutions_are_compiled_once_they_are_frequent(
     engine._unet.changes.clear()
 
 
+@pytest.mark.slow
 def test_a_frequent_size_is_compiled_meanwhile_and_fails_without_the_others(
     compiled_engine: slot_engine.SlotEngine,
     plain_engine: contract.Engine,
