@@ -20,8 +20,8 @@ import numpy as np
 import torch
 
 from engine_rows import decibels
+from evaluation.bench import machine, work
 from fleet import demo_jobs
-from fleet.bench import machine, work
 from worker.engine import contract, load
 from worker.engine import device as devices
 

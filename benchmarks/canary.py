@@ -27,8 +27,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import numpy as np
 import torch
 
+from evaluation.bench import machine, work
 from fleet import demo_jobs
-from fleet.bench import machine, work
 from imagefleet import likeness
 from imagefleet.likeness import Fingerprint
 from worker.engine import contract, load

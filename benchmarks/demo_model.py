@@ -22,7 +22,7 @@ from transformers import CLIPTokenizer
 from demo_world import answers, captions, networks
 from demo_world.captions import Phrase
 from demo_world.world import COLOURS, NEW_OBJECT, Scene, SceneOptions, sample_scene
-from fleet.score.demo.judge import Judge, load_judge
+from evaluation.score.demo.judge import Judge, load_judge
 from imagefleet.job import clip
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -11,10 +11,10 @@ from dataclasses import replace
 import torch
 
 from engine_process import Channel, Figures, Options, build, decibels, limit_memory, rate, warm
+from evaluation.bench import engine as bench_engine
+from evaluation.bench import jobs as bench_jobs
+from evaluation.bench import random_model, work
 from fleet import demo_jobs
-from fleet.bench import engine as bench_engine
-from fleet.bench import jobs as bench_jobs
-from fleet.bench import random_model, work
 from worker.engine import contract, load
 from worker.engine.slots.engine import SlotEngine
 

@@ -18,9 +18,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 
 import tiny_model
-from fleet.bench import engine as bench_engine
-from fleet.bench import jobs as bench_jobs
-from fleet.bench import machine, work
+from evaluation.bench import engine as bench_engine
+from evaluation.bench import jobs as bench_jobs
+from evaluation.bench import machine, work
 from imagefleet import errors, likeness
 from worker.engine import contract, load
 from worker.engine import device as devices

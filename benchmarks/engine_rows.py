@@ -37,10 +37,10 @@ from engine_process import (
     rate,
     warm,
 )
+from evaluation.bench import baseline, machine, work
+from evaluation.bench import engine as bench_engine
+from evaluation.bench import jobs as bench_jobs
 from fleet import demo_jobs
-from fleet.bench import baseline, machine, work
-from fleet.bench import engine as bench_engine
-from fleet.bench import jobs as bench_jobs
 from imagefleet import errors
 from overlap import FarStorage
 from worker.engine import contract

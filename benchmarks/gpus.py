@@ -36,8 +36,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import aiohttp
 import pynvml
 
-from fleet.bench.runs import until_warm
-from fleet.bench.workers import DONE, Machine, Sample, running
+from evaluation.bench.runs import until_warm
+from evaluation.bench.workers import DONE, Machine, Sample, running
 from imagefleet.storage.open import open_storage
 from imagefleet.storage.protocol import Storage
 from imagefleet.storage.settings import StorageSettings
@@ -73,8 +73,8 @@ class Setup:
 def prepare(folder: Path, model: Path | None, count: int, *, is_tiny: bool) -> Setup:
     """Writes a LoRA and links it once for each job: to a worker they are as many files."""
     import tiny_model
-    from fleet.bench import engine as bench_engine
-    from fleet.bench import random_model
+    from evaluation.bench import engine as bench_engine
+    from evaluation.bench import random_model
     from worker.engine import device
 
     name = "cpu" if is_tiny else "auto"

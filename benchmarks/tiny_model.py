@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 from torch import nn
 from transformers import CLIPTextConfig, CLIPTextModel, CLIPTokenizer
 
-from fleet.bench import random_model
+from evaluation.bench import random_model
 from imagefleet.job import clip
 
 _TEXT_WIDTH = 32

@@ -26,7 +26,7 @@ from demo_world.shapes import SHAPES
 from demo_world.training import train_judge, train_lora, train_unet, train_vae
 from demo_world.training.train_unet import LatentSet
 from demo_world.world import NEW_OBJECT, STYLES, SceneOptions
-from fleet.score.demo import judge
+from evaluation.score.demo import judge
 from imagefleet.job import clip
 
 STAGES = ("vae", "judge", "unet", "soften", "loras")

@@ -15,8 +15,10 @@ from typing import Annotated, Any, get_args
 import typer
 from typer.core import TyperCommand, TyperGroup
 
+from evaluation.bench import command as bench
+from evaluation.gate import command as gate
+from evaluation.score import command as score
 from fleet import console, demo, health, load, options, prompt
-from fleet.bench import command as bench
 from fleet.broker import command as broker
 from fleet.campaigns import cancel, purge, table
 from fleet.campaigns import job as job_command
@@ -24,7 +26,6 @@ from fleet.export import command as export
 from fleet.failed import command as failed
 from fleet.files import embedding, kernels, lora, model
 from fleet.gallery import command as gallery
-from fleet.gate import command as gate
 from fleet.keys import command as keys
 from fleet.monitor import command as monitor
 from fleet.networks import command as networks
@@ -34,7 +35,6 @@ from fleet.report import command as report
 from fleet.results import command as results
 from fleet.salad import command as deploy
 from fleet.scale import command as scale
-from fleet.score import command as score
 from fleet.sweep import command as sweep
 from fleet.texts import command as texts
 from fleet.verify import command as verify

@@ -20,13 +20,15 @@ ALLOWED = {
     "imagefleet": {"imagefleet"},
     "loadgen": {"imagefleet", "loadgen"},
     "worker": {"imagefleet", "worker"},
-    "fleet": {"imagefleet", "loadgen", "worker", "fleet"},
+    # The console's helpers, which its commands share.
+    "evaluation": {"imagefleet", "loadgen", "worker", "fleet", "evaluation"},
+    "fleet": {"imagefleet", "loadgen", "worker", "evaluation", "fleet"},
 }
 
 TORCH = {"torch", "diffusers", "transformers", "peft", "accelerate"}
 
 #: The engine, what measures torch itself, and the networks that judge images.
-USES_TORCH = ("worker.engine", "fleet.bench", "fleet.score")
+USES_TORCH = ("worker.engine", "evaluation.bench", "evaluation.score")
 
 FILES_IN_A_FOLDER = 14
 LINES_IN_A_FILE = 500

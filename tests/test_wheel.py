@@ -361,9 +361,9 @@ def run(
         yield partial(server.run, cwd=work, variables=variables)
 
 
-def test_nothing_is_installed_beside_the_four_packages(unpacked: Path) -> None:
+def test_nothing_is_installed_beside_the_five_packages(unpacked: Path) -> None:
     names = {path.name for path in unpacked.iterdir() if path.suffix != ".dist-info"}
-    assert names == {"fleet", "imagefleet", "loadgen", "worker"}
+    assert names == {"evaluation", "fleet", "imagefleet", "loadgen", "worker"}
 
 
 def test_users_type_checkers_find_the_types(unpacked: Path) -> None:

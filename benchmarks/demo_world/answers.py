@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from demo_world.world import Scene
-from fleet.score.demo.judge import Finding
+from evaluation.score.demo.judge import Finding
 
 
 def objects_right(scene: Scene, findings: list[Finding]) -> bool:

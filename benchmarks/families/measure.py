@@ -35,10 +35,10 @@ from filelock import FileLock
 
 from engine import Group
 from engine_process import Channel, Figures, Measure, decibels
+from evaluation.bench import engine as bench_engine
+from evaluation.bench import jobs as bench_jobs
+from evaluation.bench import machine, random_model, work
 from families import tiny_families
-from fleet.bench import engine as bench_engine
-from fleet.bench import jobs as bench_jobs
-from fleet.bench import machine, random_model, work
 from imagefleet import errors
 from worker.engine import contract, load
 from worker.engine import device as devices

@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection, CLIPTokenizer
 
 import tiny_model
-from fleet.bench import random_model
+from evaluation.bench import random_model
 from imagefleet.job import clip
 
 FamilyName = Literal["sd1", "sd2", "sdxl"]

@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from fleet.bench.workers import Sample, rate
+from evaluation.bench.workers import Sample, rate
 
 Figures = dict[str, Any]
 

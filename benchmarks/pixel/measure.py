@@ -33,7 +33,7 @@ import torch
 from diffusers import IFPipeline, UNet2DConditionModel
 from torch.utils.flop_counter import FlopCounterMode
 
-from fleet.bench import machine
+from evaluation.bench import machine
 from pixel import tiny_cascade
 from worker.engine import contract, load
 from worker.engine import device as devices

@@ -1,7 +1,7 @@
 """Makes what the demo checkpoint's images are scored with: python benchmarks/scoring/reference.py.
 
 Scenes that training never showed are drawn by the program that drew its training set: their
-captions go to `demo_model/captions.txt`, their features to `fleet/score/demo/reference.npz`.
+captions go to `demo_model/captions.txt`, their features to `evaluation/score/demo/reference.npz`.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from demo_world import captions, world
 from demo_world.world import SceneOptions
-from fleet.score import extractors, metrics
-from fleet.score.statistics import Statistics
+from evaluation.score import metrics
+from evaluation.score.networks import load
+from evaluation.score.statistics import Statistics
 
 ROOT = Path(__file__).resolve().parents[2]
 PICTURES = 2_000
@@ -33,15 +34,17 @@ STORED = np.float16
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--captions", type=Path, default=ROOT / "demo_model/captions.txt")
-    parser.add_argument("--reference", type=Path, default=ROOT / "fleet/score/demo/reference.npz")
+    parser.add_argument(
+        "--reference", type=Path, default=ROOT / "evaluation/score/demo/reference.npz"
+    )
     arguments = parser.parse_args()
     rng = random.Random(SEED)
     options = SceneOptions(held_out=True, emphasis_share=0)
     scenes = [world.sample_scene(rng, options) for _ in range(PICTURES)]
     lines = [captions.plain_caption(scene, rng) for scene in scenes]
     arguments.captions.write_text("\n".join(lines) + "\n", encoding="utf-8")
-    extractor = extractors.load_extractor("demo")
-    clip = extractors.load_text_extractor("demo")
+    extractor = load.load_extractor("demo")
+    clip = load.load_text_extractor("demo")
     features, seen = [], []
     for first in range(0, PICTURES, BATCH):
         pictures = [world.draw_scene(scene) for scene in scenes[first : first + BATCH]]

@@ -38,10 +38,10 @@ from rich.table import Table
 from torch.utils.flop_counter import FlopCounterMode
 
 import tiny_model
+from evaluation.bench import engine as bench_engine
+from evaluation.bench import jobs as bench_jobs
+from evaluation.bench import machine, work
 from families import tiny_controlnets
-from fleet.bench import engine as bench_engine
-from fleet.bench import jobs as bench_jobs
-from fleet.bench import machine, work
 from worker.engine import contract, load
 from worker.engine.passes import steps
 from worker.engine.slots import step

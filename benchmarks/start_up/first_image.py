@@ -163,7 +163,7 @@ def build(arguments: argparse.Namespace, folder: Path) -> Path:
     call = (
         "from tiny_model import build_tiny_checkpoint as build; build(folder)"
         if arguments.tiny
-        else "from fleet.bench.random_model import build_random_checkpoint as build;"
+        else "from evaluation.bench.random_model import build_random_checkpoint as build;"
         " import torch; build(folder, torch.device('cuda'))"
     )
     program = f"import pathlib, sys; folder = pathlib.Path(sys.argv[1]); {call}"

@@ -21,8 +21,8 @@ from imagefleet.pricing import price_file, prices
 from imagefleet.storage.open import LOCAL_SCHEME
 
 if TYPE_CHECKING:
+    from evaluation.score.scores import Scores
     from fleet.report.samples import Sample
-    from fleet.score.scores import Scores
 
 #: Of what is damaged, on stderr; the page and the JSON have some more.
 _SHOWN_REASONS = 3
@@ -99,7 +99,7 @@ def _read_scores(path: Path | None, campaign: str) -> Scores | None:
     """The scores in a file; raises SetupError for those of another campaign."""
     if path is None:
         return None
-    from fleet.score import scores
+    from evaluation.score import scores
 
     found = scores.read(path)
     if found.campaign != campaign:

@@ -9,13 +9,13 @@ from datetime import datetime
 import jinja2
 from markupsafe import Markup
 
+from evaluation.score import curve, table
+from evaluation.score.scores import Scores
 from fleet.console import counted
 from fleet.report.figures import Figures
 from fleet.report.metrics import Metrics
 from fleet.report.plot import Bar, Line, bars, histogram, number_text, time_plot
 from fleet.report.samples import Sample
-from fleet.score import curve, table
-from fleet.score.scores import Scores
 
 #: Rows of the table of workers, the slowest first.
 _MAX_WORKERS = 15

@@ -10,8 +10,8 @@ from safetensors import safe_open
 
 from demo_world import answers
 from demo_world.cascade import measure, networks, pictures
+from evaluation.score.demo import judge
 from fleet import demo_cascade
-from fleet.score.demo import judge
 from worker.engine.pixel import checkpoint
 
 #: Of the scenes, which are none of those that docs/cascade.md counts.

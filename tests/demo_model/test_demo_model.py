@@ -15,8 +15,8 @@ from safetensors import safe_open
 from transformers import CLIPTokenizer
 
 from demo_world import captions, world
+from evaluation.score.demo import judge
 from fleet import demo_jobs
-from fleet.score.demo import judge
 from imagefleet import errors
 from imagefleet.job import clip, message, prompt
 from worker.engine import contract, load

@@ -186,7 +186,15 @@ def connection(azurite_address: str) -> Iterator[str]:
 def checkout(repository: Path, tmp_path: Path) -> Path:
     """A checkout as the document asks for, with a checkpoint and jobs of one's own."""
     folder = tmp_path / "checkout"
-    for name in ("fleet", "imagefleet", "loadgen", "worker", "templates", "demo_model"):
+    for name in (
+        "evaluation",
+        "fleet",
+        "imagefleet",
+        "loadgen",
+        "worker",
+        "templates",
+        "demo_model",
+    ):
         shutil.copytree(
             repository / name, folder / name, ignore=shutil.ignore_patterns("__pycache__")
         )

@@ -5,11 +5,9 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import json
-import logging
 import os
 import subprocess
 import sys
-import threading
 from collections.abc import Awaitable, Callable, Iterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -17,17 +15,16 @@ from typing import Any, Protocol
 
 import numpy as np
 import pytest
-import typer
 from aiolimiter import AsyncLimiter
 
 import forks
-from fleet import main
 from imagefleet.job.message import Output
 from imagefleet.pricing import prices
 from imagefleet.records import writer
 from imagefleet.records.record import Record
 from imagefleet.storage.protocol import Storage
 from imagefleet.storage.settings import StorageSettings
+from in_process import as_it_was, built, in_process
 from salad_fake import fleet_file
 from worker.engine import contract
 from worker.pipeline import Pipeline
@@ -35,6 +32,8 @@ from worker.replica import Replica
 from worker.settings import WorkerSettings
 from worker.stages import encode
 from worker.testing import StandInEngine
+
+__all__ = ["as_it_was", "built", "in_process"]
 
 #: Must never appear in any output.
 SECRET = "sv=2024-11-04&sp=up&sig=aB%2FcD3cReT%3D"
@@ -59,46 +58,6 @@ def imagefleet(tmp_path: Path, console_forks: forks.Forks) -> Imagefleet:
     def run(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
         environment = {**os.environ, "COLUMNS": "80", **variables}
         return console_forks.run(*arguments, cwd=tmp_path, variables=environment)
-
-    return run
-
-
-@pytest.fixture(autouse=True)
-def _as_it_was() -> Iterator[None]:
-    """A service takes over the log and the hooks for what nothing handles."""
-    handlers, level = logging.root.handlers[:], logging.root.level
-    hooks = sys.excepthook, sys.unraisablehook, threading.excepthook
-    yield
-    logging.root.handlers[:], logging.root.level = handlers, level
-    sys.excepthook, sys.unraisablehook, threading.excepthook = hooks
-    logging.captureWarnings(capture=False)
-
-
-@pytest.fixture(scope="session")
-def built() -> Any:
-    """All commands, which typer would build anew for each call."""
-    return typer.main.get_command(main.app)
-
-
-@pytest.fixture
-def in_process(
-    built: Any,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> Imagefleet:
-    """As `imagefleet`, but faster: in the test's process."""
-    monkeypatch.setattr(main, "app", built)
-
-    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-        monkeypatch.chdir(tmp_path)
-        monkeypatch.setattr(sys, "argv", ["imagefleet", *arguments])
-        capsys.readouterr()
-        with pytest.raises(SystemExit) as ended:
-            main.main()
-        return subprocess.CompletedProcess(
-            arguments, int(ended.value.code or 0), *capsys.readouterr()
-        )
 
     return run
 

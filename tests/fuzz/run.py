@@ -122,7 +122,8 @@ def _report(tallies: dict[str, Tally], seconds: float, seed: int | None) -> None
 def _with_atheris(names: list[str] | None, seconds: float) -> None:
     import atheris
 
-    with atheris.instrument_imports(include=["fleet", "imagefleet", "loadgen", "worker"]):
+    ours = ["evaluation", "fleet", "imagefleet", "loadgen", "worker"]
+    with atheris.instrument_imports(include=ours):
         import targets
     import mutations
 

@@ -25,9 +25,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
 from demo_world import answers, world
 from demo_world.cascade import networks, pictures
+from evaluation.score import resize
+from evaluation.score.demo import judge as judges
 from fleet.contact_sheet import TILE_PIXELS
-from fleet.score import resize
-from fleet.score.demo import judge as judges
 from worker.engine import contract, load
 
 ROOT = Path(__file__).resolve().parents[3]

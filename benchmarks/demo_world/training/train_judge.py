@@ -11,7 +11,7 @@ from demo_world.shapes import SHAPES
 from demo_world.training import train_vae
 from demo_world.training.schedule import Schedule, autocast, set_learning_rate
 from demo_world.world import COLOURS
-from fleet.score.demo.judge import Judge
+from evaluation.score.demo.judge import Judge
 
 BATCH = 256
 LEARNING_RATE = 2e-3

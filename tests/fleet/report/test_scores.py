@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
+from evaluation.score.scores import GroupScores, Scores
 from fleet import console
-from fleet.score.scores import GroupScores, Scores
 from imagefleet.records.record import Record
 from imagefleet.records.writer import RecordLog
 from imagefleet.storage.open import open_storage

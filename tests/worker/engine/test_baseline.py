@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from fleet.bench import baseline, machine, random_model
+from evaluation.bench import baseline, machine, random_model
 from imagefleet import errors
 from worker.engine import contract
 

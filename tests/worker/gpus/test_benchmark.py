@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 import pytest
 
-from fleet.bench.workers import Sample
+from evaluation.bench.workers import Sample
 from one_machine import figures
 
 SLOTS = 16

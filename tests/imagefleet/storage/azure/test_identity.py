@@ -203,7 +203,7 @@ async def test_without_credentials_no_address_is_contacted(run: Run) -> None:
 def test_no_code_uses_a_credential_that_tries_several_sources() -> None:
     """`DefaultAzureCredential` would contact another service on SaladCloud's nodes."""
     searching = {"DefaultAzureCredential", "ManagedIdentityCredential", "ChainedTokenCredential"}
-    for package in ("fleet", "imagefleet", "loadgen", "worker", "deploy"):
+    for package in ("evaluation", "fleet", "imagefleet", "loadgen", "worker", "deploy"):
         for path in (ROOT / package).rglob("*.py"):
             text = path.read_text(encoding="utf-8")
             if not any(name in text for name in searching):  # a comment may name one

@@ -10,7 +10,7 @@ import pytest
 import torch
 from diffusers import AutoencoderKL, UNet2DConditionModel
 
-from fleet.bench import random_model
+from evaluation.bench import random_model
 from worker.engine import checkpoint as checkpoints
 from worker.engine import contract
 from worker.engine.slots import engine as slot_engine

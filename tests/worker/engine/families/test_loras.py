@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from fleet.bench import random_model
+from evaluation.bench import random_model
 from imagefleet import errors
 from worker.engine import contract
 from worker.engine.lora import file as lora_file

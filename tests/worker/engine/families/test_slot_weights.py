@@ -9,7 +9,7 @@ from typing import Any, get_args
 import pytest
 import torch
 
-from fleet.bench import random_model
+from evaluation.bench import random_model
 from worker.engine import checkpoint as checkpoints
 from worker.engine import contract
 from worker.engine.families.find import FAMILIES

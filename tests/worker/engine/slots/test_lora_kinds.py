@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from fleet.bench import random_model
+from evaluation.bench import random_model
 from worker.engine import contract
 from worker.engine.lora.names import adaptable_layers
 from worker.engine.slots import linear, queue, step

@@ -1,0 +1,1 @@
+"""What measures: images by their features, settings against each other, and speed."""

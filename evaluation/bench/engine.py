@@ -1,0 +1,217 @@
+"""The measurements of `imagefleet bench engine`. Imports torch."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from evaluation.bench import baseline, machine, random_model, work
+from evaluation.bench import jobs as bench_jobs
+from fleet import demo_jobs
+from imagefleet import errors
+from imagefleet.pricing import families
+from worker.engine import contract, load
+from worker.engine import device as devices
+from worker.engine.families import find
+from worker.files import check
+from worker.settings import WorkerSettings
+
+#: Per rate: long compared with one image.
+SECONDS = {"cuda": 20.0, "cpu": 3.0}
+
+#: Twice the most slots: no two images drawn at once share a LoRA.
+LORAS = 32
+
+#: By plain diffusers, after one for warm-up.
+BASELINE_IMAGES = 5
+
+StartStep = Callable[[str, float], Callable[[float], None]]
+"""Starts a step with a name and a total; the result is called with the units done."""
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """A checkpoint, its jobs, and a folder for temporary files."""
+
+    model: Path
+    workload: bench_jobs.Workload
+    folder: Path
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """The engine's options, and the seconds per measured rate."""
+
+    device: str = "auto"
+    slots: int | None = None
+    seconds: float = 20.0
+    with_baseline: bool = False
+    fp16_accumulate: bool = False
+
+
+def prepare(
+    model: Path | None, folder: Path, device: str, loras: int = LORAS, family: str = "sd1"
+) -> Setup:
+    """The given checkpoint, else a random one of a *family* on a GPU and the demo's on a CPU.
+
+    The LoRAs are random, of the reference's rank; their content does not affect the speed.
+
+    Raises:
+        SetupError: there is no such model, family or device.
+    """
+    known = {each.slug: each for each in find.FAMILIES}
+    if family not in known:
+        raise errors.SetupError(f"--family {family!r} is unknown; known are {', '.join(known)}")
+    torch_device = devices.find_device(device)
+    check.require_path(model)
+    if model is None and torch_device.type == "cuda":
+        name = "random-sd15" if family == "sd1" else f"random-{family}"
+        kind = "v_prediction" if family == "sd2" else "epsilon"
+        model = random_model.build_random_checkpoint(
+            folder / name, torch_device, known[family], prediction_type=kind
+        )
+    elif model is None and family != "sd1":
+        raise errors.SetupError(f"--family {family} is for GPUs: give a --model on a CPU")
+    elif model is None:
+        model = demo_jobs.find_checkpoint()
+    directory = folder / "loras"
+    names = random_model.build_random_loras(directory, model, loras, torch_device)
+    words, negative = bench_jobs.reference_words()
+    workload = bench_jobs.Workload(
+        words, negative, ((0, 0),), directory, tuple((name,) for name in names)
+    )
+    return Setup(model, workload, folder)
+
+
+def draw_a_round(engine: contract.Engine, workload: bench_jobs.Workload) -> None:
+    """Warms up: reads each LoRA and fills the engine once."""
+    with ThreadPoolExecutor(work.PREPARERS) as threads:
+        requests = map(workload.request, range(len(workload.loras)))
+        list(threads.map(engine.prepare, requests))
+    work.draw(engine, [workload.request(at) for at in range(work.images_at_once(engine))])
+
+
+def measure_baseline(
+    model: Path, device: torch.device, workload: bench_jobs.Workload, images: int = BASELINE_IMAGES
+) -> float:
+    """Images/s of plain diffusers, one at a time, with its LoRAs in memory."""
+    plain = baseline.PlainDiffusers(model, device, devices.find_dtype("auto", device))
+    requests = [workload.request(number) for number in range(images + 1)]
+    for request in requests:
+        plain.use_loras(request.loras)
+    plain.draw(requests[:1])
+    began_at = time.perf_counter()
+    for request in requests[1:]:
+        plain.use_loras(request.loras)
+        plain.draw([request])
+    return images / (time.perf_counter() - began_at)
+
+
+def measure(setup: Setup, options: Options, step: StartStep) -> dict[str, Any]:
+    """The figures of `--json`, apart from the price; None for what was not measured.
+
+    Raises:
+        FleetError: the model cannot be loaded or an image failed.
+    """
+    device = devices.find_device(options.device)
+    step("matrix products", 1)
+    matrix_rate = machine.measure_matrix_rate(device, devices.find_dtype("auto", device))
+    machine.reset_peak(device)
+    run = _EngineRun(setup, options, step)
+    settings = worker_settings(setup, "from-queue")
+    from_queue, idle_fraction = asyncio.run(work.work(settings, run.load, on_images=run.on_images))
+    workload = run.workload
+    (steps,) = workload.steps
+    flops = machine.count_image_flops(setup.model, *workload.sizes[0], steps)
+    limit = matrix_rate / flops
+    mixed, without = run.mixed.images_per_second, run.without.images_per_second
+    peak_memory_bytes = machine.peak_memory_bytes(device)
+    plain = None
+    if options.with_baseline:
+        step("diffusers + peft, one job at a time", 1)
+        plain = measure_baseline(setup.model, device, workload)
+    return {
+        "model": str(setup.model),
+        "family": families.of_title(check.family(setup.model)).slug,
+        "width": workload.sizes[0][0],
+        "height": workload.sizes[0][1],
+        "steps": steps,
+        "slots": run.width,
+        "ready_seconds": run.ready_seconds,
+        "mixed_lora_images_per_second": mixed,
+        "no_lora_images_per_second": without,
+        "mixed_over_no_lora": mixed / without,
+        "worker_images_per_second": from_queue.images_per_second,
+        "idle_fraction": idle_fraction,
+        "flops_per_image": flops,
+        "matrix_flops_per_second": matrix_rate,
+        "matrix_limit_images_per_second": limit,
+        "matrix_limit_fraction": mixed / limit,
+        "peak_memory_bytes": peak_memory_bytes,
+        "fp16_accumulate": options.fp16_accumulate,
+        "recompiles_after_warmup": run.recompiles,
+        "diffusers_peft_images_per_second": plain,
+        "over_diffusers_peft": mixed / plain if plain else None,
+        "hardware": machine.hardware(device),
+        "versions": machine.versions(),
+    }
+
+
+def worker_settings(setup: Setup, name: str) -> WorkerSettings:
+    """A worker on a new local storage in the setup's folder."""
+    return WorkerSettings(
+        storage=f"local:{setup.folder / name}",
+        model=setup.model,
+        lora_directory=setup.workload.lora_directory,
+        until_empty=True,
+        trusted_key=None,  # its jobs are not signed
+    )
+
+
+class _EngineRun:
+    """Runs on the engine's thread: measures the engine alone, then loads the worker's jobs."""
+
+    def __init__(self, setup: Setup, options: Options, step: StartStep) -> None:
+        self._setup = setup
+        self._options = options
+        self._step = step
+        self._show: Callable[[float], None] = lambda _: None
+
+    def on_images(self, images: float) -> None:
+        self._show(images)
+
+    def load(self) -> tuple[contract.Engine, list[str]]:
+        options = self._options
+        began_at = time.monotonic()
+        self._step("loading and compiling the model", 1)
+        engine = load.load_engine(
+            self._setup.model,
+            options.device,
+            slots=options.slots,
+            fp16_accumulate=options.fp16_accumulate,
+        )
+        self.workload = replace(self._setup.workload, sizes=(engine.default_size,))
+        draw_a_round(engine, self.workload)
+        self.ready_seconds = time.monotonic() - began_at
+        self.width = engine.slots
+        self.mixed = self._drive(engine, "another LoRA per job", self.workload)
+        self.without = self._drive(engine, "no LoRA", replace(self.workload, loras=()))
+        self.recompiles = engine.recompiles
+        rounds = 3 + math.ceil(options.seconds * self.mixed.images_per_second / self.width)
+        jobs = rounds * self.width
+        self._show = self._step("whole worker, from queue to stored image", jobs)
+        return engine, [self.workload.message(number) for number in range(jobs)]
+
+    def _drive(
+        self, engine: contract.Engine, name: str, workload: bench_jobs.Workload
+    ) -> work.Rate:
+        seconds = self._options.seconds
+        return work.drive(engine, workload.requests(), seconds, self._step(name, seconds))

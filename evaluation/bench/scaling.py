@@ -1,0 +1,224 @@
+"""`imagefleet bench scaling`: 1, 2, 4, .. workers of this machine on one campaign."""
+
+from __future__ import annotations
+
+import os
+import statistics
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from fleet import console, options
+from fleet.worker import command as worker
+from imagefleet import errors
+from imagefleet.job import samplers
+
+if TYPE_CHECKING:
+    from evaluation.bench.runs import Row
+    from worker.gpus.choice import Gpu
+
+#: Measured seconds of each run, and those over which two rates of the warm-up are compared.
+SECONDS = {"cuda": 60.0, "cpu": 20.0}
+WARM_SECONDS = {"cuda": 10.0, "cpu": 4.0}
+
+
+def command(
+    counts: Annotated[
+        str | None,
+        typer.Option(
+            "--workers",
+            metavar="LIST",
+            help="Numbers of workers: 1,2,4. [default: powers of two up to the GPUs, or with"
+            " --device cpu up to the cores]",
+        ),
+    ] = None,
+    model: Annotated[
+        Path | None,
+        typer.Option(help="A checkpoint, as for the worker. [default: as of `bench engine`]"),
+    ] = None,
+    device: Annotated[
+        str, typer.Option(metavar="auto|cpu", help="By default a worker for each GPU.")
+    ] = "auto",
+    slots: Annotated[
+        int | None, typer.Option(min=1, max=256, help="Images at once. [default: by free memory]")
+    ] = None,
+    steps: Annotated[int, typer.Option(min=1, max=150, help="Of each image.")] = 20,
+    sampler: Annotated[str, typer.Option(metavar="NAME", help="Of each image.")] = "Euler a",
+    seconds: Annotated[
+        float | None,
+        typer.Option(min=0.1, help="Measured, of each run. [default: 60, on a CPU 20]"),
+    ] = None,
+    warm_seconds: Annotated[
+        float | None,
+        typer.Option(min=0.1, help="Of warm-up, twice at least. [default: 10, on a CPU 4]"),
+    ] = None,
+    markdown: Annotated[
+        bool, typer.Option("--markdown", help="Print the table as Markdown, for documents.")
+    ] = False,
+    json_file: options.JsonFile = None,
+    as_json: options.AsJson = False,
+) -> None:
+    """Measures how images/s grow with this machine's workers.
+
+    1, 2, 4, .. workers are compared with perfect linear. Each run has real worker processes, one
+    for each GPU, on one campaign in a temporary local storage, from the queue to the stored image.
+    On a CPU all runs have the same threads for each worker, so that one alone does not use the
+    cores of the others.
+
+    imagefleet bench scaling
+
+    imagefleet bench scaling --device cpu --workers 1,2 --json
+    """
+    with console.one_line_errors():
+        console.check_writable(json_file)
+        from worker.files import check
+
+        check.require_path(model)
+        try:
+            known = samplers.find(sampler)
+        except ValueError as error:
+            raise errors.SetupError(f"--sampler: {error}") from None
+        worker.require_libraries()
+        from evaluation.bench import runs
+
+        asked = None if counts is None else _numbers(counts)
+        gpus, threads = _machines(device, asked)
+        kind = "cpu" if threads else "cuda"
+        numbers = _to_measure(asked, len(gpus))
+        flags = ["--device", "cpu"] if kind == "cpu" else []
+        flags += ["--slots", str(slots)] if slots else []
+        with tempfile.TemporaryDirectory(prefix="imagefleet-scaling-") as folder:
+            console.print_note("preparing the model")
+            found, name, words, negative = _prepared(model, folder, device)
+            work = runs.Work(
+                model=found,
+                steps=steps,
+                sampler=known.name,
+                seconds=seconds or SECONDS[kind],
+                warm_seconds=warm_seconds or WARM_SECONDS[kind],
+                flags=flags,
+                environment=_environment(threads),
+                words=words,
+                negative_prompt=negative,
+            )
+            rows = console.run(runs.measure(work, gpus, numbers, Path(folder)))
+    report = {
+        "rows": [asdict(row) for row in rows],
+        "model": str(model) if model else found.name,
+        "steps": steps,
+        "sampler": known.name,
+        "device": name,
+        "threads_per_worker": threads,
+        "warm_seconds": work.warm_seconds,
+        "how": runs.HOW,
+    }
+    if json_file is not None:
+        with console.one_line_errors():
+            console.write_file(json_file, console.json_text(report))
+    if as_json:
+        console.print_json(report)
+    else:
+        _show(rows, report, markdown=markdown)
+
+
+def _machines(device: str, asked: list[int] | None) -> tuple[list[Gpu], int | None]:
+    """What a worker can be started for, and each one's threads on a CPU."""
+    from worker.gpus import choice, cores
+    from worker.settings import MachineSettings
+
+    if device not in {"auto", "cpu"}:
+        raise errors.SetupError(f"--device {device[:40]}: should be auto or cpu")
+    if device == "auto":
+        try:
+            return choice.choose(MachineSettings(model="m", gpus=choice.ALL)), None
+        except errors.SetupError as error:
+            raise errors.SetupError(
+                f"{error.message}; for workers on the CPU: --device cpu"
+            ) from None
+    most = max(asked) if asked else int(cores.threads(1))
+    names = ",".join(map(str, range(most)))
+    gpus = choice.choose(MachineSettings(model="m", gpus=names, device="cpu"))
+    return gpus, int(cores.threads(most))
+
+
+def _numbers(text: str) -> list[int]:
+    try:
+        numbers = sorted({int(each) for each in text.split(",")})
+    except ValueError:
+        numbers = [0]
+    if numbers[0] < 1:
+        raise errors.SetupError(f"--workers {text[:40]}: should be numbers with commas, as 1,2,4")
+    return numbers
+
+
+def _to_measure(asked: list[int] | None, machines: int) -> list[int]:
+    """The numbers of workers to measure; one worker is always the first."""
+    if asked is None:
+        return [2**power for power in range(machines.bit_length()) if 2**power <= machines]
+    if max(asked) > machines:
+        raise errors.SetupError(
+            f"--workers: this machine has {machines} GPUs, and {max(asked)} workers were asked for"
+        )
+    return sorted({1, *asked})
+
+
+def _prepared(model: Path | None, folder: str, device: str) -> tuple[Path, str, str, str]:
+    """The checkpoint, the device's name, and the words of the prompts."""
+    import multiprocessing
+
+    # In a process of its own, which leaves the GPU to the workers.
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        return pool.apply(_prepare, (model, folder, device))
+
+
+def _prepare(model: Path | None, folder: str, device: str) -> tuple[Path, str, str, str]:
+    from evaluation.bench import engine, jobs, machine
+    from worker.engine.device import find_device
+
+    setup = engine.prepare(model, Path(folder), device, loras=0)
+    name = str(machine.hardware(find_device(device))["device"])
+    return setup.model, name, *jobs.reference_words()
+
+
+def _environment(threads: int | None) -> dict[str, str]:
+    """Without the settings of a fleet, to whose queue and keys these workers do not belong."""
+    own = {name: value for name, value in os.environ.items() if not _is_setting(name)}
+    return own if threads is None else {**own, "OMP_NUM_THREADS": str(threads)}
+
+
+def _is_setting(name: str) -> bool:
+    return name.upper().startswith(options.PREFIX)
+
+
+def _show(rows: Sequence[Row], report: Mapping[str, Any], *, markdown: bool) -> None:
+    headings = ("workers", "images/s", "perfect linear", "share", "slowest worker", "fastest")
+    texts = [
+        (
+            f"{row.workers:,}",
+            f"{row.images_per_second:,.2f}",
+            f"{row.perfect_linear:,.2f}",
+            console.percent(row.linear_fraction),
+            f"{min(row.by_worker):,.2f}",
+            f"{max(row.by_worker):,.2f}",
+        )
+        for row in rows
+    ]
+    if markdown:
+        for line in (headings, ["---:"] * len(headings), *texts):
+            console.print_plain(f"| {' | '.join(line)} |")
+    else:
+        shown = console.table(*map(console.number_column, headings))
+        for text in texts:
+            shown.add_row(*text)
+        console.print_tables(shown)
+    threads = report["threads_per_worker"]
+    each = f", {console.counted(threads, 'thread')} for each worker" if threads else ""
+    seconds = statistics.fmean(row.seconds for row in rows)
+    console.print_plain(
+        f"\n{report['device']}{each}; {report['model']}, {report['sampler']},"
+        f" {report['steps']} steps; {seconds:.0f} s measured of each run.\n{report['how']}"
+    )

@@ -1,0 +1,227 @@
+"""`imagefleet gate`: passes two ways of drawing the same jobs, or fails them."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from fleet import console, options
+from imagefleet.storage.settings import StorageSettings
+
+if TYPE_CHECKING:
+    from evaluation.gate.result import Result
+
+
+@options.from_settings(StorageSettings)
+def command(
+    settings: StorageSettings,
+    a: Annotated[str, typer.Argument(metavar="A", help="The reference.")],
+    b: Annotated[str, typer.Argument(metavar="B", help="What is compared with it.")],
+    other_storage: Annotated[
+        str | None,
+        typer.Option(metavar="ADDRESS", help="Storage of B's campaign, if it is another one."),
+    ] = None,
+    captions: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Captions, or whole jobs, to draw, as for `load`. [default: the demo's jobs]",
+        ),
+    ] = None,
+    count: Annotated[
+        int | None,
+        typer.Option(min=2, help="Images to compare. [default: all; of --captions the first 24]"),
+    ] = None,
+    steps: Annotated[
+        int | None, typer.Option(min=1, max=150, help="Of all drawn jobs, whatever these say.")
+    ] = None,
+    model: Annotated[
+        Path | None,
+        typer.Option(help="Checkpoint to draw with. [default: the small demo checkpoint]"),
+    ] = None,
+    lora_directory: Annotated[
+        Path | None, typer.Option(help="Folder of LoRAs. [default: the demo's, with its model]")
+    ] = None,
+    embedding_directory: Annotated[
+        Path | None, typer.Option(help="Folder of textual inversion embeddings.")
+    ] = None,
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
+    keep: Annotated[
+        Path | None, typer.Option(metavar="FOLDER", help="Keep drawn images in a and b there.")
+    ] = None,
+    extractor: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE",
+            help="Network for FID and the feature distance, as for `score`; demo, or none."
+            " [default: demo where the demo's model draws]",
+        ),
+    ] = None,
+    clip: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FOLDER",
+            help="CLIP of transformers or open_clip for the CLIP score; demo, or none. [default:"
+            " demo with that --extractor]",
+        ),
+    ] = None,
+    reference: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FOLDER|STATISTICS",
+            help="Pictures or their statistics for FID, as for `score`. [default: demo with that"
+            " extractor, else the halves of A]",
+        ),
+    ] = None,
+    min_psnr: Annotated[
+        float, typer.Option(min=0, metavar="DB", help="Least PSNR over all pairs.")
+    ] = 30.0,
+    min_alike: Annotated[
+        float,
+        typer.Option(min=0, max=100, metavar="PERCENT", help="Least share of pairs alike."),
+    ] = 95.0,
+    max_features: Annotated[
+        float,
+        typer.Option(
+            min=0,
+            metavar="PERCENT",
+            help="Largest feature distance, of that between images of different jobs.",
+        ),
+    ] = 2.0,
+    max_fid: Annotated[
+        float, typer.Option(min=0, metavar="PERCENT", help="Largest change of FID.")
+    ] = 2.0,
+    max_clip: Annotated[
+        float, typer.Option(min=0, metavar="PERCENT", help="Largest change of the CLIP score.")
+    ] = 0.2,
+    worst: Annotated[
+        int, typer.Option(min=0, max=200, help="Worst pairs to list and to show.")
+    ] = 8,
+    html: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Also write a page with the worst pairs.")
+    ] = None,
+    json_file: options.JsonFile = None,
+    as_json: options.AsJson = False,
+) -> None:
+    """Compares images of the same jobs that were drawn in two ways.
+
+    A and B are each a campaign, a folder of images (with a slash: ./images), or settings to draw
+    with here and now: float32, float16, bfloat16, compiled, uncompiled, fp16-accumulate, factors,
+    merged (of LoRAs), slots=N, several with commas. Settings draw --captions, or the jobs of the
+    images they are compared with. Exit code 4: a figure is out of bounds.
+
+    imagefleet gate float32 float16
+
+    imagefleet gate spring float16,uncompiled --model dreamshaper-8.safetensors --html gate.html
+
+    imagefleet gate spring spring --other-storage local:other-gpu
+    """
+    from evaluation.gate import page, run, sides
+    from evaluation.gate.verdict import Bounds
+
+    for path in (html, json_file):
+        console.check_writable(path)
+    plan = run.Plan(
+        a=sides.read(a),
+        b=sides.read(b),
+        storages=(settings, run.other_storage(settings, other_storage)),
+        captions=captions,
+        count=count,
+        steps=steps,
+        model=model,
+        lora_directory=lora_directory,
+        embedding_directory=embedding_directory,
+        device=device,
+        keep=keep,
+        extractor=extractor,
+        clip=clip,
+        reference=reference,
+        bounds=Bounds(min_psnr, min_alike, max_features, max_fid, max_clip),
+        worst=worst,
+    )
+    result = run.run(plan, with_pictures=html is not None, quiet=as_json)
+    _warn(result)
+    record = result.as_json()
+    if json_file is not None:
+        console.write_file(json_file, console.json_text(record))
+    if html is not None:
+        console.write_file(html, page.render(result, datetime.now(UTC)))
+    if as_json:
+        console.print_json(record)
+    else:
+        _show(result)
+        if html is not None:
+            console.print_plain(f"Page: {html}")
+    if not result.verdict.passed:
+        raise typer.Exit(console.EXIT_IMAGES_WRONG)
+
+
+def _show(result: Result) -> None:
+    judged = result.verdict
+    console.print_plain(f"A: {result.labels[0]}\nB: {result.labels[1]}\n")
+    checks = console.table(
+        console.name_column("figure"),
+        console.number_column("found"),
+        console.number_column("bound"),
+        "",
+    )
+    for check in judged.checks:
+        checks.add_row(
+            check.title,
+            check.figure_text,
+            check.bound_text,
+            "" if check.passed else "out of bounds",
+        )
+    console.print_tables(checks)
+    rows = {
+        "pairs": f"{judged.pairs:,}",
+        "of them identical": f"{judged.identical:,}",
+        f"FID of A and B against {result.fid_against}": _both(judged.fid_a, judged.fid_b),
+        "FID between A and B": console.number(judged.fid_between, 4),
+        "CLIP score of A and B": _both(judged.clip_a, judged.clip_b),
+    }
+    console.print_tables(
+        "", console.totals({name: text for name, text in rows.items() if text != "-"})
+    )
+    if judged.passed:
+        console.print_plain("\npassed")
+        return
+    worst = console.table(
+        console.name_column("worst pairs"),
+        console.number_column("PSNR"),
+        console.number_column("distance"),
+        "caption",
+    )
+    for pair in judged.worst:
+        psnr = "identical" if pair.psnr is None else f"{pair.psnr:.1f} dB"
+        distance = console.number(pair.fingerprint_distance, 1)
+        worst.add_row(
+            console.untrusted(pair.key), psnr, distance, console.untrusted(pair.caption or "")
+        )
+    console.print_tables("", worst)
+    failed = ", ".join(check.title for check in judged.checks if not check.passed)
+    console.print_plain(f"\nfailed: {failed}")
+
+
+def _both(a: float | None, b: float | None) -> str:
+    return "-" if a is None else f"{console.number(a, 3)} and {console.number(b, 3)}"
+
+
+def _warn(result: Result) -> None:
+    """Says what the figures do not."""
+    comparison = result.comparison
+    if result.left_out:
+        console.print_warning(f"left out: {' and '.join(result.left_out)}")
+    if comparison.other_fields:
+        fields = "; ".join(
+            f"{name}: {a!r} and {b!r}" for name, (a, b) in comparison.other_fields.items()
+        )
+        console.print_warning(f"the jobs of A and B differ in more than the engine: {fields}")
+    if comparison.unknown_jobs:
+        console.print_warning(
+            f"{console.counted(comparison.unknown_jobs, 'pair')} compared by name alone: an image"
+            " does not say its caption and seed"
+        )

@@ -1,0 +1,173 @@
+"""Compares two sides pair by pair, with flat memory: pixels, features, captions."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+from evaluation.gate import images
+from evaluation.gate.images import Drawing, Images
+from evaluation.score import metrics
+from evaluation.score.extractors import Extractor, TextExtractor
+from evaluation.score.statistics import Doubles, Statistics
+from imagefleet import concurrency, errors, likeness
+from imagefleet.job import prompt
+
+#: Read and compared at once: of 1024x1024 pixels, some 100 MB.
+_BATCH = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Measures:
+    """What features are taken with; None leaves out what needs them."""
+
+    extractor: Extractor | None
+    text_extractor: TextExtractor | None
+    reference: Statistics | None
+
+
+@dataclass(frozen=True, slots=True)
+class PairFigures:
+    """How far apart two drawings of one job are."""
+
+    key: str
+    name_a: str
+    name_b: str
+    caption: str | None
+    seed: int | None
+    squares: float
+    """Mean square of the difference of all channels, out of 255 squared."""
+    fingerprint_distance: float
+    feature_distance: float | None
+
+    @property
+    def psnr(self) -> float | None:
+        return likeness.psnr(self.squares)
+
+
+@dataclass(slots=True)
+class Comparison:
+    """Everything that was found of the pairs."""
+
+    pairs: list[PairFigures] = field(default_factory=list)
+    halves_a: list[Statistics] = field(default_factory=list)
+    halves_b: list[Statistics] = field(default_factory=list)
+    directions: Doubles | None = None
+    """Of A's features at length 1: their sum."""
+    clip_scores: tuple[list[float], list[float]] = field(default_factory=lambda: ([], []))
+    other_fields: dict[str, tuple[Any, Any]] = field(default_factory=dict)
+    """Fields of the jobs that differ between the sides, with the values of the first pair."""
+    unknown_jobs: int = 0
+    """Pairs of which an image does not say how it was drawn."""
+
+
+async def compare(
+    sides: tuple[Images, Images],
+    keys: Sequence[str],
+    names: tuple[Mapping[str, str], Mapping[str, str]],
+    measures: Measures,
+    on_pairs: Callable[[int], None],
+) -> Comparison:
+    """Compares the images of *keys*, whose *names* each side has.
+
+    Raises:
+        NotComparableError: the two images of a pair are not of the same job.
+    """
+    found = Comparison()
+    for first in range(0, len(keys), _BATCH):
+        batch = keys[first : first + _BATCH]
+        drawn = await concurrency.gather(
+            *(
+                images.read(side, by_key[key])
+                for key in batch
+                for side, by_key in zip(sides, names, strict=True)
+            )
+        )
+        pairs = list(zip(drawn[::2], drawn[1::2], strict=True))
+        for key, (a, b) in zip(batch, pairs, strict=True):
+            images.check_same_job(key, a, b)
+            found.unknown_jobs += a.job is None or b.job is None
+            found.other_fields = {**images.other_fields(a, b), **found.other_fields}
+        await asyncio.to_thread(_add, found, batch, pairs, names, measures)
+        on_pairs(len(batch))
+    return found
+
+
+def _add(
+    found: Comparison,
+    keys: Sequence[str],
+    pairs: Sequence[tuple[Drawing, Drawing]],
+    names: tuple[Mapping[str, str], Mapping[str, str]],
+    measures: Measures,
+) -> None:
+    apart: Sequence[float | None] = [None] * len(keys)
+    if measures.extractor is not None:
+        apart = _add_features(found, pairs, measures.extractor)
+    if measures.text_extractor is not None:
+        _add_clip_scores(found, pairs, measures.text_extractor)
+    for key, (a, b), distance in zip(keys, pairs, apart, strict=True):
+        known = a if a.job is not None else b
+        found.pairs.append(
+            PairFigures(
+                key,
+                names[0][key],
+                names[1][key],
+                known.caption,
+                known.seed,
+                likeness.mean_square(a.pixels, b.pixels),
+                likeness.distance(*(likeness.fingerprint(each.pixels) for each in (a, b))),
+                distance,
+            )
+        )
+
+
+def _add_features(
+    found: Comparison, pairs: Sequence[tuple[Drawing, Drawing]], extractor: Extractor
+) -> list[float]:
+    """Adds the statistics of both sides; returns how far apart each pair's features are."""
+    a, b = (
+        extractor.features([Image.fromarray(drawing.pixels) for drawing in side])
+        for side in zip(*pairs, strict=True)
+    )
+    if found.directions is None:
+        empty = Statistics.merged([], a.shape[1])
+        found.directions = np.zeros(a.shape[1])
+        found.halves_a, found.halves_b = [empty, empty], [empty, empty]
+    if not (np.isfinite(a).all() and np.isfinite(b).all()):
+        raise errors.SetupError(
+            f"the extractor {extractor.facts.name} gives features that are not finite numbers"
+        )
+    first = len(found.pairs) % 2
+    for half in (0, 1):
+        rows = slice((half + first) % 2, None, 2)
+        if len(a[rows]):
+            found.halves_a[half] += Statistics.of(a[rows])
+            found.halves_b[half] += Statistics.of(b[rows])
+    directions = metrics.unit(a)
+    found.directions += directions.sum(axis=0)
+    apart = (1 - (directions * metrics.unit(b)).sum(axis=1)).clip(0)
+    return [float(each) for each in apart]
+
+
+def _add_clip_scores(
+    found: Comparison, pairs: Sequence[tuple[Drawing, Drawing]], extractor: TextExtractor
+) -> None:
+    captions = [words(a, b) for a, b in pairs]
+    if not any(captions):
+        return
+    texts = extractor.text_features([each for each in captions if each])
+    for side, scores in zip(zip(*pairs, strict=True), found.clip_scores, strict=True):
+        known = [drawing for drawing, caption in zip(side, captions, strict=True) if caption]
+        features = extractor.features([Image.fromarray(each.pixels) for each in known])
+        scores.extend(metrics.clip_score(features, texts).tolist())
+
+
+def words(a: Drawing, b: Drawing) -> str | None:
+    """A pair's caption without LoRAs."""
+    caption = a.caption or b.caption
+    return prompt.read_words(caption)[0] if caption else None

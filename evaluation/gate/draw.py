@@ -1,0 +1,185 @@
+"""Draws jobs with an engine's settings into a folder, as files that say how they were drawn."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import tempfile
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+
+from evaluation.gate.sides import GPU_ONLY, Engine
+from fleet import console
+from imagefleet import errors
+from imagefleet.job.message import Job, text_for_image
+from imagefleet.storage.open import open_storage
+from imagefleet.storage.settings import StorageSettings
+from worker.engine import contract
+from worker.files.embeddings import EmbeddingLibrary
+from worker.files.loras import LoraLibrary
+from worker.inputs.img2img import Overlay
+from worker.inputs.reader import InputReader, Inputs
+from worker.stages import encode, infotext
+from worker.stages.prepare import PREPARERS, requests_of
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """What both sides are drawn with; the folders hold the files that prompts name."""
+
+    model: Path
+    device: str
+    lora_directory: Path | None
+    embedding_directory: Path | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Image:
+    """One image of a job."""
+
+    job: Job
+    index: int
+    request: contract.ImageRequest
+    overlay: Overlay | None
+
+
+def check(sides: Iterable[Engine], device: str) -> None:
+    """Raises SetupError, before anything is drawn, for a setting without effect on this device."""
+    from worker.engine import device as devices
+
+    if devices.find_device(device).type == "cpu":
+        words = {word for side in sides for word in side.text.split(",")}
+        if without_effect := ", ".join(sorted(GPU_ONLY & words)):
+            raise errors.SetupError(f"{without_effect} changes nothing on a CPU: compare on a GPU")
+
+
+def draw(
+    jobs: Sequence[Job], side: Engine, setup: Setup, folder: Path, on_image: Callable[[], None]
+) -> None:
+    """Draws all images of the *jobs* into *folder*.
+
+    Raises:
+        SetupError: the model cannot be loaded, or a job cannot be drawn with it.
+    """
+    from worker.engine import load
+
+    engine = load.load_engine(setup.model, setup.device, **side.settings)
+    try:
+        images = asyncio.run(_images(jobs, setup, engine))
+        for image, pixels in _drawn(images, engine):
+            with _naming(image.job):
+                _write(image, pixels, engine.model_name, folder)
+            on_image()
+    finally:
+        engine.close()
+
+
+def _drawn(
+    images: Sequence[_Image], engine: contract.Engine
+) -> Iterator[tuple[_Image, contract.Pixels]]:
+    """The images as they are finished; the engine is kept full."""
+    with ThreadPoolExecutor(PREPARERS, "prepare") as threads:
+        to_prepare = iter(images)
+        waiting = deque(enumerate(images))
+        preparing = deque(
+            threads.submit(engine.prepare, image.request)
+            for image in islice(to_prepare, 2 * engine.capacity)
+        )
+        while waiting or engine.busy:
+            while waiting and engine.free:
+                ticket, image = waiting.popleft()
+                with _naming(image.job):
+                    engine.admit(ticket, preparing.popleft().result())
+                if (following := next(to_prepare, None)) is not None:
+                    preparing.append(threads.submit(engine.prepare, following.request))
+            for finished in engine.tick():
+                image = images[finished.ticket]
+                with _naming(image.job):
+                    if isinstance(finished.outcome, errors.FleetError):
+                        raise finished.outcome
+                yield image, finished.outcome
+
+
+def _write(image: _Image, pixels: contract.Pixels, model: str, folder: Path) -> None:
+    job, request, overlay = image.job, image.request, image.overlay
+    if overlay is not None:
+        pixels = overlay.put_over(pixels)
+    size = request.width, request.height
+    is_cut_out = overlay is not None and overlay.box is not None
+    text = infotext.parameters(job, image.index, size, model, is_cut_out=is_cut_out)
+    encoded = encode.encode(pixels, job.output, text, text_for_image(job.to_message(), job))
+    name = job.blob_name(image.index).partition("/")[2]
+    console.write_file(folder / name, encoded.data)
+
+
+async def _images(jobs: Sequence[Job], setup: Setup, engine: contract.Engine) -> list[_Image]:
+    """All images of all jobs, with the files that their prompts name."""
+    with tempfile.TemporaryDirectory(prefix="imagefleet-gate-") as empty:
+        address = f"local:{empty}/storage"
+        async with open_storage(StorageSettings(storage=address)) as storage:
+            await storage.create()
+            loras = LoraLibrary(
+                storage.files,
+                directory=setup.lora_directory,
+                cache=Path(empty, "loras"),
+                cache_bytes=0,
+            )
+            embeddings = EmbeddingLibrary(
+                storage.files,
+                directory=setup.embedding_directory,
+                cache=Path(empty, "embeddings"),
+            )
+            reader = InputReader(storage.files, storage.blobs, cache=Path(empty), cache_bytes=0)
+            images = []
+            for job in jobs:
+                with _naming(job):
+                    inputs = await reader.read(job, _size(job, engine))
+                requests = await _requests(job, engine, loras, embeddings, inputs)
+                images += [
+                    _Image(job, index, request, inputs.overlay)
+                    for index, request in enumerate(requests)
+                ]
+            return images
+
+
+def _size(job: Job, engine: contract.Engine) -> tuple[int, int]:
+    width, height = engine.default_size
+    return job.width or width, job.height or height
+
+
+async def _requests(
+    job: Job,
+    engine: contract.Engine,
+    loras: LoraLibrary,
+    embeddings: EmbeddingLibrary,
+    inputs: Inputs,
+) -> list[contract.ImageRequest]:
+    with _naming(job):
+        tags = [
+            contract.Lora(
+                tag.name,
+                await loras.resolve(tag.name),
+                tag.text_encoder_weight,
+                tag.unet_weight,
+            )
+            for tag in job.parsed_prompt.loras
+        ]
+        named = engine.find_embeddings(job.all_prompts, await embeddings.names())
+        found = [contract.Embedding(name, *await embeddings.resolve_hashed(name)) for name in named]
+    return requests_of(job, _size(job, engine), tags, tuple(found), inputs=inputs)
+
+
+@contextlib.contextmanager
+def _naming(job: Job) -> Iterator[None]:
+    """Errors of a job as SetupErrors that name it."""
+    try:
+        yield
+    except (errors.JobError, errors.TransientError) as error:
+        hint = ""
+        if isinstance(error, errors.MissingFileError):
+            hint = " (--lora-directory and --embedding-directory name their folders)"
+        raise errors.SetupError(f"job {job.id} cannot be drawn: {error.message}{hint}") from error

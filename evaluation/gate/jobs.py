@@ -1,0 +1,98 @@
+"""The jobs that the gate draws: those of a file, or those of the images to compare with."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from pathlib import Path
+
+from evaluation.gate import images
+from fleet import demo_jobs
+from imagefleet import concurrency, errors
+from imagefleet.job.message import Job, read_job
+from imagefleet.job.passes import sources
+
+#: Of a file, unless --count says more.
+COUNT = 24
+
+_CONCURRENT_READS = 16
+
+
+def of_file(path: Path | None, count: int | None, steps: int | None) -> list[Job]:
+    """The first jobs of a file; None: those of the demo's checkpoint.
+
+    Raises:
+        SetupError: it cannot be read, or has an invalid job.
+    """
+    from loadgen.sources import open_source
+
+    name = path or demo_jobs.find_checkpoint() / "demo_jobs.jsonl"
+    source = open_source(str(name), count=count or COUNT, on_invalid=_refuse)
+    jobs = [
+        read_job(body, f"{number:06}")
+        for number, body in enumerate(source.bodies(0), 1)
+        if body is not None
+    ]
+    if not jobs:
+        raise errors.SetupError(f"{name} has no captions")
+    return _distinct([_to_draw(each, steps) for each in jobs])
+
+
+async def of_images(side: images.Images, names: Collection[str]) -> list[Job]:
+    """The jobs of images that are there.
+
+    Raises:
+        NotComparableError: an image does not say how it was drawn.
+    """
+    found: dict[str, Job] = {}
+
+    async def read(name: str) -> None:
+        data = await side.read(name)
+        job = None if data is None else images.job_in(data)
+        if job is None:
+            raise images.NotComparableError(
+                f"{side.label}: {name} has no job in it, so it cannot be drawn again here: compare"
+                " it with other images instead"
+            )
+        found[str(job.id)] = job
+
+    await concurrency.for_each(names, read, _CONCURRENT_READS)
+    return [_to_draw(found[each], None) for each in sorted(found)]
+
+
+def _refuse(place: str, reason: str) -> None:
+    raise errors.SetupError(f"{place} is not a valid job: {reason}")
+
+
+def _to_draw(job: Job, steps: int | None) -> Job:
+    """The job for this machine: with the model that is loaded, whatever it asks for.
+
+    Raises:
+        SetupError: it takes more than an engine to draw it.
+    """
+    named = [each for each in job.sources if sources.place(each) is not None]
+    files = [*named, *job.upscaler_files, *(unit.model for unit in job.controls)]
+    reason = None
+    if job.stages > 1:
+        reason = f"has {job.stages} stages, of which each begins with the image of the one before"
+    elif job.only_upscales:
+        reason = "only enlarges an image"
+    elif files:
+        reason = f"needs a file of a storage, {files[0]}"
+    if reason is not None:
+        raise errors.SetupError(
+            f"job {job.id} {reason}: the gate draws jobs of one stage without such files; have"
+            " workers draw two campaigns, and compare these"
+        )
+    fields: dict[str, object] = {"model": None, "verify": False}
+    if steps is not None:
+        fields["steps"] = steps
+    return job.model_copy(update=fields)
+
+
+def _distinct(jobs: list[Job]) -> list[Job]:
+    seen: set[str] = set()
+    for job in jobs:
+        if str(job.id) in seen:
+            raise errors.SetupError(f"two of the captions have the id {job.id}")
+        seen.add(str(job.id))
+    return jobs

@@ -1,0 +1,273 @@
+"""Draws what is to be drawn, pairs both sides and compares them."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from PIL import Image
+
+from evaluation.gate import compare, images, jobs, page, verdict
+from evaluation.gate.compare import Measures
+from evaluation.gate.images import CampaignImages, FolderImages, Images, NotComparableError
+from evaluation.gate.result import Result
+from evaluation.gate.sides import Campaign, Engine, Folder, Side
+from evaluation.gate.verdict import Bounds
+from evaluation.score import extractors
+from evaluation.score import reference as references
+from evaluation.score.networks import load
+from evaluation.score.statistics import Statistics
+from fleet import console, demo_jobs
+from imagefleet import concurrency, errors
+from imagefleet.job.message import Job
+from imagefleet.storage.open import open_storage
+from imagefleet.storage.settings import StorageSettings
+
+#: Nothing is compared by features.
+NONE = "none"
+
+#: Of missing images, in a message.
+_SHOWN = 5
+
+_REFERENCE_BATCH = 32
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What to compare and how; None is not given."""
+
+    a: Side
+    b: Side
+    storages: tuple[StorageSettings, StorageSettings]
+    """Of the campaigns of A and of B."""
+    captions: Path | None
+    count: int | None
+    steps: int | None
+    model: Path | None
+    lora_directory: Path | None
+    embedding_directory: Path | None
+    device: str
+    keep: Path | None
+    extractor: str | None
+    clip: str | None
+    reference: str | None
+    bounds: Bounds
+    worst: int
+
+    @property
+    def sides(self) -> tuple[Side, Side]:
+        return self.a, self.b
+
+    @property
+    def engines(self) -> dict[int, Engine]:
+        """The sides that are drawn here, by their place."""
+        return {at: side for at, side in enumerate(self.sides) if isinstance(side, Engine)}
+
+
+def run(plan: Plan, *, with_pictures: bool, quiet: bool) -> Result:
+    """The whole gate, in the main thread.
+
+    Raises:
+        SetupError: the sides cannot be compared; says why.
+    """
+    _check(plan)
+    measures = _measures(plan)
+    with _folders(plan) as folders:
+        _draw(plan, folders, quiet=quiet)
+        return console.run(
+            _compare(plan, measures, folders, with_pictures=with_pictures, quiet=quiet)
+        )
+
+
+def _check(plan: Plan) -> None:
+    """Raises SetupError for options that have no effect on these sides."""
+    both = len(plan.engines) == 2  # noqa: PLR2004
+    for flag, value in (("--captions", plan.captions), ("--steps", plan.steps)):
+        if value is not None and not both:
+            raise errors.SetupError(
+                f"{flag} is for two settings that are drawn here; the jobs are those of the images"
+                " there are"
+            )
+    for flag, value in (("--model", plan.model), ("--keep", plan.keep)):
+        if value is not None and not plan.engines:
+            raise errors.SetupError(f"{flag} is for settings that are drawn here; there are none")
+    if plan.a == plan.b and plan.storages[0] == plan.storages[1]:
+        raise errors.SetupError(f"A and B are the same: {plan.a}")
+    from worker.files import check
+
+    check.require_path(plan.model)
+    if plan.engines:
+        from fleet.worker import command as worker
+
+        worker.require_libraries()
+
+
+def _measures(plan: Plan) -> Measures:
+    draws_demo = bool(plan.engines) and plan.model is None
+    name = plan.extractor or (extractors.DEMO if draws_demo else NONE)
+    clip = plan.clip or (name if name == extractors.DEMO or Path(name).is_dir() else NONE)
+    device = _device(plan) if {name, clip} - {NONE} else ""
+    found = None if name == NONE else load.load_extractor(name, device)
+    texts = None if clip == NONE else load.load_text_extractor(clip, device)
+    if found is None:
+        if plan.reference is not None:
+            raise errors.SetupError("--reference needs an --extractor")
+        return Measures(None, texts, None)
+    reference = plan.reference or (extractors.DEMO if name == extractors.DEMO else None)
+    return Measures(found, texts, None if reference is None else _reference(reference, found))
+
+
+def _device(plan: Plan) -> str:
+    from fleet.worker import command as worker
+
+    worker.require_libraries()
+    from worker.engine import device
+
+    return str(device.find_device(plan.device))
+
+
+def _reference(name: str, extractor: extractors.Extractor) -> Statistics:
+    if Path(name).is_dir():
+        return console.run(_statistics(FolderImages(Path(name)), extractor))
+    found = references.read(name, extractor.facts, None).statistics
+    assert found is not None  # noqa: S101 - `read` refuses one without
+    return found
+
+
+async def _statistics(folder: Images, extractor: extractors.Extractor) -> Statistics:
+    names = sorted(await folder.names())
+    found = Statistics.merged([], extractor.facts.dimensions)
+    for first in range(0, len(names), _REFERENCE_BATCH):
+        batch = names[first : first + _REFERENCE_BATCH]
+        drawn = await concurrency.gather(*(images.read(folder, name) for name in batch))
+        features = extractor.features([Image.fromarray(each.pixels) for each in drawn])
+        found += Statistics.of(np.asarray(features))
+    if found.count < 2:  # noqa: PLR2004
+        raise errors.SetupError(f"{folder.label}: the reference needs at least two images")
+    return found
+
+
+@contextmanager
+def _folders(plan: Plan) -> Iterator[tuple[Path, Path]]:
+    """Where each side is drawn."""
+    with tempfile.TemporaryDirectory(prefix="imagefleet-gate-") as temporary:
+        root = Path(temporary) if plan.keep is None else plan.keep
+        folders = root / "a", root / "b"
+        for at in plan.engines:
+            if folders[at].exists() and any(folders[at].iterdir()):
+                raise errors.SetupError(f"{folders[at]} has files already: choose another --keep")
+            folders[at].mkdir(parents=True, exist_ok=True)
+        yield folders
+
+
+def _draw(plan: Plan, folders: tuple[Path, Path], *, quiet: bool) -> None:
+    if not plan.engines:
+        return
+    from evaluation.gate import draw  # only this needs the worker's libraries
+
+    draw.check(plan.engines.values(), plan.device)
+    to_draw = _jobs(plan, folders)
+    demo = demo_jobs.find_checkpoint() if plan.model is None else None
+    setup = draw.Setup(
+        plan.model or demo_jobs.find_checkpoint(),
+        plan.device,
+        plan.lora_directory or (demo / "loras" if demo else None),
+        plan.embedding_directory,
+    )
+    total = sum(job.images for job in to_draw)
+    # Once on, torch accumulates in float16 until the process ends.
+    order = sorted(plan.engines, key=lambda at: "fp16_accumulate" in plan.engines[at].settings)
+    for at in order:
+        side = plan.engines[at]
+        with console.counting(f"drawing {side}", total, quiet=quiet) as on_image:
+            draw.draw(to_draw, side, setup, folders[at], on_image)
+
+
+def _jobs(plan: Plan, folders: tuple[Path, Path]) -> list[Job]:
+    if len(plan.engines) == len(plan.sides):
+        return jobs.of_file(plan.captions, plan.count, plan.steps)
+    there = 1 if 0 in plan.engines else 0
+
+    async def read() -> list[Job]:
+        async with _opened(plan, there, folders) as side:
+            by_key = images.by_key(await side.names(), side.label)
+            names = [by_key[key] for key in sorted(by_key)[: plan.count]]
+            return await jobs.of_images(side, names)
+
+    return console.run(read())
+
+
+@asynccontextmanager
+async def _opened(plan: Plan, at: int, folders: tuple[Path, Path]) -> AsyncIterator[Images]:
+    side = plan.sides[at]
+    if isinstance(side, Campaign):
+        # Only images are read: neither queues nor a right to them are needed.
+        async with open_storage(plan.storages[at]) as storage:
+            yield CampaignImages(storage.blobs, side.name, storage.url)
+    elif isinstance(side, Folder):
+        yield FolderImages(side.path)
+    else:
+        model = "the demo's model" if plan.model is None else str(plan.model)
+        yield FolderImages(folders[at], f"{side}, drawn with {model}")
+
+
+async def _compare(
+    plan: Plan,
+    measures: Measures,
+    folders: tuple[Path, Path],
+    *,
+    with_pictures: bool,
+    quiet: bool,
+) -> Result:
+    async with _opened(plan, 0, folders) as a, _opened(plan, 1, folders) as b:
+        names = [images.by_key(await side.names(), side.label) for side in (a, b)]
+        keys = _keys(plan, (a, b), (names[0], names[1]))
+        with console.counting("compared", len(keys), quiet=quiet) as on_pairs:
+            found = await compare.compare((a, b), keys, (names[0], names[1]), measures, on_pairs)
+        judged = verdict.judge(found, measures, plan.bounds, plan.worst)
+        pictures = []
+        if with_pictures:
+            for pair in judged.worst:
+                both = await concurrency.gather(
+                    images.read(a, pair.name_a), images.read(b, pair.name_b)
+                )
+                pictures.append(page.picture(pair, *both))
+        return Result((a.label, b.label), measures, found, judged, tuple(pictures))
+
+
+def _keys(
+    plan: Plan, sides: tuple[Images, Images], names: tuple[Mapping[str, str], Mapping[str, str]]
+) -> list[str]:
+    """The names of the pairs.
+
+    Raises:
+        NotComparableError: a side lacks images of the other.
+    """
+    # What is drawn here has all images of a job, even if not all are asked for.
+    leading = 1 if isinstance(plan.a, Engine) and not isinstance(plan.b, Engine) else 0
+    keys = sorted(names[leading])[: plan.count]
+    lacking = [("BA"[leading], sides[1 - leading], set(keys) - names[1 - leading].keys())]
+    if plan.count is None:
+        extra = names[1 - leading].keys() - set(keys)
+        lacking.append(("AB"[leading], sides[leading], extra))
+    for letter, side, missing in lacking:
+        if missing:
+            shown = ", ".join(sorted(missing)[:_SHOWN])
+            more = f" and {len(missing) - _SHOWN:,} more" if len(missing) > _SHOWN else ""
+            raise NotComparableError(
+                f"{letter} ({side.label}) lacks {console.counted(len(missing), 'image')} of the"
+                f" other side: {shown}{more}; --count compares the first ones alone"
+            )
+    return keys
+
+
+def other_storage(settings: StorageSettings, address: str | None) -> StorageSettings:
+    """The settings of B's storage: another address, with the same names and no token of A's."""
+    if address is None:
+        return settings
+    tokens = {"sas": None, "sas_file": None, "broker_url": None}
+    return settings.model_copy(update={"storage": address, **tokens})

@@ -1,0 +1,188 @@
+"""The figures of a comparison, and which of them are within their bounds."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from evaluation.gate.compare import Comparison, Measures, PairFigures
+from evaluation.score.metrics import frechet_distance
+from imagefleet import likeness
+
+#: Pairs that are listed and shown, unless --worst says otherwise.
+WORST = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """By default those of MLPerf's SDXL benchmark for FID and CLIP score; percentages."""
+
+    min_psnr: float = 30.0
+    min_alike: float = 95.0
+    max_features: float = 2.0
+    max_fid: float = 2.0
+    max_clip: float = 0.2
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One figure against its bound."""
+
+    name: str
+    """As in `--json`."""
+    title: str
+    figure: float | None
+    """None: the images are the same to the last bit."""
+    bound: float
+    unit: str
+    is_least: bool = False
+    """The figure must not be below the bound, rather than above."""
+
+    @property
+    def bound_text(self) -> str:
+        """The bound in words."""
+        return f"{'at least' if self.is_least else 'at most'} {self.bound:g} {self.unit}"
+
+    @property
+    def figure_text(self) -> str:
+        """The figure with its unit."""
+        return "identical" if self.figure is None else f"{self.figure:,.3f} {self.unit}"
+
+    @property
+    def passed(self) -> bool:
+        if self.figure is None:
+            return True
+        return self.figure >= self.bound if self.is_least else self.figure <= self.bound
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """All figures of both sides, and the checks."""
+
+    pairs: int
+    identical: int
+    psnr: float | None
+    psnr_lowest: float | None
+    alike: int
+    fingerprint_distance_median: float
+    feature_distance: float | None
+    """The mean, as a share of that of A's images of different jobs."""
+    fid_a: float | None
+    fid_b: float | None
+    fid_between: float | None
+    """Of B's images against A's."""
+    clip_a: float | None
+    clip_b: float | None
+    checks: tuple[Check, ...]
+    worst: tuple[PairFigures, ...]
+
+    @property
+    def passed(self) -> bool:
+        return all(check.passed for check in self.checks)
+
+    def as_json(self) -> dict[str, Any]:
+        """Figures by name; PSNR is null where the images are the same."""
+        facts = asdict(self)
+        facts["checks"] = [{**asdict(each), "passed": each.passed} for each in self.checks]
+        facts["worst"] = [{**asdict(each), "psnr": each.psnr} for each in self.worst]
+        return {"passed": self.passed, **facts}
+
+
+@dataclass(frozen=True, slots=True)
+class _Fids:
+    """Of both sides, and of B's images against A's."""
+
+    a: float
+    b: float
+    between: float
+
+
+def judge(found: Comparison, measures: Measures, bounds: Bounds, worst: int = WORST) -> Verdict:
+    """The verdict on at least one pair."""
+    pairs = found.pairs
+    total = likeness.psnr(float(np.mean([pair.squares for pair in pairs])))
+    alike = sum(pair.fingerprint_distance < likeness.SAME_BELOW for pair in pairs)
+    share = 100 * alike / len(pairs)
+    checks = [
+        Check("psnr", "PSNR over all pairs", total, bounds.min_psnr, "dB", is_least=True),
+        Check("alike", "pairs alike", share, bounds.min_alike, "%", is_least=True),
+    ]
+    apart = _feature_distance(found)
+    if apart is not None:
+        checks.append(
+            Check(
+                "feature_distance",
+                "feature distance, of that between different jobs",
+                100 * apart,
+                bounds.max_features,
+                "%",
+            )
+        )
+    fids = _fids(found, measures)
+    if fids is not None:
+        checks.append(
+            Check("fid", "change of FID", _percent_apart(fids.a, fids.b), bounds.max_fid, "%")
+        )
+    clip_a, clip_b = (float(np.mean(each)) if each else None for each in found.clip_scores)
+    if clip_a is not None and clip_b is not None:
+        checks.append(
+            Check(
+                "clip", "change of CLIP score", _percent_apart(clip_a, clip_b), bounds.max_clip, "%"
+            )
+        )
+    order = sorted(pairs, key=lambda pair: (-pair.squares, pair.key))
+    return Verdict(
+        pairs=len(pairs),
+        identical=sum(pair.squares == 0 for pair in pairs),
+        psnr=total,
+        psnr_lowest=order[0].psnr,
+        alike=alike,
+        fingerprint_distance_median=float(np.median([pair.fingerprint_distance for pair in pairs])),
+        feature_distance=apart,
+        fid_a=fids.a if fids else None,
+        fid_b=fids.b if fids else None,
+        fid_between=fids.between if fids else None,
+        clip_a=clip_a,
+        clip_b=clip_b,
+        checks=tuple(checks),
+        worst=tuple(order[:worst]),
+    )
+
+
+def _feature_distance(found: Comparison) -> float | None:
+    """The mean of 1 - cosine over pairs, over that of A's images of different jobs."""
+    count = len(found.pairs)
+    if found.directions is None or count < 2:  # noqa: PLR2004 - no images of different jobs
+        return None
+    apart = float(np.mean([pair.feature_distance for pair in found.pairs]))
+    # The cosines of all pairs of different images: the square of the sum has each twice.
+    square = float(found.directions @ found.directions)
+    between = 1 - (square - count) / (count * (count - 1))
+    return apart / between if between > 0 else None
+
+
+def _fids(found: Comparison, measures: Measures) -> _Fids | None:
+    """Of both sides: against the reference, or without one against the other half of A.
+
+    Halves make the change of FID a percentage of what it is, without other images than A's.
+    """
+    if not found.halves_a or min(each.count for each in found.halves_a) < 2:  # noqa: PLR2004
+        return None
+    a, b = (halves[0] + halves[1] for halves in (found.halves_a, found.halves_b))
+    between = max(0.0, frechet_distance(b, a))
+    if measures.reference is not None:
+        fid_a, fid_b = (frechet_distance(each, measures.reference) for each in (a, b))
+    else:
+        (even_a, odd_a), (even_b, odd_b) = found.halves_a, found.halves_b
+        fid_a = frechet_distance(even_a, odd_a)
+        fid_b = (frechet_distance(even_b, odd_a) + frechet_distance(odd_b, even_a)) / 2
+    return _Fids(fid_a, fid_b, between)
+
+
+def _percent_apart(a: float, b: float) -> float:
+    """How far *b* is from *a*, in percent of *a*."""
+    if a == b:
+        return 0.0
+    return 100 * abs(b - a) / abs(a) if a else 100.0

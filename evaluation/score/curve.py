@@ -1,0 +1,114 @@
+"""The FID-CLIP curve as one SVG, for files and for the report's page."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from html import escape
+
+from evaluation.score.scores import GroupScores, Scores
+from fleet.report import plot
+
+_WIDTH, _HEIGHT = 480, 340
+_LEFT, _RIGHT, _TOP, _BOTTOM = 62, 24, 18, 50
+
+_MIDDLE = 'text-anchor="middle"'
+
+#: As on the report's page.
+_COLOURS = ("#2f6db5", "#d9772b", "#3d9a63", "#b0435a", "#7d62b0", "#7a7f87")
+
+_LOOK = 'role="img" font-family="system-ui, sans-serif" font-size="14" fill="currentColor"'
+
+#: Free space around the points, as a share of their range.
+_MARGIN = 0.08
+
+
+def series(scores: Scores) -> dict[str, list[GroupScores]]:
+    """The groups with both figures, by what differs but for the guidance, by their guidance."""
+    lines: dict[str, list[GroupScores]] = {}
+    for group in scores.groups:
+        if group.fid is not None and group.clip is not None:
+            lines.setdefault(_name(group), []).append(group)
+    return {
+        name: sorted(groups, key=lambda group: group.cfg_scale or 0)
+        for name, groups in lines.items()
+    }
+
+
+def _name(group: GroupScores) -> str:
+    strength = "" if group.lora_strength is None else f" {group.lora_strength:g}"
+    steps = "" if group.steps is None else f"{group.steps} steps"
+    lora = f"{group.lora}{strength}" if group.lora else ""
+    return ", ".join(filter(None, (group.model, group.sampler, steps, lora))) or group.group
+
+
+def svg(scores: Scores) -> str:
+    """FID over the CLIP score, each point with its guidance; "" without both figures."""
+    lines = series(scores)
+    points = [_place(group) for groups in lines.values() for group in groups]
+    if not points:
+        return ""
+    x = _Axis([clip for clip, _ in points], _LEFT, _WIDTH - _RIGHT)
+    y = _Axis([fid for _, fid in points], _HEIGHT - _BOTTOM, _TOP)
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {_HEIGHT}" {_LOOK}>',
+        f"<title>FID and CLIP score of {escape(scores.campaign)}</title>",
+        # A picture by itself has no page whose colours it could take.
+        "<style>svg:root { color: #1c1d21; background: #fff; }</style>",
+        *_grid(x, y),
+    ]
+    for number, (name, groups) in enumerate(lines.items()):
+        colour = _COLOURS[number % len(_COLOURS)]
+        places = [(x.place(clip), y.place(fid)) for clip, fid in map(_place, groups)]
+        path = " ".join(f"{across:.1f},{down:.1f}" for across, down in places)
+        parts.append(f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="2"/>')
+        for group, (across, down) in zip(groups, places, strict=True):
+            parts += _point(group, across, down, colour)
+        if len(lines) > 1:
+            down = _TOP + 16 * number
+            parts.append(f'<text x="{_LEFT + 8}" y="{down}" fill="{colour}">{escape(name)}</text>')
+    return "\n".join([*parts, "</svg>"]) + "\n"
+
+
+class _Axis:
+    """A scale around some values, with its marks."""
+
+    def __init__(self, values: Sequence[float], low: float, high: float) -> None:
+        spread = max(values) - min(values) or abs(values[0]) or 1.0
+        begin, end = min(values) - _MARGIN * spread, max(values) + _MARGIN * spread
+        self.place: Callable[[float], float] = plot.scale(begin, end, low, high)
+        self.marks = plot.nice_ticks(begin, end)
+
+
+def _place(group: GroupScores) -> tuple[float, float]:
+    return group.clip or 0.0, group.fid or 0.0
+
+
+def _grid(x: _Axis, y: _Axis) -> list[str]:
+    bottom, right = _HEIGHT - _BOTTOM, _WIDTH - _RIGHT
+    parts = [
+        f'<path d="M{_LEFT} {y.place(mark):.1f}H{right}" stroke="currentColor" opacity=".15"/>'
+        f'<text x="{_LEFT - 8}" y="{y.place(mark) + 4:.1f}" text-anchor="end">'
+        f"{plot.number_text(mark)}</text>"
+        for mark in y.marks
+    ]
+    parts += [
+        f'<text x="{x.place(mark):.1f}" y="{bottom + 20}" text-anchor="middle">'
+        f"{plot.number_text(mark)}</text>"
+        for mark in x.marks
+    ]
+    middle = (_TOP + bottom) / 2
+    return [
+        *parts,
+        f'<text x="{(_LEFT + right) / 2}" y="{_HEIGHT - 12}" {_MIDDLE}>CLIP score</text>',
+        f'<text transform="translate(16 {middle}) rotate(-90)" {_MIDDLE}>FID</text>',
+    ]
+
+
+def _point(group: GroupScores, across: float, down: float, colour: str) -> list[str]:
+    clip, fid = _place(group)
+    guidance = "" if group.cfg_scale is None else f"{group.cfg_scale:g}"
+    title = f"<title>{escape(group.group)}: FID {fid:.3f}, CLIP {clip:.3f}</title>"
+    return [
+        f'<circle cx="{across:.1f}" cy="{down:.1f}" r="4" fill="{colour}">{title}</circle>',
+        f'<text x="{across + 7:.1f}" y="{down - 7:.1f}">{guidance}</text>',
+    ]

@@ -1,0 +1,63 @@
+"""A TorchScript file, such as the `inception-2015-12-05.pt` that clean-fid and StyleGAN use."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+
+from evaluation.score import extractors
+from evaluation.score.extractors import ExtractorFacts
+from evaluation.score.resize import Preparation
+from evaluation.score.statistics import Features
+from imagefleet import errors
+
+
+class TorchScriptExtractor:
+    """Images [n, 3, size, size] in, features [n, d] out; more axes are flattened."""
+
+    def __init__(self, path: Path, device: str) -> None:
+        self._device = device
+        self._network, preparation = self._load(path)
+        self._preparation = preparation
+        blank = Image.new("RGB", (preparation.size, preparation.size))
+        self.facts = ExtractorFacts(path.name, "TorchScript", "", 0, preparation)
+        try:
+            dimensions = self.features([blank]).shape[1]
+        except (RuntimeError, ValueError, TypeError, AttributeError) as error:
+            line = str(error).strip().splitlines()[-1]
+            raise errors.SetupError(
+                f"{path}: the network fails on one image of {preparation.size} pixels ({line});"
+                f" {path.name}.json beside it can name another size"
+            ) from None
+        self.facts = ExtractorFacts(
+            path.name, "TorchScript", extractors.sha256_of(path), dimensions, preparation
+        )
+
+    def _load(self, path: Path) -> tuple[Any, Preparation]:
+        stated = extractors.read_preparation(path)
+        try:
+            with warnings.catch_warnings():
+                # TorchScript is what the published weights of Inception come as.
+                warnings.simplefilter("ignore", DeprecationWarning)
+                network = torch.jit.load(str(path), map_location=self._device).eval()  # type: ignore[no-untyped-call]
+        except (RuntimeError, ValueError, OSError) as error:
+            line = str(error).strip().splitlines()[0]
+            raise errors.SetupError(f"{path} is no TorchScript file: {line}") from None
+        if stated is None and hasattr(network, "layers"):
+            # As a whole, that file resizes without antialiasing; clean-fid takes this part of it.
+            network = network.layers
+        return network, stated or extractors.inception_preparation()
+
+    @torch.inference_mode()
+    def features(self, images: Sequence[Image.Image]) -> Features:
+        prepared = torch.from_numpy(self._preparation.array(images)).to(self._device)
+        found = self._network(prepared).flatten(1).float().cpu().numpy()
+        if found.shape[0] != len(images):
+            raise ValueError(f"{len(images)} images gave {found.shape[0]} rows of features")
+        return np.ascontiguousarray(found, np.float32)

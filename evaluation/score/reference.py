@@ -1,0 +1,119 @@
+"""What a campaign's images are compared with: a folder of pictures, or statistics of some."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from evaluation.score import chunks
+from evaluation.score.extractors import DEMO, ExtractorFacts
+from evaluation.score.plan import Chunk
+from evaluation.score.statistics import UNREADABLE, Rows, Statistics
+from fleet import console
+from imagefleet import errors
+
+#: 2,000 pictures of the drawn world; `benchmarks/scoring/reference.py` makes it.
+_DEMO_FILE = Path(__file__).with_name(DEMO) / "reference.npz"
+
+
+#: FID and KID are not defined for a single picture.
+_LEAST = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Reference:
+    """Statistics are for FID, features for KID, those of CLIP for CMMD; each may be missing."""
+
+    name: str
+    images: int | None
+    statistics: Statistics | None = None
+    features: Rows | None = None
+    clip: Rows | None = None
+
+    def check(self, extractor: ExtractorFacts | None) -> None:
+        """Raises SetupError, before hours of work, if FID cannot be computed."""
+        if extractor is None:
+            return
+        if self.statistics is None:
+            raise errors.SetupError(f"the reference {self.name} has no statistics for FID")
+        if (dimensions := len(self.statistics.mean)) != extractor.dimensions:
+            raise errors.SetupError(
+                f"the reference {self.name} has {dimensions:,} features an image, and"
+                f" {extractor.name} {extractor.dimensions:,}: they are of another extractor"
+            )
+
+
+def of_chunks(
+    folder: Path,
+    done: Sequence[Chunk],
+    extractor: ExtractorFacts | None,
+    clip: ExtractorFacts | None,
+) -> Reference:
+    """The reference in a folder whose chunks are computed; pictures that are none are named."""
+    notes = [note for note in map(chunks.read_note, done) if note]
+    if left_out := [name for note in notes for name in note.left_out]:
+        shown = ", ".join(left_out[:3])
+        console.print_warning(
+            f"{console.counted(len(left_out), 'picture')} of {folder} cannot be read: {shown}"
+        )
+    images = sum(note.images for note in notes)
+    if images < _LEAST:
+        raise errors.SetupError(f"the reference {folder} has fewer than {_LEAST} pictures to read")
+    rows = chunks.StoredRows(done, "features", extractor.dimensions) if extractor else None
+    return Reference(
+        str(folder),
+        images,
+        Statistics.of(rows) if rows else None,
+        rows,
+        chunks.StoredRows(done, "clip", clip.dimensions) if clip else None,
+    )
+
+
+def read(path: str, extractor: ExtractorFacts | None, clip: ExtractorFacts | None) -> Reference:
+    """Statistics: an `.npz` of pytorch-fid or clean-fid (FID alone), or one of `write`.
+
+    Raises:
+        SetupError: it is none, or of other extractors.
+    """
+    file = _DEMO_FILE if path == DEMO else Path(path)
+    if not file.is_file():
+        raise errors.SetupError(f"the reference {path!r} does not exist")
+    statistics = Statistics.read(file) if extractor else None
+    try:
+        with np.load(file, allow_pickle=False) as stored:
+            images = int(stored["count"]) if "count" in stored else None
+            for which, facts in (("extractor", extractor), ("clip_extractor", clip)):
+                if facts and which in stored and str(stored[which]) != facts.sha256:
+                    raise errors.SetupError(
+                        f"the reference {path} was made with another {which.replace('_', ' ')}"
+                        f" than {facts.name}: its SHA-256 is {stored[which]}"
+                    )
+            features = stored["features"] if extractor and "features" in stored else None
+            seen = stored["clip_features"] if clip and "clip_features" in stored else None
+    except UNREADABLE as error:
+        raise errors.SetupError(f"the reference {path} cannot be read: {error}") from None
+    found = Reference(path, images, statistics, features, seen)
+    found.check(extractor)
+    return found
+
+
+def write(
+    found: Reference, path: Path, extractor: ExtractorFacts | None, clip: ExtractorFacts | None
+) -> None:
+    """Writes statistics that need no pictures any more, and that pytorch-fid reads, too."""
+    arrays: dict[str, np.ndarray] = {"count": np.array(found.images or 0)}
+    if found.statistics:
+        arrays |= {"mu": found.statistics.mean, "sigma": found.statistics.covariance}
+    for name, rows in (("features", found.features), ("clip_features", found.clip)):
+        if rows is not None:
+            arrays[name] = rows[np.arange(rows.shape[0])]
+    for name, facts in (("extractor", extractor), ("clip_extractor", clip)):
+        if facts:
+            arrays[name] = np.array(facts.sha256)
+    stored = io.BytesIO()
+    np.savez_compressed(stored, **arrays)  # type: ignore[arg-type]
+    console.write_file(path, stored.getvalue())

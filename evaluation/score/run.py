@@ -1,0 +1,287 @@
+"""Computes the features of chunks of images, in several processes; each chunk is kept once done."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import multiprocessing
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from functools import cached_property
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from typing import Any, TypeVar
+
+import numpy as np
+
+from evaluation.score import chunks, metrics, plan
+from evaluation.score.extractors import Extractor, ExtractorFacts, TextExtractor
+from evaluation.score.networks import load
+from evaluation.score.plan import Chunk, Row
+from evaluation.score.statistics import Features
+from fleet.verify import picture
+from imagefleet import concurrency, errors
+from imagefleet.job.message import MAX_IMAGE_BYTES
+from imagefleet.storage.protocol import BlobStore
+from imagefleet.storage.settings import StorageSettings
+from imagefleet.submit import RETRIES
+
+#: Images in each call of a network, and images read at once.
+_BATCH = 32
+
+Item = TypeVar("Item")
+
+OnImages = Callable[[int], None]
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a process does: chunks, and the extractors as they were named."""
+
+    settings: StorageSettings
+    chunks: Sequence[Chunk]
+    extractor: str | None
+    clip: str | None
+    device: str
+
+    @cached_property
+    def loaded(self) -> tuple[Extractor | None, TextExtractor | None]:
+        """The extractors of FID and KID, and of CLIP and CMMD; raises SetupError."""
+        extractor = clip = None
+        if self.extractor is not None:
+            extractor = load.load_extractor(self.extractor, self.device)
+        if self.clip is not None:
+            clip = load.load_text_extractor(self.clip, self.device)
+        if "torch" in sys.modules:  # ONNX needs none
+            one_thread()
+        return extractor, clip
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Networks are loaded in each process."""
+        return {name: each for name, each in vars(self).items() if name != "loaded"}
+
+
+def one_thread() -> None:
+    """Other numbers of threads, and other kernels, would round differently."""
+    import torch
+
+    torch.set_num_threads(1)
+    torch.backends.cudnn.deterministic = True
+    torch.backends.cudnn.benchmark = False
+
+
+def digest(rows: Sequence[Row], facts: Sequence[ExtractorFacts | None]) -> str:
+    """Of a chunk's images and of what computes their features."""
+    parts = [plan.digest(rows), str(_BATCH), *(str(each) for each in facts)]
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()
+
+
+@dataclass(slots=True)
+class Done:
+    """Images computed, and those found computed already."""
+
+    images: int = 0
+    kept: int = 0
+
+
+def extract(work: Work, processes: int, on_images: OnImages, done: Done) -> None:
+    """Computes what is not done yet of the chunks of *work*.
+
+    Raises:
+        FleetError: a process failed; what was done is kept.
+    """
+    facts = [each.facts if each else None for each in work.loaded]
+    left = []
+    for chunk in work.chunks:
+        rows = chunk.rows()
+        if chunks.is_done(chunk, digest(rows, facts)):
+            on_images(len(rows))
+            done.kept += len(rows)
+        else:
+            left.append(chunk)
+
+    def count(images: int) -> None:
+        done.images += images
+        on_images(images)
+
+    if processes == 1 or len(left) < 2:  # noqa: PLR2004 - one chunk needs no other process
+        asyncio.run(_extract(on_chunks(work, left), count))
+        return
+    shares = [left[first::processes] for first in range(min(processes, len(left)))]
+    _in_processes([replace(work, chunks=share) for share in shares], count)
+
+
+def on_chunks(work: Work, left: Sequence[Chunk]) -> Work:
+    """The same work on other chunks, with the networks that are loaded already."""
+    changed = replace(work, chunks=left)
+    changed.__dict__["loaded"] = work.loaded
+    return changed
+
+
+def _in_processes(works: Sequence[Work], on_images: OnImages) -> None:
+    context = multiprocessing.get_context("spawn")  # torch's threads do not outlive a fork
+    children: dict[Connection, BaseProcess] = {}
+    try:
+        for work in works:
+            here, there = context.Pipe(duplex=False)
+            child: BaseProcess = context.Process(target=_child, args=(work, there), daemon=True)
+            child.start()
+            there.close()
+            children[here] = child
+        running = set(children)
+        while running:
+            for connection in wait(running):
+                assert isinstance(connection, Connection)  # noqa: S101 - nothing else is waited for
+                try:
+                    said = connection.recv()
+                except EOFError:
+                    running.remove(connection)
+                    _check_ended(children[connection])
+                    continue
+                if isinstance(said, errors.FleetError):
+                    raise said
+                on_images(said)
+    finally:
+        for child in children.values():
+            child.terminate()
+            child.join()
+
+
+def _check_ended(child: BaseProcess) -> None:
+    child.join()
+    if child.exitcode:
+        raise errors.FleetError(
+            f"a scoring process ended with exit code {child.exitcode} (-9: out of memory?); the"
+            " same command goes on, perhaps with fewer --processes"
+        )
+
+
+def _child(work: Work, connection: Connection) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends it
+    try:
+        asyncio.run(_extract(work, connection.send))
+    except BrokenPipeError:
+        return  # the parent was killed
+    except errors.FleetError as error:
+        connection.send(error)
+
+
+async def _extract(work: Work, on_images: OnImages) -> None:
+    facts = [each.facts if each else None for each in work.loaded]
+    # Each thread that computes would keep some hundred MB of its own.
+    with ThreadPoolExecutor(max_workers=1) as thread:
+        await _extract_with(work, facts, thread, on_images)
+
+
+async def _extract_with(
+    work: Work,
+    facts: Sequence[ExtractorFacts | None],
+    thread: ThreadPoolExecutor,
+    on_images: OnImages,
+) -> None:
+    from imagefleet.storage.open import open_storage
+
+    async with open_storage(work.settings) as storage:
+        for chunk in work.chunks:
+            rows = chunk.rows()
+            note, arrays = await _compute(work, chunk, rows, storage.blobs, thread)
+            note = note.model_copy(update={"digest": digest(rows, facts)})
+            await asyncio.to_thread(chunks.write, chunk, note, arrays)
+            on_images(len(rows))
+
+
+async def _compute(
+    work: Work, chunk: Chunk, rows: Sequence[Row], blobs: BlobStore, thread: ThreadPoolExecutor
+) -> tuple[chunks.Note, dict[str, Features]]:
+    """Batch by batch; the next one is read while the networks compute."""
+    batches = [rows[first : first + _BATCH] for first in range(0, len(rows), _BATCH)]
+    parts: dict[str, list[Features]] = {"features": [], "clip": []}
+    scores: list[float] = []
+    left_out: list[str] = []
+    loop = asyncio.get_running_loop()
+    reading = asyncio.ensure_future(_read(chunk, batches[0], blobs))
+    try:
+        for number, batch in enumerate(batches):
+            read = await reading
+            if number + 1 < len(batches):
+                reading = asyncio.ensure_future(_read(chunk, batches[number + 1], blobs))
+            scored = await loop.run_in_executor(thread, _score, work, batch, read)
+            for kind, features in scored.arrays.items():
+                parts[kind].append(features)
+            scores += scored.scores
+            left_out += scored.left_out
+    finally:
+        reading.cancel()
+    arrays = {kind: np.concatenate(each) for kind, each in parts.items() if each}
+    images = len(rows) - len(left_out)
+    note = chunks.Note(digest="", images=images, left_out=tuple(left_out), scores=tuple(scores))
+    return note, arrays
+
+
+@dataclass(frozen=True, slots=True)
+class _Scored:
+    arrays: dict[str, Features]
+    scores: list[float]
+    left_out: list[str]
+
+
+def _score(work: Work, batch: Sequence[Row], read: Sequence[bytes | None]) -> _Scored:
+    """Decodes a batch and computes what is asked for of the images that are whole."""
+    images, captions, left_out = [], [], []
+    for row, data in zip(batch, read, strict=True):
+        image = None if data is None else picture.decode(data)
+        if image is None:
+            left_out.append(row.name)
+        else:
+            images.append(image)
+            captions.append(row.caption)
+    found = _Scored({}, [], left_out)
+    extractor, clip = work.loaded
+    if not images:
+        return found
+    filled = _filled(images)
+    if extractor:
+        features = extractor.features(filled)[: len(images)]
+        found.arrays["features"] = _finite(features, extractor)
+    if clip:
+        seen = clip.features(filled)[: len(images)]
+        found.arrays["clip"] = _finite(seen, clip)
+        if any(captions):
+            texts = clip.text_features(_filled(captions))[: len(images)]
+            found.scores.extend(metrics.clip_score(seen, texts).tolist())
+    return found
+
+
+def _filled(items: list[Item]) -> list[Item]:
+    """As many as in any other batch: torch keeps kernels and memory for each size that it meets."""
+    return items + [items[-1]] * (_BATCH - len(items))
+
+
+def _finite(features: Features, extractor: Extractor) -> Features:
+    """One such row would make all figures of its group unknown."""
+    if not np.isfinite(features).all():
+        raise errors.SetupError(
+            f"{extractor.facts.name} gives features that are not finite: its input may be scaled"
+            f" otherwise, which {extractor.facts.name}.json beside it can say"
+        )
+    return features
+
+
+async def _read(chunk: Chunk, rows: Sequence[Row], blobs: BlobStore) -> list[bytes | None]:
+    if chunk.folder is not None:
+        paths = [chunk.folder / row.name for row in rows]
+        return await asyncio.to_thread(lambda: [path.read_bytes() for path in paths])
+    return list(await concurrency.gather(*(_read_blob(row, blobs) for row in rows)))
+
+
+async def _read_blob(row: Row, blobs: BlobStore) -> bytes | None:
+    """None for what is missing or not as it was recorded."""
+    try:
+        data = await RETRIES.call(lambda: blobs.read(row.name, MAX_IMAGE_BYTES))
+    except errors.UnusableFileError:  # larger than any image
+        return None
+    is_same = data is not None and row.size_bytes in {None, len(data)}
+    return data if is_same else None

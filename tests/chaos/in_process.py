@@ -1,0 +1,58 @@
+"""Fixtures that run the console command in the test's process."""
+
+from __future__ import annotations
+
+import logging
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+
+from fleet import main
+
+Imagefleet = Callable[..., "subprocess.CompletedProcess[str]"]
+
+
+@pytest.fixture(autouse=True)
+def as_it_was() -> Iterator[None]:
+    """A service takes over the log and the hooks for what nothing handles."""
+    handlers, level = logging.root.handlers[:], logging.root.level
+    hooks = sys.excepthook, sys.unraisablehook, threading.excepthook
+    yield
+    logging.root.handlers[:], logging.root.level = handlers, level
+    sys.excepthook, sys.unraisablehook, threading.excepthook = hooks
+    logging.captureWarnings(capture=False)
+
+
+@pytest.fixture(scope="session")
+def built() -> Any:
+    """All commands, which typer would build anew for each call."""
+    return typer.main.get_command(main.app)
+
+
+@pytest.fixture
+def in_process(
+    built: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> Imagefleet:
+    """As `imagefleet`, but faster: in the test's process."""
+    monkeypatch.setattr(main, "app", built)
+
+    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.setattr(sys, "argv", ["imagefleet", *arguments])
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as ended:
+            main.main()
+        return subprocess.CompletedProcess(
+            arguments, int(ended.value.code or 0), *capsys.readouterr()
+        )
+
+    return run

@@ -1,0 +1,186 @@
+"""The benchmark command on a small checkpoint; its figures are not compared."""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import tiny_model
+from evaluation.bench import command as bench
+from evaluation.bench import engine as bench_engine
+from evaluation.bench import jobs, machine, work
+from imagefleet import errors
+from imagefleet.job.message import read_job
+from worker.engine import contract
+from worker.testing import StandInEngine
+
+pytestmark = pytest.mark.filterwarnings(
+    # diffusers converts torch tensors to numpy in a way that numpy deprecates
+    "ignore:__array__ implementation:DeprecationWarning"
+)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    torch.set_num_threads(1)
+    return tiny_model.build_tiny_checkpoint(tmp_path_factory.mktemp("model") / "tiny")
+
+
+@pytest.fixture
+def workload(tmp_path: Path) -> jobs.Workload:
+    return jobs.Workload("a house", "ugly", ((64, 64),), tmp_path, (("one",), ("two",), ("three",)))
+
+
+@pytest.fixture
+def _little_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many LoRAs as two slots need, and one image by diffusers."""
+    prepare, baseline = bench_engine.prepare, bench_engine.measure_baseline
+    monkeypatch.setattr(bench_engine, "prepare", partial(prepare, loras=4))
+    monkeypatch.setattr(bench_engine, "measure_baseline", partial(baseline, images=1))
+    monkeypatch.setitem(machine._REPEATS, "cpu", 3)
+
+
+@pytest.mark.usefixtures("_little_is_measured")
+def test_the_engine_is_measured_against_the_limit_and_against_diffusers(
+    in_process: Any, model: Path, tmp_path: Path
+) -> None:
+    arguments = ("--model", str(model), "--seconds", "0.3", "--slots", "2", "--baseline")
+    priced = ("--price-per-hour", "0.36", "--json-file", str(tmp_path / "new" / "report.json"))
+    ended = in_process("bench", "engine", *arguments, *priced)
+    assert ended.returncode == 0, ended.stderr
+    report = json.loads((tmp_path / "new" / "report.json").read_text())
+    assert (report["width"], report["height"], report["slots"]) == (64, 64, 2)
+    assert report["family"] == "sd1"
+    assert all(report[name] > 0 for name in report if name.endswith("images_per_second"))
+    assert report["over_diffusers_peft"] == pytest.approx(
+        report["mixed_lora_images_per_second"] / report["diffusers_peft_images_per_second"]
+    )
+    assert report["matrix_limit_fraction"] < 1
+    assert report["images_per_dollar"] == pytest.approx(10_000 * report["worker_images_per_second"])
+    assert report["idle_fraction"] < 0.5
+    assert report["recompiles_after_warmup"] == 0
+    assert "images per dollar" in ended.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (("--device", "tpu"), "'tpu' is not a device"),
+        (("--model", "nowhere"), "'nowhere' does not exist"),
+        (("--gpu", "RTX 9999"), "unknown GPU class"),
+        (("--priority", "urgent"), "--priority"),
+    ],
+)
+def test_errors_are_one_line(in_process: Any, arguments: tuple[str, ...], complaint: str) -> None:
+    ended = in_process("bench", "engine", *arguments)
+    assert ended.returncode == 2
+    assert complaint in ended.stderr
+    assert "Traceback" not in ended.stderr
+
+
+@pytest.mark.parametrize(
+    ("name", "gigabytes", "dollars"),
+    [
+        ("NVIDIA GeForce RTX 4090", 23.6, 0.16),
+        ("NVIDIA GeForce RTX 3060", 11.8, 0.04),
+        ("NVIDIA GeForce RTX 3060", 7.8, 0.03),
+        ("NVIDIA H200", 139.8, None),
+        ("x86_64", 0, None),
+    ],
+)
+def test_the_price_is_looked_up_by_the_gpus_name_and_memory(
+    name: str, gigabytes: float, dollars: float | None
+) -> None:
+    hardware = {"device": name, "memory_bytes": int(gigabytes * 2**30)}
+    assert bench._dollars_per_hour(None, None, "batch", hardware) == dollars
+
+
+def test_requests_and_messages_are_the_same_jobs(workload: jobs.Workload) -> None:
+    for number in range(5):
+        request, job = workload.request(number), read_job(workload.message(number), "id")
+        (lora,) = request.loras
+        assert f"<lora:{lora.name}:{lora.unet_weight}>" in job.prompt
+        assert job.prompt.startswith(request.prompt)
+        assert (job.sampler, job.steps, job.seed) == (request.sampler, 15, request.seed)
+        assert (job.width, job.height) == (request.width, request.height)
+
+
+def test_jobs_of_a_round_have_different_loras_prompts_and_seeds(workload: jobs.Workload) -> None:
+    requests = [workload.request(number) for number in range(3)]
+    assert len({request.loras[0].name for request in requests}) == 3
+    assert len({request.prompt for request in requests}) == 3
+    assert len({request.seed for request in requests}) == 3
+
+
+def test_jobs_may_have_several_loras_and_sizes_in_turn(tmp_path: Path) -> None:
+    sizes = ((64, 64), (64, 96))
+    mixed = jobs.Workload("a", "b", sizes, tmp_path, (("one", "two"), ("three",)))
+    requests = [mixed.request(number) for number in range(2)]
+    assert [(request.width, request.height) for request in requests] == list(sizes)
+    assert [[lora.name for lora in request.loras] for request in requests] == [
+        ["one", "two"],
+        ["three"],
+    ]
+    assert mixed.message(0).count("<lora:") == 2
+
+
+def test_prompts_may_have_several_lengths_in_turn(tmp_path: Path) -> None:
+    mixed = jobs.Workload("red", "b", ((16, 16),), tmp_path, repeats=(1, 3))
+    assert [mixed.request(number).prompt for number in range(3)] == [
+        "0 red",
+        "1 red red red",
+        "2 red",
+    ]
+    assert json.loads(mixed.message(1))["prompt"] == "1 red red red"
+
+
+def test_mixed_steps_are_equally_frequent(tmp_path: Path) -> None:
+    steps = tuple(jobs.MIXED_STEPS)
+    mixed = jobs.Workload("a", "b", ((16, 16),), tmp_path, steps=steps)
+    assert sorted(mixed.request(number).steps for number in range(len(steps))) == list(steps)
+
+
+def test_a_rate_counts_whole_rounds_after_the_first() -> None:
+    finished_at = [1.0, 1.0, 3.0, 3.0, 5.0, 5.0, 5.5]
+    rate = work.rate_of(finished_at, 2, [10, 10, 20, 20, 30, 30, 99], [5] * 7)
+    assert (rate.images, rate.unet_calls, rate.pixels_per_second, rate.seconds) == (4, 100, 5, 4.0)
+    with pytest.raises(errors.SetupError, match="too few"):
+        work.rate_of(finished_at[:3], 2)
+
+
+@pytest.mark.parametrize("phases", [(0, 0, 0), (3, 9, 14), (7, 2, 11)])
+def test_a_rate_of_several_sizes_does_not_depend_on_which_of_them_ends_last(
+    phases: tuple[int, ...],
+) -> None:
+    lanes = ((16, 100), (11, 150), (11, 150))  # images and their pixels; 15 ticks by turns
+    finished_at, pixels = [], []
+    for tick in range(300):
+        images, size = lanes[tick % 3]
+        if (tick // 3 + phases[tick % 3]) % 15 == 0:
+            finished_at += [tick * 0.06] * images
+            pixels += [size] * images
+    rate = work.rate_of(finished_at, 16, [15] * len(pixels), pixels)
+    expected = sum(images * size for images, size in lanes) / (45 * 0.06)
+    assert rate.pixels_per_second == pytest.approx(expected, rel=0.02)
+
+
+def test_drive_keeps_the_engine_full_and_leaves_it_empty(workload: jobs.Workload) -> None:
+    engine = StandInEngine(capacity=4, tick_seconds=0.02)
+    rate = work.drive(engine, workload.requests(), 0.2)
+    assert not engine.busy
+    assert rate.images % 4 == 0
+    assert 0.2 <= rate.seconds < 3
+    assert rate.images_per_second < 200
+
+
+def test_a_failed_image_fails_the_measurement(workload: jobs.Workload) -> None:
+    def refuse(request: contract.ImageRequest) -> contract.Pixels:
+        raise errors.TransientError("the image came out as NaN")
+
+    with pytest.raises(errors.TransientError, match="NaN"):
+        work.drive(StandInEngine(draw=refuse), workload.requests(), 0.1)

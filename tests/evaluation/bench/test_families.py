@@ -1,0 +1,145 @@
+"""The benchmark of other model families than SD1.x."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from diffusers import AutoencoderKL, ControlNetModel, UNet2DConditionModel
+
+from evaluation.bench import baseline, engine, latency, machine
+from families import measure, tiny_families
+from imagefleet import errors
+from imagefleet.job.passes.fields import Pass
+from imagefleet.pricing import families
+from worker.engine import contract
+from worker.engine.families.sdxl import SDXL
+from worker.engine.families.x4_upscaler import X4_UPSCALER
+
+
+@pytest.fixture(scope="module")
+def tiny_sdxl(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_families.build(tmp_path_factory.mktemp("model") / "tiny", "sdxl")
+
+
+def test_the_operations_of_an_sdxl_image_include_its_added_inputs(tiny_sdxl: Path) -> None:
+    one, two, three = (machine.count_image_flops(tiny_sdxl, 64, 64, calls) for calls in (1, 2, 3))
+    assert three - two == two - one > 0
+    assert one > two - one, "text encoders and VAE"
+
+
+def test_the_plan_counts_the_operations_that_sdxl_has() -> None:
+    planned = families.FAMILIES[SDXL.slug]
+    side = planned.width // 8
+    with torch.device("meta"):
+        unet = UNet2DConditionModel(**SDXL.unet_config)
+        inputs = torch.empty(1, 4, side, side), torch.empty(1)
+        context = torch.empty(1, 77, unet.config.cross_attention_dim)
+        added = {"text_embeds": torch.empty(1, 1280), "time_ids": torch.empty(1, 6)}
+        with machine.FlopCounterMode(display=False) as counter, torch.no_grad():
+            unet(*inputs, context, added_cond_kwargs=added)
+    calls = planned.image_tflop(steps=2) - planned.image_tflop(steps=1)
+    assert 2 * counter.get_total_flops() / 1e12 == pytest.approx(calls, rel=0.02)
+
+
+@pytest.mark.parametrize("side", [512, 1024])
+def test_the_plan_counts_the_operations_that_the_x4_upscaler_has(side: int) -> None:
+    planned = families.FAMILIES[X4_UPSCALER.slug]
+    with torch.device("meta"):
+        unet = UNet2DConditionModel(**X4_UPSCALER.unet_config)
+        vae = AutoencoderKL(**X4_UPSCALER.vae_config)
+        inputs = torch.empty(1, 7, side // 4, side // 4), torch.empty(1)
+        context = torch.empty(1, 77, unet.config.cross_attention_dim)
+        level = torch.empty(1, dtype=torch.long)
+        counts = []
+        for run in (
+            lambda: unet(*inputs, context, class_labels=level),
+            lambda: vae.decode(inputs[0][:, :4]),
+        ):
+            with machine.FlopCounterMode(display=False) as counter, torch.no_grad():
+                run()
+            counts.append(counter.get_total_flops() / 1e12)
+    one, two = (planned.image_tflop(side, side, steps) for steps in (1, 2))
+    assert 2 * counts[0] == pytest.approx(two - one, rel=0.01)
+    assert counts[1] == pytest.approx(2 * one - two - 2 * planned.text_tflop, rel=0.01)
+
+
+def test_an_unknown_family_and_a_cpu_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(errors.SetupError, match="--family 'sd3' is unknown; known are sd1, sd2"):
+        engine.prepare(None, tmp_path, "cpu", family="sd3")
+    with pytest.raises(errors.SetupError, match="--family sdxl is for GPUs"):
+        engine.prepare(None, tmp_path, "cpu", family="sdxl")
+
+
+@pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
+def test_the_baseline_draws_sdxl(tiny_sdxl: Path) -> None:
+    plain = baseline.PlainDiffusers(tiny_sdxl, torch.device("cpu"), torch.float32)
+    fields = {"loras": (), "sampler": "euler_ancestral", "cfg_scale": 7.0, "seed": 1}
+    request = contract.ImageRequest("a", "b", steps=1, width=64, height=64, **fields)  # type: ignore[arg-type]
+    (image,) = plain.draw([request])
+    assert image.shape == (64, 64, 3)
+
+
+def test_the_latency_of_sdxl_is_measured(
+    in_process: Any, tiny_sdxl: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(latency, "AT_ONCE", (1, 2))
+    file = tmp_path / "latency.json"
+    ended = in_process(
+        *("bench", "latency", "--model", str(tiny_sdxl), "--steps", "2", "--device", "cpu"),
+        *("--json-file", str(file)),
+    )
+    assert ended.returncode == 0, ended.stderr
+    report = json.loads(file.read_text())
+    assert (report["family"], report["width"], report["steps"]) == ("sdxl", 64, 2)
+    assert report["seconds"].keys() == {"1", "2"}
+    assert 0 < report["seconds"]["1"] < report["seconds"]["2"] * 2
+    assert "1 image at once" in ended.stdout
+    refused = in_process("bench", "latency", "--family", "sd3", "--device", "cpu")
+    assert "--family 'sd3' is unknown" in refused.stderr
+
+
+def test_the_figures_follow_from_the_rows_and_are_none_without_them() -> None:
+    rows = {
+        "sdxl": {"mixed_images_per_second": 1.5, "no_lora_images_per_second": 1.6},
+        "plain": {"images_per_second": 0.4},
+        "sdxl_capped_7": {"error": "the GPU has 0.5 GiB left"},
+    }
+    figures = measure.summarise(rows)
+    assert figures["sdxl_mixed_over_diffusers_peft"] == 3.75
+    assert figures["sdxl_mixed_over_no_lora"] == 0.9375
+    assert figures["sdxl_capped_7_images_per_second"] is None
+    assert figures["company_psnr_db"] is None
+
+
+def test_the_plan_counts_what_encoding_and_a_controlnet_take() -> None:
+    sd1 = families.FAMILIES["sd1"]
+    channels = (320, 640, 1280, 1280)
+    config = {"block_out_channels": channels, "cross_attention_dim": 768}
+    with torch.device("meta"):
+        control = ControlNetModel(attention_head_dim=8, **config)
+        vae = AutoencoderKL(
+            block_out_channels=(128, 256, 512, 512),
+            down_block_types=("DownEncoderBlock2D",) * 4,
+            up_block_types=("UpDecoderBlock2D",) * 4,
+            layers_per_block=2,
+        )
+        pixels, latents = torch.empty(1, 3, 512, 512), torch.empty(1, 4, 64, 64)
+        context = torch.empty(1, 77, 768)
+    counted = []
+    for call in (
+        lambda: vae.encode(pixels),
+        lambda: control(latents, torch.empty(1, device="meta"), context, pixels),
+    ):
+        with machine.FlopCounterMode(display=False) as counter, torch.no_grad():
+            call()
+        counted.append(counter.get_total_flops() / 1e12)
+    plain = sd1.passes_tflop([Pass(512, 512, 1)])
+    assert plain == pytest.approx(sd1.image_tflop(512, 512, 1))
+    encodes = sd1.passes_tflop([Pass(512, 512, 1, encodes=True)]) - plain
+    controls = sd1.passes_tflop([Pass(512, 512, 1, controls=1)]) - plain
+    assert encodes == pytest.approx(counted[0], rel=0.05)
+    assert controls == pytest.approx(2 * counted[1], rel=0.2), "SDXL's is larger"

@@ -1,0 +1,7 @@
+"""Commands that measure are run in the test's process."""
+
+from __future__ import annotations
+
+from in_process import as_it_was, built, in_process
+
+__all__ = ["as_it_was", "built", "in_process"]

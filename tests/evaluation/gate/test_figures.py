@@ -1,0 +1,132 @@
+"""The gate's figures against their definitions, over several batches."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import combinations
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from evaluation.gate import compare, run, verdict
+from evaluation.gate.compare import Measures
+from evaluation.gate.images import FolderImages
+from evaluation.score.extractors import ExtractorFacts
+from evaluation.score.metrics import clip_score, frechet_distance, unit
+from evaluation.score.resize import Preparation
+from evaluation.score.statistics import Features, Statistics
+from imagefleet import errors
+
+COUNT = 37  # two batches and a part
+
+
+class Corners:
+    """Features that are some of the image's pixels; those of a text are its length's."""
+
+    facts = ExtractorFacts("corners", "pixels", "0" * 64, 6, Preparation(8, (0,) * 3, (1,) * 3))
+
+    def features(self, images: Sequence[Image.Image]) -> Features:
+        return np.stack([np.asarray(each, np.float32)[0, :2].ravel() for each in images])
+
+    def text_features(self, texts: Sequence[str]) -> Features:
+        return np.stack([np.arange(6, dtype=np.float32) + len(each) for each in texts])
+
+
+def write(folder: Path, count: int, noise: int, seed: int = 1) -> FolderImages:
+    folder.mkdir()
+    for number in range(count):
+        pixels = np.random.default_rng(number).integers(60, 190, (8, 8, 3))
+        added = np.random.default_rng((seed, number)).integers(-noise, noise + 1, pixels.shape)
+        Image.fromarray((pixels + added).astype(np.uint8)).save(folder / f"{number:03}.png")
+    return FolderImages(folder)
+
+
+async def compared(a: FolderImages, b: FolderImages, measures: Measures) -> compare.Comparison:
+    names = {name.removesuffix(".png"): name for name in await a.names()}
+    return await compare.compare((a, b), sorted(names), (names, names), measures, lambda _: None)
+
+
+async def rows(folder: FolderImages) -> Features:
+    drawn = [Image.open(folder._path / name) for name in sorted(await folder.names())]
+    return Corners().features(drawn)
+
+
+async def test_features_and_fid_are_those_of_all_images_at_once(tmp_path: Path) -> None:
+    a, b = write(tmp_path / "a", COUNT, 0), write(tmp_path / "b", COUNT, 9)
+    measures = Measures(Corners(), None, None)
+
+    judged = verdict.judge(await compared(a, b, measures), measures, verdict.Bounds())
+
+    all_a, all_b = await rows(a), await rows(b)
+    one, other = unit(all_a), unit(all_b)
+    within = np.mean([1 - one[i] @ one[j] for i, j in combinations(range(COUNT), 2)])
+    assert judged.feature_distance == pytest.approx(np.mean(1 - (one * other).sum(1)) / within)
+    statistics = Statistics.of
+    assert judged.fid_between == pytest.approx(
+        frechet_distance(statistics(all_b), statistics(all_a))
+    )
+    halves = [statistics(each) for each in (all_a[::2], all_a[1::2], all_b[::2], all_b[1::2])]
+    assert judged.fid_a == pytest.approx(frechet_distance(halves[0], halves[1]))
+    assert judged.fid_b == pytest.approx(
+        (frechet_distance(halves[2], halves[1]) + frechet_distance(halves[3], halves[0])) / 2
+    )
+    [check] = [each for each in judged.checks if each.name == "fid"]
+    assert check.figure == pytest.approx(
+        100 * abs(judged.fid_b / judged.fid_a - 1)  # type: ignore[operator]
+    )
+
+
+async def test_a_folder_is_a_reference_for_fid(tmp_path: Path) -> None:
+    a, b = write(tmp_path / "a", 9, 0), write(tmp_path / "b", 9, 9)
+    other = write(tmp_path / "other", COUNT, 30, seed=2)
+    reference = await run._statistics(other, Corners())
+    measures = Measures(Corners(), None, reference)
+
+    judged = verdict.judge(await compared(a, b, measures), measures, verdict.Bounds())
+
+    exact = Statistics.of(await rows(other))
+    assert judged.fid_a == pytest.approx(frechet_distance(Statistics.of(await rows(a)), exact))
+    assert judged.fid_b == pytest.approx(frechet_distance(Statistics.of(await rows(b)), exact))
+
+
+async def test_the_pixels_of_all_pairs_make_the_psnr(tmp_path: Path) -> None:
+    a, b = write(tmp_path / "a", COUNT, 0), write(tmp_path / "b", COUNT, 9)
+    measures = Measures(None, None, None)
+
+    judged = verdict.judge(await compared(a, b, measures), measures, verdict.Bounds(), worst=3)
+
+    squares = [
+        np.mean(np.square(np.asarray(Image.open(tmp_path / "a" / name), int) - other))
+        for name in sorted(await a.names())
+        if (other := np.asarray(Image.open(tmp_path / "b" / name), int)) is not None
+    ]
+    assert judged.psnr == pytest.approx(10 * np.log10(255**2 / np.mean(squares)))
+    assert [pair.squares for pair in judged.worst] == pytest.approx(sorted(squares)[:-4:-1])
+
+
+async def test_an_extractor_that_gives_no_numbers_is_named(tmp_path: Path) -> None:
+    class Broken(Corners):
+        def features(self, images: Sequence[Image.Image]) -> Features:
+            return np.full((len(images), 6), np.nan, np.float32)
+
+    a, b = write(tmp_path / "a", 4, 0), write(tmp_path / "b", 4, 9)
+    with pytest.raises(errors.SetupError, match="corners gives features that are not finite"):
+        await compared(a, b, Measures(Broken(), None, None))
+
+
+def test_the_clip_score_is_that_of_captions_without_loras(tmp_path: Path) -> None:
+    from evaluation.gate.images import Drawing
+    from imagefleet.job.message import read_job
+
+    job = read_job('{"prompt": "a red cat <lora:fox:0.5>", "id": "cat"}', "cat")
+    pixels = np.random.default_rng(1).integers(0, 256, (8, 8, 3), np.uint8)
+    with_job, without = Drawing(pixels, job, 1), Drawing(pixels // 2, None, None)
+    found = compare.Comparison()
+
+    compare._add_clip_scores(found, [(with_job, with_job), (without, without)], Corners())
+
+    texts = Corners().text_features(["a red cat"])
+    expected = clip_score(Corners().features([Image.fromarray(pixels)]), texts).tolist()
+    assert found.clip_scores == (expected, expected), "a pair without a caption is left out"

@@ -1,0 +1,285 @@
+"""`imagefleet gate` on images that are there: what passes, what fails, what cannot be compared."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from evaluation.gate import jobs
+from evaluation.gate.images import FolderImages
+from fleet import console
+from imagefleet.storage.open import open_storage
+from imagefleet.storage.protocol import Storage
+from imagefleet.storage.settings import StorageSettings
+
+Imagefleet = Callable[..., Any]  # the fixtures of conftest.py
+Encode = Callable[..., bytes]
+Folders = tuple[Path, Path]
+
+BY_PIXELS = ("--extractor", "none")
+
+
+def noisy(path: Path, amplitude: int) -> None:
+    """Adds noise to an image, and keeps its job."""
+    with Image.open(path) as image:
+        text = image.info["imagefleet"]
+        pixels = np.asarray(image).astype(int)
+    added = np.random.default_rng(1).integers(-amplitude, amplitude + 1, pixels.shape)
+    drawn = Image.fromarray((pixels + added).clip(0, 255).astype(np.uint8))
+    from PIL.PngImagePlugin import PngInfo
+
+    info = PngInfo()
+    info.add_text("imagefleet", text)
+    drawn.save(path, pnginfo=info)
+
+
+def test_the_same_images_pass_as_identical(in_process: Imagefleet, folders: Folders) -> None:
+    ended = in_process("gate", "./a", "./b", *BY_PIXELS, "--json")
+
+    assert ended.returncode == console.EXIT_DONE, ended.stderr
+    found = json.loads(ended.stdout)
+    assert (found["passed"], found["pairs"], found["identical"]) == (True, 4, 4)
+    assert found["psnr"] is None
+    assert [check["name"] for check in found["checks"]] == ["psnr", "alike"]
+    assert "left out: FID and the feature distance" in ended.stderr
+
+
+def test_one_spoilt_image_of_four_fails_and_is_shown_first(
+    in_process: Imagefleet, folders: Folders, tmp_path: Path
+) -> None:
+    noisy(folders[1] / "house.png", 60)
+
+    ended = in_process("gate", "./a", "./b", *BY_PIXELS, "--html", "gate.html", "--json")
+
+    assert ended.returncode == console.EXIT_IMAGES_WRONG
+    found = json.loads(ended.stdout)
+    assert not found["passed"]
+    assert {check["name"]: check["passed"] for check in found["checks"]}["alike"] is False
+    assert (found["alike"], found["identical"], found["worst"][0]["key"]) == (3, 3, "house")
+    expected = 10 * np.log10(255**2 / found["worst"][0]["squares"])
+    assert found["psnr_lowest"] == pytest.approx(expected)
+    page = (tmp_path / "gate.html").read_text()
+    assert "Failed" in page
+    assert "out of bounds" in page
+    assert page.count("data:image/webp;base64,") == 3 * 4
+    assert page.index("difference of house") < page.index("difference of cat")
+    assert "http" not in page, "the page is one file"
+
+
+def test_the_bounds_decide(in_process: Imagefleet, folders: Folders) -> None:
+    for image in folders[1].iterdir():
+        noisy(image, 20)
+
+    def code(*bounds: str) -> int:
+        return int(in_process("gate", "./a", "./b", *BY_PIXELS, *bounds).returncode)
+
+    assert code("--min-alike", "0", "--min-psnr", "26") == console.EXIT_DONE  # it is 26.7 dB
+    assert code("--min-alike", "0", "--min-psnr", "27") == console.EXIT_IMAGES_WRONG
+    assert code("--min-alike", "1", "--min-psnr", "26") == console.EXIT_IMAGES_WRONG
+
+
+def test_the_page_and_the_terminal_show_captions_as_text(
+    in_process: Imagefleet, folders: Folders, encoded: Encode, tmp_path: Path
+) -> None:
+    for folder, amplitude in zip(folders, (0, 60), strict=True):
+        path = folder / "cat.png"
+        path.write_bytes(encoded("cat", prompt="<script>alert(1)</script> [bold]x"))
+        noisy(path, amplitude)
+
+    ended = in_process("gate", "./a", "./b", *BY_PIXELS, "--html", "gate.html")
+
+    assert "[bold]x" in ended.stdout
+    assert "<script" not in (tmp_path / "gate.html").read_text()
+
+
+@pytest.mark.parametrize(
+    ("changed", "complaint"),
+    [
+        ({"prompt": "a dog"}, "cat: A's caption is 'a cat' and B's 'a dog'"),
+        ({"negative_prompt": "ugly"}, "cat: A's negative prompt is '' and B's 'ugly'"),
+        ({"seed": 9}, "cat: A's seed is 3 and B's 9"),
+    ],
+)
+def test_other_captions_and_seeds_are_not_compared(
+    in_process: Imagefleet,
+    folders: Folders,
+    encoded: Encode,
+    changed: dict[str, Any],
+    complaint: str,
+) -> None:
+    (folders[1] / "cat.png").write_bytes(encoded("cat", **changed))
+
+    ended = in_process("gate", "./a", "./b", *BY_PIXELS)
+
+    assert ended.returncode == console.EXIT_OPERATOR_MUST_ACT
+    assert complaint in ended.stderr
+    assert "the same captions with the same seeds" in ended.stderr
+
+
+def test_images_of_another_size_are_not_compared(
+    in_process: Imagefleet, folders: Folders, encoded: Encode
+) -> None:
+    pixels = np.random.default_rng(1).integers(0, 256, (32, 48, 3), np.uint8)
+    (folders[1] / "cat.png").write_bytes(encoded("cat", pixels))
+
+    ended = in_process("gate", "./a", "./b", *BY_PIXELS)
+
+    assert ended.returncode == console.EXIT_OPERATOR_MUST_ACT
+    assert "cat: A's image has 64x64 pixels and B's 48x32" in ended.stderr
+
+
+@pytest.mark.parametrize(("folder", "letter"), [(0, "A"), (1, "B")])
+def test_missing_images_are_named_unless_only_the_first_are_compared(
+    in_process: Imagefleet, folders: Folders, folder: int, letter: str
+) -> None:
+    (folders[folder] / "umbrella.png").unlink()
+
+    ended = in_process("gate", "./a", "./b", *BY_PIXELS)
+
+    assert ended.returncode == console.EXIT_OPERATOR_MUST_ACT
+    assert re.search(rf"{letter} \(folder \S+\) lacks 1 image of the other.*umbrella", ended.stderr)
+    assert in_process("gate", "./a", "./b", *BY_PIXELS, "--count", "3").returncode == 0
+
+
+def test_a_damaged_image_is_named(in_process: Imagefleet, folders: Folders) -> None:
+    path = folders[1] / "house.png"
+    path.write_bytes(path.read_bytes()[:200])
+
+    ended = in_process("gate", "./a", "./b", *BY_PIXELS)
+
+    assert ended.returncode == console.EXIT_OPERATOR_MUST_ACT
+    assert "b: house.png is damaged, or no image" in ended.stderr
+
+
+def test_other_differences_of_the_jobs_are_said(
+    in_process: Imagefleet, folders: Folders, encoded: Encode
+) -> None:
+    (folders[1] / "cat.png").write_bytes(encoded("cat", steps=14))
+
+    ended = in_process("gate", "./a", "./b", *BY_PIXELS)
+
+    assert "differ in more than the engine: steps: 20 and 14" in ended.stderr
+
+
+def test_images_of_other_programs_are_compared_by_name_in_any_format(
+    in_process: Imagefleet, folders: Folders
+) -> None:
+    for path in list(folders[1].iterdir()):
+        with Image.open(path) as image:
+            image.save(path.with_suffix(".webp"), lossless=True)
+        path.unlink()
+
+    ended = in_process("gate", "./a", "./b", *BY_PIXELS)
+
+    assert ended.returncode == console.EXIT_DONE
+    assert "4 pairs compared by name alone" in ended.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (("./a", "./no-such"), "the folder 'no-such' does not exist"),
+        (("./a", "./a"), "A and B are the same: folder a"),
+        (("./a", "./b", "--captions", "x.txt"), "--captions is for two settings"),
+        (("./a", "./b", "--model", "x"), "--model is for settings that are drawn here"),
+        (("./a", "./b", "--reference", "x.npz", *BY_PIXELS), "--reference needs an --extractor"),
+        (("./a", "float16,floaty"), "'floaty' is no setting of the engine; did you mean 'float"),
+        (("./a", "float16,float32"), "float32 sets what another word has set"),
+        (("./a", "slots=0"), "slots=0: give a number from 1 to 64"),
+        (("./a", "spring"), "there is no folder imagefleet-data/images"),
+        (("float32", "float16", "--model", "no.safetensors"), "'no.safetensors' does not exist"),
+        (("./a", "./empty", *BY_PIXELS), "folder empty has no images"),
+    ],
+)
+def test_what_cannot_be_compared_is_one_sentence(
+    in_process: Imagefleet,
+    folders: Folders,
+    tmp_path: Path,
+    arguments: tuple[str, ...],
+    complaint: str,
+) -> None:
+    (tmp_path / "empty").mkdir()
+
+    ended = in_process("gate", *arguments)
+
+    assert ended.returncode == console.EXIT_OPERATOR_MUST_ACT
+    assert complaint in ended.stderr
+    assert ended.stdout == ""
+
+
+async def test_campaigns_are_compared_across_storages(
+    storage: Storage,
+    storage_settings: StorageSettings,
+    encoded: Encode,
+    in_process: Imagefleet,
+    tmp_path: Path,
+) -> None:
+    other = StorageSettings(
+        storage=f"local:{tmp_path / 'other'}", container=storage_settings.container
+    )
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "cat.png").write_bytes(encoded("cat"))
+    async with open_storage(other) as second:
+        await second.create()
+        for each in (storage, second):
+            for key in ("cat", "house"):
+                await each.blobs.create(f"float32/{key}.png", encoded(key), "image/png", {})
+    names = storage_settings.model_dump(exclude={"sas", "sas_file", "broker_url"})
+    flags = [f"--{name.replace('_', '-')}={value}" for name, value in names.items()]
+    arguments = ("campaign:float32", "campaign:float32", "--other-storage", other.storage)
+
+    ended = await asyncio.to_thread(in_process, "gate", *arguments, *flags, *BY_PIXELS, "--json")
+
+    assert ended.returncode == console.EXIT_DONE, ended.stderr
+    found = json.loads(ended.stdout)
+    assert found["identical"] == 2
+    assert found["a"] == f"campaign float32 in {storage.url}"
+    assert found["b"] == f"campaign float32 in {other.storage}"
+
+    (tmp_path / "spring").mkdir()
+    ended = await asyncio.to_thread(in_process, "gate", "./a", "spring", *flags, *BY_PIXELS)
+    assert "has no images; for the folder, write ./spring" in ended.stderr
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        "DefaultEndpointsProtocol=https;AccountName=acme;AccountKey=S3cr3tKey",
+        "https://u:S3cr3tPass@acme.blob.core.windows.net/?sig=S3cr3tToken",
+        "AccountKey=S3cr3t",
+    ],
+)
+def test_the_other_storages_secrets_are_not_shown(
+    in_process: Imagefleet, folders: Folders, address: str
+) -> None:
+    ended = in_process("gate", "./a", "spring", *BY_PIXELS, "--other-storage", address)
+
+    assert ended.returncode == console.EXIT_OPERATOR_MUST_ACT
+    assert ended.stderr.startswith("error: ")
+    assert "S3cr3t" not in ended.stdout + ended.stderr
+
+
+async def test_images_of_one_job_have_its_seeds_in_turn_and_are_drawn_together(
+    in_process: Imagefleet, tmp_path: Path, encoded: Encode
+) -> None:
+    for folder in ("a", "b"):
+        (tmp_path / folder).mkdir()
+        for index in (0, 1):
+            path = tmp_path / folder / f"cat-{index}.png"
+            path.write_bytes(encoded("cat", batch_size=2))
+    noisy(tmp_path / "b" / "cat-1.png", 9)
+
+    ended = await asyncio.to_thread(in_process, "gate", "./a", "./b", *BY_PIXELS, "--json")
+
+    worst = json.loads(ended.stdout)["worst"]
+    assert [(pair["key"], pair["seed"]) for pair in worst] == [("cat-1", 4), ("cat-0", 3)]
+    found = await jobs.of_images(FolderImages(tmp_path / "a"), ["cat-0.png", "cat-1.png"])
+    assert [(job.id, job.images) for job in found] == [("cat", 2)]
