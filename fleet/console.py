@@ -50,7 +50,7 @@ EXIT_OPERATOR_MUST_ACT = 2
 #: This machine cannot do its work: a supervisor should replace it, not restart it.
 EXIT_REPLACE_THIS_NODE = 3
 
-#: With --fail-on-failed: done, but jobs went to the poison queue.
+#: The exit code of --fail-on-failed if all is done, but jobs went to the poison queue.
 EXIT_JOBS_FAILED = 4
 
 #: Done, but some images differ from what others drew (`verify`, `gate`), or could not be replaced

@@ -26,7 +26,7 @@ CAPTION_LINES = 2
 #: The lines that follow the prompt in AUTOMATIC1111's text.
 _AFTER_PROMPT = re.compile(r"(?:^|\n)(?:Negative prompt: |Steps: )")
 
-#: As workers store them; Pillow reads dozens of formats, some through other programs.
+#: Formats that workers store; Pillow reads dozens of formats, some through other programs.
 _FORMATS = ("PNG", "JPEG", "WEBP")
 
 #: A prompt's limit, twice for the negative one, and the figures. Pillow limits what compressed text

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-#: That of `fleet.console`, which is one of the slow imports.
+#: The exit code of `fleet.console` after an interrupt; that module is one of the slow imports.
 EXIT_INTERRUPTED = 130
 
 

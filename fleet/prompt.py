@@ -190,7 +190,7 @@ def _find_tokenizer(model: Path | None) -> Path:
 
 
 def _vocabulary_size(model: Path) -> int:
-    """Of the text encoder of a checkpoint in diffusers format; 0 where there is none."""
+    """Tokens that a diffusers checkpoint's text encoder knows; 0 where there is none."""
     try:
         config = json.loads((model / "text_encoder" / "config.json").read_bytes())
         return int(config["vocab_size"])

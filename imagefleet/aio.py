@@ -65,7 +65,7 @@ class ConnectOptions(TypedDict, total=False):
 
 
 class Which(TypedDict, total=False):
-    """Which failed jobs: *error* is part of the error's class or reason; all conditions hold."""
+    """What selects failed jobs: *error* is part of the error's class or reason; all must hold."""
 
     error: str | None
     campaign: str | None

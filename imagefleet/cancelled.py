@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 
 BLOB = "cancelled.json"
 
-#: Between two readings by a process that has work.
+#: Seconds between two readings of the list by a process that has work.
 PERIOD_SECONDS = 5.0
 
 #: The longest that a job waits for the list: a storage that is down must not hold it up for long.
@@ -42,7 +42,7 @@ MAX_BYTES = 1_000_000
 
 _TRIES = 10
 
-#: Between two looks at the storage's clock.
+#: Seconds between two looks at the storage's clock.
 _CLOCK_SECONDS = 0.5
 
 

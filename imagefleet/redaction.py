@@ -8,10 +8,10 @@ from urllib.parse import urlsplit
 
 from pydantic import AfterValidator
 
-#: Of an address.
+#: The most characters of an address that are shown.
 _SHOWN_CHARACTERS = 500
 
-#: In place of a secret.
+#: What is shown in place of a secret.
 MASKED = "(secret)"
 
 #: Control characters, changes of the direction of writing, invisible ones, half surrogate pairs.

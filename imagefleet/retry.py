@@ -113,11 +113,11 @@ class RetryPolicy:
 #: a renewal must have a result before its lease ends.
 DEFAULT = RetryPolicy(give_up_seconds=30)
 
-#: For whoever fills a queue: a storage that asks to slow down is sent to more slowly, for as long
-#: as it asks.
+#: The policy of whoever fills a queue: a storage that asks to slow down is sent to more slowly, for
+#: as long as it asks.
 PATIENT = dataclasses.replace(DEFAULT, waits_while_busy=True)
 
-#: For operations that the caller retries: only missing access is waited for.
+#: The policy of operations that the caller retries: only missing access is waited for.
 UNTIL_ACCESS = RetryPolicy(tries=1, waits_for_access=True)
 
 #: No retries: every fault surfaces at once.

@@ -22,7 +22,7 @@ BATCH = 32
 #: Sends a second under a rate limit: smaller batches keep the rate even.
 _PACED_SENDS_PER_SECOND = 10
 
-#: While a send waits for the rate limit, finished sends are confirmed this often.
+#: Seconds between confirmations of finished sends, while a send waits for the rate limit.
 _PACING_STEP_SECONDS = 0.1
 
 #: The longest pauses before the first note of the jobs sent and between two: what is killed leaves
@@ -188,7 +188,7 @@ class BulkSender:
             self._on_confirmed(self.progress)
 
     async def _finish_window(self) -> None:
-        """After an error or a cancellation: waits for the rest, confirms up to the first gap."""
+        """Waits for the rest after an error or a cancellation; confirms up to the first gap."""
         await asyncio.gather(*(each.task for each in self._window), return_exceptions=True)
         while self._window and _succeeded(self._window[0].task):
             await self._confirm_oldest()

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-#: It goes on while the machine sleeps, as leases and prices do. macOS has no other that does.
+#: A clock that goes on while the machine sleeps, as leases do. macOS has no other that does.
 CLOCK: int = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")

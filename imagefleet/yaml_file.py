@@ -6,15 +6,15 @@ from typing import Any
 
 import yaml
 
-#: With every alias written out: reading one costs nothing, but its content is walked each time.
+#: The most values with all aliases written out: one costs nothing to read, but is walked each time.
 MAX_VALUES = 1_000_000
 
-#: Of PyYAML's reason, which names a character or a key.
+#: The most characters that are shown of PyYAML's reason, which names a character or a key.
 _SHOWN_CHARACTERS = 120
 
 
 class YamlError(ValueError):
-    """It is not valid YAML; says what is wrong, in which line."""
+    """A text is not valid YAML; the message says what is wrong, in which line."""
 
 
 def parse(content: str | bytes) -> Any:

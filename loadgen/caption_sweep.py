@@ -23,7 +23,7 @@ from loadgen.captions import CaptionFile, prompt_of
 from loadgen.file_source import OnRead, digest, ignore
 from loadgen.sweep import slug
 
-#: Of a model or a LoRA, in a group's name.
+#: The most characters that the name of a model or a LoRA takes in a group's name.
 _NAME_CHARACTERS = 40
 
 
@@ -200,7 +200,7 @@ def _sampler(name: str) -> str:
 
 
 def _slug(name: str) -> str:
-    """In the characters of a group's name."""
+    """Writes a name in the characters of a group's name."""
     return slug(name).replace("_", "-")[:_NAME_CHARACTERS].rstrip("-.") or "x"
 
 

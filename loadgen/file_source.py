@@ -40,7 +40,7 @@ MAX_REPORTED = 10
 
 _READ_BYTES = 2**20
 
-#: For a format that cannot tell how much of the file is read.
+#: Entries between two calls for a format that cannot tell how much of the file is read.
 _ENTRIES_BETWEEN_CALLS = 1_000
 
 #: Called with the place of an invalid entry, and why it is none.
@@ -69,7 +69,7 @@ class Version(NamedTuple):
 
 
 def ignore(read_bytes: int) -> None:
-    """For callers that show no progress."""
+    """Takes the progress of reading for callers that show none."""
 
 
 def digest(data: bytes) -> str:
@@ -92,7 +92,7 @@ class _Maker:
         return message
 
     def checked(self, entry: Entry, id_text: str, on_job: OnJob | None) -> str:
-        """As `message`, but spaces take the signature's place: to sign takes as long as to read."""
+        """Makes its `message` with spaces for a signature: to sign takes as long as to read."""
         text = _without_failure(entry.text)
         job = self._job(text, id_text)
         body = _to_message(text, job, None)
@@ -294,7 +294,7 @@ class StreamSource(_EntrySource):
 
 
 def version_of(file: BinaryIO) -> Version:
-    """To notice that a file was written since."""
+    """What identifies a file's content, to notice that it was written since."""
     status = os.fstat(file.fileno())
     return Version(status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
 

@@ -146,7 +146,7 @@ class Summary:
 
     storage: str
     queue: str
-    """Of jobs without a model."""
+    """The queue of jobs without a model."""
     queues: Mapping[str, int]
     """Messages that were sent, by their queue: that of their job's model."""
     sent: int

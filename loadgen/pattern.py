@@ -125,7 +125,7 @@ class Patterns:
         return f"{tag}, {text}" if text else tag
 
     def _size(self, part: str | int) -> int:
-        """At most so many characters; one for a placeholder itself, which may be empty."""
+        """The most characters a part may have; one for a placeholder itself, which may be empty."""
         return len(part) if isinstance(part, str) else 1 + self._sizes[part]
 
     def _parts(self, text: str, place: str) -> tuple[str | int, ...]:

@@ -44,7 +44,7 @@ SWEPT: Mapping[str, str] = {
 #: More combinations are most likely a mistake.
 MAX_COMBINATIONS = 10**12
 
-#: Of a range; exact as a float.
+#: The largest value of a range; exact as a float.
 _LARGEST = 10**15
 
 _SIZE = re.compile(r"(\d{1,5})\s*[xX]\s*(\d{1,5})")

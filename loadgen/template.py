@@ -135,7 +135,7 @@ class Template(BaseModel):
         return {"prompt": self.prompt, "negative_prompt": self.negative_prompt, **self.lists}
 
 
-#: Of all levels of the file, for suggestions.
+#: The fields of all levels of the file, for suggestions.
 _FIELDS = {*Template.model_fields, *Choice.model_fields}
 
 

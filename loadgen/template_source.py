@@ -31,7 +31,7 @@ _JOBS_BETWEEN_CALLS = 1_000
 
 _MAX_ID_CHARACTERS = 128
 
-#: Of a word, in an id.
+#: The most characters of a word in an id.
 _WORD_CHARACTERS = 24
 
 
@@ -197,7 +197,7 @@ class TemplateSource:
         return fields, "-".join(filter(None, labels))
 
     def _shared_seed(self, turn: int) -> int:
-        """So that pictures differ by what is swept alone."""
+        """The seed of all points of a turn, so that pictures differ by what is swept alone."""
         data = f"{self.identity} seed {turn}".encode()
         return int.from_bytes(hashlib.blake2b(data, digest_size=4).digest())
 

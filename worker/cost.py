@@ -52,12 +52,12 @@ class CostMeter(Collector):
 
     @property
     def gpu_dollars(self) -> float | None:
-        """From the start until now; None where the price is unknown."""
+        """Dollars for the GPU from the start until now; None where the price is unknown."""
         return self._dollars(time.monotonic() - self._began_at)
 
     @property
     def storage_dollars(self) -> float:
-        """Of the operations so far; storing the images is billed by the month."""
+        """Dollars for the storage's operations so far; keeping images is billed by the month."""
         prices = self._replica.storage_prices
         return (
             self._operations.queue * prices.queue_operation

@@ -58,7 +58,7 @@ class GpuClock:
     first_at: float | None = None
     last_at: float | None = None
     first_image_seconds: float | None = None
-    """From the worker's start, loading included."""
+    """Seconds to the first image from the worker's start, loading included."""
 
     @property
     def idle_fraction(self) -> float:
@@ -242,7 +242,7 @@ class EngineThread:
         return delivery
 
     def finished_already(self) -> Delivery | None:
-        """As `finished`, without a wait: None if there is no outcome yet."""
+        """Takes what `finished` would, without a wait: None if there is no outcome yet."""
         if self._finished.empty():
             return None
         self._count_taken()

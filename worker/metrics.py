@@ -36,7 +36,7 @@ Stage = Literal[
     "pull", "prepare", "wait_gpu", "generate", "encode", "upload", "record", "acknowledge"
 ]
 
-#: From a local SQLite call to a slow batch on a small card, doubling.
+#: Buckets in seconds, doubling from a local SQLite call to a slow batch on a small card, doubling.
 STAGE_SECONDS_BUCKETS = tuple(0.001 * 2**power for power in range(17))
 
 #: Why an engine is idle: no jobs, jobs that arrive too slowly, uploads that are too slow, or that
@@ -100,7 +100,7 @@ class WorkerMetrics:
             buckets=STAGE_SECONDS_BUCKETS,
             registry=self.registry,
         )
-        #: By stage; each job is observed in all of them, and to find a series takes as long.
+        #: Series by stage; each job is observed in all of them, and to find a series takes as long.
         self.stage_seconds: Mapping[Stage, Histogram] = {
             stage: stage_seconds.labels(stage) for stage in get_args(Stage)
         }

@@ -59,7 +59,7 @@ ENCODE_BACKLOG = 64
 #: exiting, since the leases expire by themselves.
 HAND_BACK_SECONDS = 5.0
 
-#: For jobs that were pulled, before the model changes; one that waits for its LoRA is handed back.
+#: Time for pulled jobs before the model changes; one that waits for its LoRA is handed back.
 FINISH_SECONDS = 60.0
 
 #: The time for the record of suspect images, which nobody else can write.

@@ -44,17 +44,17 @@ from worker.settings import WorkerSettings
 
 log = logging.getLogger(__name__)
 
-#: Between two samples of a worker's figures, each a few additions.
+#: Seconds between two samples of a worker's figures, each a few additions.
 SAMPLE_SECONDS = 1.0
 
-#: Between two lines of progress in the log.
+#: Seconds between two lines of progress in the log.
 PROGRESS_SECONDS = 60.0
 
-#: So many more objects than before make Python look for garbage. By default it is 700, those of 25
-#: small jobs, hardly any of which are garbage: reference counts free what ends.
+#: New objects that make Python look for garbage. By default they are 700, those of 25 small jobs,
+#: hardly any of which are garbage: reference counts free what ends.
 OBJECTS_PER_COLLECTION = 10_000
 
-#: After these a job is no longer in the queue.
+#: Outcomes after which a job is no longer in the queue.
 _ENDED = ("completed", "duplicate", "failed", "cancelled", "verified", "unverified")
 
 

@@ -29,7 +29,7 @@ Phase = Literal[
 #: The start-up is over, and nothing is waited for that stops the work.
 WORKING: frozenset[Phase] = frozenset({"generating", "waiting for jobs", "draining"})
 
-#: Over which images/s are measured.
+#: Seconds over which images/s are measured.
 WINDOW_SECONDS = 60.0
 
 _UNITS = (("d", 86_400), ("h", 3600), ("min", 60))
@@ -60,13 +60,13 @@ class Progress:
     cancelled_jobs: int
     jobs_in_flight: int
     images_per_second: float | None
-    """Over the last minute."""
+    """Images per second over the last minute."""
     images_per_dollar: float | None
     """All in, since the start."""
     jobs_left: int | None
-    """In the queue, those in flight on any worker included."""
+    """Jobs left in the queue, those in flight on any worker included."""
     seconds_left: float | None
-    """Until the queue is empty: at the pace it shrinks at, whoever draws from it."""
+    """Seconds until the queue is empty, at the pace it shrinks at, whoever draws from it."""
     is_own_pace: bool
     """Whether `seconds_left` is at this worker's pace alone: the queue was measured only once."""
 
@@ -124,7 +124,7 @@ class WorkerReport:
 
     @property
     def images_per_second(self) -> float:
-        """Without the start-up."""
+        """Images per second without the start-up."""
         return self.images / max(self.seconds - self.start_up_seconds, 1e-9)
 
     @property

@@ -31,8 +31,8 @@ LEAST_AHEAD = 8
 #: wait for their leases.
 MOST_AHEAD = 1024
 
-#: While jobs that are done wait so long to be acknowledged, none are pulled: a queue at its limit
-#: would spend its operations on renewing ever more leases, and then deliver their jobs again.
+#: No jobs are pulled while done ones wait so long to be acknowledged: a queue at its limit would
+#: spend its operations on renewing ever more leases, and then deliver their jobs again.
 MOST_BEHIND_SECONDS = 15.0
 
 #: Pauses between polls of empty queues, doubled up to the longest: a new job waits five seconds on
@@ -83,7 +83,7 @@ class Puller:
         self.not_ahead(entry, 1)
 
     def not_ahead(self, entry: InFlightJob, images: int | None = None) -> None:
-        """So many images of a job, by default all, are no longer ahead of the engine."""
+        """Counts so many images of a job, by default all, as no longer ahead of the engine."""
         less = min(entry.ahead, entry.ahead if images is None else images)
         entry.ahead -= less
         self._ahead -= less
@@ -96,7 +96,7 @@ class Puller:
 
     @property
     def seconds_per_job(self) -> float:
-        """Of the engine's time; 0 where it is not known yet."""
+        """Seconds of the engine's time for a job; 0 where it is not known yet."""
         if not self._images_generated:
             return 0.0
         seconds_per_image = self.engine_thread.clock.busy_seconds / self._images_generated

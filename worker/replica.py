@@ -40,7 +40,7 @@ class Replica:
     storage_prices: prices.StoragePrices
 
 
-#: For tests and measurements without a price.
+#: The replica of tests and measurements without a price.
 UNKNOWN = Replica("unknown", None, prices.FREE_STORAGE)
 
 

@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 FIRST_RETRY_SECONDS = 2.0
 LONGEST_RETRY_SECONDS = 120.0
 
-#: Until a job that could not be moved to its model's queue is delivered again.
+#: Seconds until a job that could not be moved to its model's queue is delivered again.
 NOT_MOVED_SECONDS = 300.0
 
 
@@ -52,7 +52,7 @@ class Settler:
     on_settled: Callable[[InFlightJob, Outcome], None]
     cancelled_campaigns: CancelledCampaigns
     flush_seconds: float
-    """At the latest, the records of jobs that have ended are stored."""
+    """Seconds after which the records of jobs that have ended are stored at the latest."""
     pending: PendingRecords = field(init=False)
     outcomes: Counter[str] = field(default_factory=Counter, init=False)
     model_name: str = field(default="", init=False)
@@ -70,7 +70,7 @@ class Settler:
         )
 
     def add(self, entry: InFlightJob) -> None:
-        """From here on the job is in flight, until it is settled."""
+        """Adds a job to those in flight, until it is settled."""
         self.in_flight[entry] = None
         self.nothing_in_flight.clear()
 
@@ -200,7 +200,7 @@ class Settler:
             await self._leave(entry, error, "is drawn, but its next stage cannot be sent; it")
 
     async def cancelled(self, entry: InFlightJob) -> None:
-        """Its campaign was cancelled: acknowledges the message; what was begun is stored."""
+        """Acknowledges a job of a cancelled campaign; what was begun is stored."""
         if not entry.settle():
             return
         if entry.is_second_drawing:
@@ -296,7 +296,7 @@ class Settler:
             await self._retry(entry, error, attempts)
 
     async def hand_back(self, entry: InFlightJob, delay_seconds: float = 0) -> None:
-        """Not begun, or not finished in time: another worker may have it, by default at once."""
+        """Leaves a job that was not finished in time to another worker, by default at once."""
         if entry.settle():
             await self._end(
                 entry,
@@ -444,7 +444,7 @@ class Settler:
     async def _end_after_records(
         self, entry: InFlightJob, outcome: Outcome, call: Callable[[], Awaitable[None]]
     ) -> None:
-        """As `_end`, once the records of its images that are stored are stored as well."""
+        """Ends a job, once the records of its images that are stored are stored as well."""
         if entry.stored <= entry.recorded:
             await self._end(entry, outcome, call)
             return

@@ -59,7 +59,7 @@ class StandInEngine:
     def find_embeddings(
         self, prompts: Iterable[Prompt | str], names: Collection[str]
     ) -> tuple[str, ...]:
-        """By the text alone."""
+        """Finds embeddings by the text alone."""
         text = " ".join(map(str, prompts)).lower()
         found = [name for name in names if name.lower() in text]
         return tuple(sorted(found, key=lambda name: text.index(name.lower())))

@@ -24,7 +24,7 @@ from imagefleet.storage.open import open_storage
 
 log = logging.getLogger(__name__)
 
-#: For so long after a revocation, nodes may get tokens that are revoked already; they ask again.
+#: Seconds in which nodes may still get tokens that are revoked already; they ask again.
 CHECK_SECONDS = 30.0
 
 #: Nodes wait for the answer meanwhile.

@@ -27,7 +27,7 @@ def _models(text: str) -> str:
 
 
 class BrokerSettings(StorageSettings):
-    """Who gets tokens, and for how long."""
+    """Settings of a broker: who gets tokens, and for how long."""
 
     organization: str = Field(
         default="",

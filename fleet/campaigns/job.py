@@ -41,7 +41,7 @@ class JobState:
     state: State
     since: datetime | None = None
     stage: int | None = None
-    """Of a job with several: the last that is stored, or the one that waits or has failed."""
+    """The stage of a job with several: the last stored, or the one that waits or has failed."""
     attempts: int | None = None
     worker: str | None = None
     error: str | None = None
@@ -82,7 +82,7 @@ async def _look_up(settings: StorageSettings, campaign: str, job_id: str) -> Job
 
 
 async def look_up(storage: Storage, campaign: str, job_id: str) -> JobState:
-    """By its images' names, then by the queue's messages, then by the campaign's records."""
+    """Searches its images' names, then the queue's messages, then the campaign's records."""
     from imagefleet.records import outcomes
 
     job = outcomes.JobFacts(job_id, campaign)

@@ -19,13 +19,13 @@ if TYPE_CHECKING:
     from fleet.export.manifest import Manifest
     from fleet.export.plan import Plan
 
-#: As img2dataset has it.
+#: Images of a shard, as many as by img2dataset's default.
 _SHARD_SIZE = 10_000
 
-#: Of images that are missing or changed.
+#: The most names of missing or changed images that are shown.
 _SHOWN = 10
 
-#: Beyond the images' own bytes, for an image: its texts, parameters and the padding of a tar.
+#: Bytes of an image beyond its own file: its texts, parameters and the padding of a tar.
 _BYTES_BESIDE = 5_000
 
 

@@ -35,9 +35,9 @@ class Shard(BaseModel):
     name: str
     images: int
     bytes: int
-    """Of the images."""
+    """Bytes of all images together."""
     files: dict[str, File]
-    """By their path below the folder; of an image folder, its metadata with the images' hashes."""
+    """Files by their path in the folder; of an image folder, its metadata with all hashes."""
     missing: list[str]
     changed: list[str]
 

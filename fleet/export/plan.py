@@ -21,7 +21,7 @@ from fleet.results import files, source
 from imagefleet import errors
 from imagefleet.records.record import Record
 
-#: In the folder of the export until it is done.
+#: The subfolder of an export until it is done.
 WORK = ".export"
 _PLAN = "plan.json"
 _SORTED = "sorted"

@@ -11,7 +11,7 @@ from imagefleet.job import prompt
 from imagefleet.records import columns
 from imagefleet.records.record import Record
 
-#: In img2dataset's columns.
+#: The two values of img2dataset's column of statuses.
 SUCCESS, FAILED = "success", "failed_to_download"
 
 _FAULTS = {
@@ -31,7 +31,7 @@ class Sample:
     """An image with its record; *data* is None where it cannot be exported."""
 
     key: str
-    """As img2dataset makes it: the digits of the shard, then those of the sample."""
+    """The key that img2dataset makes: the digits of the shard, then those of the sample."""
     record: Record
     data: bytes | None
     sha256: str | None

@@ -324,7 +324,7 @@ async def _preview(settings: SignerSettings, selection: Selection, check: Check)
 async def _replay(
     settings: SignerSettings, selection: Selection, check: Check, priority: Priority
 ) -> tuple[Swept, int]:
-    """Also returns how many of the selected jobs have no message that could be sent."""
+    """Replays the selected jobs; also returns how many have no message that could be sent."""
     began_at = datetime.now(UTC)
     async with console.connected(settings) as fleet:
         with _counting("replayed") as show:

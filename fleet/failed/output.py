@@ -13,10 +13,10 @@ from fleet import console
 from fleet.failed.read import Listing
 from imagefleet.storage.dead_letter_queue import Preview, Refused, Swept
 
-#: At most this many kinds of errors and refused messages are printed: about a screen.
+#: The most kinds of errors and of refused messages that are printed: about a screen.
 _SHOWN = 20
 
-#: Of a prompt, say, in a preview: about two lines.
+#: The most characters of a text in a preview: about two lines.
 _TEXT_CHARACTERS = 150
 
 Verb = Literal["replayed", "discarded"]

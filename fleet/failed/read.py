@@ -22,7 +22,7 @@ from imagefleet.storage.dead_letter import Entry
 from imagefleet.storage.dead_letter_queue import Selection
 from imagefleet.storage.protocol import BlobStore
 
-#: Of a message that is in the poison queue by mistake.
+#: The reason given for a message that is in the poison queue by mistake.
 NO_RECORD = "not a record of a failed job"
 
 #: Kinds of failures that are counted apart: a reason may name what no other job has.

@@ -175,7 +175,7 @@ def _place(settings: WorkerSettings) -> tuple[Key, Path]:
 
 
 def _compile(settings: WorkerSettings, folder: Path) -> None:
-    """As a worker does with these settings.
+    """Compiles kernels as a worker does with these settings.
 
     Raises:
         SetupError: torch has kept nothing.

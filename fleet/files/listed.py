@@ -37,7 +37,7 @@ class Listing:
         return contents.files if contents else {}
 
     async def add(self, name: str, sha256: str) -> bool:
-        """As `add_all`, of one file."""
+        """Adds one file as `add_all` does."""
         return await self.add_all({name: sha256})
 
     async def add_all(self, hashes: Mapping[str, str]) -> bool:

@@ -135,7 +135,7 @@ class Elsewhere:
 
 
 async def look(settings: SignerSettings, uses: Uses, elsewhere: Elsewhere) -> list[Missing]:
-    """As `find`, in the storage of *settings*."""
+    """Finds what is missing in the storage of *settings*."""
     async with open_storage(settings) as storage:
         return await find(storage, uses, signing.Keys.of(settings), elsewhere)
 

@@ -12,7 +12,7 @@ from worker.files import check
 
 PROMPT = "a red house in a forest, digital art"
 
-#: On a CPU a whole image of SD1.5 would take minutes.
+#: Steps of a preview: on a CPU a whole image of SD1.5 would take minutes.
 _CPU_STEPS, _GPU_STEPS = 8, 20
 _CPU_SIDE = 256
 

@@ -19,10 +19,10 @@ from imagefleet.storage.protocol import Storage
 #: Filters whose rows are kept: each takes 4 bytes a row.
 _VIEWS = 8
 
-#: After the last request of a page, its campaign is followed for so long.
+#: Seconds for which a campaign is followed after the last request of its page.
 _WATCHED_SECONDS = 15.0
 
-#: Who opens a campaign sees so many of its newest records before the others are read.
+#: The newest records, which whoever opens a campaign sees before the others are read.
 _NEWEST = 300
 
 #: The first answer waits so long for them.
@@ -42,7 +42,7 @@ class Pace:
     records_at_once: int = 2_000
     """Few, so that a page is answered in between."""
     part_bytes: int = 256 * 2**10
-    """Of a shard."""
+    """Bytes of a shard that are read at once."""
 
 
 @dataclass(slots=True)
@@ -73,7 +73,7 @@ class Campaign:
         self.is_complete = False
         """All records that there were have been read once."""
         self.read_share = 0.0
-        """Of the shards' bytes when it was opened."""
+        """The share read of the bytes that the shards had when the campaign was opened."""
         self.damaged = 0
         """Records and shards that cannot be read."""
         self.version = 0

@@ -33,7 +33,7 @@ _NAMES_SECONDS = 5.0
 #: More would not fit into a menu.
 _MOST_NAMES = 5_000
 
-#: Between two looks whether a poll is due.
+#: Seconds between two looks whether a poll is due.
 _TICK_SECONDS = 0.1
 
 #: Older records are read when no page has asked for something so long, but one part in a second.

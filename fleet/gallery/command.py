@@ -90,5 +90,5 @@ async def _serve(
 
 
 def _has_screen() -> bool:
-    """Without one, a text browser would take over the terminal."""
+    """Whether there is a screen: without one, a text browser would take over the terminal."""
     return sys.platform == "darwin" or any(map(os.environ.get, ("DISPLAY", "WAYLAND_DISPLAY")))

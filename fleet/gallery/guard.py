@@ -68,7 +68,7 @@ class Guard:
 
 
 async def add_headers(_: web.Request, response: web.StreamResponse) -> None:
-    """For `on_response_prepare`: refusals have them, too."""
+    """Adds `HEADERS` to all responses, on `on_response_prepare`: refusals have them, too."""
     for name, value in HEADERS.items():
         response.headers.setdefault(name, value)
     response.headers.setdefault("Cache-Control", "no-store")

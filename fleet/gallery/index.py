@@ -26,18 +26,18 @@ from imagefleet.records.record import Record
 Tab = Literal["images", "failed", "cancelled"]
 Facet = Literal["lora", "worker"]
 
-#: By a row's `outcome`: those of the tabs, and what an operator has settled since.
+#: Outcomes by a row's `outcome`: those of the tabs, and what an operator has settled since.
 _OUTCOMES = ("completed", "failed", "cancelled", "replayed", "discarded")
 _OF_TAB: Mapping[Tab, int] = {"images": 0, "failed": 1, "cancelled": 2}
 _SETTLED = 3
 
-#: In the place of an outcome: jobs of which every image is stored.
+#: Stands in the place of an outcome for jobs of which every image is stored.
 _COMPLETED_JOBS = "completed job"
 
 #: Rows of a result that are in memory as Python objects.
 _FETCHED = 10_000
 
-#: Of a failed job's reason; the record has the rest.
+#: The most characters of a failed job's reason; the record has the rest.
 _REASON_CHARACTERS = 500
 
 #: Rows whose records are compressed as one: that is quicker, and a third of the size.

@@ -36,7 +36,7 @@ _MOST_NAMES = 1_000
 #: Rows in one answer.
 _MOST_ROWS = 500
 
-#: Of what is looked for.
+#: The most characters of a text that is searched for.
 _MOST_CHARACTERS = 500
 
 #: A request's body.

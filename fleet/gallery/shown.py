@@ -11,12 +11,12 @@ from imagefleet.job.message import DEFAULT_CAMPAIGN
 from imagefleet.records.record import Record
 from imagefleet.redaction import printable
 
-#: Of a prompt or a reason on a tile; the record has the rest.
+#: The most characters of a prompt or a reason on a tile; the record has the rest.
 _TILE_CHARACTERS = 240
 
 
 def tiles(rows: Iterable[Row]) -> list[list[Any]]:
-    """For each row its number, its job, its prompt and why it failed."""
+    """The tile of each row: its number, its job, its prompt and why it failed."""
     return [
         [
             row.seq,

@@ -23,7 +23,7 @@ PIXELS = 256
 #: A WebP is half as large, and takes ten times as long: more than to decode the image.
 _JPEG_QUALITY = 82
 
-#: When the file is full, it is emptied to this share, the least recently used first.
+#: The share to which a full file is emptied, the least recently used first.
 _KEPT_SHARE = 0.9
 
 #: A thumbnail's last use is noted once in this time.

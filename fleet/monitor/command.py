@@ -145,7 +145,7 @@ async def read_status(
 
 
 async def _without_worker(client: aio.Fleet, depth: QueueDepth) -> list[WaitingModel]:
-    """By what workers note every ten minutes."""
+    """Models with jobs but no worker, by what workers note every ten minutes."""
     waiting: Counter[str] = Counter()
     for each in depth.by_queue.values():
         if each.model is not None and each.messages:

@@ -155,7 +155,7 @@ async def connected(url: str, fleet: str | None = None) -> AsyncIterator[Prometh
 def connected_if(
     url: str | None, fleet: str | None
 ) -> AbstractAsyncContextManager[Prometheus | None]:
-    """As `connected`; None without a URL."""
+    """Connects as `connected` does; None without a URL."""
     return connected(url, fleet) if url else nullcontext()
 
 

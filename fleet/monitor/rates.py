@@ -17,7 +17,7 @@ from imagefleet.telemetry import fleet as fleet_names
 #: Long enough for several pushes or scrapes, short enough to show a change.
 WINDOW = "2m"
 
-#: Of the names that a message suggests.
+#: The most names that a message suggests, and the most characters of them.
 _SHOWN_FLEETS = 5
 _SHOWN_CHARACTERS = 80
 

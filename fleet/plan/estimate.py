@@ -52,7 +52,7 @@ class ModelSpeed:
 
     @property
     def seconds(self) -> float:
-        """Of one GPU, for all of them."""
+        """Seconds that one GPU takes for all images."""
         return self.images / self.images_per_second.value
 
 
@@ -69,7 +69,7 @@ class Part:
 
     @property
     def images_per_dollar_gpu_only(self) -> float:
-        """After start-up."""
+        """Images per dollar after start-up."""
         return self.images_per_second.value * _SECONDS_PER_HOUR / self.dollars_per_hour.value
 
     def images_in(self, seconds: float) -> float:

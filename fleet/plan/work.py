@@ -29,7 +29,7 @@ class Work:
     jobs: int = 0
     images: int = 0
     tflop: float = 0.0
-    """Of all its images."""
+    """TFLOP of all images together."""
 
     @property
     def tflop_per_image(self) -> float:
@@ -37,7 +37,7 @@ class Work:
 
 
 def of_count(jobs: int, images_per_job: int, family: Family) -> list[Work]:
-    """So many jobs of the family's own size and steps."""
+    """The work of so many jobs of the family's own size and steps."""
     images = jobs * images_per_job
     return [Work(None, family, jobs, images, images * family.image_tflop())]
 

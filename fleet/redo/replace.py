@@ -69,7 +69,7 @@ class Replaced:
     jobs: int = 0
 
 
-#: Of the shards with the notes.
+#: The writer in the names of the shards with the notes.
 _WRITER = "redo"
 
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from evaluation.score.scores import Scores
     from fleet.report.samples import Sample
 
-#: Of what is damaged, on stderr; the page and the JSON have some more.
+#: Reasons for damage that stderr shows; the page and the JSON have some more.
 _SHOWN_REASONS = 3
 
 

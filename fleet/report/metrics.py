@@ -21,7 +21,7 @@ _MIN_RATE_SECONDS = 60
 #: The oldest sample that counts as a counter's value at the start of the window.
 _LOOK_BACK_SECONDS = 300
 
-#: In the order of the pipeline.
+#: The stages, in the order of the pipeline.
 _STAGES = ("pull", "prepare", "wait_gpu", "generate", "encode", "upload", "acknowledge")
 
 

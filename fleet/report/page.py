@@ -21,7 +21,7 @@ from fleet.report.samples import Sample
 _MAX_WORKERS = 15
 
 _SPEED_BINS = 24
-#: For a figure that cannot be computed.
+#: Stands for a figure that cannot be computed.
 _UNKNOWN = "n/a"
 
 #: The colour of waste.

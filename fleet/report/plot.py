@@ -201,6 +201,6 @@ def _plot(
 
 
 def _side(place: float) -> str:
-    """Where a label stands to its tick: beside it at the edges, lest it leave the page."""
+    """A label's place at its tick: beside it at the edges, lest it leave the page."""
     share = place / WIDTH
     return "first" if share < 0.1 else "last" if share > 0.88 else "mid"  # noqa: PLR2004

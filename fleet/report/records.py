@@ -37,7 +37,7 @@ _MAX_PRICE = 1_000
 #: Some two months; a record's time is what a worker's clock says.
 _MAX_SECONDS = 5_000_000
 
-#: Of what is damaged, each with its reason.
+#: The most reasons for damage that are kept.
 _SHOWN_REASONS = 10
 
 
@@ -59,12 +59,12 @@ class WorkerRecord:
 
     @property
     def seconds(self) -> float:
-        """Its start-up, plus the time from its first pull of the campaign to its last image."""
+        """The worker's start-up, and its time from the campaign's first pull to its last image."""
         return (self.last_image_at - self.began_at).total_seconds()
 
     @property
     def images_per_second(self) -> float | None:
-        """While it worked; None after a single image."""
+        """Images per second while it worked; None after a single image."""
         working = (self.last_image_at - self.first_pull_at).total_seconds()
         return self.images / working if working > 0 and self.images > 1 else None
 
@@ -116,11 +116,11 @@ class Records:
     deliveries: Counter[int] = field(default_factory=Counter)
     images_by_model: Counter[str] = field(default_factory=Counter)
     seconds_by_model: dict[tuple[tuple[str, str], str], float] = field(default_factory=dict)
-    """Of a worker's time, by its key and the model: start-up and changes of models included."""
+    """Seconds by a worker's key and the model: start-up and changes of models included."""
     failed_by_error: Counter[tuple[str, str]] = field(default_factory=Counter)
     cancelled: int = 0
     are_listed: bool = False
-    """By the images themselves: workers of an earlier version wrote no records."""
+    """Whether the images themselves were listed: earlier workers wrote no records."""
     failed_are_of_queue: bool = False
     samples: list[SampleName] = field(default_factory=list)
     skipped: Skipped = field(default_factory=Skipped)

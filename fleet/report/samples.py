@@ -20,7 +20,7 @@ from imagefleet.storage import protocol
 _PIXELS = 384
 _WEBP_QUALITY = 80
 
-#: Of a prompt; the rest is shown on demand.
+#: The most characters of a prompt; the rest is shown on demand.
 _SHOWN_CHARACTERS = 110
 
 

@@ -19,7 +19,7 @@ from imagefleet.storage.protocol import BlobStore
 #: Below the folder: what is not yet whole.
 _PARTIAL = ".partial"
 
-#: Of images that are not there.
+#: The most names of images that are not there which are shown.
 _SHOWN = 10
 
 
@@ -31,7 +31,7 @@ class Downloaded:
     bytes: int = 0
     already_there: int = 0
     changed: int = 0
-    """Of another size than recorded: drawn again since, or edited."""
+    """Images of another size than recorded: drawn again since, or edited."""
     missing: int = 0
     left_out: int = 0
     """Records whose image's name is not one of the campaign's."""

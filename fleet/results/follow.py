@@ -11,7 +11,7 @@ from imagefleet.records import reader
 from imagefleet.records.record import Record
 from imagefleet.storage.protocol import Storage
 
-#: Between two polls, each of which is a listing and a read for each shard that has grown.
+#: Seconds between two polls, each of which is a listing and a read for each shard that has grown.
 SECONDS = 5.0
 
 #: Polls without a result after which a campaign without pending jobs has ended: its filler may

@@ -12,7 +12,7 @@ from imagefleet.records.record import Record
 from imagefleet.redaction import printable
 from imagefleet.storage.protocol import Storage
 
-#: Of what is damaged, each with its reason.
+#: The most reasons for damage that are shown.
 _SHOWN_REASONS = 3
 
 

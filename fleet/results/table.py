@@ -12,7 +12,7 @@ from imagefleet.job.chain import SEPARATOR
 from imagefleet.records.reader import Counts
 from imagefleet.records.record import Record
 
-#: Of a prompt or a reason: about a line.
+#: The most characters of a prompt or a reason: about a line.
 _SHOWN_CHARACTERS = 72
 
 

@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 CALL_BURST = 20
 CALLS_PER_SECOND = 3
 
-#: With the waits below, a call that gets no answer fails after three minutes.
+#: Tries of a call; with the waits below, one without an answer fails after three minutes.
 TRIES = 8
 FIRST_WAIT_SECONDS = 1.0
 LONGEST_WAIT_SECONDS = 60.0

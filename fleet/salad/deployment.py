@@ -111,7 +111,7 @@ class Deployment:
         return [group for *_, group in sorted(found, key=lambda each: each[:2])]
 
     async def existing_groups(self) -> list[Group]:
-        """Like `groups`; raises SetupError if there are none."""
+        """The same as `groups`; raises SetupError if there are none."""
         groups = await self.groups()
         if not groups:
             raise errors.SetupError(

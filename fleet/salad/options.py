@@ -14,7 +14,7 @@ from fleet.salad import deployment
 from fleet.salad import file as salad_file
 from imagefleet import errors
 
-#: In order of precedence: the operator's own, then the example of this repository.
+#: Files in order of precedence: the operator's own, then the example of this repository.
 DEFAULT_FILES = (Path("fleet.yaml"), Path("deploy/salad/fleet.yaml"))
 
 File = Annotated[

@@ -11,8 +11,8 @@ _SECONDS_PER_HOUR = 3600
 #: Azure's counts are approximate, and an empty queue may fill again.
 SETTLE_SECONDS = 120.0
 
-#: For how long the fleet may run unsampled (in an outage of the API, for example) and then stop,
-#: without exceeding the budget. A longer time reserves more of the budget until the end.
+#: Seconds for which the fleet may run unsampled (in an outage of the API, for example) and then
+#: stop, without exceeding the budget. A longer time reserves more of the budget until the end.
 MARGIN_SECONDS = 600.0
 
 #: Nodes are interrupted: SaladCloud recommends 5 to 10 % more replicas than needed.

@@ -101,7 +101,7 @@ class Speeds:
         self._left_out: str | None = None
 
     async def find(self) -> Speed:
-        """As given, else the last measured, else as assumed.
+        """Finds the given speed, else the last measured, else the assumed one.
 
         Raises:
             SetupError: none of them is known.

@@ -294,7 +294,7 @@ def _check_models(names: Collection[str], elsewhere: Sequence[str] | None) -> No
 
 
 def _hours_and_price(source: SweepSource, machine: Machine, models: Models) -> str:
-    """For a note; an unknown price does not keep anybody from sending."""
+    """The note of hours and price; an unknown price does not keep anybody from sending."""
     from fleet.sweep import price
 
     try:

@@ -26,7 +26,7 @@ _LOOKED_FOR_AT_ONCE = 16
 
 
 def checkpoint_path(source: SweepSource, queue: str) -> Path:
-    """Beside the file of captions; each sweep of it has one of its own."""
+    """The checkpoint beside the file of captions; each sweep of it has one of its own."""
     return source.path.with_name(f".{source.path.name}.{queue}.{source.identity[:12]}.sweep.json")
 
 

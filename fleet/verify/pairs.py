@@ -40,7 +40,7 @@ class Pair:
     image: str
     second: str
     workers: tuple[str, str]
-    """Of the image and of the second drawing."""
+    """The worker of the image, and that of the second drawing."""
     result: Result
     distance: float | None = None
     note: str | None = None

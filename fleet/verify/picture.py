@@ -13,7 +13,7 @@ from imagefleet.job import embedded
 from imagefleet.job.message import MAX_IMAGE_PIXELS, Job, read_job
 from imagefleet.signing import TrustedKeys
 
-#: As workers store them; Pillow reads dozens of formats, some through other programs.
+#: Formats that workers store; Pillow reads dozens of formats, some through other programs.
 _FORMATS = ("PNG", "JPEG", "WEBP")
 
 

@@ -12,7 +12,7 @@ from imagefleet import errors
 from imagefleet.storage.protocol import BlobStore
 from worker.node.quarantine import BLOB, MAX_BYTES
 
-#: By default a worker is named by the machine, which SaladCloud identifies by a UUID, and process.
+#: The name of a worker by default: the UUID that SaladCloud gives its machine, and its process.
 _SALAD_WORKER = re.compile(r"([0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12})-\d+")
 _TRIES = 5
 

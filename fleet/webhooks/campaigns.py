@@ -15,11 +15,11 @@ from imagefleet.storage.protocol import Storage
 #: A filler notes what it has sent a little later, and may be slower than the workers.
 SETTLE_SECONDS = 15.0
 
-#: Where it is not known how many jobs were sent, or not all of them have an end: the queue is
-#: empty, and nothing has come for so long.
+#: Seconds without news and with an empty queue that end a campaign, where it is not known how many
+#: jobs were sent, or not all of them have an end.
 QUIET_SECONDS = 300.0
 
-#: Between two counts of a campaign from which nothing comes.
+#: The most seconds between two counts of a campaign from which nothing comes.
 _LONGEST_PAUSE_SECONDS = 300.0
 
 #: A pause is at least this many times as long as the count before it.

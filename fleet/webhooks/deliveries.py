@@ -15,10 +15,10 @@ from imagefleet import retry
 
 log = logging.getLogger(__name__)
 
-#: After each failed attempt, as the specification recommends: three days in all.
+#: Seconds to wait after each failed attempt, by the specification's advice: three days in all.
 RETRY_SECONDS = (5, 300, 1_800, 7_200, 18_000, 36_000, 50_400, 72_000, 86_400)
 
-#: After so long an event is given up at its next failure.
+#: Seconds after which an event is given up at its next failure.
 GIVE_UP_SECONDS = float(sum(RETRY_SECONDS))
 
 #: Requests at the same time.
@@ -28,8 +28,8 @@ CONCURRENCY = 8
 #: waits there, not in memory.
 MAX_WAITING = 256
 
-#: With so many events that failed since the last success, the receiver itself is down: the oldest
-#: is tried every few minutes, and all of them once it answers.
+#: Failed events since the last success from which on the receiver itself is down: the oldest is
+#: tried every few minutes, and all of them once it answers.
 DOWN_FROM = 3
 PROBE_SECONDS = 300.0
 

@@ -43,7 +43,7 @@ class Answer(NamedTuple):
     is_gone: bool = False
     """The receiver wants no more webhooks."""
     pause_seconds: float = 0.0
-    """Until which nothing else should be sent."""
+    """Seconds in which nothing else should be sent."""
 
 
 def checked_url(url: str) -> str:

@@ -17,7 +17,7 @@ from imagefleet.records.record import Record
 #: draws thousands at once.
 MAX_BEGUN = 5_000
 
-#: Of a job of more images, an event names so many: it would be too large.
+#: The most images that an event names: with all of a large job it would be too large.
 MAX_IMAGES = 64
 
 #: The specification recommends events of less than 20 KB.
@@ -139,7 +139,7 @@ def _of_job(record: Record) -> dict[str, JsonValue]:
 
 
 def _event_id(*parts: str) -> str:
-    """Without a full stop, which separates an id from the rest of what is signed."""
+    """Makes an id without a full stop, which separates an id from the rest of what is signed."""
     return f"msg_{hashlib.blake2b(json.dumps(parts).encode(), digest_size=12).hexdigest()}"
 
 

@@ -22,13 +22,13 @@ from imagefleet.storage.protocol import Storage
 
 log = logging.getLogger(__name__)
 
-#: Between two looks for new records, which cost a listing of the shards each.
+#: Seconds between two looks for new records, which cost a listing of the shards each.
 POLL_SECONDS = 10.0
 
-#: Between two saves of the state: a service that is killed repeats what it sent since.
+#: Seconds between two saves of the state: a service that is killed repeats what it sent since.
 SAVE_SECONDS = 5.0
 
-#: For the requests in flight when the service is stopped.
+#: Seconds for the requests in flight when the service is stopped.
 DRAIN_SECONDS = 10.0
 
 #: The longest pause of the loop.
@@ -37,7 +37,7 @@ _STEP_SECONDS = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """Which events, and the name of the fleet, which is part of their ids."""
+    """The events to send, and the name of the fleet, which is part of their ids."""
 
     fleet: str
     campaign: str | None = None

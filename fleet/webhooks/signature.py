@@ -12,13 +12,13 @@ from typing import Self
 
 from imagefleet import errors
 
-#: Of a secret, so that it is recognised as one.
+#: The prefix of a secret, so that it is recognised as one.
 PREFIX = "whsec_"
 
 #: The specification's limits.
 MIN_SECRET_BYTES, MAX_SECRET_BYTES = 24, 64
 
-#: While a secret is replaced, both are in use.
+#: The most secrets of an endpoint: while one is replaced, both are in use.
 MAX_SECRETS = 4
 
 _MAX_FILE_BYTES = 4096

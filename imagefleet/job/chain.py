@@ -21,7 +21,7 @@ from imagefleet.storage import protocol
 if TYPE_CHECKING:
     from imagefleet.job.message import Job
 
-#: Of a message: which stage of its job it asks for. It is not signed.
+#: The field of a message that says which stage of its job it asks for. It is not signed.
 STAGE_FIELD = "stage"
 
 #: The list of the stages after the first.
@@ -30,8 +30,8 @@ THEN_FIELD = "then"
 #: One digit, so that the names of a job's images sort by stage.
 MAX_STAGES = 9
 
-#: Between a job's id and the number of the stage in the names of images. No id contains it, so no
-#: other job has an image of that name.
+#: Separates a job's id from the number of the stage in the names of images. No id contains it, so
+#: no other job has an image of that name.
 SEPARATOR = "~"
 
 #: The blob that a stage begins with, in a list of one.

@@ -13,7 +13,7 @@ import re
 import unicodedata
 from pathlib import Path
 
-#: In the format of transformers and tokenizers: vocab.json and merges.txt.
+#: CLIP's tokenizer in the format of transformers: vocab.json and merges.txt.
 TOKENIZER = Path(__file__).with_name("clip_tokenizer")
 
 #: A text encoder with a vocabulary of another size needs a tokenizer of its own.

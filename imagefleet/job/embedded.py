@@ -16,7 +16,7 @@ from imagefleet.storage import protocol
 if TYPE_CHECKING:
     from PIL import Image
 
-#: Of the text chunk.
+#: The keyword of the PNG text chunk that holds an image's parameters.
 PNG_KEYWORD = "imagefleet"
 
 #: JSON in ASCII takes three times the bytes of a message at most (`\ud83d\ude00` for four bytes).
@@ -26,10 +26,10 @@ _PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 
 _CHECKSUM_BYTES = 4
 
-#: Before AUTOMATIC1111's text in Exif data.
+#: The code that precedes AUTOMATIC1111's text in Exif data.
 _UNICODE = b"UNICODE\0"
 
-#: Before the pixels; a file with more is not from a worker.
+#: The most PNG chunks that are read before the pixels; a file with more is not from a worker.
 _MAX_CHUNKS = 64
 
 

@@ -12,11 +12,11 @@ class Embedding(Protocol):
 
     @property
     def sha256(self) -> str:
-        """Of its file."""
+        """The SHA-256 of the embedding's file."""
 
     @property
     def length(self) -> int:
-        """Its vectors, each of which takes the place of a token."""
+        """The number of its vectors, each of which takes the place of a token."""
 
     def __hash__(self) -> int: ...
 

@@ -28,7 +28,7 @@ from imagefleet.job.metadata import MAX_METADATA_BYTES
 #: No job waits longer in a worker, and no worker starts for longer.
 _LONGEST_SECONDS = 7 * 24 * 3600
 
-#: As the metadata of a blob allows it.
+#: Text that the metadata of a blob can hold: printable ASCII, 200 characters at most.
 _Text = Annotated[str, StringConstraints(pattern=r"^[\x20-\x7e]*$", max_length=200)]
 _Seconds = Annotated[float, Field(ge=0, le=_LONGEST_SECONDS)]
 
@@ -59,7 +59,7 @@ class ImageRecord(BaseModel):
 
     job: SafeId
     seconds: _Seconds | None = None
-    """From the pull of its job to its upload."""
+    """Seconds from the pull of the image's job to the image's upload."""
     attempt: int = Field(default=1, ge=1, le=1_000_000)
     worker: _Text = "?"
     started_at: _Text = ""

@@ -41,7 +41,7 @@ DELIVERIES_FIELD = "deliveries"
 #: A message's signature over all its other fields except the record of its deliveries.
 SIGNATURE_FIELD = "signature"
 
-#: In a job of `imagefleet failed export`: why it failed, which is no part of the job.
+#: The field of an exported failed job that says why it failed, which is no part of the job.
 FAILURE_FIELD = "failure"
 
 #: What a slow node draws in an hour or so: until then a job's images hold a place in a worker.

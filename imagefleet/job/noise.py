@@ -27,5 +27,5 @@ class Noise:
     """(width, height) in pixels of the image whose first noise is put into the middle of it."""
 
 
-#: As in all jobs that do not say otherwise.
+#: The noise of all jobs that do not say otherwise.
 DEFAULT = Noise()

@@ -117,7 +117,7 @@ NEUTRAL_VALUES: Mapping[str, tuple[object, ...]] = {
 
 _UNSET: tuple[object, ...] = (None, "")
 
-#: As AUTOMATIC1111 lists files: `folder/name.safetensors [short hash]`, or a part of that.
+#: A file as AUTOMATIC1111 lists it: `folder/name.safetensors [short hash]`, or a part of that.
 _TITLE = re.compile(
     r"(?:.*[/\\])?(?P<name>[^/\\]+?)(?:\.(?:safetensors|ckpt|pth?))?(?: *\[[0-9a-f]{8,64}\])?"
 )

@@ -99,7 +99,7 @@ class Prompt:
     loras: tuple[LoraTag, ...]
     sections: tuple[Section, ...]
     weight: float = 1.0
-    """Of the prompt as a whole, from `:1.3` at its end: multiplies the guidance scale."""
+    """The whole prompt's weight, from `:1.3` at its end: multiplies the guidance scale."""
 
     def __str__(self) -> str:
         return self.text
@@ -156,7 +156,7 @@ def read_words(text: str) -> tuple[str, Sequence[LoraTag]]:
 
 
 def _split_own_weight(text: str) -> tuple[str, float]:
-    """Without its own weight, `:1.3` at its end, as AUTOMATIC1111 has it for the parts of AND."""
+    """Splits off its own weight, `:1.3` at its end, as AUTOMATIC1111 does for the parts of AND."""
     words, colon, number = text.rstrip().rpartition(":")
     if not colon or not _OWN_WEIGHT.fullmatch(number := number.strip()):
         return text, 1.0
@@ -173,7 +173,7 @@ def _split_own_weight(text: str) -> tuple[str, float]:
 # A campaign's jobs share a few negative prompts.
 @functools.lru_cache(maxsize=256)
 def read_negative_prompt(prompt: str, *, comments: bool = True) -> Prompt:
-    """As `read_prompt`, but AND, LoRA tags and `:1.3` at its end are words, as in AUTOMATIC1111.
+    """Reads it as `read_prompt` does, but takes AND, LoRA tags and `:1.3` at its end for words.
 
     Raises:
         JobError: it uses prompt editing or alternation, or a weight is not a number or out of

@@ -79,13 +79,13 @@ _OF_PIXELS = (
     *(Sampler(name, name, None) for name in _LISTS),
 )
 
-#: By the engine's key.
+#: Samplers by the engine's key.
 SAMPLERS: Mapping[str, Sampler] = {sampler.key: sampler for sampler in _ALL}
 
 #: The same of those that only stages of DeepFloyd IF have, which draw in pixels.
 PIXEL_SAMPLERS: Mapping[str, Sampler] = {sampler.key: sampler for sampler in _OF_PIXELS}
 
-#: By every accepted name, in lower case.
+#: Samplers by every accepted name, in lower case.
 NAMES: Mapping[str, Sampler] = {
     name.lower(): sampler
     for sampler in (*_ALL, *_OF_PIXELS)

@@ -53,9 +53,9 @@ class Family:
     is_measured: bool
     rate_source: str
     enlarges: bool = False
-    """It enlarges the image that a job begins with, in all of the job's steps."""
+    """Whether the family enlarges the image that a job begins with, in all of the job's steps."""
     scale: int | None = None
-    """By so much in each direction; None: to its own size."""
+    """Times that each side of the image is enlarged; None: the image gets the family's own size."""
 
     def size_of(self, job: Job, before: Size | None = None) -> Size:
         """Width and height of a job's first pass; *before* is the size of the stage before it."""
@@ -90,7 +90,7 @@ class Family:
         return total
 
     def _per_call(self, pixels: float) -> tuple[float, float]:
-        """Of one call of the UNet, and of decoding; *pixels* in units of 512x512."""
+        """TFLOP of one call of the UNet, and of decoding; *pixels* in units of 512x512."""
         call, decoding = (
             linear * pixels + quadratic * pixels**2
             for linear, quadratic in (self.unet_tflop, self.vae_tflop)

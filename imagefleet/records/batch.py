@@ -35,7 +35,7 @@ class Submission:
     def __init__(self, storage: protocol.Storage, sent: SentJobs) -> None:
         """*sent* counts the jobs of all submissions of the program."""
         self.jobs: dict[str, JobFacts] = {}
-        """By `JobFacts.key`; `blobs` are the images to wait for."""
+        """The jobs by `JobFacts.key`; their `blobs` are the images to wait for."""
         self._storage = storage
         self._token = uuid.uuid4().hex[:12]
         self._ends: dict[str, dict[str, int]] = {}
@@ -93,7 +93,7 @@ class Submission:
                     self._ends[campaign] = {}
 
     def positions(self) -> dict[str, dict[str, int]]:
-        """Where to begin to look for results, by campaign.
+        """The positions at which to begin to look for results, by campaign.
 
         Images count whenever they were made, so those of ids that may have been used before are
         looked for from the start; failures count only from now on.

@@ -8,7 +8,7 @@ from typing import Any
 
 from imagefleet.records.record import Record
 
-#: In the order of their columns; each is a field of the record under the same name.
+#: Fields in the order of their columns; each is a field of the record under the same name.
 FIELDS = (
     *("outcome", "campaign", "id", "index", "stage", "prompt", "negative_prompt", "seed"),
     *("model", "loras", "embeddings", "sampler", "steps", "cfg_scale", "clip_skip"),

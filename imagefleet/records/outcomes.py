@@ -169,7 +169,7 @@ def _known(record: Record) -> JobFacts:
 
 
 def _seed(record: Record) -> int | None:
-    """Of the job's first image."""
+    """The seed of the job's first image."""
     return None if record.seed is None else (record.seed - record.index) % 2**32
 
 

@@ -111,13 +111,13 @@ async def end(storage: Storage, campaign: str) -> dict[str, int]:
 
 
 async def sent(storage: Storage, campaign: str) -> int | None:
-    """Its jobs, as far as fillers have noted them; a listing, and a read for each filler."""
+    """Counts its jobs, as far as fillers noted them; a listing, and a read for each filler."""
     by_filler = await sent_by_filler(storage, campaign)
     return sum(by_filler.values()) if by_filler else None
 
 
 async def sent_by_filler(storage: Storage, campaign: str) -> dict[str, int]:
-    """As `sent`, for each of them, by what names it across its restarts."""
+    """The jobs that each filler has noted, by what names the filler across its restarts."""
     shards = await stored.shards_of(storage.blobs, campaign)
     return await _sent(storage.blobs, stored.of_kind(shards, "sent"), stored.ignore)
 

@@ -27,7 +27,7 @@ from imagefleet.storage.protocol import MAX_BLOB_NAME, MAX_MESSAGE_BYTES
 #: No job waits longer in a worker, and no worker starts for longer.
 _LONGEST_SECONDS = 7 * 24 * 3600
 
-#: Of workers, GPUs, models and errors.
+#: The most characters in the name of a worker, a GPU, a model or an error.
 MAX_NAME_CHARACTERS = 200
 
 _Name = Annotated[str, StringConstraints(max_length=MAX_NAME_CHARACTERS)]
@@ -89,14 +89,14 @@ class Record(BaseModel):
 
     size_bytes: _Number | None = None
     index: int = Field(default=0, ge=0, lt=MAX_IMAGES_PER_JOB)
-    """Of the job's images."""
+    """The image's position among the job's images, from 0."""
     images: int = Field(default=1, ge=1, le=MAX_IMAGES_PER_JOB)
     completes: bool | None = None
-    """Of a job's last image of several: all of them are stored. Older workers do not say."""
+    """Whether a job of several images is complete with this one. Older workers do not say."""
     seconds: _Seconds | None = None
-    """From the pull of the job to its upload."""
+    """Seconds from the pull of the job to the image's upload."""
     stage: int = Field(default=1, ge=1, le=MAX_STAGES)
-    """Of a job with `then`: the one that this is of."""
+    """The stage of a job with `then` that this record is of."""
     stages: int = Field(default=1, ge=1, le=MAX_STAGES)
 
     prompt: _Text | None = None
@@ -118,7 +118,7 @@ class Record(BaseModel):
     """The class of the error that the job failed with."""
     reason: _Text | None = None
     body: _Text | None = None
-    """Of a failed job: the message that replays it."""
+    """The message that replays a failed job."""
 
     @property
     def key(self) -> str:
@@ -152,7 +152,7 @@ class Record(BaseModel):
 
 
 def hashed(text: str) -> int:
-    """In 64 bits, to remember what was seen in less memory than the text takes."""
+    """A hash of 64 bits, to remember what was seen in less memory than the text takes."""
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest())
 
 

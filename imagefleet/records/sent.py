@@ -18,7 +18,7 @@ from imagefleet.storage.protocol import BlobStore
 #: Campaigns whose sums are kept: those that were sent to last.
 _MAX_CAMPAIGNS = 1_000
 
-#: Of the shards that the client writes.
+#: The writer in the names of the shards that the client writes.
 _WRITER = "client"
 
 
@@ -40,7 +40,7 @@ class SentJobs:
         self._campaigns: OrderedDict[str, _Campaign] = OrderedDict()
 
     def add(self, campaign: str, jobs: int) -> None:
-        """So many more are in the queue."""
+        """Counts so many more of a campaign's jobs as sent."""
         if campaign not in self._campaigns:
             self._campaigns[campaign] = _Campaign(RecordLog(self._blobs, _WRITER))
         self._campaigns.move_to_end(campaign)

@@ -18,7 +18,7 @@ from imagefleet.job.message import RECORDS
 #: `again` are images whose names were taken; most of them have a record in `images`.
 Kind = Literal["again", "images", "jobs", "replaced", "sent"]
 
-#: Of a member's lines. Azure appends 4 MiB at once, and the largest record has some 200 KiB.
+#: The most bytes in a member's lines. Azure appends 4 MiB at once; a record has 200 KiB at most.
 MAX_MEMBER_BYTES = 3 * 2**20
 
 _NAME = re.compile(
@@ -42,7 +42,7 @@ _GZIP = 31
 
 
 class Totals(NamedTuple):
-    """Of a shard: its records, and the jobs that are complete with one of them."""
+    """What a shard holds: its records, and the jobs that are complete with one of them."""
 
     records: int
     jobs: int

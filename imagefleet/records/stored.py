@@ -29,7 +29,7 @@ _READ_AHEAD = 8
 #: Ends of shards read at the same time.
 CONCURRENT_READS = 16
 
-#: Of the end of a shard: a worker adds 256 records at once, some 50 kB.
+#: Bytes that are read of the end of a shard: a worker adds 256 records at once, some 50 kB.
 _END_BYTES = 128 * 2**10
 
 _DAMAGED = "the shard is damaged: it is not one of JSON lines in gzip members"
@@ -48,7 +48,7 @@ class StoredShard:
 
 
 def ignore(_shard: str, _reason: str) -> None:
-    """For callers who only want what is whole."""
+    """A report of damage that does nothing, for callers who only want what is whole."""
 
 
 async def shards_of(blobs: BlobStore, campaign: str | None) -> list[StoredShard]:
@@ -66,7 +66,7 @@ def of_kind(shards: Iterable[StoredShard], kind: Kind) -> list[StoredShard]:
 
 
 def began_at(each: StoredShard) -> datetime:
-    """From its name: a local file tells only when it was last written."""
+    """Reads its start from its name: a local file tells only when it was last written."""
     start = each.blob.name.rpartition("/")[2][:16]
     try:
         return datetime.strptime(start, "%Y%m%dT%H%M%SZ").replace(tzinfo=UTC)

@@ -18,7 +18,7 @@ from imagefleet.records import shard
 from imagefleet.records.record import Record
 from imagefleet.storage.protocol import Storage
 
-#: Of a sweep; each is a point of a curve.
+#: The most groups of a sweep; each is a point of a curve.
 MAX_GROUPS = 10_000
 
 #: Some 300 bytes a group.
@@ -29,7 +29,7 @@ CAPTION = "caption"
 
 _FILE = "sweep.json"
 
-#: Between the group and the caption's number; no group's name has it.
+#: Separates the group from the caption's number in a job's id; no group's name has it.
 _SEPARATOR = "_"
 
 _ID = re.compile(r"(?P<group>[A-Za-z0-9][A-Za-z0-9.-]*)_(?P<number>[0-9]{6,12})")

@@ -24,7 +24,7 @@ _MAX_BYTES = 64 * 2**20
 #: Shards that one process keeps open, of as many campaigns.
 _MAX_OPEN = 1_000
 
-#: Of shards with a random name each, should somebody else write to one.
+#: Shards with a random name each that are tried, should somebody else write to one.
 _TRIES = 3
 
 #: Only one process writes to a shard, so a lost reply is asked for again.

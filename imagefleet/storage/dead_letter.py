@@ -58,7 +58,7 @@ class FailedJob(BaseModel):
     worker: str
     failed_at: AwareDatetime
     stage: int | None = Field(default=None, ge=1, le=MAX_STAGES)
-    """Of a job with `then`: the one that failed."""
+    """The stage that failed, of a job with `then`."""
     source: str | None = None
     """The id of the message that failed: a record sent again after a lost reply has the same."""
     body: str | None = None

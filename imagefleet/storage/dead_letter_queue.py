@@ -144,7 +144,7 @@ class Preview:
     prompts: list[str] = dataclasses.field(default_factory=list)
     unsigned: int = 0
     refused: int = 0
-    """Besides those that are not signed; *reasons* has the first."""
+    """Messages refused, besides those that are not signed; *reasons* has the first."""
     reasons: list[Refused] = dataclasses.field(default_factory=list)
     changes: Counter[tuple[str, str, str]] = dataclasses.field(default_factory=Counter)
     """Fields whose values change, from and to what, in JSON; not more than some hundred."""

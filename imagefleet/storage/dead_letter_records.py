@@ -43,7 +43,7 @@ async def failed(
 
 
 async def are_completed(storage: protocol.Storage, entries: Sequence[Entry]) -> list[bool]:
-    """Of each, whether all images of the job are stored: it was sent again since, and completed.
+    """Whether all images of each job are stored: it was sent again since, and completed.
 
     A read for each of its images, or six for a job that has none.
     """

@@ -24,8 +24,8 @@ from imagefleet.job.message import (
 )
 from imagefleet.storage import protocol
 
-#: After so many lost deliveries a job is generated alone, so that the next loss tells whether the
-#: job is the cause or was only there.
+#: The number of lost deliveries after which a job is generated alone, so that the next loss tells
+#: whether the job is the cause or was only there.
 SUSPECT_AFTER = 2
 
 #: A node may vanish by chance even then: so many losses alone are no chance, not even where a
@@ -44,13 +44,13 @@ class Deliveries(BaseModel):
     """Deliveries that this record covers, of those that the storage has counted."""
     failed: Count = 0
     lost: Count = 0
-    """Without an outcome: the worker died or lost its lease."""
+    """Deliveries without an outcome: the worker died or lost its lease."""
     lost_alone: Count = 0
-    """Of the lost, those that were generated alone."""
+    """Lost deliveries in which the job was generated alone."""
     is_alone: bool = False
     """The latest one was marked as generated alone."""
     stored: str = Field(default="", max_length=10_000)
-    """Of a job of several images, those that are stored with their records, as `0-6, 9`."""
+    """Images of a job of several that are stored with their records, as `0-6, 9`."""
     is_unsure: bool = False
     """More of its images may be stored."""
 

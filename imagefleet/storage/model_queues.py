@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 #: The folder of the blobs that tell which models have queues, beside the images.
 FOLDER = "-models/"
 
-#: Between two listings of that folder.
+#: Seconds between two listings of that folder.
 LISTED_SECONDS = 10.0
 
 #: Models with queues that are looked at: each costs three queues' operations.
@@ -70,7 +70,7 @@ class ModelQueues:
         return self._opened[model]
 
     def stand_at(self, share: float) -> None:
-        """Where a worker stands among all, from 0 to 1: it decides the home in each queue."""
+        """Sets where a worker stands among all, from 0 to 1: it decides the home in each queue."""
         self._share = share
         for queues in (self.default, *self._opened.values()):
             for queue in queues.values():

@@ -56,11 +56,11 @@ class OrderedQueues(CombinedQueue):
         self._sources = {name: each for name, each in self._sources.items() if each.model != model}
 
     def receive_only(self, models: Collection[str | None]) -> None:
-        """From now on `receive` takes jobs of these *models*; None: those without a model."""
+        """Has `receive` take only jobs of these *models*; None: those without a model."""
         self._wanted = frozenset(models)
 
     def look_seconds(self, seconds: float) -> float:
-        """Between two looks at the sizes, *seconds* for queues of one shard: each costs as much."""
+        """Seconds between two looks at the sizes; *seconds* where all queues have one shard."""
         sharded = (each.queue for each in self._sources.values())
         shards = max((each.shards for each in sharded if isinstance(each, ShardedQueue)), default=1)
         return rule.look_seconds(seconds, shards)

@@ -41,8 +41,8 @@ MAX_LEASE_SECONDS = 7 * 24 * 3600
 #: Azure's limit for a blob name, in characters.
 MAX_BLOB_NAME = 1024
 
-#: Not allowed in XML 1.0, in which Azure transfers messages. (A carriage return is, and may arrive
-#: as a line feed: the same white space to JSON.)
+#: Characters that are not allowed in XML 1.0, in which Azure transfers messages. (A carriage return
+#: is, and may arrive as a line feed: the same white space to JSON.)
 _NOT_XML = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\ud800-\udfff\ufffe\uffff]")
 
 #: No control characters, nor any that are special to Windows or a shell.
@@ -95,7 +95,7 @@ class QueueDepth:
 
 
 class Stamps(NamedTuple):
-    """Between which times of the storage's clock a message sent at a moment is stamped."""
+    """The times of the storage's clock between which a message sent at a moment is stamped."""
 
     earliest: datetime
     latest: datetime
@@ -198,7 +198,7 @@ class StoredQueue(JobQueue, Protocol):
 
     @property
     def shards(self) -> Shards | None:
-        """As `create`, `check`, `depth` or `read_shards` saw it last; None before."""
+        """The shards that `create`, `check`, `depth` or `read_shards` saw last; None before."""
 
     async def create(self) -> bool:
         """Creates the queue if it does not exist; False if the credentials do not allow that."""
@@ -266,7 +266,7 @@ class BlobStore(Protocol):
         metadata: Mapping[str, str],
         on_progress: Callable[[int], None] = lambda _: None,
     ) -> bool:
-        """Like create, from a file too large for memory; a reader sees all of it or nothing.
+        """Creates a blob from a file too large for memory; a reader sees all of it or nothing.
 
         *on_progress* gets the bytes stored so far. After an error the same call sends again only
         what the storage does not have.
@@ -307,7 +307,7 @@ class BlobStore(Protocol):
         """Deletes a blob if it exists; False if the credentials do not allow that."""
 
     async def read_part(self, name: str, offset: int, max_bytes: int) -> BlobPart | None:
-        """At most *max_bytes* from *offset*, empty past the end; None if the blob does not exist.
+        """Reads *max_bytes* at most from *offset*, none past the end; None without such a blob.
 
         For blobs too large for memory: the caller reads on until it has `total_bytes`.
         """
@@ -318,7 +318,7 @@ class BlobStore(Protocol):
     def names(self, prefix: str = "") -> AsyncIterator[str]: ...
 
     def records(self, prefix: str = "") -> AsyncIterator[BlobRecord]:
-        """Like names, with each blob's metadata; a listing, which does not read the blobs."""
+        """Lists the blobs of `names` with their metadata, without reading the blobs."""
 
     def folders(self, prefix: str) -> AsyncIterator[str]:
         """The names of the folders right below *prefix*, which ends in a slash; lists no blobs."""

@@ -21,16 +21,16 @@ MAX_CHARACTERS = 63
 
 POISON_SUFFIX = "-poison"
 
-#: Of one queue: an account takes what ten queues do (20,000 messages/s).
+#: The most shards of one queue: an account takes what ten queues do (20,000 messages/s).
 MAX_SHARDS = 32
 
-#: Of the priorities' suffixes, and of the shards'.
+#: The length of the longest suffix of a priority, and of a shard.
 _LONGEST_SUFFIX = len("-high")
 _LONGEST_NUMBER = len(f"-{MAX_SHARDS - 1}")
 
 _HASH_CHARACTERS = 10
 
-#: Of `--queue`, where jobs name models: leaves the slug six characters, or three of a shard's.
+#: The longest `--queue` where jobs name models: the slug keeps six characters, a shard's three.
 MAX_BASE_CHARACTERS = 40
 
 _NOT_IN_A_SLUG = re.compile("[^a-z0-9]+")

@@ -53,7 +53,7 @@ Resource = Literal["queue", "queue_high", "queue_low", "poison", "blob", "files"
 
 Priority = Literal["high", "normal", "low"]
 
-#: In the order in which workers take jobs.
+#: The priorities, in the order in which workers take jobs.
 PRIORITIES: tuple[Priority, ...] = get_args(Priority)
 
 

@@ -24,7 +24,7 @@ from imagefleet.telemetry.settings import TelemetrySettings
 
 log = logging.getLogger(__name__)
 
-#: Between two pushes, varied by 20 %: as often as Prometheus scrapes by default.
+#: Seconds between two pushes, varied by 20 %: as often as Prometheus scrapes by default.
 PUSH_SECONDS = 15.0
 
 #: A server answers within milliseconds; a router that drops packets must not block until the next
@@ -34,7 +34,7 @@ TIMEOUT_SECONDS = 10.0
 #: The last push carries a run's totals, but an unreachable server must not delay the exit.
 LAST_PUSH_SECONDS = 5.0
 
-#: For one push: the next one is minutes away at most.
+#: The retries of one push: the next one is minutes away at most.
 RETRY_POLICY = retry.RetryPolicy(tries=3, longest_wait_seconds=2, on_retry=lambda _: None)
 
 _RETRYABLE = frozenset({408, 425, 429})

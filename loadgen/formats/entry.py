@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Iterator
 from typing import BinaryIO, NamedTuple, Protocol
 
-#: In bytes or characters: no job comes near it, since a message holds 64 KiB.
+#: The longest job in bytes or characters: none comes near it, since a message holds 64 KiB.
 MAX_JOB_LENGTH = 2**20
 
 

@@ -14,7 +14,7 @@ from loadgen.formats.json_array import JsonArray
 from loadgen.formats.lines import JsonLines, PromptLines
 from loadgen.formats.parquet_rows import ParquetRows
 
-#: By the names that --format takes.
+#: The formats of files by the names that --format takes.
 FORMATS: Mapping[str, Format] = {
     each.name: each for each in (JsonLines(), JsonArray(), CsvRows(), PromptLines(), ParquetRows())
 }

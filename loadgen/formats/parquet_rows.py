@@ -17,7 +17,7 @@ _BATCH_ROWS = 1_000
 
 
 class ParquetRows:
-    """Its rows by pyarrow, which is an extra: imagefleet[parquet]."""
+    """The rows of a Parquet file, read by pyarrow, which is an extra: imagefleet[parquet]."""
 
     name = "parquet"
     unit = "row"

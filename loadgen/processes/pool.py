@@ -15,7 +15,7 @@ from imagefleet.storage.settings import Priority, StorageSettings
 from loadgen.processes import frames
 from loadgen.processes.refusals import Refusals
 
-#: After that, a process which was told to end is killed.
+#: Seconds after which a process that was told to end is killed.
 END_SECONDS = 5.0
 
 
@@ -35,7 +35,7 @@ class SenderProcesses:
         self._processes: list[_Process] = []
 
     async def send(self, bodies: Iterable[str]) -> None:
-        """As `JobQueue.send`, to the queues of the jobs' models.
+        """Sends jobs as `JobQueue.send` does, to the queues of their models.
 
         Raises:
             TransientError: the process has ended.

@@ -73,17 +73,17 @@ class Checkpoint:
     default_size: tuple[int, int]
     """The native width and height in pixels."""
     weight_sums: checksums.Sums
-    """Of the networks' weights as they were on the CPU (`networks`)."""
+    """Checksums of the networks' weights as they were on the CPU (`networks`)."""
     weights_id: str
     """Identifies the weights, in whatever file and precision they are."""
     family: Family = SD1
     text_encoder_2: CLIPTextModelWithProjection | None = None
     image_noise: noise.ImageNoise | None = None
-    """Of families that enlarge an image."""
+    """The noise that families which enlarge an image add to it; None for other families."""
 
     @property
     def latent_channels(self) -> int:
-        """Of what is drawn."""
+        """The number of channels of the latents that are drawn."""
         return int(self.unet.config.out_channels)
 
     @property
@@ -93,7 +93,7 @@ class Checkpoint:
 
     @property
     def text_encoders(self) -> dict[Network, Any]:
-        """In the order of their vectors."""
+        """The text encoders, in the order of their vectors."""
         found: dict[Network, Any] = {"text_encoder": self.text_encoder}
         if self.text_encoder_2 is not None:
             found["text_encoder_2"] = self.text_encoder_2
@@ -189,7 +189,7 @@ _Placement = tuple[torch.device, torch.dtype]
 def _placements(
     family: Family, networks: _Networks, device: torch.device, dtype: torch.dtype
 ) -> dict[str, _Placement]:
-    """Where each network computes: text encoders on the CPU where the GPU's memory is short."""
+    """Places each network on a device: text encoders on the CPU if the GPU's memory is short."""
     placed = dict.fromkeys(networks, (device, dtype))
     if device.type == "cuda" and family.has_large_layers:
         weights = {
@@ -233,7 +233,7 @@ def _place(networks: _Networks, placed: Mapping[str, _Placement]) -> checksums.S
 
 
 def _refuse_damaged(model: Path, networks: _Networks) -> None:
-    """Else each node would take itself for broken: all images are NaN, whoever draws them."""
+    """Refuses broken weights: they make all images NaN, and each node would blame itself."""
     tensors = checksums.named_parameters(networks)
     if name := checksums.find_damaged(tensors):
         precision = str(tensors[name].dtype).removeprefix("torch.")
@@ -249,7 +249,7 @@ def vae_factor(vae: AutoencoderKL) -> int:
 
 
 def hide_progress_bars() -> None:
-    """They would break the worker's log and the console's own progress bar."""
+    """Hides progress bars that would break the worker's log and the console's own."""
     diffusers_logging.disable_progress_bar()
     transformers_logging.disable_progress_bar()
 
@@ -265,7 +265,7 @@ class _Read:
     family: Family
     networks: _Networks
     keys: Collection[str] = ()
-    """Of a single file."""
+    """The names of a single file's tensors; empty for a folder."""
     has_own_size: bool = False
     """True if the family knows the native size, not a configuration."""
 
@@ -292,7 +292,7 @@ def _text_model(encoder: TextEncoder) -> type[Any]:
 
 
 def _config_folder(model: Path, config: Path | None) -> Path:
-    """Where a single file's configuration is, if anywhere: without one it is SD1.5's."""
+    """The folder of a single file's configuration, if anywhere: without one it is SD1.5's."""
     candidates = [config] if config else [model.with_suffix(""), model.parent]
     for folder in candidates:
         if any((folder / name).exists() for name in _CONFIGURATION):

@@ -56,7 +56,7 @@ class InitImage:
 
     pixels: Pixels
     denoising_strength: float
-    """For such an engine, the level of the noise on the image as a share of all timesteps."""
+    """The noise's strength; of an enlarged image, its level as a share of all timesteps."""
     mask: npt.NDArray[np.uint8] | None = None
     """[height, width]: 255 is drawn anew, 0 stays; blurred already. None: all is drawn anew."""
     masked_content: Literal["fill", "original", "latent noise", "latent nothing"] = "original"
@@ -133,7 +133,7 @@ class ImageRequest:
     """Files with what a text encoder says of the two prompts (`pixel.text_states`), for stages
     without an encoder."""
     upscale: Upscale | None = None
-    """Of a request that draws nothing: of the rest, only `init.pixels` matter, in its size."""
+    """The upscaling of a request that draws nothing: else only `init.pixels` and size matter."""
 
 
 class PreparedRequest(Protocol):

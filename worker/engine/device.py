@@ -17,11 +17,11 @@ log = logging.getLogger(__name__)
 
 Precision = Literal["auto", "float16", "bfloat16", "float32"]
 
-#: For torch's work on the CPU while a GPU draws (packing LoRAs, noise): several threads prepare
-#: jobs, and with all cores for each they wait for each other.
+#: Threads of torch's work on the CPU while a GPU draws (packing LoRAs, noise): several threads
+#: prepare jobs, and with all cores for each they wait for each other.
 _CPU_THREADS = 2
 
-#: Where prompts are encoded on the CPU: a share of its cores, up to so many. With two threads one
+#: Threads that encode prompts on the CPU: a share of its cores, up to so many. With two threads one
 #: of SDXL's takes almost a second.
 _TEXT_SHARE, _MAX_TEXT_THREADS = 1 / 2, 8
 
@@ -82,7 +82,7 @@ def find_device(name: str) -> torch.device:
 
 
 def _set_up_allocator() -> None:
-    """Before torch allocates the first memory of a GPU; users' own settings stay."""
+    """Configures torch's GPU allocator before its first memory; users' own settings stay."""
     until_torch_2_9, since = "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"
     if until_torch_2_9 not in os.environ and since not in os.environ:
         os.environ[since if torch.__version__ >= "2.9" else until_torch_2_9] = _ALLOCATOR

@@ -23,10 +23,10 @@ CLIP_L, CLIP_G = "clip_l", "clip_g"
 #: The same, by the network's name in diffusers.
 NAMES = {"text_encoder": CLIP_L, "text_encoder_2": CLIP_G}
 
-#: As diffusers' training scripts for SDXL named them at first.
+#: The names that diffusers' training scripts for SDXL gave these tensors at first.
 _ALIASES = {"text_encoders_0": CLIP_L, "text_encoders_1": CLIP_G}
 
-#: By the width of their vectors.
+#: What embeddings were made for, by the width of their vectors.
 _MADE_FOR = {768: "Stable Diffusion 1.x", 1024: "Stable Diffusion 2.x", 1280: "SDXL"}
 
 #: What the library raises for a damaged file.

@@ -6,7 +6,7 @@ import torch
 
 from imagefleet import errors
 
-#: After one of these CUDA errors, every later call in the process fails as well.
+#: CUDA errors after which every later call in the process fails as well.
 _STICKY = ("CUDA error", "device-side assert", "illegal memory access", "ECC error")
 
 #: Out of memory outside torch's allocator: reported as a CUDA error, but recoverable.

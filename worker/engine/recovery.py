@@ -98,7 +98,7 @@ class Recovery:
         self._runner.reset()
 
     def try_to_use_less_memory(self) -> bool:
-        """As `use_less_memory`; a single slot runs uncompiled from then on.
+        """Gives up memory as `use_less_memory` does; a single slot runs uncompiled from then on.
 
         False if there is nothing left to give up.
         """

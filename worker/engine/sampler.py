@@ -374,7 +374,7 @@ def _transfer(alpha: float, following: float, noise: float = 0.0) -> tuple[float
 
 
 _SigmaUpdate = Callable[[Sequence[float], Sequence[float], int, Options], _Update]
-"""From the sigmas, the sigmas after churn, the step and the options."""
+"""Makes a step's update from the sigmas, the sigmas after churn, the step and the options."""
 
 _SIGMA_UPDATES: Mapping[str, _SigmaUpdate] = {
     "euler_ancestral": _euler_ancestral,

@@ -19,7 +19,7 @@ STORE_SCHEME = "store:"
 #: A plain name with the suffix of a single file or of a packed folder.
 FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9 ._+-]{0,150}\.(safetensors|tar)")
 
-#: Such a name without its suffix.
+#: A plain file name without its suffix.
 STEM = re.compile(r"[A-Za-z0-9][A-Za-z0-9 ._+-]{0,150}")
 
 PICKLE_SUFFIXES = frozenset({".ckpt", ".pt", ".pth", ".bin"})

@@ -48,7 +48,7 @@ _CASCADE = {
     "IFSuperResolutionPipeline": "DeepFloyd IF super-resolution",
 }
 
-#: Of a folder's scheduler, by the start of its class: other noise than Stable Diffusion's.
+#: Starts of the classes of a folder's scheduler that have other noise than Stable Diffusion's.
 _OTHER_NOISE = ("EDM", "FlowMatch")
 
 #: What the UNet predicts, by AUTOMATIC1111's words: in the configuration of SD1 or SD2, and by the
@@ -56,10 +56,10 @@ _OTHER_NOISE = ("EDM", "FlowMatch")
 _PARAMETERIZATIONS = {"eps": "epsilon", "v": "v_prediction"}
 _SCALINGS = {"EpsScaling": "epsilon", "VScaling": "v_prediction"}
 
-#: Of a VAE beside a single file, in AUTOMATIC1111's order.
+#: Suffixes of a VAE beside a single file, in AUTOMATIC1111's order.
 _VAE_SUFFIXES = (".vae.pt", ".vae.ckpt", ".vae.safetensors")
 
-#: Of the refiner, which has the second text encoder alone.
+#: The text width of the refiner, which has the second text encoder alone.
 _REFINER_WIDTH = 1280
 
 _ONLY_THESE = (
@@ -158,7 +158,7 @@ def family(path: Path) -> str:
 
 
 def _is_sdxl(unet: Mapping[str, Any]) -> bool:
-    """By the configuration of its UNet, which takes the image's size."""
+    """Tells SDXL by the configuration of its UNet, which takes the image's size."""
     return unet.get("addition_embed_type") is not None
 
 
@@ -233,7 +233,7 @@ def prediction_type(path: Path) -> str | None:
 
 
 def _parameterization(path: Path) -> str | None:
-    """As AUTOMATIC1111 reads it: `parameterization`, or in SDXL's the class of the scaling."""
+    """Reads it as AUTOMATIC1111 does: `parameterization`, or SDXL's class of the scaling."""
     try:
         with path.open("rb") as file:
             content = yaml_file.parse(_limited(file, _MAX_YAML_BYTES))

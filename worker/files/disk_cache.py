@@ -39,7 +39,7 @@ _LOCK_POLL_SECONDS = 0.5
 _FETCH_LOCKS = 256
 _FETCH_POLL_SECONDS = 0.05
 
-#: After this time another worker's fetch is taken to hang: the file is fetched twice.
+#: Seconds after which another worker's fetch is taken to hang: the file is fetched twice.
 FETCH_SECONDS = 120.0
 
 _REFUSED = frozenset({errno.EACCES, errno.EPERM, errno.EROFS})

@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 #: SDXL's with 75 vectors has 0.6 MB; some have a preview image within.
 MAX_BYTES = 16 * 2**20
 
-#: On disk, of those fetched: thousands.
+#: Bytes of fetched embeddings kept on disk: thousands of them.
 CACHE_BYTES = 256 * 2**20
 
 #: The names are listed again after this time.

@@ -22,18 +22,18 @@ from worker.files import safetensors
 
 log = logging.getLogger(__name__)
 
-#: Of a checkpoint's file ("AutoV2"), and of a LoRA.
+#: Characters in the hash of a checkpoint's file ("AutoV2"), and of a LoRA.
 MODEL_CHARACTERS = 10
 LORA_CHARACTERS = 12
 
-#: Of files that this process remembers.
+#: The most files whose hashes this process remembers.
 _REMEMBERED = 10_000
 
 #: A LoRA of 27 MB that does not name its hash takes 25 ms of a core, one of 144 MB 130 ms: two keep
 #: up with any GPU, even if every job has another.
 _THREADS = 2
 
-#: In a LoRA's header: the hash of all that follows the header, from its trainer. JSON escapes the
+#: The hash in a LoRA's header of all that follows the header, from its trainer. JSON escapes the
 #: quotes of any text in which this might stand otherwise.
 _NAMED = re.compile(rb'"sshs_model_hash" ?: ?"([0-9a-fA-F]{12,64})"')
 
@@ -50,7 +50,7 @@ class FileHashes:
         self._threads = ThreadPoolExecutor(_THREADS, "hashes")
 
     def of_model(self, path: Path, sha256: str | None = None) -> Future[str | None]:
-        """That of a checkpoint's single file, which a folder is not; *sha256* if it is known."""
+        """The hash of a checkpoint's single file; None for a folder. *sha256* if it is known."""
         is_file = path.is_file()
         if is_file and sha256 is None:
             return self._start("model", path, self._hash_model)

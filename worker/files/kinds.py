@@ -62,7 +62,7 @@ EMBEDDING = Kind(
     "`imagefleet embedding add` puts it where workers find it, and prompts use it by its name",
     "embedding",
 )
-#: Without a use: of dozens of architectures, not all are known by their tensors.
+#: Upscalers, with no use named: of dozens of architectures, not all are known by their tensors.
 UPSCALER = Kind(
     "an upscaler",
     "`imagefleet upscaler add` puts it where workers find it, and second passes use it by its name",

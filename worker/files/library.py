@@ -35,7 +35,7 @@ class FileKind:
     folder: str
     max_bytes: int
     fetched_at_once: int = 8
-    """They are in memory meanwhile."""
+    """The most files fetched at once; they are in memory meanwhile."""
 
     @property
     def flag(self) -> str:

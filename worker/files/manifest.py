@@ -151,7 +151,7 @@ class Manifest:
         *,
         optional: bool = False,
     ) -> Self:
-        """That of a folder in the container of files."""
+        """The manifest of a folder in the container of files."""
         name = f"{folder}/{NAME}"
         return cls(
             f"{name} in the container {blobs.name!r}",

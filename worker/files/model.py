@@ -33,7 +33,7 @@ STORAGE_RETRIES = retry.RetryPolicy(tries=15, longest_wait_seconds=30)
 
 _UNPACKING = "unpacking"
 
-#: Of a name in an archive, in a message.
+#: The most characters of a name in an archive that a message shows.
 _SHOWN_CHARACTERS = 80
 
 Progress = Callable[[int, int | None], None]

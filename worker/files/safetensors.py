@@ -24,11 +24,11 @@ LENGTH_BYTES = 8
 
 
 class MalformedError(Exception):
-    """It is not a safetensors file."""
+    """A file is not a safetensors file."""
 
 
 class TruncatedError(MalformedError):
-    """It ends before its header does."""
+    """A file ends before its header does."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -40,7 +40,7 @@ class Opened:
     version: str | None
     chunks: AsyncIterator[bytes]
     file_name: str | None = None
-    """As the server calls it; untrusted."""
+    """The file's name as the server gives it; untrusted."""
 
 
 class FileChangedError(errors.TransientError):
@@ -124,7 +124,7 @@ class BlobSource:
 
     @contextlib.asynccontextmanager
     async def opened(self, offset: int, version: str | None) -> AsyncIterator[Opened]:
-        """As `HttpSource.opened`."""
+        """Opens the file as `HttpSource.opened` does."""
         first = await self._part(offset)
         if offset and first.version != version:
             offset, first = 0, await self._part(0)

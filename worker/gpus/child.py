@@ -132,7 +132,7 @@ class Child:
         return False
 
     async def metrics(self) -> str | None:
-        """Its metrics as text; None where it has none now."""
+        """The worker's metrics as text; None where it has none now."""
         try:
             is_there, text = await self._ask("/metrics")
         except (aiohttp.ClientError, TimeoutError, OSError):

@@ -116,7 +116,7 @@ def _visible_gpus(given: str) -> list[Gpu]:
 
 
 def _cards() -> Iterator[Gpu]:
-    """By UUID: CUDA may number cards otherwise than the driver does."""
+    """The machine's GPUs by UUID: CUDA may number cards otherwise than the driver does."""
     for number in range(pynvml.nvmlDeviceGetCount()):
         handle = pynvml.nvmlDeviceGetHandleByIndex(number)
         instances = list(_instances(number, handle))

@@ -21,13 +21,13 @@ VARIABLE = "_IMAGEFLEET_GPU"
 #: children: the second one would count as another.
 STOP, HURRY = b"stop\n", b"hurry\n"
 
-#: For handing jobs back after the parent's death, which takes ten seconds if the storage does not
-#: answer. A new parent may have started on the same GPU already.
+#: Seconds to hand jobs back after the parent's death, which takes ten seconds if the storage does
+#: not answer. A new parent may have started on the same GPU already.
 LAST_SECONDS = 15.0
 
 
 class Assignment(BaseModel):
-    """Which worker a process is; *control* is its end of a socket to the parent."""
+    """The worker that a process is; *control* is its end of a socket to the parent."""
 
     control: int
     gpu: str
@@ -35,7 +35,7 @@ class Assignment(BaseModel):
     instance: str
     price_per_hour: float | None = None
     share: float = 0.0
-    """Where it stands among the machine's workers, from 0 to 1."""
+    """The worker's place among the machine's workers, from 0 to 1."""
 
 
 class Member:

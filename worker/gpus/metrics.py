@@ -44,7 +44,7 @@ class MachineMetrics(Collector):
 
     @property
     def busy_slots(self) -> int:
-        """Of all GPUs, when they were last read."""
+        """Busy slots of all GPUs, when they were last read."""
         return int(sum(self._busy_slots.values()))
 
     def restarts(self, gpu: str) -> None:

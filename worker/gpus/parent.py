@@ -50,14 +50,14 @@ LONGEST_PAUSE_SECONDS = 60.0
 MAX_CRASHES = 5
 STEADY_SECONDS = 600.0
 
-#: Between two probes of a worker.
+#: Seconds between two probes of a worker.
 PROBE_SECONDS = 1.0
 
-#: Between two readings of a worker's price and busy slots.
+#: Seconds between two readings of a worker's price and busy slots.
 READ_SECONDS = 15.0
 
-#: After the grace time a worker hands back jobs and records suspect images, which takes a minute
-#: and a half at most.
+#: The time after the grace time in which a worker hands back jobs and records suspect images, which
+#: takes a minute and a half at most.
 LAST_SECONDS = 90.0
 
 #: Tries to kill what has not ended by then, at intervals of `PROBE_SECONDS`.
@@ -213,7 +213,7 @@ class _Parent:
         )
 
     def _exit_code(self) -> int:
-        """That of the workers that did what they were told, else the class of what ended them."""
+        """The code of workers that did what they were told, else the class of what ended them."""
         codes = set(self._codes)
         if self._settings.until_empty and self._stop.is_set() and codes - _CLASSES:
             return INTERRUPTED if self._stopped_by is signal.SIGINT else TERMINATED

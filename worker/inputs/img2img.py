@@ -19,7 +19,7 @@ from worker.engine.contract import InitImage, Pixels
 from worker.inputs import masks, pictures
 from worker.inputs.pictures import Size
 
-#: By its `inpainting_fill`. The engine fills what is below the mask.
+#: The masked content by a job's `inpainting_fill`. The engine fills what is below the mask.
 _CONTENT: Mapping[int, Literal["fill", "original", "latent noise", "latent nothing"]] = {
     0: "fill",
     1: "original",
@@ -35,7 +35,7 @@ class Overlay:
     image: Image.Image
     """RGBA, transparent where the drawing shows."""
     box: masks.Box | None = None
-    """Where the drawing belongs; None: it has the image's size."""
+    """The box that the drawing belongs in; None: it has the image's size."""
 
     @property
     def size(self) -> Size:

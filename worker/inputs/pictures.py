@@ -13,14 +13,14 @@ from imagefleet.redaction import printable
 #: Four times those of the largest image that a job may ask for: a photograph has fewer.
 MAX_PIXELS = 2**24
 
-#: Of what is then cut to a size: it grows with how much longer an image is than wide, without end.
+#: The most pixels of what is then cut to a size: they grow with an image's length, without end.
 MAX_COVERING_PIXELS = 4 * MAX_PIXELS
 
 _FORMATS = ("PNG", "JPEG", "WEBP")
 
 _WHITE = "#ffffff"
 
-#: Of AUTOMATIC1111's text in a file: twice a message, for two prompts of the longest.
+#: The longest of AUTOMATIC1111's texts in a file: twice a message, for two prompts of the longest.
 MAX_TEXT = 2**17
 
 Size = tuple[int, int]
@@ -63,7 +63,7 @@ def _read(what: str, data: bytes) -> Image.Image:
 
 
 def _turned(image: Image.Image) -> Image.Image:
-    """As its Exif data says, or as it is if that is damaged, as in AUTOMATIC1111 (`fix_image`)."""
+    """Turns it as its Exif data says, if that is sound, as AUTOMATIC1111's `fix_image` does."""
     try:
         return ImageOps.exif_transpose(image)
     except Exception:  # noqa: BLE001 - Pillow's parsers raise a dozen kinds
@@ -80,7 +80,7 @@ def parameters(data: bytes) -> str:
 
 
 def flatten(image: Image.Image) -> Image.Image:
-    """In RGB; what is transparent becomes white."""
+    """The image in RGB; what is transparent becomes white."""
     if image.mode != "RGBA":
         return image.convert("RGB")
     background = Image.new("RGBA", image.size, _WHITE)
@@ -89,7 +89,7 @@ def flatten(image: Image.Image) -> Image.Image:
 
 
 def resize(mode: int, image: Image.Image, size: Size) -> Image.Image:
-    """By the modes of AUTOMATIC1111 (`modules/images.py`, `resize_image`).
+    """Resizes an image by the modes of AUTOMATIC1111 (`modules/images.py`, `resize_image`).
 
     0 stretches; 1 covers *size* and cuts off what is over; 2 fits into it, and repeats the borders.
 

@@ -7,7 +7,7 @@ import numpy as np
 from imagefleet.pricing import families
 from worker.engine.contract import InitImage, Pixels
 
-#: Of the sides of what is drawn.
+#: The sides of what is drawn are this many times those of the sample.
 _SHARE = 4
 
 #: The level of the noise on it that DeepFloyd IF's third stage has.

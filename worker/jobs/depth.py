@@ -14,8 +14,8 @@ from worker.metrics import WorkerMetrics
 
 log = logging.getLogger(__name__)
 
-#: Between two measurements. Every worker measures, so the metrics are fresher the larger the fleet;
-#: more often would only be billed.
+#: Seconds between two measurements. Every worker measures, so the metrics are fresher the larger
+#: the fleet; more often would only be billed.
 DEPTH_SECONDS = 60.0
 
 

@@ -49,7 +49,7 @@ class InFlightJob:
     pulled_at: float = field(default_factory=time.monotonic)
     job: Job | None = None
     ahead: int = 1
-    """Its images that the engine has not finished."""
+    """How many of the job's images the engine has not finished."""
     images_to_submit: int = 0
     images_to_store: int = 0
     images_written: int = 0
@@ -61,15 +61,15 @@ class InFlightJob:
     is_looked_up: bool = False  # which of its images are stored was asked for
     failures: list[FailedImage] = field(default_factory=list)
     stored: set[int] = field(default_factory=set)
-    """Its images that are stored, by whomever."""
+    """The indices of the job's images that are stored, by whomever."""
     recorded: set[int] = field(default_factory=set)
-    """Of those, the ones whose records are stored."""
+    """The indices of stored images whose records are stored as well."""
     records: list[Record] = field(default_factory=list)
-    """Of its images that this worker has stored, as far as they are not written yet."""
+    """Records of images that this worker has stored, as far as they are not written yet."""
     again: list[Record] = field(default_factory=list)
-    """Of its images whose names were taken."""
+    """Records of the job's images that found their names taken."""
     lora_hashes: dict[str, Future[str | None]] = field(default_factory=dict)
-    """Of its LoRAs, by their names in its prompt; computed while it is drawn."""
+    """Hashes of its LoRAs, by their names in its prompt; computed while it is drawn."""
     overlay: Overlay | None = None
     """What is laid over its images."""
     source_parameters: str = ""
@@ -194,7 +194,7 @@ class InFlightJob:
         return f"stage {self.job.stage} of {self.job.stages}" if self.job else ""
 
     def take_records(self) -> tuple[list[Record], list[Record]]:
-        """Its records so far, and those of `again`, but for the one that says that it is complete.
+        """Takes `records` and `again`, but for the record that says that the job is complete.
 
         That is its last image's, and is stored with the job's end.
         """

@@ -27,7 +27,7 @@ async def find(blobs: BlobStore, job: Job, source: str, images: Iterable[int]) -
 
 
 def record(job: Job, source: str, index: int) -> Record:
-    """Of an image that is stored; who has drawn it, and when, is not known."""
+    """The record of an image that is stored; who has drawn it, and when, is not known."""
     width, height = job.final_size
     return Record.model_validate(
         {

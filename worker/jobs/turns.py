@@ -21,7 +21,7 @@ class BegunJob:
 
     entry: InFlightJob
     requests: deque[tuple[int, contract.ImageRequest]]
-    """By index."""
+    """The requests left, each with its image's index."""
     first: contract.PreparedRequest
 
     def take(self) -> tuple[InFlightImage, contract.PreparedRequest]:

@@ -27,8 +27,8 @@ log = logging.getLogger(__name__)
 Load = Callable[[], contract.Engine]
 Result = TypeVar("Result")
 
-#: Between two looks at the other models' queues: on Azure three to six operations for each shard of
-#: each of them. Of an idle worker the pause doubles up to the longest, which is for one shard.
+#: Seconds between two looks at other models' queues, three to six operations a shard on Azure. An
+#: idle worker's pause doubles up to the longest, which is for one shard.
 LOOK_SECONDS = 30.0
 IDLE_LOOK_SECONDS = 1.0
 LONGEST_IDLE_LOOK_SECONDS = 10.0
@@ -285,7 +285,7 @@ async def _awaited(work: Awaitable[Result]) -> Result:
 
 
 async def _in_thread(work: Callable[[], Result]) -> Result:
-    """As `asyncio.to_thread`; the process does not wait for it at its end."""
+    """Runs *work* as `asyncio.to_thread` does; the process does not wait for it at its end."""
     loop = asyncio.get_running_loop()
     answer: asyncio.Future[Result] = loop.create_future()
 

@@ -37,7 +37,7 @@ class Waiting:
 
 
 def share_of(worker: str, position: int = 0, workers: int = 1) -> float:
-    """Where a worker stands among all, from 0 to 1: by chance, but apart from its neighbours."""
+    """A worker's place among all, from 0 to 1: by chance, but apart from its neighbours."""
     digest = hashlib.blake2b(worker.encode(), digest_size=4).digest()
     return (position + int.from_bytes(digest) / 2**32) / workers
 

@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 #: and the canary with it; an engine that hangs is for `EngineThread.watch`.
 LONGEST_BUSY_SECONDS = 600.0
 
-#: Between two readings of the engine's clock.
+#: Seconds between two readings of the engine's clock.
 POLL_SECONDS = 1.0
 
 

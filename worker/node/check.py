@@ -34,21 +34,21 @@ log = logging.getLogger(__name__)
 #: Measurements below the limit before a node counts as broken.
 TRIES = 3
 
-#: Between two uploads: a neighbour's download may be over by then.
+#: Seconds between two uploads: a neighbour's download may be over by then.
 UPLOAD_PAUSE_SECONDS = 5.0
 
-#: For opening the connection, which says nothing about the line's speed.
+#: Seconds allowed for opening the connection, which says nothing about the line's speed.
 UPLOAD_SLACK_SECONDS = 1.0
 
 #: Enough to measure a line, and sent as images are: several at once, none over 1 MiB.
 UPLOAD_BYTES = 4_000_000
 UPLOAD_BLOBS = 4
 
-#: Not a campaign's folder: their names do not begin with a hyphen. What a token without the right
-#: to delete leaves there is for a life-cycle rule of the storage account.
+#: The folder of uploads, which is no campaign's: their names do not begin with a hyphen. What a
+#: token without the right to delete leaves there is for a life-cycle rule of the storage account.
 UPLOAD_FOLDER = "-node-checks"
 
-#: Of its speed, an engine makes at least so much before it is compiled.
+#: The least share of its speed that an engine makes before it is compiled.
 UNCOMPILED_SHARE = 0.5
 
 #: An image's cost depends on its steps and its size alone.

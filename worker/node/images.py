@@ -35,7 +35,7 @@ class ImageChecks:
     copies: int = 0
     """Images that were exact copies of another seed's."""
     fastest_step_seconds: float | None = None
-    """Of canaries, their decoding included; they had *step_pixels*."""
+    """Seconds a step in the fastest canary, its decoding included; it had *step_pixels*."""
     step_pixels: int = 0
     _drawn: list[tuple[int, tuple[int, int]]] = field(default_factory=list, init=False)
     """Seed and size of each of the recent images, the oldest of which is replaced."""

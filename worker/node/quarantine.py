@@ -20,7 +20,7 @@ BLOB = "quarantine.json"
 #: Some ten thousand nodes.
 MAX_BYTES = 4_000_000
 
-#: Between two readings.
+#: Seconds between two readings of the list.
 PERIOD_SECONDS = 300.0
 
 

@@ -28,7 +28,7 @@ Kind = Literal["with_lora", "other_seed", "without_lora"]
 
 KINDS: tuple[Kind, ...] = get_args(Kind)
 
-#: Of the prompt, the numbers below and the engine's LoRA: images of another are not comparable.
+#: Version of the prompt, the numbers below and the engine's LoRA: other versions' images differ.
 VERSION = 1
 
 #: A quarter of an image: enough for a picture, and each further one makes rounding grow.
@@ -94,7 +94,7 @@ def read(data: bytes) -> Reference:
 
 
 def beside(model: Path) -> Path:
-    """Where a checkpoint's reference is: in its folder, or beside its file."""
+    """The path of a checkpoint's reference: in its folder, or beside its file."""
     return model / _IN_FOLDER if model.is_dir() else model.with_suffix(SUFFIX)
 
 

@@ -42,7 +42,7 @@ LEAST_IMAGES, MOST_IMAGES = 80, 104
 #: Images between two that ask for a canary: a campaign may repeat itself rightly.
 LEAST_BETWEEN_SUSPICIONS = 50
 
-#: Between two checks of the weights, 30 ms each for SD1.5 on an H100.
+#: Seconds between two checks of the weights, each 30 ms for SD1.5 on an H100.
 WEIGHTS_SECONDS = 300.0
 
 #: Failed checks that are too many, of so many recent ones; each was repeated, with success.
@@ -89,7 +89,7 @@ class NodeSelfCheck:
         default_factory=lambda: ThreadPoolExecutor(1, "fingerprint"), init=False
     )
     trusted: asyncio.Event = field(default_factory=asyncio.Event, init=False)
-    """Not set between a check that failed and its repetition."""
+    """Whether images are trusted: not between a failed check and its repetition."""
     fault: Fault | None = field(default=None, init=False)
     """Why this node is given up."""
     _reference: Reference | None = field(default=None, init=False)
@@ -214,7 +214,7 @@ class NodeSelfCheck:
         self._give_up(Fault("quarantined", "images", reason))
 
     async def fingerprint(self, pixels: contract.Pixels) -> Fingerprint:
-        """On a thread: a millisecond for each image."""
+        """Computes it on a thread: a millisecond for each image."""
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._threads, likeness.fingerprint, pixels)
 

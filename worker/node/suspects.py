@@ -20,7 +20,7 @@ from worker.metrics import WorkerMetrics
 
 log = logging.getLogger(__name__)
 
-#: Of one worker: some hours of the fastest GPU's between two checks of its weights.
+#: The most images of a worker: the fastest GPU's of some hours between two checks of its weights.
 MAX_IMAGES = 50_000
 
 Check = Literal["images", "weights"]

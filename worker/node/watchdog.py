@@ -38,7 +38,7 @@ SHARE_OF_RECORD = 0.5
 #: Below this share of the expected speed a node is broken: SaladCloud's own advice.
 BROKEN_SHARE = 0.25
 
-#: For a class without a record: a quarter of the slowest one's is very little.
+#: The expected speed of a class without a record: a quarter of the slowest one's is very little.
 _SLOWEST = min(prices.ASSUMED_IMAGES_PER_SECOND.values())
 
 #: On SaladCloud a tenth of the nodes upload at less than 39 Mbit/s, and a fast card's PNGs
@@ -57,7 +57,7 @@ FREE_DISK_BYTES = 2**30
 Diagnose = Callable[[str], Awaitable[str | None]]
 """Returns what is wrong with the node after an alarm; None: nothing, the jobs are at fault."""
 
-#: As in SaladCloud's own samples.
+#: Seconds of a measurement, as in SaladCloud's own samples.
 WINDOW_SECONDS = 300.0
 
 #: Failed windows in a row before the node is given up: a game that its owner starts, a hot hour or
@@ -90,7 +90,7 @@ class NodeLimits:
     free_disk_bytes: int = 0
 
 
-#: For a machine that is not rented by the hour.
+#: The limits of a machine that is not rented by the hour.
 NO_LIMITS = NodeLimits()
 
 

@@ -17,8 +17,8 @@ from worker.salad import metadata as salad_metadata
 
 log = logging.getLogger(__name__)
 
-#: Between two updates, sent only when the cost has changed: a group is made smaller every quarter
-#: of an hour at most.
+#: Seconds between two updates, sent only when the cost has changed: a group is made smaller every
+#: quarter of an hour at most.
 EVERY_SECONDS = 15.0
 
 #: A smaller change does not matter when replicas are compared.

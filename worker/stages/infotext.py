@@ -17,10 +17,10 @@ _DELIMITER = re.compile("[,:\n]")
 #: Signs that would end a LoRA's name in "Lora hashes".
 _SEPARATORS = str.maketrans("", "", ":,")
 
-#: Of an embedding's SHA-256.
+#: Characters of an embedding's SHA-256 that are shown.
 _HASH_CHARACTERS = 12
 
-#: Its words for its options of samplers, and their fields of a job, by sampler.
+#: AUTOMATIC1111's words for options of samplers, and their fields of a job, by sampler.
 _OPTIONS: Mapping[str, Mapping[str, str]] = {
     "Euler a": {"Eta": "eta"},
     "DDIM": {"Eta DDIM": "eta"},
@@ -31,7 +31,7 @@ _OPTIONS: Mapping[str, Mapping[str, str]] = {
         "Sigma noise": "s_noise",
     },
 }
-#: By `inpainting_fill`; the original is not written.
+#: Words for the masked content by `inpainting_fill`; the original is not written.
 _MASKED_CONTENT = {0: "fill", 2: "latent noise", 3: "latent nothing"}
 
 _CONTROL_RESIZE_MODES = ("Just Resize", "Crop and Resize", "Resize and Fill")
@@ -163,7 +163,7 @@ def _hires(job: Job) -> dict[str, str | None]:
 
 
 def _controls(job: Job) -> dict[str, str]:
-    """As sd-webui-controlnet writes its units, with the numbers of a unit without preprocessor."""
+    """Units as sd-webui-controlnet writes them, with the numbers of one without preprocessor."""
     return {
         f"ControlNet {number}": (
             f"Module: none, Model: {unit.model}, Weight: {unit.weight}, Resize Mode:"
@@ -202,7 +202,7 @@ def _number(value: float) -> str:
 
 
 def _quoted(fact: str) -> str:
-    """As a JSON string if it contains a delimiter."""
+    """A fact, written as a JSON string if it contains a delimiter."""
     if _DELIMITER.search(fact):
         return json.dumps(fact, ensure_ascii=False)
     return fact

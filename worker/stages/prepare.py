@@ -38,8 +38,8 @@ REMEMBERED = 10_000
 #: other workers it reaches one of them but for one time in eight thousand.
 HAND_BACKS = 5
 
-#: Until others may have it. With --until-empty, where somebody waits for the end, others ask for
-#: jobs at least once a second.
+#: Seconds until others may have a job that is handed back. With --until-empty, where somebody waits
+#: for the end, others ask for jobs at least once a second.
 HAND_BACK_SECONDS = 10.0
 HAND_BACK_SECONDS_UNTIL_EMPTY = 0.5
 
@@ -253,7 +253,7 @@ class PrepareStage:
         return job.model not in {None, self.engine.model_name}
 
     def _size(self, job: Job, default: tuple[int, int] | None = None) -> tuple[int, int]:
-        """That of a job's first pass; *default*: in the place of the engine's."""
+        """The size of a job's first pass; *default*: in the place of the engine's."""
         width, height = default or self.engine.default_size
         return job.width or width, job.height or height
 

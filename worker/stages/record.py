@@ -26,7 +26,7 @@ from worker.metrics import WorkerMetrics
 FLUSH_SECONDS = 15.0
 LOCAL_FLUSH_SECONDS = 1.0
 
-#: Of the lease, so that a short one is not renewed for the records' sake.
+#: Records wait for this share of the lease, lest a short one is renewed for their sake.
 FLUSH_PER_LEASE = 1 / 8
 
 #: Written without waiting for more.
@@ -147,7 +147,7 @@ class PendingRecords:
             self._go_on([job for job in batch if job.begun is not None], error)
 
     def _go_on(self, early: list[_Waiting], error: errors.TransientError | None) -> None:
-        """Of jobs that go on, what could not be stored is stored with their next records."""
+        """Keeps what could not be stored of jobs that go on for their next records."""
         if error is not None:
             self._waiting[:0] = early
             self._records += sum(len(each.records) + len(each.again) for each in early)
@@ -175,7 +175,7 @@ class PendingRecords:
                 self._room.set()
 
     def _seconds_left(self) -> float:
-        """Until what waits is written; 0 if nothing else can come soon."""
+        """Seconds until what waits is written; 0 if nothing else can come soon."""
         if self._records >= MAX_RECORDS or self._jobs >= self.in_flight():
             return 0.0
         return self._first_at + self.flush_seconds - time.monotonic()

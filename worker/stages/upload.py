@@ -40,7 +40,7 @@ WAITING_PER_UPLOAD = 2
 
 log = logging.getLogger(__name__)
 
-#: In an outage every upload in flight fails again and again.
+#: Limits the warnings of an outage, in which every upload in flight fails again and again.
 _outage_warning = logs.Occasion()
 
 

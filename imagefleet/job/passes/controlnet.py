@@ -14,7 +14,7 @@ from imagefleet.redaction import printable
 if TYPE_CHECKING:
     from imagefleet.job.message import Job
 
-#: As many as its page has at most.
+#: The most ControlNet units of a job, which is as many as the extension's page shows at most.
 MAX_UNITS = 10
 
 #: Numbers and titles of its modes of resizing, as its versions have written them.

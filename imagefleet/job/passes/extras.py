@@ -15,13 +15,13 @@ from imagefleet.job.passes.limits import MAX_SIDE, MIN_SIDE
 if TYPE_CHECKING:
     from imagefleet.job.message import Job
 
-#: Of the result, and of what it is cut out of.
+#: The most pixels of the result, and of what it is cut out of.
 MAX_PIXELS = MAX_SIDE**2
 
 #: The largest side that its page offers.
 _MAX_TARGET = 8192
 
-#: Its upscalers make sides that are multiples of this.
+#: AUTOMATIC1111's upscalers make sides that are multiples of this.
 _ALIGNMENT = 8
 
 #: What most networks enlarge a side by, and how often one is applied at most.
@@ -67,11 +67,11 @@ class Extras(BaseModel):
     """None: the job draws."""
     upscaler_2: Annotated[_Upscaler, BeforeValidator(_none_is_off)] = None
     extras_upscaler_2_visibility: float = Field(default=0.0, ge=0, le=1)
-    """Its share in the image."""
+    """The second upscaler's share in the image, from 0 to 1."""
     upscaling_resize: float = Field(default=2.0, gt=0, le=8)
     upscaling_resize_w: _Target = 512
     upscaling_resize_h: _Target = 512
-    """In pixels, as the width; of `resize_mode` 1."""
+    """Height of the result in pixels, as the width above it; both matter with `resize_mode` 1."""
     upscaling_crop: bool = True
 
 

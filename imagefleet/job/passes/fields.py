@@ -45,9 +45,9 @@ class Pass:
     controls: int = 0
     """ControlNets in each call."""
     encodes: bool = False
-    """It begins with pixels."""
+    """Whether the pass begins with pixels, which the VAE encodes."""
     decodes: bool = True
-    """It ends with pixels."""
+    """Whether the pass ends with pixels, which the VAE decodes."""
     enlarged: int = 0
     """Pixels that networks enlarge before it, or in its place."""
 
@@ -90,7 +90,7 @@ class PassFields(Img2Img, Hires, ControlNets, Extras):
 
     @property
     def shown_hires_prompts(self) -> tuple[str, str]:
-        """As `shown_prompts`, of the second pass; empty: the first's."""
+        """The `shown_prompts` of the second pass; an empty one is the first pass' own."""
         job = cast("Job", self)
         texts = job.hr_prompt, job.hr_negative_prompt
         if not job.enable_prompt_comments:
@@ -213,7 +213,7 @@ def only_upscales(payload: Mapping[str, Any]) -> bool:
 
 
 def _rename_image(fields: dict[str, Any]) -> None:
-    """In the payload of extras, the image has a name of its own."""
+    """Moves the image of a payload of extras, which has a name of its own, to `init_images`."""
     image = fields.pop(extras.IMAGE, None) if only_upscales(fields) else None
     if image in (None, ""):
         return

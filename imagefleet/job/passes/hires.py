@@ -64,7 +64,7 @@ def check_upscaler(name: str) -> str:
 
 
 def _same_as_first(value: object) -> object:
-    """As its page writes it."""
+    """None for what AUTOMATIC1111's page writes where the second pass has the first's value."""
     return None if value in ("", "Use same sampler", "Use same scheduler") else value
 
 
@@ -150,7 +150,7 @@ def _cells(job: Job, size: Size) -> Size:
 
 
 def steps(job: Job) -> int:
-    """Of the second pass, all of which are done whatever its strength."""
+    """The number of steps of the second pass, all of which are done whatever its strength."""
     return job.hr_second_pass_steps or job.steps
 
 

@@ -9,10 +9,10 @@ from pydantic import BaseModel, BeforeValidator, Field
 
 from imagefleet.job.passes.sources import ImageSource
 
-#: Of a side's size in pixels; the page of AUTOMATIC1111 allows as much.
+#: The largest blur of a mask, in pixels; the page of AUTOMATIC1111 allows as much.
 MAX_BLUR = 64
 
-#: In pixels.
+#: The most padding around a mask's box, in pixels.
 MAX_PADDING = 2048
 
 _RESIZE_MODES = "should be 0 (just resize), 1 (crop and resize) or 2 (resize and fill)"
@@ -35,7 +35,7 @@ class Img2Img(BaseModel):
         tuple[ImageSource, ...], BeforeValidator(_one_is_a_list), Field(max_length=1)
     ] = ()
     denoising_strength: float = Field(default=0.75, ge=0, le=1)
-    """Also of the second pass."""
+    """Strength of the noise on the image, from 0 to 1; it is the second pass' strength as well."""
     resize_mode: Annotated[Literal[0, 1, 2], BeforeValidator(_resize_mode)] = 0
     mask: ImageSource | None = None
     mask_blur: int | None = Field(default=None, ge=0, le=MAX_BLUR)
@@ -49,7 +49,7 @@ class Img2Img(BaseModel):
 
     @property
     def blur(self) -> tuple[int, int]:
-        """Of the mask, horizontally and vertically."""
+        """Blur of the mask in pixels, horizontally and vertically."""
         if self.mask_blur is not None:
             return self.mask_blur, self.mask_blur
         return self.mask_blur_x, self.mask_blur_y

@@ -6,11 +6,11 @@ from typing import Annotated
 
 from pydantic import StringConstraints
 
-#: In pixels.
+#: The shortest and the longest side of an image, in pixels.
 MIN_SIDE = 64
 MAX_SIDE = 2048
 
-#: Of `cfg_scale`, also times the prompt's own weight: beyond, images come out broken.
+#: The largest `cfg_scale`, also times the prompt's own weight: beyond, images come out broken.
 MAX_GUIDANCE = 30
 
 PromptText = Annotated[str, StringConstraints(max_length=65_536)]

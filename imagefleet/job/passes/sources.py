@@ -18,7 +18,7 @@ IMAGES = "images/"
 #: The folder of the container of files.
 INPUTS = "inputs/"
 
-#: As of a LoRA's name, or of a stage's image, each segment; none begins with a dot or a hyphen.
+#: A segment of an image's path; as of a LoRA's name, none begins with a dot or a hyphen.
 _SEGMENT = r"[A-Za-z0-9_][A-Za-z0-9_ .+()~-]{0,199}"
 _NAME = re.compile(rf"(?:{_SEGMENT}/){{0,7}}{_SEGMENT}(?<=\.)(?:png|jpe?g|webp)", re.IGNORECASE)
 

@@ -19,7 +19,7 @@ from azure.storage.blob.aio import BlobClient
 from imagefleet.storage.azure import errors as azure_errors
 from imagefleet.storage.azure.refusals import LESS_PERMISSION
 
-#: At Azure's limit of 50,000 blocks, enough for 400 GB.
+#: The size of a block; Azure's limit of 50,000 blocks is then enough for 400 GB.
 BLOCK_BYTES = 8 * 2**20
 
 _CONCURRENT_BLOCKS = 4

@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable
 
 from imagefleet import errors
 
-#: At first, and the most. Those of a load that is far away: 128 at 50 ms are a queue's limit.
+#: Sends in flight at first, and at most: from far away, 128 at 50 ms are a queue's limit.
 FIRST_SENDS = 32
 MOST_SENDS = 128
 

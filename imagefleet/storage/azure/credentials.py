@@ -87,7 +87,7 @@ class RotatingAccess(Access):
     async def attempt(
         self, what: str, permission: str, request: Callable[[], Awaitable[_Result]]
     ) -> _Result:
-        """As Access; a request whose token was refused is repeated with a newer one.
+        """Repeats a request whose token was refused with a newer one, else as `Access`.
 
         Raises:
             NoAccessError: Azure no longer accepts the token, and there is no newer one yet.

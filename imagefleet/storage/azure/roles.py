@@ -19,7 +19,7 @@ _JOB_QUEUES: Mapping[Priority, Resource] = {
 #: What deployments and tokens of earlier versions lack; a worker does without.
 OPTIONAL: frozenset[Resource] = frozenset({"queue_high", "queue_low"})
 
-#: In place of a letter, for a request that needs a valid token of the resource, whatever it allows.
+#: Stands for a permission where a request needs a valid token of the resource, whatever it allows.
 ANY_PERMISSION = "*"
 
 #: What each permission of a SAS token allows.

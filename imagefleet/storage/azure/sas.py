@@ -39,10 +39,10 @@ FILE_CHECK_SECONDS = 1.0
 #: late enough to ask seldom, early enough to survive an outage of the broker as long again.
 _RENEWED_AFTER = (0.5, 0.75)
 
-#: For tokens that do not state their end, which a stored policy may have.
+#: The assumed life of tokens that do not state their end, which a stored policy may have.
 _UNKNOWN_LIFE_SECONDS = 3600.0
 
-#: Between two requests to a broker that fails, or whose tokens Azure refuses; doubled each time.
+#: The shortest and longest pause between requests to a broker that fails; doubled each time.
 FIRST_PAUSE_SECONDS = 1.0
 LONGEST_PAUSE_SECONDS = 30.0
 

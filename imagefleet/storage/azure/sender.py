@@ -40,7 +40,7 @@ _Policy = SansIOHTTPPolicy[Any, Any] | AsyncBearerTokenCredentialPolicy[Any, Any
 
 
 class Signed(NamedTuple):
-    """Where a request goes, and with which headers."""
+    """The address of a signed request, and its headers."""
 
     url: str
     headers: Mapping[str, str]

@@ -28,7 +28,7 @@ from imagefleet.storage.settings import PRIORITIES, Priority, Resource, StorageS
 #: SDK's default is the newest, which Azurite refuses.
 API_VERSION = "2023-11-03"
 
-#: For the sends in flight to one queue, and some uploads, renewals and deletes.
+#: Connections for the sends in flight to one queue, and some uploads, renewals and deletes.
 MAX_CONNECTIONS = MOST_SENDS + 32
 
 #: Connecting normally takes milliseconds, and the slowest answer less than a second. The SDK's

@@ -23,7 +23,7 @@ LONGEST_PAUSE_SECONDS = 120.0
 #: A home is asked again so soon while another shard has jobs.
 LONGEST_HOME_PAUSE_SECONDS = 2.0
 
-#: Who sends jobs all the time reads the number of shards again after so long.
+#: Seconds after which whoever sends jobs all the time reads the number of shards again.
 SENDERS_LOOK_SECONDS = 60.0
 
 #: Times as long between two looks at the sizes of all shards, at most.
@@ -55,7 +55,7 @@ def pause_seconds(empty_receives: int, shards: int, *, is_home: bool) -> float:
 
 
 def look_seconds(seconds: float, shards: int) -> float:
-    """Between two looks at the sizes of all shards, where one shard is looked at each *seconds*."""
+    """Seconds between two looks at all shards' sizes; *seconds* between those at a single shard."""
     return seconds * min(shards, MOST_SELDOM)
 
 

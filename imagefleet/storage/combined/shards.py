@@ -51,7 +51,7 @@ class ShardedQueue(CombinedQueue):
 
     @property
     def shards(self) -> int:
-        """That are asked for jobs, as far as it is known."""
+        """The number of shards that are polled for jobs, as far as it is known."""
         return len(self._order)
 
     @property

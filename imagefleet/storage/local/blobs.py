@@ -296,7 +296,7 @@ class LocalBlobs:
 
 @contextlib.contextmanager
 def _closing(names: Generator[str]) -> Generator[Generator[str]]:
-    """Like `contextlib.closing`, also where the caller was cancelled while a thread lists them."""
+    """Closes *names* at the end, also where the caller was cancelled while a thread lists them."""
     try:
         yield names
     finally:

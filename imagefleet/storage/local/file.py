@@ -17,7 +17,7 @@ from pathlib import Path
 
 from imagefleet import errors, uptime
 
-#: For another process's transaction: milliseconds, unless the machine is overloaded.
+#: Seconds to wait for another process's transaction: milliseconds, unless the machine is busy.
 BUSY_TIMEOUT_SECONDS = 30
 
 #: Pages (4 KiB) of the write-ahead log between checkpoints, each an fsync and a burst of writes.

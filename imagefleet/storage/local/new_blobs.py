@@ -20,7 +20,7 @@ from typing import BinaryIO, NamedTuple
 from imagefleet import errors
 from imagefleet.storage.local.file import DISK_FULL
 
-#: In the same folder; no segment of a blob's name starts with a dot.
+#: Folders beside the blobs in their folder; no segment of a blob's name starts with a dot.
 METADATA_FOLDER = ".metadata"
 TEMPORARY_FOLDER = ".temporary"
 
@@ -56,7 +56,7 @@ class NewBlobs:
         self._root = str(folder)
 
     def create(self, blobs: Sequence[NewBlob]) -> list[bool | Exception]:
-        """For each, whether it was created: False if its name is taken; or the error."""
+        """Whether each blob was created: False if its name is taken; or the error."""
         drafts = [self._draft(blob) for blob in blobs]
         try:
             # File by file, each sync would wait for the file system's journal anew.
@@ -179,7 +179,7 @@ def no_folder(folder: Path) -> errors.SetupError:
 
 
 def make_durable_folder(folder: Path, root: Path) -> None:
-    """Like mkdir, but synced to the disk; *root*, which somebody may have deleted, is not made."""
+    """Makes a folder, synced to the disk; *root*, which somebody may have deleted, is not made."""
     if folder != root and not folder.exists():
         make_durable_folder(folder.parent, root)
         folder.mkdir(exist_ok=True)

@@ -463,5 +463,5 @@ def _row(message: protocol.LeasedMessage) -> tuple[int, int]:
 
 
 def _key(message: protocol.LeasedMessage) -> tuple[int, int, str]:
-    """With its id: where the file was replaced by another, the number may be another message's."""
+    """Row, version and id: in a file that replaced another, the row may be another message's."""
     return *_row(message), message.id

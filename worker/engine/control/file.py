@@ -25,13 +25,13 @@ from worker.engine.lora.file import Identity
 
 Weights = Mapping[str, torch.Tensor]
 
-#: Of the original release; whole checkpoints with a ControlNet have other tensors beside.
+#: Prefix of the original release; whole checkpoints with a ControlNet have other tensors beside.
 _PREFIX = "control_model."
 
 #: A tensor that every ControlNet has, in diffusers' names and the original ones.
 _HINT, _ORIGINAL_HINT = "controlnet_cond_embedding.conv_in.weight", "input_hint_block.0.weight"
 
-#: Of SDXL, which diffusers' conversion leaves out.
+#: Prefixes of SDXL's tensors by their original names, which diffusers' conversion leaves out.
 _ADDED = {"label_emb.0.0.": "add_embedding.linear_1.", "label_emb.0.2.": "add_embedding.linear_2."}
 
 #: Numbers of a prompt's vectors, by the family that a UNet is of.

@@ -25,7 +25,7 @@ from worker.engine.lora.file import Identity
 
 log = logging.getLogger(__name__)
 
-#: On the device while no job needs them; the last one may be larger. A GPU's memory may allow less.
+#: Bytes of unused ControlNets kept on the device, if it has room; the last one may be larger.
 KEPT_BYTES = 4 * 2**30
 
 #: Read, and not on the device yet: those of the next jobs.
@@ -44,9 +44,9 @@ class ControlNets:
     def __init__(self, unet: Any, *, is_compiled: bool) -> None:
         """*unet* is the checkpoint's, on its device."""
         self.kept_bytes: float = KEPT_BYTES
-        """Of those that are on the device while no lane uses them."""
+        """The most bytes of ControlNets on the device that no lane uses."""
         self.held_bytes = 0
-        """Of all that are on the device."""
+        """Bytes of all ControlNets that are on the device."""
         self._config = dict(unet.config)
         self._device: torch.device = unet.device
         self._dtype: torch.dtype = unet.dtype

@@ -96,7 +96,7 @@ class ControlState(NamedTuple):
     def zeros(
         cls, network: SlotControlNet, slots: int, sides: tuple[int, int], tokens: int
     ) -> ControlState:
-        """For *slots* slots; *sides*: the latents' height and width."""
+        """An empty state for *slots* slots; *sides*: the latents' height and width."""
         like = next(network.conv_in.parameters())
         hints = like.new_zeros((slots, len(like), *sides))
         if hints.device.type == "cuda":

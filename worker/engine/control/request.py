@@ -19,7 +19,7 @@ from imagefleet import errors
 from worker.engine import contract
 from worker.engine.lora.file import Identity
 
-#: At once in one request, as many as sd-webui-controlnet shows at first.
+#: The most ControlNets of one request, as many as sd-webui-controlnet shows at first.
 MOST_CONTROLS = 3
 
 #: An image of so few colours is a map of classes, which must not mix.
@@ -33,7 +33,7 @@ class PreparedControl:
     identity: Identity
     pixels: contract.Pixels = field(repr=False)
     weights: tuple[float, ...]
-    """At each call of the UNet."""
+    """The ControlNet's weight at each call of the UNet."""
 
 
 def prepare(
@@ -79,7 +79,7 @@ def weights(control: contract.Control, sampler: str, calls: int, steps: int) -> 
 
 
 def for_second_pass(control: contract.Control, width: int, height: int) -> contract.Control:
-    """With its image resized to a second pass, and cut to its shape, in sd-webui-controlnet's way.
+    """Resizes its image to a second pass, and cuts it to its shape, as sd-webui-controlnet does.
 
     There the image that was given is resized to either pass.
     """

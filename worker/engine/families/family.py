@@ -20,11 +20,11 @@ class TextEncoder:
     """One of a family's text encoders: a CLIPTextModel, or one with a projection."""
 
     network: Network
-    """Its name, which is that of its folder in diffusers' format."""
+    """The encoder's name, which is that of its folder in diffusers' format."""
     config: Config
-    """For single files without a configuration folder."""
+    """The encoder's configuration for single files without a configuration folder."""
     prefix: str
-    """Of its keys in single files."""
+    """The prefix of the encoder's keys in single files."""
     convert: Callable[[Weights, Any], dict[str, torch.Tensor]]
     """A single file's weights, without the prefix, in transformers' names; by its configuration."""
     rules: text.Rules
@@ -36,7 +36,7 @@ class Family:
 
     name: str
     slug: str
-    """Its name for programs."""
+    """The family's name for programs."""
     unet_config: Config
     vae_config: Config
     text_encoders: tuple[TextEncoder, ...]
@@ -53,7 +53,7 @@ class Family:
     enlarges_image: bool = False
     """The UNet takes an image in the size of the latents, with noise, and that noise's level."""
     scheduler_config: Config = field(default_factory=dict)
-    """Where no configuration of the scheduler is there; empty for SD's usual noise."""
+    """The noise where the scheduler has no configuration; empty for SD's usual one."""
     native_sides: Mapping[str, int] = field(default_factory=dict)
     """Pixels, by what the UNet predicts; otherwise the UNet's configuration says."""
 

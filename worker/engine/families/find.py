@@ -13,10 +13,10 @@ from worker.engine.families.sd2 import SD2
 from worker.engine.families.sdxl import SDXL
 from worker.engine.families.x4_upscaler import X4_UPSCALER
 
-#: Of single files, by their text encoders; the x4 upscaler has SD2's.
+#: Families of single files, told by their text encoders; the x4 upscaler has SD2's.
 FAMILIES = (SD1, SD2, SDXL)
 
-#: Of a single file whose UNet knows levels of noise on an image.
+#: A tensor of a single file whose UNet knows levels of noise on an image.
 _LEVELS = "model.diffusion_model.label_emb.weight"
 
 

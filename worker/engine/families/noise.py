@@ -34,12 +34,12 @@ class ImageNoise:
 
     @property
     def timesteps(self) -> int:
-        """Of which a level is one."""
+        """The number of timesteps, of which a level is one."""
         return int(self.scheduler.config.num_train_timesteps)
 
 
 def image_noise(index: Mapping[str, Any], scheduler: Mapping[str, Any], levels: int) -> ImageNoise:
-    """By a folder's model_index.json and the configuration of its low_res_scheduler.
+    """Reads it from a folder's model_index.json and its low_res_scheduler's configuration.
 
     *levels*: how many the UNet knows.
     """

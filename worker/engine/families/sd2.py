@@ -20,7 +20,7 @@ UNET_CONFIG = {
     "attention_head_dim": [5, 10, 20, 20],
     "use_linear_projection": True,
 }
-#: Without the last of its 24 layers, as in diffusers' format.
+#: The text encoder without the last of its 24 layers, as in diffusers' format.
 TEXT_CONFIG = {
     "hidden_size": 1024,
     "intermediate_size": 4096,

@@ -47,13 +47,13 @@ def _resnets(decoder: Any) -> Iterator[Any]:
 
 
 def _scale_output(layer: nn.Module, factor: float) -> None:
-    """For a layer whose input keeps its size."""
+    """Scales the output of a layer whose input keeps its size."""
     layer.weight.mul_(factor)  # type: ignore[operator]
     _scale_bias(layer, factor)
 
 
 def _scale_bias(layer: nn.Module, factor: float) -> None:
-    """For a layer whose input is scaled already."""
+    """Scales the bias of a layer whose input is scaled already."""
     if isinstance(layer.bias, torch.Tensor):
         layer.bias.mul_(factor)
 

@@ -35,7 +35,7 @@ VAE_CONFIG = sd1.VAE_CONFIG | {
     "scaling_factor": 0.08333,
 }
 
-#: Of the latents, and of the image.
+#: The noise schedule of the latents, and of the image.
 SCHEDULER_CONFIG = {"beta_start": 0.0001, "beta_end": 0.02, "beta_schedule": "scaled_linear"}
 
 X4_UPSCALER = replace(

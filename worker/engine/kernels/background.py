@@ -18,7 +18,7 @@ import torch
 
 from worker.engine.kernels.compile import Compiled, compiling_elsewhere
 
-#: Of the thread; see `worker.gpu_thread.THREAD_NAME`, which it begins with.
+#: The thread's name; see `worker.gpu_thread.THREAD_NAME`, which it begins with.
 THREAD_NAME = "engine compiler"
 
 Around = Callable[[str], AbstractContextManager[None]]
@@ -59,7 +59,7 @@ class BackgroundTracer:
         self._thread.start()
 
     def result(self) -> None:
-        """After a function has been traced, which may have failed without an exception.
+        """Takes the outcome of a traced function, which may have failed without an exception.
 
         Raises:
             Exception: the GPU is broken, or its memory full.

@@ -50,7 +50,7 @@ class _AbandonedError(Exception):
     """Raised in place of compiling what is no longer needed."""
 
 
-#: As matrix products, 1x1 convolutions can be fused with what follows.
+#: Options of Inductor: as matrix products, 1x1 convolutions can be fused with what follows.
 _INDUCTOR_OPTIONS = {"conv_1x1_as_mm": True}
 
 

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - its name everywhere
 from torch import nn
 
-#: Of a layer's output; even, for upsampling.
+#: Rows of a layer's output in a stripe; even, for upsampling.
 ROWS = 32
 
 
@@ -27,7 +27,7 @@ class _Image(Protocol):
     def height(self) -> int: ...
 
     def part(self, top: int, bottom: int) -> torch.Tensor:
-        """Its rows of pixels from *top* to *bottom*, without the latter."""
+        """The image's rows of pixels from *top* to *bottom*, without the latter."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +75,7 @@ def decode(decoder: Any, latents: torch.Tensor) -> torch.Tensor:
 
 
 def _add_resnet(resnet: Any, image: _Image) -> torch.Tensor:
-    """Its output, in the place of its input where that has the same shape."""
+    """A residual block's output, in the place of its input where that has the same shape."""
     inner = _Held(_join(_normalise_and_convolve(resnet.norm1, resnet.conv1, image), image))
     in_place = isinstance(image, _Held) and resnet.conv_shortcut is None
     output = image.part(0, image.height) if in_place else torch.empty_like(inner.x)

@@ -130,8 +130,8 @@ def _default_spare_bytes() -> int:
     return int(min(host.memory_bytes() * SPARE_SHARE, MAX_SPARE_BYTES))
 
 
-#: Of this process: what files hold, and what is copied to a device.
+#: The buffers of this process: what files hold, and what is copied to a device.
 files, packs = Buffers(), Buffers()
 
-#: And a checkpoint's layers for which the device has no room: they stay as long as their engine.
+#: Buffers of a checkpoint's layers without room on the device: they stay as long as their engine.
 layers = Buffers(spare_bytes=0, lockable_bytes=sys.maxsize)

@@ -17,7 +17,7 @@ from worker.engine.lora import kinds, names, safetensors
 from worker.engine.lora.names import LayerId
 from worker.engine.lora.safetensors import Place
 
-#: Of a tensor's name in a message.
+#: The most characters of a tensor's name in a message.
 _SHOWN_CHARACTERS = 200
 
 #: Layouts that are kept, and the longest header of such a file.

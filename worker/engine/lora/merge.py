@@ -98,7 +98,7 @@ class Merger:
         }
 
     def reset(self) -> None:
-        """After the checkpoint's weights have been replaced."""
+        """Forgets all weights, after those of the checkpoint have been replaced."""
         self._originals.clear()
         self._merged.clear()
         self._active = ()

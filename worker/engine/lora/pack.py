@@ -21,7 +21,7 @@ Group = tuple[str, int, int]
 #: Matrix products run at full speed only on operands that are multiples of 16 bytes.
 _RANK_ALIGNMENT = 8
 
-#: Where tensors begin in the packed bytes.
+#: Tensors begin at multiples of this in the packed bytes.
 _ALIGNMENT_BYTES = 16
 
 #: A change of one layer and its LoRA's strength.

@@ -20,7 +20,7 @@ import torch
 
 from worker.engine.lora import buffers
 
-#: As the library's.
+#: The longest header that is read, as in the library of safetensors.
 _MAX_HEADER_BYTES = 100_000_000
 
 _LENGTH_BYTES = 8

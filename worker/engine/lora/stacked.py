@@ -17,8 +17,8 @@ from worker.engine.lora import kinds
 #: A low-rank weight change: up [..., out, rank] and down [..., rank, in].
 Factors = tuple[torch.Tensor, torch.Tensor]
 
-#: For changes in float32 while they are merged, or one layer's, 157 MB at most in SD1.5. More takes
-#: fewer launches: at the end of a round of 16 images, hundreds for each slot.
+#: Memory for changes in float32 while they are merged, or one layer's, 157 MB at most in SD1.5.
+#: More takes fewer launches: at the end of a round of 16 images, hundreds for each slot.
 TEMPORARY_BYTES = 128 * 1024**2
 
 #: Float32 tensors of the layers' size that are alive at once: the sum, and two of a LoHa.
@@ -63,7 +63,7 @@ class StackedChange:
     low_rank: Factors | None
     """The plain LoRAs, one after the other along the rank."""
     strength: float
-    """Of the plain LoRAs, beside the strengths that their factors contain."""
+    """The strength of the plain LoRAs, beside the strengths that their factors contain."""
     stacks: Sequence[Stack]
 
     def merge(

@@ -21,7 +21,7 @@ class Steps(NamedTuple):
     """The end of a schedule."""
 
     steps: int
-    """Of the whole schedule."""
+    """The number of steps of the whole schedule."""
     t_enc: int
 
 
@@ -35,7 +35,7 @@ def img2img(steps: int, denoising_strength: float) -> Steps:
 
 
 def second_pass(steps: int, denoising_strength: float) -> Steps:
-    """So many *steps* at any strength; none at 0.
+    """A second pass of so many *steps* at any strength; none at 0.
 
     Raises:
         JobError: the strength is not between 0 and 1, or too small for so many steps.

@@ -63,12 +63,12 @@ IMAGE_UPSCALERS: Mapping[str, Enlarge | None] = {
 
 @dataclass(frozen=True, slots=True)
 class Upscaling:
-    """From a first pass' latents to those that a second pass begins with. Sizes in pixels."""
+    """How a first pass' latents become those that a second begins with. Sizes in pixels."""
 
     target: tuple[int, int]
     """Width and height of the second pass."""
     size: tuple[int, int]
-    """Before the rest is cut off; in the first pass' shape. SDXL is told this size."""
+    """The size before the rest is cut off, in the first pass' shape. SDXL is told this size."""
     latent_mode: tuple[str, bool] | None
     """None for upscalers of images."""
     enlarge: Enlarge | None
@@ -160,7 +160,7 @@ def _kept(excess: int, length: int) -> slice:
 def _apply(
     enlarge: Enlarge, pixels: contract.Pixels, scale: float, width: int, height: int
 ) -> contract.Pixels:
-    """As often as it takes to reach the size, and then exactly that."""
+    """Enlarges an image as often as it takes to reach the size, then resizes it to exactly that."""
     for _ in range(_MOST_TIMES):
         before = pixels.shape
         pixels = enlarge(pixels, scale)

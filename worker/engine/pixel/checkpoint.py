@@ -26,7 +26,7 @@ from worker.engine.pixel.step import CHANNELS
 #: What a family is called, by the class of its pipeline.
 FAMILIES = {"IFPipeline": "if", "IFSuperResolutionPipeline": "if_sr"}
 
-#: By the class of the pipeline; where the configuration has no native size, IF's own.
+#: IF's native sizes by the pipeline's class, where the configuration has none.
 _SIDES = {"IFPipeline": 64, "IFSuperResolutionPipeline": 256}
 
 
@@ -40,7 +40,7 @@ class PixelCheckpoint:
     unet: UNet2DConditionModel
     noise: NoiseSchedule
     image_noise: NoiseSchedule | None
-    """Of the image that it upscales; None for a base stage."""
+    """The noise on the image that it upscales; None for a base stage."""
     default_size: tuple[int, int]
     """The only width and height in pixels that it draws."""
     text_width: int

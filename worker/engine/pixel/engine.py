@@ -47,7 +47,7 @@ class _Job:
     prepared: PreparedRequest
     call: int = 0
     noise: NoiseStream | None = None
-    """From when it is in a slot."""
+    """The noise of the image, from when it is in a slot."""
     is_isolated: bool = False
     """Drawn alone: it may be what breaks the calls of others."""
 

@@ -28,7 +28,7 @@ class PreparedRequest:
     request: contract.ImageRequest
     schedule: sampler.Schedule
     states: torch.Tensor
-    """Of the prompt and the negative prompt [2, tokens, width]."""
+    """Encoded text of the prompt and the negative prompt [2, tokens, width]."""
     upscaled: torch.Tensor | None
     """The image of the stage before [3, height, width] at this one's size, within -1 and 1."""
     noise_level: int | None
@@ -40,7 +40,7 @@ class PreparedRequest:
         return len(self.schedule.table)
 
     def guidance(self, call: int) -> float:
-        """As in diffusers' pipelines, there is none up to 1: the prompt's output alone."""
+        """The guidance scale; up to 1 there is none, as in diffusers: the prompt's output alone."""
         is_unguided = any(self.schedule.unguided[call : call + 1])
         return 1.0 if is_unguided else max(1.0, self.request.cfg_scale)
 

@@ -210,7 +210,7 @@ def _edm(steps: int, noise: NoiseSchedule) -> Schedule:
 
 
 def _heun(sigmas: Sequence[float]) -> Iterator[tuple[float, float, Sequence[float]]]:
-    """Of each call its sigma, what it keeps of the image, and its weights of the estimates.
+    """Yields each call's sigma, what it keeps of the image, and its weights of the estimates.
 
     The second call of a step starts from where Euler's step arrived, x' = r x + (1 - r) D with
     r = sigma' / sigma, and needs x = (x' - (1 - r) D) / r. With d = (x - D) / sigma and

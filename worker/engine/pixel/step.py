@@ -127,7 +127,7 @@ def threshold(images: torch.Tensor, limit: float, rank: float | None) -> torch.T
 
 
 def find_rank(quantile: float, count: int) -> float:
-    """Where a quantile of *count* sorted values is, between two of them.
+    """The rank at which a quantile of *count* sorted values is, between two of them.
 
     In float32, as `torch.quantile` computes it at each call.
     """

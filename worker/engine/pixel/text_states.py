@@ -36,7 +36,7 @@ def file_name(prompt: str, encoder: str) -> str:
 
 
 def stem(prompt: str, encoder: str) -> str:
-    """That name without its suffix."""
+    """The name of a file of text states without its suffix."""
     return _sha256(f"{encoder}\n{clean(prompt)}")
 
 

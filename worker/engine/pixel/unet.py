@@ -29,7 +29,7 @@ class TextAttention(nn.Module):
         self.heads: int = original.heads
         self.width: int = original.add_k_proj.out_features
         self.start = 0
-        """Of its columns in the context: the text's keys, then its values."""
+        """The first of its columns in the context: the text's keys, then its values."""
 
     def text_columns(self, states: torch.Tensor) -> torch.Tensor:
         """Keys and values [rows, tokens, 2 * width] of encoded text [rows, tokens, text width]."""
@@ -97,7 +97,7 @@ class PixelUnet(nn.Module):
 
     @property
     def added_width(self) -> int:
-        """Of what is added to the embedded timesteps."""
+        """The width of what is added to the embedded timesteps."""
         width: int = self.unet.time_embedding.linear_2.out_features
         return width
 

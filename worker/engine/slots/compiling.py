@@ -193,7 +193,7 @@ class Compilation:
         self._graphs = iter(())
 
     def _save_memory(self, batch_key: BatchKey) -> None:
-        """After compiling ran out of memory: the first size gets fewer slots, others run without.
+        """Gives the first size fewer slots after compiling ran out of memory; others run without.
 
         A size with fewer slots is to be compiled again.
         """

@@ -36,7 +36,7 @@ _KERNEL = 3
 
 
 class Shape(NamedTuple):
-    """Of a layer's weights: 9 taps are a 3x3 convolution, 1 is a 1x1 convolution or linear."""
+    """A shape of weights: 9 taps are a 3x3 convolution, 1 is a 1x1 convolution or linear."""
 
     outputs: int
     inputs: int
@@ -295,7 +295,7 @@ class ConvolutionPack:
     dtype: torch.dtype
     _groups: Mapping[Shape, Sequence[str]]
     _found: Mapping[str, Sequence[tuple[float, low_rank.Factors]]]
-    """By the layers' paths: strengths and factors."""
+    """Strengths and factors of the changes, by the layers' paths."""
 
     @property
     def size_bytes(self) -> int:

@@ -27,7 +27,7 @@ SHARED_TURN_TICKS = 16
 #: where the memory has room for several lanes' weights; elsewhere no larger.
 _ROOMY_CONTEXT = 4
 
-#: As if so many times full.
+#: How many times full an urgent lane counts as.
 _URGENT = 2.0
 
 #: Lanes with tensors, if several may have weights of their own: three sizes with prompts of all
@@ -46,10 +46,10 @@ class Lane:
     slots: int
     waiting: SlotQueue
     ran_at: int
-    """Its last tick, or when its first job came."""
+    """The tick at which the lane ran last, or its first job came."""
     active: dict[int, SlotJob] = field(default_factory=dict)
     step: Step | None = None
-    """Its tensors; None while it is closed."""
+    """The step with the lane's tensors; None while it is closed."""
     block: int = 0
     """The slots' weights that it uses, alone or in turn with other lanes."""
     weight_mode: WeightMode = "shared"
@@ -123,7 +123,7 @@ class Lanes:
         return max(0, ready + room - beyond)
 
     def slots_of(self, batch_key: BatchKey, native: tuple[int, int]) -> int:
-        """As many as make a lane's calls as large as those of the *native* width and height.
+        """The slots that make a lane's calls as large as those of the *native* width and height.
 
         So a larger size needs no more memory, and all lanes' ticks take about as long. A lane's own
         memory is mostly its context, which long prompts must not multiply.

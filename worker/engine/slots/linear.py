@@ -29,8 +29,8 @@ from worker.engine.lora.pack import Group
 from worker.engine.lora.stacked import StackedChange
 from worker.engine.slots.convolution import LowRankChange
 
-#: Of one tensor with weights for all slots. Of SDXL's shapes the largest would take 25 GB; see
-#: "SDXL" in benchmarks/engine-notes.md.
+#: The most bytes of one tensor with weights for all slots. Of SDXL's shapes the largest would take
+#: 25 GB; see "SDXL" in benchmarks/engine-notes.md.
 _MAX_PART_BYTES = 2**31
 
 
@@ -80,7 +80,7 @@ class _Part(NamedTuple):
 
     layers: slice
     linears: Sequence[tuple[SlotLinear, slice]]
-    """With the places of their layers in the stack."""
+    """The layers' modules, with the places of their layers in the stack."""
 
 
 class WeightStack:
@@ -290,7 +290,7 @@ class TextEncoderLoras:
                 self._weights[group].copy_(self._originals[group])
 
     def forget(self) -> None:
-        """After the checkpoint's weights have been replaced."""
+        """Forgets the original weights, after those of the checkpoint have been replaced."""
         self._originals.clear()
 
     def close(self) -> None:

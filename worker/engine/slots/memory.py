@@ -31,7 +31,7 @@ MAX_DECODED = 4
 #: The VAE's share of the free memory: room for another image there costs a slot.
 _DECODING_SHARE = 0.125
 
-#: On a CPU, parallel rows gain little; a few keep a small model's cores busy.
+#: Slots on a CPU, where parallel rows gain little; a few keep a small model's cores busy.
 CPU_SLOTS = 4
 
 #: What a lane with weights of its own takes, of what its slots hold: contexts of long prompts too.
@@ -92,9 +92,9 @@ class Fit(NamedTuple):
     blocks: int
     """Lanes that can have weights of their own."""
     staged_bytes: int
-    """For LoRAs of the next jobs."""
+    """Memory for the LoRAs of the next jobs."""
     temporary_bytes: int
-    """For weights while they are merged."""
+    """Memory for weights while they are merged."""
 
 
 def fit(

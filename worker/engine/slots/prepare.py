@@ -65,14 +65,14 @@ class PreparedRequest:
     unet_pack: pack.PackedLoras | None
     """The UNet's LoRAs for a slot; None if they must be merged into the shared weights instead."""
     convolution_pack: convolution.ConvolutionPack | None
-    """Their changes of convolutions; None if they must be merged instead, and then all are."""
+    """The LoRAs' changes of convolutions; None if they must be merged instead, and then all are."""
     text_encoder_packs: Mapping[names.Network, pack.PackedLoras | None]
     image: init_image.PreparedImage | None = None
     """What it begins with beside noise."""
     second: PreparedRequest | None = None
     """The second pass of hires fix."""
     upscaling: Upscaling | None = None
-    """Of a second pass: how it begins."""
+    """How a second pass begins; None for a first pass."""
     controls: tuple[PreparedControl, ...] = ()
     enlarged: low_resolution.LowResolution | None = None
     """The image that an upscaling checkpoint enlarges."""
@@ -98,7 +98,7 @@ class PreparedRequest:
 
     @property
     def lora_bytes(self) -> int:
-        """Of the UNet's LoRAs on the device."""
+        """Bytes that the UNet's LoRAs take on the device."""
         packs = (self.unet_pack, self.convolution_pack)
         return sum(packed.size_bytes for packed in packs if packed)
 
@@ -243,7 +243,7 @@ class RequestPreparer:
         hires: contract.HiresPass,
         named: Sequence[embeddings.Embedding],
     ) -> PreparedRequest:
-        """With the first pass' LoRAs and ControlNets."""
+        """Prepares the second pass with the first pass' LoRAs and ControlNets."""
         own = first.request
         request = replace(
             own,

@@ -111,13 +111,13 @@ class Staged:
     """[2, 1, 1, tokens], added to the attention scores; None for an unmasked batch key."""
     added: AddedInputs | NoiseLevel | None
     loras: Sequence[torch.Tensor]
-    """Of which `factors` and `convolutions` are views."""
+    """The tensors of the LoRAs, of which `factors` and `convolutions` are views."""
     factors: dict[Group, StackedChange]
     """Empty once the slot holds the weights: `Stager.factors_of` copies them again."""
     convolutions: dict[convolution.Shape, convolution.Factors]
     """The same of its changes of convolutions."""
     noise: NoiseStream
-    """After its first, which `latents` has."""
+    """The image's noise after its first, which `latents` has."""
     inpainting: Inpainting | None
     """What it keeps, without the dimension of the batch; None if it keeps nothing."""
     hints: Sequence[torch.Tensor] = ()
@@ -147,7 +147,7 @@ class FirstPass:
     latents: torch.Tensor
     """[4, height, width] on the device, of the first pass' size."""
     drawn: torch.cuda.Event | None
-    """After the tick that drew them."""
+    """The event after the tick that drew the latents."""
 
 
 @dataclass(slots=True, eq=False)
@@ -167,7 +167,7 @@ class SlotJob:
     staged: Staged | None = None
     call: int = 0
     first_pass: FirstPass | None = None
-    """Of a job in its second pass."""
+    """The first pass of a job in its second pass."""
     has_weights: bool = False
     """True once its slot holds its weights; not needed while the shared ones serve all slots."""
 
@@ -177,7 +177,7 @@ class SlotJob:
 
     @property
     def ranks(self) -> dict[convolution.Shape, int]:
-        """Of its changes of convolutions, if it has any and slots can hold them.
+        """Ranks of its changes of convolutions, if it has any and slots can hold them.
 
         Where slots have no linear weights of their own, of its changes of these as well.
         """

@@ -109,7 +109,7 @@ class Stager:
 
     @property
     def room_bytes(self) -> float:
-        """For the LoRAs of jobs that have no slot yet; those of one job may take more.
+        """Memory for the LoRAs of jobs that have no slot yet; those of one job may take more.
 
         ControlNets take their memory from it.
         """
@@ -186,7 +186,7 @@ class Stager:
         return packed.by_shape(packed.assemble().to(self._device))
 
     def forget(self) -> None:
-        """After the checkpoint's weights have been replaced; nothing may be staged meanwhile."""
+        """Forgets what replaced weights have computed; nothing may be staged meanwhile."""
         self._encoder.clear()
         self._images.clear()
         for each in self._text_loras.values():

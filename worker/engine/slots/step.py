@@ -71,7 +71,7 @@ class SlotState(NamedTuple):
 
     @property
     def added_rows(self) -> int:
-        """Of each slot in `added`."""
+        """The number of rows that each slot has in `added`."""
         return 0 if self.added is None else len(self.added) // len(self.latents)
 
     def first(self, slots: int) -> SlotState:
@@ -182,7 +182,7 @@ class InputFeeder:
         self._record()
 
     def wait_for_tick(self) -> None:
-        """For after a tick: the next `send` waits for the end of it, not of its inputs' copies."""
+        """Has the next `send` wait for the end of a tick, not of its inputs' copies."""
         if self._copied:
             self._copied.pop()
             self._record()
@@ -216,7 +216,7 @@ class Step:
 
     @property
     def networks(self) -> list[SlotControlNet]:
-        """Its ControlNets."""
+        """The ControlNets of the step."""
         return [each.network for each in self.controls]
 
     def forget_compiled(self) -> None:
@@ -277,7 +277,7 @@ class StepRunner:
     def make_step(
         self, batch_key: BatchKey, slots: int, networks: Sequence[SlotControlNet] = ()
     ) -> Step:
-        """With the key's ControlNets."""
+        """Makes a step with the key's ControlNets."""
         state = self.make_slot_state(batch_key, slots)
         height, width = state.latents.shape[2:]
         for network in networks:

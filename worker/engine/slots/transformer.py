@@ -148,7 +148,7 @@ class SelfAttention(nn.Module):
 
 
 class CrossAttention(nn.Module):
-    #: Their slices of the context's last dimension.
+    #: The slices of keys and of values in the context's last dimension.
     keys: slice
     values: slice
 

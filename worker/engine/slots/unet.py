@@ -75,12 +75,12 @@ class SlotEncoder(nn.Module):
 
     @property
     def added_width(self) -> int:
-        """Of what it takes beside the timestep; 0: nothing."""
+        """Number of values the UNet takes beside the timestep; 0 if it takes none."""
         return 0 if self.added is None else self.added.width
 
     @property
     def added_rows(self) -> int:
-        """Of a slot: 2 if it takes something of the prompt and of the negative prompt, else 1."""
+        """Rows of a slot in `added`: 2 if prompt and negative prompt have one each, else 1."""
         return 2 if isinstance(self.added, _AddedEmbedding) else 1
 
     @torch.no_grad()
@@ -129,7 +129,7 @@ class SlotEncoder(nn.Module):
 
     @contextlib.contextmanager
     def selecting_kernels(self, selector: KernelSelector) -> Iterator[None]:
-        """Within it, each self-attention's next call selects its fastest kernel."""
+        """Has the next call of each self-attention within select its fastest kernel."""
         for attend in self._self_attentions:
             attend.kernel = select_and_attend(attend, selector)
         try:
@@ -360,7 +360,7 @@ class _TimeProjections(nn.Module):
 
 
 class _Resnet(nn.Module):
-    #: Its columns of the output of `_TimeProjections`.
+    #: The block's columns of the output of `_TimeProjections`.
     time: slice
 
     def __init__(self, original: Any, paths: Mapping[nn.Module, str]) -> None:

@@ -28,7 +28,7 @@ from worker.engine.slots.staging import Stager
 from worker.engine.slots.step import Step, StepRunner
 from worker.engine.slots.unet import SlotUnet
 
-#: Of configurations: what says nothing of what a network computes.
+#: Keys of a configuration that say nothing of what a network computes.
 _UNIMPORTANT = frozenset({"architectures", "dtype", "torch_dtype", "transformers_version"})
 
 
@@ -82,7 +82,7 @@ class Weights:
         self._unet.resize(slots)
 
     def renew(self) -> None:
-        """After the checkpoint's weights have been replaced; no slot is in use."""
+        """Starts over after the checkpoint's weights have been replaced; no slot is in use."""
         self._forget()
         self._merger.reset()
         self.merged = ()
@@ -122,7 +122,7 @@ class Weights:
             self.merged = to_merge
 
     def make_room(self, lane: Lane, active: Iterable[SlotJob]) -> None:
-        """For a lane's changes of convolutions; all such changes are loaded again if it grows."""
+        """Makes room for a lane's changes of convolutions; if it grows, all are loaded again."""
         needed = [each for job in lane.active.values() for each in job.ranks.items()]
         if self._unet.changes.has_room(needed):
             return
@@ -165,13 +165,13 @@ class Weights:
         return self._stream is not None
 
     def finish_loading(self) -> None:
-        """Before a step: it waits for weights that are being loaded."""
+        """Has the next step wait for weights that are being loaded."""
         if self._stream is not None and self._is_loading:
             torch.cuda.current_stream(self._unet.device).wait_stream(self._stream)
             self._is_loading = False
 
     def note_step(self) -> None:
-        """After a step: the slot's weights may be reloaded from here on."""
+        """Notes the end of a step: the slot's weights may be reloaded from here on."""
         if self._stream is not None:
             self._last_step = torch.cuda.current_stream(self._unet.device).record_event()
 
@@ -199,7 +199,7 @@ class Weights:
 
     @contextlib.contextmanager
     def _beside_decoding(self) -> Iterator[None]:
-        """On a stream of its own, after the last step; see `finish_loading`."""
+        """Loads on a stream of its own, after the last step; see `finish_loading`."""
         if self._stream is None:
             yield
             return

@@ -40,7 +40,7 @@ _LEFT_OUT_FOLDERS = frozenset({"locks"})
 _LEFT_OUT_SUFFIXES = frozenset({".lock", ".part", ".ready", ".pyc"})
 _LOCK = "lock"
 
-#: Of an entry's name, in a message.
+#: The most characters of an entry's name in a message.
 _SHOWN_CHARACTERS = 80
 
 

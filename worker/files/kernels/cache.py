@@ -34,7 +34,7 @@ from worker.settings import WorkerSettings
 log = logging.getLogger(__name__)
 
 Origin = Literal["image", "disk", "store", "compiled"]
-"""Where a worker has its kernels from."""
+"""The place that a worker has its kernels from."""
 
 #: Compiling takes longer than most downloads, but not longer than those of the slowest lines.
 LONGEST_WAIT_SECONDS = 60.0

@@ -31,7 +31,7 @@ class Key:
 
     @property
     def name(self) -> str:
-        """As a file name without its suffix."""
+        """The key as a file name without its suffix."""
         return "-".join(
             (
                 _label(self.gpu.removeprefix("NVIDIA ")),
@@ -48,7 +48,7 @@ class Key:
         )
 
     def differences(self, other: Key) -> list[str]:
-        """Where *other* is another key, as in 'torch 2.11.0'."""
+        """The values in which *other* is another key, as in 'torch 2.11.0'."""
         mine, theirs = asdict(self), asdict(other)
         return [f"{name} {theirs[name]}" for name in mine if mine[name] != theirs[name]]
 

@@ -73,7 +73,7 @@ def find_gpu(device: str) -> Gpu | None:
 
 
 def hash_sources(folder: Path) -> str:
-    """Of all Python files below *folder*: any of them may change what is compiled."""
+    """A hash of all Python files below *folder*: any of them may change what is compiled."""
     digest = hashlib.sha256()
     for path in sorted(folder.rglob("*.py")):
         digest.update(f"{path.relative_to(folder).as_posix()}\n".encode() + path.read_bytes())
@@ -103,7 +103,7 @@ def _shapes(path: Path, prefix: str = "") -> Iterable[tuple[int, ...]]:
 
 
 def _torch_versions() -> tuple[str, str | None] | None:
-    """Of the installed torch, and of its CUDA, from its text: importing it takes seconds."""
+    """Versions of torch and its CUDA, from its text: importing it takes seconds."""
     found = importlib.util.find_spec("torch")
     if found is None or found.origin is None:
         return None
