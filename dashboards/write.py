@@ -253,7 +253,7 @@ def overview() -> str:
     """The README's section on the panels: what each dashboard answers, and with which panels."""
     rows = [
         f"| {page.name.capitalize()} | {page.question} | "
-        + ", ".join(panel.title for panel in (*page.panels, *page.worker_panels))
+        + "; ".join(panel.title for panel in (*page.panels, *page.worker_panels))
         + " |\n"
         for page in DASHBOARDS
     ]
