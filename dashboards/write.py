@@ -1,4 +1,4 @@
-"""Writes the dashboards' JSON and the README's tables from `pages/`.
+"""Writes the dashboards' JSON and the README's table from `pages/`.
 
     python dashboards/write.py
 
@@ -249,16 +249,15 @@ def _curves(*, stacked: bool) -> timeseries.Panel:
     return builder
 
 
-def tables() -> str:
-    """The README's section on the panels: the question that each answers."""
-    parts = []
-    for page in DASHBOARDS:
-        parts.append(f"### {page.name.capitalize()}\n\n{page.question}\n\n")
-        parts.append("| panel | what it answers |\n| --- | --- |\n")
-        panels = (*page.panels, *page.worker_panels)
-        parts.extend(f"| {panel.title} | {panel.answers} |\n" for panel in panels)
-        parts.append("\n")
-    return "".join(parts)
+def overview() -> str:
+    """The README's section on the panels: what each dashboard answers, and with which panels."""
+    rows = [
+        f"| {page.name.capitalize()} | {page.question} | "
+        + "; ".join(panel.title for panel in (*page.panels, *page.worker_panels))
+        + " |\n"
+        for page in DASHBOARDS
+    ]
+    return "".join(["| dashboard | what it answers | panels |\n| --- | --- | --- |\n", *rows, "\n"])
 
 
 def main() -> None:
@@ -268,7 +267,7 @@ def main() -> None:
     text = readme.read_text(encoding="utf-8")
     written = re.sub(
         r"(<!-- panels: .*? -->\n).*(<!-- /panels -->)",
-        lambda found: found[1] + "\n" + tables() + found[2],
+        lambda found: found[1] + "\n" + overview() + found[2],
         text,
         flags=re.DOTALL,
     )
