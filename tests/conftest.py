@@ -74,6 +74,7 @@ SLOW = (
     "end_to_end/test_job_mode.py",
     "end_to_end/test_models.py",
     "end_to_end/test_salad_worker.py",
+    "end_to_end/test_several_images.py",
     "end_to_end/test_token_rotation.py",
     "end_to_end/test_tutorial.py",
     "end_to_end/test_worker_log.py",

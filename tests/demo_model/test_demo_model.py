@@ -190,6 +190,7 @@ def test_it_draws_the_object_in_the_colour_that_the_prompt_names(
     assert found == [(colour, shape) for colour, shape, _ in wanted]
 
 
+@pytest.mark.slow
 def test_emphasis_gives_a_thing_more_of_the_picture(
     engine: contract.Engine, critic: judge.Judge
 ) -> None:
@@ -203,6 +204,7 @@ def test_emphasis_gives_a_thing_more_of_the_picture(
     assert (gains > 0).sum() >= 3, gains
 
 
+@pytest.mark.slow
 def test_a_negative_prompt_keeps_its_colours_away(
     engine: contract.Engine, critic: judge.Judge
 ) -> None:
@@ -232,6 +234,7 @@ def _rocketness(images: torch.Tensor, critic: judge.Judge) -> float:
     return float(critic.object_scores(images)[:, critic.shapes.index("rocket")].mean())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "text", "effect"),
     [

@@ -168,6 +168,7 @@ def test_an_image_too_large_for_the_memory_is_a_transient_error(
     assert engine.slots == 2, "a large image does not reduce the slots"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_frequent", [True, False])
 def test_a_large_image_without_memory_leaves_later_ones_compiled_once_that_pays(
     make_slot_engine: Any,

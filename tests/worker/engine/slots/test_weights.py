@@ -71,11 +71,13 @@ def take(engine: slots.SlotEngine, folder: Path) -> None:
     ("family", "settings"),
     [
         ("sd1", {}),
-        ("sd1", {"backend": "eager"}),
-        ("sd2", {}),
-        ("sdxl", {}),
-        ("sdxl", {"slot_weights": "factors", "backend": "eager"}),
-        ("sdxl", {"slot_weights": "reloaded"}),
+        pytest.param("sd1", {"backend": "eager"}, marks=pytest.mark.slow),
+        pytest.param("sd2", {}, marks=pytest.mark.slow),
+        pytest.param("sdxl", {}, marks=pytest.mark.slow),
+        pytest.param(
+            "sdxl", {"slot_weights": "factors", "backend": "eager"}, marks=pytest.mark.slow
+        ),
+        pytest.param("sdxl", {"slot_weights": "reloaded"}, marks=pytest.mark.slow),
     ],
 )
 def test_an_engine_draws_the_images_of_the_model_that_it_took_and_then_of_its_own(
