@@ -42,7 +42,7 @@ _RENEWED_AFTER = (0.5, 0.75)
 #: The assumed life of tokens that do not state their end, which a stored policy may have.
 _UNKNOWN_LIFE_SECONDS = 3600.0
 
-#: The shortest and longest pause between requests to a broker that fails; doubled each time.
+#: Pauses between requests to a broker that fails, or whose tokens Azure refuses; doubled each time.
 FIRST_PAUSE_SECONDS = 1.0
 LONGEST_PAUSE_SECONDS = 30.0
 
