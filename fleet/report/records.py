@@ -59,7 +59,7 @@ class WorkerRecord:
 
     @property
     def seconds(self) -> float:
-        """The worker's start-up, and its time from the campaign's first pull to its last image."""
+        """Seconds of its start-up, plus from its first pull of the campaign to its last image."""
         return (self.last_image_at - self.began_at).total_seconds()
 
     @property
