@@ -16,7 +16,7 @@ from collections.abc import Sequence
 #: A busy worker answers within milliseconds: only its event loop has to run.
 TIMEOUT_SECONDS = 3.0
 
-#: Where to reach a worker that listens on all interfaces.
+#: The address at which to reach a worker that listens on all interfaces.
 _EVERYWHERE = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # noqa: S104 - to connect to, not to bind
 
 

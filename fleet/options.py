@@ -110,7 +110,7 @@ REMOVED: dict[type[BaseSettings], Mapping[str, str]] = {
     WorkerSettings: worker_settings.REMOVED_SETTINGS,
 }
 
-#: Enough of a value to recognise it.
+#: Characters of a value that are enough to recognise it.
 _SHOWN_CHARACTERS = 60
 
 #: A connection string, SAS token or password in the wrong place must not end up in a log.

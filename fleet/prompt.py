@@ -109,7 +109,7 @@ def _embeddings(
     directory: Path | None,
     storage: str | None,
 ) -> Sequence[Known]:
-    """Those that the prompts name, if a folder or a storage is given."""
+    """The embeddings that the prompts name, if a folder or a storage is given."""
     if directory is None and storage is None:
         return ()
     from fleet.files import known

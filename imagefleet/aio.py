@@ -86,7 +86,7 @@ class Result(JobFacts):
     fleet: Fleet = field(kw_only=True, repr=False, compare=False)
 
     async def data(self, index: int = 0) -> bytes:
-        """As `imagefleet.Result.data`."""
+        """The asynchronous `imagefleet.Result.data`."""
         if not self.blobs:
             raise errors.JobError(f"job {self.id} has no image: {self.reason or self.status}")
         name, storage = self.blobs[index], self.fleet.storage
@@ -99,7 +99,7 @@ class Result(JobFacts):
 
 
 def connect(storage: str | None = None, **settings: Unpack[ConnectOptions]) -> Fleet:
-    """As `imagefleet.connect`, to be entered with `async with`."""
+    """Connects as `imagefleet.connect` does, to be entered with `async with`."""
     given: dict[str, Any] = {**settings} if storage is None else {"storage": storage, **settings}
     try:
         all_settings = SignerSettings(**given)
@@ -166,7 +166,7 @@ class Fleet:
         priority: Priority = "normal",
         models: Collection[str] = (),
     ) -> Batch:
-        """As `imagefleet.Fleet.submit`."""
+        """The asynchronous `imagefleet.Fleet.submit`."""
         campaign = campaign and _checked("campaign", campaign)
         return await self.run(self._submit(jobs, campaign, checked_priority(priority), models))
 
@@ -198,7 +198,7 @@ class Fleet:
         return Batch(self, submission)
 
     def results(self, campaign: str) -> Results:
-        """As `imagefleet.Fleet.results`."""
+        """The asynchronous `imagefleet.Fleet.results`."""
         found = outcomes.of_campaign(self.storage, _checked("campaign", campaign))
         return Results(self, self._each(found))
 
@@ -210,7 +210,7 @@ class Fleet:
             yield Result(**facts.fields(), fleet=self)
 
     async def campaigns(self) -> dict[str, Counts]:
-        """As `imagefleet.Fleet.campaigns`."""
+        """The asynchronous `imagefleet.Fleet.campaigns`."""
         return await self.run(self._campaigns())
 
     async def _campaigns(self) -> dict[str, Counts]:
@@ -220,7 +220,7 @@ class Fleet:
         }
 
     async def cancel(self, campaign: str) -> datetime:
-        """As `imagefleet.Fleet.cancel`."""
+        """The asynchronous `imagefleet.Fleet.cancel`."""
         return await self.run(cancelled.cancel(self.storage, _checked("campaign", campaign)))
 
     def job(self, id: str, campaign: str | None = None) -> JobHandle:  # noqa: A002 - a job's field
@@ -234,7 +234,7 @@ class Fleet:
         return Depth(await self.run(queue.depth()), await self.run(failed.depth()))
 
     def failed(self, **which: Unpack[Which]) -> Results:
-        """As `imagefleet.Fleet.failed`."""
+        """The asynchronous `imagefleet.Fleet.failed`."""
         found = outcomes.failures(
             self.storage, which.get("error"), which.get("campaign"), which.get("id")
         )
@@ -261,7 +261,7 @@ class Fleet:
         priority: Priority = "normal",
         **which: Unpack[Which],
     ) -> Swept:
-        """As `imagefleet.Fleet.replay`."""
+        """The asynchronous `imagefleet.Fleet.replay`."""
         check = self._replay_check(set, takes_invalid=invalid)
         selection = Selection(**which)
         priority = checked_priority(priority)
@@ -281,7 +281,7 @@ class Fleet:
         completed: bool = False,
         **which: Unpack[Which],
     ) -> Swept:
-        """As `imagefleet.Fleet.discard`."""
+        """The asynchronous `imagefleet.Fleet.discard`."""
         keep_signed = self.checks_signatures() if unsigned else None
         selection = Selection(**which)
         return await self.run(
@@ -314,7 +314,7 @@ class Results:
         return await anext(self._results)
 
     async def frame(self) -> pd.DataFrame:
-        """As `imagefleet.Results.frame`."""
+        """The asynchronous `imagefleet.Results.frame`."""
         builder = frame.FrameBuilder(self._fleet.storage.blobs.address)
         async for result in self:
             for record in result.records:
@@ -335,7 +335,7 @@ class Batch:
         return len(self._jobs)
 
     def results(self, timeout: float | None = None) -> Results:
-        """As `imagefleet.Batch.results`."""
+        """The asynchronous `imagefleet.Batch.results`."""
         return Results(self._fleet, self._results(timeout))
 
     async def _results(
@@ -367,11 +367,11 @@ class JobHandle:
         self._job = job
 
     async def status(self) -> Status:
-        """As `imagefleet.JobHandle.status`."""
+        """The asynchronous `imagefleet.JobHandle.status`."""
         return (await self._fleet.run(self._look_up())).status
 
     async def result(self, timeout: float | None = None) -> Result:  # noqa: ASYNC109 - as above
-        """As `imagefleet.JobHandle.result`."""
+        """The asynchronous `imagefleet.JobHandle.result`."""
         pace = _Pace(self._fleet, timeout)
         while (job := await pace.poll(self._look_up)).status == "pending":
             await pace.pause("the job is")

@@ -36,7 +36,7 @@ LOAD_SECONDS = 10.0
 #: An entry is dropped after this time, which is longer than any lease, once the queue is empty.
 KEPT = timedelta(days=8)
 
-#: Some 100 KB, which each worker reads once after each change.
+#: The longest list, some 100 KB, which each worker reads once after each change.
 MAX_CAMPAIGNS = 1_000
 MAX_BYTES = 1_000_000
 
@@ -64,7 +64,7 @@ class CancelledList(BaseModel):
     campaigns: tuple[Cancellation, ...] = ()
 
     def of_queue(self, queue: str) -> dict[str, datetime]:
-        """When each campaign was cancelled."""
+        """The time at which each campaign was cancelled."""
         return {each.campaign: each.at for each in self.campaigns if each.queue == queue}
 
     def with_entry(self, new: Cancellation, *, forget: bool) -> Self:
@@ -104,7 +104,7 @@ class CancelledCampaigns:
 
     @property
     def times(self) -> Mapping[str, datetime]:
-        """When each campaign was cancelled."""
+        """The time at which each campaign was cancelled."""
         return self._times
 
     def includes(self, campaign: str | None, sent_at: datetime) -> bool:

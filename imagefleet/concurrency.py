@@ -36,7 +36,7 @@ _PATIENCE_SECONDS = 0.006
 
 
 def cores() -> int:
-    """Those of this process: by its affinity, and by its container's limit."""
+    """The CPU cores of this process, by its affinity and its container's limit."""
     if hasattr(os, "sched_getaffinity"):
         found = len(os.sched_getaffinity(0))
     else:

@@ -109,8 +109,8 @@ class RetryPolicy:
             self.on_retry(error)
 
 
-#: Inside the storage. Longer outages are the caller's to retry, with the job still in flight; and
-#: a renewal must have a result before its lease ends.
+#: The policy inside the storage. Longer outages are the caller's to retry, with the job still in
+#: flight; and a renewal must have a result before its lease ends.
 DEFAULT = RetryPolicy(give_up_seconds=30)
 
 #: The policy of whoever fills a queue: a storage that asks to slow down is sent to more slowly, for

@@ -276,14 +276,14 @@ class StreamSource(_EntrySource):
         self.count = count
 
     def check(self, start: int, _on_read: OnRead = ignore, on_job: OnJob | None = None) -> None:
-        """Nothing without *on_job*: an entry that was read is gone."""
+        """Checks nothing without *on_job*: an entry that was read is gone."""
         if on_job is not None:
             read = partial(self._maker.checked, on_job=on_job)
             for _ in self._read(start, self._on_invalid or _refuse_unsent, read):
                 pass
 
     def describe(self) -> str:
-        """Nothing: how much there is shows at its end."""
+        """Describes nothing: how much there is shows at its end."""
         return ""
 
     def _read(self, start: int, on_invalid: OnInvalid, read: _ReadEntry) -> Iterator[str | None]:

@@ -41,7 +41,7 @@ SWEPT: Mapping[str, str] = {
     "seed": "seed",
 }
 
-#: More combinations are most likely a mistake.
+#: The most combinations of a sweep; more are most likely a mistake.
 MAX_COMBINATIONS = 10**12
 
 #: The largest value of a range; exact as a float.

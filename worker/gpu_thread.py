@@ -311,7 +311,7 @@ class EngineThread:
             self._call(self._ended.set_result, None)
 
     def _forget_requests(self) -> None:
-        """Those that an engine has begun and will not finish."""
+        """Forgets the requests that an engine has begun and will not finish."""
         self._admitted_at.clear()
         self._told_capacity = 0
         for drawing in self._drawing.values():

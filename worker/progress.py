@@ -62,7 +62,7 @@ class Progress:
     images_per_second: float | None
     """Images per second over the last minute."""
     images_per_dollar: float | None
-    """All in, since the start."""
+    """Images per dollar, all in, since the start."""
     jobs_left: int | None
     """Jobs left in the queue, those in flight on any worker included."""
     seconds_left: float | None
@@ -129,7 +129,7 @@ class WorkerReport:
 
     @property
     def images_per_dollar(self) -> float | None:
-        """All in; None where the price is unknown."""
+        """Images per dollar, all in; None where the price is unknown."""
         return self.images / (self.gpu_dollars + self.storage_dollars) if self.gpu_dollars else None
 
 

@@ -170,7 +170,7 @@ class Puller:
         await concurrency.gather(*map(self.settler.hand_back, surplus))
 
     async def _is_done(self) -> bool:
-        """Nothing visible, nothing in flight, nothing that a dead worker's lease still hides."""
+        """Whether nothing is visible or in flight, nor hidden by a dead worker's lease."""
         if not self.settings.until_empty or self.settler.in_flight:
             return False
         return (await self.queue.depth()).messages == 0

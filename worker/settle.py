@@ -122,7 +122,7 @@ class Settler:
             await self.images_ended(entry)
 
     async def images_ended(self, entry: InFlightJob) -> None:
-        """None of a job's images is in the making, and this worker begins no more of them."""
+        """Notes that no image of a job is in the making, and that no more are begun here."""
         if entry.settled:
             return
         entry.has_ended = True

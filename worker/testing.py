@@ -16,7 +16,7 @@ from worker.engine import contract
 
 @dataclass(frozen=True, slots=True)
 class StandInPrepared:
-    """Only the request."""
+    """A stand-in for a prepared request: only the request."""
 
     request: contract.ImageRequest
 

@@ -34,7 +34,7 @@ class _Image:
 
 @dataclass(frozen=True, slots=True)
 class JobState:
-    """Where a job is, and *since* when; None for what is not known."""
+    """The state of a job, and *since* when; None for what is not known."""
 
     id: str
     campaign: str

@@ -31,7 +31,7 @@ FOLDERS: dict[Kind, str] = {
     "image": sources.INPUTS.removesuffix("/"),
 }
 
-#: Those that most jobs name some of.
+#: The kinds of files that most jobs name some of.
 _USUAL: tuple[Kind, ...] = ("LoRA", "model", "embedding")
 
 _SUFFIXES: dict[Kind, tuple[str, ...]] = {

@@ -45,7 +45,7 @@ def connect(path: Path) -> sqlite3.Connection:
 
 
 def _with_tables(path: Path, tables: str, version: int) -> sqlite3.Connection | None:
-    """None: the file is of another version."""
+    """Opens a file with these tables; None: the file is of another version."""
     db = connect(path)
     try:
         found = db.execute("PRAGMA user_version").fetchone()[0]

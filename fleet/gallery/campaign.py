@@ -40,7 +40,7 @@ class Pace:
     poll_seconds: float
     count_seconds: float
     records_at_once: int = 2_000
-    """Few, so that a page is answered in between."""
+    """Records read at once: few, so that a page is answered in between."""
     part_bytes: int = 256 * 2**10
     """Bytes of a shard that are read at once."""
 
@@ -71,7 +71,7 @@ class Campaign:
         self.problem = ""
         """Why its records cannot be read at the moment."""
         self.is_complete = False
-        """All records that there were have been read once."""
+        """Whether all records that there were have been read once."""
         self.read_share = 0.0
         """The share read of the bytes that the shards had when the campaign was opened."""
         self.damaged = 0

@@ -30,7 +30,7 @@ _REMOTE_PACE = Pace(poll_seconds=5.0, count_seconds=60.0, records_at_once=8_000,
 #: The list of campaigns is read again after this time.
 _NAMES_SECONDS = 5.0
 
-#: More would not fit into a menu.
+#: The most names of campaigns: more would not fit into a menu.
 _MOST_NAMES = 5_000
 
 #: Seconds between two looks whether a poll is due.

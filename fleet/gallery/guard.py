@@ -1,4 +1,4 @@
-"""Who may talk to the gallery: pages that it served itself, in a browser on this machine.
+"""Guards the gallery: only pages that it served itself, in a browser here, may talk to it.
 
 A page of another site can make a browser send requests here, even under a name of its own that
 resolves to 127.0.0.1 (DNS rebinding). So the Host must be one of ours, a request that another

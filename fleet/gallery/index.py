@@ -117,7 +117,7 @@ class Index:
             self._writer.executescript(f"BEGIN IMMEDIATE; {dropped} {_TABLES} COMMIT;")
 
     def position(self) -> dict[str, int]:
-        """Where the follower goes on."""
+        """The position at which the follower goes on."""
         with self._reading() as db:
             found = db.execute("SELECT value FROM facts WHERE name = 'position'").fetchone()
         return dict(json.loads(found[0])) if found else {}
@@ -185,7 +185,7 @@ class Index:
         return np.frombuffer(seqs, np.uint32)[np.argsort(np.frombuffer(times), kind="stable")]
 
     def rows(self, seqs: Sequence[int]) -> list[Row]:
-        """These rows, in this order; those that are gone are left out."""
+        """The rows of these numbers, in this order; those that are gone are left out."""
         marks = ",".join("?" * len(seqs))
         with self._reading() as db:
             found = db.execute(

@@ -73,7 +73,7 @@ class Minted:
 
     @property
     def tokens(self) -> Mapping[Resource, str]:
-        """Those of what every storage has: no model's, and of no shard but the first."""
+        """The tokens of what every storage has: no model's, and of no shard but the first."""
         return {
             place.resource: token
             for place, token in self.by_place.items()
@@ -318,7 +318,7 @@ async def _change_policies(
 
 
 async def _policy_names(settings: StorageSettings, role: Role, place: Place) -> set[str]:
-    """Those with the role's permissions; none of a queue or container that does not exist."""
+    """Policies with the role's permissions; none of a queue or container that does not exist."""
     permission = str(_permission(place.resource, place.letters(role)))
     async with _policies_of(settings, place) as client:
         with azure_errors.tolerated(azure_errors.MISSING):

@@ -17,7 +17,7 @@ from imagefleet import errors, redaction
 if TYPE_CHECKING:
     import aiohttp  # slow to import, and most commands need no server
 
-#: Enough for a query over a fleet's whole day.
+#: Seconds that are enough for a query over a fleet's whole day.
 TIMEOUT_SECONDS = 30.0
 
 _SHOWN_CHARACTERS = 200

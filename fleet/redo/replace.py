@@ -22,7 +22,7 @@ from imagefleet.records import replaced as replaced_notes
 from imagefleet.records.writer import RecordLog
 from imagefleet.storage.protocol import Storage
 
-#: Those of runs that were killed stay.
+#: The folder of journals; those of runs that were killed stay.
 JOURNALS = "redo/"
 
 #: Images of one journal: their files are in memory at the same time, and a kill repeats them.
@@ -42,7 +42,7 @@ class Entry(BaseModel):
     name: str
     metadata: dict[str, str]
     message: str | None
-    """None for a duplicate, which is only put aside."""
+    """The job's message; None for a duplicate, which is only put aside."""
 
 
 class Journal(BaseModel):

@@ -1,4 +1,4 @@
-"""Which images are to be drawn again: a worker's, those of suspect records, or one by its name."""
+"""Images that are to be drawn again: a worker's, those of suspect records, or one by its name."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from imagefleet import concurrency, errors
 from imagefleet.job.message import ASIDE, CHECKS, DUPLICATES, SUSPECT
 from imagefleet.storage.protocol import BlobRecord, BlobStore
 
-#: Above a record of 50,000 images, the most of a worker.
+#: The longest record: above one of 50,000 images, the most of a worker.
 _MAX_RECORD_BYTES = 2**24
 
 #: Images looked up at once.

@@ -12,7 +12,7 @@ from datetime import datetime
 from fleet.report.records import Records, Skipped
 from imagefleet.pricing import prices
 
-#: Most points of the throughput plot: enough to see a dip.
+#: The most points of the throughput plot: enough to see a dip.
 _MAX_BINS = 96
 _BIN_SECONDS = (1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 21_600, 86_400)
 

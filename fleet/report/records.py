@@ -34,7 +34,7 @@ _MAX_MODEL_TIMES = 200_000
 #: $/h, above that of any worker.
 _MAX_PRICE = 1_000
 
-#: Some two months; a record's time is what a worker's clock says.
+#: The most seconds of a record, some two months; a record's time is what a worker's clock says.
 _MAX_SECONDS = 5_000_000
 
 #: The most reasons for damage that are kept.
@@ -59,7 +59,7 @@ class WorkerRecord:
 
     @property
     def seconds(self) -> float:
-        """The worker's start-up, and its time from the campaign's first pull to its last image."""
+        """Seconds of its start-up, plus from its first pull of the campaign to its last image."""
         return (self.last_image_at - self.began_at).total_seconds()
 
     @property

@@ -15,7 +15,7 @@ from imagefleet.records.record import Record
 if TYPE_CHECKING:
     import pyarrow as pa
 
-#: Some 10 MB of a file.
+#: Rows of a group: some 10 MB of a file.
 ROW_GROUP = 50_000
 
 #: Records in memory at once: as columns they take a fifth.

@@ -53,7 +53,7 @@ class QueueSpeed:
 
     @property
     def jobs_per_second(self) -> float | None:
-        """None until it is measured, and while the queue grows."""
+        """The measured speed; None until it is measured, and while the queue grows."""
         if not self._samples:
             return None
         (_, first, before), (_, last, after) = self._samples[0], self._samples[-1]

@@ -69,7 +69,7 @@ def command(plan_: estimate.Plan) -> str:
 
 
 def sources(plan_: estimate.Plan) -> list[str]:
-    """Where the speeds and the price are from, a sentence each."""
+    """The sources of the speeds and of the price, a sentence each."""
     part = plan_.mix[0]
     of_models = [
         (f" of {each.model}" if each.model else "", each.images_per_second) for each in part.models

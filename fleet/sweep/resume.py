@@ -1,4 +1,4 @@
-"""Where a sweep goes on: what a run that was killed, or one on another machine, has sent."""
+"""Finds where a sweep goes on, after a run that was killed, or one on another machine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where text states come from: a text encoder on this machine, or files made elsewhere."""
+"""The sources of text states: a text encoder on this machine, or files made elsewhere."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which workers draw wrong, from pairs of drawings of which at least one is wrong."""
+"""The workers that draw wrong, found from pairs of drawings of which at least one is wrong."""
 
 from __future__ import annotations
 

@@ -28,8 +28,8 @@ CONCURRENCY = 8
 #: waits there, not in memory.
 MAX_WAITING = 256
 
-#: Failed events since the last success from which on the receiver itself is down: the oldest is
-#: tried every few minutes, and all of them once it answers.
+#: So many failed events since the last success mean that the receiver itself is down: the oldest
+#: is tried every few minutes, and all of them once it answers.
 DOWN_FROM = 3
 PROBE_SECONDS = 300.0
 

@@ -32,7 +32,7 @@ class Event(BaseModel):
     id: str
     type: str
     timestamp: datetime
-    """When it happened, not when it is sent."""
+    """The time at which it happened, not at which it is sent."""
     data: dict[str, JsonValue]
 
     def body(self) -> bytes:

@@ -171,7 +171,7 @@ class Service:
         return False
 
     def _note_position(self) -> None:
-        """All before the position is delivered, or waits in the state."""
+        """Notes the position: all before the position is delivered, or waits in the state."""
         self._source.write_to(self._state)
         self._deliveries.forget_delivered()
 

@@ -42,7 +42,7 @@ class State(BaseModel):
     ended: dict[str, str] = Field(default_factory=dict)
     """The id of each campaign's last end."""
     gone_at: datetime | None = None
-    """When the receiver answered that it wants no more webhooks."""
+    """The time at which the receiver answered that it wants no more webhooks."""
 
     @classmethod
     def read(cls, path: Path, address: str, campaign: str | None) -> Self:

@@ -67,7 +67,7 @@ class _Place(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a stage is in its chain: `number` counts from 1."""
+    """A stage's place in its chain: `number` counts from 1."""
 
     job: Job
     """The whole job, as its message has it."""

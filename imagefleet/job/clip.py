@@ -30,10 +30,10 @@ def tokenizer_of(folder: Path, vocabulary_size: int) -> Path:
     return TOKENIZER if vocabulary_size == VOCABULARY_SIZE and not has_own else own
 
 
-#: Most prompts: ASCII without control characters and HTML's names of characters.
+#: Text to leave as it is: ASCII without control characters and HTML's names of characters.
 _CLEAN = re.compile(r"[\t\n\f\r !-%'-~]*")
 
-#: Only whole names: "this&not that" is no "this¬ that".
+#: HTML's whole names of characters: "this&not that" is no "this¬ that".
 _NAMED = re.compile(r"&(#[0-9]{1,7};|#[xX][0-9a-fA-F]{1,6};|[0-9A-Za-z]{1,24};)")
 
 #: Names within names (`&amp;quot;`) are read as deep as this; without a limit, time is quadratic.

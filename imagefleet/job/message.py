@@ -47,7 +47,7 @@ FAILURE_FIELD = "failure"
 #: What a slow node draws in an hour or so: until then a job's images hold a place in a worker.
 MAX_IMAGES_PER_JOB = 1000
 
-#: Above any image of a job: its pixels, and its file, of which pure noise has 12 MiB.
+#: More than any image of a job has: its pixels, and its file, of which pure noise has 12 MiB.
 MAX_IMAGE_PIXELS = MAX_SIDE**2
 MAX_IMAGE_BYTES = 32 * 2**20
 
@@ -275,7 +275,7 @@ class Job(PassFields):
 
     @functools.cached_property  # looked up a dozen times a job, and a private attribute is slow
     def place(self) -> chain.Place | None:
-        """Where in its chain a later stage is; None for a job as it was sent."""
+        """A later stage's place in its chain; None for a job as it was sent."""
         return None  # `placed` sets another
 
     @property

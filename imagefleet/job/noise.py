@@ -1,4 +1,4 @@
-"""Where an image's noise comes from: AUTOMATIC1111's generators and its variations of a seed."""
+"""The origin of an image's noise: AUTOMATIC1111's generators and its variations of a seed."""
 
 from __future__ import annotations
 

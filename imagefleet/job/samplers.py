@@ -34,7 +34,7 @@ class Options:
     s_tmax: float = math.inf
     s_noise: float = 1.0
     s_min_uncond: float = 0.0
-    """Below this sigma, every other step goes without the negative prompt, for all samplers."""
+    """The sigma below which every other step goes without the negative prompt, for all samplers."""
 
 
 DEFAULT_OPTIONS = Options()

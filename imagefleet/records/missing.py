@@ -29,16 +29,16 @@ class MissingRecords:
         return bool(self._added) and not (self._is_found is not None and self._is_found.all())
 
     def add(self, names: Iterable[str]) -> None:
-        """Only before the first name is looked up."""
+        """Adds names, only before the first one is looked up."""
         self._added.extend(map(hashed, names))
 
     def found(self, names: Iterable[str]) -> None:
-        """These have records."""
+        """Notes that these names have records."""
         if self._added:
             self._look_up(list(map(hashed, names)))
 
     def found_in(self, lines: Sequence[bytes]) -> list[int]:
-        """These lines of shards are records; returns the hash of each one's name.
+        """Notes the records in these lines of shards; returns the hash of each one's name.
 
         The rest of a line is not read, which takes a tenth of the time.
         """

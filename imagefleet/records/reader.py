@@ -40,9 +40,9 @@ class Counts:
     failed: int
     cancelled: int
     first_at: datetime | None
-    """When the first process began to write records."""
+    """The time at which the first process began to write records."""
     last_at: datetime | None
-    """When the latest record was written."""
+    """The time at which the latest record was written."""
     discarded: int = 0
     """Failed jobs that an operator has discarded."""
 

@@ -74,7 +74,7 @@ class Record(BaseModel):
     """The job's id; that of its message where the job could not be read."""
     campaign: SafeId = DEFAULT_CAMPAIGN
     at: _Moment
-    """When the image was stored, or the job ended; by the clock of the worker."""
+    """The time at which the image was stored, or the job ended; by the clock of the worker."""
     source: _Name | None = None
     """The id of the message that carried the job."""
     attempts: int = Field(default=1, ge=1, le=1_000_000)
@@ -82,7 +82,7 @@ class Record(BaseModel):
     worker: _Name = "?"
     gpu: _Name | None = None
     started_at: _Moment | None = None
-    """When the worker started."""
+    """The time at which the worker started."""
     start_up_seconds: _Seconds = 0
     price_per_hour: float | None = Field(default=None, ge=0)
     """US dollars."""

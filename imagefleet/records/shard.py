@@ -59,13 +59,13 @@ class ShardName(NamedTuple):
 
     @classmethod
     def read(cls, blob: str) -> ShardName | None:
-        """None for a blob that is no shard."""
+        """The name's parts; None for a blob that is no shard."""
         match = _NAME.fullmatch(blob)
         return cls(match["campaign"], match["kind"]) if match else None  # type: ignore[arg-type]
 
 
 def folder(campaign: str) -> str:
-    """Where a campaign's shards are."""
+    """The folder of a campaign's shards."""
     return f"{RECORDS}{campaign}/"
 
 
@@ -90,7 +90,7 @@ def totals(end: bytes) -> Totals | None:
 
 
 def first_member(end: bytes) -> int:
-    """Where the first whole member of lines begins in the end of a shard, after some totals."""
+    """The start of the first whole member of lines in a shard's end, after some totals."""
     found = end.find(_BEFORE_TOTALS)
     return found + TOTALS_BYTES if found >= 0 else len(end)
 

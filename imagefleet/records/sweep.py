@@ -21,7 +21,7 @@ from imagefleet.storage.protocol import Storage
 #: The most groups of a sweep; each is a point of a curve.
 MAX_GROUPS = 10_000
 
-#: Some 300 bytes a group.
+#: The largest file of a sweep: some 300 bytes a group.
 MAX_BYTES = 4 * 2**20
 
 #: Key of a job's metadata: its caption, where its prompt is written otherwise.

@@ -27,7 +27,7 @@ _MAX_OPEN = 1_000
 #: Shards with a random name each that are tried, should somebody else write to one.
 _TRIES = 3
 
-#: Only one process writes to a shard, so a lost reply is asked for again.
+#: The retries of writing: only one process writes to a shard, so a lost reply is asked for again.
 RETRIES = retry.RetryPolicy(tries=8, first_wait_seconds=0.5, longest_wait_seconds=30)
 
 

@@ -52,7 +52,7 @@ class Deliveries(BaseModel):
     stored: str = Field(default="", max_length=10_000)
     """Images of a job of several that are stored with their records, as `0-6, 9`."""
     is_unsure: bool = False
-    """More of its images may be stored."""
+    """Whether more of the job's images may be stored."""
 
     @classmethod
     def of(cls, message: protocol.Message) -> Self:

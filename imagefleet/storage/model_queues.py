@@ -111,7 +111,7 @@ class ModelQueues:
         return queue.shards
 
     async def _shard(self, queues: Queues, shards: int) -> None:
-        """As many as the other queues have, where the credentials allow it."""
+        """Gives them as many shards as the other queues have, where the credentials allow it."""
         for queue in queues.values():
             try:
                 await queue.set_shards(shards)

@@ -116,7 +116,7 @@ class Sends(Protocol):
     """What jobs are sent to."""
 
     async def send(self, bodies: Iterable[str]) -> None:
-        """As `JobQueue.send`."""
+        """Sends messages as `JobQueue.send` does."""
 
 
 class JobQueue(Protocol):
@@ -207,7 +207,7 @@ class StoredQueue(JobQueue, Protocol):
         """Raises SetupError if the queue does not exist or the credentials do not allow that."""
 
     async def record_shards(self, shards: Shards) -> None:
-        """Those that somebody else has made meanwhile stay: there may be jobs in them."""
+        """Notes the shards; those that others have made meanwhile stay: they may have jobs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,7 +219,7 @@ class BlobRecord:
     created_at: datetime
     metadata: Mapping[str, str]
     modified_at: datetime | None = None
-    """None: as it was created."""
+    """The time of its last change; None: as it was created."""
 
 
 @dataclass(frozen=True, slots=True)

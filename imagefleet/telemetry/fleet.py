@@ -11,7 +11,7 @@ from imagefleet.storage.open import LOCAL_SCHEME
 #: Stands for every fleet in queries, so that no fleet may be called so.
 ALL = "all"
 
-#: Nothing that PromQL, a regular expression or a URL would need to quote, but for the dot.
+#: A name that PromQL, a regular expression or a URL need not quote, but for the dot.
 PATTERN = r"^[A-Za-z0-9_][A-Za-z0-9_./-]{0,127}$"
 
 #: The account of Azurite and of `UseDevelopmentStorage=true`.

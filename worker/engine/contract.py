@@ -123,7 +123,7 @@ class ImageRequest:
     height: int
     clip_skip: int = 1
     embeddings: tuple[Embedding, ...] = ()
-    """Those that the prompts name."""
+    """The embeddings that the prompts name."""
     sampler_options: Options = DEFAULT_OPTIONS
     noise: Noise = job_noise.DEFAULT
     init: InitImage | None = None
@@ -181,7 +181,7 @@ class Engine(Protocol):
     model_name: str
     """The checkpoint's name, for a job's `model`."""
     family: str
-    """Its model family (`imagefleet.pricing.families`)."""
+    """The checkpoint's model family (`imagefleet.pricing.families`)."""
     default_size: tuple[int, int]
     """The checkpoint's native (width, height), for jobs without a size."""
     text_encoder: str | None

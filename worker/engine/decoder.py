@@ -253,7 +253,7 @@ class Decoder:
         return finished
 
     def _retry_in_float32(self, drawn: _FinishedLatents) -> contract.Outcome:
-        """Some VAEs overflow in float16; such a VAE decodes in float32 from then on."""
+        """Decodes in float32, from then on, with a VAE that overflows in float16 as some do."""
         if self._vae.dtype == torch.float16 and drawn.latents.isfinite().all():
             log.warning(
                 "the VAE overflows in float16: it decodes in float32 from now on",

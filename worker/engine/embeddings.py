@@ -32,7 +32,7 @@ _MADE_FOR = {768: "Stable Diffusion 1.x", 1024: "Stable Diffusion 2.x", 1280: "S
 #: What the library raises for a damaged file.
 _DAMAGED = (SafetensorError, ValueError, KeyError, TypeError, RuntimeError)
 
-#: Some 3,000 of SD1.5 with eight vectors.
+#: Memory for embeddings: some 3,000 of SD1.5 with eight vectors.
 CACHE_BYTES = 64 * 2**20
 
 

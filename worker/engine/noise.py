@@ -246,7 +246,7 @@ def _put_into_middle(noise: torch.Tensor, into: torch.Tensor) -> torch.Tensor:
 
 
 def _middle(length: int, into: int) -> tuple[slice, slice]:
-    """Where a side comes to lie, and its part that does; a larger one of odd excess loses more."""
+    """A side's place, and its part that lies there; a larger one of odd excess loses more."""
     excess = (into - length) // 2
     if excess >= 0:
         return slice(excess, excess + length), slice(0, length)

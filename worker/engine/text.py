@@ -23,8 +23,8 @@ CONTEXT_TOKENS = CHUNK_TOKENS + 2
 #: Chunks per call of the text encoder: bounds its memory whatever the prompts' length.
 _CHUNKS_PER_CALL = 32
 
-#: Some 570 chunks of SD1.5 in float16: room for all campaigns' negative prompts, at 1 % of a small
-#: card's memory. Prompts are mostly new and only pass through.
+#: Memory for encoded text: some 570 chunks of SD1.5 in float16: room for all campaigns' negative
+#: prompts, at 1 % of a small card's memory. Prompts are mostly new and only pass through.
 _CACHE_BYTES = 64 * 1024**2
 
 

@@ -45,7 +45,7 @@ _CREDENTIALS = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """Where a model is fetched from.
+    """The place that a model is fetched from.
 
     The same *identity* means the same model, whatever token the address has. *file_name* is None
     where the address does not tell; *stem* is its name until the server says a better one.
@@ -179,7 +179,7 @@ def _refused_name(name: str) -> errors.SetupError:
 
 
 def _refuse_hub_page(url: URL, shown: str) -> None:
-    """Only /OWNER/NAME/resolve/REVISION/FILE is a file."""
+    """Refuses all but /OWNER/NAME/resolve/REVISION/FILE, which is a file."""
     parts = [part for part in url.path.split("/") if part]
     if parts[2:3] == ["resolve"] and len(parts) > 4:  # noqa: PLR2004
         return
@@ -192,7 +192,7 @@ def _refuse_hub_page(url: URL, shown: str) -> None:
 
 
 def _refuse_civitai_page(url: URL, shown: str) -> None:
-    """Only /api/download/models/NUMBER is a file."""
+    """Refuses all but /api/download/models/NUMBER, which is a file."""
     if url.path.startswith("/api/download/"):
         return
     number = url.query.get("modelVersionId", "")

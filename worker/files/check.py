@@ -16,7 +16,7 @@ from imagefleet import errors, yaml_file
 from worker.files import addresses, kinds, safetensors
 from worker.settings import WorkerSettings
 
-#: Enough to tell a file's format: a tar's magic comes last.
+#: Bytes that are enough to tell a file's format: a tar's magic comes last.
 HEAD_BYTES = 512
 
 #: How files begin that are taken for a checkpoint; torch's pickles are in zip files since 2020.

@@ -30,7 +30,7 @@ UPSCALERS = "upscalers"
 CONTROLNETS = "controlnets"
 TEXT_STATES = "text-states"
 
-#: Some 100 bytes a file.
+#: The largest manifest: some 100 bytes a file.
 MAX_BYTES = 16 * 2**20
 MAX_FILES = 100_000
 

@@ -1,4 +1,4 @@
-"""Which GPUs `--gpus` means, by the driver and CUDA_VISIBLE_DEVICES; without torch or CUDA."""
+"""The GPUs that `--gpus` means, by the driver and CUDA_VISIBLE_DEVICES; without torch or CUDA."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ def _instances(number: int, handle: object) -> Iterator[Gpu]:
 
 
 def _listed(variable: str, cards: Sequence[Gpu]) -> Iterator[Gpu]:
-    """Those in CUDA_VISIBLE_DEVICES, numbered from 0 on; like CUDA, none after one it lacks."""
+    """The GPUs in CUDA_VISIBLE_DEVICES, numbered from 0 on; like CUDA, none after one it lacks."""
     whole_cards = len({each.name.partition(":")[0] for each in cards})
     for number, entry in enumerate(each.strip() for each in variable.split(",")):
         if entry.isdecimal():

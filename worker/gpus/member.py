@@ -56,7 +56,7 @@ class Member:
 
     @classmethod
     def from_environment(cls) -> Member | None:
-        """None: this process has no parent, as most workers."""
+        """This process as its parent's member; None: it has no parent, as most workers."""
         given = os.environ.pop(VARIABLE, None)
         return None if given is None else cls(Assignment.model_validate_json(given))
 

@@ -14,6 +14,6 @@ CONTROLNET = FileKind("ControlNet", manifest.CONTROLNETS, 3 * 2**30, fetched_at_
 #: T5-XXL's have 631 kB.
 TEXT_STATES = FileKind("text states", manifest.TEXT_STATES, 2**22)
 
-#: Bytes of fetched ones on disk: those of some 1,700 prompts. A job's stages may be drawn on the
+#: Bytes of fetched states on disk: those of some 1,700 prompts. A job's stages may be drawn on the
 #: same machine, and all jobs may have one negative prompt; besides, each is mostly used once.
 TEXT_STATES_BYTES = 2**30

@@ -235,6 +235,6 @@ class InFlightImage:
     size: tuple[int, int]
     final_size: tuple[int, int]
     embeddings: tuple[contract.Embedding, ...] = ()
-    """Those that its prompts name."""
+    """The embeddings that the job's prompts name."""
     ready_at: float = field(default_factory=time.monotonic)
     generated_at: float = 0.0

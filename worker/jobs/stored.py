@@ -1,4 +1,4 @@
-"""Which images of a job earlier deliveries have stored: a worker that died cannot tell."""
+"""The images of a job that earlier deliveries have stored: a worker that died cannot tell."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whose turn it is: jobs that are not begun, and those of several images that have some left."""
+"""The order of jobs: those that are not begun, and those of several images that have some left."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""When a worker with several models changes from one to another, and to which.
+"""The rule by which a worker with several models changes from one to another, and to which.
 
 The rule:
 

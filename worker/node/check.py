@@ -40,7 +40,7 @@ UPLOAD_PAUSE_SECONDS = 5.0
 #: Seconds allowed for opening the connection, which says nothing about the line's speed.
 UPLOAD_SLACK_SECONDS = 1.0
 
-#: Enough to measure a line, and sent as images are: several at once, none over 1 MiB.
+#: Bytes that measure a line, and are sent as images are: several at once, none over 1 MiB.
 UPLOAD_BYTES = 4_000_000
 UPLOAD_BLOBS = 4
 

@@ -24,7 +24,7 @@ MOST_COPIES = 3
 #: An image that took a tenth of the time a step of the fastest canary was not drawn.
 _TOO_FAST = 0.1
 
-#: Below it, the clock and the threads decide, not the GPU.
+#: Seconds a step below which the clock and the threads decide, not the GPU.
 _LEAST_STEP_SECONDS = 0.001
 
 

@@ -17,7 +17,7 @@ log = logging.getLogger(__name__)
 
 BLOB = "quarantine.json"
 
-#: Some ten thousand nodes.
+#: The largest list: some ten thousand nodes.
 MAX_BYTES = 4_000_000
 
 #: Seconds between two readings of the list.

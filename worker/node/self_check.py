@@ -48,8 +48,8 @@ WEIGHTS_SECONDS = 300.0
 #: Failed checks that are too many, of so many recent ones; each was repeated, with success.
 MOST_FAILED, OF_RECENT = 2, 10
 
-#: Below this distance two images are one: the LoRA, or the seed, had no effect. The same image in
-#: another slot is 0.02 away.
+#: The distance below which two images are one: the LoRA, or the seed, had no effect. The same image
+#: in another slot is 0.02 away.
 _NO_EFFECT_BELOW = 2.0
 
 _LORA = "canary.safetensors"

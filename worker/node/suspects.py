@@ -63,7 +63,7 @@ class Suspects:
         self._stored.extend(kept)
 
     def since(self, check: Check) -> float:
-        """When the last good check of a kind began (monotonic seconds)."""
+        """The time at which the last good check of a kind began (monotonic seconds)."""
         return self._good_at.get(check, self.began_at)
 
     async def record(self, since: float, reason: str) -> None:

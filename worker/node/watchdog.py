@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 #: (3080) and 0.87 (3070): 15 steps at batch 4 in SaladTechnologies/sd1.5-performance.
 SHARE_OF_RECORD = 0.5
 
-#: Below this share of the expected speed a node is broken: SaladCloud's own advice.
+#: The share of the expected speed below which a node is broken: SaladCloud's own advice.
 BROKEN_SHARE = 0.25
 
 #: The expected speed of a class without a record: a quarter of the slowest one's is very little.

@@ -1,4 +1,4 @@
-"""Which replica SaladCloud should keep when a group is made smaller: one with jobs in flight.
+"""The replica that SaladCloud should keep when a group is made smaller: one with jobs in flight.
 
 It matters only for intended reductions; an owner who returns stops any replica.
 """

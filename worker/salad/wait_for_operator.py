@@ -1,4 +1,4 @@
-"""On SaladCloud: waiting for what no other node would have either.
+"""Waiting, on SaladCloud, for what no other node would have either.
 
 There an exit code is an instruction: after any but 0 the node is blocked for the group and its
 container moved, after 0 it may be restarted where it is. So 750 workers that end because a SAS

@@ -176,7 +176,7 @@ def _controls(job: Job) -> dict[str, str]:
 
 
 def _options(job: Job, sampler: str) -> dict[str, str]:
-    """Those of its sampler that are not as usual; churn's details matter only with some churn."""
+    """Options of its sampler that are not as usual; churn's details matter only with some churn."""
     fields = _OPTIONS.get(sampler, {})
     usual = {"eta": (None, _USUAL_ETA.get(sampler)), "s_noise": (1.0,)}
     if sampler == "Euler" and not job.s_churn:

@@ -179,7 +179,7 @@ class PrepareStage:
             await self.generate.nothing_at_engine.wait()
 
     async def _prepare(self, entry: InFlightJob) -> BegunJob | None:
-        """None: none of its images is drawn here."""
+        """Prepares a job; None: none of its images is drawn here."""
         with self.metrics.stage_seconds["prepare"].time():
             job = self._read(entry)
             if self._is_others(job):

@@ -64,7 +64,7 @@ class Extras(BaseModel):
     """The fields that matter with `upscaler_1`, beside `init_images` and `resize_mode`."""
 
     upscaler_1: Annotated[_Upscaler, BeforeValidator(_none_is_off)] = None
-    """None: the job draws."""
+    """The first upscaler; None: the job draws."""
     upscaler_2: Annotated[_Upscaler, BeforeValidator(_none_is_off)] = None
     extras_upscaler_2_visibility: float = Field(default=0.0, ge=0, le=1)
     """The second upscaler's share in the image, from 0 to 1."""

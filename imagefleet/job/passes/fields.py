@@ -117,7 +117,7 @@ class PassFields(Img2Img, Hires, ControlNets, Extras):
 
     @property
     def upscalers(self) -> tuple[str, ...]:
-        """Those that enlarge in place of a drawing: the second one only where it shows."""
+        """The upscalers that enlarge in place of a drawing: the second one only where it shows."""
         second = self.upscaler_2 if self.extras_upscaler_2_visibility else None
         return tuple(each for each in (self.upscaler_1, second) if each is not None)
 

@@ -26,7 +26,7 @@ LATENT = (
     "Latent (nearest-exact)",
 )
 
-#: Those that enlarge the picture without a file; `None` does it as `Lanczos` does.
+#: The upscalers that enlarge the picture without a file; `None` does it as `Lanczos` does.
 RESAMPLING = ("None", "Lanczos", "Nearest")
 
 #: One step of the latent, in pixels.
@@ -80,7 +80,7 @@ class Hires(BaseModel):
     hr_resize_x: _HiresSide = 0
     hr_resize_y: _HiresSide = 0
     hr_upscaler: Annotated[str, AfterValidator(check_upscaler)] | None = None
-    """None: `Latent`."""
+    """The upscaler of hires fix; None: `Latent`."""
     hr_second_pass_steps: int = Field(default=0, ge=0, le=150)
     """0: as the first."""
     hr_sampler_name: _OrSame = None

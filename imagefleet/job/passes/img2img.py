@@ -39,7 +39,7 @@ class Img2Img(BaseModel):
     resize_mode: Annotated[Literal[0, 1, 2], BeforeValidator(_resize_mode)] = 0
     mask: ImageSource | None = None
     mask_blur: int | None = Field(default=None, ge=0, le=MAX_BLUR)
-    """Both of the next two."""
+    """The blur in both directions, in place of the next two."""
     mask_blur_x: int = Field(default=4, ge=0, le=MAX_BLUR)
     mask_blur_y: int = Field(default=4, ge=0, le=MAX_BLUR)
     inpainting_fill: int = Field(default=0, ge=0, le=3)
@@ -57,7 +57,7 @@ class Img2Img(BaseModel):
 
 FIELDS = frozenset(Img2Img.model_fields)
 
-#: Those that are none of another job's.
+#: The fields of img2img that no other job has.
 OWN_FIELDS = FIELDS - {"init_images", "denoising_strength"}
 
 #: No effect in img2img, whatever the value: the second concerns checkpoints that edit pictures.

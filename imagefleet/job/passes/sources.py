@@ -37,7 +37,7 @@ class Named:
 
 
 def place(source: str) -> Named | None:
-    """Where a named image is; None for one within the message."""
+    """The place of a named image; None for one within the message."""
     if "." not in source:  # no letter of base64
         return None
     if source.startswith(IMAGES):

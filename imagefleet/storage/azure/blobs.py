@@ -33,7 +33,7 @@ _NO_BLOB = ".imagefleet-check"
 #: The blob has another length, or is no append blob.
 _NOT_APPENDED = frozenset({"AppendPositionConditionNotMet", "InvalidBlobType"})
 
-#: Longer than any append blob.
+#: A position beyond the end of any append blob.
 _NO_POSITION = 2**50
 
 _Result = TypeVar("_Result")

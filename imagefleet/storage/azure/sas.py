@@ -42,7 +42,7 @@ _RENEWED_AFTER = (0.5, 0.75)
 #: The assumed life of tokens that do not state their end, which a stored policy may have.
 _UNKNOWN_LIFE_SECONDS = 3600.0
 
-#: The shortest and longest pause between requests to a broker that fails; doubled each time.
+#: Pauses between requests to a broker that fails, or whose tokens Azure refuses; doubled each time.
 FIRST_PAUSE_SECONDS = 1.0
 LONGEST_PAUSE_SECONDS = 30.0
 
@@ -77,7 +77,7 @@ class QueueTokens(BaseModel):
     queue_high: _SasToken | None = None
     queue_low: _SasToken | None = None
     shards: list[QueueTokens] = Field(default_factory=list)
-    """Those of the second shard and the following ones."""
+    """The tokens of the second shard and the following ones."""
 
     def token(self, resource: str, shard: int) -> str:
         part = self.shards[shard - 1 : shard] if shard else [self]
@@ -125,7 +125,7 @@ class Tokens(QueueTokens):
 
     @property
     def ends_at(self) -> datetime | None:
-        """When the first of them expires, as far as that is known."""
+        """The time at which the first of them expires, as far as that is known."""
         ends = [expiry(self.of(resource)) for resource in get_args(Resource)]
         return self.expires_at or min((end for end in ends if end), default=None)
 
@@ -307,12 +307,12 @@ def read_tokens(text: str | bytes) -> Tokens:
 
 
 def expiry(token: str) -> datetime | None:
-    """When a SAS token expires; None if its stored access policy determines that."""
+    """The time at which a SAS token expires; None if its stored access policy determines that."""
     return _moment(token, "se")
 
 
 def start(token: str) -> datetime | None:
-    """When a SAS token becomes valid; None if it always was."""
+    """The time at which a SAS token becomes valid; None if it always was."""
     return _moment(token, "st")
 
 

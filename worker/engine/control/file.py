@@ -152,7 +152,7 @@ def _config(tensors: Weights, unet_config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _sizes(names: Collection[str], unet_config: Mapping[str, Any]) -> dict[str, Any]:
-    """Which of SDXL's attentions a ControlNet has."""
+    """Options that say which of SDXL's attentions a ControlNet has."""
     types = unet_config["down_block_types"]
     layers = unet_config["transformer_layers_per_block"]
     layers = [layers] * len(types) if isinstance(layers, int) else list(layers)

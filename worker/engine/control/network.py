@@ -62,14 +62,14 @@ class SlotControlNet(SlotEncoder):
         return embedded[0]
 
     def record_stream(self) -> None:
-        """Has its memory freed only after what the current stream has begun by then."""
+        """Has the network's memory freed only after what the current stream has begun by then."""
         if self.device.type == "cuda":
             stream = torch.cuda.current_stream(self.device)
             for tensor in self.tensors():
                 tensor.record_stream(stream)
 
     def tensors(self) -> Iterator[torch.Tensor]:
-        """All that it computes with."""
+        """All tensors that it computes with."""
         stacks = (stack.shared for stack in self.keys_values.stacks.values())
         return itertools.chain(self.parameters(), self.buffers(), stacks)
 

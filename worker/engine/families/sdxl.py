@@ -31,8 +31,8 @@ SECOND_TEXT_CONFIG = {
     "projection_dim": 1280,
 }
 
-#: Both encoders give their penultimate layer as it is, whatever `clip_skip` says, as in
-#: AUTOMATIC1111.
+#: The layer of the text encoders' output: both give their penultimate layer as it is, whatever
+#: `clip_skip` says, as in AUTOMATIC1111.
 _LAYER = 2
 
 

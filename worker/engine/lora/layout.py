@@ -39,7 +39,7 @@ class _Layer:
 
     views: Sequence[tuple[str, torch.dtype, tuple[int, ...], tuple[int, ...], int]]
     copies: Mapping[str, Place]
-    """Those that are not aligned."""
+    """Places of tensors that are not aligned."""
     alpha: tuple[torch.dtype, int] | None
     """The place among all alphas of this type."""
 

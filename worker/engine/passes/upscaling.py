@@ -53,7 +53,7 @@ def _resampled(resampling: Image.Resampling) -> Enlarge:
     return enlarge
 
 
-#: None is Lanczos in a single step.
+#: Upscalers of images; None is Lanczos in a single step.
 IMAGE_UPSCALERS: Mapping[str, Enlarge | None] = {
     "None": None,
     "Lanczos": _resampled(Image.Resampling.LANCZOS),

@@ -129,7 +129,7 @@ class PixelEngine:
         prompts: Iterable[Prompt | str],  # noqa: ARG002 - the contract's
         names: Collection[str],  # noqa: ARG002
     ) -> tuple[str, ...]:
-        """None: they are made for CLIP's encoders."""
+        """Finds no embeddings: they are made for CLIP's encoders."""
         return ()
 
     def prepare(self, request: contract.ImageRequest) -> PreparedRequest | PreparedUpscale:

@@ -172,7 +172,7 @@ class ReloadedStack:
             raise ValueError(f"{slots} slots, and weights of one alone")
 
     def use_block(self, block: int) -> None:
-        """All lanes use the same weights."""
+        """Does nothing: all lanes use the same weights."""
 
     def load(self, _slot: int, change: StackedChange | None, temporary_bytes: int) -> None:
         """Sets the slot to the checkpoint's weights, plus a job's change."""

@@ -21,8 +21,8 @@ SlotWeights = Literal["merged", "factors", "reloaded"]
 as factors of low rank beside the shared layers; or merged into the layers themselves, of which the
 only slot's are loaded again from the host's memory for other LoRAs."""
 
-#: Above 16, SD1.5 at 512x512 gains nothing on the fastest card measured (14.3 images/s at 16, 14.5
-#: at 32), while each slot costs 0.5 GB and every image takes longer.
+#: The most slots: above 16, SD1.5 at 512x512 gains nothing on the fastest card measured (14.3
+#: images/s at 16, 14.5 at 32), while each slot costs 0.5 GB and every image takes longer.
 MAX_SLOTS = 16
 
 #: Images per VAE call; four are as fast as more.

@@ -278,7 +278,7 @@ class RequestPreparer:
     def _controls(
         self, request: contract.ImageRequest, schedule: sampler.Schedule, steps: int
     ) -> tuple[PreparedControl, ...]:
-        """Those of a pass that takes so many *steps*."""
+        """The ControlNets of a pass that takes so many *steps*."""
         if not request.controls:
             return ()
         self._may_go_on.wait()

@@ -128,7 +128,7 @@ class Staged:
 
     @property
     def tensors(self) -> list[torch.Tensor]:
-        """All that is on the device."""
+        """All tensors on the device."""
         small = (
             self.latents,
             self.vectors,

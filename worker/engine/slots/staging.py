@@ -47,7 +47,7 @@ class _Begun(NamedTuple):
     job: SlotJob
     staging: Future[Staged]
     assembling: Future[AssembledLoras] | None
-    """None: not begun yet."""
+    """The LoRAs that are being assembled; None: not begun yet."""
 
 
 def first_within(limit_bytes: float, jobs: Iterable[SlotJob]) -> list[SlotJob]:
@@ -231,7 +231,7 @@ class Stager:
     def _assemble_ahead(
         self, begun: Iterable[_Begun]
     ) -> Iterator[tuple[_Begun, Future[AssembledLoras]]]:
-        """All jobs in order, while the LoRAs of the next few are assembled."""
+        """Yields all jobs in order, while the LoRAs of the next few are assembled."""
         waiting, ahead = iter(begun), deque[tuple[_Begun, Future[AssembledLoras]]]()
         while True:
             for each in itertools.islice(waiting, _ASSEMBLERS + 1 - len(ahead)):

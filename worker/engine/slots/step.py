@@ -251,7 +251,7 @@ class StepRunner:
         self.slots = slots
         self.max_compiled = _MAX_COMPILED_KEYS
         self.paused_for: BatchKey | None = None
-        """Nothing is compiled while this key has jobs: they need the memory."""
+        """The key whose jobs need the memory: nothing is compiled while there are some."""
         self._unet = unet
         self._channels = checkpoint.latent_channels
         self._conditioning_channels = checkpoint.conditioning_channels

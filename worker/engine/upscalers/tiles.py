@@ -11,7 +11,7 @@ OVERLAP = 32
 
 
 def spans(length: int, tile: int, overlap: int = OVERLAP) -> list[tuple[int, int]]:
-    """Where tiles begin and end along a side, evenly spread; all are of the same length.
+    """The places where tiles begin and end along a side, evenly spread; all are of the same length.
 
     Raises:
         ValueError: a tile is not longer than what it shares.
@@ -66,5 +66,5 @@ def _weighted(spans_: list[tuple[int, int]], scale: int) -> Iterator[tuple[torch
 
 
 def _ramp(length: int) -> torch.Tensor:
-    """Above 0 everywhere, so that no pixel is without weight."""
+    """A tile's weights along a side, above 0 everywhere, so that no pixel is without weight."""
     return (torch.arange(length) + 0.5) / length

@@ -113,7 +113,7 @@ class KernelCache:
         self._mark()
 
     def give_up(self) -> None:
-        """Nothing is fetched any more, and no compiler waits for it."""
+        """Fetches nothing any more, and lets no compiler wait for it."""
         self._is_settled.set()
 
     async def _find(
