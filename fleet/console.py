@@ -131,7 +131,7 @@ async def connected(settings: StorageSettings) -> AsyncIterator[aio.Fleet]:
 
     keys = signing.NO_KEYS
     if isinstance(settings, SignerSettings):
-        keys = signing.Keys.of(settings)
+        keys = settings.keys()
     async with aio.Fleet(open_storage(settings), keys) as fleet:
         await fleet.storage.check()
         yield fleet

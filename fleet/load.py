@@ -18,7 +18,7 @@ import typer
 from rich import markup, progress
 
 from fleet import console, load_progress, options
-from imagefleet import errors, signing
+from imagefleet import errors
 from imagefleet.storage.open import open_storage
 from imagefleet.storage.protocol import Storage
 from imagefleet.storage.queue_names import MAX_SHARDS
@@ -148,7 +148,7 @@ def command(
     on_invalid = skipped if skip_invalid else None
     read = functools.partial(reading, Path(file), is_shown=not (quiet or as_json))
     with read("reading") as on_read:
-        key = signing.Keys.of(settings).signing
+        key = settings.keys().signing
         source = sources.open_source(
             file,
             form=form,

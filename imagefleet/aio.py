@@ -103,7 +103,7 @@ def connect(storage: str | None = None, **settings: Unpack[ConnectOptions]) -> F
     given: dict[str, Any] = {**settings} if storage is None else {"storage": storage, **settings}
     try:
         all_settings = SignerSettings(**given)
-        return Fleet(open_storage(all_settings), signing.Keys.of(all_settings))
+        return Fleet(open_storage(all_settings), all_settings.keys())
     except ValidationError as error:
         reason = validation.sentence(error, SignerSettings.model_fields)
         raise errors.SetupError(reason) from None

@@ -18,7 +18,6 @@ if TYPE_CHECKING:
         Ed25519PublicKey,
     )
 
-    from imagefleet.storage.settings import SignerSettings
 
 #: Keys that a worker trusts at the same time: each may cost a check of each job.
 MAX_TRUSTED_KEYS = 8
@@ -153,18 +152,6 @@ class Keys:
 
     signing: SigningKey | None = None
     trusted: TrustedKeys | None = None
-
-    @classmethod
-    def of(cls, settings: SignerSettings) -> Self:
-        """The keys that *settings* name.
-
-        Raises:
-            SetupError: the file of the signing key is missing or wrong.
-        """
-        path = settings.signing_key
-        signing = None if path is None else SigningKey.read(path)
-        names = [key for key in (signing and signing.public, settings.trusted_key) if key]
-        return cls(signing, trusted_keys(",".join(names)))
 
 
 NO_KEYS = Keys()

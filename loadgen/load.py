@@ -14,7 +14,7 @@ from typing import Self
 
 from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, ValidationError
 
-from imagefleet import concurrency, errors, signing
+from imagefleet import concurrency, errors
 from imagefleet.cancelled import CancelledCampaigns
 from imagefleet.records.writer import RecordLog
 from imagefleet.storage import enqueue
@@ -229,7 +229,7 @@ class Load:
         self._processes = (
             SenderProcesses(settings, priority, count, self.refusals) if count > 1 else None
         )
-        signing_key = signing.Keys.of(settings).signing
+        signing_key = settings.keys().signing
         sample = Sample(settings.second_drawings, self._start.sample_key, signing_key)
         self._to = enqueue.JobSender(storage, priority, elsewhere=models, through=self._processes)
         self._sender = BulkSender(

@@ -92,7 +92,7 @@ async def _measure(settings: StorageSettings, plan: Plan) -> Plan:
 async def _export(
     settings: StorageSettings, folder: Path, wanted: Plan, *, quiet: bool
 ) -> Manifest:
-    from fleet.export import formats, manifest, plan, shards
+    from fleet.export import formats, manifest, plan, shard_formats, shards
     from fleet.results import files
     from imagefleet.records import reader
 
@@ -105,7 +105,7 @@ async def _export(
             if found is None:
                 begun = plan.read(folder) or await _plan(storage, folder, wanted, quiet=quiet)
                 _check_same(begun, wanted, folder)
-                form = formats.of(begun.format, begun.shards)
+                form = shard_formats.of(begun.format, begun.shards)
                 exporter = shards.Exporter(folder, begun, storage.blobs, form)
                 with console.counting("exported", begun.images, quiet=quiet) as on_images:
                     found = manifest.of(begun, await exporter.run(on_images))

@@ -41,15 +41,6 @@ def check(name: Format) -> None:
         arrow()
 
 
-def of(name: Format, shards: int) -> ShardFormat:
-    """The format of that name, for an export of so many shards."""
-    from fleet.export import imagefolder, parquet, webdataset
-
-    if name == "webdataset":
-        return webdataset.Webdataset()
-    return imagefolder.Imagefolder() if name == "imagefolder" else parquet.Parquet(shards)
-
-
 def sha256_of(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

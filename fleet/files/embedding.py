@@ -10,7 +10,7 @@ import typer
 from fleet import console, options
 from fleet.files.lora import Name, Source
 from fleet.files.model import CACHE, Cache, Manifest, Sha256, described
-from imagefleet import errors, signing
+from imagefleet import errors
 from imagefleet.job.prompt import CHUNK_TOKENS
 from imagefleet.storage.settings import SignerSettings, StorageSettings
 
@@ -52,7 +52,7 @@ def add_command(
     async def add() -> tuple[Stored, str, str, int]:
         from fleet.files import named, transfer
 
-        keys = signing.Keys.of(settings)
+        keys = settings.keys()
         async with transfer.local_file(source, sha256, kinds.EMBEDDING, cache) as path:
             kind, vectors = describe(str(path), transfer.check_kind(path, kinds.EMBEDDING))
             named.check_size(path, embeddings.MAX_BYTES, "an embedding")

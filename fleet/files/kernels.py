@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from fleet import console, options
-from imagefleet import errors, signing
+from imagefleet import errors
 from imagefleet.storage.open import open_storage
 from imagefleet.storage.settings import SignerSettings, StorageSettings
 from worker.settings import WorkerSettings
@@ -274,7 +274,7 @@ async def _store(
     change: Change = "stored" if there is None else "replaced" if is_other else "was there"
     if dry_run:
         return change, sha256
-    listing = Listing(storage, FOLDER, signing.Keys.of(settings), create=True)
+    listing = Listing(storage, FOLDER, settings.keys(), create=True)
     await listing.check()
     if is_other and not await storage.files.delete(blob):
         raise errors.SetupError(f"{blob} cannot be deleted with this token, so not be replaced")

@@ -9,7 +9,6 @@ import typer
 
 from fleet import console, options
 from fleet.files.model import CACHE, Cache, Manifest, Sha256, described
-from imagefleet import signing
 from imagefleet.storage.settings import SignerSettings, StorageSettings
 
 if TYPE_CHECKING:
@@ -53,7 +52,7 @@ def add_command(
     async def add() -> tuple[Stored, str, bool]:
         from fleet.files import named, transfer
 
-        keys = signing.Keys.of(settings)
+        keys = settings.keys()
         async with transfer.local_file(source, sha256, kinds.SD1_LORA, cache) as path:
             kind = kinds.find_kind(transfer.check_kind(path, kinds.SD1_LORA))
             named.check_size(path, loras.MAX_BYTES, "a LoRA")

@@ -137,7 +137,7 @@ class Elsewhere:
 async def look(settings: SignerSettings, uses: Uses, elsewhere: Elsewhere) -> list[Missing]:
     """Finds what is missing in the storage of *settings*."""
     async with open_storage(settings) as storage:
-        return await find(storage, uses, signing.Keys.of(settings), elsewhere)
+        return await find(storage, uses, settings.keys(), elsewhere)
 
 
 async def find(

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from fleet import console, options
-from imagefleet import errors, signing
+from imagefleet import errors
 from imagefleet.storage.open import open_storage
 from imagefleet.storage.settings import SignerSettings, StorageSettings
 
@@ -92,7 +92,7 @@ def add_command(
         from fleet.files import canary, preview, transfer
         from fleet.files.listed import Listing
 
-        keys = signing.Keys.of(settings)
+        keys = settings.keys()
         async with transfer.local_file(source, sha256, kinds.SD1, cache) as path:
             check.check_path(path)
             _check_prediction(path)

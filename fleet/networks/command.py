@@ -11,7 +11,6 @@ import typer
 from fleet import console, options
 from fleet.files.lora import Source
 from fleet.files.model import CACHE, Cache, Manifest, Sha256, described
-from imagefleet import signing
 from imagefleet.storage.settings import SignerSettings, StorageSettings
 
 if TYPE_CHECKING:
@@ -131,7 +130,7 @@ def _add(
     async def add() -> tuple[Stored, str, str, bool]:
         from fleet.files import named, transfer
 
-        keys = signing.Keys.of(settings)
+        keys = settings.keys()
         async with transfer.local_file(source, sha256, wanted, cache) as path:
             transfer.check_kind(path, wanted)
             named.check_size(path, of.max_bytes, wanted.name)

@@ -82,7 +82,7 @@ def command(
         since=options.read_moment("--since", since),
         until=options.read_moment("--until", until),
     )
-    given = {} if jobs is None else _read_jobs(jobs, signing.Keys.of(settings).signing)
+    given = {} if jobs is None else _read_jobs(jobs, settings.keys().signing)
     result = console.run(_run(settings, wanted, given, dry_run=dry_run, yes=yes, quiet=as_json))
     if as_json:
         console.print_json(result)

@@ -10,7 +10,7 @@ import typer
 
 from fleet import console, options
 from fleet.options import AsJson, Yes
-from fleet.salad import deployment, gpus, groups, models, running
+from fleet.salad import deployment, gpus, groups, running
 from fleet.salad import options as salad_options
 from fleet.salad.options import File, Replicas, WaitMinutes
 from fleet.salad.render import render
@@ -93,7 +93,7 @@ async def apply(
         known, existing, quota = await concurrency.gather(
             fleet.client.gpu_classes(), fleet.groups(), fleet.client.quota()
         )
-        classes = models.classes(fleet_file, known)
+        classes = fleet_file.gpu_classes(known)
         bodies = groups.render(
             fleet_file,
             classes,

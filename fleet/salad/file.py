@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -18,8 +19,11 @@ from pydantic import (
 )
 
 from fleet import options
-from fleet.salad import models
+from fleet.salad import gpus, models
+from fleet.salad.gpus import GpuClass
+from fleet.salad.models import Model
 from imagefleet import errors, validation, yaml_file
+from imagefleet.pricing import families
 from imagefleet.pricing.prices import Priority
 from imagefleet.redaction import WebAddress
 from worker.settings import WorkerSettings
@@ -134,6 +138,22 @@ class FleetFile(_Strict):
     liveness_probe: Probe = LIVENESS
     logging: dict[str, _Provider] | None = Field(default=None, min_length=1, max_length=1)
     registry: dict[str, _Provider] | None = Field(default=None, min_length=1, max_length=1)
+
+    def served_models(self) -> list[Model]:
+        """The models of its workers, that of jobs without a model first; none if it names none."""
+        return models.models_of(self.models, self.environment.get("IMAGEFLEET_QUEUE"))
+
+    def gpu_classes(self, known: Sequence[GpuClass]) -> list[GpuClass]:
+        """The fleet's GPU classes.
+
+        Raises:
+            SetupError: one is unknown, or has too little memory for one of the models.
+        """
+        found = gpus.find(self.gpus, known)
+        for gpu in found:
+            for model in self.served_models():
+                families.refuse_small(gpu.name, model.family)
+        return found
 
     @model_validator(mode="after")
     def _check_bounds_and_models(self) -> FleetFile:

@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import PurePosixPath
-from typing import TYPE_CHECKING
 
-from fleet.salad import gpus
 from imagefleet import errors
 from imagefleet.pricing import families
 from imagefleet.pricing.families import Family
 from imagefleet.storage import queue_names
 from worker.files import addresses
 
-if TYPE_CHECKING:
-    from fleet.salad.file import FleetFile
-
-_QUEUE = "IMAGEFLEET_QUEUE"
 _SUFFIX = ".safetensors"
 
 
@@ -73,25 +67,14 @@ def check(given: Mapping[str, object], environment: Mapping[str, object]) -> Non
         raise ValueError("models: two of them have one name, by which jobs ask for them")
 
 
-def models_of(file: FleetFile) -> list[Model]:
-    """The models of a fleet file, that of jobs without a model first; none if it says nothing."""
-    queue = file.environment.get(_QUEUE)
+def models_of(given: Mapping[str, object] | None, queue: object) -> list[Model]:
+    """The models of `models:`, that of jobs without a model first; none without `models:`.
+
+    *queue* is the fleet's IMAGEFLEET_QUEUE, if it has one.
+    """
     base = queue if isinstance(queue, str) else "jobs"
     return [
-        Model(name, families.find(family), queue_names.job_queue(base, name))
-        for text, family in (file.models or {}).items()
+        Model(name, families.find(str(family)), queue_names.job_queue(base, name))
+        for text, family in (given or {}).items()
         for name in [name_of(text)]
     ]
-
-
-def classes(file: FleetFile, known: Sequence[gpus.GpuClass]) -> list[gpus.GpuClass]:
-    """The fleet's GPU classes.
-
-    Raises:
-        SetupError: one is unknown, or has too little memory for one of the models.
-    """
-    found = gpus.find(file.gpus, known)
-    for each in found:
-        for model in models_of(file):
-            families.refuse_small(each.name, model.family)
-    return found

@@ -42,8 +42,8 @@ def render(
     """
     fleet_file, folder = salad_options.read_file(file)
     table = price_file.read_table(prices_path)
-    classes = models.classes(fleet_file, gpus.built_in(table))
-    served = models.models_of(fleet_file)
+    classes = fleet_file.gpu_classes(gpus.built_in(table))
+    served = fleet_file.served_models()
     benches = [estimate.read_bench(path, table) for path in bench or []]
     estimate.refuse_unused(benches, [each.name for each in classes])
     missing: list[str] = []

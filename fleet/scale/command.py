@@ -18,7 +18,6 @@ from fleet.monitor import prometheus
 from fleet.monitor.settings import MonitorSettings
 from fleet.salad import file as salad_file
 from fleet.salad import gpus
-from fleet.salad import models as salad_models
 from fleet.salad import options as salad_options
 from fleet.salad.options import File
 from fleet.scale import scaler
@@ -140,7 +139,7 @@ async def command(
             prometheus.connected_if(settings.prometheus, settings.queried_fleet) as server,
             salad_options.connected(fleet_file, folder) as fleet,
         ):
-            served = salad_models.models_of(fleet_file)
+            served = fleet_file.served_models()
             scaling = scaler.Scaler(
                 goal,
                 fleet,
@@ -200,9 +199,9 @@ async def _run(
 
 def _assumed_speed(file: salad_file.FleetFile, images_per_job: int) -> scaler.Speed | None:
     """The speed of the fleet's slowest GPU class on its first model, by public benchmarks."""
-    classes = salad_models.classes(file, gpus.built_in())
+    classes = file.gpu_classes(gpus.built_in())
     records = [prices.ASSUMED_IMAGES_PER_SECOND.get(each.name) for each in classes]
-    served = salad_models.models_of(file)
+    served = file.served_models()
     family = served[0].family if served else families.SD1
     known = [family.images_per_second(record) for record in records if record]
     return scaler.Speed(min(known) / images_per_job, "assumed") if known else None

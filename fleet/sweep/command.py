@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 import typer
 
 from fleet import console, load, load_progress, options
-from imagefleet import errors, signing
+from imagefleet import errors
 from imagefleet.pricing import families
 from imagefleet.storage.open import open_storage
 from imagefleet.storage.settings import checked_priority
@@ -173,7 +173,7 @@ def command(
         campaign,
         seed=seed,
         job=_job(negative_prompt, size) | ({"then": stages} if stages else {}),
-        key=signing.Keys.of(settings).signing,
+        key=settings.keys().signing,
     )
     machine = price.Machine(gpu, replicas, images_per_second, price_per_hour, bench, prices_path)
     if dry_run:

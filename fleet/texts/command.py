@@ -79,7 +79,7 @@ def add_command(
     from fleet.texts import sources, store
     from worker.files import manifest as manifests
 
-    keys = signing.Keys.of(settings)
+    keys = settings.keys()
     states: Encoded | Made
     jobs = None
     if Path(source).is_dir():

@@ -10,7 +10,7 @@ from typing import Annotated, Literal, Self, get_args
 from pydantic import AfterValidator, Field, SecretStr, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
-from imagefleet import errors
+from imagefleet import errors, signing
 from imagefleet.redaction import WebAddress
 from imagefleet.storage import queue_names
 
@@ -28,9 +28,7 @@ AzureName = Annotated[str, AfterValidator(_azure_name)]
 
 
 def _public_keys(text: str) -> str:
-    from imagefleet.signing import TrustedKeys  # its library is slow to import
-
-    TrustedKeys.read(text)
+    signing.TrustedKeys.read(text)
     return text
 
 
@@ -144,3 +142,13 @@ class SignerSettings(StorageSettings):
         description="Public keys, besides --signing-key's, whose signatures count when failed jobs"
         " are sent again.",
     )
+
+    def keys(self) -> signing.Keys:
+        """The keys that these settings name.
+
+        Raises:
+            SetupError: the file of the signing key is missing or wrong.
+        """
+        own = None if self.signing_key is None else signing.SigningKey.read(self.signing_key)
+        names = [key for key in (own and own.public, self.trusted_key) if key]
+        return signing.Keys(own, signing.trusted_keys(",".join(names)))

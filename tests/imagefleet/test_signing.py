@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 import imagefleet
 from imagefleet import Job, aio, errors, signing
 from imagefleet.job.message import read_job
-from imagefleet.signing import Keys, SigningKey, TrustedKeys
+from imagefleet.signing import SigningKey, TrustedKeys
 from imagefleet.storage import dead_letter
 from imagefleet.storage.settings import SignerSettings, StorageSettings
 
@@ -134,13 +134,13 @@ def test_a_commands_keys_trust_its_own_signature_and_that_of_others(
 ) -> None:
     own = SigningKey.create(tmp_path / "own.pem")
     given_keys = {"signing_key": tmp_path / "own.pem", "trusted_key": key.public}
-    keys = Keys.of(SignerSettings(**given_keys))
+    keys = SignerSettings(**given_keys).keys()
     assert keys.trusted is not None
     assert keys.signing is not None
     assert keys.signing.public == own.public
     for signer in (own, key):
         assert keys.trusted.accept("job", {}, signer.sign("job", {}))
-    assert Keys.of(SignerSettings()) == signing.NO_KEYS
+    assert SignerSettings().keys() == signing.NO_KEYS
 
 
 # The client

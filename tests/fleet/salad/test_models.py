@@ -66,9 +66,9 @@ def test_a_gpu_class_with_too_little_memory_is_refused(tmp_path: Path) -> None:
     file = read(tmp_path, "  - RTX 3090\n", "  - RTX 2060\n")
 
     with pytest.raises(errors.SetupError, match=r"RTX 2060 6GB has too little memory for SDXL"):
-        models.classes(file, gpus.built_in())
+        file.gpu_classes(gpus.built_in())
     sd1 = read(tmp_path, TWO, "  /models/dreamshaper-8: sd1\n")
-    assert len(models.classes(sd1, gpus.built_in())) == 2
+    assert len(sd1.gpu_classes(gpus.built_in())) == 2
 
 
 @pytest.mark.parametrize(
