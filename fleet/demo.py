@@ -64,7 +64,6 @@ def command(
         typer.Option("--cascade", help="Jobs in two stages instead: a cascade in pixels."),
     ] = False,
     json_file: options.JsonFile = None,
-    report_file: options.OldReport = None,
     as_json: options.AsJson = False,
 ) -> None:
     """Generates images on this machine: no account, no GPU.
@@ -79,7 +78,6 @@ def command(
     imagefleet demo --cascade
     """
     with console.one_line_errors():
-        json_file = options.renamed("--report", report_file, "--json-file", json_file)
         console.check_writable(json_file)
         worker.require_libraries()
         if cascade:
@@ -106,8 +104,7 @@ def command(
         with console.only_one(storage, in_use):
             _prepare(storage)
             report = console.run(_demo(settings, directory, messages))
-    # `mosaic`: the old name of `contact_sheet`, for one more release.
-    record = {**asdict(report), "mosaic": report.contact_sheet}
+    record = asdict(report)
     if json_file is not None:
         with console.one_line_errors():
             console.write_file(json_file, console.json_text(record))

@@ -1,9 +1,7 @@
 """Settings as command-line options: a setting is declared once, in its pydantic model.
 
 Each field becomes a flag and an `IMAGEFLEET_` variable; a flag overrides the variable, which
-overrides the default. An invalid value is one line that names the setting both ways. A renamed
-field names its old self with `json_schema_extra={"formerly": "old_name"}`; both that name and
-the names of `REMOVED` are accepted with a warning.
+overrides the default. An invalid value is one line that names the setting both ways.
 """
 
 from __future__ import annotations
@@ -51,7 +49,6 @@ CampaignName = Annotated[
 CampaignOfImages = Annotated[
     str | None, typer.Option(metavar="NAME", help="Only images of this campaign.")
 ]
-OldReport = Annotated[Path | None, typer.Option("--report", hidden=True)]
 JobFormat = Annotated[
     str | None,
     typer.Option(
@@ -101,13 +98,6 @@ PROJECT_SETTINGS: Mapping[type[BaseSettings], tuple[str, str]] = {
     ExporterSettings: ("Exporter", "`exporter`"),
     BrokerSettings: ("Broker", "`broker`"),
     WebhookSettings: ("Webhooks", "`webhooks`"),
-}
-
-#: Settings of the last release by the model that had them, and what happens instead. Their flags
-#: took a value; a removed switch would need a flag of its own kind.
-REMOVED: dict[type[BaseSettings], Mapping[str, str]] = {
-    StorageSettings: storage_settings.REMOVED_SETTINGS,
-    WorkerSettings: worker_settings.REMOVED_SETTINGS,
 }
 
 #: Characters of a value that are enough to recognise it.
@@ -164,7 +154,7 @@ def read(model: type[Settings], given: Mapping[str, Any]) -> Settings:
         SetupError: a value is invalid, or a variable unknown; one line for each.
     """
     try:
-        flags = _by_current_name(model, given, flag)
+        flags = {name: value for name, value in given.items() if value not in (None, "")}
         return model(**(by_setting(model, os.environ, PROJECT_SETTINGS) | flags))
     except ValidationError as error:
         lines = [_complaint(model, detail) for detail in error.errors(include_url=False)]
@@ -180,13 +170,14 @@ def by_setting(
 ) -> dict[str, Value]:
     """The values of the IMAGEFLEET_ variables by the setting of *model* that each is for.
 
-    Warns of old names and removed settings; leaves out empty values and those of *other_models*.
+    Leaves out empty values and those of *other_models*.
 
     Raises:
-        ValueError: a variable is unknown, or given by its old name as well.
+        ValueError: a variable is unknown.
     """
-    own = {variable(name): name for name in _accepted(model)}
-    known = own.keys() | {variable(name) for each in other_models for name in _accepted(each)}
+    own = {variable(name): name for name in model.model_fields}
+    others = {variable(name) for other in other_models for name in other.model_fields}
+    known = own.keys() | others
     given = {}
     for name in sorted(variables):
         if not name.upper().startswith(PREFIX):
@@ -196,22 +187,14 @@ def by_setting(
             raise ValueError(
                 f"unknown setting {name}{hint or '; `imagefleet worker --help` lists them'}"
             )
-        if name.upper() in own:
+        if name.upper() in own and variables[name] not in (None, ""):
             given[own[name.upper()]] = variables[name]
-    return _by_current_name(model, given, variable)
+    return given
 
 
 def dry_run(what: str) -> Any:
     """The option --dry-run, which means the same everywhere; *what* it shows differs."""
     return typer.Option("--dry-run", help=f"Show {what}; change nothing.")
-
-
-def renamed(old_flag: str, old: Value | None, new_flag: str, new: Value) -> Value:
-    """The value of an option that may be given by the name of the last release, with a warning."""
-    if old is None:
-        return new
-    console.print_warning(f"{old_flag} is deprecated; use {new_flag}")
-    return old
 
 
 def check_campaign(name: str | None) -> None:
@@ -279,49 +262,6 @@ def subject(model: type[BaseSettings], name: str) -> str:
     return next(of_model, "")
 
 
-def _former_names(model: type[BaseSettings]) -> dict[str, str]:
-    """The current name of each renamed setting, by its old one."""
-    return {
-        str(extra["formerly"]): name
-        for name, field in model.model_fields.items()
-        if isinstance(extra := field.json_schema_extra, dict) and "formerly" in extra
-    }
-
-
-def _removed(model: type[BaseSettings]) -> dict[str, str]:
-    removed: dict[str, str] = {}
-    for each, sentences in REMOVED.items():
-        if issubclass(model, each):
-            removed |= sentences
-    return {name: text for name, text in removed.items() if name not in model.model_fields}
-
-
-def _accepted(model: type[BaseSettings]) -> set[str]:
-    return {*model.model_fields, *_former_names(model), *_removed(model)}
-
-
-def _by_current_name(
-    model: type[BaseSettings], given: Mapping[str, Value], spell: Callable[[str], str]
-) -> dict[str, Value]:
-    """*given* without empty values and removed settings, under the current names."""
-    former, removed = _former_names(model), _removed(model)
-    current: dict[str, Value] = {}
-    for name, value in given.items():
-        if value is None or value == "":
-            continue
-        if name in removed:
-            console.print_warning(f"{spell(name)} is ignored: {removed[name]}")
-            continue
-        new = former.get(name, name)
-        if new != name:
-            console.print_warning(f"{spell(name)} is deprecated; use {spell(new)}")
-        if new in current:
-            old = next(each for each in former if former[each] == new)
-            raise ValueError(f"{spell(new)} is also given by its old name, {spell(old)}")
-        current[new] = value
-    return current
-
-
 def _parameters(model: type[BaseSettings]) -> Iterator[inspect.Parameter]:
     """Typer options that leave values as text, so that pydantic alone judges them."""
     for name, field in model.model_fields.items():
@@ -329,10 +269,6 @@ def _parameters(model: type[BaseSettings]) -> Iterator[inspect.Parameter]:
         notes = f"env: {variable(name)}" + (f"; default: {default}" if default else "")
         text = f"{field.description or ''} [{notes}]"
         yield _parameter(name, field, help=text, rich_help_panel=subject(model, name) or None)
-    for old, name in _former_names(model).items():
-        yield _parameter(old, model.model_fields[name], hidden=True)
-    for name in _removed(model):
-        yield _parameter(name, FieldInfo(annotation=str), hidden=True)
 
 
 def _parameter(name: str, field: FieldInfo, **terms: Any) -> inspect.Parameter:

@@ -14,26 +14,6 @@ from imagefleet.storage.protocol import MAX_LEASE_SECONDS
 from imagefleet.storage.settings import PublicKeys
 from imagefleet.telemetry.settings import TelemetrySettings
 
-#: Settings of earlier versions, and what happens now: they are ignored with a warning.
-REMOVED_SETTINGS: dict[str, str] = {
-    "engine": "there is one engine, which generates each image at its own step",
-    "max_batch": "--slots sets the images generated at once",
-    "attention": "the fastest self-attention kernel is selected for each GPU",
-    "rank_capacity": "LoRAs of any rank share calls",
-    "lora_memory_megabytes": "2 GiB of LoRA files are kept in memory",
-    "model_cache": "fetched models are kept in the models folder of --cache",
-    "lora_megabytes": "LoRA files of up to 1024 MiB are accepted",
-    "encode_threads": "2 threads encode images",
-    "uploads": "16 uploads are in flight at once",
-    "poll_seconds": "an empty queue is polled every 10 seconds at the latest",
-    "stall_seconds": "a GPU call of more than 300 seconds means a broken node",
-    "engine_failures": "10 failed images in a row make the worker check its node",
-    "depth_seconds": "the queues' depth is measured every 60 seconds",
-    "min_upload_megabits": "on SaladCloud a node that uploads at less than 2 Mbit/s is broken",
-    "setup_patience_seconds": "on SaladCloud a worker waits an hour for storage or credentials",
-    "metadata_url": "set SALAD_METADATA_URL to use another metadata service",
-}
-
 #: The settings of a worker by subject, in the order of the help and the documentation.
 SUBJECTS: dict[str, tuple[str, ...]] = {
     "Model and LoRAs": (
@@ -96,7 +76,6 @@ class WorkerSettings(TelemetrySettings):
         default=Path("~/.cache/imagefleet"),
         description="Folder for fetched models, LoRAs, embeddings and compiled kernels; workers may"
         " share it.",
-        json_schema_extra={"formerly": "lora_cache"},
     )
     cache_megabytes: int = Field(
         default=20_480,
@@ -104,7 +83,6 @@ class WorkerSettings(TelemetrySettings):
         le=16_777_216,
         description="Size limit of the cached LoRAs; the least recently used are removed first."
         " Models do not count and are not removed.",
-        json_schema_extra={"formerly": "lora_cache_megabytes"},
     )
     device: str = Field(
         default="auto",

@@ -72,7 +72,6 @@ def engine_command(
         str, typer.Option(metavar="|".join(prices.PRIORITIES), help="SaladCloud's priority.")
     ] = "batch",
     json_file: options.JsonFile = None,
-    report_file: options.OldReport = None,
     as_json: options.AsJson = False,
 ) -> None:
     """Measures images/s: with another LoRA per job, without LoRA, and for a whole worker.
@@ -86,7 +85,6 @@ def engine_command(
     imagefleet bench engine --baseline --gpu "RTX 4090" --json-file bench.json
     """
     with console.one_line_errors():
-        json_file = options.renamed("--report", report_file, "--json-file", json_file)
         console.check_writable(json_file)
         from worker.files import check
 

@@ -33,7 +33,6 @@ class ExporterSettings(TelemetrySettings, MonitorSettings):
         ge=0.1,
         le=3600,
         description="Seconds between samples of the queue depths.",
-        json_schema_extra={"formerly": "look_seconds"},
     )
     fleet_dollars_per_hour: float | None = Field(
         default=None,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -14,11 +13,10 @@ from fleet.salad import deployment, gpus, groups, running
 from fleet.salad import options as salad_options
 from fleet.salad.options import File, Replicas, WaitMinutes
 from fleet.salad.render import render
-from imagefleet import concurrency, errors
+from imagefleet import concurrency
 
 app = typer.Typer(no_args_is_help=True, help="Deploys workers to where the GPUs are.")
 salad = typer.Typer(
-    invoke_without_command=True,
     no_args_is_help=True,
     epilog="To roll out a change, edit the file and `apply` it again.",
 )
@@ -26,17 +24,7 @@ app.add_typer(salad, name="salad", short_help="SaladCloud's container groups.")
 
 
 @salad.callback()
-@console.one_line_errors()
-def group(
-    context: typer.Context,
-    dry_run: Annotated[bool, typer.Option("--dry-run", hidden=True)] = False,
-    file: Annotated[Path | None, typer.Option(hidden=True)] = None,
-    replicas: Annotated[int | None, typer.Option(min=1, max=50_000, hidden=True)] = None,
-    bench: Annotated[list[Path] | None, typer.Option(hidden=True)] = None,
-    price_file: Annotated[Path | None, typer.Option(hidden=True)] = None,
-    show_secrets: Annotated[bool, typer.Option("--show-secrets", hidden=True)] = False,
-    as_json: Annotated[bool, typer.Option("--json", hidden=True)] = False,
-) -> None:
+def group() -> None:
     """Manages the container groups of a fleet on SaladCloud, from one fleet file.
 
     imagefleet deploy salad render
@@ -45,18 +33,6 @@ def group(
 
     imagefleet deploy salad apply
     """
-    given = (dry_run, file, replicas, bench, price_file, show_secrets, as_json)
-    if context.invoked_subcommand:
-        if any(given):
-            raise errors.SetupError(
-                "put options after the command: imagefleet deploy salad"
-                f" {context.invoked_subcommand} ..."
-            )
-        return
-    if not dry_run:
-        raise errors.SetupError("choose a command: `imagefleet deploy salad --help` lists them")
-    console.print_warning("`deploy salad --dry-run` is deprecated; use `deploy salad render`")
-    render(file, replicas, bench, price_file, show_secrets, as_json)
 
 
 salad.command("render")(render)
@@ -127,15 +103,6 @@ async def apply(
 
 for command in (running.resize, running.status, running.drain, running.delete):
     salad.command()(command)
-
-
-@salad.command("scale", hidden=True)
-def scale(
-    replicas: running.ReplicaCount, file: File = None, yes: Yes = False, as_json: AsJson = False
-) -> None:
-    """The old name of `resize`."""
-    console.print_warning("`deploy salad scale` is deprecated; use `deploy salad resize`")
-    running.resize(replicas, file, yes, as_json)
 
 
 def _plan_lines(plan: deployment.Changes) -> list[str]:

@@ -76,7 +76,6 @@ async def command(
     sample_seconds: Annotated[
         float, typer.Option(min=1, max=600, help="Between samples, which count the cost.")
     ] = 60,
-    look_seconds: Annotated[float | None, typer.Option(min=1, max=600, hidden=True)] = None,
     ledger: Annotated[
         Path | None,
         typer.Option(metavar="FILE", help="Record of the cost [default: NAME-scale.json]."),
@@ -117,9 +116,7 @@ async def command(
         deadline=end,
         dollars_per_hour=dollars_per_hour,
         every_seconds=every_minutes * 60,
-        sample_seconds=options.renamed(
-            "--look-seconds", look_seconds, "--sample-seconds", sample_seconds
-        ),
+        sample_seconds=sample_seconds,
     )
     if not dry_run:
         most = console.counted(goal.max_replicas, "replica")

@@ -35,16 +35,6 @@ def _public_keys(text: str) -> str:
 #: One or more public keys, separated by commas.
 PublicKeys = Annotated[str, AfterValidator(_public_keys)]
 
-#: Removed settings and what happens instead: for one release, a warning rather than an error.
-REMOVED_SETTINGS: dict[str, str] = {
-    "push_format": "metrics are pushed as text to VictoriaMetrics or vmagent, which forwards them"
-    " by remote write (-remoteWrite.url)",
-    "push_seconds": "metrics are pushed every 15 seconds",
-    "queue_sas": "the tokens are in IMAGEFLEET_SAS, which `imagefleet keys` prints",
-    "poison_sas": "the tokens are in IMAGEFLEET_SAS, which `imagefleet keys` prints",
-    "blob_sas": "the tokens are in IMAGEFLEET_SAS, which `imagefleet keys` prints",
-}
-
 #: What a SAS token is for: the job queues, that of normal priority first, the poison queue, the
 #: container of images or that of LoRAs and models.
 Resource = Literal["queue", "queue_high", "queue_low", "poison", "blob", "files"]

@@ -23,7 +23,7 @@ COMMAND = Path(sys.executable).with_name("imagefleet")
 
 KEYS = [
     *("jobs", "images", "failed", "seconds", "images_per_second", "engine_idle_fraction"),
-    *("dollars", "images_per_dollar", "contact_sheet", "mosaic"),
+    *("dollars", "images_per_dollar", "contact_sheet"),
 ]
 
 

@@ -172,7 +172,7 @@ async def test_warnings_threads_and_other_libraries_write_json_lines_too(
     storage: Storage, stand_in_worker: StandInWorker, environment: dict[str, str]
 ) -> None:
     await storage.queue.send(['{"prompt": "a house", "id": "j1"}'])
-    command = stand_in_worker("--until-empty", "--lora-cache", "old", changes=NOISE)
+    command = stand_in_worker("--until-empty", changes=NOISE)
 
     # Before main begins only the interpreter could hear a warning.
     code, log = await run(command, {**environment, "PYTHONWARNINGS": "ignore:old ways"})
@@ -180,7 +180,6 @@ async def test_warnings_threads_and_other_libraries_write_json_lines_too(
     assert code == 0
     messages = {line["action"]: line["message"] for line in log}
     assert "1 completed" in messages["stop"]
-    assert "--lora-cache is deprecated" in messages["warning"]
     said = "\n".join(f"{line['severity']} {line['action']} {line['message']}" for line in log)
     for words in (
         "WARNING other a token",

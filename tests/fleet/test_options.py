@@ -235,120 +235,15 @@ def test_a_default_that_differs_from_machine_to_machine_is_not_shown() -> None:
     assert row.split("|")[2].strip() == ""
 
 
-class Renamed(BaseSettings):
+class Short(BaseSettings):
     model_config = SettingsConfigDict(env_prefix="IMAGEFLEET_", extra="forbid")
 
-    timeout: float = Field(default=30, json_schema_extra={"formerly": "wait"})
-    eager: bool = Field(default=False, json_schema_extra={"formerly": "keen"})
+    timeout: float = Field(default=30)
 
 
-@pytest.fixture
-def renamed(seen: dict[str, Any]) -> typer.Typer:
-    app = typer.Typer(rich_markup_mode=None)
+def test_variables_from_a_file_are_sorted_by_setting() -> None:
+    variables = {"IMAGEFLEET_TIMEOUT": "7", "HOME": "/root"}
 
-    @app.command()
-    @options.from_settings(Renamed)
-    def command(settings: Renamed) -> None:
-        seen.update(settings=settings)
-
-    return app
-
-
-@pytest.mark.parametrize(
-    ("arguments", "variables", "warning"),
-    [
-        (["--wait", "7"], {}, "--wait is deprecated; use --timeout"),
-        (
-            [],
-            {"IMAGEFLEET_WAIT": "7"},
-            "IMAGEFLEET_WAIT is deprecated; use IMAGEFLEET_TIMEOUT",
-        ),
-        (
-            ["--timeout", "7"],
-            {"IMAGEFLEET_WAIT": "8"},
-            "IMAGEFLEET_WAIT is deprecated; use IMAGEFLEET_TIMEOUT",
-        ),
-    ],
-)
-def test_a_renamed_setting_is_read_under_its_old_name_with_a_warning(
-    renamed: typer.Typer,
-    seen: dict[str, Any],
-    arguments: list[str],
-    variables: dict[str, str],
-    warning: str,
-) -> None:
-    result = runner.invoke(renamed, arguments, env=variables)
-
-    assert result.exit_code == 0, result.output
-    assert seen["settings"].timeout == 7
-    assert result.stderr == f"warning: {warning}\n"
-
-
-def test_a_renamed_switch_can_be_turned_off_under_its_old_name(
-    renamed: typer.Typer, seen: dict[str, Any]
-) -> None:
-    runner.invoke(renamed, ["--no-keen"], env={"IMAGEFLEET_EAGER": "yes"})
-
-    assert seen["settings"].eager is False
-
-
-@pytest.mark.parametrize(
-    ("arguments", "variables", "complaint"),
-    [
-        (["--timeout", "1", "--wait", "2"], {}, "--timeout is also given"),
-        (
-            [],
-            {"IMAGEFLEET_TIMEOUT": "1", "IMAGEFLEET_WAIT": "2"},
-            "IMAGEFLEET_TIMEOUT is also given by its old name, IMAGEFLEET_WAIT",
-        ),
-    ],
-)
-def test_a_setting_under_both_names_is_an_error(
-    renamed: typer.Typer, arguments: list[str], variables: dict[str, str], complaint: str
-) -> None:
-    result = runner.invoke(renamed, arguments, env=variables)
-
-    assert result.exit_code == console.EXIT_OPERATOR_MUST_ACT
-    assert complaint in result.stderr
-
-
-@pytest.mark.parametrize(
-    ("arguments", "variables", "name"),
-    [
-        (["--old-age", "7"], {}, "--old-age"),
-        ([], {"IMAGEFLEET_OLD_AGE": "7"}, "IMAGEFLEET_OLD_AGE"),
-    ],
-)
-def test_a_removed_setting_is_ignored_with_a_warning(
-    monkeypatch: pytest.MonkeyPatch,
-    seen: dict[str, Any],
-    arguments: list[str],
-    variables: dict[str, str],
-    name: str,
-) -> None:
-    monkeypatch.setitem(options.REMOVED, Renamed, {"old_age": "the age is always 7."})
-    app = typer.Typer(rich_markup_mode=None)
-
-    @app.command()
-    @options.from_settings(Renamed)
-    def command(settings: Renamed) -> None:
-        seen.update(settings=settings)
-
-    result = runner.invoke(app, arguments, env=variables)
-
-    assert result.exit_code == 0, result.output
-    assert result.stderr == f"warning: {name} is ignored: the age is always 7.\n"
-    assert seen["settings"] == Renamed()
-
-
-def test_help_hides_old_names(renamed: typer.Typer) -> None:
-    assert "--wait" not in runner.invoke(renamed, ["--help"]).stdout
-
-
-def test_variables_from_a_file_are_sorted_by_setting(capsys: pytest.CaptureFixture[str]) -> None:
-    variables = {"IMAGEFLEET_WAIT": "7", "HOME": "/root"}
-
-    assert options.by_setting(Renamed, variables) == {"timeout": "7"}
-    assert "deprecated" in capsys.readouterr().err
+    assert options.by_setting(Short, variables) == {"timeout": "7"}
     with pytest.raises(ValueError, match="unknown setting IMAGEFLEET_QUEUE"):
-        options.by_setting(Renamed, {"IMAGEFLEET_QUEUE": "jobs"})
+        options.by_setting(Short, {"IMAGEFLEET_QUEUE": "jobs"})

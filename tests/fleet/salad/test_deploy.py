@@ -11,9 +11,6 @@ from typing import Any
 
 import pytest
 
-from fleet import options
-from worker.settings import WorkerSettings
-
 Imagefleet = Callable[..., "subprocess.CompletedProcess[str]"]  # the fixture of conftest.py
 
 
@@ -271,17 +268,6 @@ def test_resizing_spreads_over_the_groups(salad: Any, in_process: Imagefleet) ->
     assert "apply --replicas 1001" in up.stderr
 
 
-def test_the_old_name_of_resize_works_with_a_warning(salad: Any, in_process: Imagefleet) -> None:
-    in_process("deploy", "salad", "apply", "--yes")
-
-    ended = in_process("deploy", "salad", "scale", "300")
-
-    assert ended.returncode == 0, ended.stderr
-    assert replicas(salad) == [150, 150]
-    assert "warning: `deploy salad scale` is deprecated; use `deploy salad resize`" in ended.stderr
-    assert " scale " not in in_process("deploy", "salad", "--help").stdout
-
-
 @pytest.mark.parametrize("arguments", [["apply", "--yes"], ["resize", "3"], ["status"]])
 @pytest.mark.parametrize("skips", [0, 1, 2])
 def test_one_refused_call_of_several_is_the_only_line(
@@ -424,16 +410,3 @@ def test_no_output_shows_a_secret(
         for text in (ended.stdout, ended.stderr):
             assert "sig=" not in text
             assert salad_module.KEY not in text
-
-
-def test_old_and_removed_settings_in_a_fleet_file_are_accepted_with_a_warning(
-    in_process: Imagefleet, salad: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(options.REMOVED, WorkerSettings, {"stamina": "every worker has it"})
-    with (tmp_path / "fleet.yaml").open("a") as file:
-        file.write("  IMAGEFLEET_STAMINA: 7\n")
-
-    result = in_process("deploy", "salad", "apply", "--dry-run")
-
-    assert result.returncode == 0, result.stderr
-    assert "warning: IMAGEFLEET_STAMINA is ignored: every worker has it" in result.stderr

@@ -250,26 +250,6 @@ def test_secrets_are_masked_unless_requested(
     assert "sig=" in in_process("deploy", "salad", "render", "--show-secrets").stdout
 
 
-def test_the_old_name_of_render_works_with_a_warning(
-    in_process: Imagefleet, tmp_path: Path
-) -> None:
-    (tmp_path / "fleet.yaml").write_text(EXAMPLE.read_text())
-
-    new = in_process("deploy", "salad", "render", "--json", "--replicas", "7")
-    old = in_process("deploy", "salad", "--dry-run", "--json", "--replicas", "7")
-
-    assert old.stdout == new.stdout
-    assert old.stderr.startswith("warning: `deploy salad --dry-run` is deprecated; use `deploy")
-    assert new.stderr == old.stderr.partition("\n")[2]
-
-
-def test_options_before_the_command_are_refused(in_process: Imagefleet) -> None:
-    ended = in_process("deploy", "salad", "--dry-run", "apply")
-
-    assert ended.returncode == 2
-    assert "put options after the command" in ended.stderr
-
-
 @pytest.mark.parametrize("answer", [True, False])
 def test_the_operator_is_asked(answer: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []

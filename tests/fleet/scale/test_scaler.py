@@ -365,13 +365,12 @@ def test_a_dry_run_prints_the_decision(
 
     ended = in_process(
         *("scale", "--dollars-per-hour", "0.3", "--max-dollars", "5"),
-        *("--once", "--dry-run", "--json", "--look-seconds", "60"),
+        *("--once", "--dry-run", "--json", "--sample-seconds", "60"),
     )
 
     assert ended.returncode == 0, ended.stderr
     record = json.loads(ended.stdout)
     assert (record["replicas"], record["wanted"], record["speed"]) == (20, 2, "assumed")
-    assert "--look-seconds is deprecated; use --sample-seconds" in ended.stderr
 
 
 def test_two_scalers_with_one_ledger_are_refused(
