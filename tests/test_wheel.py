@@ -69,7 +69,7 @@ FAILED_JOBS = [
 ]
 
 #: What a command says that needs the libraries of the worker, which are not installed here.
-NEEDS_WORKER = r"torch is not installed; .*pip install 'imagefleet\[worker\]'"
+NEEDS_WORKER = r"torch is not installed; .*pip install '\.\[worker\]'"
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,7 @@ def command(settings: BrokerSettings) -> None:
         from fleet.broker import identity, service
     except ModuleNotFoundError as error:
         raise errors.SetupError(
-            f"{error.name} is not installed; for the broker: pip install 'imagefleet[broker]'"
+            f"{error.name} is not installed; for the broker: pip install '.[broker]'"
         ) from None
     fleets = settings.salad_fleets.split(",") if settings.salad_fleets else ()
     broker = service.Broker(settings, identity.Identities(settings.organization, fleets))

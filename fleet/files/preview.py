@@ -30,7 +30,7 @@ class Preview:
 
 
 def can_draw() -> bool:
-    """Whether the libraries of `imagefleet[worker]` are installed."""
+    """Whether the libraries of the extra `worker` are installed."""
     return importlib.util.find_spec("torch") is not None
 
 

@@ -32,9 +32,7 @@ def arrow() -> Any:
         import pyarrow as pa
         import pyarrow.parquet
     except ImportError:
-        raise errors.SetupError(
-            "Parquet needs pyarrow: pip install 'imagefleet[parquet]'"
-        ) from None
+        raise errors.SetupError("Parquet needs pyarrow: pip install '.[parquet]'") from None
     return pa
 
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from worker.gpus.member import Member
     from worker.progress import WorkerReport
 
-#: The libraries of `imagefleet[worker]`.
+#: The libraries of the extra `worker`.
 _LIBRARIES = (
     *("torch", "diffusers", "transformers", "peft", "safetensors", "numpy", "PIL", "isal"),
     "pynvml",
@@ -33,7 +33,7 @@ def require_libraries() -> None:
     for name in _LIBRARIES:
         if importlib.util.find_spec(name) is None:
             raise errors.SetupError(
-                f"{name} is not installed; to generate images: pip install 'imagefleet[worker]'"
+                f"{name} is not installed; to generate images: pip install '.[worker]'"
             )
 
 

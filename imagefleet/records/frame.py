@@ -30,9 +30,7 @@ def library() -> Any:
     try:
         import pandas as pd
     except ImportError:
-        raise errors.SetupError(
-            "a data frame needs pandas: pip install 'imagefleet[pandas]'"
-        ) from None
+        raise errors.SetupError("a data frame needs pandas: pip install '.[pandas]'") from None
     return pd
 
 

@@ -17,7 +17,7 @@ _BATCH_ROWS = 1_000
 
 
 class ParquetRows:
-    """The rows of a Parquet file, read by pyarrow, which is an extra: imagefleet[parquet]."""
+    """The rows of a Parquet file, read by pyarrow, which is an extra, `parquet`."""
 
     name = "parquet"
     unit = "row"
@@ -78,7 +78,7 @@ def _opened(stream: BinaryIO) -> Iterator[Any]:
         from pyarrow import parquet
     except ImportError:
         raise errors.SetupError(
-            "to read Parquet, install pyarrow: pip install 'imagefleet[parquet]'"
+            "to read Parquet, install pyarrow: pip install '.[parquet]'"
         ) from None
     try:
         yield parquet.ParquetFile(stream)

@@ -165,6 +165,6 @@ main.main()
 
     assert result.returncode == 2
     assert result.stderr == (
-        "error: torch is not installed; to generate images: pip install 'imagefleet[worker]'\n"
+        "error: torch is not installed; to generate images: pip install '.[worker]'\n"
     )
     assert list(tmp_path.iterdir()) == []

@@ -204,7 +204,7 @@ def import_libraries() -> None:
         import worker.engine.slots.engine  # noqa: F401 - it imports all
     except ModuleNotFoundError as error:
         raise errors.SetupError(
-            f"the worker needs {error.name}, which is not installed: pip install imagefleet[worker]"
+            f"the worker needs {error.name}, which is not installed: pip install .[worker]"
         ) from error
     finally:
         if collects:

@@ -71,5 +71,5 @@ def _needs_worker_libraries() -> Iterator[None]:
         yield
     except ImportError as error:
         raise errors.SetupError(
-            f"{error.name} is not installed; to score images: pip install 'imagefleet[worker]'"
+            f"{error.name} is not installed; to score images: pip install '.[worker]'"
         ) from None

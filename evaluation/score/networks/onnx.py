@@ -21,9 +21,7 @@ class OnnxExtractor:
         try:
             import onnxruntime
         except ImportError:
-            raise errors.SetupError(
-                "onnxruntime is not installed: pip install 'imagefleet[onnx]'"
-            ) from None
+            raise errors.SetupError("onnxruntime is not installed: pip install '.[onnx]'") from None
         self._preparation = extractors.read_preparation(path) or extractors.inception_preparation()
         options = onnxruntime.SessionOptions()
         # Several processes share the machine, and several threads might round differently.

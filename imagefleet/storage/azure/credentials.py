@@ -287,8 +287,7 @@ def _workload_identity(queue: str) -> AsyncTokenCredential:
         from azure.identity.aio import WorkloadIdentityCredential
     except ImportError:
         raise errors.SetupError(
-            "a pod's workload identity needs azure-identity:"
-            " pip install 'imagefleet[azure-identity]'"
+            "a pod's workload identity needs azure-identity: pip install '.[azure-identity]'"
         ) from None
 
     class PodIdentity(WorkloadIdentityCredential):

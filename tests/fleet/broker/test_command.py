@@ -58,7 +58,7 @@ def test_without_pyjwt_it_says_what_to_install(
         monkeypatch.delattr(f"fleet.broker.{name}", raising=False)
     result = in_process("broker", "--organization", "acme", "--storage", KEY)
     assert result.returncode == 2
-    assert "pip install 'imagefleet[broker]'" in result.stderr
+    assert "pip install '.[broker]'" in result.stderr
 
 
 def start(settings: StorageSettings, port: int) -> subprocess.Popen[str]:

@@ -189,7 +189,7 @@ async def test_without_pyarrow_one_sentence_says_what_to_install(
 
     result = await results("--parquet", "spring.parquet", code=2)
 
-    assert result.stderr == "error: Parquet needs pyarrow: pip install 'imagefleet[parquet]'\n"
+    assert result.stderr == "error: Parquet needs pyarrow: pip install '.[parquet]'\n"
 
 
 async def test_people_see_counts_and_some_results(

@@ -82,6 +82,6 @@ async def test_without_pandas_one_sentence_says_what_to_install(
     monkeypatch.setitem(sys.modules, "pandas", None)
     with (
         await frames(local_settings) as fleet,
-        pytest.raises(errors.SetupError, match=r"pip install 'imagefleet\[pandas\]'"),
+        pytest.raises(errors.SetupError, match=r"pip install '\.\[pandas\]'"),
     ):
         fleet.results("spring").frame()

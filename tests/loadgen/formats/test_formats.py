@@ -353,7 +353,7 @@ def test_without_pyarrow_a_sentence_says_what_to_install(
     path = write(tmp_path, "jobs.parquet", JOBS)
     monkeypatch.setitem(__import__("sys").modules, "pyarrow", None)
 
-    with pytest.raises(errors.SetupError, match=r"pip install 'imagefleet\[parquet\]'"):
+    with pytest.raises(errors.SetupError, match=r"pip install '\.\[parquet\]'"):
         sources.open_source(str(path))
 
 

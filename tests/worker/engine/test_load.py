@@ -37,7 +37,7 @@ def test_without_torch_the_error_says_what_to_install(
     monkeypatch.setitem(sys.modules, "torch", None)
     monkeypatch.delattr("worker.engine.slots.engine")
     monkeypatch.delattr("worker.engine.checkpoint")
-    with pytest.raises(errors.SetupError, match=r"pip install imagefleet\[worker\]"):
+    with pytest.raises(errors.SetupError, match=r"pip install \.\[worker\]"):
         load.load_engine(checkpoint)
 
 

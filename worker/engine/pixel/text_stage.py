@@ -132,8 +132,7 @@ def require_libraries(folder: Path) -> None:
     for module, package in _CLEANING.items() if _cleans(folder) else ():
         if importlib.util.find_spec(module) is None:
             raise errors.SetupError(
-                f"{package} is not installed, which IF's text encoder needs: pip install"
-                " 'imagefleet[t5]'"
+                f"{package} is not installed, which IF's text encoder needs: pip install '.[t5]'"
             )
 
 
@@ -171,8 +170,7 @@ def _read_tokenizer(folder: Path) -> Any:
     """T5's tokenizer, as a tokenizer.json or as the spiece.model that DeepFloyd's folders have."""
     if not ((folder / "tokenizer.json").is_file() or _has_sentencepiece()):
         raise errors.SetupError(
-            f"{str(folder)!r} has no tokenizer.json: to read its spiece.model, pip install"
-            " 'imagefleet[t5]'"
+            f"{str(folder)!r} has no tokenizer.json: to read its spiece.model, pip install '.[t5]'"
         )
     try:
         return AutoTokenizer.from_pretrained(folder, local_files_only=True)

@@ -125,8 +125,7 @@ def read_upscaler(name: str, path: Path, device: torch.device) -> Upscaler:
         spandrel = library.spandrel()
     except ImportError as error:
         raise errors.JobError(
-            f"the upscaler {name!r} needs what `pip install 'imagefleet[upscalers]'` installs"
-            f" ({error})"
+            f"the upscaler {name!r} needs what `pip install '.[upscalers]'` installs ({error})"
         ) from error
     try:
         content = safetensors.read(path)

@@ -221,5 +221,5 @@ def test_a_missing_azure_identity_is_named(
     monkeypatch.setenv("AZURE_FEDERATED_TOKEN_FILE", "/var/run/secrets/token")
     monkeypatch.setitem(sys.modules, "azure.identity", None)
     settings = StorageSettings(storage="https://pictures.blob.core.windows.net")
-    with pytest.raises(errors.SetupError, match=r"pip install 'imagefleet\[azure-identity\]'"):
+    with pytest.raises(errors.SetupError, match=r"pip install '\.\[azure-identity\]'"):
         open_storage(settings)

@@ -78,7 +78,7 @@ def test_without_what_cleans_prompts_no_encoder_is_loaded(
         "find_spec",
         lambda name: None if name == missing else find(name),
     )
-    with pytest.raises(errors.SetupError, match=r"is not installed.*imagefleet\[t5\]"):
+    with pytest.raises(errors.SetupError, match=r"is not installed.*\[t5\]"):
         text_stage.TextStage(stage("base"), torch.device("cpu"), torch.float32)
     with pytest.raises(errors.SetupError, match="is not installed"):
         make_engine()

@@ -142,7 +142,7 @@ def test_a_worker_without_spandrel_says_what_to_install(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setitem(sys.modules, "spandrel", None)
-    with pytest.raises(errors.JobError, match=r"pip install 'imagefleet\[upscalers\]'"):
+    with pytest.raises(errors.JobError, match=r"pip install '\.\[upscalers\]'"):
         model.read_upscaler("x", tmp_path / "x.safetensors", CPU)
 
 
