@@ -101,7 +101,6 @@ ARGUMENTS: dict[str, tuple[str, ...]] = {
     "deploy salad status": (),
     "deploy salad drain": ("--yes", "--wait-minutes", "0"),
     "deploy salad delete": ("--yes", "--wait-minutes", "0"),
-    "deploy salad scale": ("2", "--yes"),
     "model add": ("{url}", "--sha256", "0" * 64, "--cache", "cache"),
     "model canary": ("{url}",),
     "model list": (),
