@@ -115,7 +115,6 @@ COMMANDS: dict[str, Case] = {
     "keys check": Case("--storage '{azurite}'", r"lease and delete messages"),
     "keys revoke": Case("spring --storage '{azurite}'", r"revoked spring on jobs"),
     "keys signing": Case("--file new-key.pem", r"export IMAGEFLEET_TRUSTED_KEY="),
-    "deploy salad": Case("--dry-run", r"RTX 3060 Ti"),
     "deploy salad render": Case("", r"RTX 3060 Ti"),
     "deploy salad apply": Case("--yes", r"sd15-batch"),
     "deploy salad status": Case("", r"sd15-batch"),
