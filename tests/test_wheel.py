@@ -118,7 +118,7 @@ COMMANDS: dict[str, Case] = {
     "deploy salad render": Case("", r"RTX 3060 Ti"),
     "deploy salad apply": Case("--yes", r"sd15-batch"),
     "deploy salad status": Case("", r"sd15-batch"),
-    "deploy salad resize": Case("3 --yes", r"sd15-batch"),
+    "deploy salad resize": Case("1 --yes", r"sd15-batch"),
     "scale": Case("--dollars-per-hour 1 --max-dollars 1 --dry-run --once", r"replicas"),
     "deploy salad drain": Case("--yes --wait-minutes 0", r"1 instances? still runs?", 1),
     "deploy salad delete": Case("--yes", r"sd15-batch"),
