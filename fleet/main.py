@@ -15,31 +15,8 @@ from typing import Annotated, Any, get_args
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from evaluation.bench import command as bench
-from evaluation.gate import command as gate
-from evaluation.score import command as score
-from fleet import console, demo, health, load, options, prompt
-from fleet.broker import command as broker
-from fleet.campaigns import cancel, purge, table
-from fleet.campaigns import job as job_command
-from fleet.export import command as export
-from fleet.failed import command as failed
-from fleet.files import embedding, kernels, lora, model
-from fleet.gallery import command as gallery
-from fleet.keys import command as keys
-from fleet.monitor import command as monitor
-from fleet.networks import command as networks
-from fleet.plan import command as plan
-from fleet.redo import command as redo
-from fleet.report import command as report
-from fleet.results import command as results
-from fleet.salad import command as deploy
-from fleet.scale import command as scale
-from fleet.sweep import command as sweep
-from fleet.texts import command as texts
-from fleet.verify import command as verify
-from fleet.webhooks import command as webhooks
-from fleet.worker import command as worker
+from fleet import console, health
+from fleet.lazy_commands import COMMANDS, LazyCommands
 from imagefleet.telemetry import logs
 
 #: Commands whose stderr is a log, which a program may read.
@@ -95,8 +72,25 @@ class Group(TyperGroup):
         return super().parse_args(ctx, args or (["--help"] if help_only else []))
 
 
+class Console(Group):
+    """The group of all commands, whose help imports none of them."""
+
+    def __init__(self, **terms: Any) -> None:
+        super().__init__(**terms)
+        self.commands = LazyCommands(self.commands, _use_help_classes)  # type: ignore[assignment]
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:  # noqa: ARG002 - click's signature
+        rows = [
+            (name, COMMANDS[name].summary if name in COMMANDS else self.commands[name].help or "")
+            for name in self.commands
+        ]
+        with formatter.section("Commands"):
+            formatter.write_dl(rows)
+
+
 app = typer.Typer(
     name="imagefleet",
+    cls=Console,
     # Plain help: typer's boxes leave too little width for long names of settings.
     rich_markup_mode=None,
     no_args_is_help=True,
@@ -144,47 +138,9 @@ def root(
     """The options of `imagefleet` itself."""
 
 
-app.command("demo")(demo.command)
-app.command("worker")(worker.command)
-app.command("load")(load.command)
-app.command("sweep")(sweep.command)
-app.command("campaigns")(table.command)
-app.command("job")(job_command.command)
-app.command("cancel")(cancel.command)
-app.command("purge")(purge.command)
-app.command("status")(monitor.status_command)
-app.command("top")(monitor.top_command)
-app.command("exporter")(monitor.exporter_command)
-app.add_typer(
-    failed.app, name="failed", short_help="Lists, exports, replays, discards failed jobs."
-)
-app.add_typer(keys.app, name="keys", short_help="Creates, checks and revokes SAS tokens.")
-app.command("broker")(broker.command)
-app.command("webhooks")(webhooks.command)
-app.command("plan")(plan.command)
-app.command("results")(results.command)
-app.command("export")(export.command)
-app.command("report")(report.command)
-app.command("score")(score.command)
-app.command("gallery")(gallery.command)
-app.command("verify")(verify.command)
-app.command("gate")(gate.command)
-app.command("redo")(redo.command)
-app.add_typer(deploy.app, name="deploy", short_help="Deploys workers to GPU clouds.")
-app.command("scale")(scale.command)
-app.command("prompt")(prompt.command)
-app.add_typer(model.app, name="model", short_help="Stores and lists checkpoints.")
-app.add_typer(lora.app, name="lora", short_help="Stores and lists LoRAs.")
-app.add_typer(embedding.app, name="embedding", short_help="Stores and lists embeddings.")
-app.add_typer(networks.upscaler, name="upscaler", short_help="Stores and lists upscalers.")
-app.add_typer(networks.controlnet, name="controlnet", short_help="Stores and lists ControlNets.")
-app.add_typer(texts.app, name="text", short_help="Makes, stores and lists text states.")
-app.add_typer(kernels.app, name="kernels", short_help="Builds, stores and lists compiled kernels.")
-app.add_typer(bench.app, name="bench", short_help="Measures this machine's speed.")
-
-
 @app.command(
     "health",
+    cls=Command,
     add_help_option=False,
     context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
 )
@@ -193,8 +149,10 @@ def health_command(context: typer.Context) -> None:
     raise typer.Exit(health.main(context.args))  # `python -m fleet.main`; see fleet/entry.py
 
 
-@app.command()
-def version(as_json: options.AsJson = False) -> None:
+@app.command(cls=Command)
+def version(
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
     """Prints the versions to name in a bug report."""
     versions: dict[str, str | None] = {}
     for distribution in ("imagefleet", "torch", "diffusers"):
@@ -214,12 +172,9 @@ def _use_help_classes(group: typer.Typer) -> None:
     group.info.cls = Group
     for command in group.registered_commands:
         command.cls = Command
-    for each in group.registered_groups:
-        if each.typer_instance:
-            _use_help_classes(each.typer_instance)
-
-
-_use_help_classes(app)
+    for inner in group.registered_groups:
+        if inner.typer_instance:
+            _use_help_classes(inner.typer_instance)
 
 
 def _log_format(arguments: Sequence[str], variables: Mapping[str, str]) -> logs.LogFormat:

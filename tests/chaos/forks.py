@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import importlib
 import json
 import math
 import os
@@ -187,8 +188,11 @@ def _become(arguments: list[str], cwd: str, variables: dict[str, str], output: l
 
 if __name__ == "__main__":
     gc.disable()  # no import leaves garbage that is worth looking for
-    from fleet import entry, main  # noqa: F401 - imported here once, for all forks
+    # Imported here once, for all forks.
+    from fleet import entry, lazy_commands, main  # noqa: F401
 
+    for listed in lazy_commands.COMMANDS.values():
+        importlib.import_module(listed.target.partition(":")[0])
     exec(sys.argv[1])
     # What is imported stays: a fork need not look through it, which copies it, nor take it apart.
     gc.freeze()

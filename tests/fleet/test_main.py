@@ -10,8 +10,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import typer
 
-from fleet import console, entry
+from fleet import console, entry, lazy_commands, main
 
 ROOT = Path(__file__).parents[2]
 COMMAND = Path(sys.executable).with_name("imagefleet")
@@ -29,11 +30,9 @@ COMMANDS = [
         "redo",
         "scale",
         "prompt",
-        "health",
-        "version",
     ),
     *("failed", "keys", "deploy", "model", "lora", "embedding"),
-    *("upscaler", "controlnet", "text", "kernels"),
+    *("upscaler", "controlnet", "text", "kernels", "bench", "health", "version"),
 ]
 
 Imagefleet = Callable[..., "subprocess.CompletedProcess[str]"]  # the fixture of conftest.py
@@ -301,3 +300,12 @@ def test_ctrl_c_during_the_imports_is_no_traceback(monkeypatch: pytest.MonkeyPat
     with pytest.raises(SystemExit) as ended:
         entry.main()
     assert ended.value.code == entry.EXIT_INTERRUPTED == console.EXIT_INTERRUPTED
+
+
+def test_the_help_describes_commands_as_they_do_themselves() -> None:
+    commands = typer.main.get_command(main.app).commands
+
+    for name, listed in lazy_commands.COMMANDS.items():
+        command = commands[name]
+        own = command.short_help or command.help.partition("\n")[0]
+        assert own == listed.summary, name
