@@ -354,4 +354,4 @@ def _refuse_foreign(
         takes = takers.get(parameter.name or "", (kind,))
         if kind not in takes and source is not None and source.name == "COMMANDLINE":
             flag = parameter.opts[0] if parameter.opts[0].startswith("-") else "JOBS"
-            raise errors.SetupError(f"{flag} is for {' and '.join(takes)}, not for {kind}")
+            raise errors.SetupError(f"{flag} is for {', '.join(takes)}, not for {kind}")
