@@ -14,10 +14,10 @@ from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any
 
+import gallery as benchmark
 import pytest
 from PIL import Image, ImageStat
 
-import gallery as benchmark
 from fleet.gallery.campaign import Campaign, Pace
 from imagefleet.records.record import Record
 from imagefleet.records.writer import RecordLog
