@@ -28,6 +28,9 @@ _NEWEST = 300
 #: An answer waits so long for new records.
 _ANSWER_SECONDS = 2.0
 
+#: Older records are read so long for each answer.
+_READ_SECONDS = 0.5
+
 #: Selecting a filter's rows anew takes this share of the time at most.
 _SELECT_SHARE = 0.2
 
@@ -113,7 +116,10 @@ class Campaign:
             if self._follower is None:
                 self._follower = await self._started()
             else:
+                until = time.monotonic() + _READ_SECONDS
                 await self._read(self._follower)
+                while not self.is_complete and time.monotonic() < until:
+                    await self._read(self._follower)
             if time.monotonic() >= self._count_at:
                 self.sent = await reader.sent(self._storage, self._name)
                 self._count_at = time.monotonic() + self._pace.count_seconds
