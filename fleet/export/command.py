@@ -139,7 +139,7 @@ async def _plan(storage: Storage, folder: Path, wanted: Plan, *, quiet: bool) ->
             " images will not be in this export"
         )
     damaged = Damaged()
-    records = reader.images(storage, wanted.campaign, damaged)
+    records = reader.results(storage, wanted.campaign, {"completed"}, damaged)
     with console.counting("planned", counts.images, quiet=quiet) as on_records:
         made = await plan.make(records, folder, wanted, damaged, on_records)
     if damaged.count:

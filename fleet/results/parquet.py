@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fleet.results import files, source
+from fleet.results import files
 from imagefleet import errors
 from imagefleet.records import columns
 from imagefleet.records.record import Record
@@ -17,9 +17,6 @@ if TYPE_CHECKING:
 
 #: Rows of a group: some 10 MB of a file.
 ROW_GROUP = 50_000
-
-#: Records in memory at once: as columns they take a fifth.
-_BATCH = 2_000
 
 
 def arrow() -> Any:
@@ -69,7 +66,7 @@ def table(records: Sequence[Record], address: columns.Address) -> pa.Table:
 
 
 async def write(
-    records: AsyncIterator[Record],
+    records: AsyncIterator[list[Record]],
     path: Path,
     address: columns.Address,
     on_records: Callable[[int], None],
@@ -81,7 +78,7 @@ async def write(
         pa.parquet.ParquetWriter(draft, schema(), compression="zstd") as writer,
     ):
         group: list[Any] = []
-        async for batch in source.batches(records, _BATCH):
+        async for batch in records:
             group.append(await asyncio.to_thread(table, batch, address))
             if sum(part.num_rows for part in group) >= ROW_GROUP:
                 await asyncio.to_thread(writer.write_table, pa.concat_tables(group))

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+import polling
 from imagefleet import Job, aio, errors, retry
 from imagefleet.records import sent, writer
 from imagefleet.storage.settings import StorageSettings
@@ -94,14 +95,19 @@ async def test_a_submission_that_is_cancelled_during_its_note_breaks_no_other(
     fleet: aio.Fleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     append = fleet.storage.blobs.append
+    writing, may_write = asyncio.Event(), asyncio.Event()
 
     async def slow(*arguments: Any) -> bool:
-        await asyncio.sleep(0.2)
+        writing.set()
+        await may_write.wait()
         return await append(*arguments)
 
     monkeypatch.setattr(fleet.storage.blobs, "append", slow)
-    first, second = (asyncio.create_task(submit(fleet)) for _ in range(2))
-    await asyncio.sleep(0.1)
+    first = asyncio.create_task(submit(fleet))
+    await writing.wait()
+    second = asyncio.create_task(submit(fleet))
+    await polling.until(fleet.storage.queue.depth, lambda depth: depth.messages == 2)
     first.cancel()
+    may_write.set()
     await asyncio.gather(first, second, return_exceptions=True)
     assert await counted(fleet) == {"spring": 2}
