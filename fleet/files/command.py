@@ -33,7 +33,7 @@ app = typer.Typer(
     help="Files that workers read from the storage: models, LoRAs, embeddings and others.",
 )
 
-Kind = Annotated[str, typer.Argument(metavar="KIND", help=f"{', '.join(KINDS)}.")]
+KindName = Annotated[str, typer.Argument(metavar="KIND", help=f"{', '.join(KINDS)}.")]
 
 
 class MakeSettings(WorkerSettings, SignerSettings):
@@ -87,7 +87,7 @@ _MAKE_OPTIONS: Mapping[str, Collection[str]] = {
 def add_command(
     settings: SignerSettings,
     context: typer.Context,
-    kind: Kind,
+    kind: KindName,
     sources: Annotated[
         list[str],
         typer.Argument(
@@ -131,7 +131,9 @@ def add_command(
 
 @app.command("list")
 @options.from_settings(StorageSettings)
-def list_command(settings: StorageSettings, kind: Kind, as_json: options.AsJson = False) -> None:
+def list_command(
+    settings: StorageSettings, kind: KindName, as_json: options.AsJson = False
+) -> None:
     """Lists the files of a kind in the storage; of text states, prompts are not shown.
 
     imagefleet files list lora
@@ -155,7 +157,7 @@ def list_command(settings: StorageSettings, kind: Kind, as_json: options.AsJson 
 @options.from_settings(SignerSettings)
 def remove_command(
     settings: SignerSettings,
-    kind: Kind,
+    kind: KindName,
     names: Annotated[
         list[str], typer.Argument(metavar="NAME...", help="Their names, as `files list` has them.")
     ],
