@@ -18,15 +18,15 @@ from typing import Any
 
 from imagefleet import errors, retry
 from imagefleet.cancelled import CancelledCampaigns
+from imagefleet.files.kinds import LORA
 from imagefleet.signing import trusted_keys
 from imagefleet.storage import protocol
 from worker import replica, tasks
 from worker.cost import CostMeter
 from worker.engine import contract
-from worker.files import model
+from worker.files import hashes, model
 from worker.files.embeddings import EmbeddingLibrary
-from worker.files.hashes import FileHashes
-from worker.files.loras import LoraLibrary
+from worker.files.library import FileLibrary
 from worker.gpu_thread import EngineThread
 from worker.inputs.reader import InputReader
 from worker.jobs.depth import measure_depth
@@ -38,7 +38,6 @@ from worker.node import reference, suspects
 from worker.node.check import NodeCheck
 from worker.node.quarantine import Quarantine
 from worker.node.self_check import NodeSelfCheck
-from worker.node.suspects import Suspects
 from worker.node.watchdog import NO_LIMITS, Diagnose, NodeLimits, NodeWatchdog
 from worker.progress import Phase
 from worker.pull import Puller
@@ -136,8 +135,9 @@ class Pipeline:
             self._queue, self._keeper, self.settler, self.engine_thread, self.metrics, settings
         )
         self._trusted = trusted_keys(settings.trusted_key)
-        self._library = LoraLibrary(
+        self._library = FileLibrary.stored(
             storage.files,
+            LORA,
             directory=settings.lora_directory,
             cache=settings.cache / "loras",
             cache_bytes=settings.cache_megabytes * 2**20,
@@ -166,7 +166,7 @@ class Pipeline:
             group=settings.group,
             priority=settings.priority,
         )
-        self._hashes = FileHashes(settings.cache)
+        self._hashes = hashes.FileHashes(settings.cache)
         self._quarantine = Quarantine(storage.files, frozenset({settings.name, suspects.machine()}))
         self._upload: UploadStage | None = None
         self._earlier_images = 0  # of the models before
@@ -292,7 +292,9 @@ class Pipeline:
             self._retry_policy,
             self._settings.name,
             engine.model_name,
-            Suspects(self._settings.name, self._storage.blobs, self.metrics, self._retry_policy),
+            suspects.Suspects(
+                self._settings.name, self._storage.blobs, self.metrics, self._retry_policy
+            ),
         )
         encode = EncodeStage(
             engine.model_name,
@@ -437,7 +439,7 @@ class Pipeline:
                 )
             )
 
-    async def _record_suspects(self, checks: NodeSelfCheck, stored: Suspects) -> None:
+    async def _record_suspects(self, checks: NodeSelfCheck, stored: suspects.Suspects) -> None:
         if checks.fault is None:
             return
         with contextlib.suppress(TimeoutError):
