@@ -21,7 +21,7 @@ from imagefleet.cancelled import CancelledCampaigns
 from imagefleet.files.kinds import LORA
 from imagefleet.signing import trusted_keys
 from imagefleet.storage import protocol
-from worker import replica, tasks
+from worker import leases, replica, tasks
 from worker.cost import CostMeter
 from worker.engine import contract
 from worker.files import hashes, model
@@ -31,13 +31,13 @@ from worker.gpu_thread import EngineThread
 from worker.inputs.reader import InputReader
 from worker.jobs.depth import measure_depth
 from worker.jobs.in_flight import InFlightJob
-from worker.leases import LeaseKeeper
 from worker.metrics import EngineCollector, Outcome, WorkerMetrics
 from worker.models.change import Following, WorkerModels, make_queues, note_served
 from worker.node import reference, suspects
 from worker.node.check import NodeCheck
 from worker.node.quarantine import Quarantine
 from worker.node.self_check import NodeSelfCheck
+from worker.node.suspects import Suspects
 from worker.node.watchdog import NO_LIMITS, Diagnose, NodeLimits, NodeWatchdog
 from worker.progress import Phase
 from worker.pull import Puller
@@ -111,7 +111,7 @@ class Pipeline:
         )
         self.cost = CostMeter(self.engine_thread, runs_on, storage.operations, began_at)
         self._queue = storage.models.served([])
-        self._keeper = LeaseKeeper(
+        self._keeper = leases.LeaseKeeper(
             self._queue,
             settings.lease_seconds,
             on_renewal=lambda result: self.metrics.lease_renewals.labels(result).inc(),
@@ -292,9 +292,7 @@ class Pipeline:
             self._retry_policy,
             self._settings.name,
             engine.model_name,
-            suspects.Suspects(
-                self._settings.name, self._storage.blobs, self.metrics, self._retry_policy
-            ),
+            Suspects(self._settings.name, self._storage.blobs, self.metrics, self._retry_policy),
         )
         encode = EncodeStage(
             engine.model_name,
@@ -439,7 +437,7 @@ class Pipeline:
                 )
             )
 
-    async def _record_suspects(self, checks: NodeSelfCheck, stored: suspects.Suspects) -> None:
+    async def _record_suspects(self, checks: NodeSelfCheck, stored: Suspects) -> None:
         if checks.fault is None:
             return
         with contextlib.suppress(TimeoutError):
