@@ -6,20 +6,16 @@ PYTHONPATH=tests/support python docs/write_gallery_pictures.py
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import io
 import json
-import os
-import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 
 from PIL import Image
 
-from in_browser import browser
+from in_browser import browser, gallery
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -27,16 +23,6 @@ ROOT = Path(__file__).resolve().parents[1]
 SEEDS = range(3)
 
 INVALID = {"prompt": "a fox in the snow, <lora:missing-style:0.8>", "campaign": "spring"}
-
-#: True if every tile on the screen has its thumbnail.
-FIRST_SCREEN = """(() => {
-  const bottom = document.querySelector("#grid").getBoundingClientRect().bottom;
-  const tiles = [...document.querySelectorAll(".tile")].filter(each => {
-    const box = each.getBoundingClientRect();
-    return box.top < bottom && box.bottom > 0;
-  });
-  return tiles.length > 5 && tiles.every(each => each.classList.contains("loaded"));
-})()"""
 
 SIZES = {"light": (1280, 800), "dark": (400, 800)}
 MARGIN = 16
@@ -67,25 +53,6 @@ def draw(folder: Path) -> None:
     imagefleet("worker", "--model", str(model), *loras, "--until-empty", folder=folder)
 
 
-@contextlib.contextmanager
-def serving(storage: Path, cache: Path) -> Iterator[str]:
-    """`imagefleet gallery`; gives its address."""
-    command = [sys.executable, "-m", "fleet.entry", "gallery", "--storage", f"local:{storage}"]
-    command += ["--port", "0", "--no-browser", "--cache", str(cache)]
-    environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
-    with subprocess.Popen(  # noqa: S603 - this command alone
-        command, stdout=subprocess.PIPE, text=True, env=environment
-    ) as process:
-        assert process.stdout is not None  # noqa: S101
-        try:
-            found = re.search(r"http://\S+/", process.stdout.readline())
-            if found is None:
-                raise RuntimeError("the gallery did not start")
-            yield found[0]
-        finally:
-            process.terminate()
-
-
 async def shots(url: str, program: str) -> list[bytes]:
     """The list on a desktop, and an image on a phone in the dark."""
     taken = []
@@ -94,7 +61,7 @@ async def shots(url: str, program: str) -> list[bytes]:
             async with started.page(width=width, height=height) as page:
                 await page.use_colors(scheme)
                 await page.open(url)
-                await page.until(FIRST_SCREEN)
+                await page.until(gallery.FIRST_SCREEN)
                 if scheme == "dark":
                     await page.click(".tile[aria-posinset='5']")
                     await page.until("document.querySelector('#picture').src.includes('/picture')")
@@ -124,7 +91,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as work:
         folder = Path(work)
         draw(folder)
-        with serving(folder / "imagefleet-data", folder / "cache") as url:
+        with gallery.serving(folder / "imagefleet-data", folder / "cache") as url:
             taken = asyncio.run(shots(url, program))
     (ROOT / "docs" / "gallery.png").write_bytes(beside_each_other(taken))
 

@@ -14,9 +14,8 @@ from typing import TYPE_CHECKING, Any
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from imagefleet import errors, validation
-from imagefleet.job import txt2img
+from imagefleet.job import sizes, txt2img
 from imagefleet.job.passes import extras, sources
-from imagefleet.storage import protocol
 
 if TYPE_CHECKING:
     from imagefleet.job.message import Job
@@ -189,8 +188,8 @@ def check_size(text: str) -> None:
     *text* is its message as they have it, which may be longer than it was sent: in base64, say, no
     character counts as several.
     """
-    most = protocol.MAX_MESSAGE_BYTES - protocol.STAGE_BYTES
-    if protocol.message_bytes(text) > most:
+    most = sizes.MAX_MESSAGE_BYTES - sizes.STAGE_BYTES
+    if sizes.message_bytes(text) > most:
         raise errors.InvalidMessageError(f"the job with its stages takes more than {most:,} bytes")
 
 

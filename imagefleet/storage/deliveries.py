@@ -14,7 +14,7 @@ from typing import Annotated, Any, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from imagefleet.job import chain
+from imagefleet.job import chain, sizes
 from imagefleet.job.message import (
     DELIVERIES_FIELD,
     MAX_IMAGES_PER_JOB,
@@ -112,7 +112,7 @@ class Deliveries(BaseModel):
             return None
         record = self.model_dump(exclude_defaults=True)
         text = _json({**fields, DELIVERIES_FIELD: record})
-        return text if protocol.fits(text) else None
+        return text if sizes.fits(text) else None
 
 
 def without_deliveries(body: str) -> str:
