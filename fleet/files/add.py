@@ -88,31 +88,28 @@ async def add(
         if not dry_run:
             await storage.create()
             await listing.check()
-        files = [
-            await transfer.store(storage, kind, file, replace=given.replace, dry_run=dry_run)
-            for file in ready
-        ]
-        is_listed = False
-        if not dry_run:
-            names = [kind.listed_name(file.name) for file in ready]
-            hashes = [file.sha256 for file in files]
-            is_listed = await listing.change(dict(zip(names, hashes, strict=True)))
-            for blob, data in (each for file in ready for each in file.beside.items()):
-                await transfer.overwrite(storage, blob, data, "application/json")
-    rows = [{**asdict(file), **own.facts} for own, file in zip(ready, files, strict=True)]
-    would = "would be " if dry_run else ""
-    notes = [
-        f"{file.blob}: {would * (file.change != 'was there')}{file.change}: {file.content},"
-        f" {file.bytes / 1e6:,.1f} MB, SHA-256 {file.sha256}"
-        + (f", {listing.described}" if is_listed else "")
-        + f"; {kind.use}"
-        for file in files
-    ]
-    lines = [
-        kind.handle.format(stem=file.name, name=own.name, sha256=file.sha256)
-        for own, file in zip(ready, files, strict=True)
-    ]
-    return Report({"files": rows, "in_manifest": is_listed, "dry_run": dry_run}, notes, lines)
+        rows: list[dict[str, object]] = []
+        notes: list[str] = []
+        lines: list[str] = []
+        for file in ready:
+            stored = await transfer.store(
+                storage, kind, file, replace=given.replace, dry_run=dry_run
+            )
+            is_listed = False
+            if not dry_run:
+                is_listed = await listing.change({kind.listed_name(file.name): stored.sha256})
+                for blob, data in file.beside.items():
+                    await transfer.overwrite(storage, blob, data, "application/json")
+            rows.append({**asdict(stored), "in_manifest": is_listed, **file.facts})
+            would = "would be " if dry_run and stored.change != "was there" else ""
+            notes.append(
+                f"{stored.blob}: {would}{stored.change}: {stored.content},"
+                f" {stored.bytes / 1e6:,.1f} MB, SHA-256 {stored.sha256}"
+                + (f", {listing.described}" if is_listed else "")
+                + f"; {kind.use}"
+            )
+            lines.append(kind.handle.format(stem=stored.name, name=file.name, sha256=stored.sha256))
+    return Report({"files": rows, "dry_run": dry_run}, notes, lines)
 
 
 @contextlib.asynccontextmanager
