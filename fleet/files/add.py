@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import AsyncIterator
-from dataclasses import asdict, dataclass
-from pathlib import Path
-from typing import Annotated
-
-import typer
+from dataclasses import asdict
 
 from fleet.files import kernels, models, transfer
+from fleet.files.arguments import AddOptions
 from fleet.files.listed import Listing
 from fleet.files.transfer import Ready, Report
 from imagefleet import errors
@@ -19,43 +16,6 @@ from imagefleet.files.kinds import FileKind
 from imagefleet.job.prompt import SAFE_NAME
 from imagefleet.storage.open import open_storage
 from imagefleet.storage.settings import SignerSettings
-
-
-@dataclass(frozen=True, slots=True)
-class AddOptions:
-    """The options of `files add`; some are for certain kinds alone."""
-
-    name: Annotated[
-        str | None,
-        typer.Option(metavar="NAME", help="Its name for jobs or workers; by default the file's."),
-    ] = None
-    sha256: Annotated[
-        str | None,
-        typer.Option(
-            "--sha256",
-            "--model-sha256",
-            metavar="HEX",
-            help="The SHA-256 that the file must have; required for plain http://.",
-        ),
-    ] = None
-    cache: Annotated[
-        Path, typer.Option(metavar="FOLDER", help="Where a download is kept until it is stored.")
-    ] = Path("~/.cache/imagefleet")
-    test: Annotated[
-        bool,
-        typer.Option("--test/--no-test", help="Draw a model's images first, if torch is there."),
-    ] = True
-    replace: Annotated[
-        bool, typer.Option("--replace", help="Replace other kernels for the same GPU.")
-    ] = False
-    manifest: Annotated[
-        bool,
-        typer.Option(
-            "--manifest",
-            help="List its hash in the folder's manifest.json even if there is none yet; with a"
-            " signing key, also sign one that is not signed, with all that it lists.",
-        ),
-    ] = False
 
 
 async def add(
