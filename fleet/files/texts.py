@@ -18,7 +18,6 @@ from fleet.load import reading
 from fleet.worker.command import require_libraries
 from imagefleet import concurrency, errors
 from imagefleet.files.kinds import TEXT
-from imagefleet.job import chain
 from imagefleet.job.message import Job
 from imagefleet.signing import SigningKey
 from imagefleet.storage.open import open_storage
@@ -84,7 +83,7 @@ class Encoded:
     def add(self, _place: str, job: Job) -> None:
         """Adds the prompts of all of a job's stages, and the negative ones."""
         self.jobs += 1
-        for stage in chain.left(job):
+        for stage in job.stages_left():
             for prompt in (stage.parsed_prompt, stage.parsed_negative_prompt):
                 text = text_states.clean(str(prompt))
                 self._prompts[text_states.stem(text, self.encoder)] = text
