@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -12,7 +12,7 @@ import typer
 
 from fleet.files import kernels, models, transfer
 from fleet.files.listed import Listing
-from fleet.files.transfer import Ready, Stored
+from fleet.files.transfer import Ready, Report
 from imagefleet import errors
 from imagefleet.files import kinds
 from imagefleet.files.kinds import FileKind
@@ -58,14 +58,6 @@ class AddOptions:
     ] = False
 
 
-@dataclass(frozen=True, slots=True)
-class Added:
-    """The files that are stored, what else is known of each, and whether they are listed."""
-
-    files: list[tuple[Ready, Stored]]
-    in_manifest: bool
-
-
 async def add(
     settings: SignerSettings,
     kind: FileKind,
@@ -73,7 +65,7 @@ async def add(
     given: AddOptions,
     *,
     dry_run: bool,
-) -> Added:
+) -> Report:
     """Stores files and lists their hashes.
 
     Raises:
@@ -96,19 +88,31 @@ async def add(
         if not dry_run:
             await storage.create()
             await listing.check()
-        files = []
-        for file in ready:
-            stored = await transfer.store(
-                storage, kind, file, replace=given.replace, dry_run=dry_run
-            )
-            files.append((file, stored))
-        if dry_run:
-            return Added(files, in_manifest=False)
-        hashes = {kind.listed_name(file.name): stored.sha256 for file, stored in files}
-        is_listed = await listing.change(hashes)
-        for blob, data in (each for file in ready for each in file.beside.items()):
-            await transfer.overwrite(storage, blob, data, "application/json")
-        return Added(files, is_listed)
+        files = [
+            await transfer.store(storage, kind, file, replace=given.replace, dry_run=dry_run)
+            for file in ready
+        ]
+        is_listed = False
+        if not dry_run:
+            names = [kind.listed_name(file.name) for file in ready]
+            hashes = [file.sha256 for file in files]
+            is_listed = await listing.change(dict(zip(names, hashes, strict=True)))
+            for blob, data in (each for file in ready for each in file.beside.items()):
+                await transfer.overwrite(storage, blob, data, "application/json")
+    rows = [{**asdict(file), **own.facts} for own, file in zip(ready, files, strict=True)]
+    would = "would be " if dry_run else ""
+    notes = [
+        f"{file.blob}: {would * (file.change != 'was there')}{file.change}: {file.content},"
+        f" {file.bytes / 1e6:,.1f} MB, SHA-256 {file.sha256}"
+        + (f", {listing.described}" if is_listed else "")
+        + f"; {kind.use}"
+        for file in files
+    ]
+    lines = [
+        kind.handle.format(stem=file.name, name=own.name, sha256=file.sha256)
+        for own, file in zip(ready, files, strict=True)
+    ]
+    return Report({"files": rows, "in_manifest": is_listed, "dry_run": dry_run}, notes, lines)
 
 
 @contextlib.asynccontextmanager

@@ -14,6 +14,7 @@ import numpy as np
 from fleet.gallery.index import Filter, Index
 from imagefleet import errors
 from imagefleet.records import reader
+from imagefleet.records.damaged import Damaged
 from imagefleet.storage.protocol import Storage
 
 #: Filters whose rows are kept: each takes 4 bytes a row.
@@ -74,7 +75,7 @@ class Campaign:
         """Whether all records that there were have been read once."""
         self.read_share = 0.0
         """The share read of the bytes that the shards had when the campaign was opened."""
-        self.damaged = 0
+        self.damaged = Damaged()
         """Records and shards that cannot be read."""
         self.version = 0
         self._storage = storage
@@ -146,7 +147,7 @@ class Campaign:
             self.version += 1
             self._due_at = 0.0
         follower = reader.Follower(
-            *(self._storage, self.name, position, self._note_damaged),
+            *(self._storage, self.name, position, self.damaged),
             most=self._pace.records_at_once,
             part_bytes=self._pace.part_bytes,
         )
@@ -164,9 +165,6 @@ class Campaign:
         if records or is_complete != self.is_complete:
             self.version += 1
         self.is_complete = is_complete
-
-    def _note_damaged(self, _shard: str, _reason: str) -> None:
-        self.damaged += 1
 
     async def _count(self) -> None:
         if time.monotonic() - self._counted_at >= self._pace.count_seconds:

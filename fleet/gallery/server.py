@@ -159,7 +159,7 @@ class Gallery:
                 "sent": campaign.sent,
                 "reading": not view.is_complete,
                 "read": campaign.read_share,
-                "damaged": campaign.damaged,
+                "damaged": campaign.damaged.count,
                 "problem": _sentence(campaign.problem or self._campaigns.problem),
             }
         )

@@ -106,7 +106,13 @@ def test_a_replayed_job_that_fails_again_is_a_row_again(index: Index) -> None:
 
 
 def test_the_images_of_a_job_are_rows_of_their_own_and_one_job(index: Index) -> None:
-    index.add([image(1, blob=f"spring/job-1-{n}.png", index=n, images=3) for n in range(3)], {})
+    index.add(
+        [
+            image(1, blob=f"spring/job-1-{n}.png", index=n, images=3, completes=n == 2)
+            for n in range(3)
+        ],
+        {},
+    )
 
     assert jobs(index) == ["job-1"] * 3
     assert index.counts().jobs == 1
