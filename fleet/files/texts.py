@@ -18,7 +18,6 @@ from fleet.load import reading
 from fleet.worker.command import require_libraries
 from imagefleet import concurrency, errors
 from imagefleet.files.kinds import TEXT
-from imagefleet.job import chain
 from imagefleet.job.message import Job
 from imagefleet.storage.open import open_storage
 from imagefleet.storage.protocol import Storage
@@ -105,7 +104,7 @@ def encoded(
     def add(_place: str, job: Job) -> None:
         nonlocal read_jobs
         read_jobs += 1
-        for stage in chain.left(job):
+        for stage in job.stages_left():
             for prompt in (stage.parsed_prompt, stage.parsed_negative_prompt):
                 text = text_states.clean(str(prompt))
                 prompts[text_states.stem(text, encoder)] = text

@@ -23,7 +23,7 @@ from pydantic import (
 )
 
 from imagefleet import errors
-from imagefleet.job import chain, sizes
+from imagefleet.job import sizes
 from imagefleet.job.chain import MAX_STAGES
 from imagefleet.job.message import DEFAULT_CAMPAIGN, Job, SafeId, is_signed, message_fields
 from imagefleet.records.record import Record
@@ -199,7 +199,7 @@ async def add(
         worker=_truncated(worker, _MAX_NAME_CHARACTERS),
         failed_at=datetime.now(UTC),
         stage=job.stage if job is not None and job.stages > 1 else None,
-        source=chain.source(job, message.id),
+        source=job.source(message.id) if job is not None else message.id,
         body=body,
     )
     await storage.poison.send([await _encode_to_fit(record, body, storage.blobs)])
@@ -229,7 +229,7 @@ def _named(body: str) -> dict[str, Any]:
 def _replayable(message: protocol.LeasedMessage, job: Job | None) -> str:
     if job is None or is_signed(message.body):  # a signature is of the fields as they were sent
         body = without_deliveries(message.body)
-        return body if job is None or job.place is None else sent_again(body, job.place)
+        return body if job is None or job.place is None else sent_again(body, job)
     body = job.to_message()
     # The job's generated id and seed may make a full message too large.
     return body if sizes.message_bytes(body) <= sizes.MAX_MESSAGE_BYTES else message.body

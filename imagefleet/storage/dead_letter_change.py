@@ -97,7 +97,7 @@ class Change:
             ) from None
         job = job.identified(job_id)
         if place is not None:
-            job = chain.stage_of_message(job, place)
+            job = job.stage_of_message(place)
         (message,) = sizes.checked_messages([job.to_message(self._key)])
         return message, job
 

@@ -22,8 +22,7 @@ from worker.files.embeddings import EmbeddingLibrary
 from worker.files.hashes import FileHashes
 from worker.files.library import FileLibrary
 from worker.inputs.reader import NO_INPUTS, InputReader, Inputs
-from worker.jobs.in_flight import InFlightJob
-from worker.jobs.turns import BegunJob, Turns
+from worker.jobs.in_flight import BegunJob, InFlightJob, Turns
 from worker.metrics import WorkerMetrics
 from worker.settle import Settler
 from worker.stages.generate import GenerateStage

@@ -86,7 +86,7 @@ def test_a_stage_that_asks_for_a_random_seed_gets_one_of_its_own_the_same_each_t
 
 def test_the_images_of_all_stages_have_names_that_no_other_job_can_have() -> None:
     body = text({}, {"output": {"format": "jpeg"}}, campaign="c")
-    names = [each.blob_name(0) for each in chain.left(read_job(body, "m"))]
+    names = [each.blob_name(0) for each in read_job(body, "m").stages_left()]
     assert names == ["c/0001.png", "c/0001~2.png", "c/0001~3.jpg"]
     assert sorted(names) == names
     with pytest.raises(errors.InvalidMessageError):
@@ -142,8 +142,8 @@ def test_a_stage_written_again_is_the_same_stage_of_the_same_job() -> None:
         assert again.model_dump() == job.model_dump()
         assert (again.stage, again.stages) == (number, 3)
         assert again.blob_name(0) == job.blob_name(0)
-        assert chain.source(job, "m") == "first-message"
-        assert chain.source(again, "another") == "another"
+        assert job.source("m") == "first-message"
+        assert again.source("another") == "another"
 
 
 def test_a_worker_sends_the_next_stage_of_a_signed_job_without_the_key(tmp_path: Path) -> None:
@@ -173,7 +173,7 @@ def test_the_first_message_leaves_room_for_those_of_later_stages() -> None:
     sizes.checked_messages([fits])
     assert sizes.message_bytes(fits) > sizes.MAX_MESSAGE_BYTES - 1200
     job = read_job(fits, "m" * 36)
-    fields = json.loads(job.to_message()) | {chain.STAGE_FIELD: chain.next_field(job, "m" * 36)}
+    fields = json.loads(job.to_message()) | {chain.STAGE_FIELD: job.next_stage_field("m" * 36)}
     assert sizes.fits(json.dumps(fields, ensure_ascii=False, separators=(",", ":")))
 
 
