@@ -21,8 +21,9 @@ from pydantic import (
 
 from imagefleet import errors, validation
 from imagefleet.job.chain import MAX_STAGES
-from imagefleet.job.message import DEFAULT_CAMPAIGN, MAX_IMAGES_PER_JOB, Job, SafeId, job_key
-from imagefleet.storage.protocol import MAX_BLOB_NAME, MAX_MESSAGE_BYTES
+from imagefleet.job.message import DEFAULT_CAMPAIGN, Job, SafeId, job_key
+from imagefleet.job.passes.first import MAX_IMAGES_PER_JOB
+from imagefleet.job.sizes import MAX_BLOB_NAME, MAX_MESSAGE_BYTES
 
 #: No job waits longer in a worker, and no worker starts for longer.
 _LONGEST_SECONDS = 7 * 24 * 3600

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 import pytest
 
+import polling
 from imagefleet import errors
 from imagefleet.records import reader, replaced, shard, stored, writer
 from imagefleet.records.damaged import Damaged
@@ -308,12 +309,16 @@ async def test_many_small_shards_are_not_read_one_after_the_other(
         await writer.RecordLog(storage.blobs, f"w{number}").add([image(number)])
     real = type(storage.blobs).read_part
     reading = most = 0
+    together = asyncio.Event()
 
     async def read_part(self: Any, *arguments: Any) -> Any:
         nonlocal reading, most
         reading += 1
         most = max(most, reading)
-        await asyncio.sleep(0.01)
+        if reading == 4:
+            together.set()
+        await together.wait()
+        await polling.turn(3)
         try:
             return await real(self, *arguments)
         finally:
@@ -335,9 +340,8 @@ async def test_whoever_stops_reading_leaves_no_read_behind(storage: Storage) -> 
     records = reader.images(storage, "spring")
     await anext(records)
     await records.aclose()  # type: ignore[attr-defined]
-    await asyncio.sleep(0)
 
-    assert asyncio.all_tasks() == before
+    await polling.until(lambda: asyncio.all_tasks() == before)
 
 
 def test_an_error_of_whoever_reads_is_all_that_is_logged(

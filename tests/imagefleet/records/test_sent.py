@@ -53,7 +53,7 @@ async def test_submissions_at_the_same_time_share_writes_and_each_is_counted(
     async def counting(*arguments: Any) -> bool:
         nonlocal appends
         appends += 1
-        await asyncio.sleep(0.05)
+        await polling.until(lambda: fleet._sent._campaigns["spring"].sent == 40)
         return await append(*arguments)
 
     monkeypatch.setattr(fleet.storage.blobs, "append", counting)
@@ -95,19 +95,20 @@ async def test_a_submission_that_is_cancelled_during_its_note_breaks_no_other(
     fleet: aio.Fleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     append = fleet.storage.blobs.append
-    writing, may_write = asyncio.Event(), asyncio.Event()
+    begun, may_end = asyncio.Event(), asyncio.Event()
 
-    async def slow(*arguments: Any) -> bool:
-        writing.set()
-        await may_write.wait()
+    async def held(*arguments: Any) -> bool:
+        begun.set()
+        await may_end.wait()
         return await append(*arguments)
 
-    monkeypatch.setattr(fleet.storage.blobs, "append", slow)
+    monkeypatch.setattr(fleet.storage.blobs, "append", held)
     first = asyncio.create_task(submit(fleet))
-    await writing.wait()
+    await begun.wait()
     second = asyncio.create_task(submit(fleet))
-    await polling.until(fleet.storage.queue.depth, lambda depth: depth.messages == 2)
+    await polling.until(lambda: fleet._sent._campaigns["spring"].sent == 2)
     first.cancel()
-    may_write.set()
-    await asyncio.gather(first, second, return_exceptions=True)
+    await asyncio.gather(first, return_exceptions=True)
+    may_end.set()
+    await second
     assert await counted(fleet) == {"spring": 2}
