@@ -49,20 +49,15 @@ def schema() -> pa.Schema:
     return pa.schema(list(types.items()))
 
 
+def cells(row: dict[str, Any]) -> dict[str, Any]:
+    """A row for Parquet, whose columns have one type."""
+    return row | {"metadata": columns.json_text(row["metadata"]) if row["metadata"] else None}
+
+
 def table(records: Sequence[Record], address: columns.Address) -> pa.Table:
     """The rows of some records."""
-    pa = arrow()
-    rows: dict[str, Sequence[Any]] = {
-        name: [getattr(record, name) for record in records]
-        for name in (*columns.FIELDS, "error", "reason")
-    }
-    rows["loras"] = [columns.loras(record) for record in records]
-    rows["embeddings"] = [columns.embeddings(record) for record in records]
-    rows["address"] = [address(each) if each is not None else None for each in rows["blob"]]
-    rows["metadata"] = [
-        columns.json_text(record.metadata) if record.metadata else None for record in records
-    ]
-    return pa.table({name: rows[name] for name in columns.COLUMNS}, schema=schema())
+    rows = [cells(columns.row(record, address)) for record in records]
+    return arrow().Table.from_pylist(rows, schema())
 
 
 async def write(
