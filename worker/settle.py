@@ -19,7 +19,7 @@ from imagefleet.records.writer import RecordLog
 from imagefleet.storage import dead_letter, protocol, queue_names
 from imagefleet.storage.dead_letter import FailedJob
 from imagefleet.storage.deliveries import without_deliveries
-from imagefleet.storage.model_queues import named
+from imagefleet.storage.routing.models import named
 from imagefleet.storage.settings import checked_priority
 from worker.cost import CostMeter
 from worker.jobs import chains, stored

@@ -9,7 +9,7 @@ from pathlib import PurePosixPath
 from imagefleet import errors, validation
 from imagefleet.files.kinds import MODEL
 from imagefleet.storage import protocol
-from imagefleet.storage.model_queues import model_of, models_of
+from imagefleet.storage.routing.models import model_of, models_of
 from imagefleet.storage.settings import Priority
 from imagefleet.telemetry import serving
 

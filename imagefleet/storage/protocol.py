@@ -19,7 +19,8 @@ from imagefleet import errors
 from imagefleet.job import sizes
 
 if TYPE_CHECKING:
-    from imagefleet.storage.model_queues import ModelQueues
+    from imagefleet.storage.routing.models import ModelQueues
+    from imagefleet.storage.routing.queue import RoutedQueue
     from imagefleet.storage.settings import Priority
 
 #: Azure's limit for one receive.
@@ -328,11 +329,11 @@ class Storage(Protocol):
         """The address without secrets, for messages."""
 
     @property
-    def queue(self) -> JobQueue:
+    def queue(self) -> RoutedQueue:
         """All job queues as one, by priority; it sends to that of normal priority."""
 
     @property
-    def queues(self) -> Mapping[Priority, JobQueue]:
+    def queues(self) -> Mapping[Priority, RoutedQueue]:
         """The queue of each priority of jobs without a model."""
 
     @property
