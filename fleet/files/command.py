@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Collection
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from fleet import console, options
-from fleet.files import add, canary, kernels, stored, texts
-from fleet.files.add import AddOptions
+from fleet.files import add, arguments, canary, kernels, stored, texts
+from fleet.files.arguments import MADE, AddOptions, MakeOptions, MakeSettings
 from fleet.files.transfer import Report
 from imagefleet import errors, validation
 from imagefleet.files import kinds
@@ -20,10 +20,6 @@ from imagefleet.files.kinds import KINDS, FileKind
 from imagefleet.storage.open import open_storage
 from imagefleet.storage.settings import SignerSettings, StorageSettings
 from loadgen.sources import open_source
-from worker.settings import WorkerSettings
-
-_NAMED = ("model", "lora", "embedding", "controlnet", "upscaler")
-_MADE = ("kernels", "text", "canary")
 
 #: Names that a question shows.
 _SHOWN = 10
@@ -33,53 +29,7 @@ app = typer.Typer(
     help="Files that workers read from the storage: models, LoRAs, embeddings and others.",
 )
 
-Kind = Annotated[str, typer.Argument(metavar="KIND", help=f"{', '.join(KINDS)}.")]
-
-
-class MakeSettings(WorkerSettings, SignerSettings):
-    """Settings of `files make`: a worker's, and the key that signs what is stored."""
-
-
-@dataclass(frozen=True, slots=True)
-class MakeOptions:
-    """The options of `files make`; all are for certain kinds alone."""
-
-    form: options.JobFormat = None
-    count: Annotated[int | None, typer.Option(min=1, help="Number of jobs; overrides JOBS'.")] = (
-        None
-    )
-    seed: Annotated[
-        int | None, typer.Option(min=0, max=2**63 - 1, help="Overrides the template's seed.")
-    ] = None
-    manifest: Annotated[
-        bool,
-        typer.Option("--manifest", help="List the text states in text-states/manifest.json."),
-    ] = False
-    output: Annotated[
-        Path, typer.Option(metavar="FOLDER", help="Where the file of kernels is written.")
-    ] = Path("kernels")
-
-
-#: The kinds that take an option which not all take.
-_ADD_OPTIONS: Mapping[str, Collection[str]] = {
-    **dict.fromkeys(("name", "sha256", "cache"), _NAMED),
-    "test": ("model",),
-    "replace": ("kernels",),
-}
-
-
-_MAKE_OPTIONS: Mapping[str, Collection[str]] = {
-    **{
-        name: ("kernels", "text")
-        if name in {*SignerSettings.model_fields, "device"}
-        else ("kernels",)
-        for name in MakeSettings.model_fields
-        if name != "model"
-    },
-    **dict.fromkeys(("jobs", "form", "count", "seed", "manifest", "signing_key"), ("text",)),
-    "output": ("kernels",),
-    "dry_run": ("kernels", "text"),
-}
+KindName = Annotated[str, typer.Argument(metavar="KIND", help=f"{', '.join(KINDS)}.")]
 
 
 @app.command("add")
@@ -87,7 +37,7 @@ _MAKE_OPTIONS: Mapping[str, Collection[str]] = {
 def add_command(
     settings: SignerSettings,
     context: typer.Context,
-    kind: Kind,
+    kind: KindName,
     sources: Annotated[
         list[str],
         typer.Argument(
@@ -115,7 +65,7 @@ def add_command(
     imagefleet files add kernels kernels --dry-run
     """
     found = _kind(kind)
-    _refuse_foreign(context, kind, _ADD_OPTIONS)
+    arguments.refuse_foreign(context, kind, arguments.ADD)
     if found is kinds.TEXT:
         if len(sources) != 1 or not Path(sources[0]).is_dir():
             raise errors.SetupError(
@@ -131,7 +81,9 @@ def add_command(
 
 @app.command("list")
 @options.from_settings(StorageSettings)
-def list_command(settings: StorageSettings, kind: Kind, as_json: options.AsJson = False) -> None:
+def list_command(
+    settings: StorageSettings, kind: KindName, as_json: options.AsJson = False
+) -> None:
     """Lists the files of a kind in the storage; of text states, prompts are not shown.
 
     imagefleet files list lora
@@ -155,7 +107,7 @@ def list_command(settings: StorageSettings, kind: Kind, as_json: options.AsJson 
 @options.from_settings(SignerSettings)
 def remove_command(
     settings: SignerSettings,
-    kind: Kind,
+    kind: KindName,
     names: Annotated[
         list[str], typer.Argument(metavar="NAME...", help="Their names, as `files list` has them.")
     ],
@@ -198,7 +150,7 @@ def remove_command(
 def make_command(
     settings: MakeSettings,
     context: typer.Context,
-    kind: Annotated[str, typer.Argument(metavar="KIND", help=f"{', '.join(_MADE)}.")],
+    kind: Annotated[str, typer.Argument(metavar="KIND", help=f"{', '.join(MADE)}.")],
     given: MakeOptions,
     jobs: Annotated[
         str | None,
@@ -232,9 +184,9 @@ def make_command(
 
     imagefleet files make canary --model dreamshaper-8.safetensors
     """
-    if kind not in _MADE:
-        raise _unknown(kind, _MADE)
-    _refuse_foreign(context, kind, _MAKE_OPTIONS)
+    if kind not in MADE:
+        raise _unknown(kind, MADE)
+    arguments.refuse_foreign(context, kind, arguments.MAKE)
     if kind == "kernels":
         made = kernels.make(settings, given.output, dry_run=dry_run)
     elif kind == "canary":
@@ -265,15 +217,3 @@ def _kind(name: str) -> FileKind:
 def _unknown(name: str, known: Collection[str]) -> errors.SetupError:
     hint = validation.suggestion(name, known) or f": give one of {', '.join(known)}"
     return errors.SetupError(f"unknown kind {name[:40]!r}{hint}")
-
-
-def _refuse_foreign(
-    context: typer.Context, kind: str, takers: Mapping[str, Collection[str]]
-) -> None:
-    """Raises SetupError for an option on the command line that the kind does not take."""
-    for parameter in context.command.params:
-        source = context.get_parameter_source(parameter.name or "")
-        takes = takers.get(parameter.name or "", (kind,))
-        if kind not in takes and source is not None and source.name == "COMMANDLINE":
-            flag = parameter.opts[0] if parameter.opts[0].startswith("-") else "JOBS"
-            raise errors.SetupError(f"{flag} is for {', '.join(takes)}, not for {kind}")

@@ -94,7 +94,7 @@ ARGUMENTS: dict[str, tuple[str, ...]] = {
     "results": ("--download", "images"),
     "export": ("shards",),
     "score": ("spring", "--extractor", "demo", "--reference", "secret.txt"),
-    "gallery": ("--port", "0", "--no-browser", "--cache", "cache"),
+    "gallery": ("--port", "0", "--no-browser"),
     "redo": ("--worker", "w1", "--yes"),
     "deploy salad render": (),
     "deploy salad apply": ("--yes", "--wait-minutes", "0"),

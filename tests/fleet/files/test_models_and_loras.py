@@ -299,7 +299,7 @@ def test_a_lora_is_stored_with_its_hash_in_the_manifest_if_there_is_one(
     assert (stored, manifest) == (lora.read_bytes(), None)
 
     listed = in_process("files", "add", "lora", lora.name, "--manifest", "--json", *flags)
-    assert json.loads(listed.stdout)["in_manifest"] is True
+    assert json.loads(listed.stdout)["files"][0]["in_manifest"] is True
     lora.write_bytes(file_of(*LORA, "x"))
     in_process("files", "add", "lora", lora.name, "--name", "night (v2)", *flags)
 
