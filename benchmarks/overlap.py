@@ -24,7 +24,7 @@ from rich.table import Table
 
 from imagefleet.job.message import read_job
 from imagefleet.storage import protocol
-from imagefleet.storage.open import open_storage
+from imagefleet.storage.open import Storage, open_storage
 from imagefleet.storage.routing.models import ModelQueues
 from worker.engine import contract
 from worker.pipeline import Pipeline
@@ -140,7 +140,7 @@ class FarBlobs:
 class FarStorage:
     """An open storage whose every call takes LATENCY_SECONDS longer."""
 
-    def __init__(self, storage: protocol.Storage) -> None:
+    def __init__(self, storage: Storage) -> None:
         self.url, self.operations = storage.url, storage.operations
         self.queue = FarQueue(storage.queue)
         self.poison = FarQueue(storage.poison)

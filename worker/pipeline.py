@@ -20,7 +20,7 @@ from imagefleet import errors, retry
 from imagefleet.cancelled import CancelledCampaigns
 from imagefleet.files.kinds import LORA
 from imagefleet.signing import trusted_keys
-from imagefleet.storage import protocol
+from imagefleet.storage.open import Storage
 from worker import leases, replica, tasks
 from worker.cost import CostMeter
 from worker.engine import contract
@@ -73,7 +73,7 @@ class Pipeline:
 
     def __init__(
         self,
-        storage: protocol.Storage,
+        storage: Storage,
         load: Callable[[], contract.Engine] | None,
         settings: WorkerSettings,
         *,

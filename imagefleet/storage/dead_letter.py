@@ -29,6 +29,7 @@ from imagefleet.job.message import DEFAULT_CAMPAIGN, Job, SafeId, is_signed, mes
 from imagefleet.records.record import Record
 from imagefleet.storage import protocol
 from imagefleet.storage.deliveries import Deliveries, sent_again, without_deliveries
+from imagefleet.storage.open import Storage
 from imagefleet.storage.routing import models
 
 #: An engine's error may list a page of tensor shapes; its first lines name the cause.
@@ -168,7 +169,7 @@ class Entry:
 
 
 async def add(
-    storage: protocol.Storage,
+    storage: Storage,
     message: protocol.LeasedMessage,
     job: Job | None,
     error: errors.FleetError,

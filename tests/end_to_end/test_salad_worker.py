@@ -21,8 +21,7 @@ from aiohttp import web
 import forks
 import polling
 from fleet import health
-from imagefleet.storage.open import open_storage
-from imagefleet.storage.protocol import Storage
+from imagefleet.storage.open import Storage, open_storage
 from imagefleet.storage.settings import StorageSettings
 from worker import process
 from worker.metrics import Outcome

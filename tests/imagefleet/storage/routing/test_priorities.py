@@ -16,7 +16,7 @@ import polling
 from fleet.keys import mint
 from imagefleet import errors, retry
 from imagefleet.storage.azure.roles import ROLES
-from imagefleet.storage.open import open_storage
+from imagefleet.storage.open import Storage, open_storage
 from imagefleet.storage.protocol import (
     FoundMessage,
     LeasedMessage,
@@ -24,7 +24,6 @@ from imagefleet.storage.protocol import (
     QueueDepth,
     Shards,
     Stamps,
-    Storage,
 )
 from imagefleet.storage.routing import rule
 from imagefleet.storage.routing.queue import RoutedQueue

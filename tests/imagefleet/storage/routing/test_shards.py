@@ -14,8 +14,8 @@ from pydantic import SecretStr
 
 from imagefleet import errors
 from imagefleet.storage import queue_names
-from imagefleet.storage.open import open_storage
-from imagefleet.storage.protocol import JobQueue, LeasedMessage, Shards, Storage
+from imagefleet.storage.open import Storage, open_storage
+from imagefleet.storage.protocol import JobQueue, LeasedMessage, Shards
 from imagefleet.storage.routing import rule
 from imagefleet.storage.settings import PRIORITIES, StorageSettings
 
