@@ -11,8 +11,7 @@ import typer
 from fleet import console, options
 from imagefleet import errors
 from imagefleet.job.message import DEFAULT_CAMPAIGN
-from imagefleet.storage.open import absolute_url
-from imagefleet.storage.protocol import Storage
+from imagefleet.storage.open import Storage, absolute_url
 from imagefleet.storage.settings import StorageSettings
 
 if TYPE_CHECKING:

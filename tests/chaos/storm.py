@@ -32,8 +32,7 @@ from pathlib import Path
 from typing import Any
 
 import forks
-from imagefleet.storage.open import open_storage
-from imagefleet.storage.protocol import Storage
+from imagefleet.storage.open import Storage, open_storage
 from imagefleet.storage.settings import StorageSettings
 from proxy import Fault, FaultProxy
 from scaler import KilledScaler

@@ -23,7 +23,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 import polling
 from fleet import console
-from imagefleet.storage.protocol import Storage
+from imagefleet.storage.open import Storage
 
 JOBS = 40
 

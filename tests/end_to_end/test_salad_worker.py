@@ -21,8 +21,7 @@ from aiohttp import web
 import forks
 import polling
 from fleet import health
-from imagefleet.storage.open import open_storage
-from imagefleet.storage.protocol import Storage
+from imagefleet.storage.open import Storage, open_storage
 from imagefleet.storage.settings import StorageSettings
 from worker import process
 from worker.metrics import Outcome
@@ -38,7 +37,7 @@ import time
 import typer
 from fleet import console
 from imagefleet import errors
-from imagefleet.storage import priorities
+from imagefleet.storage.routing import queue
 from imagefleet.telemetry import logs
 from worker import gpu_thread, process, pull
 from worker.salad import reallocation, wait_for_operator
@@ -62,23 +61,23 @@ except typer.Exit as ended:
 
 #: Prints the time of each poll.
 PRINT_POLLS = """
-receive = priorities.OrderedQueues.receive
+receive = queue.RoutedQueue.receive
 async def printing(self, *arguments):
     print("poll", time.monotonic(), flush=True)
     return await receive(self, *arguments)
-priorities.OrderedQueues.receive = printing
+queue.RoutedQueue.receive = printing
 """
 
 #: The error of an expired SAS token, once.
 EXPIRED_ONCE = """
-receive = priorities.OrderedQueues.receive
+receive = queue.RoutedQueue.receive
 polls = []
 async def expired_once(self, *arguments):
     polls.append(1)
     if len(polls) == 3:
         raise errors.SetupError("Azure refuses access")
     return await receive(self, *arguments)
-priorities.OrderedQueues.receive = expired_once
+queue.RoutedQueue.receive = expired_once
 """
 
 local_only = pytest.mark.parametrize("storage_settings", ["local"], indirect=True)
@@ -376,7 +375,7 @@ async def absent(_: web.Request) -> web.StreamResponse:
 
 
 async def slow(_: web.Request) -> web.StreamResponse:
-    await asyncio.sleep(1)
+    await asyncio.Event().wait()
     return web.Response()
 
 

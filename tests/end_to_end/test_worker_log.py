@@ -17,7 +17,7 @@ import pytest
 
 import forks
 import polling
-from imagefleet.storage.protocol import Storage
+from imagefleet.storage.open import Storage
 from imagefleet.storage.settings import StorageSettings
 
 ROOT = Path(__file__).parents[2]

@@ -20,7 +20,7 @@ import pyte
 import pytest
 
 import polling
-from imagefleet.storage.protocol import Storage
+from imagefleet.storage.open import Storage
 from imagefleet.storage.settings import StorageSettings
 
 ROOT = Path(__file__).parents[2]

@@ -27,8 +27,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from imagefleet.storage.open import open_storage
-from imagefleet.storage.protocol import Storage
+from imagefleet.storage.open import Storage, open_storage
 from imagefleet.storage.settings import StorageSettings
 
 ROOT = Path(__file__).parents[2]

@@ -17,8 +17,7 @@ import pytest
 from fleet import console
 from fleet.scale import command as scale
 from imagefleet import errors
-from imagefleet.storage.open import open_storage
-from imagefleet.storage.protocol import Storage
+from imagefleet.storage.open import Storage, open_storage
 from imagefleet.storage.settings import StorageSettings
 from imagefleet.telemetry import logs
 from worker.files.disk_cache import DiskCache

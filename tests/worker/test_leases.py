@@ -10,7 +10,8 @@ import pytest
 
 import polling
 from imagefleet import errors
-from imagefleet.storage.protocol import JobQueue, LeasedMessage, Storage
+from imagefleet.storage.open import Storage
+from imagefleet.storage.protocol import JobQueue, LeasedMessage
 from worker.leases import Lease, LeaseKeeper, LeaseState
 
 LEASE_SECONDS = 1

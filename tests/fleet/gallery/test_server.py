@@ -24,8 +24,7 @@ from imagefleet.records.record import Lora, Record
 from imagefleet.records.writer import RecordLog
 from imagefleet.storage import dead_letter
 from imagefleet.storage.azure.roles import ROLES
-from imagefleet.storage.open import open_storage
-from imagefleet.storage.protocol import Storage
+from imagefleet.storage.open import Storage, open_storage
 from imagefleet.storage.settings import StorageSettings
 
 Serve = Callable[..., Any]  # the fixture of conftest.py

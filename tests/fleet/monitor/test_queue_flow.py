@@ -12,8 +12,8 @@ from fleet.monitor.queue_flow import Exporter
 from fleet.monitor.rates import FleetRates
 from fleet.monitor.settings import ExporterSettings
 from imagefleet import errors
-from imagefleet.storage.open import open_storage
-from imagefleet.storage.protocol import QueueDepth, Storage
+from imagefleet.storage.open import Storage, open_storage
+from imagefleet.storage.protocol import QueueDepth
 from imagefleet.telemetry.queue_flow import QueueFlow
 
 

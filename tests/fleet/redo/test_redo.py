@@ -18,8 +18,7 @@ from imagefleet.job.message import read_job
 from imagefleet.records import reader
 from imagefleet.signing import SigningKey, TrustedKeys
 from imagefleet.storage import open as opening
-from imagefleet.storage.open import open_storage
-from imagefleet.storage.protocol import Storage
+from imagefleet.storage.open import Storage, open_storage
 from imagefleet.storage.settings import SignerSettings, StorageSettings
 from worker.engine import contract
 

@@ -23,8 +23,7 @@ from fleet.sweep import resume
 from imagefleet.pricing import families
 from imagefleet.records import reader, sweep
 from imagefleet.storage.azure.roles import ROLES
-from imagefleet.storage.open import open_storage
-from imagefleet.storage.protocol import Storage
+from imagefleet.storage.open import Storage, open_storage
 from imagefleet.storage.settings import StorageSettings
 from loadgen.caption_sweep import SweepSource, groups
 from loadgen.captions import CaptionFile

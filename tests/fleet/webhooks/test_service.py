@@ -23,7 +23,7 @@ from fleet.webhooks.state import State
 from imagefleet import errors
 from imagefleet.records.record import Record
 from imagefleet.records.writer import RecordLog
-from imagefleet.storage.protocol import Storage
+from imagefleet.storage.open import Storage
 from imagefleet.storage.settings import StorageSettings
 
 

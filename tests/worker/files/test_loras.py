@@ -17,7 +17,8 @@ import polling
 from imagefleet import errors
 from imagefleet.files.kinds import LORA
 from imagefleet.job import prompt
-from imagefleet.storage.protocol import BlobPart, Storage
+from imagefleet.storage.open import Storage
+from imagefleet.storage.protocol import BlobPart
 from worker.engine import contract
 from worker.files.library import FileLibrary
 from worker.testing import StandInEngine, StandInPrepared

@@ -21,8 +21,8 @@ from yarl import URL
 import polling
 from header_files import LORA, REFINER, file_of
 from imagefleet import errors, retry
-from imagefleet.storage.open import open_storage
-from imagefleet.storage.protocol import BlobStore, Storage
+from imagefleet.storage.open import Storage, open_storage
+from imagefleet.storage.protocol import BlobStore
 from imagefleet.storage.settings import StorageSettings
 from worker import tasks
 from worker.files import disk_cache, download, model, sources

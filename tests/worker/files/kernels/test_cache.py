@@ -13,7 +13,7 @@ import pytest
 
 from imagefleet import errors, retry
 from imagefleet.signing import SigningKey, TrustedKeys
-from imagefleet.storage.protocol import Storage
+from imagefleet.storage.open import Storage
 from kernel_files import CUBIN, GRAPH, KEY, OTHER, compile_into
 from worker.files import manifest
 from worker.files.kernels import archive, cache

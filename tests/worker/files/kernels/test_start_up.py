@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from imagefleet.storage.protocol import Storage
+from imagefleet.storage.open import Storage
 from kernel_files import GRAPH, KEY, compile_into
 from worker import process
 from worker.files.kernels import archive, cache
