@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import io
 import json
 import re
@@ -17,6 +16,7 @@ import pytest
 from PIL import Image
 from yarl import URL
 
+import polling
 from fleet.gallery import guard
 from fleet.gallery.campaign import Campaign
 from fleet.keys import mint
@@ -79,11 +79,9 @@ async def test_images_appear_as_they_are_stored(
     async with serve(storage_settings) as served:
         assert (await served.get("/api/campaigns", first=1))["newest"] is None
         await store(storage, log, 1, prompt="a red house", loras=(Lora("ink", 1),), worker="w1")
-        found: dict[str, Any] = {}
-        async with asyncio.timeout(20):
-            while not found.get("newest"):
-                found = await served.get("/api/campaigns", first=1)
-                await asyncio.sleep(0.1)
+        found = await polling.until(
+            lambda: served.get("/api/campaigns", first=1), lambda found: found["newest"]
+        )
         assert found["campaigns"] == ["spring"]
         await served.state_when(lambda state: state["total"] == 1, campaign="spring")
         await store(storage, log, 2, prompt="a blue fish", worker="w2")
@@ -362,20 +360,28 @@ async def test_texts_of_jobs_control_nothing(local: StorageSettings, serve: Serv
 async def test_nothing_is_read_while_nobody_looks(
     local: StorageSettings, serve: Serve, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("fleet.gallery.campaign._WATCHED_SECONDS", 0.3)
-    polls, real = 0, Campaign.poll
+    polls = asks = 0
+    poll, is_due = Campaign.poll, Campaign.is_due
 
     async def counted(self: Campaign) -> None:
         nonlocal polls
         polls += 1
-        await real(self)
+        await poll(self)
+
+    def asked(self: Campaign) -> bool:
+        nonlocal asks
+        asks += 1
+        self._due_at = 0.0  # it is always time
+        return bool(is_due.fget(self))  # type: ignore[attr-defined]
 
     monkeypatch.setattr(Campaign, "poll", counted)
+    monkeypatch.setattr(Campaign, "is_due", property(asked))
     async with serve(local) as served:
         await served.state_when(lambda state: state["total"] == 1, campaign="spring")
-        await asyncio.sleep(0.5)
-        before = polls
-        await asyncio.sleep(0.4)
+        monkeypatch.setattr("fleet.gallery.campaign._WATCHED_SECONDS", 0.0)
+        await polling.turn(20)
+        before, since = polls, asks
+        await polling.until(lambda: asks >= since + 3)
         assert polls == before
 
 
