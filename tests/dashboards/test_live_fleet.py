@@ -57,9 +57,6 @@ JOBS = 5_000
 #: Named after the folders of their storages.
 FLEET = "storage/jobs"
 OTHER_FLEET = "other/jobs"
-#: Between two looks at what the server has.
-LOOK_SECONDS = 0.5
-
 PUSHING_SECONDS = 25
 
 #: Five minutes by default; shorter here, so that a dead worker's series go stale sooner.
@@ -461,7 +458,7 @@ def wait_until(is_so: Callable[[], bool], seconds: float, folder: Path) -> None:
     deadline = time.monotonic() + seconds
     while not is_so():
         assert time.monotonic() < deadline, logs(folder)
-        time.sleep(LOOK_SECONDS)
+        time.sleep(PUSHING_SECONDS / 50)
 
 
 def logs(folder: Path) -> str:
