@@ -41,10 +41,9 @@ from worker.jobs import depth
 from worker.engine import checkpoint
 from worker.engine.slots.engine import SlotEngine
 push.PUSH_SECONDS = depth.DEPTH_SECONDS = 1.0
-TICK_SECONDS = 0.4
 tick = SlotEngine.tick
 def slower(engine):
-    time.sleep(TICK_SECONDS)
+    time.sleep(push.PUSH_SECONDS * 0.4)
     return tick(engine)
 SlotEngine.tick = slower
 """
