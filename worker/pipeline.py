@@ -20,7 +20,7 @@ from imagefleet import errors, retry
 from imagefleet.cancelled import CancelledCampaigns
 from imagefleet.files.kinds import LORA
 from imagefleet.signing import trusted_keys
-from imagefleet.storage import protocol
+from imagefleet.storage.open import Storage
 from worker import leases, replica, tasks
 from worker.cost import CostMeter
 from worker.engine import contract
@@ -73,7 +73,7 @@ class Pipeline:
 
     def __init__(
         self,
-        storage: protocol.Storage,
+        storage: Storage,
         load: Callable[[], contract.Engine] | None,
         settings: WorkerSettings,
         *,
@@ -242,7 +242,7 @@ class Pipeline:
         self.cost.ready()
         names = self.models.names if self.models else [engine.model_name]
         for name in names:
-            self._queue.add(name, list(self._storage.models.of(name).values()))
+            self._queue.add(self._storage.models.of(name).values())
         self.metrics.serve(names)
         await make_queues(self._storage.models, names)
         changed_at = None

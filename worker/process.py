@@ -19,8 +19,7 @@ from typing import NoReturn
 
 from imagefleet import errors
 from imagefleet.pricing import families
-from imagefleet.storage import protocol
-from imagefleet.storage.open import open_storage
+from imagefleet.storage.open import Storage, open_storage
 from imagefleet.telemetry import probes, push
 from worker import progress, replica, tasks
 from worker.engine import contract
@@ -219,7 +218,7 @@ class _Worker:
                 ) as self._kernels:
                     await self._pipeline.run(self._stop, self._hurry)
 
-    async def _find_models(self, pipeline: Pipeline, storage: protocol.Storage) -> None:
+    async def _find_models(self, pipeline: Pipeline, storage: Storage) -> None:
         """Finds the models of the settings, and fetches the one to begin with."""
 
         async def fetch(checkpoint: Checkpoint) -> Checkpoint:

@@ -27,8 +27,10 @@ from imagefleet.job import sizes
 from imagefleet.job.chain import MAX_STAGES
 from imagefleet.job.message import DEFAULT_CAMPAIGN, Job, SafeId, is_signed, message_fields
 from imagefleet.records.record import Record
-from imagefleet.storage import model_queues, protocol
+from imagefleet.storage import protocol
 from imagefleet.storage.deliveries import Deliveries, sent_again, without_deliveries
+from imagefleet.storage.open import Storage
+from imagefleet.storage.routing import models
 
 #: An engine's error may list a page of tensor shapes; its first lines name the cause.
 MAX_REASON_CHARACTERS = 2_000
@@ -97,7 +99,7 @@ class FailedJob(BaseModel):
             body = self.body if self.packed_body is None else _unpack(self.packed_body)
         except errors.JobError:
             return None
-        return model_queues.model_of(body) if body else None
+        return models.model_of(body) if body else None
 
     def facts(self) -> dict[str, Any]:
         """The fields of its record beside the images."""
@@ -167,7 +169,7 @@ class Entry:
 
 
 async def add(
-    storage: protocol.Storage,
+    storage: Storage,
     message: protocol.LeasedMessage,
     job: Job | None,
     error: errors.FleetError,

@@ -13,7 +13,7 @@ import pytest
 
 from imagefleet import retry
 from imagefleet.cancelled import CancelledCampaigns
-from imagefleet.storage.protocol import Storage
+from imagefleet.storage.open import Storage
 from imagefleet.storage.settings import StorageSettings
 from worker.engine import contract
 from worker.pipeline import Pipeline

@@ -32,7 +32,7 @@ from imagefleet.storage.dead_letter_change import Change
 from imagefleet.storage.dead_letter_check import Check
 from imagefleet.storage.dead_letter_queue import Selection
 from imagefleet.storage.enqueue import JobSender
-from imagefleet.storage.protocol import Storage
+from imagefleet.storage.open import Storage
 from imagefleet.storage.settings import StorageSettings
 from worker.engine import contract
 from worker.jobs import chains

@@ -17,7 +17,7 @@ from PIL import Image
 
 import polling
 from imagefleet import errors
-from imagefleet.storage.protocol import Storage
+from imagefleet.storage.open import Storage
 from imagefleet.telemetry import host, serving
 from worker.engine import contract
 from worker.gpu_thread import EngineThread

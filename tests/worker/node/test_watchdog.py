@@ -12,7 +12,7 @@ from aiohttp import web
 import polling
 from imagefleet import errors
 from imagefleet.job.passes.fields import Pass
-from imagefleet.storage.protocol import Storage
+from imagefleet.storage.open import Storage
 from worker.engine import contract
 from worker.metrics import WorkerMetrics
 from worker.node import watchdog

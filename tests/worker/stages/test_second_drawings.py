@@ -18,7 +18,7 @@ from imagefleet.job import embedded
 from imagefleet.job.message import read_job
 from imagefleet.job.passes.first import MAX_IMAGES_PER_JOB
 from imagefleet.job.sizes import MAX_MESSAGE_BYTES
-from imagefleet.storage.protocol import Storage
+from imagefleet.storage.open import Storage
 from worker.engine import contract
 from worker.testing import StandInEngine, draw_noise
 
