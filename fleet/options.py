@@ -6,6 +6,7 @@ overrides the default. An invalid value is one line that names the setting both 
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
 import os
@@ -88,10 +89,10 @@ BenchReports = Annotated[
 PROJECT_SETTINGS: Mapping[type[BaseSettings], tuple[str, str]] = {
     StorageSettings: ("Storage", "all commands"),
     TelemetrySettings: ("Metrics and logs", "`worker`, `exporter`, `webhooks`"),
-    MachineSettings: ("Worker", "`worker`, `kernels build`"),
+    MachineSettings: ("Worker", "`worker`, `files make`"),
     SignerSettings: (
         "Signatures",
-        "`load`, `sweep`, `failed`, `gallery`, `lora`, `model`, `kernels`",
+        "`load`, `sweep`, `failed`, `gallery`, `files`",
     ),
     LoadSettings: ("Load generator", "`load`, `sweep`"),
     MonitorSettings: ("Monitoring", "`status`, `top`, `exporter`, `report`, `scale`"),
@@ -122,7 +123,8 @@ Command = Callable[..., Result]
 def from_settings(model: type[BaseSettings]) -> Callable[[Command[Result]], Command[Result]]:
     """Gives a typer command one option for each field of *model*.
 
-    The command takes the validated settings first and its own typer options after them:
+    The command takes the validated settings first and its own typer options after them, each as a
+    parameter or several as the fields of a dataclass:
 
         @app.command()
         @options.from_settings(StorageSettings)
@@ -132,11 +134,23 @@ def from_settings(model: type[BaseSettings]) -> Callable[[Command[Result]], Comm
 
     def decorate(command: Command[Result]) -> Command[Result]:
         first, *others = inspect.signature(command, eval_str=True).parameters.values()
-        own = [each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in others]
+        groups = {
+            each.name: each.annotation
+            for each in others
+            if isinstance(each.annotation, type) and dataclasses.is_dataclass(each.annotation)
+        }
+        own = [
+            option.replace(kind=inspect.Parameter.KEYWORD_ONLY)
+            for each in others
+            for option in (_options_of(groups[each.name]) if each.name in groups else [each])
+        ]
 
         @functools.wraps(command)
         def wrapper(**arguments: Any) -> Result:
             given = {each.name: _joined(arguments.pop(each.name)) for each in shared}
+            for name, group in groups.items():
+                values = {each.name: arguments.pop(each.name) for each in dataclasses.fields(group)}
+                arguments[name] = group(**values)
             with console.one_line_errors():
                 return command(**{first.name: read(model, given)}, **arguments)
 
@@ -260,6 +274,11 @@ def subject(model: type[BaseSettings], name: str) -> str:
     if issubclass(model, WorkerSettings):
         return next(of_worker, None) or next(of_model, "Worker")
     return next(of_model, "")
+
+
+def _options_of(group: type[Any]) -> list[inspect.Parameter]:
+    """The typer options that are the fields of a dataclass."""
+    return list(inspect.signature(group, eval_str=True).parameters.values())
 
 
 def _parameters(model: type[BaseSettings]) -> Iterator[inspect.Parameter]:

@@ -36,8 +36,7 @@ from prometheus_client import CollectorRegistry
 import azurite
 from imagefleet import cancelled
 from imagefleet.storage.azure.storage import API_VERSION
-from imagefleet.storage.open import open_storage
-from imagefleet.storage.protocol import Storage
+from imagefleet.storage.open import Storage, open_storage
 from imagefleet.storage.settings import StorageSettings
 from imagefleet.telemetry import probes
 
@@ -200,7 +199,7 @@ async def salad_metadata_service() -> AsyncIterator[FakeSaladMetadata]:
     service = FakeSaladMetadata()
     app = web.Application()
     app.router.add_route("*", "/{path:.*}", service.handle)
-    runner = web.AppRunner(app, access_log=None, shutdown_timeout=0)
+    runner = web.AppRunner(app, access_log=None, shutdown_timeout=0, handler_cancellation=True)
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0).start()
     service.url = f"http://127.0.0.1:{runner.addresses[0][1]}"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import itertools
 from collections import Counter
-from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
@@ -57,11 +56,10 @@ MODULES = {module_name(path): path for path in sources(*ALLOWED)}
 
 
 @cache
-def imports(path: Path, *, at_start: bool = False) -> list[str]:
-    """The modules that a file imports; *at_start*: only when it is itself imported."""
+def imports(path: Path) -> list[str]:
+    """The modules that a file imports, in functions and under `TYPE_CHECKING` too."""
     found = []
-    tree = _tree(path)
-    for node in _statements(tree) if at_start else ast.walk(tree):
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
             found += [name.name for name in node.names]
         elif isinstance(node, ast.ImportFrom) and node.module is not None:
@@ -70,27 +68,11 @@ def imports(path: Path, *, at_start: bool = False) -> list[str]:
     return found
 
 
-@cache
-def _tree(path: Path) -> ast.Module:
-    return ast.parse(path.read_text(encoding="utf-8"))
-
-
-def _statements(node: ast.AST) -> Iterator[ast.AST]:
-    """Every statement outside of functions and of `if TYPE_CHECKING`."""
-    for child in ast.iter_child_nodes(node):
-        if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
-            continue
-        if isinstance(child, ast.If) and "TYPE_CHECKING" in ast.dump(child.test):
-            continue
-        yield child
-        yield from _statements(child)
-
-
 @pytest.fixture(scope="module")
 def graph() -> dict[str, set[str]]:
-    """What each module imports when it is itself imported."""
+    """What each module imports of the project, however late."""
     return {
-        name: {each for each in imports(path, at_start=True) if each in MODULES and each != name}
+        name: {each for each in imports(path) if each in MODULES and each != name}
         for name, path in MODULES.items()
     }
 

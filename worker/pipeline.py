@@ -19,8 +19,8 @@ from typing import Any
 
 from imagefleet import errors, retry
 from imagefleet.cancelled import CancelledCampaigns
-from imagefleet.storage import protocol
-from worker import tasks
+from imagefleet.storage.open import Storage
+from worker import leases, tasks
 from worker.cost import CostMeter
 from worker.engine import contract
 from worker.files import model
@@ -28,7 +28,6 @@ from worker.gpu_thread import EngineThread
 from worker.inputs.job_files import JobFiles
 from worker.jobs.depth import measure_depth
 from worker.jobs.in_flight import InFlightJob
-from worker.leases import LeaseKeeper
 from worker.metrics import EngineCollector, Outcome, WorkerMetrics
 from worker.models.change import Following, WorkerModels, make_queues, note_served
 from worker.node import reference, suspects
@@ -84,7 +83,7 @@ class Pipeline:
 
     def __init__(
         self,
-        storage: protocol.Storage,
+        storage: Storage,
         load: Callable[[], contract.Engine] | None,
         settings: WorkerSettings,
         *,
@@ -119,7 +118,7 @@ class Pipeline:
             self.engine_thread, machine.replica, storage.operations, machine.began_at
         )
         self._queue = storage.models.served([])
-        self._keeper = LeaseKeeper(
+        self._keeper = leases.LeaseKeeper(
             self._queue,
             settings.lease_seconds,
             on_renewal=lambda result: self.metrics.lease_renewals.labels(result).inc(),
@@ -245,7 +244,7 @@ class Pipeline:
         self.cost.ready()
         names = self.models.names if self.models else [engine.model_name]
         for name in names:
-            self._queue.add(name, list(self._storage.models.of(name).values()))
+            self._queue.add(self._storage.models.of(name).values())
         self.metrics.serve(names)
         await make_queues(self._storage.models, names)
         changed_at = None

@@ -19,8 +19,7 @@ from typing import NoReturn
 
 from imagefleet import errors
 from imagefleet.pricing import families
-from imagefleet.storage import protocol
-from imagefleet.storage.open import open_storage
+from imagefleet.storage.open import Storage, open_storage
 from imagefleet.telemetry import probes, push
 from worker import progress, replica, tasks
 from worker.engine import contract
@@ -223,7 +222,7 @@ class _Worker:
                 ) as self._kernels:
                     await self._pipeline.run(self._stop, self._hurry, models)
 
-    async def _find_models(self, storage: protocol.Storage) -> WorkerModels:
+    async def _find_models(self, storage: Storage) -> WorkerModels:
         """Finds the models of the settings, and fetches the one to begin with."""
 
         async def fetch(checkpoint: Checkpoint) -> Checkpoint:

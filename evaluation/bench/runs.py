@@ -18,7 +18,7 @@ from imagefleet.storage.open import open_storage
 from imagefleet.storage.settings import StorageSettings
 
 if TYPE_CHECKING:
-    from imagefleet.storage.protocol import Storage
+    from imagefleet.storage.open import Storage
     from worker.gpus.choice import Gpu
 
 CAMPAIGN = "scaling"

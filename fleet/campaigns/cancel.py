@@ -10,7 +10,7 @@ import typer
 
 from fleet import console, options
 from imagefleet import cancelled, validation
-from imagefleet.storage.protocol import Storage
+from imagefleet.storage.open import Storage
 from imagefleet.storage.settings import StorageSettings
 
 if TYPE_CHECKING:

@@ -17,7 +17,8 @@ from imagefleet.job.message import (
     read_job,
     split_job_key,
 )
-from imagefleet.storage.protocol import FoundMessage, Storage
+from imagefleet.storage.open import Storage
+from imagefleet.storage.protocol import FoundMessage
 from imagefleet.storage.settings import StorageSettings
 
 State = Literal[

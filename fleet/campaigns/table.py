@@ -58,8 +58,9 @@ def command(settings: StorageSettings, as_json: options.AsJson = False) -> None:
 
 async def _list(settings: StorageSettings) -> _Listing:
     from imagefleet.records import reader
+    from imagefleet.records.damaged import Damaged
 
-    damaged: set[str] = set()
+    damaged = Damaged()
     async with console.connected(settings) as fleet:
         storage = fleet.storage
         names = [name async for name in reader.campaigns(storage)]
@@ -68,14 +69,14 @@ async def _list(settings: StorageSettings) -> _Listing:
 
             async def count(name: str) -> _Row:
                 async with slots:
-                    found = await reader.counts(storage, name, lambda shard, _: damaged.add(shard))
+                    found = await reader.counts(storage, name, damaged)
                 count_one()
                 return _Row(name, found)
 
             rows = await concurrency.gather(*map(count, names))
         messages = (await storage.queue.depth()).messages
     newest_first = sorted(rows, key=lambda row: row.counts.last_at or _LONG_AGO, reverse=True)
-    return _Listing(newest_first, messages, len(damaged))
+    return _Listing(newest_first, messages, len(damaged.shards))
 
 
 def _record(row: _Row) -> dict[str, Any]:

@@ -11,8 +11,7 @@ import typer
 from fleet import console, options
 from imagefleet import errors
 from imagefleet.job.message import DEFAULT_CAMPAIGN
-from imagefleet.storage.open import absolute_url
-from imagefleet.storage.protocol import Storage
+from imagefleet.storage.open import Storage, absolute_url
 from imagefleet.storage.settings import StorageSettings
 
 if TYPE_CHECKING:
@@ -74,14 +73,15 @@ def command(
 
 async def _measure(settings: StorageSettings, plan: Plan) -> Plan:
     """The plan with its numbers, without writing anything."""
-    from fleet.results import source
+    from imagefleet.records import reader
+    from imagefleet.records.damaged import Damaged
 
-    damaged = source.Damaged()
+    damaged = Damaged()
     images = size = 0
     async with console.connected(settings) as fleet:
-        await source.check_exists(fleet.storage, plan.campaign)
+        await reader.check_exists(fleet.storage, plan.campaign)
         with console.counting("read", None) as on_records:
-            async for record in source.read(fleet.storage, plan.campaign, {"completed"}, damaged):
+            async for record in reader.images(fleet.storage, plan.campaign, damaged):
                 images += 1
                 size += record.size_bytes or 0
                 on_records()
@@ -92,11 +92,11 @@ async def _measure(settings: StorageSettings, plan: Plan) -> Plan:
 async def _export(
     settings: StorageSettings, folder: Path, wanted: Plan, *, quiet: bool
 ) -> Manifest:
-    from fleet.export import formats, manifest, plan, shard_formats, shards
+    from fleet.export import manifest, plan, shards
     from fleet.results import files
     from imagefleet.records import reader
 
-    formats.check(wanted.format)
+    shards.format_of(wanted)  # or its library is missing
     async with console.connected(settings) as fleet:
         storage = fleet.storage
         wanted = wanted.model_copy(update={"storage": absolute_url(storage)})
@@ -105,8 +105,7 @@ async def _export(
             if found is None:
                 begun = plan.read(folder) or await _plan(storage, folder, wanted, quiet=quiet)
                 _check_same(begun, wanted, folder)
-                form = shard_formats.of(begun.format, begun.shards)
-                exporter = shards.Exporter(folder, begun, storage.blobs, form)
+                exporter = shards.Exporter(folder, begun, storage.blobs)
                 with console.counting("exported", begun.images, quiet=quiet) as on_images:
                     found = manifest.of(begun, await exporter.run(on_images))
                 manifest.write(folder, found)
@@ -124,10 +123,10 @@ async def _export(
 
 async def _plan(storage: Storage, folder: Path, wanted: Plan, *, quiet: bool) -> Plan:
     from fleet.export import plan
-    from fleet.results import source
     from imagefleet.records import reader
+    from imagefleet.records.damaged import Damaged
 
-    await source.check_exists(storage, wanted.campaign)
+    await reader.check_exists(storage, wanted.campaign)
     counts = await reader.counts(storage, wanted.campaign)
     if not counts.images:
         raise errors.SetupError(f"campaign {wanted.campaign} has no images yet: nothing to export")
@@ -137,8 +136,8 @@ async def _plan(storage: Storage, folder: Path, wanted: Plan, *, quiet: bool) ->
             f"{console.counted(counts.pending, 'job')} of {wanted.campaign} still to do: their"
             " images will not be in this export"
         )
-    damaged = source.Damaged()
-    records = source.read(storage, wanted.campaign, {"completed"}, damaged)
+    damaged = Damaged()
+    records = reader.results(storage, wanted.campaign, {"completed"}, damaged)
     with console.counting("planned", counts.images, quiet=quiet) as on_records:
         made = await plan.make(records, folder, wanted, damaged, on_records)
     if damaged.count:

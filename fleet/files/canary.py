@@ -8,13 +8,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fleet import console
+from fleet.files import preview
+from fleet.files.transfer import Report
+from fleet.worker.command import require_libraries
 from imagefleet import errors, likeness
 from imagefleet.likeness import Fingerprint
-from imagefleet.storage import protocol
-from worker.engine import contract
 from worker.files import check
 from worker.node import reference
-from worker.node.reference import Kind, Reference
+from worker.node.reference import CanaryImage, Reference
 
 if TYPE_CHECKING:
     from worker.engine.device import Precision  # loads torch
@@ -32,6 +33,21 @@ _SOON_ON_CPU = 512 * 512
 _MARGIN = 2.0
 
 
+def make(model: Path) -> Report:
+    """Draws a checkpoint's reference images into a file beside it; raises SetupError as `draw`."""
+    require_libraries()
+    check.check_path(model)
+    found = draw(model, console.print_note)
+    target = reference.beside(model)
+    console.write_file(target, encode(found))
+    note = (
+        f"the reference images of {found.width}x{found.height}; wrong from a distance of"
+        f" {found.tolerance:g} on:"
+    )
+    facts = found.model_dump(exclude={"images"})
+    return Report({"path": str(target), **facts}, [note], [str(target)])
+
+
 def draw(model: Path, on_note: Callable[[str], None]) -> Reference:
     """Draws a checkpoint's reference images, in two precisions.
 
@@ -43,7 +59,7 @@ def draw(model: Path, on_note: Callable[[str], None]) -> Reference:
     device = devices.find_device("auto").type
     drawn = [_draw(model, precision, device, on_note) for precision in _PRECISIONS[device]]
     (weights, size, images), (_, _, others) = drawn
-    apart = max(likeness.distance(images[kind], others[kind]) for kind in reference.KINDS)
+    apart = max(likeness.distance(images[kind], others[kind]) for kind in reference.CANARY_IMAGES)
     tolerance = max(likeness.SAME_BELOW, _MARGIN * apart)
     nearest = min(
         likeness.distance(images["with_lora"], images[kind])
@@ -70,26 +86,15 @@ def encode(found: Reference) -> bytes:
     return (found.model_dump_json(indent=1) + "\n").encode()
 
 
-async def store(files: protocol.BlobStore, blob: str, found: Reference) -> str:
-    """Stores the reference of the checkpoint *blob* in place of an older one; returns its name."""
-    name = reference.stored_name(blob)
-    stored = await files.read_part(name, 0, 1)
-    if not await files.replace(
-        name, encode(found), "application/json", None if stored is None else stored.version
-    ):
-        raise errors.TransientError(f"{name} is being written by another command: try again")
-    return name
-
-
 def _draw(
     model: Path, precision: Precision, device: str, on_note: Callable[[str], None]
-) -> tuple[str, tuple[int, int], dict[Kind, Fingerprint]]:
+) -> tuple[str, tuple[int, int], dict[CanaryImage, Fingerprint]]:
     """The weights' identity, the images' size and their fingerprints."""
     from worker.engine import load
 
     engine = load.load_engine(
         model,
-        slots=len(reference.KINDS),
+        slots=len(reference.CANARY_IMAGES),
         precision=precision,
         compile="off",
         prediction_type=check.prediction_type(model),
@@ -103,26 +108,17 @@ def _draw(
     # A node compares at the size that it draws at: a smaller one would say nothing of SDXL.
     takes_long = device == "cpu" and width * height > _SOON_ON_CPU
     on_note(
-        f"drawing {len(reference.KINDS)} reference images of {width}x{height} in {precision} on the"
-        f" {device}" + ("; at this size that takes minutes" if takes_long else "")
+        f"drawing {len(reference.CANARY_IMAGES)} reference images of {width}x{height} in"
+        f" {precision} on the {device}"
+        + ("; at this size that takes minutes" if takes_long else "")
     )
-    found: dict[Kind, Fingerprint] = {}
     with tempfile.TemporaryDirectory() as folder:
         lora = Path(folder, "canary.safetensors")
         self_check.write_lora(lora)
-        for ticket, kind in enumerate(reference.KINDS):
-            asked = reference.request(kind, engine.default_size, lora)
-            engine.admit(ticket, engine.prepare(asked))
+        requests = [
+            reference.request(image, (width, height), lora) for image in reference.CANARY_IMAGES
+        ]
         with console.counting("steps", reference.STEPS) as on_step:
-            while engine.busy:
-                for finished in engine.tick():
-                    found[reference.KINDS[finished.ticket]] = _fingerprint(model, finished.outcome)
-                on_step()
-    engine.close()
-    return self_check.weights_id, engine.default_size, found
-
-
-def _fingerprint(model: Path, outcome: contract.Outcome) -> Fingerprint:
-    if isinstance(outcome, errors.FleetError):
-        raise errors.SetupError(f"{str(model)!r} loads, but draws no image: {outcome.message}")
-    return likeness.fingerprint(outcome)
+            drawn = preview.finish(model, engine, requests, on_step)
+    found = zip(reference.CANARY_IMAGES, map(likeness.fingerprint, drawn), strict=True)
+    return self_check.weights_id, (width, height), dict(found)

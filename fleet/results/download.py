@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import shutil
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -33,8 +33,6 @@ class Downloaded:
     changed: int = 0
     """Images of another size than recorded: drawn again since, or edited."""
     missing: int = 0
-    left_out: int = 0
-    """Records whose image's name is not one of the campaign's."""
     first_missing: list[str] = field(default_factory=list)
 
 
@@ -64,27 +62,18 @@ class Download:
         self._ignores_case = ignores_case
         self._numbers = itertools.count()
 
-    async def run(self, records: AsyncIterator[Record], on_image: Callable[[], None]) -> None:
+    async def run(self, records: Iterable[Record], on_image: Callable[[], None]) -> None:
         """Downloads the images of *records*."""
-        turn = asyncio.Lock()
 
-        async def work() -> None:
-            while True:
-                async with turn:
-                    record = await anext(records, None)
-                if record is None:
-                    return
-                await self._fetch(record)
-                on_image()
+        async def fetch(record: Record) -> None:
+            await self._fetch(record)
+            on_image()
 
-        await concurrency.gather(*(work() for _ in range(images.CONCURRENCY)))
+        await concurrency.for_each(records, fetch, images.CONCURRENCY)
 
     async def _fetch(self, record: Record) -> None:
         blob = record.blob or ""
-        name = files.image_name(blob, self._campaign)
-        if name is None:
-            self.done.left_out += 1
-            return
+        name = blob.rpartition("/")[2]
         path = self._folder / (files.without_case(name) if self._ignores_case else name)
         if record.size_bytes is not None and files.size_of(path) == record.size_bytes:
             self.done.already_there += 1

@@ -9,7 +9,7 @@ from fleet import console
 from imagefleet import errors
 from imagefleet.records import reader
 from imagefleet.records.record import Record
-from imagefleet.storage.protocol import Storage
+from imagefleet.storage.open import Storage
 
 #: Seconds between two polls, each of which is a listing and a read for each shard that has grown.
 SECONDS = 5.0

@@ -7,12 +7,10 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from imagefleet import concurrency
-from imagefleet.job import chain
 from imagefleet.job.message import Job, message_fields
 from imagefleet.records import reader, sweep
 from imagefleet.storage import enqueue
-from imagefleet.storage.open import absolute_url, open_storage
-from imagefleet.storage.protocol import Storage
+from imagefleet.storage.open import Storage, absolute_url, open_storage
 from imagefleet.storage.settings import Priority, StorageSettings
 from loadgen.caption_sweep import SweepSource
 from loadgen.load import Checkpoint
@@ -52,7 +50,7 @@ async def prepare(
     async with open_storage(settings) as storage:
         await storage.create()
         # A name that is mistyped must not be the campaign's for ever.
-        stages = (stage for job in source.first_jobs() for stage in chain.left(job))
+        stages = (stage for job in source.first_jobs() for stage in job.stages_left())
         names = {stage.model for stage in stages if stage.model}
         await enqueue.JobSender(storage, priority, elsewhere=models).check(names)
         is_new = await sweep.write(storage, source.sweep)

@@ -11,7 +11,8 @@ from typing import Literal
 from fleet.verify import picture
 from imagefleet import concurrency, errors, likeness
 from imagefleet.job.message import CHECKS, COMPARABLE_STEPS, DUPLICATES, MAX_IMAGE_BYTES
-from imagefleet.storage.protocol import BlobRecord, Storage
+from imagefleet.storage.open import Storage
+from imagefleet.storage.protocol import BlobRecord
 
 #: Pairs read at once: two images each, some 400 KB in all.
 CONCURRENCY = 16

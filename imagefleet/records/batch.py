@@ -11,14 +11,14 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from imagefleet import errors
-from imagefleet.job import chain
+from imagefleet.job import sizes
 from imagefleet.job.message import DEFAULT_CAMPAIGN, Job, job_key
 from imagefleet.records import reader
 from imagefleet.records.outcomes import JobFacts
 from imagefleet.records.record import Record
 from imagefleet.records.sent import SentJobs
 from imagefleet.records.shard import ShardName
-from imagefleet.storage import protocol
+from imagefleet.storage.open import Storage
 
 if TYPE_CHECKING:
     from imagefleet.signing import SigningKey
@@ -32,7 +32,7 @@ _Failure = tuple[str, str | None]
 class Submission:
     """Jobs on their way to the queue, and where their campaigns' records ended before."""
 
-    def __init__(self, storage: protocol.Storage, sent: SentJobs) -> None:
+    def __init__(self, storage: Storage, sent: SentJobs) -> None:
         """*sent* counts the jobs of all submissions of the program."""
         self.jobs: dict[str, JobFacts] = {}
         """The jobs by `JobFacts.key`; their `blobs` are the images to wait for."""
@@ -62,7 +62,7 @@ class Submission:
                     f"job {job_key(job.campaign, job.id)} is a second drawing (verify), which has"
                     " no result to wait for"
                 )
-            last = chain.last(job)
+            last = job.last_stage
             facts = JobFacts(
                 str(job.id),
                 job.campaign or DEFAULT_CAMPAIGN,
@@ -73,7 +73,7 @@ class Submission:
             if facts.key in self.jobs:
                 raise errors.JobError(f"two jobs have the id {facts.key}")
             try:
-                (body,) = protocol.checked_messages([job.to_message(key)])
+                (body,) = sizes.checked_messages([job.to_message(key)])
             except errors.JobError as error:
                 raise errors.JobError(f"job {facts.key}: {error.message}") from None
             self.jobs[facts.key] = facts
@@ -133,7 +133,7 @@ class Watch:
 
     def __init__(
         self,
-        storage: protocol.Storage,
+        storage: Storage,
         jobs: Iterable[JobFacts],
         positions: Mapping[str, dict[str, int]],
     ) -> None:

@@ -20,6 +20,7 @@ from imagefleet.storage.dead_letter import Entry, FailedJob
 from imagefleet.storage.dead_letter_change import Change
 from imagefleet.storage.dead_letter_check import Check
 from imagefleet.storage.dead_letter_records import Notes
+from imagefleet.storage.open import Storage
 from imagefleet.storage.settings import Priority
 
 log = logging.getLogger(__name__)
@@ -94,7 +95,7 @@ class Swept:
     """Whether no message was hidden: by another reader, or one that was killed."""
 
 
-async def unrecorded(storage: protocol.Storage) -> int:
+async def unrecorded(storage: Storage) -> int:
     """How many messages of the poison queue have no record of a failed job, about.
 
     They are of workers of an earlier version, copies, or what a killed replay left.
@@ -106,7 +107,7 @@ async def unrecorded(storage: protocol.Storage) -> int:
     return max(0, waiting)
 
 
-async def find(storage: protocol.Storage, selection: Selection) -> AsyncIterator[Entry]:
+async def find(storage: Storage, selection: Selection) -> AsyncIterator[Entry]:
     """The selected failed jobs that a sweep would find.
 
     By their records, which hides none from other readers; where some messages have none, by the
@@ -120,12 +121,12 @@ async def find(storage: protocol.Storage, selection: Selection) -> AsyncIterator
             yield entry
 
 
-def recorded(storage: protocol.Storage, selection: Selection) -> AsyncIterator[Entry]:
+def recorded(storage: Storage, selection: Selection) -> AsyncIterator[Entry]:
     """The selected failed jobs by their records."""
     return dead_letter_records.failed(storage, selection.campaign, selection.matches)
 
 
-async def browse(storage: protocol.Storage, selection: Selection) -> AsyncIterator[Entry]:
+async def browse(storage: Storage, selection: Selection) -> AsyncIterator[Entry]:
     """Iterates over the selected failed jobs, each once, without moving them."""
     seen: set[str] = set()
     async for message in storage.poison.browse():
@@ -150,7 +151,7 @@ class Preview:
     """Fields whose values change, from and to what, in JSON; not more than some hundred."""
 
 
-async def preview(storage: protocol.Storage, selection: Selection, check: Check) -> Preview:
+async def preview(storage: Storage, selection: Selection, check: Check) -> Preview:
     """Reads what a replay would send, and moves nothing."""
     found = Preview()
     async for entry in find(storage, selection):
@@ -172,9 +173,7 @@ async def preview(storage: protocol.Storage, selection: Selection, check: Check)
     return found
 
 
-async def _compare(
-    found: Preview, entry: Entry, storage: protocol.Storage, change: Change | None
-) -> None:
+async def _compare(found: Preview, entry: Entry, storage: Storage, change: Change | None) -> None:
     if change is None or entry.record is None:
         return
     body = await entry.record.message(storage.blobs)
@@ -186,7 +185,7 @@ async def _compare(
 
 
 async def replay(
-    storage: protocol.Storage,
+    storage: Storage,
     selection: Selection,
     on_progress: OnProgress | None = None,
     check: Check = NO_CHECK,
@@ -221,7 +220,7 @@ async def replay(
 
 
 async def discard(
-    storage: protocol.Storage,
+    storage: Storage,
     selection: Selection,
     on_progress: OnProgress | None = None,
     keep_signed: Check | None = None,
@@ -269,7 +268,7 @@ async def discard(
 
 
 async def to_discard(
-    storage: protocol.Storage, entries: list[Entry], keep_signed: Check | None, *, completed: bool
+    storage: Storage, entries: list[Entry], keep_signed: Check | None, *, completed: bool
 ) -> list[Entry]:
     """Those of *entries* that `discard` with the same arguments deletes."""
     if completed:

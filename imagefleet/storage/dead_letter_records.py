@@ -17,6 +17,7 @@ from imagefleet.records.record import Record
 from imagefleet.records.writer import RecordLog
 from imagefleet.storage import protocol
 from imagefleet.storage.dead_letter import Entry, FailedJob
+from imagefleet.storage.open import Storage
 
 _Outcome = Literal["replayed", "discarded"]
 
@@ -24,7 +25,7 @@ _CAMPAIGN: TypeAdapter[str] = TypeAdapter(SafeId)
 
 
 async def failed(
-    storage: protocol.Storage,
+    storage: Storage,
     campaign: str | None = None,
     matches: Callable[[Entry], bool] = lambda _: True,
 ) -> AsyncIterator[Entry]:
@@ -42,7 +43,7 @@ async def failed(
                 yield found
 
 
-async def are_completed(storage: protocol.Storage, entries: Sequence[Entry]) -> list[bool]:
+async def are_completed(storage: Storage, entries: Sequence[Entry]) -> list[bool]:
     """Whether all images of each job are stored: it was sent again since, and completed.
 
     A read for each of its images, or six for a job that has none.
@@ -50,7 +51,7 @@ async def are_completed(storage: protocol.Storage, entries: Sequence[Entry]) -> 
     return list(await concurrency.gather(*(_is_completed(storage, each) for each in entries)))
 
 
-async def _is_completed(storage: protocol.Storage, failed: Entry) -> bool:
+async def _is_completed(storage: Storage, failed: Entry) -> bool:
     from imagefleet.records import outcomes
 
     if (note := _note(failed, "discarded", datetime.now(UTC))) is None:
@@ -68,7 +69,7 @@ def entry(record: Record) -> Entry:
 class Notes:
     """Writes what became of failed jobs."""
 
-    def __init__(self, storage: protocol.Storage) -> None:
+    def __init__(self, storage: Storage) -> None:
         self._log = RecordLog(storage.blobs, "operator")
         self._is_checked = False
 

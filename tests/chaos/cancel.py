@@ -21,8 +21,7 @@ from rich.table import Table
 
 from imagefleet import cancelled
 from imagefleet.records import reader
-from imagefleet.storage.open import open_storage
-from imagefleet.storage.protocol import Storage
+from imagefleet.storage.open import Storage, open_storage
 from worker.engine import contract
 from worker.pipeline import Pipeline
 from worker.settings import WorkerSettings
@@ -37,6 +36,9 @@ DRAWN_BEFORE = 2 * CAPACITY
 
 #: No image is begun later after `cancel` has written the list.
 OBEY_SECONDS = 10.0
+
+#: How often it looks whether all are cancelled.
+LOOK_SECONDS = 0.5
 
 #: Seeds from here on are of the other campaign.
 OTHERS = 10_000_000
@@ -87,7 +89,7 @@ async def measure(storage: Storage, settings: WorkerSettings, jobs: int) -> dict
     cancelling = asyncio.create_task(cancelled.cancel(storage, "spring"))
     empty_at = None
     while not running.done():
-        await asyncio.sleep(0.5)
+        await asyncio.sleep(LOOK_SECONDS)
         if empty_at is None and pipeline.settler.outcomes["cancelled"] >= jobs - drawn(engine):
             empty_at = time.monotonic()
     await cancelling

@@ -32,8 +32,7 @@ from pathlib import Path
 from typing import Any
 
 import forks
-from imagefleet.storage.open import open_storage
-from imagefleet.storage.protocol import Storage
+from imagefleet.storage.open import Storage, open_storage
 from imagefleet.storage.settings import StorageSettings
 from proxy import Fault, FaultProxy
 from scaler import KilledScaler
@@ -146,7 +145,7 @@ class Storm:
         async with asyncio.timeout(CALM_SECONDS):
             while (await storage.queue.depth()).messages:
                 self._start_missing_workers()
-                await asyncio.sleep(0.2)
+                await asyncio.sleep(forks.PAUSE_SECONDS)
         for process in self.workers:
             self.expected_exits.add(process)
             process.terminate()

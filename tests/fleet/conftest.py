@@ -22,7 +22,7 @@ from imagefleet.job.message import Output
 from imagefleet.pricing import prices
 from imagefleet.records import writer
 from imagefleet.records.record import Record
-from imagefleet.storage.protocol import Storage
+from imagefleet.storage.open import Storage
 from imagefleet.storage.settings import StorageSettings
 from in_process import as_it_was, built, in_process
 from salad_fake import fleet_file

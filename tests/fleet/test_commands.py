@@ -53,6 +53,7 @@ ASKING = {
     "purge",
     "failed discard",
     "failed replay",
+    "files remove",
     "redo",
     "scale",
     "verify",
@@ -79,8 +80,8 @@ CALLS = {
     "verify": (),
     "prompt": ("a cat",),
     "version": (),
-    "kernels list": (),
-    "kernels push": ("kernels.tar.xz", "--dry-run"),
+    "files list": ("kernels",),
+    "files add": ("kernels", "kernels.tar.xz", "--dry-run"),
     "deploy salad render": (),
     "deploy salad apply": ("--dry-run",),
 }

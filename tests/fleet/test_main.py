@@ -31,8 +31,7 @@ COMMANDS = [
         "scale",
         "prompt",
     ),
-    *("failed", "keys", "deploy", "model", "lora", "embedding"),
-    *("upscaler", "controlnet", "text", "kernels", "bench", "health", "version"),
+    *("failed", "keys", "deploy", "files", "bench", "health", "version"),
 ]
 
 Imagefleet = Callable[..., "subprocess.CompletedProcess[str]"]  # the fixture of conftest.py

@@ -14,9 +14,11 @@ from pathlib import Path
 from typing import Self
 
 from imagefleet import errors
+from imagefleet.files import safetensors
+from imagefleet.files.kinds import FileKind
 from imagefleet.signing import TrustedKeys
 from imagefleet.storage import protocol
-from worker.files import manifest, safetensors
+from worker.files import manifest
 from worker.files.disk_cache import SUFFIX, DiskCache
 from worker.files.manifest import Manifest
 
@@ -25,22 +27,6 @@ log = logging.getLogger(__name__)
 #: Files that are not checked again while they stay as they are. A campaign may use a million: the
 #: text states of its prompts.
 REMEMBERED = 10_000
-
-
-@dataclass(frozen=True, slots=True)
-class FileKind:
-    """What the files of a library are: in a sentence, in the storage, and at most how large."""
-
-    noun: str
-    folder: str
-    max_bytes: int
-    fetched_at_once: int = 8
-    """The most files fetched at once; they are in memory meanwhile."""
-
-    @property
-    def flag(self) -> str:
-        """The setting that names a folder of them."""
-        return f"--{self.noun.lower()}-directory"
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,11 +101,13 @@ class FileLibrary:
         *,
         cache: Path,
         cache_bytes: int,
+        directory: Path | None = None,
         trusted: TrustedKeys | None = None,
     ) -> Self:
-        """The files of the storage alone, which one of the *trusted* keys must list."""
-        listed = Manifest.stored(blobs, kind.folder, trusted, optional=True)
-        return cls(blobs, kind, listed, folders=[], cache=cache, cache_bytes=cache_bytes)
+        """The files of *directory*, then the storage's, which a *trusted* key must list."""
+        listed = Manifest.stored(blobs, kind.folder, trusted)
+        folders = [own_folder(kind, directory)] if directory else []
+        return cls(blobs, kind, listed, folders=folders, cache=cache, cache_bytes=cache_bytes)
 
     async def resolve(self, name: str) -> Path:
         """The file of that name, complete and matching its manifest.
@@ -159,7 +147,6 @@ class FileLibrary:
         path = self._cache.find(name)
         if path is None:
             return None
-        noun = self._kind.noun.lower().replace(" ", "_")
         try:
             await self._verify(self._storage_manifest, name, partial(self._check, name, path))
         except (errors.TransientError, errors.UnusableFileError) as error:
@@ -167,7 +154,7 @@ class FileLibrary:
                 "fetching %s again: %s",
                 path,
                 error,
-                extra={"action": f"{noun}_dropped", noun: name},
+                extra={"action": f"{self._kind.name}_dropped", self._kind.name: name},
             )
             self._cache.drop(path)
             return None

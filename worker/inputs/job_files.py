@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from imagefleet.files.kinds import LORA
 from imagefleet.signing import TrustedKeys, trusted_keys
-from imagefleet.storage import protocol
+from imagefleet.storage.open import Storage
 from worker.files.embeddings import EmbeddingLibrary
 from worker.files.hashes import FileHashes
-from worker.files.loras import LoraLibrary
+from worker.files.library import FileLibrary
 from worker.inputs.reader import InputReader
 from worker.settings import WorkerSettings
 
@@ -17,7 +18,7 @@ from worker.settings import WorkerSettings
 class JobFiles:
     """Libraries of LoRAs and embeddings, the reader of input images, and the files' hashes."""
 
-    loras: LoraLibrary
+    loras: FileLibrary
     embeddings: EmbeddingLibrary
     inputs: InputReader
     hashes: FileHashes
@@ -25,13 +26,14 @@ class JobFiles:
     """The keys that sign jobs and lists of files; None: they need no signature."""
 
     @classmethod
-    def of(cls, storage: protocol.Storage, settings: WorkerSettings) -> JobFiles:
+    def of(cls, storage: Storage, settings: WorkerSettings) -> JobFiles:
         """The files of a storage and of the settings' own folders."""
         cache, cache_bytes = settings.cache, settings.cache_megabytes * 2**20
         trusted = trusted_keys(settings.trusted_key)
         return cls(
-            loras=LoraLibrary(
+            loras=FileLibrary.stored(
                 storage.files,
+                LORA,
                 directory=settings.lora_directory,
                 cache=cache / "loras",
                 cache_bytes=cache_bytes,

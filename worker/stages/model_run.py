@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from imagefleet import retry
 from imagefleet.cancelled import CancelledCampaigns
-from imagefleet.storage import protocol
+from imagefleet.storage.open import Storage
 from worker import tasks
 from worker.cost import CostMeter
 from worker.engine import contract
@@ -29,7 +29,7 @@ from worker.stages.upload import ENCODING, UPLOADS, EncodeStage, UploadStage
 class Shared:
     """The collaborators of a worker's stages that outlive a change of models."""
 
-    storage: protocol.Storage
+    storage: Storage
     settings: WorkerSettings
     files: JobFiles
     engine_thread: EngineThread

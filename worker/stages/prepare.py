@@ -19,8 +19,7 @@ from imagefleet.storage import protocol
 from worker.engine import contract
 from worker.inputs.job_files import JobFiles
 from worker.inputs.reader import NO_INPUTS, Inputs
-from worker.jobs.in_flight import InFlightJob
-from worker.jobs.turns import BegunJob, Turns
+from worker.jobs.in_flight import BegunJob, InFlightJob, Turns
 from worker.metrics import WorkerMetrics
 from worker.settle import Settler
 from worker.stages.generate import GenerateStage

@@ -15,7 +15,7 @@ from fleet.webhooks import events
 from imagefleet import aio, errors
 from imagefleet.job.message import Job
 from imagefleet.records import reader
-from imagefleet.storage.protocol import Storage
+from imagefleet.storage.open import Storage
 from imagefleet.storage.settings import StorageSettings
 from worker.engine import contract
 from worker.testing import draw_noise

@@ -20,8 +20,7 @@ import pytest
 import polling
 from fleet.export import plan, shards
 from imagefleet import errors
-from imagefleet.storage.open import open_storage
-from imagefleet.storage.protocol import Storage
+from imagefleet.storage.open import Storage, open_storage
 from imagefleet.storage.settings import StorageSettings
 
 Imagefleet = Callable[..., "subprocess.CompletedProcess[str]"]  # the fixture of conftest.py
@@ -351,9 +350,9 @@ async def test_the_plan_is_sorted_with_flat_memory(
 
     async def records() -> Any:
         for name in names:
-            yield record.model_copy(update={"id": name, "blob": f"spring/{name}.png"})
+            yield [record.model_copy(update={"id": name, "blob": f"spring/{name}.png"})]
 
-    from fleet.results.source import Damaged
+    from imagefleet.records.damaged import Damaged
 
     wanted = plan.Plan(
         campaign="spring",

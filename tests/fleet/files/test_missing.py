@@ -14,8 +14,7 @@ import pytest
 from fleet import console, options
 from fleet.files.listed import Listing
 from imagefleet.signing import SigningKey
-from imagefleet.storage.open import open_storage
-from imagefleet.storage.protocol import Storage
+from imagefleet.storage.open import Storage, open_storage
 from imagefleet.storage.settings import SignerSettings, StorageSettings
 
 Imagefleet = Callable[..., "subprocess.CompletedProcess[str]"]  # the fixture of conftest.py
@@ -212,7 +211,7 @@ def test_with_a_signing_key_a_file_must_be_in_the_signed_list(
     async def list_one() -> None:
         settings = SignerSettings(**local_settings.model_dump(), signing_key=tmp_path / "key.pem")
         async with open_storage(settings) as storage:
-            await Listing(storage, "loras", settings.keys()).add("listed", "0" * 64)
+            await Listing(storage, "loras", settings.keys()).change({"listed": "0" * 64})
 
     asyncio.run(list_one())
     found = missing(in_process(*signed))

@@ -15,8 +15,7 @@ from PIL import Image
 from fleet import console
 from fleet.verify import pairs, picture, quarantine
 from imagefleet import errors
-from imagefleet.storage.open import open_storage
-from imagefleet.storage.protocol import Storage
+from imagefleet.storage.open import Storage, open_storage
 from imagefleet.storage.settings import StorageSettings
 from worker.engine import contract
 

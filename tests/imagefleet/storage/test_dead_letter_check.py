@@ -14,7 +14,7 @@ from imagefleet.storage import dead_letter, dead_letter_queue
 from imagefleet.storage.dead_letter import Entry, FailedJob
 from imagefleet.storage.dead_letter_check import Check
 from imagefleet.storage.dead_letter_queue import Selection
-from imagefleet.storage.protocol import Storage
+from imagefleet.storage.open import Storage
 
 
 @pytest.fixture

@@ -18,8 +18,8 @@ from imagefleet.records.record import Record
 from imagefleet.records.writer import RecordLog
 from imagefleet.storage import dead_letter, dead_letter_queue
 from imagefleet.storage.dead_letter_queue import Selection
-from imagefleet.storage.open import open_storage
-from imagefleet.storage.protocol import JobQueue, LeasedMessage, Storage
+from imagefleet.storage.open import Storage, open_storage
+from imagefleet.storage.protocol import JobQueue, LeasedMessage
 from imagefleet.storage.settings import StorageSettings
 
 MISSING = errors.MissingFileError("there is no LoRA 'forest'")

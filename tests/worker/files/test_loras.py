@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import hashlib
 import json
 import os
@@ -14,10 +15,12 @@ import pytest
 
 import polling
 from imagefleet import errors
+from imagefleet.files.kinds import LORA
 from imagefleet.job import prompt
-from imagefleet.storage.protocol import BlobPart, Storage
+from imagefleet.storage.open import Storage
+from imagefleet.storage.protocol import BlobPart
 from worker.engine import contract
-from worker.files.loras import LoraLibrary
+from worker.files.library import FileLibrary
 from worker.testing import StandInEngine, StandInPrepared
 
 LoraBytes = Callable[[str], bytes]  # the fixture of conftest.py
@@ -56,16 +59,16 @@ class WatchedBlobs:
         self.replaced["loras/manifest.json"] = json.dumps(hashes).encode()
 
 
-Library = Callable[..., LoraLibrary]
+Library = Callable[..., FileLibrary]
 
 
 @pytest.fixture
-def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Library:
-    monkeypatch.setattr("worker.files.loras.MAX_BYTES", 1000)
+def library(tmp_path: Path) -> Library:
+    kind = dataclasses.replace(LORA, max_bytes=1000)
 
-    def make(blobs: Any, **changes: Any) -> LoraLibrary:
-        settings = {"directory": None, "cache_bytes": 10_000, **changes}
-        return LoraLibrary(blobs, cache=tmp_path / "cache", **settings)
+    def make(blobs: Any, **changes: Any) -> FileLibrary:
+        settings = {"cache_bytes": 10_000, **changes}
+        return FileLibrary.stored(blobs, kind, cache=tmp_path / "cache", **settings)
 
     return make
 
@@ -121,7 +124,7 @@ async def test_a_fetch_goes_on_when_the_job_that_began_it_is_cancelled(
     first, second = (asyncio.create_task(loras.resolve("style")) for _ in range(2))
     await polling.until(lambda: blobs.reads)
     first.cancel()
-    await asyncio.sleep(0)
+    await polling.turn()
     blobs.answer.set()
     assert (await second).read_bytes() == lora_bytes("style")
     assert len(blobs.reads) == 1

@@ -19,7 +19,7 @@ from imagefleet.records import reader
 from imagefleet.records.record import Record
 from imagefleet.storage import dead_letter, dead_letter_queue
 from imagefleet.storage.dead_letter_queue import Selection
-from imagefleet.storage.protocol import Storage
+from imagefleet.storage.open import Storage
 from tests.worker.engine.support import esrgan
 from worker.engine import contract
 from worker.engine.load import load_engine

@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import json
 import logging
+import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -16,7 +17,7 @@ import pytest
 
 import polling
 from imagefleet import errors, likeness, retry
-from imagefleet.storage.protocol import Storage
+from imagefleet.storage.open import Storage
 from worker.engine import contract
 from worker.gpu_thread import EngineThread
 from worker.metrics import WorkerMetrics
@@ -27,7 +28,7 @@ from worker.node.reference import Reference
 from worker.node.self_check import NodeSelfCheck
 from worker.node.suspects import Suspects
 from worker.settings import WorkerSettings
-from worker.testing import StandInEngine
+from worker.testing import StandInEngine, draw_noise
 
 RunPipeline = Callable[..., Any]  # the fixture of conftest.py
 
@@ -129,10 +130,9 @@ async def test_weights_that_differ_once_were_read_wrongly_and_twice_are_a_fault(
     monkeypatch.setattr(self_check, "WEIGHTS_SECONDS", 0.01)
     engine = Engine()
     async with checks_of(engine, storage) as checks:
-        engine.self_check.faults = ["unet", None]
+        engine.self_check.faults = ["unet", None, None, None]
         watching = asyncio.create_task(checks.watch_weights())
         await polling.until(lambda: not engine.self_check.faults)
-        await asyncio.sleep(0.05)
         assert not watching.done()
         engine.self_check.faults = ["unet", "unet"]
         with pytest.raises(errors.NodeError, match="unet"):
@@ -182,7 +182,7 @@ def reference_for(engine: Engine, **changes: object) -> Reference:
         kind: likeness.to_text(
             likeness.fingerprint(right(reference.request(kind, SIZE, Path("lora"))))
         )
-        for kind in reference.KINDS
+        for kind in reference.CANARY_IMAGES
     }
     fields = {
         "version": reference.VERSION,
@@ -209,12 +209,12 @@ async def test_a_reference_of_another_model_or_version_is_ignored_with_a_warning
     storage: Storage, caplog: pytest.LogCaptureFixture, changes: dict[str, Any], why: str
 ) -> None:
     engine = Engine()
-    images = dict.fromkeys(reference.KINDS, likeness.to_text(likeness.fingerprint(BAD)))
+    images = dict.fromkeys(reference.CANARY_IMAGES, likeness.to_text(likeness.fingerprint(BAD)))
     async with checks_of(engine, storage) as checks:
         await checks.start_up(reference_for(engine, images=images, **changes))
     (warning,) = caplog.records
     assert why in warning.getMessage()
-    assert "`imagefleet model canary` makes" in warning.getMessage()
+    assert "`imagefleet files make canary` makes" in warning.getMessage()
 
 
 async def test_a_reference_finds_a_node_that_is_wrong_from_the_start(
@@ -337,9 +337,31 @@ async def test_a_node_that_is_quarantined_while_it_works_hands_its_jobs_back(
     storage: Storage, run_pipeline: RunPipeline, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(quarantine, "PERIOD_SECONDS", 0.05)
+    stored, is_read = threading.Event(), threading.Event()
+    reason = quarantine.Quarantine.reason
+
+    async def noting(self: quarantine.Quarantine) -> str | None:
+        found = await reason(self)
+        if found is not None:
+            is_read.set()
+        return found
+
+    def draw(request: contract.ImageRequest) -> contract.Pixels:
+        if stored.is_set():
+            is_read.wait()
+        return draw_noise(request)
+
+    monkeypatch.setattr(quarantine.Quarantine, "reason", noting)
     await storage.queue.send(json.dumps({"prompt": "a cat", "id": str(n)}) for n in range(50))
-    running = asyncio.create_task(run_pipeline(StandInEngine(capacity=1, tick_seconds=0.05)))
-    await asyncio.sleep(0.3)
+    running = asyncio.create_task(
+        run_pipeline(StandInEngine(capacity=1, tick_seconds=0.01, draw=draw))
+    )
+
+    async def images() -> list[str]:
+        return [name async for name in storage.blobs.names("default/")]
+
+    await polling.until(images)
+    stored.set()
     await put_list(storage, listing("test-worker"))
     with pytest.raises(errors.NodeError, match="this node is quarantined"):
         await running

@@ -18,7 +18,7 @@ from imagefleet.job.message import Job, read_job
 from imagefleet.signing import SigningKey, TrustedKeys
 from imagefleet.storage import dead_letter
 from imagefleet.storage.deliveries import Deliveries
-from imagefleet.storage.protocol import Storage
+from imagefleet.storage.open import Storage
 from worker import process
 from worker.engine import contract
 from worker.files import manifest
@@ -232,9 +232,12 @@ async def test_a_lora_added_after_the_worker_began_is_used_at_once(
         await polling.until(lambda: stored(storage), lambda names: names == ["c/first.png"])
         await put_loras(storage, manifest.encode("loras", hashes, key), second=files["second"])
         await storage.queue.send([bodies["second"]])
-        while len(await stored(storage)) < 2:
+
+        async def both() -> bool:
             assert not (await storage.poison.depth()).messages
-            await asyncio.sleep(0.01)
+            return len(await stored(storage)) == 2
+
+        await polling.until(both)
         stop.set()
 
     pipeline, _ = await asyncio.gather(

@@ -17,7 +17,7 @@ from families import tiny_families
 from fleet.files import canary, preview
 from imagefleet import errors
 from imagefleet.storage import dead_letter
-from imagefleet.storage.protocol import Storage
+from imagefleet.storage.open import Storage
 from pixel import tiny_cascade
 from worker.engine import contract, load
 from worker.engine.slots import engine as slots
@@ -169,6 +169,6 @@ def test_a_model_is_tried_with_an_image_and_has_no_reference_images(
     assert check.family(folder) == "SD x4 upscaler"
     check.check_path(folder)
     drawn = preview.draw(folder, tmp_path / "x4.png")
-    assert (drawn.width, drawn.height) == (64, 64)
+    assert (drawn["width"], drawn["height"]) == (64, 64)
     with pytest.raises(errors.SetupError, match="enlarges images: nodes do not compare"):
         canary.draw(folder, lambda _: None)

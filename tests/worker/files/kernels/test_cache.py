@@ -11,9 +11,10 @@ from pathlib import Path
 
 import pytest
 
+import polling
 from imagefleet import errors, retry
 from imagefleet.signing import SigningKey, TrustedKeys
-from imagefleet.storage.protocol import Storage
+from imagefleet.storage.open import Storage
 from kernel_files import CUBIN, GRAPH, KEY, OTHER, compile_into
 from worker.files import manifest
 from worker.files.kernels import archive, cache
@@ -152,7 +153,7 @@ async def test_a_listed_file_that_is_gone_stops_nobody(
     content = manifest.encode("kernels", {NAME: "0" * 64}, None)
     await storage.files.create("kernels/manifest.json", content, "application/json", {})
     assert await fetch(kernels, storage) is None
-    assert "`imagefleet kernels push` stores it" in caplog.text
+    assert "`imagefleet files add kernels` stores it" in caplog.text
 
 
 async def test_with_a_trusted_key_only_kernels_of_a_signed_list_are_loaded(
@@ -223,9 +224,16 @@ async def test_compiling_waits_for_the_download_but_not_for_ever(
         with kernels.compiling("the UNet"):
             found.append((kernels.folder / GRAPH).exists())
 
+    waits, wait = threading.Event(), kernels._is_settled.wait
+
+    def noting(seconds: float) -> bool:
+        waits.set()
+        return wait(seconds)
+
+    monkeypatch.setattr(kernels._is_settled, "wait", noting)
     early = threading.Thread(target=compiles)
     early.start()
-    await asyncio.sleep(0.05)
+    await polling.until(waits.is_set)
     assert not found
     await kernels.fetch(storage.files, retry_policy=IMPATIENT)
     await asyncio.to_thread(early.join, 10)
@@ -259,7 +267,7 @@ async def test_kernels_that_did_not_fit_count_as_compiled(
         another.parent.mkdir(parents=True)
         another.write_bytes(b"a graph for other slots")
     assert (value("store"), value("compiled")) == (0, 1)
-    assert "`imagefleet kernels build`" in caplog.text
+    assert "`imagefleet files make kernels`" in caplog.text
 
 
 @pytest.fixture

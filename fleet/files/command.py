@@ -1,0 +1,219 @@
+"""`imagefleet files`: adds, lists, removes and makes files of each kind in the storage."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Collection
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from fleet import console, options
+from fleet.files import add, arguments, canary, kernels, stored, texts
+from fleet.files.arguments import MADE, AddOptions, MakeOptions, MakeSettings
+from fleet.files.transfer import Report
+from imagefleet import errors, validation
+from imagefleet.files import kinds
+from imagefleet.files.kinds import KINDS, FileKind
+from imagefleet.storage.open import open_storage
+from imagefleet.storage.settings import SignerSettings, StorageSettings
+from loadgen.sources import open_source
+
+#: Names that a question shows.
+_SHOWN = 10
+
+app = typer.Typer(
+    no_args_is_help=True,
+    help="Files that workers read from the storage: models, LoRAs, embeddings and others.",
+)
+
+KindName = Annotated[str, typer.Argument(metavar="KIND", help=f"{', '.join(KINDS)}.")]
+
+
+@app.command("add")
+@options.from_settings(SignerSettings)
+def add_command(
+    settings: SignerSettings,
+    context: typer.Context,
+    kind: KindName,
+    sources: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="FILE|FOLDER|URL...",
+            help="A .safetensors file or its https:// address; of a model also a folder in"
+            " diffusers format; what `files make kernels` wrote; a folder of text states.",
+        ),
+    ],
+    given: AddOptions,
+    dry_run: Annotated[bool, options.dry_run("what would be stored")] = False,
+    as_json: options.AsJson = False,
+) -> None:
+    """Puts files into the storage and prints by what jobs or workers name them.
+
+    Each is checked first. Its hash is listed in the folder's manifest.json if there is one, or a
+    signing key: workers refuse another file of its name. An interrupted download or upload goes on
+    where it was. Of a model, a test image is drawn on this machine and written to the current
+    folder, and so are the reference images by which nodes check what they draw. Kernels are
+    programs: add only what you have made yourself, on a machine that you trust.
+
+    imagefleet files add lora magic-fantasy-forest-v2.safetensors
+
+    imagefleet files add model 'https://civitai.com/api/download/models/128713?token=...'
+
+    imagefleet files add kernels kernels --dry-run
+    """
+    found = _kind(kind)
+    arguments.refuse_foreign(context, kind, arguments.ADD)
+    if found is kinds.TEXT:
+        if len(sources) != 1 or not Path(sources[0]).is_dir():
+            raise errors.SetupError(
+                "text states are added as one folder; of jobs' prompts `imagefleet files make text`"
+                " makes them"
+            )
+        states = texts.made(Path(sources[0]))
+        storing = texts.add(settings, states, create=given.manifest, dry_run=dry_run, quiet=as_json)
+    else:
+        storing = add.add(settings, found, sources, given, dry_run=dry_run)
+    console.run(storing).show(as_json=as_json)
+
+
+@app.command("list")
+@options.from_settings(StorageSettings)
+def list_command(
+    settings: StorageSettings, kind: KindName, as_json: options.AsJson = False
+) -> None:
+    """Lists the files of a kind in the storage; of text states, prompts are not shown.
+
+    imagefleet files list lora
+    """
+    found = _kind(kind)
+
+    async def read() -> list[stored.Row]:
+        async with open_storage(settings) as storage:
+            return await stored.read(storage, found)
+
+    rows = console.run(read())
+    if as_json:
+        console.print_json({"files": [asdict(row) for row in rows]})
+    elif rows:
+        stored.show(rows)
+    else:
+        console.print_note(f"{found.folder}/ is empty: `{found.add_command}` stores files there")
+
+
+@app.command("remove")
+@options.from_settings(SignerSettings)
+def remove_command(
+    settings: SignerSettings,
+    kind: KindName,
+    names: Annotated[
+        list[str], typer.Argument(metavar="NAME...", help="Their names, as `files list` has them.")
+    ],
+    yes: options.Yes = False,
+    dry_run: Annotated[bool, options.dry_run("what would be removed")] = False,
+    as_json: options.AsJson = False,
+) -> None:
+    """Removes files from the storage and from the folder's manifest.json.
+
+    Jobs that name them fail from then on, but for workers that have them in their cache.
+
+    imagefleet files remove lora magic-fantasy-forest-v2 --dry-run
+
+    imagefleet files remove lora magic-fantasy-forest-v2
+    """
+    found = _kind(kind)
+
+    async def remove(rows: list[stored.Row] | None = None) -> list[stored.Row]:
+        async with open_storage(settings) as storage:
+            if rows is None:
+                return await stored.find(storage, found, names)
+            await stored.remove(storage, found, rows, settings.keys())
+            return rows
+
+    rows = console.run(remove())
+    if not dry_run:
+        shown = ", ".join(row.name for row in rows[:_SHOWN]) + ", ..." * (len(rows) > _SHOWN)
+        size = sum(row.bytes for row in rows) / 1e6
+        question = f"Remove {shown} ({size:,.1f} MB) from {found.folder}/? Jobs may name them."
+        console.confirm(question, yes=yes)
+        console.run(remove(rows))
+    would = "would be " if dry_run else ""
+    lines = [f"{found.folder}/{row.name}: {would}removed" for row in rows]
+    document = {"files": [asdict(row) for row in rows], "dry_run": dry_run}
+    Report(document, lines=lines).show(as_json=as_json)
+
+
+@app.command("make")
+@options.from_settings(MakeSettings)
+def make_command(
+    settings: MakeSettings,
+    context: typer.Context,
+    kind: Annotated[str, typer.Argument(metavar="KIND", help=f"{', '.join(MADE)}.")],
+    given: MakeOptions,
+    jobs: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[JOBS]",
+            help="For text: jobs as for `imagefleet load`, a template (.yaml, .toml), a file of"
+            " jobs (.jsonl, .json, .csv, .parquet, .txt with a prompt per line), or - for standard"
+            " input.",
+        ),
+    ] = None,
+    dry_run: Annotated[bool, options.dry_run("what would be made")] = False,
+    as_json: options.AsJson = False,
+) -> None:
+    """Makes kernels, text states or a canary for a model.
+
+    kernels: compiles for this machine's GPU and writes one file, for `files add kernels`, or for
+    the workers' image with --kernels. It is for workers with the same GPU, major version of the
+    driver, torch, imagefleet and kind of model. Takes a worker's settings; what that worker has
+    compiled into --cache is packed as well.
+
+    text: reads each prompt of JOBS with the text encoder of the stage --model and stores what it
+    says, for stages of DeepFloyd IF without one. What the storage has is passed over, so an
+    interrupted command goes on where it was.
+
+    canary: draws the reference images of the model in --model and puts them beside it; nodes
+    compare what they draw with them. `files add model` does the same for a model in the storage.
+
+    imagefleet files make kernels --model ./model
+
+    imagefleet files make text jobs.jsonl --model ./IF-I-M-v1.0
+
+    imagefleet files make canary --model dreamshaper-8.safetensors
+    """
+    if kind not in MADE:
+        raise _unknown(kind, MADE)
+    arguments.refuse_foreign(context, kind, arguments.MAKE)
+    if kind == "kernels":
+        made = kernels.make(settings, given.output, dry_run=dry_run)
+    elif kind == "canary":
+        made = canary.make(Path(settings.model))
+    else:
+        if jobs is None:
+            raise errors.SetupError("JOBS is missing: the file of jobs whose prompts are read")
+        opened = functools.partial(
+            open_source,
+            form=given.form,
+            count=given.count,
+            seed=given.seed,
+            key=settings.keys().signing,
+        )
+        states = texts.encoded(jobs, settings, opened, is_shown=not as_json)
+        storing = texts.add(settings, states, create=given.manifest, dry_run=dry_run, quiet=as_json)
+        made = console.run(storing)
+    made.show(as_json=as_json)
+
+
+def _kind(name: str) -> FileKind:
+    """The kind of that name; raises SetupError for another."""
+    if name not in KINDS:
+        raise _unknown(name, KINDS)
+    return KINDS[name]
+
+
+def _unknown(name: str, known: Collection[str]) -> errors.SetupError:
+    hint = validation.suggestion(name, known) or f": give one of {', '.join(known)}"
+    return errors.SetupError(f"unknown kind {name[:40]!r}{hint}")

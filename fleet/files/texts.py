@@ -1,0 +1,220 @@
+"""Text states of jobs' prompts: made on this machine or elsewhere, and stored where they lack."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import hashlib
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+
+from fleet import console
+from fleet.files import missing, transfer
+from fleet.files.listed import Listing
+from fleet.files.transfer import Report
+from fleet.load import reading
+from fleet.worker.command import require_libraries
+from imagefleet import concurrency, errors
+from imagefleet.files.kinds import TEXT
+from imagefleet.job.message import Job
+from imagefleet.storage.open import Storage, open_storage
+from imagefleet.storage.settings import SignerSettings
+from loadgen.sources import Source
+from worker.engine.pixel import text_states
+from worker.files import manifest
+from worker.settings import WorkerSettings
+
+#: States made before they are stored; an interrupted command makes no more than these to its end.
+CHUNK = 16
+
+UPLOADS = 8
+
+#: Prompts that a dry run shows.
+_SHOWN = 10
+
+#: States listed at once: each time the whole list is written. After an interruption, those that are
+#: stored and not listed are made anew.
+LISTED_AT_ONCE = 1_000
+
+
+@dataclass(frozen=True, slots=True)
+class States:
+    """Text states that are to be stored."""
+
+    encoder: str
+    shown: Mapping[str, str]
+    """Each as a person knows it, by the stem of its file's name."""
+    read: Callable[[str], bytes]
+    """The content of the file with a stem; takes seconds where an encoder has to make it.
+
+    Raises:
+        SetupError: it cannot be read, or the encoder cannot be loaded.
+    """
+    jobs: int | None = None
+
+
+def made(folder: Path) -> States:
+    """The states in a folder, as `python -m worker.engine.pixel.text_stage` makes them.
+
+    Raises:
+        SetupError: there is none, or a file is of another kind.
+    """
+    files = {each.stem: each for each in sorted(folder.glob(f"*{TEXT.suffixes[0]}"))}
+    encoders = {transfer.check_file(each, TEXT) for each in files.values()}
+    if len(encoders) != 1:
+        said = ", ".join(sorted(encoders)) or "none"
+        raise errors.SetupError(
+            f"{str(folder)!r} should have the text states of one text encoder, and has {said}"
+        )
+
+    def read(stem: str) -> bytes:
+        try:
+            return files[stem].read_bytes()
+        except OSError as error:
+            raise errors.SetupError(f"{files[stem]} cannot be read: {error.strerror}") from None
+
+    return States(encoders.pop(), {stem: path.name for stem, path in files.items()}, read)
+
+
+def encoded(
+    jobs: str,
+    settings: WorkerSettings,
+    open_jobs: Callable[..., Source],
+    *,
+    is_shown: bool,
+) -> States:
+    """The states of the prompts in a file of jobs, by the text encoder of a stage.
+
+    Raises:
+        SetupError: the stage has no text encoder, a library is missing, or a job is invalid.
+    """
+    require_libraries()
+    from worker.engine import device
+    from worker.engine.pixel import text_stage
+
+    model = Path(settings.model)
+    text_stage.require_encoder(model)
+    encoder = text_stage.encoder_name(model)
+    prompts: dict[str, str] = {}
+    read_jobs = 0
+
+    def add(_place: str, job: Job) -> None:
+        nonlocal read_jobs
+        read_jobs += 1
+        for stage in job.stages_left():
+            for prompt in (stage.parsed_prompt, stage.parsed_negative_prompt):
+                text = text_states.clean(str(prompt))
+                prompts[text_states.stem(text, encoder)] = text
+
+    @functools.cache
+    def load() -> text_stage.TextStage:
+        found = device.find_device(settings.device)
+        return text_stage.TextStage(model, found, device.find_dtype("auto", found))
+
+    def read(stem: str) -> bytes:
+        # One by one, so that they do not depend on which prompts come together.
+        (states,) = load().encode([prompts[stem]])
+        return text_states.content(prompts[stem], encoder, states)
+
+    show = functools.partial(reading, Path(jobs), "reading", is_shown=is_shown)
+    with show() as on_read:
+        opened = open_jobs(jobs, on_read=on_read)
+    with show(jobs=opened.jobs_to_make) as on_read:
+        opened.check(0, on_read, add)
+    return States(encoder, prompts, read, read_jobs)
+
+
+async def add(
+    settings: SignerSettings, states: States, *, create: bool, dry_run: bool, quiet: bool
+) -> Report:
+    """Stores the states that the storage lacks; *create* is `Listing`'s.
+
+    Raises:
+        SetupError: they cannot be made, read or listed; TransientError: the storage did not answer.
+    """
+    is_listed = False
+    async with open_storage(settings) as storage:
+        listing = Listing(storage, TEXT.folder, settings.keys(), create=create)
+        if not dry_run:
+            await storage.create()
+        lacking = [*states.shown]
+        if missing.may_exist(storage):
+            lacking = await _lacking(storage, states.shown, listing)
+        if lacking and not dry_run:
+            with console.counting("text states", len(lacking), quiet=quiet) as on_stored:
+                is_listed = await _store(storage, states, lacking, listing, on_stored)
+    stored, prompts = 0 if dry_run else len(lacking), len(states.shown)
+    document = {
+        "encoder": states.encoder,
+        "jobs": states.jobs,
+        "prompts": prompts,
+        "missing": len(lacking),
+        "stored": stored,
+        "in_manifest": is_listed,
+    }
+    of = f"of {console.counted(prompts, 'prompt')} by {states.encoder}"
+    if dry_run:
+        note = f"{len(lacking):,} {of} have no text states in the storage"
+        return Report(document, [note], [states.shown[stem] for stem in lacking[:_SHOWN]])
+    note = f"{stored:,} text states stored, {prompts - stored:,} were there, {of}"
+    return Report(document, [note + (f"; {listing.described}" if is_listed else "")])
+
+
+async def _lacking(storage: Storage, stems: Collection[str], listing: Listing) -> list[str]:
+    """What is not stored; with a signing key also what is not listed, which workers do not take.
+
+    Raises:
+        SetupError: the list cannot be changed with these keys, or would become too large.
+    """
+    listed = await listing.files()
+    known = {
+        TEXT.stem(name.rpartition("/")[2]) async for name in storage.files.names(f"{TEXT.folder}/")
+    }
+    if listing.keys.signing:
+        known &= listed.keys()
+        if len(listed.keys() | set(stems)) > manifest.MAX_FILES:
+            raise manifest.too_large(listing.blob)
+    return [stem for stem in stems if stem not in known]
+
+
+async def _store(
+    storage: Storage,
+    states: States,
+    stems: Iterable[str],
+    listing: Listing,
+    on_stored: Callable[[], None],
+) -> bool:
+    """Stores the states of *stems*, and makes others meanwhile; tells whether they are listed."""
+    hashes: dict[str, str] = {}
+    is_listed = False
+
+    def read(some: list[str]) -> dict[str, bytes]:
+        return {stem: states.read(stem) for stem in some}
+
+    async def put(item: tuple[str, bytes]) -> None:
+        stem, data = item
+        blob = f"{TEXT.folder}/{stem}{TEXT.suffixes[0]}"
+        sha256 = hashlib.sha256(data).hexdigest()
+        metadata = {transfer.SHA256: sha256, transfer.CONTENT: states.encoder}
+        is_new = await storage.files.create(blob, data, transfer.CONTENT_TYPE, metadata)
+        if not is_new and listing.keys.signing:  # what somebody stored is not signed unseen
+            await transfer.overwrite(storage, blob, data, transfer.CONTENT_TYPE)
+        hashes[stem] = sha256
+        on_stored()
+
+    async def put_all(ready: Mapping[str, bytes]) -> None:
+        nonlocal is_listed
+        await concurrency.for_each(ready.items(), put, UPLOADS)
+        if hashes and (len(hashes) >= LISTED_AT_ONCE or not ready):
+            is_listed = await listing.change(hashes)
+            hashes.clear()
+
+    left = iter(stems)
+    ready: dict[str, bytes] = {}
+    while chunk := list(islice(left, CHUNK)):
+        ready, _ = await concurrency.gather(asyncio.to_thread(read, chunk), put_all(ready))
+    await put_all(ready)
+    await put_all({})
+    return is_listed

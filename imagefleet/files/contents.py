@@ -1,0 +1,267 @@
+"""What a safetensors file is, told by the names and shapes in its header."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from imagefleet.files.safetensors import Header
+
+_ONLY_THESE = "imagefleet generates with checkpoints of Stable Diffusion 1.x, 2.x and SDXL"
+_WHOLE = "use the version of the checkpoint that has everything in one file"
+
+#: The format that a file of text states names in its metadata.
+TEXT_STATES_FORMAT = "imagefleet text states 1"
+
+
+@dataclass(frozen=True, slots=True)
+class Content:
+    """What a file holds: its name for messages, with the article, and its use."""
+
+    name: str
+    advice: str = _ONLY_THESE
+    """What to do with a file that has no use here."""
+    use: str | None = None
+    """The name of the kind of file (`imagefleet.files.kinds`) that it can be stored as."""
+    family: str = ""
+    """The models that it is, or is for."""
+
+
+SD1 = Content("a Stable Diffusion 1.x checkpoint", use="model", family="SD 1.x")
+SD2 = Content("a Stable Diffusion 2.x checkpoint", use="model", family="SD 2.x")
+SDXL = Content("an SDXL checkpoint", use="model", family="SDXL")
+X4_UPSCALER = Content("an x4 upscaler checkpoint", use="model", family="SD x4 upscaler")
+SD1_LORA = Content("a LoRA for Stable Diffusion 1.x", use="lora", family="SD 1.x")
+SD2_LORA = Content("a LoRA for Stable Diffusion 2.x", use="lora", family="SD 2.x")
+SDXL_LORA = Content("a LoRA for SDXL", use="lora", family="SDXL")
+
+_LORA_ADVICE = "imagefleet uses LoRAs for Stable Diffusion 1.x, 2.x and SDXL"
+_OTHER_LORA = Content("a LoRA for another architecture (Flux, SD3 or similar)", _LORA_ADVICE)
+
+_REFINER = Content("an SDXL refiner checkpoint")
+_EDITING = Content(
+    "a checkpoint that edits pictures (InstructPix2Pix)", "imagefleet generates from text"
+)
+_UNCLIP = Content(
+    "a checkpoint that draws variations of a picture (unCLIP)", "imagefleet generates from text"
+)
+_EDM = Content("a checkpoint of another noise than Stable Diffusion's (Playground v2.5, CosXL)")
+_SCALED = Content(
+    "a checkpoint of quantised weights with scales of their own",
+    "use the version in float16, bfloat16 or plain float8",
+)
+_MIXED = Content("a mixed checkpoint, with parts of several families of models", _WHOLE)
+_ADD_VAE = f"{_WHOLE}, or add a VAE (see 'Incomplete files' in docs/models.md)"
+_UNET = Content("the UNet of a checkpoint alone", _WHOLE)
+_AVERAGE = Content("the averaged weights (EMA) of a checkpoint alone", _WHOLE)
+_VAE = Content("a VAE alone", _WHOLE)
+_TEXT_ENCODER = Content("a text encoder alone", _WHOLE)
+EMBEDDING = Content("a textual inversion embedding", use="embedding")
+UPSCALER = Content("an upscaler", use="upscaler")
+CONTROLNET = Content("a ControlNet", use="controlnet")
+TEXT_STATES = Content("the text states of a prompt", use="text")
+_DIFFUSERS_PARTS = Content(
+    "a whole pipeline in diffusers' key names", "save it as a folder in diffusers format"
+)
+
+#: Patterns for the names of tensors, by the content that they tell; the first that occurs decides.
+_TELLING_NAMES: tuple[tuple[Content, str], ...] = (
+    (
+        CONTROLNET,
+        r"^(control_model\.|(module\.)?controlnet_|lora_controlnet$|(.+\.)?input_hint_block\.)",
+    ),
+    (
+        Content("an IP-Adapter", "imagefleet does not use adapters"),
+        r"^(ip_adapter\.|image_proj(_model)?\.)",
+    ),
+    (
+        Content("a T2I-Adapter", "imagefleet does not use adapters"),
+        r"^adapter\.|^body\.\d+\.(resnets|block1|in_conv)\b",
+    ),
+    (
+        Content("a motion module (AnimateDiff)", "imagefleet generates single images"),
+        r"\bmotion_modules\.",
+    ),
+    (EMBEDDING, r"^(emb_params|clip_[gl]|text_encoders_[01])$"),
+    (
+        SD1_LORA,  # or for another architecture: see _lora
+        (
+            r"^(lora|lycoris|oft)_|[._]lora_([AB]|down|up)\b|[._]lora(_linear_layer)?\.(down|up)\."
+            r"|\.(hada_w1_a|lokr_w[12](_a)?|oft_blocks|dora_scale)$"
+        ),
+    ),
+    (_DIFFUSERS_PARTS, r"^unet\.(conv_in|down_blocks)\."),
+    (Content("a Stable Diffusion 3 checkpoint"), r"^(model\.diffusion_model\.)?joint_blocks\."),
+    (
+        Content("a HunyuanVideo checkpoint"),
+        r"(^|\.)txt_in\.individual_token_refiner\.",
+    ),
+    (
+        Content("a Flux checkpoint"),
+        r"^(model\.diffusion_model\.)?(double_blocks\.|single_transformer_blocks\.)",
+    ),
+    (
+        Content("a Stable Cascade checkpoint"),
+        r"^(model\.diffusion_model\.)?(clip_txt_mapper|clip_mapper|clf\.1)\b",
+    ),
+    (
+        Content("a diffusion transformer (SD3, Z-Image, Wan, Qwen-Image or similar)"),
+        (
+            r"^(model\.diffusion_model\.|net\.)?(double_layers|double_stream_blocks"
+            r"|transformer_blocks|patchify_proj|patch_embedding|cap_embedder|x_embedder|adaln_single"
+            r"|pos_embed|txt_in|blocks\.\d+\.|layers\.\d+\.)"
+        ),
+    ),
+    (_REFINER, r"^conditioner\.embedders\.0\.model\."),
+    (SDXL, r"^conditioner\.embedders\."),
+    (SD1, r"^model\.diffusion_model\.input_blocks\."),  # or another with a UNet: see _with_unet
+    (_AVERAGE, r"^model_ema\."),
+    (_UNET, r"^(diffusion_model\.)?(input_blocks|time_embed|time_embedding)\."),
+    (_VAE, r"^(first_stage_model\.|vae\.)?(encoder|decoder)\.conv_in\.|^taesd_|^post_quant_conv\."),
+    (
+        _TEXT_ENCODER,
+        (
+            r"^(cond_stage_model\.)?(transformer\.)?(text_model\.|resblocks\.|text_projection)"
+            r"|^(embeddings\.token_embedding|encoder\.block\.|shared\.weight|model\.layers\.)"
+        ),
+    ),
+    (Content("an image encoder alone"), r"^(vision_model|visual)\."),
+    (
+        UPSCALER,
+        r"^(conv_first\.|(params|params_ema|model)\.\d|body\.\d+\.rdb|RRDB_trunk\.|model\.1\.sub)",
+    ),
+)
+
+#: The width of the prompt's encoding, which the UNet's cross-attention takes in.
+_BY_CONTEXT = {1024: SD2, 1280: _REFINER, 2048: SDXL}
+_LORA_BY_CONTEXT = {1024: SD2_LORA, 1280: SDXL_LORA, 2048: SDXL_LORA}
+
+#: The tensors of the text encoders; SDXL's second one is the refiner's first.
+_TEXT_ENCODERS = {
+    SDXL: r"^conditioner\.embedders\.1\.",
+    SD2: r"^cond_stage_model\.model\.",
+    SD1: r"^cond_stage_model\.transformer\.",
+}
+
+#: Names of tensors that others have beside all that one of these has.
+_ALIKE = (
+    (_EDM, r"^edm_(mean|std|vpred\.)"),
+    (_SCALED, r"^(scaled_fp8|.+\.(scale_weight|weight_scale|comfy_quant))$"),
+)
+
+#: Inputs of the UNet: the latents that are drawn, and those of another image, or the three colours
+#: of one that is enlarged. Inpainting checkpoints have nine, for a mask and a masked image: they
+#: are of their family's kind.
+_EDITING_INPUTS, _UPSCALER_INPUTS = 8, 7
+
+_INPUTS = "model.diffusion_model.input_blocks.0.0.weight"
+_CROSS_ATTENTION = re.compile(r"\.attn2\.to_k\.weight$")
+_LORA_CROSS_ATTENTION = re.compile(
+    r"attn2[._]to_k[._].*(lora_down|lora_A|lora\.down|lora_linear_layer\.down|hada_w1_b)\b"
+)
+_SDXL_LORA_NAME = re.compile(
+    r"^(lora_te2_|text_encoder_2\.)|transformer_blocks[._][1-9]", re.MULTILINE
+)
+_OTHER_LORA_NAME = re.compile(
+    r"(double|single|joint)_blocks[._]|^(lora_)?transformer[._]|single_transformer_blocks[._]"
+    r"|^(diffusion_model|lora_unet)[._](blocks|layers|transformer_blocks)[._]",
+    re.MULTILINE,
+)
+
+#: How training tools name the base model of a LoRA (ss_base_model_version).
+_LORA_BY_BASE = (("sdxl", SDXL_LORA), ("sd_v2", SD2_LORA), ("sd_v1", SD1_LORA))
+
+_ARCHITECTURE = "modelspec.architecture"
+_PREDICTION = "modelspec.prediction_type"
+_MOST_EMBEDDING_TENSORS = 3
+
+#: The width of an embedding's vectors, by the models whose text encoder takes them.
+EMBEDDING_WIDTHS = {768: "SD 1.x", 1024: "SD 2.x", 1280: "SDXL"}
+
+
+def identify(header: Header) -> Content:
+    """What a file with this header holds. Names of tensors go before what its author says."""
+    if header.metadata.get("format") == TEXT_STATES_FORMAT:
+        return TEXT_STATES
+    names = "\n".join(header.shapes)
+    for content, pattern in _TELLING_NAMES:
+        if re.search(pattern, names, re.MULTILINE):
+            if content is SD1_LORA:
+                return _lora(header, names)
+            return _with_unet(header, names) if content in {SD1, SDXL} else content
+    if 0 < len(header.shapes) <= _MOST_EMBEDDING_TENSORS and all(
+        len(shape) in {1, 2} and shape[-1] in EMBEDDING_WIDTHS for shape in header.shapes.values()
+    ):
+        return EMBEDDING
+    if architecture := header.metadata.get(_ARCHITECTURE):
+        return Content(f"a model of the architecture {architecture[:60]!r}")
+    first = next(iter(header.shapes), None)
+    return Content(
+        "an empty safetensors file"
+        if first is None
+        else f"no known kind of model (its first tensor is {first[:60]!r})"
+    )
+
+
+def prediction_type(header: Header) -> str | None:
+    """What a checkpoint's UNet predicts, where its file says so: 'epsilon' or 'v_prediction'."""
+    if "v_pred" in header.shapes:  # an empty tensor that marks such files
+        return "v_prediction"
+    stated = header.metadata.get(_PREDICTION, "").lower()
+    return {"epsilon": "epsilon", "v": "v_prediction", "v_prediction": "v_prediction"}.get(stated)
+
+
+def _with_unet(header: Header, names: str) -> Content:
+    """The content of a checkpoint of Stable Diffusion 1.x to XL."""
+    content = _BY_CONTEXT.get(_size(header, _CROSS_ATTENTION, axis=-1))
+    texts = [each for each, pattern in _TEXT_ENCODERS.items() if _has(names, pattern)]
+    content = content or next(iter(texts), SD1)
+    shape = header.shapes.get(_INPUTS, ())
+    inputs = shape[1] if len(shape) > 1 else 0
+    if (other := _alike(content, inputs, names)) is not None:
+        return other
+    if content is _REFINER or set(texts) - {content}:
+        return _REFINER if content is _REFINER else _MIXED
+    if not _has(names, r"^model\.diffusion_model\.input_blocks\."):
+        return _TEXT_ENCODER
+    if content not in texts:
+        return Content(f"{content.name} without its text encoder", _WHOLE)
+    if not _has(names, r"^(first_stage_model|vae)\."):
+        return Content(f"{content.name} without its VAE", _ADD_VAE)
+    return X4_UPSCALER if content is SD2 and inputs == _UPSCALER_INPUTS else content
+
+
+def _alike(content: Content, inputs: int, names: str) -> Content | None:
+    """A checkpoint of another sort that has all the tensors of this one."""
+    if inputs == _EDITING_INPUTS:
+        return _EDITING
+    if content in {SD1, SD2} and _has(names, r"^model\.diffusion_model\.label_emb\.0\."):
+        return _UNCLIP
+    return next((each for each, pattern in _ALIKE if _has(names, pattern)), None)
+
+
+def _has(names: str, pattern: str) -> bool:
+    """Whether one of the names, a line each, begins so."""
+    return re.search(pattern, names, re.MULTILINE) is not None
+
+
+def _lora(header: Header, names: str) -> Content:
+    if _OTHER_LORA_NAME.search(names):
+        return _OTHER_LORA
+    width = _size(header, _LORA_CROSS_ATTENTION, axis=1)
+    if width in _LORA_BY_CONTEXT:
+        return _LORA_BY_CONTEXT[width]
+    if _SDXL_LORA_NAME.search(names):
+        return SDXL_LORA
+    base = header.metadata.get("ss_base_model_version", "")
+    architecture = header.metadata.get(_ARCHITECTURE, "")
+    stated = base or architecture.replace("stable-diffusion-", "sd_").replace("sd_xl", "sdxl")
+    return next((content for start, content in _LORA_BY_BASE if stated.startswith(start)), SD1_LORA)
+
+
+def _size(header: Header, pattern: re.Pattern[str], axis: int) -> int:
+    """The size along *axis* of the first tensor whose name has *pattern*; 0 without one."""
+    for name, shape in header.shapes.items():
+        if pattern.search(name) and len(shape) > 1:
+            return shape[axis]
+    return 0

@@ -1,0 +1,232 @@
+"""The queues of jobs that name a model: which there are, and how a job gets into its own.
+
+A model's queues are made when the first job is sent to it, or a worker starts that serves it. Then
+a blob `-models/NAME` beside the images tells that there are some, since a queue's name does not
+hold the model's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import json
+import logging
+import time
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+
+from imagefleet import concurrency, errors
+from imagefleet.job import chain, sizes
+from imagefleet.job.message import fields_if_any, message_fields
+from imagefleet.job.prompt import SAFE_NAME
+from imagefleet.storage import protocol
+from imagefleet.storage.routing.queue import RoutedQueue
+from imagefleet.storage.routing.route import Route
+from imagefleet.storage.settings import PRIORITIES, Priority
+from imagefleet.telemetry import serving
+
+log = logging.getLogger(__name__)
+
+#: The folder of the blobs that tell which models have queues, beside the images.
+FOLDER = "-models/"
+
+#: Seconds between two listings of that folder.
+LISTED_SECONDS = 10.0
+
+#: Models with queues that are looked at: each costs three queues' operations.
+MAX_MODELS = 200
+
+Queues = Mapping[Priority, RoutedQueue]
+
+
+class ModelQueues:
+    """The queues of each model of one storage."""
+
+    def __init__(
+        self,
+        open_shard: Callable[[Priority, str | None, int], protocol.StoredQueue],
+        blobs: protocol.BlobStore,
+        granted: Callable[[Priority, str | None], int] = lambda *_: 1,
+    ) -> None:
+        """*open_shard* opens a plain queue by priority, model and number of the shard.
+
+        *granted*: the shards of tokens which do not allow to read how many there are.
+        """
+        self._open_shard = open_shard
+        self._granted = granted
+        self._blobs = blobs
+        self._opened: dict[str | None, Queues] = {}
+        self._made: set[str] = set()
+        self._making = asyncio.Lock()
+        self._listed_at: float | None = None
+        self._names: list[str] = []
+        self._share: float | None = None
+        self.default = self.of(None)
+        """The queues of jobs without a model."""
+
+    def of(self, model: str | None) -> Queues:
+        """A model's queues, whether they exist or not."""
+        if model not in self._opened:
+            routes = {each: self._route(each, model) for each in PRIORITIES}
+            self._opened[model] = {each: RoutedQueue([routes[each]]) for each in PRIORITIES}
+        return self._opened[model]
+
+    def _route(self, priority: Priority, model: str | None) -> Route:
+        route = Route(
+            lambda number: self._open_shard(priority, model, number),
+            lambda: self._granted(priority, model),
+            level=PRIORITIES.index(priority),
+            model=model,
+        )
+        if self._share is not None:
+            route.stand_at(self._share)
+        return route
+
+    def stand_at(self, share: float) -> None:
+        """Sets where a worker stands among all, from 0 to 1: it decides the home in each queue."""
+        self._share = share
+        for queues in self._opened.values():
+            for queue in queues.values():
+                queue.main.stand_at(share)
+
+    async def set_shards(self, shards: int) -> None:
+        """Sets the number of shards of each queue, those of every model as well.
+
+        Raises:
+            SetupError: the credentials do not allow that.
+        """
+        for model in (None, *await self.names()):
+            for queue in self.of(model).values():
+                await queue.main.set_shards(shards)
+
+    async def create(self, model: str | None = None) -> bool:
+        """Creates a model's queues if they do not exist; False if the credentials do not allow it.
+
+        A SAS token for one queue can create nothing else, nor need it.
+        """
+        for priority in sorted(PRIORITIES, key=lambda priority: priority != "normal"):
+            if not await self.of(model)[priority].main.create():
+                return False
+        return True
+
+    async def make(self, model: str | None) -> Queues:
+        """A model's queues, created if they do not exist and the credentials allow that.
+
+        Not those of a model that no job can name.
+        """
+        queues = self.of(model)
+        if model is None or model in self._made or not SAFE_NAME.fullmatch(model):
+            return queues
+        async with self._making:
+            if model not in self._made:
+                await self.create(model)
+                shards = await self.default["normal"].main.sent_to()
+                if shards > 1:
+                    await self._shard(queues, shards)
+                await self._blobs.create(f"{FOLDER}{model}", b"", "text/plain", {})
+                self._made.add(model)
+        return queues
+
+    async def most_shards(self) -> int:
+        """The number of shards that queues have; one where that cannot be read."""
+        route = self.default["normal"].main
+        await route.sent_to()
+        return len(route.order)
+
+    async def _shard(self, queues: Queues, shards: int) -> None:
+        """Gives them as many shards as the other queues have, where the credentials allow it."""
+        for queue in queues.values():
+            try:
+                await queue.main.set_shards(shards)
+            except errors.SetupError as error:
+                log.debug("the queue %s is not sharded: %s", queue.name, error.message)
+                return
+
+    async def note_served(self, model: str) -> None:
+        """A worker serves the model, for `status` and for those who send jobs."""
+        if SAFE_NAME.fullmatch(model):
+            await serving.note(self._blobs, model)
+
+    async def names(self) -> list[str]:
+        """The models that have queues, as far as the credentials allow to know it."""
+        now = time.monotonic()
+        if self._listed_at is None or now - self._listed_at >= LISTED_SECONDS:
+            self._listed_at = now
+            try:
+                found = [name.removeprefix(FOLDER) async for name in self._blobs.names(FOLDER)]
+            except errors.SetupError as error:
+                log.debug("which models have queues is not known: %s", error.message)
+            else:
+                self._names = sorted(name for name in found if SAFE_NAME.fullmatch(name))
+        return sorted({*self._names[:MAX_MODELS], *self._made})
+
+    @functools.cached_property
+    def all(self) -> RoutedQueue:
+        """The queues of all jobs as one, those of models included once they are looked for."""
+
+        async def find_more() -> None:
+            for model in await self.names():
+                queue.add(self.of(model).values())
+
+        queue = self._as_one(find_more)
+        return queue
+
+    def served(self, models: Iterable[str]) -> RoutedQueue:
+        """The queues of jobs without a model and of these *models* as one, for a worker."""
+        queue = self._as_one()
+        for model in models:
+            queue.add(self.of(model).values())
+        return queue
+
+    def _as_one(self, find_more: Callable[[], Awaitable[None]] | None = None) -> RoutedQueue:
+        routes = {priority: queue.main for priority, queue in self.default.items()}
+        return RoutedQueue([*routes.values()], routes["normal"], find_more=find_more)
+
+    async def send(self, bodies: Iterable[str], priority: Priority = "normal") -> None:
+        """Adds each message to the queue of its job's model.
+
+        Raises:
+            JobError: a body is over 64 KiB; none was sent.
+        """
+        groups: dict[str | None, list[str]] = {}
+        for body in sizes.checked_messages(bodies):
+            groups.setdefault(model_of(body), []).append(body)
+
+        async def send_group(model: str | None, group: list[str]) -> None:
+            await (await self.make(model))[priority].send(group)
+
+        await concurrency.gather(*(send_group(*each) for each in groups.items()))
+
+    async def make_for_chains(self, bodies: Iterable[str]) -> None:
+        """The queues of later stages, too: workers, which send those, may not be allowed to."""
+        chains = [body for body in bodies if f'"{chain.THEN_FIELD}"' in body]
+        for model in set().union(*map(models_of, chains)):
+            await self.make(model)
+
+
+def model_of(body: str) -> str | None:
+    """The model that a message's job names for its stage; None if none, or it is no valid job."""
+    if body.startswith("{") and '"model"' not in body:
+        return None  # the most common case, without parsing it
+    try:
+        fields = message_fields(body)
+    except (ValueError, RecursionError):
+        return None
+    model = chain.model_of(fields) if isinstance(fields, dict) else None
+    return model if isinstance(model, str) and SAFE_NAME.fullmatch(model) else None
+
+
+def models_of(body: str) -> set[str]:
+    """The models that a message's job names, those of its later stages included."""
+    if body.startswith("{") and '"model"' not in body:
+        return set()
+    named = chain.models_of(fields_if_any(body))
+    return {each for each in named if isinstance(each, str) and SAFE_NAME.fullmatch(each)}
+
+
+def named(body: str, job_id: str | None) -> str:
+    """The message of a job with its id, which otherwise would be its message's: it is to move."""
+    fields = message_fields(body)
+    if not fields.get("id"):
+        fields["id"] = job_id
+        body = json.dumps(fields, separators=(",", ":"))
+    return body

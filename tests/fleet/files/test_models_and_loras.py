@@ -1,0 +1,378 @@
+"""`imagefleet files` with models and LoRAs: on their way into the storage, and in lists."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import re
+import subprocess
+import tarfile
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from aiohttp import web
+
+import tiny_model
+from families import tiny_families
+from fleet import console
+from fleet.files import canary, models, preview, stored, transfer
+from header_files import LORA, SD1, file_of
+from imagefleet import errors, likeness
+from imagefleet.files import kinds
+from imagefleet.storage.open import open_storage
+from imagefleet.storage.settings import StorageSettings
+from worker.files import check
+from worker.node import reference
+
+Imagefleet = Callable[..., "subprocess.CompletedProcess[str]"]  # the fixture of conftest.py
+
+
+def sha256(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    path = tmp_path / "dreams.safetensors"
+    path.write_bytes(file_of())
+    return path
+
+
+@pytest.fixture
+def lora(tmp_path: Path) -> Path:
+    path = tmp_path / "rocket.safetensors"
+    path.write_bytes(file_of(*LORA))
+    return path
+
+
+@pytest.fixture
+def flags(storage_settings: StorageSettings) -> list[str]:
+    """The storage as flags: a folder, then Azurite."""
+    names = ("storage", "queue", "container", "files_container")
+    return [f"--{name.replace('_', '-')}={getattr(storage_settings, name)}" for name in names]
+
+
+def blobs_in(settings: StorageSettings, *names: str) -> list[bytes | None]:
+    async def read() -> list[bytes | None]:
+        async with open_storage(settings) as storage:
+            return [await storage.files.read(name) for name in names]
+
+    return asyncio.run(read())
+
+
+# A checkpoint
+
+
+def test_a_checkpoint_is_stored_under_its_name_with_the_workers_flags(
+    in_process: Imagefleet,
+    checkpoint: Path,
+    flags: list[str],
+    storage_settings: StorageSettings,
+) -> None:
+    result = in_process("files", "add", "model", checkpoint.name, "--no-test", *flags)
+
+    assert result.returncode == console.EXIT_DONE, result.stderr
+    content = checkpoint.read_bytes()
+    assert result.stdout == (f"--model store:dreams.safetensors --model-sha256 {sha256(content)}\n")
+    assert blobs_in(storage_settings, "models/dreams.safetensors") == [content]
+
+    again = in_process("files", "add", "model", checkpoint.name, "--no-test", "--json", *flags)
+    assert json.loads(again.stdout)["files"][0]["change"] == "was there"
+    listed = json.loads(in_process("files", "list", "model", "--json", *flags).stdout)["files"]
+    assert [(each["name"], each["content"], each["sha256"]) for each in listed] == [
+        ("dreams.safetensors", "SD 1.x", sha256(content))
+    ]
+    assert "dreams.safetensors  SD 1.x" in in_process("files", "list", "model", *flags).stdout
+
+    checkpoint.write_bytes(file_of(*SD1, "another"))
+    refused = in_process("files", "add", "model", checkpoint.name, "--no-test", *flags)
+    assert refused.returncode == console.EXIT_OPERATOR_MUST_ACT
+    assert "exists and is another file" in refused.stderr
+    assert blobs_in(storage_settings, "models/dreams.safetensors") == [content]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (["gone.safetensors"], "does not exist"),
+        (["rocket.safetensors"], "is a LoRA for Stable Diffusion 1.x; `imagefleet files add lora`"),
+        (["old.ckpt"], "is a pickle"),
+        (["dreams.safetensors", "--name", "../x"], "the name '../x' is refused"),
+        (["dreams.safetensors", "--sha256", "0" * 64], "another SHA-256"),
+        (["http://127.0.0.1:1/a.safetensors"], "set --model-sha256 or use https"),
+        (["https://civitai.com/models/1"], "is a web page"),
+    ],
+)
+def test_what_is_no_checkpoint_never_reaches_the_storage(
+    arguments: list[str],
+    reason: str,
+    in_process: Imagefleet,
+    checkpoint: Path,
+    lora: Path,
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "old.ckpt").touch()
+    result = in_process("files", "add", "model", *arguments)
+    assert result.returncode == console.EXIT_OPERATOR_MUST_ACT
+    assert reason in result.stderr
+    assert not (tmp_path / "imagefleet-data").exists()
+
+
+def test_v_prediction_that_only_a_yaml_tells_is_not_lost(
+    in_process: Imagefleet, checkpoint: Path
+) -> None:
+    checkpoint.with_suffix(".yaml").write_text("model: {params: {parameterization: v}}")
+    assert (
+        "write it into the file first"
+        in in_process("files", "add", "model", checkpoint.name).stderr
+    )
+    checkpoint.write_bytes(file_of(modelspec__prediction_type="v"))
+    result = in_process("files", "add", "model", checkpoint.name, "--no-test")
+    assert result.returncode == console.EXIT_DONE, result.stderr
+
+
+def test_a_folder_is_packed_drawn_and_loads_where_it_is_unpacked(
+    in_process: Imagefleet, tmp_path: Path
+) -> None:
+    # Two threads on a busy machine wait for each other: 5x slower.
+    torch.set_num_threads(1)
+    model = tiny_model.build_tiny_checkpoint(tmp_path / "tiny")
+    (model / "safety_checker").mkdir()
+    (model / "safety_checker" / "pytorch_model.bin").write_bytes(b"a pickle")
+    (model / "model_index.json").unlink()
+
+    result = in_process("files", "add", "model", "tiny", "--json", "--cache", "cache")
+
+    assert result.returncode == console.EXIT_DONE, result.stderr
+    (added,) = json.loads(result.stdout)["files"]
+    assert added["blob"] == "models/tiny.tar"
+    assert (tmp_path / added["image"]["path"]).read_bytes().startswith(b"\x89PNG")
+    stored = tmp_path / "imagefleet-data" / "files" / "models" / "tiny.tar"
+    assert sha256(stored.read_bytes()) == added["sha256"]
+    with tarfile.open(stored) as tar:
+        names = set(tar.getnames())
+        tar.extractall(tmp_path / "unpacked", filter="data")
+    assert "model_index.json" in names
+    assert not any("safety" in name for name in names)
+    assert preview.draw(tmp_path / "unpacked", tmp_path / "again.png")["width"] == 64
+    assert list((tmp_path / "cache" / "added").iterdir()) == []
+
+    # Its reference images, which a node that has the file from the storage finds by its name.
+    assert added["reference"] == "models/tiny.canary.json"
+    beside_it = json.loads(
+        in_process("files", "make", "canary", "--model", "unpacked", "--json").stdout
+    )
+    found = reference.read((tmp_path / beside_it["path"]).read_bytes())
+    stored = tmp_path / "imagefleet-data" / "files" / "models" / "tiny.canary.json"
+    assert reference.read(stored.read_bytes()) == found
+    assert found.size == (64, 64)
+
+
+def test_a_checkpoint_whose_images_are_all_alike_has_no_reference_images(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawn = dict.fromkeys(
+        reference.CANARY_IMAGES, likeness.fingerprint(np.zeros((64, 64, 3), np.uint8))
+    )
+    monkeypatch.setattr(canary, "_draw", lambda *_: ("weights", (64, 64), drawn))
+    with pytest.raises(errors.SetupError, match=r"wrong ones by 0\.0"):
+        canary.draw(tmp_path / "model.safetensors", lambda _: None)
+
+
+def test_large_reference_images_are_announced_where_a_cpu_draws_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = SimpleNamespace(
+        default_size=(1024, 1024),
+        self_check=SimpleNamespace(write_lora=lambda _: None, weights_id="weights"),
+    )
+    drawn = [np.zeros((64, 64, 3), np.uint8)] * len(reference.CANARY_IMAGES)
+    monkeypatch.setattr(preview, "finish", lambda *_: drawn)
+    monkeypatch.setattr("worker.engine.load.load_engine", lambda *_, **__: engine)
+    monkeypatch.setattr("worker.files.check.prediction_type", lambda _: None)
+    notes: list[str] = []
+
+    canary._draw(tmp_path / "sdxl.safetensors", "float32", "cpu", notes.append)
+
+    (note,) = notes
+    assert re.search(r"reference images of 1024x1024 .* on the cpu; .* takes minutes", note)
+
+
+def test_a_folder_of_sdxl_is_stored_with_both_text_encoders(
+    in_process: Imagefleet, tmp_path: Path
+) -> None:
+    tiny_families.build(tmp_path / "xl", "sdxl")
+    result = in_process("files", "add", "model", "xl", "--no-test", "--json", "--cache", "cache")
+    assert result.returncode == console.EXIT_DONE, result.stderr
+    with tarfile.open(tmp_path / "imagefleet-data" / "files" / "models" / "xl.tar") as tar:
+        tar.extractall(tmp_path / "unpacked", filter="data")
+    check.check_path(tmp_path / "unpacked")
+    assert check.family(tmp_path / "unpacked") == "SDXL"
+    listed = json.loads(in_process("files", "list", "model", "--json").stdout)
+    assert [each["content"] for each in listed["files"]] == ["SDXL"]
+
+
+def test_the_same_folder_gives_the_same_bytes(tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        (tmp_path / name / "unet").mkdir(parents=True)
+        (tmp_path / name / "unet" / "config.json").write_text("{}")
+        (tmp_path / name / "model_index.json").write_text("{}")
+        progress: list[int] = []
+        models.pack(tmp_path / name, tmp_path / f"{name}.tar", progress.append)
+        assert progress[-1] == 4
+    assert (tmp_path / "one.tar").read_bytes() == (tmp_path / "two.tar").read_bytes()
+
+
+def test_without_torch_no_image_is_tried(
+    in_process: Imagefleet, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(preview, "can_draw", lambda: False)
+    result = in_process("files", "add", "model", checkpoint.name, "--json")
+    assert json.loads(result.stdout)["files"][0]["image"] is None
+
+
+def test_a_checkpoint_that_draws_nothing_is_not_stored(
+    in_process: Imagefleet, tmp_path: Path, checkpoint: Path
+) -> None:
+    """It has the names of a checkpoint and none of its weights."""
+    result = in_process("files", "add", "model", checkpoint.name)
+    assert result.returncode == console.EXIT_OPERATOR_MUST_ACT
+    assert "does not fit Stable Diffusion 1.x" in result.stderr
+    assert not (tmp_path / "imagefleet-data").exists()
+
+
+# From a URL
+
+
+@pytest.fixture
+async def address(tmp_path: Path) -> AsyncIterator[str]:
+    """Of the file that a server calls dreams.safetensors."""
+
+    async def answer(_: web.Request) -> web.Response:
+        named = {"Content-Disposition": 'attachment; filename="dreams.safetensors"'}
+        return web.Response(body=file_of(), headers=named)
+
+    runner = web.ServerRunner(web.Server(answer), shutdown_timeout=0)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    yield f"http://127.0.0.1:{runner.addresses[0][1]}/api/download/models/1"
+    await runner.cleanup()
+
+
+async def test_a_download_has_the_servers_name_and_is_removed_once_it_is_stored(
+    address: str, tmp_path: Path
+) -> None:
+    expected = sha256(file_of())
+    with pytest.raises(RuntimeError, match="the upload failed"):
+        async with transfer.local_file(address, expected, kinds.MODEL, tmp_path) as path:
+            raise RuntimeError("the upload failed")
+    assert path.is_file(), "it is not downloaded again the next time"
+    async with transfer.local_file(address, expected, kinds.MODEL, tmp_path) as again:
+        assert again == path
+        assert path.name == "dreams.safetensors"
+    assert not path.exists()
+
+
+async def test_a_download_of_another_kind_is_refused(address: str, tmp_path: Path) -> None:
+    expected = sha256(file_of())
+    with pytest.raises(errors.SetupError, match="is a Stable Diffusion"):
+        async with transfer.local_file(address, expected, kinds.LORA, tmp_path):
+            pass
+
+
+# LoRAs
+
+
+def test_a_lora_is_stored_with_its_hash_in_the_manifest_if_there_is_one(
+    in_process: Imagefleet, lora: Path, flags: list[str], storage_settings: StorageSettings
+) -> None:
+    result = in_process("files", "add", "lora", lora.name, *flags)
+    assert result.returncode == console.EXIT_DONE, result.stderr
+    assert result.stdout == "<lora:rocket:1>\n"
+    first = sha256(lora.read_bytes())
+    stored, manifest = blobs_in(storage_settings, "loras/rocket.safetensors", "loras/manifest.json")
+    assert (stored, manifest) == (lora.read_bytes(), None)
+
+    listed = in_process("files", "add", "lora", lora.name, "--manifest", "--json", *flags)
+    assert json.loads(listed.stdout)["files"][0]["in_manifest"] is True
+    lora.write_bytes(file_of(*LORA, "x"))
+    in_process("files", "add", "lora", lora.name, "--name", "night (v2)", *flags)
+
+    (manifest,) = blobs_in(storage_settings, "loras/manifest.json")
+    assert manifest is not None
+    assert json.loads(manifest) == {"rocket": first, "night (v2)": sha256(lora.read_bytes())}
+    rows = json.loads(in_process("files", "list", "lora", "--json", *flags).stdout)["files"]
+    assert [row["name"] for row in rows] == ["night (v2).safetensors", "rocket.safetensors"]
+
+
+def test_a_lora_for_sdxl_is_listed_as_one(
+    in_process: Imagefleet, lora: Path, flags: list[str]
+) -> None:
+    lora.write_bytes(file_of("lora_te2_text_model_encoder_layers_0_mlp_fc1.alpha"))
+    result = in_process("files", "add", "lora", lora.name, *flags)
+    assert result.returncode == console.EXIT_DONE, result.stderr
+    assert "rocket.safetensors  SDXL LoRA" in in_process("files", "list", "lora", *flags).stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (
+            ["dreams.safetensors"],
+            "is a Stable Diffusion 1.x checkpoint; `imagefleet files add model`",
+        ),
+        (["flux.safetensors"], "is a LoRA for another architecture (Flux, SD3 or similar); imagef"),
+        (["rocket.safetensors", "--name", "a:b"], "the name 'a:b' is refused"),
+        (["gone.safetensors"], "cannot be read: No such file"),
+        (["old.pt"], "is a pickle"),
+    ],
+)
+def test_what_is_no_lora_for_sd1_never_reaches_the_storage(
+    arguments: list[str],
+    reason: str,
+    in_process: Imagefleet,
+    checkpoint: Path,
+    lora: Path,
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "old.pt").touch()
+    (tmp_path / "flux.safetensors").write_bytes(file_of("lora_unet_double_blocks_0.alpha"))
+    result = in_process("files", "add", "lora", *arguments)
+    assert result.returncode == console.EXIT_OPERATOR_MUST_ACT
+    assert reason in result.stderr
+    assert not (tmp_path / "imagefleet-data").exists()
+
+
+# Lists
+
+
+def test_an_empty_list_says_how_to_fill_it(in_process: Imagefleet, lora: Path) -> None:
+    in_process("files", "add", "lora", lora.name)
+    result = in_process("files", "list", "model")
+    assert (result.stdout, result.returncode) == ("", console.EXIT_DONE)
+    assert "models/ is empty: `imagefleet files add model` stores" in result.stderr
+
+
+async def test_a_file_that_was_put_there_by_hand_is_listed_too(
+    local_settings: StorageSettings,
+) -> None:
+    async with open_storage(local_settings) as storage:
+        await storage.create()
+        for name in ("models/sub/a.tar", "models/b.safetensors", "models/notes.txt"):
+            await storage.files.create(name, b"12345", "text/plain", {})
+        rows = await stored.read(storage, kinds.MODEL)
+    assert [(row.name, row.content, row.bytes) for row in rows] == [
+        ("b.safetensors", None, 5),
+        ("sub/a.tar", None, 5),
+    ]
+
+
+def test_a_tag_is_printed_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
+    """Rich would draw a rocket."""
+    console.print_plain("<lora:rocket:1>")
+    assert capsys.readouterr().out == "<lora:rocket:1>\n"

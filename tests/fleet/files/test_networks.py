@@ -1,0 +1,84 @@
+"""`imagefleet files` with upscalers and ControlNets: what is stored is what workers use."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from fleet import console, options
+from imagefleet.files.kinds import KINDS
+from imagefleet.signing import SigningKey, TrustedKeys
+from imagefleet.storage.open import open_storage
+from imagefleet.storage.settings import StorageSettings
+from worker.files.library import FileLibrary
+
+Imagefleet = Callable[..., "subprocess.CompletedProcess[str]"]  # the fixture of conftest.py
+
+TENSORS = {
+    "controlnet": ("control_model.input_hint_block.0.weight", [16, 3, 3, 3]),
+    "upscaler": ("model.0.weight", [64, 3, 3, 3]),
+    "lora": ("lora_unet_x.lora_down.weight", [4, 768]),
+}
+
+
+def network(path: Path, kind: str) -> Path:
+    name, shape = TENSORS[kind]
+    size = 2
+    for side in shape:
+        size *= side
+    header = json.dumps({name: {"dtype": "F16", "shape": shape, "data_offsets": [0, size]}})
+    path.write_bytes(len(header).to_bytes(8, "little") + header.encode() + bytes(size))
+    return path
+
+
+def flags(settings: StorageSettings) -> list[str]:
+    names = ("storage", "queue", "container", "files_container")
+    return [f"{options.flag(name)}={getattr(settings, name)}" for name in names]
+
+
+@pytest.mark.parametrize("kind", ["upscaler", "controlnet"])
+def test_a_file_is_stored_signed_listed_and_found_by_workers(
+    in_process: Imagefleet,
+    tmp_path: Path,
+    local_settings: StorageSettings,
+    monkeypatch: pytest.MonkeyPatch,
+    kind: str,
+) -> None:
+    key = SigningKey.create(tmp_path / "key.pem")
+    monkeypatch.setenv("IMAGEFLEET_SIGNING_KEY", str(tmp_path / "key.pem"))
+    path = network(tmp_path / "4x (a).safetensors", kind)
+    added = in_process("files", "add", kind, str(path), "--manifest", *flags(local_settings))
+    assert added.returncode == console.EXIT_DONE, added.stderr
+    assert added.stdout == "4x (a)\n"
+    listed = in_process("files", "list", kind, "--json", *flags(local_settings))
+    (row,) = json.loads(listed.stdout)["files"]
+    assert row["name"] == "4x (a).safetensors"
+
+    async def resolved(trusted: TrustedKeys) -> bytes:
+        async with open_storage(local_settings) as storage:
+            library = FileLibrary.stored(
+                storage.files,
+                KINDS[kind],
+                cache=tmp_path / "cache",
+                cache_bytes=2**20,
+                trusted=trusted,
+            )
+            return (await library.resolve("4x (a)")).read_bytes()
+
+    trusted = TrustedKeys.read(key.public)
+    assert asyncio.run(resolved(trusted)) == path.read_bytes()
+
+
+@pytest.mark.parametrize(("command", "kind"), [("controlnet", "lora"), ("upscaler", "lora")])
+def test_a_file_of_another_kind_is_refused(
+    in_process: Imagefleet, tmp_path: Path, local_settings: StorageSettings, command: str, kind: str
+) -> None:
+    path = network(tmp_path / "x.safetensors", kind)
+    result = in_process("files", "add", command, str(path), *flags(local_settings))
+    assert result.returncode == console.EXIT_OPERATOR_MUST_ACT
+    assert "a LoRA for" in result.stderr

@@ -1,0 +1,333 @@
+"""`imagefleet files` with text states: workers find what is stored, however often it runs."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fleet import console, options
+from fleet.files import texts
+from imagefleet.files.kinds import TEXT
+from imagefleet.signing import SigningKey, TrustedKeys
+from imagefleet.storage.open import open_storage
+from imagefleet.storage.settings import StorageSettings
+from pixel import tiny_cascade
+from worker.engine.pixel import text_stage, text_states
+from worker.files import manifest
+from worker.files.library import FileLibrary
+
+Imagefleet = Callable[..., "subprocess.CompletedProcess[str]"]  # the fixture of conftest.py
+
+JOBS = [
+    {"prompt": "A Red House", "negative_prompt": "blurry"},
+    {"prompt": "a red house <lora:none:1>", "negative_prompt": "Blurry "},
+    {"prompt": "two dogs", "then": [{"prompt": "two dogs, sharp", "denoising_strength": 0.25}]},
+]
+
+#: Of all stages, as the encoder is given them; without a negative prompt it is the empty one.
+PROMPTS = ("a red house", "blurry", "two dogs", "two dogs, sharp", "")
+
+WIDTH = 32
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    torch.set_num_threads(1)
+    return tiny_cascade.build(tmp_path_factory.mktemp("stage") / "base", "base")
+
+
+@pytest.fixture
+def jobs(tmp_path: Path) -> Path:
+    path = tmp_path / "jobs.jsonl"
+    path.write_text("".join(json.dumps(job) + "\n" for job in JOBS))
+    return path
+
+
+@pytest.fixture
+def signing_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SigningKey:
+    key = SigningKey.create(tmp_path / "key.pem")
+    monkeypatch.setenv("IMAGEFLEET_SIGNING_KEY", str(tmp_path / "key.pem"))
+    return key
+
+
+def flags(settings: StorageSettings) -> list[str]:
+    names = ("storage", "queue", "container", "files_container")
+    return [f"{options.flag(name)}={getattr(settings, name)}" for name in names]
+
+
+def stored(settings: StorageSettings) -> set[str]:
+    async def names() -> set[str]:
+        async with open_storage(settings) as storage:
+            return {name async for name in storage.files.names(f"{TEXT.folder}/")}
+
+    return {Path(name).name for name in asyncio.run(names())} - {manifest.NAME}
+
+
+def found_by_workers(
+    settings: StorageSettings, prompts: Sequence[str], cache: Path, trusted: str | None = None
+) -> list[torch.Tensor]:
+    async def resolve() -> list[Path]:
+        async with open_storage(settings) as storage:
+            library = FileLibrary.stored(
+                storage.files,
+                TEXT,
+                cache=cache,
+                cache_bytes=2**20,
+                trusted=TrustedKeys.read(trusted) if trusted else None,
+            )
+            return [
+                await library.resolve(text_states.stem(each, tiny_cascade.ENCODER))
+                for each in prompts
+            ]
+
+    paths = asyncio.run(resolve())
+    return [
+        text_states.read(path, prompt, tiny_cascade.ENCODER, WIDTH)
+        for path, prompt in zip(paths, prompts, strict=True)
+    ]
+
+
+def names_of(prompts: Sequence[str]) -> set[str]:
+    return {text_states.file_name(each, tiny_cascade.ENCODER) for each in prompts}
+
+
+def test_workers_find_the_states_of_all_prompts_of_all_stages(
+    in_process: Imagefleet,
+    jobs: Path,
+    model: Path,
+    storage_settings: StorageSettings,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(texts, "CHUNK", 2)
+    command = [
+        "files",
+        "make",
+        "text",
+        str(jobs),
+        "--model",
+        str(model),
+        "--json",
+        *flags(storage_settings),
+    ]
+    added = in_process(*command)
+    assert added.returncode == console.EXIT_DONE, added.stderr
+    assert json.loads(added.stdout) == {
+        "encoder": tiny_cascade.ENCODER,
+        "jobs": len(JOBS),
+        "prompts": len(PROMPTS),
+        "missing": len(PROMPTS),
+        "stored": len(PROMPTS),
+        "in_manifest": False,
+    }
+    assert stored(storage_settings) == names_of(PROMPTS)
+    stage = text_stage.TextStage(model, torch.device("cpu"), torch.float32)
+    states = found_by_workers(storage_settings, PROMPTS, tmp_path / "cache")
+    for prompt, each in zip(PROMPTS, states, strict=True):
+        assert torch.equal(each, stage.encode([prompt])[0].half())
+
+    listed = in_process("files", "list", "text", "--json", *flags(storage_settings))
+    rows = json.loads(listed.stdout)["files"]
+    assert {(row["name"], row["content"]) for row in rows} == {
+        (name, tiny_cascade.ENCODER) for name in names_of(PROMPTS)
+    }
+
+    def encode(*_: Any) -> torch.Tensor:
+        raise AssertionError("they are there")
+
+    monkeypatch.setattr(text_stage.TextStage, "encode", encode)
+    again = in_process(*command)
+    assert again.returncode == console.EXIT_DONE, again.stderr
+    assert json.loads(again.stdout)["stored"] == 0
+
+
+def test_an_interrupted_command_goes_on_where_it_was(
+    in_process: Imagefleet,
+    jobs: Path,
+    model: Path,
+    storage_settings: StorageSettings,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(texts, "CHUNK", 1)
+    made: list[str] = []
+    encode = text_stage.TextStage.encode
+
+    def fail_at_the_third(self: Any, prompts: list[str]) -> torch.Tensor:
+        made.extend(prompts)
+        if len(made) == 3:
+            raise KeyboardInterrupt
+        return encode(self, prompts)
+
+    monkeypatch.setattr(text_stage.TextStage, "encode", fail_at_the_third)
+    command = ["files", "make", "text", str(jobs), "--model", str(model), *flags(storage_settings)]
+    assert in_process(*command).returncode != console.EXIT_DONE
+    there = stored(storage_settings)
+    assert 1 <= len(there) <= 2
+    dry = in_process(*command, "--dry-run")
+    assert dry.returncode == console.EXIT_DONE
+    assert stored(storage_settings) == there, "a dry run changes nothing"
+    assert f"{len(PROMPTS) - len(there)} of 5 prompts by tiny-t5 have no text states" in dry.stderr
+    assert names_of(dry.stdout.splitlines()) == names_of(PROMPTS) - there
+    made.clear()
+    monkeypatch.setattr(text_stage.TextStage, "encode", encode)
+    ended = in_process(*command)
+    assert f"{len(PROMPTS) - len(there)} text states stored, {len(there)} were there" in (
+        ended.stderr
+    )
+    assert stored(storage_settings) == names_of(PROMPTS)
+
+
+def test_a_dry_run_needs_no_storage(
+    in_process: Imagefleet, jobs: Path, model: Path, local_settings: StorageSettings
+) -> None:
+    dry = in_process(
+        *("files", "make", "text", str(jobs), "--model", str(model), "--dry-run", "--json"),
+        *flags(local_settings),
+    )
+    assert dry.returncode == console.EXIT_DONE, dry.stderr
+    found = json.loads(dry.stdout)
+    assert (found["missing"], found["stored"]) == (len(PROMPTS), 0)
+    assert not Path(local_settings.storage.removeprefix("local:")).exists()
+
+
+def test_with_a_signing_key_all_are_listed_and_what_others_stored_is_replaced(
+    in_process: Imagefleet,
+    jobs: Path,
+    model: Path,
+    storage_settings: StorageSettings,
+    tmp_path: Path,
+    signing_key: SigningKey,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(texts, "CHUNK", 2)
+    monkeypatch.setattr(texts, "LISTED_AT_ONCE", 2)
+    foreign = text_states.content("two dogs", tiny_cascade.ENCODER, torch.ones(77, WIDTH))
+    blob = f"{TEXT.folder}/{text_states.file_name('two dogs', tiny_cascade.ENCODER)}"
+
+    async def put() -> None:
+        async with open_storage(storage_settings) as storage:
+            await storage.create()
+            await storage.files.create(blob, foreign, "application/octet-stream", {})
+
+    asyncio.run(put())
+    command = [
+        "files",
+        "make",
+        "text",
+        str(jobs),
+        "--model",
+        str(model),
+        "--json",
+        *flags(storage_settings),
+    ]
+    added = in_process(*command)
+    assert added.returncode == console.EXIT_DONE, added.stderr
+    found = json.loads(added.stdout)
+    assert (found["stored"], found["in_manifest"]) == (len(PROMPTS), True)
+    states = found_by_workers(storage_settings, PROMPTS, tmp_path / "cache", signing_key.public)
+    assert not torch.equal(states[2], torch.ones(77, WIDTH).half()), "what a stranger stored"
+    assert json.loads(in_process(*command).stdout)["stored"] == 0
+
+
+def test_a_list_that_would_become_too_large_is_refused_before_the_work(
+    in_process: Imagefleet,
+    jobs: Path,
+    model: Path,
+    local_settings: StorageSettings,
+    signing_key: SigningKey,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(manifest, "MAX_FILES", len(PROMPTS) - 1)
+    result = in_process(
+        "files", "make", "text", str(jobs), "--model", str(model), *flags(local_settings)
+    )
+    assert result.returncode == console.EXIT_OPERATOR_MUST_ACT
+    assert "text-states/manifest.json is too large" in result.stderr
+    assert stored(local_settings) == set()
+
+
+def test_states_made_on_another_machine_are_stored_as_they_are(
+    in_process: Imagefleet,
+    model: Path,
+    storage_settings: StorageSettings,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made = tmp_path / "states"
+    monkeypatch.setattr(sys, "stdin", io.StringIO("a red house\n"))
+    text_stage.main(["--model", str(model), "--out", str(made), "--device", "cpu"])
+    added = in_process("files", "add", "text", str(made), *flags(storage_settings))
+    assert added.returncode == console.EXIT_DONE, added.stderr
+    assert "2 text states stored, 0 were there, of 2 prompts by tiny-t5" in added.stderr
+    states = found_by_workers(storage_settings, ["a red house", ""], tmp_path / "cache")
+    assert [each.shape for each in states] == [(77, WIDTH)] * 2
+    again = in_process("files", "add", "text", str(made), *flags(storage_settings))
+    assert "0 text states stored, 2 were there" in again.stderr
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (None, "should have the text states of one text encoder, and has none"),
+        (b"PK\x03\x04", "is a pickle"),
+        ("a LoRA", "is no known kind of model"),
+        ("cut off", "is cut off"),
+    ],
+)
+def test_a_folder_of_something_else_is_refused(
+    content: bytes | str | None,
+    said: str,
+    in_process: Imagefleet,
+    local_settings: StorageSettings,
+    tmp_path: Path,
+    lora_content: bytes,
+) -> None:
+    made = tmp_path / "states"
+    made.mkdir()
+    whole = text_states.content("a", tiny_cascade.ENCODER, torch.zeros(77, WIDTH))
+    data = {"a LoRA": lora_content, "cut off": whole[:-8]}.get(str(content), content)
+    if isinstance(data, bytes):
+        (made / "x.safetensors").write_bytes(data)
+    result = in_process("files", "add", "text", str(made), *flags(local_settings))
+    assert result.returncode == console.EXIT_OPERATOR_MUST_ACT
+    assert said in result.stderr
+
+
+@pytest.fixture
+def lora_content() -> bytes:
+    header = json.dumps({"x": {"dtype": "U8", "shape": [1], "data_offsets": [0, 1]}}).encode()
+    return len(header).to_bytes(8, "little") + header + b"x"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ([], "--model / IMAGEFLEET_MODEL: "),
+        (["--model", "elsewhere"], "has no weights of a T5 encoder"),
+        (["--model", "sd15"], "has no weights of a T5 encoder"),
+    ],
+)
+def test_without_a_text_encoder_nothing_is_read(
+    arguments: list[str],
+    said: str,
+    in_process: Imagefleet,
+    jobs: Path,
+    local_settings: StorageSettings,
+) -> None:
+    clip = jobs.parent / "sd15" / "text_encoder"
+    clip.mkdir(parents=True)
+    (clip / "config.json").write_text('{"model_type": "clip_text_model"}')
+    (clip / "model.safetensors").touch()
+    result = in_process("files", "make", "text", str(jobs), *arguments, *flags(local_settings))
+    assert result.returncode == console.EXIT_OPERATOR_MUST_ACT
+    assert said in result.stderr
+    assert not Path(local_settings.storage.removeprefix("local:")).exists()

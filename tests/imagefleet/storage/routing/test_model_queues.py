@@ -1,0 +1,250 @@
+"""Queues by model: their names, and that each job gets into its own, on both storages."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from datetime import UTC, datetime, timedelta
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pydantic import SecretStr
+
+from fleet.keys import mint
+from imagefleet import aio, errors
+from imagefleet.job.message import Job
+from imagefleet.job.prompt import SAFE_NAME
+from imagefleet.storage import queue_names
+from imagefleet.storage.azure.roles import ROLES
+from imagefleet.storage.enqueue import JobSender
+from imagefleet.storage.open import Storage, open_storage
+from imagefleet.storage.protocol import JobQueue
+from imagefleet.storage.routing.models import named
+from imagefleet.storage.settings import PRIORITIES, StorageSettings
+from imagefleet.telemetry import serving
+
+AZURE_RULE = re.compile(r"(?=.{3,63}$)[a-z0-9](-?[a-z0-9])*")
+
+A, B = "Dreamshaper 8", "sd_xl+base (1.0)"
+
+
+def job(model: str | None = None, **fields: object) -> str:
+    named = {} if model is None else {"model": model}
+    return json.dumps({"prompt": "a cat", **named, **fields})
+
+
+async def ids(queue: JobQueue) -> list[str]:
+    return sorted([json.loads(each.body)["id"] async for each in queue.browse()])
+
+
+# Names
+
+
+@settings(max_examples=40)
+@given(st.from_regex(SAFE_NAME, fullmatch=True), st.integers(3, 40), st.sampled_from(PRIORITIES))
+def test_every_model_has_a_queue_name_that_azure_accepts(
+    model: str, length: int, priority: str
+) -> None:
+    assert AZURE_RULE.fullmatch(queue_names.job_queue("j" * length, model, priority))
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [("Foo", "foo"), ("a_b", "a-b"), ("a" * 60 + "1", "a" * 60 + "2"), ("x.y", "x y"), ("_", "__")],
+)
+def test_models_whose_names_differ_share_no_queue(one: str, other: str) -> None:
+    assert queue_names.job_queue("jobs", one) != queue_names.job_queue("jobs", other)
+
+
+def test_the_names_stay_what_they_are() -> None:
+    """Another version's jobs would not be found."""
+    assert queue_names.job_queue("jobs") == "jobs"
+    assert queue_names.job_queue("jobs", None, "high") == "jobs-high"
+    assert queue_names.job_queue("jobs", A, "low") == "jobs-dreamshaper-8-rhhjxt4rma-low"
+    assert queue_names.poison_queue("jobs") == "jobs-poison"
+
+
+def test_a_queue_name_without_room_for_models_is_refused() -> None:
+    StorageSettings(queue="j" * 56).queues_of(None)
+    with pytest.raises(errors.SetupError, match="40 characters at most"):
+        StorageSettings(queue="j" * 41).queues_of(A)
+
+
+# Sending
+
+
+@pytest.mark.parametrize("priority", PRIORITIES)
+async def test_each_job_gets_into_the_queue_of_its_model(storage: Storage, priority: str) -> None:
+    await storage.models.send(
+        [job(A, id="a"), job(id="none"), job(B, id="b"), job(A, id="a2")], priority
+    )
+    assert await ids(storage.models.of(A)[priority]) == ["a", "a2"]
+    assert await ids(storage.models.of(B)[priority]) == ["b"]
+    assert await ids(storage.queues[priority]) == ["none"]
+
+
+async def test_what_is_no_valid_job_is_left_to_the_worker_to_refuse(storage: Storage) -> None:
+    bodies = ['no JSON, but "model"', job("../etc", id="x"), '{"model": 5}', '["model"]']
+    await storage.models.send(bodies)
+    found = [each.body async for each in storage.queues["normal"].browse()]
+    assert sorted(found) == sorted(bodies)
+
+
+async def test_a_job_in_base64_gets_into_the_queue_of_its_model(storage: Storage) -> None:
+    import base64
+
+    await storage.models.send([base64.b64encode(job(A, id="a").encode()).decode()])
+    assert (await storage.models.of(A)["normal"].depth()).messages == 1
+
+
+async def test_a_job_too_large_keeps_all_from_being_sent(storage: Storage) -> None:
+    with pytest.raises(errors.JobError, match="a queue message holds"):
+        await storage.models.send([job(A), job(B, negative_prompt="x" * 70_000)])
+    assert (await storage.queue.depth()).messages == 0
+
+
+async def test_depth_find_and_clear_know_the_queues_of_every_model(
+    storage: Storage, storage_settings: StorageSettings
+) -> None:
+    await storage.models.send([job(A, id="a"), job(id="none")])
+    await storage.models.send([job(B, id="b")], "high")
+    async with open_storage(storage_settings) as other:  # which has sent nothing
+        depth = await other.queue.depth()
+        by_model: Counter[str | None] = Counter()
+        for each in depth.by_queue.values():
+            by_model[each.model] += each.messages
+        assert by_model == {A: 1, B: 1, None: 1}
+        assert depth.messages == 3
+        assert await ids(other.queue) == ["a", "b", "none"]
+        assert [each.message.id async for each in other.queue.find('"b"')]
+        await other.queue.clear()
+        assert (await other.queue.depth()).messages == 0
+
+
+async def test_a_worker_takes_jobs_of_its_models_only_and_each_of_them_in_turn(
+    storage: Storage,
+) -> None:
+    for model in (None, A, B):
+        await storage.models.send([job(model, id=str(n)) for n in range(6)])
+    served = storage.models.served([A])
+    models = []
+    while found := await served.receive(2, 60):
+        models += [json.loads(each.body).get("model") for each in found]
+        for each in found:
+            await served.delete(each)
+    assert Counter(models) == {None: 6, A: 6}
+    assert models[:4].count(A) == 2, "the queues of one priority take turns"
+    assert (await storage.models.of(B)["normal"].depth()).messages == 6
+
+
+async def test_a_worker_with_several_models_takes_those_of_the_one_that_it_has_loaded(
+    storage: Storage,
+) -> None:
+    await storage.models.send([job(A), job(B), job()])
+    served = storage.models.served([A, B])
+    served.receive_only({B})
+    (message,) = await served.receive(32, 60)
+    assert json.loads(message.body)["model"] == B
+    await served.delete(message)
+    served.receive_only({A, None})
+    assert len(await served.receive(32, 60)) == 2
+    assert (await served.depth_of({B})).messages == 0
+
+
+# What is refused
+
+
+async def test_a_job_whose_model_no_worker_can_have_is_refused_before_it_is_sent(
+    storage: Storage,
+) -> None:
+    await storage.files.create("models/Dreamshaper 8.safetensors", b"", "x/y", {})
+    await JobSender(storage).send([job(A)])
+    with pytest.raises(errors.JobError, match=r"no worker can have the model 'Dreamshaper 9'.*8"):
+        await JobSender(storage).send([job(A), job("Dreamshaper 9")])
+    await JobSender(storage, elsewhere=["/models/Dreamshaper 9.safetensors"]).send(
+        [job("Dreamshaper 9")]
+    )
+    assert (await storage.queue.depth()).messages == 2
+
+
+async def test_a_model_that_a_worker_serves_from_elsewhere_is_no_reason_to_refuse(
+    storage: Storage,
+) -> None:
+    await storage.files.create("models/other.safetensors", b"", "x/y", {})
+    await serving.note(storage.blobs, A)
+    await JobSender(storage).send([job(A)])
+
+
+async def test_without_a_model_in_the_storage_no_job_is_refused(storage: Storage) -> None:
+    await JobSender(storage).send([job(A)])
+    assert (await storage.models.of(A)["normal"].depth()).messages == 1
+
+
+async def test_the_client_sends_each_job_to_its_model_and_refuses_unknown_ones(
+    storage: Storage,
+) -> None:
+    await storage.files.create("models/known.safetensors", b"", "x/y", {})
+    fleet = aio.Fleet(storage)
+    await fleet.submit([Job(prompt="a", id="1", model="known"), Job(prompt="b", id="2")])
+    assert await ids(storage.models.of("known")["normal"]) == ["1"]
+    with pytest.raises(errors.JobError, match="'unknown'"):
+        await fleet.submit([Job(prompt="a", model="unknown")])
+    await fleet.submit([Job(prompt="a", id="3", model="unknown")], models=["unknown"])
+    assert await ids(storage.models.of("unknown")["normal"]) == ["3"]
+
+
+@pytest.mark.parametrize("name", ["a\\b", "x" * 220, "v1: final", ".hidden", "m\u00f6del"])
+async def test_a_model_that_no_job_can_name_fails_no_worker(storage: Storage, name: str) -> None:
+    """Its folder's name may be no blob's; it draws jobs without a model."""
+    await storage.models.make(name)
+    await storage.models.note_served(name)
+    queue = storage.models.served([name])
+    await storage.queue.send([job(None)])
+    assert len(await queue.receive(5, 60)) == 1
+    assert await storage.models.names() == []
+
+
+async def test_which_models_are_served_is_known_for_ten_to_twenty_minutes(
+    storage: Storage,
+) -> None:
+    now = datetime(2026, 11, 22, 14, 9, 59, tzinfo=UTC)
+    await serving.note(storage.blobs, A, now)
+    for minutes, known in ((0, True), (10, True), (11, False), (60, False)):
+        assert await serving.is_served(storage.blobs, A, now + timedelta(minutes=minutes)) == known
+    assert not await serving.is_served(storage.blobs, B, now)
+    await serving.note(storage.blobs, A, now + timedelta(hours=1))
+    notes = [name async for name in storage.blobs.names(serving.FOLDER)]
+    assert len(notes) == 1, "old ones are deleted"
+
+
+def test_a_job_that_moves_keeps_the_id_that_its_message_gave_it() -> None:
+    assert json.loads(named(job(A), "m1"))["id"] == "m1"
+    assert named(job(A, id="own"), "m1") == job(A, id="own")
+
+
+# Tokens
+
+
+async def test_tokens_of_a_model_serve_its_queues_and_no_other_models(
+    azurite_settings: StorageSettings,
+) -> None:
+    minted = mint.Minter(azurite_settings).mint(ROLES["worker"], timedelta(hours=1), models=[A])
+    tokens = azurite_settings.model_copy(
+        update={"storage": minted.storage, "sas": SecretStr(minted.sas)}
+    )
+    async with open_storage(azurite_settings) as owner, open_storage(tokens) as worker:
+        await owner.create()
+        await owner.models.send([job(A, id="a"), job(B, id="b")])
+        served = worker.models.served([A, B])
+        (message,) = await served.receive(32, 60)
+        assert json.loads(message.body)["id"] == "a"
+        renewed = await served.renew(message, 60)
+        await worker.models.send([job(A, id="moved")])
+        await served.delete(renewed)
+        assert await ids(owner.models.of(A)["normal"]) == ["moved"]
+        with pytest.raises(errors.SetupError, match="no SAS token for the queue"):
+            await worker.models.send([job(B)])
+        with pytest.raises(errors.SetupError, match="may not add"):
+            await worker.models.send([job()])
