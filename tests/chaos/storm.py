@@ -145,7 +145,7 @@ class Storm:
         async with asyncio.timeout(CALM_SECONDS):
             while (await storage.queue.depth()).messages:
                 self._start_missing_workers()
-                await asyncio.sleep(0.2)
+                await asyncio.sleep(forks.PAUSE_SECONDS)
         for process in self.workers:
             self.expected_exits.add(process)
             process.terminate()

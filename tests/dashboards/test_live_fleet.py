@@ -41,9 +41,10 @@ from worker.jobs import depth
 from worker.engine import checkpoint
 from worker.engine.slots.engine import SlotEngine
 push.PUSH_SECONDS = depth.DEPTH_SECONDS = 1.0
+TICK_SECONDS = 0.4
 tick = SlotEngine.tick
 def slower(engine):
-    time.sleep(0.4)
+    time.sleep(TICK_SECONDS)
     return tick(engine)
 SlotEngine.tick = slower
 """
@@ -56,6 +57,9 @@ JOBS = 5_000
 #: Named after the folders of their storages.
 FLEET = "storage/jobs"
 OTHER_FLEET = "other/jobs"
+#: Between two looks at what the server has.
+LOOK_SECONDS = 0.5
+
 PUSHING_SECONDS = 25
 
 #: Five minutes by default; shorter here, so that a dead worker's series go stale sooner.
@@ -457,7 +461,7 @@ def wait_until(is_so: Callable[[], bool], seconds: float, folder: Path) -> None:
     deadline = time.monotonic() + seconds
     while not is_so():
         assert time.monotonic() < deadline, logs(folder)
-        time.sleep(0.5)
+        time.sleep(LOOK_SECONDS)
 
 
 def logs(folder: Path) -> str:

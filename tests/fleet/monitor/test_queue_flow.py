@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+import polling
 from fleet.monitor import queue_flow
 from fleet.monitor.queue_flow import Exporter
 from fleet.monitor.rates import FleetRates
@@ -144,7 +145,7 @@ async def test_an_error_of_one_queue_cancels_the_request_to_the_other(
     ended = []
 
     async def refused() -> QueueDepth:
-        await asyncio.sleep(0)
+        await polling.turn()
         raise errors.SetupError("no permission")
 
     async def slow() -> QueueDepth:

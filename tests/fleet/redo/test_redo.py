@@ -11,6 +11,7 @@ from typing import Any, Self
 
 import pytest
 
+import polling
 from fleet import console
 from fleet.redo import command, replace, select
 from fleet.verify import pairs, picture, verdict
@@ -104,8 +105,10 @@ async def test_a_bad_workers_images_since_a_moment_are_replaced_and_no_others(
 ) -> None:
     await storage.queue.send(messages(1, campaign="before"))
     await run_worker("bad")
-    await asyncio.sleep(1.1)  # Azure knows the seconds
-    since = datetime.now(UTC).replace(microsecond=0)
+    ended_at = datetime.now(UTC)
+    since = await polling.until(  # Azure knows the seconds
+        lambda: datetime.now(UTC).replace(microsecond=0), lambda second: second > ended_at
+    )
     await storage.queue.send(messages(3, output={"format": "webp"}))
     await run_worker("bad", bad_picture)
     await storage.queue.send(messages(3, campaign="b", batch_size=2))

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
+import polling
 from imagefleet import errors
 from imagefleet.job.message import Job, read_job
 from imagefleet.records.record import Record
@@ -72,8 +73,9 @@ async def test_lists_at_the_same_time_count_every_failed_job(
         await storage.poison.send(sent)
         await RecordLog(storage.blobs, "worker-1").add(records)
 
+        before = dataclasses.replace(storage.operations)
         killed = asyncio.create_task(listed(storage))
-        await asyncio.sleep(0.02)
+        await polling.until(lambda: storage.operations != before)
         killed.cancel()
         lists = await asyncio.gather(*(listed(storage) for _ in range(3)))
         assert [each.total() for each in lists] == [600] * 3

@@ -37,6 +37,8 @@ IMPATIENT = retry.RetryPolicy(tries=4, first_wait_seconds=0.001, longest_wait_se
 class ModelServer:
     """Serves one file; the next answers break off after so many bytes, or are only a status."""
 
+    folder: Path
+    """Where its client has its cache."""
     content: bytes = CONTENT
     disposition: str | None = None
     etag: str | None = '"v1"'
@@ -48,6 +50,11 @@ class ModelServer:
     url: str = ""
     ranges: list[str | None] = field(default_factory=list)
     sent_bytes: int = 0
+
+    def has_stored(self, begin: int, part: bytes) -> bool:
+        """Whether the client has what was sent last."""
+        found = [file.stat().st_size for file in self.folder.rglob("*.part")]
+        return not part or max(found, default=0) >= begin + len(part)
 
     async def answer(self, request: web.Request) -> web.StreamResponse:
         self.ranges.append(request.headers.get("Range"))
@@ -76,15 +83,17 @@ class ModelServer:
         if hangs:
             await self.over.wait()
         if len(part) < len(rest):
-            await asyncio.sleep(0.05)  # for what was written to leave
-            assert request.transport is not None
-            request.transport.abort()
+            transport = request.transport
+            assert transport is not None
+            # An error drops what the client has not taken yet.
+            await polling.until(lambda: transport.is_closing() or self.has_stored(begin, part))
+            transport.abort()
         return response
 
 
 @pytest.fixture
-async def server() -> AsyncIterator[ModelServer]:
-    served = ModelServer()
+async def server(tmp_path: Path) -> AsyncIterator[ModelServer]:
+    served = ModelServer(tmp_path)
     runner = web.ServerRunner(web.Server(served.answer), shutdown_timeout=0)
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0).start()
@@ -167,12 +176,14 @@ async def test_more_breaks_than_tries_are_survived_while_something_arrives(
 
 
 async def test_a_restarted_worker_resumes_the_download(
-    make_settings: MakeSettings, server: ModelServer, blobs: BlobStore
+    make_settings: MakeSettings, server: ModelServer, blobs: BlobStore, tmp_path: Path
 ) -> None:
     server.breaks_after, server.hangs = [1_000_000], True
     running = asyncio.create_task(fetch(make_settings(), blobs))
     await polling.until(lambda: server.sent_bytes >= 1_000_000)
-    await asyncio.sleep(0.1)
+    await polling.until(
+        lambda: sum(part.stat().st_size for part in tmp_path.rglob("*.part")) >= 1_000_000
+    )
     running.cancel()
     await asyncio.gather(running, return_exceptions=True)
     server.hangs = False

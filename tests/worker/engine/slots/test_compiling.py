@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+import polling
 from worker.engine import contract
 from worker.engine.kernels import background
 from worker.engine.kernels.compile import Compiled
@@ -60,10 +61,7 @@ def compiled_modes(engine: Any) -> list[str]:
 def take_up(engine: Any, compiler: Compiler) -> list[contract.Finished]:
     """Ends the graph that is being compiled, and runs the tick that takes it up."""
     compiler.end()
-    deadline = time.monotonic() + 10
-    while not engine._compilation.is_due:
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
+    polling.until_in_thread(lambda: engine._compilation.is_due)
     return list(engine.tick())
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+import polling
 from imagefleet.storage.open import Storage
 from kernel_files import GRAPH, KEY, compile_into
 from worker import process
@@ -41,9 +42,7 @@ async def test_kernels_arrive_while_the_model_loads_where_torch_looks_for_them(
 
     def load() -> StandInEngine:
         graph = Path(os.environ[cache.TORCH_FOLDER]) / GRAPH
-        deadline = time.monotonic() + 20
-        while not graph.exists() and time.monotonic() < deadline:
-            time.sleep(0.01)
+        polling.until_in_thread(graph.exists)
         found.append(graph.read_text())
         return StandInEngine()
 
