@@ -32,7 +32,7 @@ from imagefleet.storage.azure import account as azure_address
 from imagefleet.storage.azure import sas
 from imagefleet.storage.azure.roles import ROLES, Role
 from imagefleet.storage.azure.storage import API_VERSION, AzureStorage
-from imagefleet.storage.dead_letter import FailedJob
+from imagefleet.storage.dead_letter import FailedJob, Selection
 from imagefleet.storage.open import Storage, open_storage
 from imagefleet.storage.settings import StorageSettings
 
@@ -201,7 +201,7 @@ async def test_an_operator_lists_replays_and_discards_failed_jobs(
     await owner.poison.send([record.encode()] * 40)
     async with AzureStorage(with_role(azurite_settings, ROLES["operator"]), retry.NEVER) as storage:
         await storage.check()
-        everything = dead_letter_queue.Selection()
+        everything = Selection()
         listed = [entry async for entry in dead_letter_queue.browse(storage, everything)]
         assert len(listed) == 40
         assert (await dead_letter_queue.replay(storage, everything)).done == 40
