@@ -31,9 +31,6 @@ COMMANDS: Mapping[str, Listed] = {
     ),
     "job": Listed("fleet.campaigns.job:command", "Shows what became of one job."),
     "cancel": Listed("fleet.campaigns.cancel:command", "Cancels the queued jobs of a campaign."),
-    "purge": Listed(
-        "fleet.campaigns.purge:command", "Deletes all messages of the job queue for good."
-    ),
     "status": Listed(
         "fleet.monitor.command:status_command", "Shows the waiting, leased and failed jobs."
     ),

@@ -18,6 +18,7 @@ import typer
 from rich import markup, progress
 
 from fleet import console, load_progress, options
+from fleet.campaigns import target
 from imagefleet import errors
 from imagefleet.storage.open import open_storage
 from imagefleet.storage.protocol import Storage
@@ -141,7 +142,7 @@ def command(
     from loadgen.processes.refusals import Refusals
 
     chosen = checked_priority(priority)
-    options.check_campaign(campaign)
+    target.check_name("--campaign", campaign)
     if lora_directory and not check:
         raise errors.SetupError("--lora-directory goes with --check")
     skipped = _Skipped()

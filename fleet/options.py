@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
 import typer
-from pydantic import SecretStr, TypeAdapter, ValidationError
+from pydantic import SecretStr, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings
 
@@ -27,7 +27,6 @@ from fleet.broker.settings import BrokerSettings
 from fleet.monitor.settings import ExporterSettings, MonitorSettings
 from fleet.webhooks.settings import WebhookSettings
 from imagefleet import errors, redaction, validation
-from imagefleet.job.message import SafeId
 from imagefleet.storage import settings as storage_settings
 from imagefleet.storage.settings import SignerSettings, StorageSettings
 from imagefleet.telemetry.settings import TelemetrySettings
@@ -42,12 +41,6 @@ AsJsonLines = Annotated[bool, typer.Option("--json", help="Print JSON, one objec
 JsonFile = Annotated[
     Path | None,
     typer.Option("--json-file", metavar="FILE", help="Also write the JSON to this file."),
-]
-CampaignName = Annotated[
-    str, typer.Option(metavar="NAME", help="Jobs without a campaign are in 'default'.")
-]
-CampaignOfImages = Annotated[
-    str | None, typer.Option(metavar="NAME", help="Only images of this campaign.")
 ]
 JobFormat = Annotated[
     str | None,
@@ -195,19 +188,6 @@ def by_setting(
 def dry_run(what: str) -> Any:
     """The option --dry-run, which means the same everywhere; *what* it shows differs."""
     return typer.Option("--dry-run", help=f"Show {what}; change nothing.")
-
-
-def check_campaign(name: str | None) -> None:
-    """Raises SetupError for what cannot be a campaign's name; None is not given."""
-    check_name("--campaign", name)
-
-
-def check_name(what: str, name: str | None) -> None:
-    """Raises SetupError for what no campaign and no job can be called; None is not given."""
-    try:
-        TypeAdapter[str | None](SafeId | None).validate_python(name)
-    except ValidationError as error:
-        raise errors.SetupError(f"{what}: {validation.sentence(error)}") from None
 
 
 def read_moment(flag: str, text: str | None) -> datetime | None:

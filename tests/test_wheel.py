@@ -91,20 +91,19 @@ COMMANDS: dict[str, Case] = {
     "sweep": Case("captions.txt --campaign curve --dry-run", r"2 captions x 1 group: 2 jobs"),
     "campaigns": Case("", r"campaign +sent +completed|no campaigns"),
     "job": Case("spring/0001", r"state +completed"),
-    "cancel": Case("--campaign autumn --dry-run", r"nothing is recorded of a campaign autumn"),
-    "purge": Case("--dry-run", r"0 messages of the queue jobs would be deleted"),
+    "cancel": Case("--all --dry-run", r"0 messages of the queue jobs would be deleted"),
     "status": Case("--json", r'"messages": 0'),
     "top": Case("--prometheus {prometheus}", r"of 0 workers"),
-    "report": Case("--campaign spring", r"Report: spring-report\.html"),
-    "results": Case("--campaign spring", r"images +1"),
-    "export": Case("shards --campaign spring --format imagefolder", r"1 image, .* in 1 shard"),
+    "report": Case("spring", r"Report: spring-report\.html"),
+    "results": Case("spring", r"images +1"),
+    "export": Case("spring shards --format imagefolder", r"1 image, .* in 1 shard"),
     "score": Case("spring --extractor demo", NEEDS_WORKER, 2),
     "failed list": Case("", r"MissingFileError"),
     "failed show": Case("j1", r"there is no LoRA fox"),
     "failed export": Case("", r'"failure": \{"error": "MissingFileError"'),
     "failed replay": Case("--id j1", r"1 .*replayed"),
     "failed discard": Case("--all --yes", r"1 .*discarded"),
-    "verify": Case("--campaign spring", r"no second drawings"),
+    "verify": Case("spring", r"no second drawings"),
     "gate": Case("spring ./imagefleet-data/images/spring", r"^passed$"),
     "redo": Case("--worker nobody", r"no images to draw again"),
     "keys worker": Case(f"--storage '{AZURE}'", r"IMAGEFLEET_SAS="),
@@ -410,7 +409,7 @@ def test_a_command_works_away_from_the_checkout(
 def test_the_report_shows_pictures_without_the_workers_libraries(
     run: Callable[..., subprocess.CompletedProcess[str]], work: Path
 ) -> None:
-    result = run("report", "--campaign", "spring", "--html", "pictures.html")
+    result = run("report", "spring", "--html", "pictures.html")
     assert result.returncode == 0, result.stderr
     text = (work / "pictures.html").read_text()
     assert 'src="data:image/webp;base64,' in text

@@ -104,7 +104,7 @@ async def draw_again(folder: Path, records: int) -> None:
 def run(folder: Path, arguments: tuple[str, ...]) -> tuple[float, float, float]:
     """The seconds and CPU seconds of a command, and its peak memory in MB."""
     command = [
-        *(sys.executable, "-m", "fleet.entry", "results", "--campaign", CAMPAIGN),
+        *(sys.executable, "-m", "fleet.entry", "results", CAMPAIGN),
         *("--storage", f"local:{folder}", *(each.format(folder=folder) for each in arguments)),
     ]
     began_at = time.monotonic()

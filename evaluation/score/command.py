@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from fleet import console, options
+from fleet.campaigns import target
 from imagefleet import errors
 from imagefleet.storage.settings import StorageSettings
 
@@ -25,7 +26,7 @@ _PART = re.compile(r"([1-9]\d{0,3})/([1-9]\d{0,3})")
 @options.from_settings(StorageSettings)
 def command(
     settings: StorageSettings,
-    campaign: Annotated[str, typer.Argument(metavar="CAMPAIGN", show_default=False)],
+    campaign: target.Campaign,
     reference: Annotated[
         str | None,
         typer.Option(
@@ -90,7 +91,7 @@ def command(
 
     imagefleet score coco --reference val2014 --extractor inception.pt --clip clip-vit-large-patch14
     """
-    options.check_name("CAMPAIGN", campaign)
+    target.campaign(campaign)
     with console.one_line_errors():
         from evaluation.score import session
         from evaluation.score.extractors import DEMO

@@ -106,8 +106,8 @@ def _print(listing: _Listing) -> None:
     pending = sum(row.counts.pending or 0 for row in listing.rows)
     if pending > listing.messages:
         console.print_note(
-            f"{console.counted(pending - listing.messages, 'pending job')} in no queue: purged,"
-            " deleted by somebody, or their records are written in a moment"
+            f"{console.counted(pending - listing.messages, 'pending job')} in no queue: deleted"
+            " with `cancel --all` or by somebody, or their records are written in a moment"
         )
     if listing.damaged_files:
         files = console.counted(listing.damaged_files, "damaged file")

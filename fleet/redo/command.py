@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from fleet import console, options
+from fleet.campaigns import target
 from fleet.options import Since
 from imagefleet import errors, signing
 from imagefleet.storage.settings import SignerSettings, StorageSettings
@@ -25,6 +26,14 @@ _SHOWN = 20
 @options.from_settings(SignerSettings)
 def command(
     settings: SignerSettings,
+    job: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="CAMPAIGN[/ID]",
+            help="The images of this job, or this image of it, as in spring/a-2.png; for --worker"
+            " and --suspect, only images of this campaign.",
+        ),
+    ] = None,
     worker: Annotated[
         str | None,
         typer.Option(metavar="ID", help="Images of this worker, or machine on SaladCloud."),
@@ -35,10 +44,6 @@ def command(
             "--suspect", help="Images that nodes which failed their checks have marked as suspect."
         ),
     ] = False,
-    blob: Annotated[
-        str | None, typer.Option(metavar="NAME", help="This image, such as default/a.png.")
-    ] = None,
-    campaign: options.CampaignOfImages = None,
     since: Since = None,
     until: Annotated[
         str | None, typer.Option(metavar="TIME", help="Only what was stored until then.")
@@ -66,19 +71,19 @@ def command(
 
     imagefleet redo --suspect
 
-    imagefleet redo --blob default/a.png
+    imagefleet redo spring/0001
     """
     from fleet.redo import select
 
-    if sum((worker is not None, suspect, blob is not None)) != 1:
-        raise errors.SetupError("choose the images: --worker, --suspect or --blob")
+    named = target.images(job)
+    if sum((worker is not None, suspect, named.id is not None)) != 1:
+        raise errors.SetupError("choose the images: CAMPAIGN/ID, --worker or --suspect")
     if worker is None and (since or until):
         raise errors.SetupError("--since and --until go with --worker")
     wanted = select.Wanted(
         worker=worker,
         suspect=suspect,
-        blob=blob,
-        campaign=campaign,
+        named=named,
         since=options.read_moment("--since", since),
         until=options.read_moment("--until", until),
     )
@@ -123,7 +128,7 @@ async def _run(
             for journal in journals:
                 await replace.finish(storage, journal, finished)
         with console.counting("listed", None, quiet=quiet) as on_listed:
-            found = await selecting.select(storage.blobs, wanted, on_listed)
+            found = await selecting.select(storage, wanted, on_listed)
         result = {
             "images": len(found.images),
             "workers": dict(found.by_worker.most_common()),
@@ -139,9 +144,7 @@ async def _run(
         images = console.counted(len(found.images), "image")
         console.confirm(f"Have {images} drawn again{cost}?", yes=yes)
         finder = JobFinder(storage.blobs, given, fleet.keys.trusted)
-        await finder.list_duplicates(
-            wanted.blob or (f"{wanted.campaign}/" if wanted.campaign else "")
-        )
+        await finder.list_duplicates(wanted.named.prefix)
         replaced = replace.Replaced()
         with console.counting("replaced", len(found.images), quiet=quiet) as on_image:
             refused = await replace.replace(storage, found.images, finder, replaced, on_image)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from fleet import console, options
+from fleet.campaigns import target
 from fleet.monitor import prometheus
 from fleet.monitor.settings import MonitorSettings
 from fleet.report import figures as report_figures
@@ -31,7 +32,7 @@ _SHOWN_REASONS = 3
 @options.from_settings(MonitorSettings)
 def command(
     settings: MonitorSettings,
-    campaign: options.CampaignName = DEFAULT_CAMPAIGN,
+    campaign: target.Campaign = DEFAULT_CAMPAIGN,
     html: Annotated[
         Path | None, typer.Option(metavar="FILE", help="The page [default: NAME-report.html].")
     ] = None,
@@ -61,11 +62,11 @@ def command(
     It is made from the workers' records. With --prometheus, it also has what only the
     metrics know: the whole cost and the waste.
 
-    imagefleet report --campaign spring
+    imagefleet report spring
 
-    imagefleet report --campaign spring --prometheus http://localhost:9090 --json-file spring.json
+    imagefleet report spring --prometheus http://localhost:9090 --json-file spring.json
     """
-    options.check_campaign(campaign)
+    campaign = target.campaign(campaign)
     table = price_file.read_table(prices_path)
     if settings.storage.strip().startswith(LOCAL_SCHEME):
         table = replace(table, storage=prices.FREE_STORAGE)
@@ -118,6 +119,7 @@ async def _read(
 
     async with console.connected(settings) as client:
         storage = client.storage
+        await target.check_campaign(storage, campaign)
         records = await report_records.read_records(storage, campaign, samples)
         if not (records.images or records.failed or records.cancelled):
             raise errors.SetupError(

@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from fleet import console, options
+from fleet.campaigns import target
 from imagefleet import errors
 from imagefleet.job.message import DEFAULT_CAMPAIGN
 from imagefleet.storage.settings import StorageSettings
@@ -25,7 +26,7 @@ class Outcome(StrEnum):
 @options.from_settings(StorageSettings)
 def command(
     settings: StorageSettings,
-    campaign: options.CampaignName = DEFAULT_CAMPAIGN,
+    campaign: target.Campaign = DEFAULT_CAMPAIGN,
     as_json: options.AsJsonLines = False,
     as_csv: Annotated[bool, typer.Option("--csv", help="Print CSV, one row per result.")] = False,
     output: Annotated[
@@ -54,17 +55,16 @@ def command(
     Each is a row with the job, its image's parameters, the worker and the seconds it took, and the
     image's address or the reason. Exit code 4: a download found images missing.
 
-    imagefleet results --campaign spring
+    imagefleet results spring
 
-    imagefleet results --campaign spring --outcome failed --json
+    imagefleet results spring --outcome failed --json
 
-    imagefleet results --campaign spring --parquet spring.parquet
+    imagefleet results spring --parquet spring.parquet
 
-    imagefleet results --campaign spring --download ./spring --follow
+    imagefleet results spring --download ./spring --follow
     """
     from fleet.results import run
 
-    options.check_campaign(campaign)
     forms = {
         "--json": as_json and download is None,  # with it, the summary is JSON
         "--csv": as_csv,
@@ -87,7 +87,7 @@ def command(
     for file in (output, parquet):
         console.check_writable(file)
     wanted = run.Wanted(
-        campaign,
+        target.campaign(campaign),
         frozenset(outcomes),
         limit,
         as_json=as_json,

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TextIO
 
 from fleet import console
+from fleet.campaigns import target
 from fleet.results import download, files, follow, lines, parquet, source, table
 from fleet.results.source import Damaged
 from imagefleet.records import reader
@@ -90,7 +91,8 @@ class _Run:
 async def run(settings: StorageSettings, wanted: Wanted) -> bool:
     """Does what is *wanted*; False if images are missing."""
     async with console.connected(settings) as fleet:
-        await source.check_exists(fleet.storage, wanted.campaign)
+        if unsure := await target.check_campaign(fleet.storage, wanted.campaign):
+            console.print_warning(unsure)
         this = _Run(wanted, fleet.storage)
         is_whole = True
         try:

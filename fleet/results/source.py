@@ -6,7 +6,6 @@ import contextlib
 from collections.abc import AsyncGenerator, AsyncIterator, Collection, Iterable
 from dataclasses import dataclass, field
 
-from imagefleet import errors, validation
 from imagefleet.records import reader
 from imagefleet.records.record import Record
 from imagefleet.redaction import printable
@@ -47,17 +46,6 @@ async def read(
         async for record in reader.ended(storage, campaign, damaged.add):
             if record.outcome in outcomes:
                 yield record
-
-
-async def check_exists(storage: Storage, campaign: str) -> None:
-    """Raises SetupError for a campaign that has no records, with the name that is close."""
-    names = [name async for name in reader.campaigns(storage)]
-    if campaign in names:
-        return
-    raise errors.SetupError(
-        f"campaign {campaign!r} has no records in {storage.url}"
-        + (validation.suggestion(campaign, names) or "; `imagefleet campaigns` lists those that do")
-    )
 
 
 async def batches(records: AsyncIterator[Record], size: int) -> AsyncIterator[list[Record]]:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 import typer
 
 from fleet import console, load, load_progress, options
+from fleet.campaigns import target
 from imagefleet import errors
 from imagefleet.pricing import families
 from imagefleet.storage.open import open_storage
@@ -143,7 +144,7 @@ def command(
     from loadgen import caption_sweep
     from loadgen.captions import CaptionFile
 
-    options.check_campaign(campaign)
+    target.check_name("--campaign", campaign)
     named = _models(models)
     of_models = plan_work.Models(
         {name: families.find(slug or family) for name, slug in named.items()},

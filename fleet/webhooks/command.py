@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from fleet import console, options
+from fleet.campaigns import target
 from fleet.webhooks.settings import WebhookSettings
 from imagefleet.telemetry import logs
 
@@ -37,9 +38,7 @@ async def command(
             " it.",
         ),
     ],
-    campaign: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Only events of this campaign.")
-    ] = None,
+    campaign: target.OnlyCampaign = None,
     each_job: Annotated[
         bool, typer.Option("--each-job", help="Also the end of each job, not only of campaigns.")
     ] = False,
@@ -74,7 +73,7 @@ async def command(
     from imagefleet import errors, redaction
 
     logs.configure(settings.log_format)
-    options.check_campaign(campaign)
+    campaign = target.campaign(campaign)
     endpoint.checked_url(url)
     signer = Signer.read(secret_file)
     moment = options.read_moment("--since", since)

@@ -117,7 +117,7 @@ class Storm:
                 asyncio.create_task(self._now_and_then(*call))
                 for call in (
                     (2.0, "failed", "replay", "--all", "--yes"),
-                    (6.0, "cancel", "--campaign", STOPPED, "--yes"),
+                    (6.0, "cancel", STOPPED, "--yes"),
                 )
             ]
             try:

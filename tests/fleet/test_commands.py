@@ -50,7 +50,6 @@ WITHOUT_JSON = {
 #: rest costs nothing, or a few storage operations: `load` fills a queue, but starts no worker.
 ASKING = {
     "cancel",
-    "purge",
     "failed discard",
     "failed replay",
     "redo",
@@ -69,13 +68,12 @@ CALLS = {
     "failed replay": ("--id", "nobody"),
     "failed discard": ("--all", "--dry-run"),
     "campaigns": (),
-    "job": ("one",),
-    "cancel": ("--campaign", "spring", "--dry-run"),
-    "purge": ("--dry-run",),
+    "job": ("default/cat",),
+    "cancel": ("--all", "--dry-run"),
     "plan": ("--jobs", "10"),
     "redo": ("--worker", "nobody"),
     "results": ("--download", "images"),
-    "export": ("shards", "--dry-run"),
+    "export": ("default", "shards", "--dry-run"),
     "verify": (),
     "prompt": ("a cat",),
     "version": (),
@@ -141,7 +139,7 @@ def test_figures_go_to_a_file_by_one_option() -> None:
 def test_a_dry_run_has_one_meaning() -> None:
     runs = {name: found for name in ALL if (found := option(ALL[name], "--dry-run"))}
 
-    assert len(runs) == 14
+    assert len(runs) == 13
     for found in runs.values():
         assert re.fullmatch(r"Show .*; change nothing\.", found.help)
 

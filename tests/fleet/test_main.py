@@ -17,7 +17,7 @@ from fleet import console, entry, lazy_commands, main
 ROOT = Path(__file__).parents[2]
 COMMAND = Path(sys.executable).with_name("imagefleet")
 COMMANDS = [
-    *("demo", "worker", "load", "sweep", "campaigns", "job", "cancel", "purge"),
+    *("demo", "worker", "load", "sweep", "campaigns", "job", "cancel"),
     *("status", "top", "exporter", "broker", "webhooks", "plan"),
     *(
         "results",

@@ -39,7 +39,7 @@ COMMANDS: dict[tuple[str, ...], set[str]] = {
     ("failed", "show", "j1"): {"monitor", "operator"},
     ("failed", "replay", "--id", "j1"): {"operator"},
     ("failed", "discard", "--id", "j1", "--yes"): {"operator"},
-    ("report", "--campaign", "spring", "--json"): {"monitor", "operator"},
+    ("report", "spring", "--json"): {"monitor", "operator"},
     ("verify",): {"monitor", "operator"},
     ("redo", "--worker", "nobody"): {"operator"},
     ("lora", "list"): {"files", "operator"},

@@ -55,7 +55,7 @@ async def report(
     """The command's figures, its page and its warnings."""
     result = await asyncio.to_thread(
         in_process,
-        *("report", "--campaign", "spring", "--storage", settings.storage),
+        *("report", "spring", "--storage", settings.storage),
         *("--queue", settings.queue, "--container", settings.container),
         *("--json-file", "figures.json", *arguments),
     )

@@ -125,7 +125,7 @@ async def test_hostile_blobs_are_left_out_with_their_number_and_reasons(
     result, text, page = await asyncio.to_thread(
         report,
         in_process,
-        *("--campaign", "spring", "--storage", storage_settings.storage),
+        *("spring", "--storage", storage_settings.storage),
         *("--queue", storage_settings.queue, "--container", storage_settings.container),
         *("--samples", "200", "--price-per-hour", "1"),
     )
@@ -170,7 +170,7 @@ async def test_a_damaged_file_of_metadata_is_an_image_without_a_record(
     (images / METADATA_FOLDER / "spring" / "a.png.json").write_bytes(sidecar)
 
     result = await asyncio.to_thread(
-        in_process, "report", "--campaign", "spring", "--storage", local_settings.storage, "--json"
+        in_process, "report", "spring", "--storage", local_settings.storage, "--json"
     )
 
     assert result.returncode == 0, result.stderr
@@ -187,7 +187,7 @@ async def test_files_whose_time_is_wrong_do_not_fill_the_page(
     os.utime(images / "spring" / "b.png", (at, at))
 
     _, _, page = await asyncio.to_thread(
-        report, in_process, "--campaign", "spring", "--storage", local_settings.storage
+        report, in_process, "spring", "--storage", local_settings.storage
     )
 
     assert len(page) < 200_000

@@ -52,7 +52,7 @@ def results(in_process: Imagefleet, local_settings: StorageSettings) -> Callable
     """Runs the command for the campaign `spring`, in a thread."""
 
     async def run(*arguments: str, code: int = 0) -> subprocess.CompletedProcess[str]:
-        storage = ("--campaign", "spring", "--storage", local_settings.storage)
+        storage = ("spring", "--storage", local_settings.storage)
         result = await asyncio.to_thread(in_process, "results", *storage, *arguments)
         assert result.returncode == code, result.stderr
         return result
@@ -240,7 +240,7 @@ async def test_a_campaign_with_a_typing_error_is_named(
     stored: Storage, in_process: Imagefleet, local_settings: StorageSettings
 ) -> None:
     result = await asyncio.to_thread(
-        in_process, "results", "--campaign", "sprnig", "--storage", local_settings.storage
+        in_process, "results", "sprnig", "--storage", local_settings.storage
     )
 
     assert result.returncode == 2
