@@ -26,17 +26,11 @@ COMMANDS: Mapping[str, Listed] = {
     "sweep": Listed(
         "fleet.sweep.command:command", "Draws captions with all combinations of settings."
     ),
-    "campaigns": Listed(
-        "fleet.campaigns.table:command", "Lists the campaigns with their jobs by outcome."
-    ),
     "job": Listed("fleet.campaigns.job:command", "Shows what became of one job."),
     "cancel": Listed("fleet.campaigns.cancel:command", "Cancels the queued jobs of a campaign."),
     "status": Listed(
-        "fleet.monitor.command:status_command", "Shows the waiting, leased and failed jobs."
-    ),
-    "top": Listed(
-        "fleet.monitor.command:top_command",
-        "Shows the workers by their metrics, the slowest first.",
+        "fleet.monitor.command:status_command",
+        "Shows what the fleet is doing: queues, campaigns, speed.",
     ),
     "exporter": Listed(
         "fleet.monitor.command:exporter_command",

@@ -87,7 +87,7 @@ PROJECT_SETTINGS: Mapping[type[BaseSettings], tuple[str, str]] = {
         "`load`, `sweep`, `failed`, `gallery`, `lora`, `model`, `kernels`",
     ),
     LoadSettings: ("Load generator", "`load`, `sweep`"),
-    MonitorSettings: ("Monitoring", "`status`, `top`, `exporter`, `report`, `scale`"),
+    MonitorSettings: ("Monitoring", "`status`, `exporter`, `report`, `scale`"),
     ExporterSettings: ("Exporter", "`exporter`"),
     BrokerSettings: ("Broker", "`broker`"),
     WebhookSettings: ("Webhooks", "`webhooks`"),

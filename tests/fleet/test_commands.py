@@ -19,7 +19,7 @@ from rich.console import Console
 
 from fleet import console, main
 from fleet.monitor import command as monitor
-from fleet.monitor import rates
+from fleet.monitor import rates, workers
 from fleet.salad import gpus, groups, running
 from imagefleet import errors
 from imagefleet.job.message import read_job
@@ -67,7 +67,6 @@ CALLS = {
     "failed show": ("cat",),
     "failed replay": ("--id", "nobody"),
     "failed discard": ("--all", "--dry-run"),
-    "campaigns": (),
     "job": ("default/cat",),
     "cancel": ("--all", "--dry-run"),
     "plan": ("--jobs", "10"),
@@ -289,7 +288,7 @@ def test_top_fits_a_narrow_terminal(width: int, headings: str) -> None:
         *(12.34, 0.105, 0.04, 123_456, 1234),
     )
 
-    first, _, row, total = printed(width, monitor.workers_screen([worker] * 2, 1)).splitlines()
+    first, _, row, total = printed(width, workers.workers_screen([worker] * 2, 1)).splitlines()
 
     assert first.split() == headings.split()
     assert max(map(len, (first, row))) <= width
@@ -300,4 +299,4 @@ def test_top_fits_a_narrow_terminal(width: int, headings: str) -> None:
     else:
         assert row.startswith(WORKER[:8])
         assert row.split()[0].endswith("-17")
-    assert "sd15-batch-0123abcd-1" in printed(None, monitor.workers_screen([worker], 1))
+    assert "sd15-batch-0123abcd-1" in printed(None, workers.workers_screen([worker], 1))

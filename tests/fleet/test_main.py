@@ -17,8 +17,8 @@ from fleet import console, entry, lazy_commands, main
 ROOT = Path(__file__).parents[2]
 COMMAND = Path(sys.executable).with_name("imagefleet")
 COMMANDS = [
-    *("demo", "worker", "load", "sweep", "campaigns", "job", "cancel"),
-    *("status", "top", "exporter", "broker", "webhooks", "plan"),
+    *("demo", "worker", "load", "sweep", "job", "cancel"),
+    *("status", "exporter", "broker", "webhooks", "plan"),
     *(
         "results",
         "export",
@@ -194,7 +194,7 @@ def test_every_command_has_a_help_text(imagefleet: Imagefleet, command: str) -> 
         (["plan", "--jobs", "1", "--gpu", "RTX 9090"], "error: unknown GPU class 'RTX 9090'"),
         (["plan", "--jobs", "ten"], "error: --jobs: should be a valid integer"),
         (
-            ["top", "--prometheus", "x"],
+            ["status", "--prometheus", "x"],
             "error: --prometheus / IMAGEFLEET_PROMETHEUS: should be a URL that begins with http://",
         ),
         (["bench", "engine", "--model", "none"], "error: the model 'none' does not exist"),

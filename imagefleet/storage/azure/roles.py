@@ -101,7 +101,7 @@ ROLES: Mapping[str, Role] = {
         Role("load", "`imagefleet load` on existing queues", queue="a", blob="ac", files="r"),
         Role(
             "monitor",
-            "the read-only commands: `status`, `campaigns`, `job`, `exporter`, `scale`, `results`,"
+            "the read-only commands: `status`, `job`, `exporter`, `scale`, `results`,"
             " `export`, `report`, `gallery`, `verify`, `failed list` and `webhooks`",
             queue="r",
             poison="r",

@@ -1,4 +1,4 @@
-"""`imagefleet campaigns`, `job` and `cancel`, on both storages."""
+"""`imagefleet status`, `job` and `cancel`, on both storages."""
 
 from __future__ import annotations
 
@@ -86,9 +86,9 @@ def filled(storage_settings: StorageSettings) -> StorageSettings:
 def test_campaigns_counts_each_outcome_and_lists_the_latest_first(
     filled: StorageSettings, in_process: Imagefleet
 ) -> None:
-    ended = in_process("campaigns", "--json", *flags(filled))
+    ended = in_process("status", "--json", *flags(filled))
     listed = json.loads(ended.stdout)
-    assert listed["messages"] == 3
+    assert listed["queue"]["messages"] == 3
     by_name = {each.pop("campaign"): each for each in listed["campaigns"]}
     assert set(by_name) == {"spring", "autumn"}
     figures = ("sent", "images", "completed", "failed", "cancelled", "pending")
@@ -96,7 +96,7 @@ def test_campaigns_counts_each_outcome_and_lists_the_latest_first(
     assert [by_name["autumn"][each] for each in figures] == [1, 1, 1, 0, 0, 0]
     times = [each["last_at"] for each in listed["campaigns"]]
     assert times == sorted(times, reverse=True)
-    plain = in_process("campaigns", *flags(filled)).stdout
+    plain = in_process("status", *flags(filled)).stdout
     assert "spring" in plain
     assert "autumn" in plain
 
@@ -111,12 +111,10 @@ def test_damaged_records_are_told_since_the_figures_lack_them(
 
     on(local_settings, damage)
     assert (
-        json.loads(in_process("campaigns", "--json", *flags(local_settings)).stdout)[
-            "damaged_files"
-        ]
+        json.loads(in_process("status", "--json", *flags(local_settings)).stdout)["damaged_files"]
         == 2
     )
-    assert "2 damaged files of records" in in_process("campaigns", *flags(local_settings)).stderr
+    assert "2 damaged files of records" in in_process("status", *flags(local_settings)).stdout
 
 
 def test_a_job_is_where_it_is(filled: StorageSettings, in_process: Imagefleet) -> None:
@@ -222,5 +220,5 @@ def test_purge_asks_with_the_count_and_keeps_failed_jobs(
     found = json.loads(in_process("cancel", "--all", "--yes", "--json", *flags(filled)).stdout)
     assert (found["messages"], found["deleted"]) == (3, True)
     assert on(filled, depths) == (0, 1)
-    noted = in_process("campaigns", *flags(filled))
-    assert "2 pending jobs in no queue: deleted" in noted.stderr
+    noted = in_process("status", *flags(filled))
+    assert "2 pending jobs in no queue: deleted" in noted.stdout
