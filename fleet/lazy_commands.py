@@ -81,7 +81,14 @@ COMMANDS: Mapping[str, Listed] = {
     "prompt": Listed(
         "fleet.prompt:command", "Shows a prompt's tokens, weights, LoRAs and embeddings."
     ),
-    "failed": Listed("fleet.failed.command:app", "Lists, exports, replays, discards failed jobs."),
+    "failed": Listed(
+        "fleet.failed.command:command",
+        "Counts the failed jobs by error and lists them, or shows one.",
+    ),
+    "replay": Listed(
+        "fleet.failed.command:replay_command", "Puts failed jobs back into the job queue."
+    ),
+    "discard": Listed("fleet.failed.command:discard_command", "Deletes failed jobs for good."),
     "keys": Listed("fleet.keys.command:app", "Creates, checks and revokes SAS tokens."),
     "deploy": Listed("fleet.salad.command:app", "Deploys workers to GPU clouds."),
     "model": Listed("fleet.files.model:app", "Stores and lists checkpoints."),

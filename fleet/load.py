@@ -341,7 +341,7 @@ def print_summary(summary: Summary, skipped: int, path: Path | None, mended: int
     if mended:
         console.print_note(
             f"{mended:,} of them had failed and stay on the list of failed jobs until they are"
-            " completed; then `imagefleet failed discard --completed` takes them off"
+            " completed; then `imagefleet discard --completed` takes them off"
         )
     if skipped:
         console.print_note(f"{console.counted(skipped, 'invalid job')} skipped")

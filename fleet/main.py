@@ -110,7 +110,7 @@ On one machine, with everything in the folder imagefleet-data:
   imagefleet load jobs.jsonl
   imagefleet worker --model ./model --until-empty
   imagefleet status
-  imagefleet failed list
+  imagefleet failed
 
 Every setting is a flag and a variable: --queue is IMAGEFLEET_QUEUE.
 

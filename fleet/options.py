@@ -6,6 +6,7 @@ overrides the default. An invalid value is one line that names the setting both 
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
 import os
@@ -15,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from datetime import datetime
 from enum import Enum
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import typer
 from pydantic import SecretStr, ValidationError
@@ -115,29 +116,74 @@ Command = Callable[..., Result]
 def from_settings(model: type[BaseSettings]) -> Callable[[Command[Result]], Command[Result]]:
     """Gives a typer command one option for each field of *model*.
 
-    The command takes the validated settings first and its own typer options after them:
+    The command takes the validated settings first and its own typer options after them; a dataclass
+    of them stands for one option a field:
 
         @app.command()
         @options.from_settings(StorageSettings)
-        def status(settings: StorageSettings, watch: bool = False) -> None: ...
+        def failed(settings: StorageSettings, which: Selected, limit: Limit = 20) -> None: ...
     """
     shared = list(_parameters(model))
 
     def decorate(command: Command[Result]) -> Command[Result]:
-        first, *others = inspect.signature(command, eval_str=True).parameters.values()
-        own = [each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in others]
+        first = next(iter(inspect.signature(command).parameters))
 
-        @functools.wraps(command)
-        def wrapper(**arguments: Any) -> Result:
+        def with_settings(arguments: dict[str, Any]) -> Result:
             given = {each.name: _joined(arguments.pop(each.name)) for each in shared}
             with console.one_line_errors():
-                return command(**{first.name: read(model, given)}, **arguments)
+                return command(**{first: read(model, given)}, **arguments)
 
-        wrapper.__signature__ = inspect.Signature([*own, *shared])  # type: ignore[attr-defined]
-        wrapper.__annotations__ = {each.name: each.annotation for each in (*own, *shared)}
-        return wrapper
+        return _flat(command, with_settings, leave_out=first, more=shared)
 
     return decorate
+
+
+def flat(command: Command[Result]) -> Command[Result]:
+    """A typer command whose dataclasses of options stand for one option a field."""
+    return _flat(command, lambda arguments: command(**arguments))
+
+
+def _flat(
+    command: Command[Result],
+    call: Callable[[dict[str, Any]], Result],
+    leave_out: str = "",
+    more: Iterable[inspect.Parameter] = (),
+) -> Command[Result]:
+    parameters = inspect.signature(command, eval_str=True).parameters
+    groups: dict[str, Any] = {}
+    flattened: list[inspect.Parameter] = []
+    for name, parameter in parameters.items():
+        if name == leave_out:
+            continue
+        if dataclasses.is_dataclass(parameter.annotation):
+            groups[name] = parameter.annotation
+            flattened += _of_fields(parameter.annotation)
+        else:
+            flattened.append(parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY))
+    flattened += more
+
+    @functools.wraps(command)
+    def wrapper(**arguments: Any) -> Result:
+        for name, group in groups.items():
+            fields = {field.name for field in dataclasses.fields(group)}
+            arguments[name] = group(**{each: arguments.pop(each) for each in fields})
+        return call(arguments)
+
+    wrapper.__signature__ = inspect.Signature(flattened)  # type: ignore[attr-defined]
+    wrapper.__annotations__ = {each.name: each.annotation for each in flattened}
+    return wrapper
+
+
+def _of_fields(group: Any) -> Iterator[inspect.Parameter]:
+    annotations = get_type_hints(group, include_extras=True)
+    for field in dataclasses.fields(group):
+        is_required = field.default is dataclasses.MISSING
+        yield inspect.Parameter(
+            field.name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=inspect.Parameter.empty if is_required else field.default,
+            annotation=annotations[field.name],
+        )
 
 
 def read(model: type[Settings], given: Mapping[str, Any]) -> Settings:

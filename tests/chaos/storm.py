@@ -116,7 +116,7 @@ class Storm:
             calls = [
                 asyncio.create_task(self._now_and_then(*call))
                 for call in (
-                    (2.0, "failed", "replay", "--all", "--yes"),
+                    (2.0, "replay", "--all", "--yes"),
                     (6.0, "cancel", STOPPED, "--yes"),
                 )
             ]

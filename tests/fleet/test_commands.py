@@ -41,7 +41,6 @@ WITHOUT_JSON = {
     "exporter": "likewise; its figures are metrics",
     "broker": "likewise; its answers are JSON",
     "webhooks": "likewise; what its dry run prints is JSON",
-    "failed export": "its output is JSON, an object per line, for `load`",
     "gallery": "likewise; what it shows is a page",
     "health": "a probe: its exit code is the answer",
 }
@@ -50,8 +49,8 @@ WITHOUT_JSON = {
 #: rest costs nothing, or a few storage operations: `load` fills a queue, but starts no worker.
 ASKING = {
     "cancel",
-    "failed discard",
-    "failed replay",
+    "discard",
+    "replay",
     "redo",
     "scale",
     "verify",
@@ -63,10 +62,9 @@ CALLS = {
     "load": ("jobs.jsonl",),
     "sweep": ("captions.txt", "--campaign", "curve"),
     "status": (),
-    "failed list": (),
-    "failed show": ("cat",),
-    "failed replay": ("--id", "nobody"),
-    "failed discard": ("--all", "--dry-run"),
+    "failed": (),
+    "replay": ("default", "--error", "nothing"),
+    "discard": ("--all", "--dry-run"),
     "job": ("default/cat",),
     "cancel": ("--all", "--dry-run"),
     "plan": ("--jobs", "10"),
@@ -196,7 +194,7 @@ def test_json_is_one_document_and_nothing_else(
     assert isinstance(json.loads(ended.stdout), dict)
 
 
-@pytest.mark.parametrize("name", ["failed list", "status", "deploy salad status", "report"])
+@pytest.mark.parametrize("name", ["failed", "status", "deploy salad status", "report"])
 def test_an_error_leaves_stdout_empty_with_json_too(
     salad: Any, in_process: Imagefleet, name: str
 ) -> None:
@@ -267,10 +265,10 @@ def test_the_ids_of_failed_jobs_are_whole_when_piped(
     fail_job(tmp_path, reason, id=JOB, campaign="c" * 40)
     monkeypatch.setenv("COLUMNS", columns)
 
-    lines = in_process("failed", "list").stdout.splitlines()
+    lines = in_process("failed").stdout.splitlines()
 
     assert sum(reason in line for line in lines) == 1
-    assert [line.split()[:2] for line in lines if JOB in line] == [[JOB, "c" * 40]]
+    assert [line.split()[0] for line in lines if JOB in line] == [f"{'c' * 40}/{JOB}"]
 
 
 @pytest.mark.parametrize(

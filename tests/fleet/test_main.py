@@ -19,20 +19,10 @@ COMMAND = Path(sys.executable).with_name("imagefleet")
 COMMANDS = [
     *("demo", "worker", "load", "sweep", "job", "cancel"),
     *("status", "exporter", "broker", "webhooks", "plan"),
-    *(
-        "results",
-        "export",
-        "report",
-        "score",
-        "gallery",
-        "verify",
-        "gate",
-        "redo",
-        "scale",
-        "prompt",
-    ),
-    *("failed", "keys", "deploy", "model", "lora", "embedding"),
-    *("upscaler", "controlnet", "text", "kernels", "bench", "health", "version"),
+    *("results", "export", "report", "score", "gallery", "verify", "gate", "redo"),
+    *("scale", "prompt", "failed", "replay", "discard", "keys", "deploy"),
+    *("model", "lora", "embedding", "upscaler", "controlnet", "text", "kernels"),
+    *("bench", "health", "version"),
 ]
 
 Imagefleet = Callable[..., "subprocess.CompletedProcess[str]"]  # the fixture of conftest.py
@@ -77,9 +67,9 @@ def test_the_flags_of_a_command_are_grouped_by_subject(imagefleet: Imagefleet) -
     assert max(map(len, worker.values())) <= 10, "a list that nobody reads"
     assert worker["Options"] == ["--fail-on-failed", "-h"]
 
-    failed = _subjects(imagefleet("failed", "list", "--help").stdout)
-    assert list(failed) == ["Options", "Storage", "Signatures"]
-    assert {"--campaign", "-h"} <= set(failed["Options"])
+    failed = _subjects(imagefleet("failed", "--help").stdout)
+    assert list(failed) == ["Arguments", "Options", "Storage", "Signatures"]
+    assert {"--error", "-h"} <= set(failed["Options"])
 
 
 @pytest.mark.parametrize(("terminal", "expected"), [(60, 60), (120, 120), (300, 140)])
@@ -106,8 +96,8 @@ def test_the_completion_script_of_a_shell_is_printed(imagefleet: Imagefleet, she
 @pytest.mark.parametrize(
     ("words", "completions"),
     [
-        ("imagefleet rep", ["report"]),
-        ("imagefleet failed l", ["list"]),
+        ("imagefleet rep", ["report", "replay"]),
+        ("imagefleet keys rev", ["revoke"]),
         ("imagefleet worker --lease", ["--lease-seconds"]),
     ],
 )
@@ -123,7 +113,7 @@ def test_bash_completes_commands_and_flags(
     assert result.stdout.split() == completions
 
 
-@pytest.mark.parametrize("group", ["", "failed", "keys", "deploy", "deploy salad", "bench"])
+@pytest.mark.parametrize("group", ["", "keys", "deploy", "deploy salad", "bench"])
 def test_a_group_without_a_command_prints_its_help(imagefleet: Imagefleet, group: str) -> None:
     result = imagefleet(*group.split())
 
@@ -150,7 +140,7 @@ def test_listing_failed_jobs_imports_neither_torch_nor_azure(tmp_path: Path) -> 
     program = f"""
 import sys
 from fleet import main
-sys.argv = ["imagefleet", "failed", "list", "--storage", "local:{storage}"]
+sys.argv = ["imagefleet", "failed", "--storage", "local:{storage}"]
 try:
     main.main()
 except SystemExit:
@@ -167,7 +157,7 @@ print("loaded:", sorted(heavy & set(sys.modules)))
     assert result.stdout.splitlines()[-1] == "loaded: []"
 
 
-@pytest.mark.parametrize("command", [*COMMANDS, "failed list", "failed replay"])
+@pytest.mark.parametrize("command", [*COMMANDS])
 def test_every_command_has_a_help_text(imagefleet: Imagefleet, command: str) -> None:
     result = imagefleet(*command.split(), "--help")
 

@@ -100,12 +100,12 @@ async def _fill(settings: StorageSettings) -> None:
 
 #: Each with what it shows of others' texts.
 COMMANDS = (
-    ("failed", "list"),
-    ("failed", "list", "--json"),
-    ("failed", "show", "cat"),
-    ("failed", "show", "cat", "--json"),
-    ("failed", "replay", "--all"),
-    ("failed", "discard", "--id", "nobody"),
+    ("failed",),
+    ("failed", "--json"),
+    ("failed", "default/cat"),
+    ("failed", "default/cat", "--json"),
+    ("replay", "--all"),
+    ("discard", "default/nobody"),
     ("kernels", "list"),
     ("lora", "list"),
     ("model", "list"),

@@ -102,7 +102,7 @@ ROLES: Mapping[str, Role] = {
         Role(
             "monitor",
             "the read-only commands: `status`, `job`, `exporter`, `scale`, `results`,"
-            " `export`, `report`, `gallery`, `verify`, `failed list` and `webhooks`",
+            " `export`, `report`, `gallery`, `verify`, `failed` and `webhooks`",
             queue="r",
             poison="r",
             blob="rl",

@@ -80,12 +80,12 @@ async def test_a_job_of_stages_is_loaded_shown_failed_and_completed_as_one_job(
     (shown,) = await run("job", "spring/0001")
     assert (shown["state"], shown["stage"]) == ("failed", 2)
     assert shown["reason"] == "stage 2 of 3: a bad file"
-    (listed,) = (await run("failed", "list"))[0]["jobs"]
+    (listed,) = (await run("failed"))[0]["jobs"]
     assert (listed["id"], listed["stage"], listed["completed_since"]) == ("0001", 2, False)
     counts = await reader.counts(storage, "spring")
     assert (counts.sent, counts.failed, counts.pending, counts.images) == (1, 1, 0, 1)
 
-    await run("failed", "replay", "--all", "--yes")
+    await run("replay", "--all", "--yes")
     await run_worker("w2")
     counts = await reader.counts(storage, "spring")
     assert (counts.completed, counts.failed, counts.pending, counts.images) == (1, 0, 0, 3)

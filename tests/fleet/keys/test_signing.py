@@ -66,8 +66,8 @@ def test_a_private_key_in_place_of_another_value_is_not_printed(
     value = path.read_text() if form == "the file's text" else secret
     (tmp_path / "jobs.jsonl").write_text('{"prompt": "a cat"}\n')
     calls = {
-        "IMAGEFLEET_TRUSTED_KEY": (("worker", "--model", "x"), ("failed", "list")),
-        "IMAGEFLEET_SIGNING_KEY": (("load", "jobs.jsonl"), ("failed", "replay", "--all")),
+        "IMAGEFLEET_TRUSTED_KEY": (("worker", "--model", "x"), ("failed",)),
+        "IMAGEFLEET_SIGNING_KEY": (("load", "jobs.jsonl"), ("replay", "--all")),
     }
     for variable, commands in calls.items():
         monkeypatch.setenv(variable, value)
