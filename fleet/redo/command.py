@@ -64,8 +64,8 @@ def command(
 
     Each image is put aside under -replaced/, then its job is sent again, as the image has it in
     itself. If this is interrupted, the next run finishes what was begun. It deletes images: the
-    tokens of `imagefleet keys operator` allow that. Exit code 4: some images stay, because their
-    jobs are not known.
+    tokens of `imagefleet keys mint operator` allow that. Exit code 4: some images stay, because
+    their jobs are not known.
 
     imagefleet redo --worker 0d8f5c1e-7 --since 2026-12-01T08:00 --dry-run
 

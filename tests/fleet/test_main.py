@@ -37,7 +37,7 @@ def test_help_names_the_commands_in_their_order(imagefleet: Imagefleet) -> None:
     assert result.returncode == console.EXIT_DONE
 
 
-@pytest.mark.parametrize("command", ["", "worker", "keys", "keys worker", "deploy salad", "health"])
+@pytest.mark.parametrize("command", ["", "worker", "keys", "keys mint", "deploy salad", "health"])
 def test_h_is_short_for_help(imagefleet: Imagefleet, command: str) -> None:
     short = imagefleet(*command.split(), "-h")
 

@@ -75,12 +75,7 @@ ARGUMENTS: dict[str, tuple[str, ...]] = {
     "failed": (),
     "replay": ("--all",),
     "discard": ("--all", "--yes"),
-    "keys worker": ("--policy", "spring"),
-    "keys load": (),
-    "keys monitor": ("--file", "tokens.json"),
-    "keys operator": ("--json",),
-    "keys signing": (),
-    "keys files": ("--hours", "1"),
+    "keys mint": ("worker", "--policy", "spring"),
     "keys check": ("worker",),
     "keys revoke": ("spring",),
     "verify": (),
@@ -119,7 +114,7 @@ ARGUMENTS: dict[str, tuple[str, ...]] = {
 
 #: They need no service, and some of them seconds.
 OFFLINE = {
-    *("demo", "plan", "prompt", "version", "keys signing"),
+    *("demo", "plan", "prompt", "version"),
     *("bench engine", "bench latency", "bench scaling", "deploy salad render"),
 }
 
@@ -333,7 +328,7 @@ def test_wrong_addresses_are_one_sentence_without_their_secrets(
 
         code = run(command, *arguments)
 
-        assert code == 2 or command in {"version", "prompt", "keys signing"}, (command, kind)
+        assert code == 2 or command in {"version", "prompt"}, (command, kind)
 
 
 @pytest.mark.parametrize("command", sorted(ON_STORAGE))

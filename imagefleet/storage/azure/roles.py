@@ -109,7 +109,7 @@ ROLES: Mapping[str, Role] = {
         ),
         Role(
             "operator",
-            "`imagefleet failed`, `redo`, `cancel`, `sweep` and `verify --quarantine`",
+            "`imagefleet replay`, `discard`, `redo`, `cancel`, `sweep` and `verify --quarantine`",
             queue="ra",
             poison="rup",
             blob="racdl",

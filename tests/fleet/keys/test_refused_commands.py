@@ -78,7 +78,7 @@ def test_a_role_that_does_not_suffice_is_told_of_one_that_does(
             continue
         assert result.returncode == 2, (command, result.stdout, result.stderr)
         assert len(result.stderr.splitlines()) == 1, result.stderr
-        named = re.findall(r"`imagefleet keys (\w+)`", result.stderr)
+        named = re.findall(r"`imagefleet keys mint (\w+)`", result.stderr)
         assert able & set(named), (command, result.stderr)
         assert "sig=" not in result.stderr
 
@@ -108,4 +108,4 @@ def test_every_command_with_expired_tokens_says_when_they_expired(
         result = in_process(*command, *tokens)
         assert result.returncode == 2
         assert re.search(rf"expired on {ended:%Y-%m-%d} \d\d:\d\d UTC, 2 days ago", result.stderr)
-        assert f"mint new ones with `imagefleet keys {role}`" in result.stderr, result.stderr
+        assert f"mint new ones with `imagefleet keys mint {role}`" in result.stderr, result.stderr
