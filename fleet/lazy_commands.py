@@ -90,7 +90,7 @@ COMMANDS: Mapping[str, Listed] = {
     ),
     "discard": Listed("fleet.failed.command:discard_command", "Deletes failed jobs for good."),
     "keys": Listed("fleet.keys.command:app", "Creates, checks and revokes SAS tokens."),
-    "deploy": Listed("fleet.salad.command:app", "Deploys workers to GPU clouds."),
+    "deploy": Listed("fleet.salad.command:app", "Deploys workers to SaladCloud."),
     "model": Listed("fleet.files.model:app", "Stores and lists checkpoints."),
     "lora": Listed("fleet.files.lora:app", "Stores and lists LoRAs."),
     "embedding": Listed("fleet.files.embedding:app", "Stores and lists embeddings."),

@@ -188,7 +188,7 @@ async def _run(
     if scaling.running:
         log.warning(
             "%d workers keep running and nothing limits their cost: run scale again, or"
-            " `imagefleet deploy salad drain`",
+            " `imagefleet deploy drain`",
             scaling.running,
             extra={"action": "scale_end", "running": scaling.running},
         )

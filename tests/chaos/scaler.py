@@ -56,7 +56,7 @@ class KilledScaler:
         with salad_fake.serving(self.cloud):
             fleet_file = FLEET.format(url=self.cloud.url, digest="5" * 64, replicas=REPLICAS)
             (self.folder / "fleet.yaml").write_text(fleet_file)
-            if await self._imagefleet(60, "deploy", "salad", "apply", "--yes", "--replicas", "1"):
+            if await self._imagefleet(60, "deploy", "apply", "--yes", "--replicas", "1"):
                 raise RuntimeError("the groups cannot be created")
             tasks = [asyncio.create_task(each) for each in (self._scale(), self._meter())]
             try:

@@ -54,7 +54,7 @@ ASKING = {
     "redo",
     "scale",
     "verify",
-    *(f"deploy salad {name}" for name in ("apply", "resize", "drain", "delete")),
+    *(f"deploy {name}" for name in ("apply", "drain")),
 }
 
 #: The arguments of a call that succeeds, for commands that need no other service.
@@ -76,8 +76,7 @@ CALLS = {
     "version": (),
     "kernels list": (),
     "kernels push": ("kernels.tar.xz", "--dry-run"),
-    "deploy salad render": (),
-    "deploy salad apply": ("--dry-run",),
+    "deploy apply": ("--dry-run",),
 }
 
 #: As long as Azure and SaladCloud allow.
@@ -194,7 +193,7 @@ def test_json_is_one_document_and_nothing_else(
     assert isinstance(json.loads(ended.stdout), dict)
 
 
-@pytest.mark.parametrize("name", ["failed", "status", "deploy salad status", "report"])
+@pytest.mark.parametrize("name", ["failed", "status", "deploy status", "report"])
 def test_an_error_leaves_stdout_empty_with_json_too(
     salad: Any, in_process: Imagefleet, name: str
 ) -> None:

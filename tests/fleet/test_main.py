@@ -37,7 +37,7 @@ def test_help_names_the_commands_in_their_order(imagefleet: Imagefleet) -> None:
     assert result.returncode == console.EXIT_DONE
 
 
-@pytest.mark.parametrize("command", ["", "worker", "keys", "keys mint", "deploy salad", "health"])
+@pytest.mark.parametrize("command", ["", "worker", "keys", "keys mint", "deploy", "health"])
 def test_h_is_short_for_help(imagefleet: Imagefleet, command: str) -> None:
     short = imagefleet(*command.split(), "-h")
 
@@ -113,7 +113,7 @@ def test_bash_completes_commands_and_flags(
     assert result.stdout.split() == completions
 
 
-@pytest.mark.parametrize("group", ["", "keys", "deploy", "deploy salad", "bench"])
+@pytest.mark.parametrize("group", ["", "keys", "deploy", "bench"])
 def test_a_group_without_a_command_prints_its_help(imagefleet: Imagefleet, group: str) -> None:
     result = imagefleet(*group.split())
 

@@ -85,12 +85,9 @@ ARGUMENTS: dict[str, tuple[str, ...]] = {
     "score": ("spring", "--extractor", "demo", "--reference", "secret.txt"),
     "gallery": ("--port", "0", "--no-browser", "--cache", "cache"),
     "redo": ("--worker", "w1", "--yes"),
-    "deploy salad render": (),
-    "deploy salad apply": ("--yes", "--wait-minutes", "0"),
-    "deploy salad resize": ("2", "--yes"),
-    "deploy salad status": (),
-    "deploy salad drain": ("--yes", "--wait-minutes", "0"),
-    "deploy salad delete": ("--yes", "--wait-minutes", "0"),
+    "deploy apply": ("--yes", "--wait-minutes", "0"),
+    "deploy status": (),
+    "deploy drain": ("--delete", "--yes", "--wait-minutes", "0"),
     "model add": ("{url}", "--sha256", "0" * 64, "--cache", "cache"),
     "model canary": ("{url}",),
     "model list": (),
@@ -115,10 +112,12 @@ ARGUMENTS: dict[str, tuple[str, ...]] = {
 #: They need no service, and some of them seconds.
 OFFLINE = {
     *("demo", "plan", "prompt", "version"),
-    *("bench engine", "bench latency", "bench scaling", "deploy salad render"),
+    *("bench engine", "bench latency", "bench scaling"),
 }
 
-ON_STORAGE = {each for each in ARGUMENTS.keys() - OFFLINE - {"health"} if "salad" not in each}
+ON_STORAGE = {
+    each for each in ARGUMENTS.keys() - OFFLINE - {"health"} if not each.startswith("deploy")
+}
 
 
 @dataclass

@@ -358,7 +358,7 @@ def test_a_dry_run_prints_the_decision(
     salad: Any, in_process: Imagefleet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(logs, "configure", lambda _: None)  # it would affect later tests
-    in_process("deploy", "salad", "apply", "--yes", "--replicas", "20")
+    in_process("deploy", "apply", "--yes", "--replicas", "20")
     jobs = tmp_path / "jobs.jsonl"
     jobs.write_text('{"prompt": "a cat"}\n' * 1000)
     in_process("load", "jobs.jsonl")
@@ -439,7 +439,7 @@ def test_on_a_terminal_scaling_asks_once(
     answer: bool,
 ) -> None:
     monkeypatch.setattr(logs, "configure", lambda _: None)  # it would affect later tests
-    in_process("deploy", "salad", "apply", "--yes", "--replicas", "20")
+    in_process("deploy", "apply", "--yes", "--replicas", "20")
     (tmp_path / "jobs.jsonl").write_text('{"prompt": "a cat"}\n' * 1000)
     in_process("load", "jobs.jsonl")
     asked: list[str] = []
@@ -458,9 +458,9 @@ def test_on_a_terminal_scaling_asks_once(
 def test_a_stopped_scaler_reports_the_workers_that_keep_running(
     salad: Any, in_process: Imagefleet, tmp_path: Path
 ) -> None:
-    in_process("deploy", "salad", "apply", "--yes", "--replicas", "20")
+    in_process("deploy", "apply", "--yes", "--replicas", "20")
     for _ in range(2):
-        in_process("deploy", "salad", "status")
+        in_process("deploy", "status")
     (tmp_path / "jobs.jsonl").write_text('{"prompt": "a cat"}\n' * 20_000)
     in_process("load", "jobs.jsonl")
     command = Path(sys.executable).with_name("imagefleet")
