@@ -84,7 +84,6 @@ class Case:
 #: Every command, in an order in which each finds what it needs. {azurite}, {prometheus} and
 #: {port} are addresses.
 COMMANDS: dict[str, Case] = {
-    "version": Case("", r"imagefleet \d.*\ntorch not installed\n"),
     "prompt": Case("'a ((red)) house <lora:rocket:0.5>' --negative blurry", r"1\.21 +red"),
     "plan": Case("--jobs 1000 --gpu 'RTX 4090'", r"images per dollar"),
     "load": Case("jobs.jsonl --storage local:other", r"2 jobs"),

@@ -73,7 +73,6 @@ CALLS = {
     "export": ("default", "shards", "--dry-run"),
     "verify": (),
     "prompt": ("a cat",),
-    "version": (),
     "kernels list": (),
     "kernels push": ("kernels.tar.xz", "--dry-run"),
     "deploy apply": ("--dry-run",),

@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 import typer
 
-from fleet import console, entry, lazy_commands, main
+from fleet import console, entry, lazy_commands, main, options
+from imagefleet.storage.settings import StorageSettings
 
 ROOT = Path(__file__).parents[2]
 COMMAND = Path(sys.executable).with_name("imagefleet")
@@ -22,7 +23,7 @@ COMMANDS = [
     *("results", "export", "report", "score", "gallery", "verify", "gate", "redo"),
     *("scale", "prompt", "failed", "replay", "discard", "keys", "deploy"),
     *("model", "lora", "embedding", "upscaler", "controlnet", "text", "kernels"),
-    *("bench", "health", "version"),
+    *("bench", "health"),
 ]
 
 Imagefleet = Callable[..., "subprocess.CompletedProcess[str]"]  # the fixture of conftest.py
@@ -60,15 +61,14 @@ def _subjects(help_text: str) -> dict[str, list[str]]:
 def test_the_flags_of_a_command_are_grouped_by_subject(imagefleet: Imagefleet) -> None:
     worker = _subjects(imagefleet("worker", "--help").stdout)
     subjects = ["Model and LoRAs", "GPU", "Jobs and leases", "Node", "Cost and labels"]
-    assert list(worker) == ["Options", "Storage", "Metrics and logs", *subjects]
-    assert worker["Storage"][:2] == ["--storage", "--queue"]
+    assert list(worker) == ["Options", "Metrics and logs", *subjects]
     assert {"--push-url", "--log-format"} <= set(worker["Metrics and logs"])
     assert worker["Model and LoRAs"][0] == "--model"
     assert max(map(len, worker.values())) <= 10, "a list that nobody reads"
     assert worker["Options"] == ["--fail-on-failed", "-h"]
 
     failed = _subjects(imagefleet("failed", "--help").stdout)
-    assert list(failed) == ["Arguments", "Options", "Storage", "Signatures"]
+    assert list(failed) == ["Arguments", "Options", "Signatures"]
     assert {"--error", "-h"} <= set(failed["Options"])
 
 
@@ -260,18 +260,22 @@ def test_a_closed_pipe_causes_no_error_output(tmp_path: Path) -> None:
     assert result.stderr == ""
 
 
-def test_version_lists_the_versions_for_a_bug_report(imagefleet: Imagefleet) -> None:
-    result = imagefleet("version")
-
+def test_the_version_lists_the_versions_for_a_bug_report(imagefleet: Imagefleet) -> None:
+    result = imagefleet("--version")
     names = [line.split()[0] for line in result.stdout.splitlines()]
     assert names == ["imagefleet", "torch", "diffusers", "python"]
-
-
-def test_the_version_flag_prints_the_first_line_of_the_command(imagefleet: Imagefleet) -> None:
-    result = imagefleet("--version")
-
-    assert result.stdout == imagefleet("version").stdout.splitlines(keepends=True)[0]
     assert result.returncode == console.EXIT_DONE
+    assert list(json.loads(imagefleet("--version", "--json").stdout)) == names
+
+
+def test_the_options_of_the_storage_are_described_once(imagefleet: Imagefleet) -> None:
+    flags = [options.flag(name) for name in StorageSettings.model_fields]
+    assert list(main.STORAGE_OPTIONS) == flags
+    shown = imagefleet("--help").stdout
+    assert all(f"  {each} " in shown for each in flags)
+    of_command = imagefleet("results", "--help").stdout
+    assert "--storage, and what goes with it: see `imagefleet --help`." in of_command
+    assert "--queue" not in of_command
 
 
 def test_the_demo_sends_the_reference_message_verbatim() -> None:

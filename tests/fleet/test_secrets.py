@@ -71,7 +71,6 @@ ARGUMENTS: dict[str, tuple[str, ...]] = {
     "scale": ("--max-dollars", "1", "--dollars-per-hour", "1", "--once", "--yes"),
     "prompt": ("a cat", "--model", "secret.txt"),
     "health": ("live", "--port", "{port}"),
-    "version": (),
     "failed": (),
     "replay": ("--all",),
     "discard": ("--all", "--yes"),
@@ -111,7 +110,7 @@ ARGUMENTS: dict[str, tuple[str, ...]] = {
 
 #: They need no service, and some of them seconds.
 OFFLINE = {
-    *("demo", "plan", "prompt", "version"),
+    *("demo", "plan", "prompt"),
     *("bench engine", "bench latency", "bench scaling"),
 }
 
@@ -327,7 +326,7 @@ def test_wrong_addresses_are_one_sentence_without_their_secrets(
 
         code = run(command, *arguments)
 
-        assert code == 2 or command in {"version", "prompt"}, (command, kind)
+        assert code == 2 or command == "prompt", (command, kind)
 
 
 @pytest.mark.parametrize("command", sorted(ON_STORAGE))
