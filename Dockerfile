@@ -30,7 +30,7 @@
 # is in its /usr/share/imagefleet/sbom.json, in CycloneDX format.
 #
 # A worker compiles for its kind of GPU at the first start, and keeps the kernels in /cache. To have
-# them in the image, run `imagefleet kernels build` on a machine with each kind of GPU, which writes
+# them in the image, run `imagefleet files make kernels` on a machine with each kind of GPU, which writes
 # files into kernels/, and build on top:
 #
 #   FROM imagefleet-worker

@@ -8,15 +8,12 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-import torch
-
 from engine_process import Channel, Figures, Options, build, decibels, limit_memory, rate, warm
 from evaluation.bench import engine as bench_engine
 from evaluation.bench import jobs as bench_jobs
 from evaluation.bench import random_model, work
 from fleet import demo_jobs
 from worker.engine import contract, load
-from worker.engine.slots.engine import SlotEngine
 
 log = logging.getLogger("benchmark")
 
@@ -100,10 +97,7 @@ def loras(options: Options, channel: Channel) -> None:
     if not prefix:  # a capped engine has fewer slots once it holds changes of convolutions
         bench_engine.draw_a_round(engine, rows["locon_all"])
         engine.warm_up(*engine.default_size)
-    channel.serve(
-        {f"{prefix}{row}": functools.partial(measure, row) for row in rows}
-        | {f"{prefix}gaps": lambda seconds: gaps(engine, rows["rank_32"], seconds)}
-    )
+    channel.serve({f"{prefix}{row}": functools.partial(measure, row) for row in rows})
 
 
 def sizes(options: Options, channel: Channel) -> None:
@@ -156,36 +150,6 @@ def limit(options: Options) -> tuple[bench_engine.Setup, int | None, str]:
         return setup, options.slots, ""
     limit_memory(options)
     return setup, options.capped_slots, "capped_"
-
-
-def gaps(engine: SlotEngine, workload: bench_jobs.Workload, seconds: float) -> Figures:
-    """The share of the time in which no kernel and no copy ran on the GPU."""
-    if not torch.cuda.is_available():
-        return {"gpu_gap_fraction": None}
-    from torch.profiler import ProfilerActivity, profile
-
-    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
-        work.drive(engine, workload.requests(), seconds)
-        torch.cuda.synchronize()
-    # torch's own list of events takes minutes for a million of them.
-    results = profiler.profiler.kineto_results  # type: ignore[union-attr]
-    spans = sorted(
-        (event.start_ns(), event.start_ns() + event.duration_ns())
-        for event in results.events()
-        if event.device_type() == torch.autograd.DeviceType.CUDA
-    )
-    # The first images start and the last ones end with empty slots.
-    first, last = spans[0][0], spans[-1][1]
-    begin, end = first + (last - first) // 10, last - (last - first) // 5
-    idle, at = 0, begin
-    for start, stop in spans:
-        if stop <= begin:
-            continue
-        if start >= end:
-            break
-        idle += max(0, start - at)
-        at = max(at, stop)
-    return {"gpu_gap_fraction": idle / (end - begin), "seconds": (end - begin) / 1e9}
 
 
 def company(options: Options, channel: Channel) -> None:

@@ -42,7 +42,7 @@ BUILDING_SECONDS = 60.0
 #: would disturb; measuring the last two stops the others. `base` compiles first what `engine`
 #: compiles second and then finds in the cache, so it must not be late.
 STAGGER_SECONDS = {"base": 3.0, "capped": 9.0, "sizes": 6.0, "prompts": 7.0,
-                   "capped_loras": 9.0, "capped_sizes": 12.0, "latency_1": 9.0, "plain": 16.0,
+                   "capped_loras": 9.0, "capped_sizes": 12.0, "plain": 16.0,
                    "exact": 18.0, "exact_compiled": 18.0}  # fmt: skip
 
 

@@ -2,7 +2,7 @@
 
 A process loads and warms up, reports `ready`, and then measures one row per line of JSON on its
 standard input. It replies on the original standard output; the libraries' output goes to standard
-error. Groups: exact, engine, base, plain, capped, latency_N, and those of `engine_job_rows.py`.
+error. Groups: exact, engine, base, plain, capped, and those of `engine_job_rows.py`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import contextlib
 import functools
 import logging
 import math
-import statistics
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -55,8 +54,6 @@ EXACT_PROMPTS = ("a red star in the desert", "a blue car in the city", "an orang
 
 #: SD1.5 at the reference's size and steps, even in a trial.
 LIMIT_SIZE, LIMIT_STEPS = (512, 512), 15
-
-LATENCY_STEPS, TINY_LATENCY_STEPS = 50, 5
 
 
 def exact(options: Options, channel: Channel) -> None:
@@ -185,7 +182,7 @@ def capped(options: Options, channel: Channel) -> None:
 
 
 def plain(options: Options, channel: Channel) -> None:
-    """The same jobs, and their latency, with diffusers + peft."""
+    """The same jobs with diffusers + peft."""
     setup = build(options)
     device = options.torch_device
     pipeline = baseline.PlainDiffusers(setup.model, device, devices.find_dtype("auto", device))
@@ -203,58 +200,7 @@ def plain(options: Options, channel: Channel) -> None:
         seconds = time.perf_counter() - began_at
         return {"images_per_second": len(requests) / seconds, "images": len(requests)}
 
-    def latency(batch: int, _: float) -> Figures:
-        pipeline.use_loras(())
-        jobs = latency_workload(options, setup, workload.sizes)
-        seconds = median_seconds(pipeline.draw, jobs, batch, repeats=2)
-        return {"seconds": seconds}
-
-    channel.serve(
-        {
-            "baseline": one_at_a_time,
-            **{f"plain_latency_{batch}": functools.partial(latency, batch) for batch in (1, 2, 4)},
-        }
-    )
-
-
-def latency(batch: int, options: Options, channel: Channel) -> None:
-    """Seconds of a batch in an engine with as many slots."""
-    setup = build(options)
-    workload = latency_workload(options, setup, setup.workload.sizes)
-    engine, workload, warmth = warm(options, setup, workload, batch, ("shared",))
-
-    def measure(_: float) -> Figures:
-        draw = functools.partial(work.draw, engine)
-        seconds = median_seconds(draw, workload, batch, repeats=3)
-        return {"seconds": seconds, **warmth}
-
-    channel.serve({f"latency_{batch}": measure})
-
-
-def median_seconds(
-    draw: Callable[[Sequence[contract.ImageRequest]], object],
-    workload: bench_jobs.Workload,
-    batch: int,
-    repeats: int,
-) -> float:
-    """The median after a warm-up; the texts change, so that no embedding is cached."""
-    seconds = []
-    for number in range(repeats + 1):
-        requests = [
-            replace(request, negative_prompt=f"{number} {request.negative_prompt}")
-            for request in (workload.request(number * batch + at) for at in range(batch))
-        ]
-        began_at = time.perf_counter()
-        draw(requests)
-        seconds.append(time.perf_counter() - began_at)
-    return statistics.median(seconds[1:])
-
-
-def latency_workload(
-    options: Options, setup: bench_engine.Setup, sizes: tuple[tuple[int, int], ...]
-) -> bench_jobs.Workload:
-    steps = TINY_LATENCY_STEPS if options.is_tiny else LATENCY_STEPS
-    return replace(setup.workload, loras=(), steps=(steps,), sampler="plms", sizes=sizes)
+    channel.serve({"baseline": one_at_a_time})
 
 
 GROUPS: Mapping[str, Callable[[Options, Channel], None]] = {
@@ -270,7 +216,6 @@ GROUPS: Mapping[str, Callable[[Options, Channel], None]] = {
     "capped_sizes": engine_job_rows.sizes,
     "prompts": engine_job_rows.prompts,
     "company": engine_job_rows.company,
-    **{f"latency_{batch}": functools.partial(latency, batch) for batch in (1, 2, 4)},
 }
 
 

@@ -10,7 +10,6 @@ images. Time is simulated, so a run depends on its seed alone; 1,000 to 1,400 jo
     python benchmarks/fleet_sim.py --replicas 100 --gpu "RTX 3060 8GB" --interruptions 10 --hours 1
     python benchmarks/fleet_sim.py --stages 500:1,250:2
     python benchmarks/fleet_sim.py --reference
-    python benchmarks/fleet_sim.py --affinity
     python benchmarks/fleet_sim.py --measured benchmarks/results/engine-h200.json --replicas 750
     python benchmarks/fleet_sim.py --measured benchmarks/results/gpus-h200.json
     python benchmarks/fleet_sim.py --pictures benchmarks/results/fleet-sim.json
@@ -43,7 +42,7 @@ from rich.table import Table
 
 from imagefleet import errors
 from imagefleet.pricing import prices
-from simulation import account, affinity, measure, measured, nodes, pictures, reference
+from simulation import account, measure, measured, nodes, pictures, reference
 from simulation.fleet import Plan, Stage
 from simulation.measure import Figures
 
@@ -74,12 +73,7 @@ def main() -> None:
         pictures.write(arguments.pictures, Path(__file__).parent.parent / "docs")
         return
     try:
-        if arguments.reference:
-            report = _reference(arguments)
-        elif arguments.affinity:
-            report = _affinity(arguments)
-        else:
-            report = _scaling(arguments)
+        report = _reference(arguments) if arguments.reference else _scaling(arguments)
     except errors.SetupError as error:
         sys.exit(f"error: {error}")
     print(json.dumps(report))
@@ -91,7 +85,6 @@ def _parser() -> argparse.ArgumentParser:
     )
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--reference", action="store_true", help="replay the public run of 24 hours")
-    what.add_argument("--affinity", action="store_true", help="workers that prefer what they hold")
     what.add_argument("--measured", type=Path, metavar="FILE", help="results of this engine")
     what.add_argument("--pictures", type=Path, metavar="FILE", help="draw results into docs/")
     parser.add_argument("--replicas", type=_numbers, metavar="LIST", help="1,10,100,750 by default")
@@ -236,23 +229,6 @@ def _reference(arguments: argparse.Namespace) -> dict[str, Any]:
         table.add_row(name, *values)
     _console().print(table, reference.ABOUT, soft_wrap=True)
     return reference.report(replay, ours)
-
-
-def _affinity(arguments: argparse.Namespace) -> dict[str, Any]:
-    found = affinity.compare(arguments.seed)
-    table = Table(
-        "jobs", "rule", "images/s", "engine changes per image", "queue operations per image"
-    )
-    for each in found:
-        table.add_row(
-            each.jobs,
-            each.rule,
-            f"{each.images_per_second:.3f}",
-            f"{each.changes_per_image:.3f}",
-            f"{each.operations_per_image:.2f}",
-        )
-    _console().print(table)
-    return {"rows": [asdict(each) for each in found]}
 
 
 def _show(

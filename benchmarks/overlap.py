@@ -48,6 +48,10 @@ class FarQueue:
     def add(self, model: str, queues: Sequence[protocol.JobQueue]) -> None:
         """None of a model's queues: they would only be empty."""
 
+    def look_seconds(self, seconds: float) -> float:
+        """Seconds between two looks at the depth of a queue that is in one piece."""
+        return seconds
+
     async def check(self) -> None:
         await self._queue.check()
 

@@ -1,6 +1,6 @@
 """Takes docs/gallery.png: the gallery in a headless browser, with images of the demo's checkpoint.
 
-PYTHONPATH=benchmarks python docs/write_gallery_pictures.py
+PYTHONPATH=tests/support python docs/write_gallery_pictures.py
 """
 
 from __future__ import annotations
@@ -15,8 +15,7 @@ from pathlib import Path
 
 from PIL import Image
 
-import gallery
-from in_browser import browser
+from in_browser import browser, gallery
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -92,7 +91,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as work:
         folder = Path(work)
         draw(folder)
-        with gallery.serving(folder / "imagefleet-data", folder / "cache") as (url, _):
+        with gallery.serving(folder / "imagefleet-data", folder / "cache") as url:
             taken = asyncio.run(shots(url, program))
     (ROOT / "docs" / "gallery.png").write_bytes(beside_each_other(taken))
 

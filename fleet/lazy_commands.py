@@ -91,13 +91,9 @@ COMMANDS: Mapping[str, Listed] = {
     "discard": Listed("fleet.failed.command:discard_command", "Deletes failed jobs for good."),
     "keys": Listed("fleet.keys.command:app", "Creates, checks and revokes SAS tokens."),
     "deploy": Listed("fleet.salad.command:app", "Deploys workers to SaladCloud."),
-    "model": Listed("fleet.files.model:app", "Stores and lists checkpoints."),
-    "lora": Listed("fleet.files.lora:app", "Stores and lists LoRAs."),
-    "embedding": Listed("fleet.files.embedding:app", "Stores and lists embeddings."),
-    "upscaler": Listed("fleet.networks.command:upscaler", "Stores and lists upscalers."),
-    "controlnet": Listed("fleet.networks.command:controlnet", "Stores and lists ControlNets."),
-    "text": Listed("fleet.texts.command:app", "Makes, stores and lists text states."),
-    "kernels": Listed("fleet.files.kernels:app", "Builds, stores and lists compiled kernels."),
+    "files": Listed(
+        "fleet.files.command:app", "Adds, lists, removes and makes models, LoRAs and other files."
+    ),
     "bench": Listed("evaluation.bench.command:app", "Measures this machine's speed."),
 }
 

@@ -82,10 +82,10 @@ BenchReports = Annotated[
 PROJECT_SETTINGS: Mapping[type[BaseSettings], tuple[str, str]] = {
     StorageSettings: ("Storage", "all commands"),
     TelemetrySettings: ("Metrics and logs", "`worker`, `exporter`, `webhooks`"),
-    MachineSettings: ("Worker", "`worker`, `kernels build`"),
+    MachineSettings: ("Worker", "`worker`, `files make`"),
     SignerSettings: (
         "Signatures",
-        "`load`, `sweep`, `failed`, `gallery`, `lora`, `model`, `kernels`",
+        "`load`, `sweep`, `failed`, `gallery`, `files`",
     ),
     LoadSettings: ("Load generator", "`load`, `sweep`"),
     MonitorSettings: ("Monitoring", "`status`, `exporter`, `report`, `scale`"),

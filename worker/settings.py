@@ -103,7 +103,7 @@ class WorkerSettings(TelemetrySettings):
     )
     kernels: Path | None = Field(
         default=None,
-        description="Folder of compiled kernels (`imagefleet kernels build`), searched before"
+        description="Folder of compiled kernels (`imagefleet files make kernels`), searched before"
         " kernels/ in the storage. Programs are in them: only a folder of your own.",
     )
     fp16_accumulate: bool = Field(

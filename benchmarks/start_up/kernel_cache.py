@@ -1,7 +1,8 @@
 """What compiled kernels that travel are worth: seconds of the warm-up in a new process.
 
-The rows: an empty folder, the same folder again, and an archive of it (`imagefleet kernels build`
-writes the same) unpacked under another path. A move that fails shows as misses of torch's caches.
+The rows: an empty folder, the same folder again, and an archive of it (as `imagefleet
+files make kernels` writes) unpacked under another path. A move that fails shows as misses of
+torch's caches.
 
     python benchmarks/start_up/kernel_cache.py [--model PATH] [--device cuda]
 

@@ -1,1 +1,1 @@
-"""`imagefleet model`, `lora` and `embedding`: what workers read from the storage."""
+"""`imagefleet files`: what jobs and workers read from the storage, of each kind."""

@@ -10,11 +10,10 @@ from typing import TYPE_CHECKING
 from fleet import console
 from imagefleet import errors, likeness
 from imagefleet.likeness import Fingerprint
-from imagefleet.storage import protocol
 from worker.engine import contract
 from worker.files import check
 from worker.node import reference
-from worker.node.reference import Kind, Reference
+from worker.node.reference import CanaryImage, Reference
 
 if TYPE_CHECKING:
     from worker.engine.device import Precision  # loads torch
@@ -43,7 +42,7 @@ def draw(model: Path, on_note: Callable[[str], None]) -> Reference:
     device = devices.find_device("auto").type
     drawn = [_draw(model, precision, device, on_note) for precision in _PRECISIONS[device]]
     (weights, size, images), (_, _, others) = drawn
-    apart = max(likeness.distance(images[kind], others[kind]) for kind in reference.KINDS)
+    apart = max(likeness.distance(images[kind], others[kind]) for kind in reference.CANARY_IMAGES)
     tolerance = max(likeness.SAME_BELOW, _MARGIN * apart)
     nearest = min(
         likeness.distance(images["with_lora"], images[kind])
@@ -70,26 +69,15 @@ def encode(found: Reference) -> bytes:
     return (found.model_dump_json(indent=1) + "\n").encode()
 
 
-async def store(files: protocol.BlobStore, blob: str, found: Reference) -> str:
-    """Stores the reference of the checkpoint *blob* in place of an older one; returns its name."""
-    name = reference.stored_name(blob)
-    stored = await files.read_part(name, 0, 1)
-    if not await files.replace(
-        name, encode(found), "application/json", None if stored is None else stored.version
-    ):
-        raise errors.TransientError(f"{name} is being written by another command: try again")
-    return name
-
-
 def _draw(
     model: Path, precision: Precision, device: str, on_note: Callable[[str], None]
-) -> tuple[str, tuple[int, int], dict[Kind, Fingerprint]]:
+) -> tuple[str, tuple[int, int], dict[CanaryImage, Fingerprint]]:
     """The weights' identity, the images' size and their fingerprints."""
     from worker.engine import load
 
     engine = load.load_engine(
         model,
-        slots=len(reference.KINDS),
+        slots=len(reference.CANARY_IMAGES),
         precision=precision,
         compile="off",
         prediction_type=check.prediction_type(model),
@@ -103,20 +91,23 @@ def _draw(
     # A node compares at the size that it draws at: a smaller one would say nothing of SDXL.
     takes_long = device == "cpu" and width * height > _SOON_ON_CPU
     on_note(
-        f"drawing {len(reference.KINDS)} reference images of {width}x{height} in {precision} on the"
-        f" {device}" + ("; at this size that takes minutes" if takes_long else "")
+        f"drawing {len(reference.CANARY_IMAGES)} reference images of {width}x{height} in"
+        f" {precision} on the {device}"
+        + ("; at this size that takes minutes" if takes_long else "")
     )
-    found: dict[Kind, Fingerprint] = {}
+    found: dict[CanaryImage, Fingerprint] = {}
     with tempfile.TemporaryDirectory() as folder:
         lora = Path(folder, "canary.safetensors")
         self_check.write_lora(lora)
-        for ticket, kind in enumerate(reference.KINDS):
+        for ticket, kind in enumerate(reference.CANARY_IMAGES):
             asked = reference.request(kind, engine.default_size, lora)
             engine.admit(ticket, engine.prepare(asked))
         with console.counting("steps", reference.STEPS) as on_step:
             while engine.busy:
                 for finished in engine.tick():
-                    found[reference.KINDS[finished.ticket]] = _fingerprint(model, finished.outcome)
+                    found[reference.CANARY_IMAGES[finished.ticket]] = _fingerprint(
+                        model, finished.outcome
+                    )
                 on_step()
     engine.close()
     return self_check.weights_id, engine.default_size, found

@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-import re
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from fleet import options
-from fleet.files import embedding
+from fleet.files.missing import comfyui_names
 from imagefleet import errors
+from imagefleet.files import embedding
 from imagefleet.job import prompt as prompts
 from imagefleet.job.embeddings import Names
 from imagefleet.storage.open import open_storage
 from imagefleet.storage.settings import StorageSettings
 from worker.files import check
 from worker.files.embeddings import EmbeddingLibrary
-
-#: ComfyUI's way to name one; here the name stands alone.
-_COMFYUI = re.compile(r"\bembedding:([A-Za-z0-9_][A-Za-z0-9_.+-]*)", re.IGNORECASE)
 
 Tokenise = Callable[[Sequence[str]], list[list[int]]]
 
@@ -63,8 +60,7 @@ async def find(
 def missing(text: str, known: Sequence[Known]) -> list[str]:
     """Names that are written as embeddings, in ComfyUI's way, and are none."""
     there = {each.name.lower() for each in known}
-    written = (name.rstrip(".-") for name in _COMFYUI.findall(text))
-    return [name for name in dict.fromkeys(written) if name.lower() not in there]
+    return [name for name in dict.fromkeys(comfyui_names(text)) if name.lower() not in there]
 
 
 def _named(texts: Sequence[prompts.Prompt], tokenise: Tokenise, names: Sequence[str]) -> list[str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from imagefleet import errors
@@ -27,6 +27,13 @@ class Listing:
     def blob(self) -> str:
         return f"{self.folder}/{manifest.NAME}"
 
+    async def read(self) -> tuple[manifest.Contents | None, str | None]:
+        """What is there, whoever may change it, and its version."""
+        part = await self.storage.files.read_part(self.blob, 0, manifest.MAX_BYTES + 1)
+        return (
+            (None, None) if part is None else (manifest.parse(self.where, part.data), part.version)
+        )
+
     async def check(self) -> None:
         """Raises SetupError if nothing may be listed: before a long upload, rather than after."""
         await self._read()
@@ -36,12 +43,10 @@ class Listing:
         contents, _ = await self._read()
         return contents.files if contents else {}
 
-    async def add(self, name: str, sha256: str) -> bool:
-        """Adds one file as `add_all` does."""
-        return await self.add_all({name: sha256})
+    async def change(self, add: Mapping[str, str] = {}, remove: Collection[str] = ()) -> bool:
+        """Lists files' hashes and no longer some others; False without a manifest.
 
-    async def add_all(self, hashes: Mapping[str, str]) -> bool:
-        """Lists files' hashes; False if there is no manifest, and none was to be created.
+        None is created where nothing is added, or without a key and *create*.
 
         Raises:
             SetupError: the manifest is signed, and not with these keys, or it is not signed.
@@ -49,14 +54,15 @@ class Listing:
         """
         for _ in range(_TRIES):
             contents, version = await self._read()
-            if contents is None and not (self.create or self.keys.signing):
+            if contents is None and not (add and (self.create or self.keys.signing)):
                 return False
-            files = dict(contents.files) if contents else {}
+            before = contents.files if contents else {}
+            files = {name: before[name] for name in before if name not in remove} | dict(add)
             is_as_wanted = contents is not None and contents.is_signed == bool(self.keys.signing)
-            if is_as_wanted and hashes.items() <= files.items():
+            if is_as_wanted and files == before:
                 return True
-            content = manifest.encode(self.folder, {**files, **hashes}, self.keys.signing)
-            manifest.parse(self._where, content)  # raises if it has become too large
+            content = manifest.encode(self.folder, files, self.keys.signing)
+            manifest.parse(self.where, content)  # raises if it has become too large
             if await self.storage.files.replace(self.blob, content, "application/json", version):
                 return True
         raise errors.TransientError(
@@ -64,26 +70,25 @@ class Listing:
         )
 
     @property
-    def _where(self) -> str:
+    def where(self) -> str:
         return f"{self.blob} in the container {self.storage.files.name!r}"
 
     async def _read(self) -> tuple[manifest.Contents | None, str | None]:
         """What is there and its version, if these keys may change it."""
-        part = await self.storage.files.read_part(self.blob, 0, manifest.MAX_BYTES + 1)
-        if part is None:
+        contents, version = await self.read()
+        if contents is None:
             return None, None
-        contents = manifest.parse(self._where, part.data)
         if contents.is_signed and not contents.is_signed_by(self.keys.trusted, self.folder):
             raise errors.SetupError(
-                f"{self._where} is signed, and not with your key: set IMAGEFLEET_SIGNING_KEY, and"
+                f"{self.where} is signed, and not with your key: set IMAGEFLEET_SIGNING_KEY, and"
                 " IMAGEFLEET_TRUSTED_KEY to the former key where keys are changing"
             )
         if contents.is_signed and self.keys.signing is None:
-            raise errors.SetupError(f"{self._where} is signed: set IMAGEFLEET_SIGNING_KEY")
+            raise errors.SetupError(f"{self.where} is signed: set IMAGEFLEET_SIGNING_KEY")
         if self.keys.signing and not contents.is_signed and contents.files and not self.create:
             count = len(contents.files)
             raise errors.SetupError(
-                f"{self._where} is not signed, and lists {count:,} file{'s' * (count != 1)}: look"
+                f"{self.where} is not signed, and lists {count:,} file{'s' * (count != 1)}: look"
                 " through it, then sign it as it is with --manifest, or delete it"
             )
-        return contents, part.version
+        return contents, version

@@ -3,72 +3,53 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path, PurePosixPath
-from typing import Any, Literal
+from typing import Any
 
 from rich.table import Column
 
 from fleet import console
+from fleet.files.listed import Listing
 from imagefleet import errors, signing, validation
+from imagefleet.files.kinds import CONTROLNET, EMBEDDING, LORA, MODEL, UPSCALER, FileKind
 from imagefleet.job import chain
 from imagefleet.job.message import Job
 from imagefleet.job.passes import sources
 from imagefleet.storage.open import LOCAL_SCHEME, open_storage
 from imagefleet.storage.protocol import Storage
 from imagefleet.storage.settings import SignerSettings
-from worker.files import manifest
 
-Kind = Literal["LoRA", "model", "embedding", "upscaler", "ControlNet", "image"]
+#: Images that jobs name: no file of a worker's, so they are listed in no manifest.
+IMAGE = FileKind(
+    "image", "image", sources.INPUTS.removesuffix("/"), "jobs begin with it", suffixes=()
+)
 
-FOLDERS: dict[Kind, str] = {
-    "LoRA": "loras",
-    "model": "models",
-    "embedding": "embeddings",
-    "upscaler": manifest.UPSCALERS,
-    "ControlNet": manifest.CONTROLNETS,
-    "image": sources.INPUTS.removesuffix("/"),
+#: What jobs may name, by its noun, in the order of the report.
+NAMED: Mapping[str, FileKind] = {
+    kind.noun: kind for kind in (LORA, MODEL, EMBEDDING, UPSCALER, CONTROLNET, IMAGE)
 }
 
-#: The kinds of files that most jobs name some of.
-_USUAL: tuple[Kind, ...] = ("LoRA", "model", "embedding")
-
-_SUFFIXES: dict[Kind, tuple[str, ...]] = {
-    "LoRA": (".safetensors",),
-    "model": (".safetensors", ".tar"),
-    "embedding": (".safetensors",),
-    "upscaler": (".safetensors",),
-    "ControlNet": (".safetensors",),
-    "image": (),
-}
+#: The kinds that are counted in the report even if no job names one.
+_USUAL = (LORA, MODEL, EMBEDDING)
 
 #: Jobs that name a file, of which so many are reported with their places.
 MAX_PLACES = 3
 
-#: ComfyUI's way to name one; a plain word may be one or not.
-_EMBEDDING = re.compile(r"\bembedding:([A-Za-z0-9_][A-Za-z0-9_.+-]*)", re.IGNORECASE)
+#: ComfyUI's way to name an embedding; a plain word may be one or not.
+_COMFYUI = re.compile(r"\bembedding:([A-Za-z0-9_][A-Za-z0-9_.+-]*)", re.IGNORECASE)
 
 
 @dataclass(slots=True)
 class Use:
-    """A file that jobs name."""
+    """A file that jobs name, and why workers would not find it."""
 
-    kind: Kind
+    kind: str
     name: str
     jobs: int = 0
     places: list[str] = field(default_factory=list)
-
-
-@dataclass(frozen=True, slots=True)
-class Missing:
-    """A file that jobs name and workers would not find."""
-
-    kind: Kind
-    name: str
-    jobs: int
-    places: list[str]
-    reason: str
+    reason: str = ""
 
 
 class Uses:
@@ -76,40 +57,43 @@ class Uses:
 
     def __init__(self) -> None:
         self.jobs = 0
-        self.by_name: dict[tuple[Kind, str], Use] = {}
+        self.by_name: dict[tuple[str, str], Use] = {}
 
     def add(self, place: str, job: Job) -> None:
         self.jobs += 1
-        for kind, name in set[tuple[Kind, str]]().union(*map(named, chain.left(job))):
-            use = self.by_name.get((kind, name))
-            if use is None:
-                use = self.by_name[kind, name] = Use(kind, name)
+        for kind, name in set[tuple[str, str]]().union(*map(named, chain.left(job))):
+            use = self.by_name.setdefault((kind, name), Use(kind, name))
             use.jobs += 1
             if len(use.places) < MAX_PLACES:
                 use.places.append(place)
 
-    def count(self, kind: Kind) -> int:
-        """The number of files of one kind."""
-        return sum(each.kind == kind for each in self.by_name.values())
+    def of(self, noun: str) -> list[Use]:
+        """The files of one kind."""
+        return [use for use in self.by_name.values() if use.kind == noun]
 
 
-def named(job: Job) -> set[tuple[Kind, str]]:
-    """The files that a stage of a job names."""
-    names: set[tuple[Kind, str]] = {("LoRA", tag.name) for tag in job.parsed_prompt.loras}
+def named(job: Job) -> set[tuple[str, str]]:
+    """The nouns and names of the files that a stage of a job names."""
+    names = {(LORA.noun, tag.name) for tag in job.parsed_prompt.loras}
     if job.model is not None:
-        names.add(("model", job.model))
-    names |= {("upscaler", name) for name in job.upscaler_files}
-    names |= {("ControlNet", unit.model) for unit in job.controls}
+        names.add((MODEL.noun, job.model))
+    names |= {(UPSCALER.noun, name) for name in job.upscaler_files}
+    names |= {(CONTROLNET.noun, unit.model) for unit in job.controls}
     # An image of the fleet itself may be drawn until it is needed.
     names |= {
-        ("image", place.blob.removeprefix(sources.INPUTS))
+        (IMAGE.noun, place.blob.removeprefix(sources.INPUTS))
         for place in map(sources.place, job.sources)
         if place is not None and place.container == "files"
     }
     for text in (job.prompt, job.negative_prompt, job.hr_prompt, job.hr_negative_prompt):
-        for name in _EMBEDDING.findall(text):
-            names.add(("embedding", _stem(name.rstrip(".-"), (".safetensors", ".pt", ".bin"))))
+        for name in comfyui_names(text):
+            names.add((EMBEDDING.noun, re.sub(r"\.(safetensors|pt|bin)$", "", name)))
     return names
+
+
+def comfyui_names(text: str) -> Iterator[str]:
+    """The embeddings that a prompt names as `embedding:NAME`."""
+    return (name.rstrip(".-") for name in _COMFYUI.findall(text))
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,11 +103,11 @@ class Elsewhere:
     lora_directory: Path | None = None
     models: Iterable[str] = ()
 
-    def names(self, kind: Kind) -> set[str]:
+    def names(self, kind: FileKind) -> set[str]:
         """Raises SetupError if the folder of LoRAs cannot be read."""
-        if kind == "model":
-            return {_stem(PurePosixPath(each).name, _SUFFIXES[kind]) for each in self.models}
-        if kind != "LoRA" or self.lora_directory is None:
+        if kind is MODEL:
+            return {MODEL.stem(PurePosixPath(path).name) for path in self.models}
+        if kind is not LORA or self.lora_directory is None:
             return set()
         try:
             files = [each.name for each in self.lora_directory.iterdir() if each.is_file()]
@@ -131,19 +115,11 @@ class Elsewhere:
             raise errors.SetupError(
                 f"--lora-directory {self.lora_directory} cannot be read: {error.strerror}"
             ) from None
-        return set(_names(files, _SUFFIXES[kind]))
+        return {LORA.stem(name) for name in files if name.endswith(LORA.suffixes)}
 
 
-async def look(settings: SignerSettings, uses: Uses, elsewhere: Elsewhere) -> list[Missing]:
-    """Finds what is missing in the storage of *settings*."""
-    async with open_storage(settings) as storage:
-        return await find(storage, uses, settings.keys(), elsewhere)
-
-
-async def find(
-    storage: Storage, uses: Uses, keys: signing.Keys, elsewhere: Elsewhere
-) -> list[Missing]:
-    """What is missing, the file that most jobs name first.
+async def look(settings: SignerSettings, uses: Uses, elsewhere: Elsewhere) -> list[Use]:
+    """Finds what is missing in the storage of *settings*, what most jobs name first.
 
     One listing for each kind of file that is named. With a signing key, workers use what is in the
     signed list of the folder alone; of embeddings on Azure, what is in the list in any case.
@@ -151,42 +127,39 @@ async def find(
     Raises:
         SetupError: the container of files cannot be used; or a list is not signed with the key.
     """
+    keys = settings.keys()
     missing = []
-    for kind, folder in FOLDERS.items():
-        wanted = [each for each in uses.by_name.values() if each.kind == kind]
-        if not wanted:
-            continue
-        own = elsewhere.names(kind)
-        stored = await _stored(storage, kind)
-        needs_list = (keys.signing and kind != "image") or (
-            kind == "embedding" and not _is_local(storage)
-        )
-        listed = await _listed(storage, folder, keys) if needs_list else None
-        for use in wanted:
-            if use.name in own or (use.name in stored and (listed is None or use.name in listed)):
+    async with open_storage(settings) as storage:
+        for noun, kind in NAMED.items():
+            if not (wanted := uses.of(noun)):
                 continue
-            if use.name in stored:
-                signed = ", which is signed" if keys.signing else ""
-                reason = (
-                    f"not listed in {folder}/{manifest.NAME}{signed}:"
-                    f" `{manifest.ADD_COMMANDS[folder]}` lists it"
-                )
-            else:
-                reason = f"not in {folder}/{validation.suggestion(use.name, own | stored)}"
-            missing.append(Missing(kind, use.name, use.jobs, use.places, reason))
-    return sorted(missing, key=lambda each: -each.jobs)
+            own, stored = elsewhere.names(kind), await _stored(storage, kind)
+            is_listed = keys.signing or (kind is EMBEDDING and not _is_local(storage))
+            listed = (
+                await _listed(storage, kind, keys) if is_listed and kind is not IMAGE else stored
+            )
+            for use in wanted:
+                if use.name in own or use.name in stored & listed:
+                    continue
+                use.reason = f"not in {kind.folder}/{validation.suggestion(use.name, own | stored)}"
+                if use.name in stored:
+                    signed = ", which is signed" if keys.signing else ""
+                    blob = Listing(storage, kind.folder, keys).blob
+                    use.reason = f"not listed in {blob}{signed}: `{kind.add_command}` lists it"
+                missing.append(use)
+    return sorted(missing, key=lambda use: -use.jobs)
 
 
-def summary(uses: Uses, found: list[Missing]) -> dict[str, Any]:
+def summary(uses: Uses, found: list[Use]) -> dict[str, Any]:
     """The result as JSON has it."""
     return {
         "jobs": uses.jobs,
-        "named": {folder: uses.count(kind) for kind, folder in FOLDERS.items()},
-        "missing": [asdict(each) for each in found],
+        "named": {kind.folder: len(uses.of(noun)) for noun, kind in NAMED.items()},
+        "missing": [asdict(use) for use in found],
     }
 
 
-def show(uses: Uses, found: list[Missing]) -> None:
+def show(uses: Uses, found: list[Use]) -> None:
     """Prints a table of what is missing, and the numbers of what is named, on stderr."""
     if found:
         table = console.table(
@@ -196,40 +169,39 @@ def show(uses: Uses, found: list[Missing]) -> None:
             "first in",
             Column("why", overflow="fold"),
         )
-        for each in found:
+        for use in found:
             table.add_row(
-                each.kind,
-                console.untrusted(each.name),
-                f"{each.jobs:,}",
-                console.untrusted("; ".join(each.places)),
-                console.untrusted(each.reason),
+                use.kind,
+                console.untrusted(use.name),
+                f"{use.jobs:,}",
+                console.untrusted("; ".join(use.places)),
+                console.untrusted(use.reason),
             )
         console.print_tables(table)
     named = ", ".join(
-        console.counted(uses.count(kind), kind)
-        for kind in FOLDERS
-        if kind in _USUAL or uses.count(kind)
+        console.counted(len(uses.of(noun)), noun)
+        for noun, kind in NAMED.items()
+        if kind in _USUAL or uses.of(noun)
     )
     are = "none is missing" if not found else f"{len(found):,} of them missing"
     console.print_note(f"{console.counted(uses.jobs, 'job')} with {named}: {are}; nothing was sent")
-    if uses.count("embedding"):
+    if uses.of(EMBEDDING.noun):
         console.print_warning(
             "`embedding:NAME` is how ComfyUI names an embedding; workers draw the word 'embedding'"
             " as well, as AUTOMATIC1111 does: write NAME alone"
         )
 
 
-async def _stored(storage: Storage, kind: Kind) -> set[str]:
-    folder = FOLDERS[kind]
+async def _stored(storage: Storage, kind: FileKind) -> set[str]:
     if not may_exist(storage):
         return set()
     await storage.files.check()
-    paths = [name async for name in storage.files.names(f"{folder}/")]
-    if kind == "image":
-        return {each.removeprefix(f"{folder}/") for each in paths}
+    start = f"{kind.folder}/"
+    names = [name.removeprefix(start) async for name in storage.files.names(start)]
+    if kind is IMAGE:
+        return set(names)
     # A folder within it is none of a job's: its names are one segment.
-    files = [PurePosixPath(each).name for each in paths if each.count("/") == 1]
-    return set(_names(files, _SUFFIXES[kind]))
+    return {kind.stem(name) for name in names if "/" not in name and name.endswith(kind.suffixes)}
 
 
 def _is_local(storage: Storage) -> bool:
@@ -241,25 +213,14 @@ def may_exist(storage: Storage) -> bool:
     return not _is_local(storage) or Path(storage.url.removeprefix(LOCAL_SCHEME)).exists()
 
 
-async def _listed(storage: Storage, folder: str, keys: signing.Keys) -> set[str]:
+async def _listed(storage: Storage, kind: FileKind, keys: signing.Keys) -> set[str]:
     """The names in a folder's list, which must be signed if there is a key."""
-    where = f"{folder}/{manifest.NAME}"
-    content = await storage.files.read(where, manifest.MAX_BYTES)
-    if content is None:
+    listing = Listing(storage, kind.folder, keys)
+    contents, _ = await listing.read()
+    if contents is None:
         return set()
-    contents = manifest.parse(where, content)
-    if keys.signing and not contents.is_signed_by(keys.trusted, folder):
+    if keys.signing and not contents.is_signed_by(keys.trusted, kind.folder):
         raise errors.SetupError(
-            f"{where} in the container {storage.files.name!r} is not signed with your key:"
-            f" `{manifest.ADD_COMMANDS[folder]}` signs it"
+            f"{listing.where} is not signed with your key: `{kind.add_command}` signs it"
         )
-    return {_stem(name, _SUFFIXES["model"]) for name in contents.files}
-
-
-def _names(files: Iterable[str], suffixes: tuple[str, ...]) -> Iterable[str]:
-    return (_stem(each, suffixes) for each in files if each.endswith(suffixes))
-
-
-def _stem(name: str, suffixes: tuple[str, ...]) -> str:
-    suffix = next((each for each in suffixes if name.endswith(each)), "")
-    return name.removesuffix(suffix)
+    return {kind.stem(name) for name in contents.files}

@@ -8,16 +8,19 @@ import hashlib
 import re
 import shutil
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
 from rich import progress
 
 from fleet import console
 from imagefleet import errors
-from imagefleet.storage.protocol import BlobRecord, Storage
-from worker.files import addresses, check, kinds, model, safetensors
+from imagefleet.files import kinds
+from imagefleet.files.kinds import FileKind
+from imagefleet.storage.protocol import Storage
+from worker.files import addresses, check, model
 from worker.files.disk_cache import DiskCache
 
 #: Seconds between two lines of progress where there is no terminal.
@@ -26,37 +29,47 @@ SECONDS_BETWEEN_LINES = 5.0
 CONTENT_TYPE = "application/octet-stream"
 
 #: The blob's metadata, which `list` shows.
-SHA256, KIND = "sha256", "kind"
+SHA256, CONTENT = "sha256", "content"
 
 Progress = Callable[[int, int | None], None]
+Change = Literal["stored", "replaced", "was there"]
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """A checked file on this machine, ready to be stored under a name."""
+
+    path: Path
+    name: str
+    content: str
+    facts: Mapping[str, object] = field(default_factory=dict)
+    """What else is known of it, for JSON."""
+    beside: Mapping[str, bytes] = field(default_factory=dict)
+    """Small files that belong to it, by their blobs' names."""
 
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """What an `add` command did."""
+    """A file in the storage, and what was done to have it there."""
 
+    name: str
     blob: str
+    content: str
     bytes: int
     sha256: str
-    is_new: bool
-    """False: the same content was there already."""
-
-    @property
-    def outcome(self) -> str:
-        """How a note about it begins."""
-        return f"{self.blob} {'is stored' if self.is_new else 'was stored before'}"
+    change: Change
 
 
 @contextlib.asynccontextmanager
 async def local_file(
-    source: str, sha256: str | None, wanted: kinds.Kind, cache: Path
+    source: str, sha256: str | None, kind: FileKind, cache: Path
 ) -> AsyncIterator[Path]:
     """The file or folder *source* on this machine, checked; a URL is downloaded for the block.
 
     A download that was interrupted goes on the next time. After the block's errors it is kept.
 
     Raises:
-        SetupError: it is not for the *wanted* use, or has another hash.
+        SetupError: it is of another *kind*, or has another hash.
     """
     if not re.match(r"https?://", source, re.IGNORECASE):
         yield await asyncio.to_thread(_own_file, source, sha256)
@@ -65,57 +78,93 @@ async def local_file(
     assert address is not None  # noqa: S101 - it begins like a URL
     folder = _folder(cache) / address.folder_name(sha256)
     with showing("downloading") as show:
-        path = await model.fetch_to(folder, address, sha256, None, wanted=wanted, on_progress=show)
+        path = await model.fetch_to(folder, address, sha256, None, wanted=kind, on_progress=show)
     yield path
     shutil.rmtree(folder, ignore_errors=True)
 
 
-def check_kind(path: Path, wanted: kinds.Kind) -> safetensors.Header:
-    """The header of a file of the *wanted* kind.
+def check_file(path: Path, kind: FileKind) -> str:
+    """What a file of the *kind* holds, as in 'SDXL LoRA'.
 
     Raises:
-        SetupError: it is another, or cannot be read.
+        SetupError: it is of another kind, too large, or cannot be read.
     """
     if path.suffix.lower() in addresses.PICKLE_SUFFIXES:
-        is_embedding = wanted == kinds.EMBEDDING
+        is_embedding = kind is kinds.EMBEDDING
         advice = addresses.embedding_pickle_advice if is_embedding else addresses.pickle_advice
         raise errors.SetupError(f"{str(path)!r} is {advice(str(path))}")
     try:
-        header = check.read_header(path)
+        content = kinds.check(kind, str(path), check.read_header(path))
+        size = path.stat().st_size
     except OSError as error:
         raise errors.SetupError(f"{str(path)!r} cannot be read: {error.strerror}") from None
-    if (kind := kinds.find_kind(header)).use != wanted.use:
-        raise errors.SetupError(check.refusal(str(path), kind))
-    return header
+    if kind.max_bytes is not None and size > kind.max_bytes:
+        raise errors.SetupError(
+            f"{str(path)!r} has more than {kind.max_bytes / 2**20:,.0f} MiB, the most that workers"
+            f" take in {kind.folder}/"
+        )
+    return content
 
 
-async def store(storage: Storage, blob: str, path: Path, kind: str) -> Stored:
+async def store(
+    storage: Storage, kind: FileKind, ready: Ready, *, replace: bool, dry_run: bool
+) -> Stored:
     """Uploads a file; nothing is to be seen of it until it is whole.
 
     Raises:
-        SetupError: the name is taken by another content.
+        SetupError: the name is taken by another file, which is to stay.
+        TransientError: it was taken meanwhile.
     """
-    sha256, size = await asyncio.to_thread(_identify, path)
-    metadata = {SHA256: sha256, KIND: kind}
-    with showing("uploading") as show:
-        is_new = await storage.files.upload(
-            blob, path, CONTENT_TYPE, metadata, lambda stored: show(stored, size)
-        )
-    if not is_new and (found := await _sha256_in(storage, blob)) != sha256:
-        raise errors.SetupError(
-            f"{blob} in {storage.url} exists and is another file"
-            + (f" (SHA-256 {found[:12]}...)" if found else "")
-            + ": workers may have it already, so another file needs another --name"
-        )
-    return Stored(blob, size, sha256, is_new)
+    blob = f"{kind.folder}/{ready.name}"
+    sha256, size = await asyncio.to_thread(identify, ready.path)
+    try:
+        there = await storage.files.metadata(blob)
+    except errors.MissingResourceError:  # in a dry run
+        there = None
+    is_other = there is not None and there.get(SHA256) != sha256
+    if is_other and not replace:
+        raise errors.SetupError(f"{blob} in {storage.url} exists and is {_other(kind, there)}")
+    change: Change = "stored" if there is None else "replaced" if is_other else "was there"
+    if change != "was there" and not dry_run:
+        if is_other:
+            await delete(storage, blob)
+        metadata = {SHA256: sha256, CONTENT: ready.content}
+        with showing("uploading") as show:
+            is_new = await storage.files.upload(
+                blob, ready.path, CONTENT_TYPE, metadata, lambda stored: show(stored, size)
+            )
+        if not is_new:
+            raise errors.TransientError(f"{blob} was stored by another command: try again")
+    return Stored(kind.stem(ready.name), blob, ready.content, size, sha256, change)
 
 
-async def records(storage: Storage, folder: str, suffixes: tuple[str, ...]) -> list[BlobRecord]:
-    """The files of a folder in the storage, by name."""
-    found = [each async for each in storage.files.records(f"{folder}/")]
-    return sorted(
-        (each for each in found if each.name.endswith(suffixes)), key=lambda each: each.name
+def _other(kind: FileKind, there: Mapping[str, str] | None) -> str:
+    if kind is kinds.KERNELS:
+        return "other kernels for this GPU: --replace puts these in their place"
+    sha256 = (there or {}).get(SHA256)
+    return (
+        "another file"
+        + (f" (SHA-256 {sha256[:12]}...)" if sha256 else "")
+        + ": workers may have it already, so another file needs another --name"
     )
+
+
+async def overwrite(storage: Storage, blob: str, data: bytes, content_type: str) -> None:
+    """Stores a small file in place of what is there; raises TransientError if others do as well."""
+    part = await storage.files.read_part(blob, 0, 1)
+    version = None if part is None else part.version
+    if not await storage.files.replace(blob, data, content_type, version):
+        raise errors.TransientError(
+            f"{blob} is being changed by others: run the same command again in a moment"
+        )
+
+
+async def delete(storage: Storage, blob: str) -> None:
+    """Deletes a blob; raises SetupError if the token does not allow it."""
+    if not await storage.files.delete(blob):
+        raise errors.SetupError(
+            f"{blob} cannot be deleted with this token: `imagefleet keys mint files` makes one"
+        )
 
 
 def room_for(cache: Path, needed_bytes: int) -> Path:
@@ -158,30 +207,19 @@ def showing(what: str) -> Iterator[Progress]:
         yield lambda so_far, total: bar.update(task, completed=so_far, total=total)
 
 
-def _folder(cache: Path) -> Path:
-    return cache.expanduser() / "added"
-
-
-def _own_file(source: str, sha256: str | None) -> Path:
-    path = Path(source).expanduser()
-    if sha256 is not None and path.is_file() and _identify(path)[0] != sha256.lower():
-        raise errors.SetupError(f"{source!r} has another SHA-256 than {sha256}")
-    return path
-
-
-def _identify(path: Path) -> tuple[str, int]:
+def identify(path: Path) -> tuple[str, int]:
     """A file's SHA-256 and size."""
     with path.open("rb") as file:
         sha256 = hashlib.file_digest(file, "sha256").hexdigest()
         return sha256, file.tell()
 
 
-def sha256_of(path: Path) -> str:
-    return _identify(path)[0]
+def _own_file(source: str, sha256: str | None) -> Path:
+    path = Path(source).expanduser()
+    if sha256 is not None and path.is_file() and identify(path)[0] != sha256.lower():
+        raise errors.SetupError(f"{source!r} has another SHA-256 than {sha256}")
+    return path
 
 
-async def _sha256_in(storage: Storage, blob: str) -> str | None:
-    async for record in storage.files.records(blob):
-        if record.name == blob:
-            return record.metadata.get(SHA256)
-    return None
+def _folder(cache: Path) -> Path:
+    return cache.expanduser() / "added"

@@ -7,14 +7,14 @@ from collections.abc import Collection, Iterable
 from pathlib import PurePosixPath
 
 from imagefleet import errors, validation
+from imagefleet.files.kinds import MODEL
 from imagefleet.storage import protocol
 from imagefleet.storage.model_queues import model_of, models_of
 from imagefleet.storage.settings import Priority
 from imagefleet.telemetry import serving
 
-#: The folder of models in the container of files, and the suffixes of its files.
-MODELS = "models/"
-_SUFFIXES = {".safetensors", ".tar"}
+#: The folder of models in the container of files.
+MODELS = f"{MODEL.folder}/"
 
 
 class JobSender:
@@ -70,7 +70,7 @@ class JobSender:
         raise errors.JobError(
             f"no worker can have the model {model!r}: it is not in {MODELS} of the storage, and no"
             f" worker serves it now{validation.suggestion(model, stored)}; add it with `imagefleet"
-            " model add`, or say that workers have it from elsewhere: --model NAME"
+            " files add model`, or say that workers have it from elsewhere: --model NAME"
         )
 
 
@@ -80,10 +80,9 @@ async def stored_models(files: protocol.BlobStore) -> set[str]:
         names = [PurePosixPath(name) async for name in files.names(MODELS)]
     except errors.SetupError:
         return set()
-    return {name.stem for name in names if name.suffix in _SUFFIXES}
+    return {name.stem for name in names if name.suffix in MODEL.suffixes}
 
 
 def stem(name: str) -> str:
     """The name of a model by the name or path of its file or folder."""
-    path = PurePosixPath(name)
-    return path.stem if path.suffix in _SUFFIXES else path.name
+    return MODEL.stem(PurePosixPath(name).name)

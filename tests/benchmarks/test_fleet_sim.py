@@ -17,7 +17,7 @@ from azure.core import exceptions
 
 import fleet_sim
 from imagefleet.records import shard
-from simulation import account, affinity, clients, clock, fleet, measure, measured, nodes, reference
+from simulation import account, clients, clock, fleet, measure, measured, nodes, reference
 from simulation.clients import Line
 from simulation.fleet import Fleet, Plan, Stage, stand_ins
 from simulation.nodes import Card, Weather
@@ -247,14 +247,6 @@ def test_the_public_run_comes_out_as_published_from_its_seconds_per_job(
     monkeypatch.setattr(reference, "SECONDS_PER_JOB", 14.0)
     slower = reference.replay(0, hours=0.5)
     assert slower.images == pytest.approx(replayed.images / 2, rel=0.02)
-
-
-def test_no_job_starves_where_workers_prefer_what_they_hold() -> None:
-    plain = affinity.simulate(300, 144, prefers_held=False, seed=0, jobs=6_000)
-    preferring = affinity.simulate(300, 144, prefers_held=True, seed=0, jobs=6_000)
-    assert preferring.changes_per_image < plain.changes_per_image
-    assert preferring.operations_per_image > 1.5 * plain.operations_per_image
-    assert 0 < preferring.most_put_back <= affinity.MOST_PUT_BACK
 
 
 def test_the_table_of_measured_workers_goes_on_with_simulated_ones(

@@ -28,7 +28,7 @@ MOST_FILES = 69
 NOT_THE_MESSAGES = {
     "worker/tasks.py",
     "worker/pipeline.py",
-    "worker/files/safetensors.py",
+    "imagefleet/files/safetensors.py",
     "worker/engine/slots/compiling.py",
 }
 

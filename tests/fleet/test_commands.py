@@ -51,6 +51,7 @@ ASKING = {
     "cancel",
     "discard",
     "replay",
+    "files remove",
     "redo",
     "scale",
     "verify",
@@ -73,8 +74,8 @@ CALLS = {
     "export": ("default", "shards", "--dry-run"),
     "verify": (),
     "prompt": ("a cat",),
-    "kernels list": (),
-    "kernels push": ("kernels.tar.xz", "--dry-run"),
+    "files list": ("kernels",),
+    "files add": ("kernels", "kernels.tar.xz", "--dry-run"),
     "deploy apply": ("--dry-run",),
 }
 

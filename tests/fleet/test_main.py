@@ -22,8 +22,7 @@ COMMANDS = [
     *("status", "exporter", "broker", "webhooks", "plan"),
     *("results", "export", "report", "score", "gallery", "verify", "gate", "redo"),
     *("scale", "prompt", "failed", "replay", "discard", "keys", "deploy"),
-    *("model", "lora", "embedding", "upscaler", "controlnet", "text", "kernels"),
-    *("bench", "health"),
+    *("files", "bench", "health"),
 ]
 
 Imagefleet = Callable[..., "subprocess.CompletedProcess[str]"]  # the fixture of conftest.py

@@ -58,7 +58,7 @@ def test_those_of_the_storage_are_found_as_a_worker_finds_them(
 ) -> None:
     storage = f"local:{tmp_path / 'fleet'}"
     file = str(folder / "EasyNegative.safetensors")
-    assert in_process("embedding", "add", file, "--storage", storage).returncode == 0
+    assert in_process("files", "add", "embedding", file, "--storage", storage).returncode == 0
 
     result = in_process("prompt", "a EasyNegative", "--storage", storage, "--json")
 

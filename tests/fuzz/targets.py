@@ -32,14 +32,14 @@ from fleet.report import figures, plot, records
 from fleet.salad import file as salad_file
 from header_files import LORA, REFINER, SD1
 from imagefleet import errors, redaction
+from imagefleet.files import contents, safetensors
 from imagefleet.job import image_record, message, prompt
 from imagefleet.pricing import price_file, prices
 from imagefleet.storage import deliveries, protocol
-from imagefleet.storage.azure import account, sas
-from imagefleet.storage.azure.roles import RESOURCES
+from imagefleet.storage.azure import account, roles, sas
 from imagefleet.storage.dead_letter import FailedJob
 from loadgen import sources
-from worker.files import addresses, kinds, manifest, safetensors
+from worker.files import addresses, manifest
 
 ROOT = Path(__file__).parents[2]
 
@@ -160,8 +160,8 @@ def _safetensors(data: bytes) -> None:
     if data[:1] in {b"{", b"["}:  # a header, as the mutations of JSON make it
         data = len(data).to_bytes(8, "little") + data
     header = safetensors.read_header(io.BytesIO(data))
-    kinds.find_kind(header)
-    kinds.prediction_type(header)
+    assert contents.identify(header).name
+    contents.prediction_type(header)
 
 
 def _chunk(kind: bytes, data: bytes) -> bytes:
@@ -445,7 +445,7 @@ TARGETS: dict[str, Target] = {
         (
             json.dumps(
                 {
-                    **dict.fromkeys(RESOURCES, _SAS),
+                    **dict.fromkeys(roles.RESOURCES, _SAS),
                     "expires_at": "2030-01-01T00:00:00Z",
                 }
             ).encode(),

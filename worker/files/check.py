@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from imagefleet import errors, yaml_file
-from worker.files import addresses, kinds, safetensors
+from imagefleet.files import contents, kinds, safetensors
+from worker.files import addresses
 from worker.settings import WorkerSettings
 
 #: Bytes that are enough to tell a file's format: a tar's magic comes last.
@@ -87,9 +88,9 @@ def check_path(path: Path) -> None:
         elif path.suffix.lower() in addresses.PICKLE_SUFFIXES:
             raise errors.SetupError(f"{str(path)!r} is {addresses.pickle_advice(str(path))}")
         else:
-            kind = kind_of_file(path)
-            if kind.use != "checkpoint":
-                raise errors.SetupError(refusal(str(path), kind))
+            content = content_of(path)
+            if not kinds.accepts(kinds.MODEL, content):
+                raise errors.SetupError(kinds.refusal(str(path), content))
             _refuse_vae_beside(path)
     except FileNotFoundError:
         advice = addresses.hub_advice(str(path))
@@ -127,13 +128,13 @@ def refuse_address(path: Path) -> None:
         )
 
 
-def kind_of_file(path: Path) -> kinds.Kind:
-    """The kind of a safetensors file.
+def content_of(path: Path) -> contents.Content:
+    """What a safetensors file holds.
 
     Raises:
         SetupError: it is none, or cut off.
     """
-    return kinds.find_kind(read_header(path))
+    return contents.identify(read_header(path))
 
 
 def family(path: Path) -> str:
@@ -143,18 +144,18 @@ def family(path: Path) -> str:
         SetupError: it is none, or cut off.
     """
     if not path.is_dir():
-        return kind_of_file(path).family
+        return content_of(path).family
     pipeline = str(_read_json(path / "model_index.json").get("_class_name", ""))
     if pipeline in _CASCADE:
         return _CASCADE[pipeline]
     unet = _read_json(path / "unet" / "config.json")
     if _is_sdxl(unet):
-        return kinds.SDXL.family
+        return contents.SDXL.family
     if unet.get("num_class_embeds") is not None:
-        return kinds.X4_UPSCALER.family
+        return contents.X4_UPSCALER.family
     width = unet.get("cross_attention_dim")
-    by_width = {1024: kinds.SD2, 2048: kinds.SDXL}
-    return next((kind for each, kind in by_width.items() if each == width), kinds.SD1).family
+    by_width = {1024: contents.SD2, 2048: contents.SDXL}
+    return next((found for each, found in by_width.items() if each == width), contents.SD1).family
 
 
 def _is_sdxl(unet: Mapping[str, Any]) -> bool:
@@ -163,7 +164,7 @@ def _is_sdxl(unet: Mapping[str, Any]) -> bool:
 
 
 def read_header(path: Path) -> safetensors.Header:
-    """The header of a safetensors file; raises SetupError as `kind_of_file`."""
+    """The header of a safetensors file; raises SetupError as `content_of`."""
     with path.open("rb") as file:
         size = path.stat().st_size
         found = format_of(file.read(HEAD_BYTES))
@@ -186,11 +187,6 @@ def read_header(path: Path) -> safetensors.Header:
             " copy it again"
         )
     return header
-
-
-def refusal(what: str, kind: kinds.Kind) -> str:
-    """The sentence that refuses a file of that kind."""
-    return f"{what!r} is {kind.name}; {kind.advice}"
 
 
 def format_of(head: bytes) -> str:
@@ -229,7 +225,7 @@ def prediction_type(path: Path) -> str | None:
         stated = _parameterization(beside)
         if stated is not None:
             return stated
-    return kinds.prediction_type(read_header(path))
+    return contents.prediction_type(read_header(path))
 
 
 def _parameterization(path: Path) -> str | None:
@@ -303,10 +299,10 @@ def _not_a_checkpoint(folder: Path) -> str:
     files = sorted(folder.glob("*.safetensors"))
     start = f"{str(folder)!r} is not a checkpoint in diffusers format"
     for file in files:
-        if kind_of_file(file).use == "checkpoint":
+        if kinds.accepts(kinds.MODEL, content_of(file)):
             return f"{start}; it has the file of one: --model {file}"
     if files:
-        return f"{start}; {refusal(files[0].name, kind_of_file(files[0]))}"
+        return f"{start}; {kinds.refusal(files[0].name, content_of(files[0]))}"
     if pickle := next((each for each in sorted(folder.iterdir()) if _is_pickle(each)), None):
         return f"{start}; {pickle.name} is {addresses.pickle_advice(str(pickle))}"
     return f"{start}: it has no unet/config.json"

@@ -16,18 +16,16 @@ from urllib.parse import urlparse
 from urllib.request import url2pathname
 
 from imagefleet import errors
+from imagefleet.files.kinds import EMBEDDING
 from imagefleet.job.prompt import SAFE_NAME
 from imagefleet.signing import TrustedKeys
 from imagefleet.storage import protocol
 from worker.files import addresses, manifest
 from worker.files.disk_cache import SUFFIX
-from worker.files.library import FileKind, FileLibrary, Folder, own_folder, unreadable
+from worker.files.library import FileLibrary, Folder, own_folder, unreadable
 from worker.files.manifest import Manifest
 
 log = logging.getLogger(__name__)
-
-#: SDXL's with 75 vectors has 0.6 MB; some have a preview image within.
-MAX_BYTES = 16 * 2**20
 
 #: Bytes of fetched embeddings kept on disk: thousands of them.
 CACHE_BYTES = 256 * 2**20
@@ -37,8 +35,6 @@ LIST_SECONDS = 300.0
 
 #: The longest that a job waits for that: a storage that hangs must not hold up the GPU.
 READ_SECONDS = 5.0
-
-_KIND = FileKind("embedding", manifest.EMBEDDINGS, MAX_BYTES)
 
 
 class EmbeddingLibrary(FileLibrary):
@@ -53,12 +49,12 @@ class EmbeddingLibrary(FileLibrary):
         trusted: TrustedKeys | None = None,
     ) -> None:
         """*directory* comes before the storage, whose files one of the *trusted* keys must list."""
-        stored = Manifest.stored(blobs, manifest.EMBEDDINGS, trusted, optional=True)
-        own = [own_folder(_KIND, directory)] if directory else []
+        stored = Manifest.stored(blobs, EMBEDDING.folder, trusted, optional=True)
+        own = [own_folder(EMBEDDING, directory)] if directory else []
         path = _local_path(blobs)
         super().__init__(
             blobs,
-            _KIND,
+            EMBEDDING,
             stored,
             folders=[*own, *([Folder(path, stored, must_exist=False)] if path else [])],
             cache=cache,
@@ -145,9 +141,9 @@ class EmbeddingLibrary(FileLibrary):
         except FileNotFoundError:
             if folder != self._own:
                 return []
-            raise unreadable(_KIND, folder, "it does not exist") from None
+            raise unreadable(EMBEDDING, folder, "it does not exist") from None
         except OSError as error:
-            raise unreadable(_KIND, folder, error.strerror) from error
+            raise unreadable(EMBEDDING, folder, error.strerror) from error
         wanted = {SUFFIX, *addresses.PICKLE_SUFFIXES}
         return [each for each in files if each.suffix in wanted and self._is_safe(each.stem)]
 
@@ -181,5 +177,5 @@ class EmbeddingLibrary(FileLibrary):
 
 def _local_path(blobs: protocol.BlobStore) -> Path | None:
     """The folder of embeddings of a local storage."""
-    address = urlparse(blobs.address(manifest.EMBEDDINGS))
+    address = urlparse(blobs.address(EMBEDDING.folder))
     return Path(url2pathname(address.path)) if address.scheme == "file" else None

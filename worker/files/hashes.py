@@ -18,7 +18,7 @@ from pathlib import Path
 
 from cachetools import LRUCache
 
-from worker.files import safetensors
+from imagefleet.files import safetensors
 
 log = logging.getLogger(__name__)
 

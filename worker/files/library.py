@@ -14,9 +14,11 @@ from pathlib import Path
 from typing import Self
 
 from imagefleet import errors
+from imagefleet.files import safetensors
+from imagefleet.files.kinds import FileKind
 from imagefleet.signing import TrustedKeys
 from imagefleet.storage import protocol
-from worker.files import manifest, safetensors
+from worker.files import manifest
 from worker.files.disk_cache import SUFFIX, DiskCache
 from worker.files.manifest import Manifest
 
@@ -25,22 +27,6 @@ log = logging.getLogger(__name__)
 #: Files that are not checked again while they stay as they are. A campaign may use a million: the
 #: text states of its prompts.
 REMEMBERED = 10_000
-
-
-@dataclass(frozen=True, slots=True)
-class FileKind:
-    """What the files of a library are: in a sentence, in the storage, and at most how large."""
-
-    noun: str
-    folder: str
-    max_bytes: int
-    fetched_at_once: int = 8
-    """The most files fetched at once; they are in memory meanwhile."""
-
-    @property
-    def flag(self) -> str:
-        """The setting that names a folder of them."""
-        return f"--{self.noun.lower()}-directory"
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +145,6 @@ class FileLibrary:
         path = self._cache.find(name)
         if path is None:
             return None
-        noun = self._kind.noun.lower().replace(" ", "_")
         try:
             await self._verify(self._storage_manifest, name, partial(self._check, name, path))
         except (errors.TransientError, errors.UnusableFileError) as error:
@@ -167,7 +152,7 @@ class FileLibrary:
                 "fetching %s again: %s",
                 path,
                 error,
-                extra={"action": f"{noun}_dropped", noun: name},
+                extra={"action": f"{self._kind.name}_dropped", self._kind.name: name},
             )
             self._cache.drop(path)
             return None

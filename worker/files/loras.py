@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from imagefleet.files.kinds import LORA
 from imagefleet.signing import TrustedKeys
 from imagefleet.storage import protocol
-from worker.files import manifest
-from worker.files.library import FileKind, FileLibrary, own_folder
+from worker.files.library import FileLibrary, own_folder
 from worker.files.manifest import Manifest
-
-#: The largest LoRA file: it is checked in memory before it is stored, and eight may arrive at once.
-MAX_BYTES = 2**30
 
 
 class LoraLibrary(FileLibrary):
@@ -27,12 +24,11 @@ class LoraLibrary(FileLibrary):
         trusted: TrustedKeys | None = None,
     ) -> None:
         """*directory* comes before the storage, whose files one of the *trusted* keys must list."""
-        kind = FileKind("LoRA", manifest.LORAS, MAX_BYTES)
         super().__init__(
             blobs,
-            kind,
-            Manifest.stored(blobs, manifest.LORAS, trusted),
-            folders=[own_folder(kind, directory)] if directory else [],
+            LORA,
+            Manifest.stored(blobs, LORA.folder, trusted),
+            folders=[own_folder(LORA, directory)] if directory else [],
             cache=cache,
             cache_bytes=cache_bytes,
         )

@@ -16,34 +16,15 @@ from dataclasses import dataclass, field
 from typing import Any, Self
 
 from imagefleet import errors
+from imagefleet.files.kinds import BY_FOLDER
 from imagefleet.signing import SigningKey, TrustedKeys
 from imagefleet.storage import protocol
 
 NAME = "manifest.json"
 
-#: The folders that have one.
-LORAS = "loras"
-MODELS = "models"
-EMBEDDINGS = "embeddings"
-KERNELS = "kernels"
-UPSCALERS = "upscalers"
-CONTROLNETS = "controlnets"
-TEXT_STATES = "text-states"
-
 #: The largest manifest: some 100 bytes a file.
 MAX_BYTES = 16 * 2**20
 MAX_FILES = 100_000
-
-#: The command that lists a file, by folder.
-ADD_COMMANDS = {
-    LORAS: "imagefleet lora add",
-    MODELS: "imagefleet model add",
-    EMBEDDINGS: "imagefleet embedding add",
-    KERNELS: "imagefleet kernels push",
-    UPSCALERS: "imagefleet upscaler add",
-    CONTROLNETS: "imagefleet controlnet add",
-    TEXT_STATES: "imagefleet text add",
-}
 
 #: A worker reads a manifest again after this time; a replaced file is fetched again by then.
 READ_AGAIN_SECONDS = 300.0
@@ -179,7 +160,7 @@ class Manifest:
         if name not in self._hashes:
             raise errors.MissingFileError(
                 f"{self._where}, which is signed, does not list {name!r}:"
-                f" `{ADD_COMMANDS[self._folder]}` with IMAGEFLEET_SIGNING_KEY lists it"
+                f" `{BY_FOLDER[self._folder].add_command}` with IMAGEFLEET_SIGNING_KEY lists it"
             )
         return self._hashes[name]
 
@@ -223,5 +204,5 @@ class Manifest:
         # queue.
         return errors.SetupError(
             f"{self._where} must be signed with the trusted key, but {why}:"
-            f" `{ADD_COMMANDS[self._folder]}` with IMAGEFLEET_SIGNING_KEY signs it"
+            f" `{BY_FOLDER[self._folder].add_command}` with IMAGEFLEET_SIGNING_KEY signs it"
         )

@@ -16,9 +16,10 @@ from collections.abc import Callable
 from pathlib import Path, PurePosixPath
 
 from imagefleet import errors, retry
+from imagefleet.files import contents, kinds, safetensors
 from imagefleet.signing import trusted_keys
 from imagefleet.storage import protocol
-from worker.files import addresses, check, kinds, manifest, safetensors
+from worker.files import addresses, check
 from worker.files.addresses import STORE_SCHEME, Address
 from worker.files.disk_cache import SUFFIX, DiskCache
 from worker.files.download import Download
@@ -74,7 +75,7 @@ def has_known_name(settings: WorkerSettings) -> bool:
 def stored_blob(settings: WorkerSettings) -> str | None:
     """The name of the model's blob in the container of files; None: it is elsewhere."""
     address = _address(settings)
-    return f"{manifest.MODELS}/{address.blob}" if address and address.blob else None
+    return f"{kinds.MODEL.folder}/{address.blob}" if address and address.blob else None
 
 
 async def pinned(
@@ -93,7 +94,7 @@ async def pinned(
     is_stored = settings.model.startswith(STORE_SCHEME)
     if trusted is None or settings.model_sha256 is not None or not is_stored:
         return settings
-    listed = Manifest.stored(blobs, manifest.MODELS, trusted)
+    listed = Manifest.stored(blobs, kinds.MODEL.folder, trusted)
     try:
         sha256 = await retry_policy.call(
             lambda: listed.sha256(settings.model.removeprefix(STORE_SCHEME))
@@ -136,7 +137,7 @@ async def fetch(
             extra={"action": "model_unchecked"},
         )
     path = await fetch_to(
-        folder, address, settings.model_sha256, blobs, retry_policy, wanted=kinds.SD1
+        folder, address, settings.model_sha256, blobs, retry_policy, wanted=kinds.MODEL
     )
     log.info("the model is at %s", path, extra={"action": "model_fetched"})
 
@@ -148,10 +149,10 @@ async def fetch_to(
     blobs: protocol.BlobStore | None,
     retry_policy: retry.RetryPolicy = STORAGE_RETRIES,
     *,
-    wanted: kinds.Kind,
+    wanted: kinds.FileKind,
     on_progress: Progress = lambda _so_far, _total: None,
 ) -> Path:
-    """Downloads a file of the *wanted* use into *folder*, one process at a time; returns its path.
+    """Downloads a file of the *wanted* kind into *folder*, one process at a time; returns its path.
 
     A .tar is unpacked. Another kind of file is refused as soon as its first bytes tell.
 
@@ -252,14 +253,14 @@ def _final_name(address: Address, sent_name: str | None, *, is_tar: bool) -> str
     return name.removesuffix(".tar")
 
 
-def _check_part(part: Path, label: str, wanted: kinds.Kind, *, is_whole: bool) -> None:
+def _check_part(part: Path, label: str, wanted: kinds.FileKind, *, is_whole: bool) -> None:
     """Raises SetupError if what has arrived so far cannot become a file of that kind."""
     found = check.format_of(_head(part))
     if found not in {"safetensors", "tar"}:
         raise errors.SetupError(f"{label!r} is {check.describe(found, PurePosixPath(label).name)}")
     if found == "tar":
-        if wanted.use != "checkpoint":
-            raise errors.SetupError(f"{label!r} is a .tar archive, not {wanted.name}")
+        if ".tar" not in wanted.suffixes:
+            raise errors.SetupError(f"{label!r} is a .tar archive, no file of {wanted.folder}/")
         return
     try:
         with part.open("rb") as file:
@@ -270,8 +271,8 @@ def _check_part(part: Path, label: str, wanted: kinds.Kind, *, is_whole: bool) -
         raise errors.SetupError(f"{label!r} is cut off: not even its header is whole") from None
     except safetensors.MalformedError:
         raise errors.SetupError(f"{label!r} is not a readable .safetensors file") from None
-    if (kind := kinds.find_kind(header)).use != wanted.use:
-        raise errors.SetupError(check.refusal(label, kind))
+    if not kinds.accepts(wanted, content := contents.identify(header)):
+        raise errors.SetupError(kinds.refusal(label, content))
     size = part.stat().st_size
     if is_whole and size < header.file_bytes:
         raise errors.SetupError(

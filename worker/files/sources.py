@@ -12,8 +12,8 @@ import aiohttp
 from yarl import URL
 
 from imagefleet import errors, redaction
+from imagefleet.files.kinds import BY_FOLDER, MODEL
 from imagefleet.storage import protocol
-from worker.files import manifest
 
 #: A server that sends nothing for this long is given up, and asked again.
 STALL_SECONDS = 30.0
@@ -116,7 +116,7 @@ class HttpSource:
 class BlobSource:
     """The blob FOLDER/NAME in the container of files."""
 
-    def __init__(self, blobs: protocol.BlobStore, name: str, folder: str = manifest.MODELS) -> None:
+    def __init__(self, blobs: protocol.BlobStore, name: str, folder: str = MODEL.folder) -> None:
         self._blobs = blobs
         self._folder = folder
         self._blob = f"{folder}/{name}"
@@ -145,8 +145,8 @@ class BlobSource:
         part = await self._blobs.read_part(self._blob, offset, _PART_BYTES)
         if part is None:
             raise errors.SetupError(
-                f"there is no {self.label}: `{manifest.ADD_COMMANDS[self._folder]}` stores it"
-                + (", or correct --model" if self._folder == manifest.MODELS else "")
+                f"there is no {self.label}: `{BY_FOLDER[self._folder].add_command}` stores it"
+                + (", or correct --model" if self._folder == MODEL.folder else "")
             )
         return part
 

@@ -12,6 +12,7 @@ import numpy as np
 from PIL import Image
 
 from imagefleet import concurrency, errors, retry
+from imagefleet.files import kinds
 from imagefleet.job.message import MAX_IMAGE_BYTES, Job
 from imagefleet.job.passes import extras, hires, sources
 from imagefleet.signing import TrustedKeys
@@ -19,12 +20,16 @@ from imagefleet.storage import protocol
 from worker.engine import contract
 from worker.engine.pixel import text_states
 from worker.files.library import FileLibrary
-from worker.inputs import control, files, img2img, pictures
+from worker.inputs import control, img2img, pictures
 from worker.inputs.img2img import Begin, Overlay
 from worker.inputs.pictures import Size
 
 #: Images decoded and resized at once: one of the largest takes some 200 MB meanwhile.
 DECODED_AT_ONCE = 2
+
+#: Bytes of fetched text states on disk: those of some 1,700 prompts. A job's stages may be drawn on
+#: the same machine, and all jobs may have one negative prompt; besides, each is mostly used once.
+TEXT_STATES_BYTES = 2**30
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -67,9 +72,9 @@ class InputReader:
                 trusted=trusted,
             )
             for kind, most_bytes in (
-                (files.UPSCALER, cache_bytes),
-                (files.CONTROLNET, cache_bytes),
-                (files.TEXT_STATES, min(cache_bytes, files.TEXT_STATES_BYTES)),
+                (kinds.UPSCALER, cache_bytes),
+                (kinds.CONTROLNET, cache_bytes),
+                (kinds.TEXT, min(cache_bytes, TEXT_STATES_BYTES)),
             )
         )
         self._room = asyncio.Semaphore(DECODED_AT_ONCE)
@@ -199,8 +204,8 @@ class InputReader:
             except errors.MissingFileError as error:
                 raise errors.MissingFileError(
                     f"the text states of the {which} by {encoder!r} are not in the storage, and"
-                    " this model has no text encoder of its own: `imagefleet text add JOBS --model"
-                    f" FOLDER` makes and stores those of a file of jobs ({error.message})"
+                    " this model has no text encoder of its own: `imagefleet files make text JOBS"
+                    f" --model FOLDER` makes and stores those of a file of jobs ({error.message})"
                 ) from None
 
         return await concurrency.gather(

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from imagefleet import errors
+from imagefleet.files.kinds import MODEL
 from imagefleet.job.prompt import SAFE_NAME
 from imagefleet.storage import protocol
 from imagefleet.storage.enqueue import MODELS
@@ -21,8 +22,6 @@ _ALL_STORED = frozenset({f"{STORE_SCHEME}*", f"{STORE_SCHEME}{MODELS}*"})
 
 #: A worker measures the queues of each.
 MAX_CHECKPOINTS = 50
-
-_SUFFIXES = (".safetensors", ".tar")
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,11 +81,11 @@ def _checkpoint(settings: WorkerSettings, text: str) -> Checkpoint:
 
 async def _stored(files: protocol.BlobStore) -> list[str]:
     """The addresses of all models in the storage, in the order of their names."""
-    names = sorted([name async for name in files.names(MODELS) if name.endswith(_SUFFIXES)])
+    names = sorted([name async for name in files.names(MODELS) if name.endswith(MODEL.suffixes)])
     if not names:
         raise errors.SetupError(
-            f"there is no model in {MODELS} of the container {files.name!r}: `imagefleet model"
-            " add` puts one there"
+            f"there is no model in {MODELS} of the container {files.name!r}: `imagefleet files"
+            " add model` puts one there"
         )
     return [STORE_SCHEME + name.removeprefix(MODELS) for name in names]
 

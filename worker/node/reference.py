@@ -23,10 +23,10 @@ from worker.settings import WorkerSettings
 
 log = logging.getLogger(__name__)
 
-Kind = Literal["with_lora", "other_seed", "without_lora"]
+CanaryImage = Literal["with_lora", "other_seed", "without_lora"]
 """A canary's image: the first, the same from another seed, and the same without its LoRA."""
 
-KINDS: tuple[Kind, ...] = get_args(Kind)
+CANARY_IMAGES: tuple[CanaryImage, ...] = get_args(CanaryImage)
 
 #: Version of the prompt, the numbers below and the engine's LoRA: other versions' images differ.
 VERSION = 1
@@ -62,14 +62,14 @@ class Reference(BaseModel):
     steps: int
     tolerance: float = Field(ge=likeness.SAME_BELOW, le=MAX_TOLERANCE)
     """The distance from which an image is wrong: wider where two precisions differ by much."""
-    images: dict[Kind, str]
+    images: dict[CanaryImage, str]
 
     @property
     def size(self) -> tuple[int, int]:
         return self.width, self.height
 
     @property
-    def fingerprints(self) -> Mapping[Kind, Fingerprint]:
+    def fingerprints(self) -> Mapping[CanaryImage, Fingerprint]:
         return {kind: likeness.from_text(text) for kind, text in self.images.items()}
 
     def why_unusable(self, engine: contract.Engine) -> str | None:
@@ -88,8 +88,8 @@ def read(data: bytes) -> Reference:
         found = Reference.model_validate_json(data)
     except ValidationError as error:
         raise ValueError(validation.sentence(error)) from None
-    if found.fingerprints.keys() != set(KINDS):
-        raise ValueError(f"it must have the images {', '.join(KINDS)}")
+    if found.fingerprints.keys() != set(CANARY_IMAGES):
+        raise ValueError(f"it must have the images {', '.join(CANARY_IMAGES)}")
     return found
 
 
@@ -103,7 +103,7 @@ def stored_name(blob: str) -> str:
     return f"{blob.removesuffix('.tar').removesuffix('.safetensors')}{SUFFIX}"
 
 
-def request(kind: Kind, size: tuple[int, int], lora: Path | None) -> contract.ImageRequest:
+def request(kind: CanaryImage, size: tuple[int, int], lora: Path | None) -> contract.ImageRequest:
     """A canary's image; *lora* is the engine's own, as `contract.SelfCheck.write_lora` wrote it."""
     loras = () if lora is None else (contract.Lora("canary", lora, 1.0, 1.0),)
     return contract.ImageRequest(

@@ -29,7 +29,7 @@ from worker.metrics import NodeFault, WorkerMetrics
 from worker.node import reference as references
 from worker.node.canary import Canary
 from worker.node.images import MOST_COPIES, ImageChecks
-from worker.node.reference import Kind, Reference
+from worker.node.reference import CanaryImage, Reference
 from worker.node.suspects import Check, Suspects
 
 log = logging.getLogger(__name__)
@@ -55,7 +55,7 @@ _NO_EFFECT_BELOW = 2.0
 _LORA = "canary.safetensors"
 
 #: Those drawn among the jobs: each has the LoRA.
-_AMONG_JOBS: tuple[Kind, ...] = ("with_lora", "other_seed")
+_AMONG_JOBS: tuple[CanaryImage, ...] = ("with_lora", "other_seed")
 
 #: Sizes of jobs, besides the checkpoint's own, that canaries are drawn in: a canary of another
 #: size than the jobs' would leave the engine's slots idle.
@@ -93,7 +93,9 @@ class NodeSelfCheck:
     fault: Fault | None = field(default=None, init=False)
     """Why this node is given up."""
     _reference: Reference | None = field(default=None, init=False)
-    _own: dict[tuple[tuple[int, int], Kind], Fingerprint] = field(default_factory=dict, init=False)
+    _own: dict[tuple[tuple[int, int], CanaryImage], Fingerprint] = field(
+        default_factory=dict, init=False
+    )
     _folder: Path | None = field(default=None, init=False)
     _job_size: tuple[int, int] | None = field(default=None, init=False)
     _images_left: int = field(default=0, init=False)
@@ -127,8 +129,8 @@ class NodeSelfCheck:
         await self.engine_thread.call(lambda: self_check.write_lora(lora))
         if reference is not None and (why := reference.why_unusable(self.engine)):
             log.warning(
-                "the model's reference images are not used: %s; `imagefleet model canary` makes"
-                " new ones",
+                "the model's reference images are not used: %s; `imagefleet files make canary`"
+                " makes new ones",
                 why,
                 extra={"action": "reference_ignored"},
             )
@@ -136,12 +138,12 @@ class NodeSelfCheck:
         elif reference is None:
             log.warning(
                 "the model has no reference images, so this node's own first ones must do:"
-                " `imagefleet model canary` makes them",
+                " `imagefleet files make canary` makes them",
                 extra={"action": "reference_missing"},
             )
         self._reference = reference
         self._begin_anew()
-        await self._check_or_give_up(references.KINDS)
+        await self._check_or_give_up(references.CANARY_IMAGES)
 
     async def watch_images(self) -> NoReturn:
         """Side task: draws a canary at random times among the jobs, and at once on suspicion.
@@ -178,7 +180,7 @@ class NodeSelfCheck:
         if reason is not None:
             self.fault = Fault("failed_images", "images", reason)
         elif self.is_possible:
-            await self._check_or_give_up(references.KINDS)
+            await self._check_or_give_up(references.CANARY_IMAGES)
         return reason
 
     def generated(
@@ -232,7 +234,7 @@ class NodeSelfCheck:
         self._images_left = random.randint(LEAST_IMAGES, MOST_IMAGES)  # noqa: S311 - no secret
         self._due.clear()
 
-    async def _check_or_give_up(self, kinds: tuple[Kind, ...]) -> bool:
+    async def _check_or_give_up(self, kinds: tuple[CanaryImage, ...]) -> bool:
         """Draws the *kinds*, once more if they are wrong; returns whether the first were right.
 
         What was stored before a check that failed once only is suspect all the same.
@@ -276,7 +278,9 @@ class NodeSelfCheck:
         self.metrics.node_faults.labels(fault.kind).inc()
         return errors.NodeError(f"this node draws wrong images: {fault.message}")
 
-    async def _find_fault(self, kinds: tuple[Kind, ...], *, with_weights: bool) -> Fault | None:
+    async def _find_fault(
+        self, kinds: tuple[CanaryImage, ...], *, with_weights: bool
+    ) -> Fault | None:
         fault = await self._weights_fault() if with_weights else None
         if fault is None:
             began_at = time.monotonic()
@@ -301,7 +305,7 @@ class NodeSelfCheck:
             return None
         return Fault("weights", "weights", message)
 
-    async def _image_fault(self, kinds: tuple[Kind, ...]) -> str | None:
+    async def _image_fault(self, kinds: tuple[CanaryImage, ...]) -> str | None:
         """What is wrong with canaries drawn now.
 
         Raises:
@@ -330,7 +334,7 @@ class NodeSelfCheck:
         sizes = {each for each, _ in self._own}
         return size if size in sizes or len(sizes) < _MOST_SIZES else self.engine.default_size
 
-    def _differs(self, found: dict[Kind, Fingerprint], size: tuple[int, int]) -> str | None:
+    def _differs(self, found: dict[CanaryImage, Fingerprint], size: tuple[int, int]) -> str | None:
         """Compares images with the reference; without one, the first of a kind becomes it."""
         for kind, image in found.items():
             expected, tolerance = self._own.get((size, kind)), likeness.SAME_BELOW
@@ -348,9 +352,9 @@ class NodeSelfCheck:
             self._own.setdefault((size, kind), image)
         return None
 
-    def _alike(self, found: dict[Kind, Fingerprint]) -> str | None:
+    def _alike(self, found: dict[CanaryImage, Fingerprint]) -> str | None:
         """Whether images that must differ do not."""
-        pairs: tuple[tuple[Kind, str], ...] = (
+        pairs: tuple[tuple[CanaryImage, str], ...] = (
             ("other_seed", "the seed"),
             ("without_lora", "the LoRA"),
         )

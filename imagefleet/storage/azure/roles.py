@@ -117,8 +117,8 @@ ROLES: Mapping[str, Role] = {
         ),
         Role(
             "files",
-            "`imagefleet lora`, `model` and `embedding`, which add and list what workers read",
-            files="rcwl",
+            "`imagefleet files`, which adds, lists and removes what workers read",
+            files="rcwdl",
         ),
     )
 }

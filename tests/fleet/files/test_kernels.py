@@ -1,4 +1,4 @@
-"""`imagefleet kernels`: from a folder of compiled kernels into the storage, and to a worker."""
+"""`imagefleet files` with kernels: from a folder of them into the storage, and to a worker."""
 
 from __future__ import annotations
 
@@ -56,23 +56,23 @@ def origin_of(
     return asyncio.run(fetch())
 
 
-def test_what_was_pushed_is_listed_and_fetched_by_a_worker_with_that_gpu(
+def test_what_was_added_is_listed_and_fetched_by_a_worker_with_that_gpu(
     in_process: Imagefleet,
     packed: Path,
     flags: list[str],
     storage_settings: StorageSettings,
     tmp_path: Path,
 ) -> None:
-    dry = in_process("kernels", "push", "kernels", "--dry-run", *flags)
-    assert dry.stdout == f"kernels/{NAME}: would be stored\n", dry.stderr
+    dry = in_process("files", "add", "kernels", "kernels", "--dry-run", *flags)
+    assert f"kernels/{NAME}: would be stored" in dry.stderr
     assert origin_of(storage_settings, tmp_path / "before") is None
 
-    pushed = in_process("kernels", "push", "kernels", *flags)
-    assert pushed.stdout == f"kernels/{NAME}: stored\n", pushed.stderr
-    again = in_process("kernels", "push", f"kernels/{NAME}", "--json", *flags)
-    assert [each["change"] for each in json.loads(again.stdout)["kernels"]] == ["was there"]
-    listed = json.loads(in_process("kernels", "list", "--json", *flags).stdout)["kernels"]
-    assert [(each["name"], each["kind"], each["bytes"]) for each in listed] == [
+    added = in_process("files", "add", "kernels", "kernels", *flags)
+    assert (added.stdout, f"kernels/{NAME}: stored" in added.stderr) == (f"{NAME}\n", True)
+    again = in_process("files", "add", "kernels", f"kernels/{NAME}", "--json", *flags)
+    assert [each["change"] for each in json.loads(again.stdout)["files"]] == ["was there"]
+    listed = json.loads(in_process("files", "list", "kernels", "--json", *flags).stdout)["files"]
+    assert [(each["name"], each["content"], each["bytes"]) for each in listed] == [
         (NAME, "NVIDIA H200, torch 2.11.0", packed.stat().st_size)
     ]
 
@@ -87,15 +87,15 @@ def test_other_kernels_for_the_same_gpu_are_replaced_only_if_asked(
     storage_settings: StorageSettings,
     tmp_path: Path,
 ) -> None:
-    in_process("kernels", "push", "kernels", *flags)
+    in_process("files", "add", "kernels", "kernels", *flags)
     archive.pack(compile_into(tmp_path / "anew", b"a newer graph"), KEY, packed)
 
-    refused = in_process("kernels", "push", "kernels", *flags)
+    refused = in_process("files", "add", "kernels", "kernels", *flags)
     assert refused.returncode == console.EXIT_OPERATOR_MUST_ACT
-    assert "has other kernels for this GPU: --replace" in refused.stderr
+    assert "is other kernels for this GPU: --replace" in refused.stderr
 
-    replaced = in_process("kernels", "push", "kernels", "--replace", *flags)
-    assert replaced.stdout == f"kernels/{NAME}: replaced\n", replaced.stderr
+    replaced = in_process("files", "add", "kernels", "kernels", "--replace", *flags)
+    assert f"kernels/{NAME}: replaced" in replaced.stderr
     assert origin_of(storage_settings, tmp_path / "worker") == "store"
     assert (tmp_path / "worker" / GRAPH).read_bytes() == b"a newer graph"
 
@@ -108,8 +108,8 @@ def test_with_a_signing_key_the_list_is_signed_for_workers_that_trust_it(
     tmp_path: Path,
 ) -> None:
     key = SigningKey.create(tmp_path / "key.pem")
-    pushed = in_process("kernels", "push", "kernels", "--signing-key", "key.pem", *flags)
-    assert pushed.returncode == console.EXIT_DONE, pushed.stderr
+    added = in_process("files", "add", "kernels", "kernels", "--signing-key", "key.pem", *flags)
+    assert added.returncode == console.EXIT_DONE, added.stderr
     trusted = TrustedKeys.read(key.public)
     assert origin_of(storage_settings, tmp_path / "worker", trusted) == "store"
     other = TrustedKeys.read(SigningKey.create(tmp_path / "other.pem").public)
@@ -131,7 +131,7 @@ def test_what_no_worker_could_load_never_reaches_the_storage(
     (tmp_path / "empty").mkdir()
     (tmp_path / "cut.tar.xz").write_bytes(packed.read_bytes()[:-20])
     (tmp_path / "text.tar.xz").write_text("hello")
-    result = in_process("kernels", "push", source)
+    result = in_process("files", "add", "kernels", source)
     assert result.returncode == console.EXIT_OPERATOR_MUST_ACT
     assert reason in result.stderr
     assert not (tmp_path / "imagefleet-data").exists()
@@ -161,7 +161,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 def test_a_build_packs_what_a_worker_with_these_settings_compiles(
     in_process: Imagefleet, gpu: dict[str, Any], tmp_path: Path
 ) -> None:
-    build = ("kernels", "build", "--model", str(DEMO), "--cache", "cache", "--slots", "6")
+    build = ("files", "make", "kernels", "--model", str(DEMO), "--cache", "cache", "--slots", "6")
     dry = in_process(*build, "--dry-run")
     assert dry.stdout == f"kernels/{NAME}\n", dry.stderr
     assert gpu == {}
@@ -180,13 +180,13 @@ def test_a_build_that_compiled_nothing_says_so(
     in_process: Imagefleet, gpu: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(load, "load_engine", lambda *_, **__: SimpleNamespace(close=lambda: None))
-    result = in_process("kernels", "build", "--model", str(DEMO), "--cache", "cache")
+    result = in_process("files", "make", "kernels", "--model", str(DEMO), "--cache", "cache")
     assert result.returncode == console.EXIT_OPERATOR_MUST_ACT
     assert re.search(r"torch kept no kernels in /\S+/cache/kernels/", result.stderr)
 
 
 def test_without_a_gpu_nothing_is_built(in_process: Imagefleet, tmp_path: Path) -> None:
-    build = ("kernels", "build", "--model", str(DEMO), "--device", "cpu")
+    build = ("files", "make", "kernels", "--model", str(DEMO), "--device", "cpu")
     result = in_process(*build)
     assert result.returncode == console.EXIT_OPERATOR_MUST_ACT
     assert "compiled for NVIDIA GPUs, and here is none" in result.stderr
@@ -198,5 +198,5 @@ def test_a_build_for_another_gpu_is_stored_beside_the_first(
 ) -> None:
     for key in (OTHER, replace(KEY, gpu="NVIDIA GeForce RTX 4090", capability="8.9")):
         archive.pack(tmp_path / "compiled", key, tmp_path / "kernels" / f"{key.name}.tar.xz")
-    assert in_process("kernels", "push", "kernels").stdout.count(": stored\n") == 3
-    assert "NVIDIA GeForce RTX 4090, torch 2.11.0" in in_process("kernels", "list").stdout
+    assert in_process("files", "add", "kernels", "kernels").stderr.count(": stored: ") == 3
+    assert "NVIDIA GeForce RTX 4090, torch 2.11.0" in in_process("files", "list", "kernels").stdout

@@ -1,4 +1,4 @@
-"""The list of LoRAs and models that `lora add` and `model add` keep, and sign."""
+"""The manifests of folders, which `imagefleet files` keeps and signs."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ async def test_a_manifest_that_others_change_meanwhile_keeps_their_hashes(
     storage: Storage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     blobs = storage.files
-    assert await Listing(storage, "loras", NO_KEYS, create=True).add("a", "1")
+    assert await Listing(storage, "loras", NO_KEYS, create=True).change({"a": "1"})
     read_part = type(blobs).read_part
     others = iter(["b", "c"])
 
@@ -61,7 +61,7 @@ async def test_a_manifest_that_others_change_meanwhile_keeps_their_hashes(
         return part
 
     monkeypatch.setattr(type(blobs), "read_part", read_late)
-    assert await Listing(storage, "loras", NO_KEYS).add("z", "3")
+    assert await Listing(storage, "loras", NO_KEYS).change({"z": "3"})
     content = await blobs.read("loras/manifest.json")
     assert json.loads(content or b"") == {"a": "1", "b": "2", "c": "2", "z": "3"}
 
@@ -70,8 +70,8 @@ async def test_with_a_key_every_file_is_listed_and_the_list_signed(
     storage: Storage, key: SigningKey
 ) -> None:
     keys = keys_of(key)
-    assert await Listing(storage, "loras", keys).add("a", "1")
-    assert await Listing(storage, "loras", keys).add("b", "2")
+    assert await Listing(storage, "loras", keys).change({"a": "1"})
+    assert await Listing(storage, "loras", keys).change({"b": "2"})
     found = await contents(storage)
     assert found.files == {"a": "1", "b": "2"}
     assert found.is_signed_by(keys.trusted, "loras")
@@ -79,24 +79,24 @@ async def test_with_a_key_every_file_is_listed_and_the_list_signed(
 
 
 async def test_a_plain_list_is_signed_only_when_told_to(storage: Storage, key: SigningKey) -> None:
-    await Listing(storage, "loras", NO_KEYS, create=True).add("planted", "1")
+    await Listing(storage, "loras", NO_KEYS, create=True).change({"planted": "1"})
     keys = keys_of(key)
     with pytest.raises(errors.SetupError, match=r"not signed, and lists 1 file: look through it"):
         await Listing(storage, "loras", keys).check()
-    assert await Listing(storage, "loras", keys, create=True).add("planted", "1")
+    assert await Listing(storage, "loras", keys, create=True).change({"planted": "1"})
     assert (await contents(storage)).is_signed_by(keys.trusted, "loras")
 
 
 async def test_a_signed_list_is_not_changed_without_its_key(
     storage: Storage, key: SigningKey, tmp_path: Path
 ) -> None:
-    await Listing(storage, "loras", keys_of(key)).add("a", "1")
+    await Listing(storage, "loras", keys_of(key)).change({"a": "1"})
     other = SigningKey.create(tmp_path / "other.pem")
     for keys in (NO_KEYS, keys_of(other), Keys(None, TrustedKeys.read(key.public))):
         for create in (False, True):
             with pytest.raises(errors.SetupError, match="is signed"):
-                await Listing(storage, "loras", keys, create=create).add("b", "2")
-    assert await Listing(storage, "loras", keys_of(other, key)).add("b", "2")
+                await Listing(storage, "loras", keys, create=create).change({"b": "2"})
+    assert await Listing(storage, "loras", keys_of(other, key)).change({"b": "2"})
     found = await contents(storage)
     assert found.files == {"a": "1", "b": "2"}
     assert found.is_signed_by(keys_of(other).trusted, "loras"), "with the new key alone"
@@ -106,9 +106,9 @@ async def test_a_list_does_not_grow_beyond_what_workers_read(
     storage: Storage, key: SigningKey, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(manifest, "MAX_FILES", 1)
-    await Listing(storage, "loras", keys_of(key)).add("a", "1")
+    await Listing(storage, "loras", keys_of(key)).change({"a": "1"})
     with pytest.raises(errors.SetupError, match="too large"):
-        await Listing(storage, "loras", keys_of(key)).add("b", "2")
+        await Listing(storage, "loras", keys_of(key)).change({"b": "2"})
     assert (await contents(storage)).files == {"a": "1"}
 
 
@@ -124,9 +124,9 @@ def test_add_lists_loras_and_models_and_signs_the_lists(
     (tmp_path / "rocket.safetensors").write_bytes(file_of(*LORA))
     (tmp_path / "dreams.safetensors").write_bytes(file_of())
 
-    added = in_process("lora", "add", "rocket.safetensors")
+    added = in_process("files", "add", "lora", "rocket.safetensors")
     assert "listed and signed in loras/manifest.json" in added.stderr
-    added = in_process("model", "add", "dreams.safetensors", "--no-test", "--json")
+    added = in_process("files", "add", "model", "dreams.safetensors", "--no-test", "--json")
     assert json.loads(added.stdout)["in_manifest"] is True
 
     async def read() -> list[manifest.Contents]:
@@ -140,8 +140,8 @@ def test_add_lists_loras_and_models_and_signs_the_lists(
 
     monkeypatch.delenv("IMAGEFLEET_SIGNING_KEY")
     (tmp_path / "other.safetensors").write_bytes(file_of(*LORA, "x"))
-    refused = in_process("lora", "add", "other.safetensors")
+    refused = in_process("files", "add", "lora", "other.safetensors")
     assert refused.returncode == console.EXIT_OPERATOR_MUST_ACT
     assert "set IMAGEFLEET_SIGNING_KEY" in refused.stderr
-    rows = json.loads(in_process("lora", "list", "--json").stdout)["loras"]
+    rows = json.loads(in_process("files", "list", "lora", "--json").stdout)["files"]
     assert len(rows) == 1, "nothing was uploaded"

@@ -212,7 +212,7 @@ def test_with_a_signing_key_a_file_must_be_in_the_signed_list(
     async def list_one() -> None:
         settings = SignerSettings(**local_settings.model_dump(), signing_key=tmp_path / "key.pem")
         async with open_storage(settings) as storage:
-            await Listing(storage, "loras", settings.keys()).add("listed", "0" * 64)
+            await Listing(storage, "loras", settings.keys()).change({"listed": "0" * 64})
 
     asyncio.run(list_one())
     found = missing(in_process(*signed))

@@ -17,13 +17,12 @@ from typing import Any
 import pytest
 from PIL import Image, ImageStat
 
-import gallery as benchmark
 from fleet.gallery.campaign import Campaign, Pace
 from imagefleet.records.record import Record
 from imagefleet.records.writer import RecordLog
 from imagefleet.storage.open import open_storage
 from imagefleet.storage.settings import StorageSettings
-from in_browser import drawn_campaign
+from in_browser import drawn_campaign, gallery
 from in_browser.browser import Browser, Page
 
 IMAGES = 3_000
@@ -98,7 +97,7 @@ async def test_a_person_walks_through_it_by_keyboard(
     campaign: StorageSettings, open_page: Open
 ) -> None:
     async with open_page(campaign) as page:
-        await page.until(benchmark.FIRST_SCREEN)
+        await page.until(gallery.FIRST_SCREEN)
         columns = await page.evaluate(
             "new Set([...document.querySelectorAll('.tile')]"
             ".map(each => each.getBoundingClientRect().x)).size"
@@ -216,12 +215,12 @@ async def test_thousands_of_images_scroll_without_a_gap(
     campaign: StorageSettings, open_page: Open
 ) -> None:
     async with open_page(campaign) as page:
-        await page.until(benchmark.FIRST_SCREEN)
+        await page.until(gallery.FIRST_SCREEN)
         for step, frames in ((120, 25), (700, 25)):
-            scrolled = await page.evaluate(f"{benchmark.SCROLL}({step}, {frames})")
+            scrolled = await page.evaluate(f"{gallery.SCROLL}({step}, {frames})")
             assert scrolled["gaps"] == 0, scrolled
         await page.evaluate("document.querySelector('#grid').scrollTop = 1e9")
-        await page.until(benchmark.FIRST_SCREEN)
+        await page.until(gallery.FIRST_SCREEN)
         assert await page.evaluate("document.querySelectorAll('.tile').length") < 300
 
 
@@ -244,7 +243,7 @@ async def test_new_images_come_at_the_top_and_move_nothing_under_a_readers_eyes(
         await arrive(1)
         await page.until(f"{first} === 'new1'")
         await page.evaluate("document.querySelector('#grid').scrollTop = 500")
-        await page.until(benchmark.FIRST_SCREEN)
+        await page.until(gallery.FIRST_SCREEN)
         before = await page.evaluate("document.elementFromPoint(300, 400).closest('.tile').id")
         await arrive(2)
         await page.until("!document.querySelector('#newer').hidden")
@@ -284,7 +283,7 @@ async def test_the_newest_are_there_at_once_and_stay_while_older_ones_are_read(
         if (tile.ariaPosInSet < 30) observer.observe(tile.children[0], { attributes: true });
     })()"""
     async with open_page(campaign, is_read=False) as page:
-        await page.until(benchmark.FIRST_SCREEN)
+        await page.until(gallery.FIRST_SCREEN)
         size = await page.evaluate("Number(document.querySelector('.tile').ariaSetSize)")
         assert 0 < size < IMAGES
         assert "%" in await page.evaluate(STATUS)
@@ -313,7 +312,7 @@ async def test_nothing_is_cut_off_or_tiny_in_any_view(
     campaign: StorageSettings, open_page: Open, width: int
 ) -> None:
     async with open_page(campaign, width=width) as page:
-        await page.until(benchmark.FIRST_SCREEN)
+        await page.until(gallery.FIRST_SCREEN)
         views = {"images": await page.evaluate(FAULTS)}
         for scheme in ("light", "dark"):
             await page.use_colors(scheme)
@@ -422,7 +421,7 @@ async def test_the_page_says_when_the_gallery_has_ended(
     async with chromium.page() as page:
         async with serve(campaign) as served:
             await page.open(served.url)
-            await page.until(benchmark.FIRST_SCREEN)
+            await page.until(gallery.FIRST_SCREEN)
         await page.until("!document.querySelector('#problem').hidden")
         assert "imagefleet gallery" in await page.evaluate(
             "document.querySelector('#problem').textContent"
@@ -442,7 +441,7 @@ async def test_a_list_longer_than_a_browser_can_be_high_has_an_end(
 
     monkeypatch.setattr(Campaign, "view", repeated)
     async with open_page(campaign, width=400) as page:
-        await page.until(benchmark.FIRST_SCREEN)
+        await page.until(gallery.FIRST_SCREEN)
         await page.press("ArrowRight")
         await page.press("End")
         assert await active(page) == IMAGES * 400
@@ -451,5 +450,5 @@ async def test_a_list_longer_than_a_browser_can_be_high_has_an_end(
         await page.press("ArrowUp")
         await page.press("PageUp")
         assert await page.evaluate(f"{box}.bottom <= innerHeight && {box}.top > 0")
-        scrolled = await page.evaluate(f"{benchmark.SCROLL}(-100, 20)")
+        scrolled = await page.evaluate(f"{gallery.SCROLL}(-100, 20)")
         assert scrolled["gaps"] == 0

@@ -17,6 +17,7 @@ from pydantic import SecretStr
 
 from fleet.keys import mint
 from imagefleet import errors
+from imagefleet.files.kinds import TEXT
 from imagefleet.records import reader
 from imagefleet.storage.azure.roles import OPTIONAL, RESOURCES, ROLES, Role, name_of
 from imagefleet.storage.open import open_storage
@@ -25,7 +26,6 @@ from imagefleet.storage.settings import Priority, Resource, StorageSettings
 from worker import process
 from worker.engine import contract
 from worker.engine.pixel import text_states
-from worker.files import manifest
 from worker.metrics import Outcome
 from worker.node.watchdog import NO_LIMITS
 from worker.settings import WorkerSettings
@@ -161,7 +161,7 @@ async def test_a_workers_tokens_suffice_to_read_text_states(
     async with open_storage(azurite_settings) as storage:
         await storage.create()
         for prompt in ("a house", ""):
-            name = f"{manifest.TEXT_STATES}/{text_states.file_name(prompt, 't5')}"
+            name = f"{TEXT.folder}/{text_states.file_name(prompt, 't5')}"
             await storage.files.create(name, data, "text/plain", {})
         for prompt in ("a house", "another"):
             await storage.queue.send([json.dumps({"id": prompt.split()[-1], "prompt": prompt})])

@@ -13,9 +13,9 @@ import pytest
 
 from fleet.plan import estimate, work
 from imagefleet import errors
+from imagefleet.files import contents
 from imagefleet.pricing import families, prices
 from loadgen.sources import open_source
-from worker.files import kinds
 
 Imagefleet = Callable[..., "subprocess.CompletedProcess[str]"]  # the fixture of conftest.py
 Write = Callable[..., str]
@@ -61,7 +61,7 @@ def plan(imagefleet: Imagefleet, *arguments: str) -> dict[str, Any]:
 
 
 def test_every_family_that_the_worker_loads_has_its_operations() -> None:
-    loaded = {kind.family for kind in (kinds.SD1, kinds.SD2, kinds.SDXL)}
+    loaded = {kind.family for kind in (contents.SD1, contents.SD2, contents.SDXL)}
     loaded |= {"DeepFloyd IF", "DeepFloyd IF super-resolution", "SD x4 upscaler"}
     assert {each.title for each in families.FAMILIES.values()} == loaded
     assert families.SD1.image_tflop() == pytest.approx(26.64, rel=1e-3), "as benchmarks/results"

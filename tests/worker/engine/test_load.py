@@ -235,7 +235,7 @@ def test_the_programs_in_the_documents_convert_and_complete_checkpoints(
     for program in (convert, complete, state_v):
         exec(compile(program, "models.md", "exec"), {})
 
-    assert check.kind_of_file(Path("model.safetensors")).name.endswith("without its VAE")
+    assert check.content_of(Path("model.safetensors")).name.endswith("without its VAE")
     check.check_path(whole_path)
     load_checkpoint(whole_path, CPU, torch.float32, checkpoint)
     assert check.prediction_type(Path("model-v.safetensors")) == "v_prediction"

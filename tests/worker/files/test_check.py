@@ -75,7 +75,7 @@ def test_a_vae_beside_the_file_is_not_left_out_without_a_word(suffix: str, tmp_p
     ("names", "reason"),
     [
         (REFINER, "is an SDXL refiner checkpoint; imagefleet generates with checkpoints of"),
-        (LORA, "is a LoRA for Stable Diffusion 1.x; `imagefleet lora add`"),
+        (LORA, "is a LoRA for Stable Diffusion 1.x; `imagefleet files add lora`"),
         (NO_VAE, "without its VAE; use the version"),
     ],
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import hashlib
 import json
 import shlex
@@ -17,6 +18,7 @@ from PIL import Image
 from safetensors.torch import load_file
 
 from imagefleet import errors
+from imagefleet.files.kinds import EMBEDDING
 from imagefleet.records import reader
 from imagefleet.signing import SigningKey, TrustedKeys
 from imagefleet.storage import dead_letter
@@ -45,7 +47,7 @@ def sha256(data: bytes) -> str:
 
 
 async def put(storage: Storage, **files: bytes) -> None:
-    """As `imagefleet embedding add` does: the files and the manifest of all of them."""
+    """As `imagefleet files add` does: the files and the manifest of all of them."""
     for name, data in files.items():
         await replace(storage, f"embeddings/{name}.safetensors", data)
     known = await storage.files.read("embeddings/manifest.json")
@@ -170,7 +172,9 @@ async def test_a_listed_file_that_is_missing_too_large_or_another_is_not_used(
     await replace(storage, "embeddings/manifest.json", json.dumps(listed).encode())
     await replace(storage, "embeddings/other.safetensors", lora_bytes("a"))
     await replace(storage, "embeddings/large.safetensors", lora_bytes("a" * 2000))
-    monkeypatch.setattr("worker.files.library.FileKind.max_bytes", 1000, raising=False)
+    monkeypatch.setattr(
+        "worker.files.embeddings.EMBEDDING", dataclasses.replace(EMBEDDING, max_bytes=1000)
+    )
     found = library()
     with pytest.raises(errors.MissingFileError, match=r"no embedding gone\.safetensors in .*embed"):
         await found.resolve_hashed("gone")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import hashlib
 import json
 import os
@@ -14,6 +15,7 @@ import pytest
 
 import polling
 from imagefleet import errors
+from imagefleet.files.kinds import LORA
 from imagefleet.job import prompt
 from imagefleet.storage.protocol import BlobPart, Storage
 from worker.engine import contract
@@ -61,7 +63,7 @@ Library = Callable[..., LoraLibrary]
 
 @pytest.fixture
 def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Library:
-    monkeypatch.setattr("worker.files.loras.MAX_BYTES", 1000)
+    monkeypatch.setattr("worker.files.loras.LORA", dataclasses.replace(LORA, max_bytes=1000))
 
     def make(blobs: Any, **changes: Any) -> LoraLibrary:
         settings = {"directory": None, "cache_bytes": 10_000, **changes}

@@ -96,7 +96,9 @@ async def test_a_signed_manifest_lists_all_that_is_taken(key: SigningKey) -> Non
     source = Source(manifest.encode("loras", {"a": "ABC"}, key))
     hashes = strict(source, key)
     assert await hashes.sha256("a") == "abc"
-    with pytest.raises(errors.MissingFileError, match=r"does not list 'b': `imagefleet lora add`"):
+    with pytest.raises(
+        errors.MissingFileError, match=r"does not list 'b': `imagefleet files add lora`"
+    ):
         await hashes.sha256("b")
 
 

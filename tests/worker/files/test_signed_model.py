@@ -81,7 +81,9 @@ async def test_without_a_signed_list_that_has_the_model_the_operator_must_act(
         "a list of LoRAs": manifest.encode("loras", listed, key),
     }[case]
     await put(storage, content)
-    with pytest.raises(errors.SetupError, match=r"models/manifest\.json.*`imagefleet model add`"):
+    with pytest.raises(
+        errors.SetupError, match=r"models/manifest\.json.*`imagefleet files add model`"
+    ):
         await fetch(settings, storage)
 
 

@@ -182,7 +182,7 @@ def reference_for(engine: Engine, **changes: object) -> Reference:
         kind: likeness.to_text(
             likeness.fingerprint(right(reference.request(kind, SIZE, Path("lora"))))
         )
-        for kind in reference.KINDS
+        for kind in reference.CANARY_IMAGES
     }
     fields = {
         "version": reference.VERSION,
@@ -209,12 +209,12 @@ async def test_a_reference_of_another_model_or_version_is_ignored_with_a_warning
     storage: Storage, caplog: pytest.LogCaptureFixture, changes: dict[str, Any], why: str
 ) -> None:
     engine = Engine()
-    images = dict.fromkeys(reference.KINDS, likeness.to_text(likeness.fingerprint(BAD)))
+    images = dict.fromkeys(reference.CANARY_IMAGES, likeness.to_text(likeness.fingerprint(BAD)))
     async with checks_of(engine, storage) as checks:
         await checks.start_up(reference_for(engine, images=images, **changes))
     (warning,) = caplog.records
     assert why in warning.getMessage()
-    assert "`imagefleet model canary` makes" in warning.getMessage()
+    assert "`imagefleet files make canary` makes" in warning.getMessage()
 
 
 async def test_a_reference_finds_a_node_that_is_wrong_from_the_start(

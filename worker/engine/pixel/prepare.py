@@ -131,7 +131,7 @@ class RequestPreparer:
                 if not text_stage.has_encoder(folder):
                     raise errors.JobError(
                         "the prompt's text states are missing, and this stage has no text encoder:"
-                        " `imagefleet text add` makes them (docs/cascade.md)"
+                        " `imagefleet files make text` makes them (docs/cascade.md)"
                     )
                 self._stage = text_stage.TextStage(folder, torch.device("cpu"), torch.float32)
             return self._stage

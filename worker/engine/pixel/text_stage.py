@@ -3,8 +3,8 @@
     python -m worker.engine.pixel.text_stage --model IF-I-M-v1.0 --out states < prompts.txt
 
 reads a prompt per line and writes a file for each, and for the empty prompt, which guidance needs.
-Prompts whose file is there are passed over. `imagefleet text add` stores them, or makes and stores
-those of a file of jobs.
+Prompts whose file is there are passed over. `imagefleet files add text` stores them, `imagefleet
+files make text` makes and stores those of a file of jobs.
 
 Prompts are cleaned as the captions were that IF was trained with ("exact text cleaning as was in
 the training stage", deepfloyd_if/modules/t5.py): web addresses, HTML, names of files and the like

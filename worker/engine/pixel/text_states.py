@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from imagefleet import errors
+from imagefleet.files.contents import TEXT_STATES_FORMAT
 
 if TYPE_CHECKING:
     import torch
@@ -24,8 +25,6 @@ if TYPE_CHECKING:
 TOKENS = 77
 
 SUFFIX = ".safetensors"
-
-FORMAT = "imagefleet text states 1"
 
 _TENSOR = "states"
 
@@ -53,7 +52,11 @@ def content(prompt: str, encoder: str, states: torch.Tensor) -> bytes:
     import torch
     from safetensors.torch import save
 
-    metadata = {"format": FORMAT, "encoder": encoder, "prompt_sha256": _sha256(clean(prompt))}
+    metadata = {
+        "format": TEXT_STATES_FORMAT,
+        "encoder": encoder,
+        "prompt_sha256": _sha256(clean(prompt)),
+    }
     data: bytes = save({_TENSOR: states.to("cpu", torch.float16).contiguous()}, metadata)
     return data
 
@@ -87,7 +90,7 @@ def read(path: Path, prompt: str, encoder: str, width: int) -> torch.Tensor:
             error
         )
     found = metadata.get("format"), metadata.get("encoder"), metadata.get("prompt_sha256")
-    if found != (FORMAT, encoder, _sha256(clean(prompt))):
+    if found != (TEXT_STATES_FORMAT, encoder, _sha256(clean(prompt))):
         raise errors.JobError(
             f"{path.name!r} does not have the text states of this prompt by {encoder!r}"
         )

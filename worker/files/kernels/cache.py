@@ -17,6 +17,8 @@ from pathlib import Path
 from typing import Literal
 
 from imagefleet import errors, retry
+from imagefleet.files.kinds import KERNELS
+from imagefleet.files.safetensors import MalformedError
 from imagefleet.signing import TrustedKeys, trusted_keys
 from imagefleet.storage import protocol
 from worker import tasks
@@ -27,7 +29,6 @@ from worker.files.kernels import archive
 from worker.files.kernels.key import Key
 from worker.files.kernels.machine import find_key
 from worker.files.manifest import Manifest
-from worker.files.safetensors import MalformedError
 from worker.files.sources import BlobSource
 from worker.settings import WorkerSettings
 
@@ -144,11 +145,11 @@ class KernelCache:
         download = Download(
             DiskCache(self.folder),
             name,
-            BlobSource(blobs, name, manifest.KERNELS),
+            BlobSource(blobs, name, KERNELS.folder),
             sha256,
             copies=1,
             check=lambda _part, _is_whole: None,
-            stated_in=f"{manifest.KERNELS}/{manifest.NAME}",
+            stated_in=f"{KERNELS.folder}/{manifest.NAME}",
         )
         await download.run(retry_policy)
         try:
@@ -174,7 +175,7 @@ class KernelCache:
         if origin == self.origin:
             return
         advice = (
-            ": `imagefleet kernels build` and `kernels push` spare other workers that"
+            ": `imagefleet files make kernels` and `files add kernels` spare other workers that"
             if origin == "compiled"
             else ""
         )
@@ -268,7 +269,7 @@ async def find_sha256(
     Raises:
         TransientError: the storage does not answer; SetupError: the list is not signed as it must.
     """
-    listed = f"{manifest.KERNELS}/{manifest.NAME}"
+    listed = f"{KERNELS.folder}/{manifest.NAME}"
     content = await blobs.read(listed, manifest.MAX_BYTES)
     if content is None:
         return None
@@ -278,6 +279,6 @@ async def find_sha256(
 
     where = f"{listed} in the container {blobs.name!r}"
     try:
-        return await Manifest(where, read, folder=manifest.KERNELS, trusted=trusted).sha256(name)
+        return await Manifest(where, read, folder=KERNELS.folder, trusted=trusted).sha256(name)
     except errors.MissingFileError:
         return None

@@ -14,8 +14,8 @@ from pathlib import Path
 import pynvml
 
 import worker
+from imagefleet.files import safetensors
 from worker import replica
-from worker.files import safetensors
 from worker.files.kernels.key import Key
 
 #: UNet weights in a single file; in diffusers format they have a folder of their own.

@@ -13,6 +13,7 @@ import pytest
 import torch
 from PIL import Image
 
+from imagefleet.files.kinds import TEXT
 from imagefleet.job.message import read_job
 from imagefleet.signing import SigningKey
 from imagefleet.storage import dead_letter
@@ -116,7 +117,7 @@ async def store_states(storage: Storage, folder: Path, made: Path, *prompts: str
     text = text_stage.TextStage(folder, torch.device("cpu"), torch.float32)
     stems = []
     for path in text_stage.write_states(text, prompts, made):
-        blob = f"{manifest.TEXT_STATES}/{path.name}"
+        blob = f"{TEXT.folder}/{path.name}"
         assert await storage.files.create(blob, path.read_bytes(), "application/octet-stream", {})
         stems.append(path.stem)
     return stems
@@ -153,7 +154,7 @@ async def test_stages_without_a_text_encoder_draw_the_images_of_those_with_one(
         drawn[name] = [await read(storage, f"default/{name}{end}.png") for end in ("", "~2")]
     for small, whole in zip(drawn["small"], drawn["whole"], strict=True):
         assert difference(small, whole) == 0
-    cache = tmp_path / "cache" / manifest.TEXT_STATES
+    cache = tmp_path / "cache" / TEXT.folder
     assert {path.stem for path in cache.glob("*.safetensors")} == set(stems)
 
 
@@ -184,7 +185,9 @@ async def test_a_job_whose_text_states_are_missing_fails_with_the_command_that_m
     assert reasons.keys() == {"lost", "half"}
     assert "the text states of the prompt by 'tiny-t5' are not in the storage" in reasons["lost"]
     assert "the text states of the negative prompt" in reasons["half"]
-    assert all("`imagefleet text add JOBS --model FOLDER`" in each for each in reasons.values())
+    assert all(
+        "`imagefleet files make text JOBS --model FOLDER`" in each for each in reasons.values()
+    )
     assert [str(each.prompt) for each in on_engine] == ["a red house"], "decided before the engine"
     assert await storage.blobs.read("default/good.png") is not None
 
@@ -205,8 +208,8 @@ async def test_with_a_trusted_key_only_listed_text_states_are_used(
         stem: hashlib.sha256((made / f"{stem}.safetensors").read_bytes()).hexdigest()
         for stem in (text_states.stem(each, tiny_cascade.ENCODER) for each in ("a red house", ""))
     }
-    content = manifest.encode(manifest.TEXT_STATES, listed, key)
-    name = f"{manifest.TEXT_STATES}/{manifest.NAME}"
+    content = manifest.encode(TEXT.folder, listed, key)
+    name = f"{TEXT.folder}/{manifest.NAME}"
     assert await storage.files.create(name, content, "application/json", {})
     fields: dict[str, Any] = {"seed": 1, "steps": 2, "cfg_scale": 7, "sampler_name": "DDPM"}
     for job_id, prompt in (("good", "a red house"), ("unlisted", "a blue house")):

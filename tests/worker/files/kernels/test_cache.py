@@ -152,7 +152,7 @@ async def test_a_listed_file_that_is_gone_stops_nobody(
     content = manifest.encode("kernels", {NAME: "0" * 64}, None)
     await storage.files.create("kernels/manifest.json", content, "application/json", {})
     assert await fetch(kernels, storage) is None
-    assert "`imagefleet kernels push` stores it" in caplog.text
+    assert "`imagefleet files add kernels` stores it" in caplog.text
 
 
 async def test_with_a_trusted_key_only_kernels_of_a_signed_list_are_loaded(
@@ -259,7 +259,7 @@ async def test_kernels_that_did_not_fit_count_as_compiled(
         another.parent.mkdir(parents=True)
         another.write_bytes(b"a graph for other slots")
     assert (value("store"), value("compiled")) == (0, 1)
-    assert "`imagefleet kernels build`" in caplog.text
+    assert "`imagefleet files make kernels`" in caplog.text
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""`imagefleet text`: what is stored is what workers find, however often the command is run."""
+"""`imagefleet files` with text states: workers find what is stored, however often it runs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ import pytest
 import torch
 
 from fleet import console, options
-from fleet.texts import store
+from fleet.files import texts
+from imagefleet.files.kinds import TEXT
 from imagefleet.signing import SigningKey, TrustedKeys
 from imagefleet.storage.open import open_storage
 from imagefleet.storage.settings import StorageSettings
@@ -23,7 +24,6 @@ from pixel import tiny_cascade
 from worker.engine.pixel import text_stage, text_states
 from worker.files import manifest
 from worker.files.library import FileLibrary
-from worker.inputs import files
 
 Imagefleet = Callable[..., "subprocess.CompletedProcess[str]"]  # the fixture of conftest.py
 
@@ -67,7 +67,7 @@ def flags(settings: StorageSettings) -> list[str]:
 def stored(settings: StorageSettings) -> set[str]:
     async def names() -> set[str]:
         async with open_storage(settings) as storage:
-            return {name async for name in storage.files.names(f"{manifest.TEXT_STATES}/")}
+            return {name async for name in storage.files.names(f"{TEXT.folder}/")}
 
     return {Path(name).name for name in asyncio.run(names())} - {manifest.NAME}
 
@@ -79,7 +79,7 @@ def found_by_workers(
         async with open_storage(settings) as storage:
             library = FileLibrary.stored(
                 storage.files,
-                files.TEXT_STATES,
+                TEXT,
                 cache=cache,
                 cache_bytes=2**20,
                 trusted=TrustedKeys.read(trusted) if trusted else None,
@@ -108,8 +108,17 @@ def test_workers_find_the_states_of_all_prompts_of_all_stages(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(store, "CHUNK", 2)
-    command = ["text", "add", str(jobs), "--model", str(model), "--json", *flags(storage_settings)]
+    monkeypatch.setattr(texts, "CHUNK", 2)
+    command = [
+        "files",
+        "make",
+        "text",
+        str(jobs),
+        "--model",
+        str(model),
+        "--json",
+        *flags(storage_settings),
+    ]
     added = in_process(*command)
     assert added.returncode == console.EXIT_DONE, added.stderr
     assert json.loads(added.stdout) == {
@@ -126,9 +135,9 @@ def test_workers_find_the_states_of_all_prompts_of_all_stages(
     for prompt, each in zip(PROMPTS, states, strict=True):
         assert torch.equal(each, stage.encode([prompt])[0].half())
 
-    listed = in_process("text", "list", "--json", *flags(storage_settings))
-    rows = json.loads(listed.stdout)["text-states"]
-    assert {(row["name"], row["kind"]) for row in rows} == {
+    listed = in_process("files", "list", "text", "--json", *flags(storage_settings))
+    rows = json.loads(listed.stdout)["files"]
+    assert {(row["name"], row["content"]) for row in rows} == {
         (name, tiny_cascade.ENCODER) for name in names_of(PROMPTS)
     }
 
@@ -148,7 +157,7 @@ def test_an_interrupted_command_goes_on_where_it_was(
     storage_settings: StorageSettings,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(store, "CHUNK", 1)
+    monkeypatch.setattr(texts, "CHUNK", 1)
     made: list[str] = []
     encode = text_stage.TextStage.encode
 
@@ -159,7 +168,7 @@ def test_an_interrupted_command_goes_on_where_it_was(
         return encode(self, prompts)
 
     monkeypatch.setattr(text_stage.TextStage, "encode", fail_at_the_third)
-    command = ["text", "add", str(jobs), "--model", str(model), *flags(storage_settings)]
+    command = ["files", "make", "text", str(jobs), "--model", str(model), *flags(storage_settings)]
     assert in_process(*command).returncode != console.EXIT_DONE
     there = stored(storage_settings)
     assert 1 <= len(there) <= 2
@@ -181,7 +190,7 @@ def test_a_dry_run_needs_no_storage(
     in_process: Imagefleet, jobs: Path, model: Path, local_settings: StorageSettings
 ) -> None:
     dry = in_process(
-        *("text", "add", str(jobs), "--model", str(model), "--dry-run", "--json"),
+        *("files", "make", "text", str(jobs), "--model", str(model), "--dry-run", "--json"),
         *flags(local_settings),
     )
     assert dry.returncode == console.EXIT_DONE, dry.stderr
@@ -199,10 +208,10 @@ def test_with_a_signing_key_all_are_listed_and_what_others_stored_is_replaced(
     signing_key: SigningKey,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(store, "CHUNK", 2)
-    monkeypatch.setattr(store, "LISTED_AT_ONCE", 2)
+    monkeypatch.setattr(texts, "CHUNK", 2)
+    monkeypatch.setattr(texts, "LISTED_AT_ONCE", 2)
     foreign = text_states.content("two dogs", tiny_cascade.ENCODER, torch.ones(77, WIDTH))
-    blob = f"{manifest.TEXT_STATES}/{text_states.file_name('two dogs', tiny_cascade.ENCODER)}"
+    blob = f"{TEXT.folder}/{text_states.file_name('two dogs', tiny_cascade.ENCODER)}"
 
     async def put() -> None:
         async with open_storage(storage_settings) as storage:
@@ -210,7 +219,16 @@ def test_with_a_signing_key_all_are_listed_and_what_others_stored_is_replaced(
             await storage.files.create(blob, foreign, "application/octet-stream", {})
 
     asyncio.run(put())
-    command = ["text", "add", str(jobs), "--model", str(model), "--json", *flags(storage_settings)]
+    command = [
+        "files",
+        "make",
+        "text",
+        str(jobs),
+        "--model",
+        str(model),
+        "--json",
+        *flags(storage_settings),
+    ]
     added = in_process(*command)
     assert added.returncode == console.EXIT_DONE, added.stderr
     found = json.loads(added.stdout)
@@ -229,7 +247,9 @@ def test_a_list_that_would_become_too_large_is_refused_before_the_work(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(manifest, "MAX_FILES", len(PROMPTS) - 1)
-    result = in_process("text", "add", str(jobs), "--model", str(model), *flags(local_settings))
+    result = in_process(
+        "files", "make", "text", str(jobs), "--model", str(model), *flags(local_settings)
+    )
     assert result.returncode == console.EXIT_OPERATOR_MUST_ACT
     assert "text-states/manifest.json is too large" in result.stderr
     assert stored(local_settings) == set()
@@ -245,12 +265,12 @@ def test_states_made_on_another_machine_are_stored_as_they_are(
     made = tmp_path / "states"
     monkeypatch.setattr(sys, "stdin", io.StringIO("a red house\n"))
     text_stage.main(["--model", str(model), "--out", str(made), "--device", "cpu"])
-    added = in_process("text", "add", str(made), *flags(storage_settings))
+    added = in_process("files", "add", "text", str(made), *flags(storage_settings))
     assert added.returncode == console.EXIT_DONE, added.stderr
     assert "2 text states stored, 0 were there, of 2 prompts by tiny-t5" in added.stderr
     states = found_by_workers(storage_settings, ["a red house", ""], tmp_path / "cache")
     assert [each.shape for each in states] == [(77, WIDTH)] * 2
-    again = in_process("text", "add", str(made), *flags(storage_settings))
+    again = in_process("files", "add", "text", str(made), *flags(storage_settings))
     assert "0 text states stored, 2 were there" in again.stderr
 
 
@@ -258,8 +278,8 @@ def test_states_made_on_another_machine_are_stored_as_they_are(
     ("content", "said"),
     [
         (None, "should have the text states of one text encoder, and has none"),
-        (b"PK\x03\x04", "is not a readable .safetensors file"),
-        ("a LoRA", "has no text states"),
+        (b"PK\x03\x04", "is a pickle"),
+        ("a LoRA", "is no known kind of model"),
         ("cut off", "is cut off"),
     ],
 )
@@ -277,7 +297,7 @@ def test_a_folder_of_something_else_is_refused(
     data = {"a LoRA": lora_content, "cut off": whole[:-8]}.get(str(content), content)
     if isinstance(data, bytes):
         (made / "x.safetensors").write_bytes(data)
-    result = in_process("text", "add", str(made), *flags(local_settings))
+    result = in_process("files", "add", "text", str(made), *flags(local_settings))
     assert result.returncode == console.EXIT_OPERATOR_MUST_ACT
     assert said in result.stderr
 
@@ -291,7 +311,7 @@ def lora_content() -> bytes:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ([], "--model: name the folder of a stage"),
+        ([], "--model / IMAGEFLEET_MODEL: "),
         (["--model", "elsewhere"], "has no weights of a T5 encoder"),
         (["--model", "sd15"], "has no weights of a T5 encoder"),
     ],
@@ -307,7 +327,7 @@ def test_without_a_text_encoder_nothing_is_read(
     clip.mkdir(parents=True)
     (clip / "config.json").write_text('{"model_type": "clip_text_model"}')
     (clip / "model.safetensors").touch()
-    result = in_process("text", "add", str(jobs), *arguments, *flags(local_settings))
+    result = in_process("files", "make", "text", str(jobs), *arguments, *flags(local_settings))
     assert result.returncode == console.EXIT_OPERATOR_MUST_ACT
     assert said in result.stderr
     assert not Path(local_settings.storage.removeprefix("local:")).exists()

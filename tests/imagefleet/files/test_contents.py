@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from worker.files import kinds, safetensors
+from imagefleet.files import contents, safetensors
 
 Shapes = dict[str, list[int]]
 
@@ -58,7 +58,7 @@ def without(*names: str) -> Shapes:
     ids=["plain", "no text_model", "position ids", "EMA beside", "training state", "tiny"],
 )
 def test_checkpoints_of_stable_diffusion_1_are_accepted(shapes: Shapes) -> None:
-    assert kinds.find_kind(header(shapes)) is kinds.SD1
+    assert contents.identify(header(shapes)) is contents.SD1
 
 
 SD2: Shapes = {
@@ -79,20 +79,20 @@ SDXL: Shapes = {
 @pytest.mark.parametrize(
     ("shapes", "kind"),
     [
-        (SD2, kinds.SD2),
-        (SD2 | {CROSS: [32, 32]}, kinds.SD2),
-        (SDXL, kinds.SDXL),
-        (SDXL | {"v_pred": [], "ztsnr": []}, kinds.SDXL),
-        (SDXL | {f"{UNET}label_emb.0.0.weight": [1280, 2816]}, kinds.SDXL),
-        (SD1 | {CONV_IN: [320, 9, 3, 3]}, kinds.SD1),
-        (SD2 | {CONV_IN: [320, 9, 3, 3]}, kinds.SD2),
-        (SDXL | {CONV_IN: [320, 9, 3, 3]}, kinds.SDXL),
-        (SD2 | {CONV_IN: [256, 7, 3, 3]}, kinds.X4_UPSCALER),
-        (SDXL | {CROSS.replace("1.1", "4.1"): [32, 32]}, kinds.SDXL),
+        (SD2, contents.SD2),
+        (SD2 | {CROSS: [32, 32]}, contents.SD2),
+        (SDXL, contents.SDXL),
+        (SDXL | {"v_pred": [], "ztsnr": []}, contents.SDXL),
+        (SDXL | {f"{UNET}label_emb.0.0.weight": [1280, 2816]}, contents.SDXL),
+        (SD1 | {CONV_IN: [320, 9, 3, 3]}, contents.SD1),
+        (SD2 | {CONV_IN: [320, 9, 3, 3]}, contents.SD2),
+        (SDXL | {CONV_IN: [320, 9, 3, 3]}, contents.SDXL),
+        (SD2 | {CONV_IN: [256, 7, 3, 3]}, contents.X4_UPSCALER),
+        (SDXL | {CROSS.replace("1.1", "4.1"): [32, 32]}, contents.SDXL),
     ],
 )
-def test_checkpoints_of_other_families_are_accepted(shapes: Shapes, kind: kinds.Kind) -> None:
-    assert kinds.find_kind(header(shapes)) is kind
+def test_checkpoints_of_other_families_are_accepted(shapes: Shapes, kind: contents.Content) -> None:
+    assert contents.identify(header(shapes)) is kind
 
 
 @pytest.mark.parametrize(
@@ -178,8 +178,8 @@ def test_checkpoints_of_other_families_are_accepted(shapes: Shapes, kind: kinds.
     ],
 )
 def test_what_is_no_such_checkpoint_is_called_by_its_name(shapes: Shapes, name: str) -> None:
-    kind = kinds.find_kind(header(shapes))
-    assert kind.use in {None, "embedding", "controlnet"}
+    kind = contents.identify(header(shapes))
+    assert kind.use in {None, "embedding", "controlnet", "upscaler"}
     assert re.search(name, kind.name)
     assert kind.advice
 
@@ -227,17 +227,17 @@ def test_what_is_no_such_checkpoint_is_called_by_its_name(shapes: Shapes, name: 
 def test_loras_are_told_apart_by_their_architecture(
     shapes: Shapes, metadata: dict[str, str], name: str
 ) -> None:
-    kind = kinds.find_kind(header(shapes, **metadata))
+    kind = contents.identify(header(shapes, **metadata))
     assert kind.name.startswith("a LoRA")
     assert name in kind.name
-    assert (kind is kinds.SD1_LORA) == ("1.x" in name)
+    assert (kind is contents.SD1_LORA) == ("1.x" in name)
     assert (kind.use == "lora") == (name != "Flux")
 
 
 def test_what_the_author_says_counts_where_the_names_tell_nothing() -> None:
-    kind = kinds.find_kind(header({"x": [1]}, modelspec__architecture="pixart-sigma"))
+    kind = contents.identify(header({"x": [1]}, modelspec__architecture="pixart-sigma"))
     assert "'pixart-sigma'" in kind.name
-    assert kinds.find_kind(header(SD1, modelspec__architecture="flux-1-dev")) is kinds.SD1
+    assert contents.identify(header(SD1, modelspec__architecture="flux-1-dev")) is contents.SD1
 
 
 @pytest.mark.parametrize(
@@ -253,7 +253,7 @@ def test_what_the_author_says_counts_where_the_names_tell_nothing() -> None:
 def test_v_prediction_is_known_where_the_file_says_so(
     shapes: Shapes, metadata: dict[str, str], expected: str | None
 ) -> None:
-    assert kinds.prediction_type(header(shapes, **metadata)) == expected
+    assert contents.prediction_type(header(shapes, **metadata)) == expected
 
 
 @settings(max_examples=50)
@@ -264,8 +264,8 @@ def test_v_prediction_is_known_where_the_file_says_so(
 def test_no_header_raises(shapes: Shapes, metadata: dict[str, str]) -> None:
     shapes.pop("__metadata__", None)
     found = header(shapes, **metadata)
-    assert kinds.find_kind(found).name
-    kinds.prediction_type(found)
+    assert contents.identify(found).name
+    contents.prediction_type(found)
 
 
 @pytest.mark.parametrize(

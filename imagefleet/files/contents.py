@@ -4,94 +4,82 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import Literal
 
-from worker.files.safetensors import Header
+from imagefleet.files.safetensors import Header
 
 _ONLY_THESE = "imagefleet generates with checkpoints of Stable Diffusion 1.x, 2.x and SDXL"
 _WHOLE = "use the version of the checkpoint that has everything in one file"
-_LORA_PLACE = (
-    "`imagefleet lora add` puts it where workers find it, and prompts use it as <lora:NAME:0.8>"
-)
+
+#: The format that a file of text states names in its metadata.
+TEXT_STATES_FORMAT = "imagefleet text states 1"
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
-    """A kind of file: its name for messages, with the article, and what to do with it."""
+class Content:
+    """What a file holds: its name for messages, with the article, and its use."""
 
     name: str
     advice: str = _ONLY_THESE
-    use: Literal["checkpoint", "lora", "embedding", "controlnet"] | None = None
-    """What imagefleet uses such files as; None: not at all."""
+    """What to do with a file that has no use here."""
+    use: str | None = None
+    """The name of the kind of file (`imagefleet.files.kinds`) that it can be stored as."""
     family: str = ""
     """The models that it is, or is for."""
 
 
-_MODEL_PLACE = "`imagefleet model add` is for checkpoints"
-SD1 = Kind("a Stable Diffusion 1.x checkpoint", _MODEL_PLACE, "checkpoint", "SD 1.x")
-SD2 = Kind("a Stable Diffusion 2.x checkpoint", _MODEL_PLACE, "checkpoint", "SD 2.x")
-SDXL = Kind("an SDXL checkpoint", _MODEL_PLACE, "checkpoint", "SDXL")
-X4_UPSCALER = Kind("an x4 upscaler checkpoint", _MODEL_PLACE, "checkpoint", "SD x4 upscaler")
-SD1_LORA = Kind("a LoRA for Stable Diffusion 1.x", _LORA_PLACE, "lora", "SD 1.x")
-SD2_LORA = Kind("a LoRA for Stable Diffusion 2.x", _LORA_PLACE, "lora", "SD 2.x")
-SDXL_LORA = Kind("a LoRA for SDXL", _LORA_PLACE, "lora", "SDXL")
+SD1 = Content("a Stable Diffusion 1.x checkpoint", use="model", family="SD 1.x")
+SD2 = Content("a Stable Diffusion 2.x checkpoint", use="model", family="SD 2.x")
+SDXL = Content("an SDXL checkpoint", use="model", family="SDXL")
+X4_UPSCALER = Content("an x4 upscaler checkpoint", use="model", family="SD x4 upscaler")
+SD1_LORA = Content("a LoRA for Stable Diffusion 1.x", use="lora", family="SD 1.x")
+SD2_LORA = Content("a LoRA for Stable Diffusion 2.x", use="lora", family="SD 2.x")
+SDXL_LORA = Content("a LoRA for SDXL", use="lora", family="SDXL")
 
 _LORA_ADVICE = "imagefleet uses LoRAs for Stable Diffusion 1.x, 2.x and SDXL"
-_OTHER_LORA = Kind("a LoRA for another architecture (Flux, SD3 or similar)", _LORA_ADVICE)
+_OTHER_LORA = Content("a LoRA for another architecture (Flux, SD3 or similar)", _LORA_ADVICE)
 
-_REFINER = Kind("an SDXL refiner checkpoint")
-_EDITING = Kind(
+_REFINER = Content("an SDXL refiner checkpoint")
+_EDITING = Content(
     "a checkpoint that edits pictures (InstructPix2Pix)", "imagefleet generates from text"
 )
-_UNCLIP = Kind(
+_UNCLIP = Content(
     "a checkpoint that draws variations of a picture (unCLIP)", "imagefleet generates from text"
 )
-_EDM = Kind("a checkpoint of another noise than Stable Diffusion's (Playground v2.5, CosXL)")
-_SCALED = Kind(
+_EDM = Content("a checkpoint of another noise than Stable Diffusion's (Playground v2.5, CosXL)")
+_SCALED = Content(
     "a checkpoint of quantised weights with scales of their own",
     "use the version in float16, bfloat16 or plain float8",
 )
-_MIXED = Kind("a mixed checkpoint, with parts of several families of models", _WHOLE)
+_MIXED = Content("a mixed checkpoint, with parts of several families of models", _WHOLE)
 _ADD_VAE = f"{_WHOLE}, or add a VAE (see 'Incomplete files' in docs/models.md)"
-_UNET = Kind("the UNet of a checkpoint alone", _WHOLE)
-_AVERAGE = Kind("the averaged weights (EMA) of a checkpoint alone", _WHOLE)
-_VAE = Kind("a VAE alone", _WHOLE)
-_TEXT_ENCODER = Kind("a text encoder alone", _WHOLE)
-EMBEDDING = Kind(
-    "a textual inversion embedding",
-    "`imagefleet embedding add` puts it where workers find it, and prompts use it by its name",
-    "embedding",
-)
-#: Upscalers, with no use named: of dozens of architectures, not all are known by their tensors.
-UPSCALER = Kind(
-    "an upscaler",
-    "`imagefleet upscaler add` puts it where workers find it, and second passes use it by its name",
-)
-CONTROLNET = Kind(
-    "a ControlNet",
-    "`imagefleet controlnet add` puts it where workers find it, and jobs use it by its name",
-    "controlnet",
-)
-_DIFFUSERS_PARTS = Kind(
+_UNET = Content("the UNet of a checkpoint alone", _WHOLE)
+_AVERAGE = Content("the averaged weights (EMA) of a checkpoint alone", _WHOLE)
+_VAE = Content("a VAE alone", _WHOLE)
+_TEXT_ENCODER = Content("a text encoder alone", _WHOLE)
+EMBEDDING = Content("a textual inversion embedding", use="embedding")
+UPSCALER = Content("an upscaler", use="upscaler")
+CONTROLNET = Content("a ControlNet", use="controlnet")
+TEXT_STATES = Content("the text states of a prompt", use="text")
+_DIFFUSERS_PARTS = Content(
     "a whole pipeline in diffusers' key names", "save it as a folder in diffusers format"
 )
 
-#: Patterns for the names of tensors, by the kind that they tell; the first that occurs decides.
-_TELLING_NAMES: tuple[tuple[Kind, str], ...] = (
+#: Patterns for the names of tensors, by the content that they tell; the first that occurs decides.
+_TELLING_NAMES: tuple[tuple[Content, str], ...] = (
     (
         CONTROLNET,
         r"^(control_model\.|(module\.)?controlnet_|lora_controlnet$|(.+\.)?input_hint_block\.)",
     ),
     (
-        Kind("an IP-Adapter", "imagefleet does not use adapters"),
+        Content("an IP-Adapter", "imagefleet does not use adapters"),
         r"^(ip_adapter\.|image_proj(_model)?\.)",
     ),
     (
-        Kind("a T2I-Adapter", "imagefleet does not use adapters"),
+        Content("a T2I-Adapter", "imagefleet does not use adapters"),
         r"^adapter\.|^body\.\d+\.(resnets|block1|in_conv)\b",
     ),
     (
-        Kind("a motion module (AnimateDiff)", "imagefleet generates single images"),
+        Content("a motion module (AnimateDiff)", "imagefleet generates single images"),
         r"\bmotion_modules\.",
     ),
     (EMBEDDING, r"^(emb_params|clip_[gl]|text_encoders_[01])$"),
@@ -103,21 +91,21 @@ _TELLING_NAMES: tuple[tuple[Kind, str], ...] = (
         ),
     ),
     (_DIFFUSERS_PARTS, r"^unet\.(conv_in|down_blocks)\."),
-    (Kind("a Stable Diffusion 3 checkpoint"), r"^(model\.diffusion_model\.)?joint_blocks\."),
+    (Content("a Stable Diffusion 3 checkpoint"), r"^(model\.diffusion_model\.)?joint_blocks\."),
     (
-        Kind("a HunyuanVideo checkpoint"),
+        Content("a HunyuanVideo checkpoint"),
         r"(^|\.)txt_in\.individual_token_refiner\.",
     ),
     (
-        Kind("a Flux checkpoint"),
+        Content("a Flux checkpoint"),
         r"^(model\.diffusion_model\.)?(double_blocks\.|single_transformer_blocks\.)",
     ),
     (
-        Kind("a Stable Cascade checkpoint"),
+        Content("a Stable Cascade checkpoint"),
         r"^(model\.diffusion_model\.)?(clip_txt_mapper|clip_mapper|clf\.1)\b",
     ),
     (
-        Kind("a diffusion transformer (SD3, Z-Image, Wan, Qwen-Image or similar)"),
+        Content("a diffusion transformer (SD3, Z-Image, Wan, Qwen-Image or similar)"),
         (
             r"^(model\.diffusion_model\.|net\.)?(double_layers|double_stream_blocks"
             r"|transformer_blocks|patchify_proj|patch_embedding|cap_embedder|x_embedder|adaln_single"
@@ -137,7 +125,7 @@ _TELLING_NAMES: tuple[tuple[Kind, str], ...] = (
             r"|^(embeddings\.token_embedding|encoder\.block\.|shared\.weight|model\.layers\.)"
         ),
     ),
-    (Kind("an image encoder alone"), r"^(vision_model|visual)\."),
+    (Content("an image encoder alone"), r"^(vision_model|visual)\."),
     (
         UPSCALER,
         r"^(conv_first\.|(params|params_ema|model)\.\d|body\.\d+\.rdb|RRDB_trunk\.|model\.1\.sub)",
@@ -191,22 +179,24 @@ _MOST_EMBEDDING_TENSORS = 3
 EMBEDDING_WIDTHS = {768: "SD 1.x", 1024: "SD 2.x", 1280: "SDXL"}
 
 
-def find_kind(header: Header) -> Kind:
-    """The kind of file that has this header. Names of tensors go before what its author says."""
+def identify(header: Header) -> Content:
+    """What a file with this header holds. Names of tensors go before what its author says."""
+    if header.metadata.get("format") == TEXT_STATES_FORMAT:
+        return TEXT_STATES
     names = "\n".join(header.shapes)
-    for kind, pattern in _TELLING_NAMES:
+    for content, pattern in _TELLING_NAMES:
         if re.search(pattern, names, re.MULTILINE):
-            if kind is SD1_LORA:
+            if content is SD1_LORA:
                 return _lora(header, names)
-            return _with_unet(header, names) if kind in {SD1, SDXL} else kind
+            return _with_unet(header, names) if content in {SD1, SDXL} else content
     if 0 < len(header.shapes) <= _MOST_EMBEDDING_TENSORS and all(
         len(shape) in {1, 2} and shape[-1] in EMBEDDING_WIDTHS for shape in header.shapes.values()
     ):
         return EMBEDDING
     if architecture := header.metadata.get(_ARCHITECTURE):
-        return Kind(f"a model of the architecture {architecture[:60]!r}")
+        return Content(f"a model of the architecture {architecture[:60]!r}")
     first = next(iter(header.shapes), None)
-    return Kind(
+    return Content(
         "an empty safetensors file"
         if first is None
         else f"no known kind of model (its first tensor is {first[:60]!r})"
@@ -221,31 +211,31 @@ def prediction_type(header: Header) -> str | None:
     return {"epsilon": "epsilon", "v": "v_prediction", "v_prediction": "v_prediction"}.get(stated)
 
 
-def _with_unet(header: Header, names: str) -> Kind:
-    """The kind of a checkpoint of Stable Diffusion 1.x to XL."""
-    kind = _BY_CONTEXT.get(_size(header, _CROSS_ATTENTION, axis=-1))
+def _with_unet(header: Header, names: str) -> Content:
+    """The content of a checkpoint of Stable Diffusion 1.x to XL."""
+    content = _BY_CONTEXT.get(_size(header, _CROSS_ATTENTION, axis=-1))
     texts = [each for each, pattern in _TEXT_ENCODERS.items() if _has(names, pattern)]
-    kind = kind or next(iter(texts), SD1)
+    content = content or next(iter(texts), SD1)
     shape = header.shapes.get(_INPUTS, ())
     inputs = shape[1] if len(shape) > 1 else 0
-    if (other := _alike(kind, inputs, names)) is not None:
+    if (other := _alike(content, inputs, names)) is not None:
         return other
-    if kind is _REFINER or set(texts) - {kind}:
-        return _REFINER if kind is _REFINER else _MIXED
+    if content is _REFINER or set(texts) - {content}:
+        return _REFINER if content is _REFINER else _MIXED
     if not _has(names, r"^model\.diffusion_model\.input_blocks\."):
         return _TEXT_ENCODER
-    if kind not in texts:
-        return Kind(f"{kind.name} without its text encoder", _WHOLE)
+    if content not in texts:
+        return Content(f"{content.name} without its text encoder", _WHOLE)
     if not _has(names, r"^(first_stage_model|vae)\."):
-        return Kind(f"{kind.name} without its VAE", _ADD_VAE)
-    return X4_UPSCALER if kind is SD2 and inputs == _UPSCALER_INPUTS else kind
+        return Content(f"{content.name} without its VAE", _ADD_VAE)
+    return X4_UPSCALER if content is SD2 and inputs == _UPSCALER_INPUTS else content
 
 
-def _alike(kind: Kind, inputs: int, names: str) -> Kind | None:
-    """Another kind of checkpoint, which has all that one of this kind has."""
+def _alike(content: Content, inputs: int, names: str) -> Content | None:
+    """A checkpoint of another sort that has all the tensors of this one."""
     if inputs == _EDITING_INPUTS:
         return _EDITING
-    if kind in {SD1, SD2} and _has(names, r"^model\.diffusion_model\.label_emb\.0\."):
+    if content in {SD1, SD2} and _has(names, r"^model\.diffusion_model\.label_emb\.0\."):
         return _UNCLIP
     return next((each for each, pattern in _ALIKE if _has(names, pattern)), None)
 
@@ -255,7 +245,7 @@ def _has(names: str, pattern: str) -> bool:
     return re.search(pattern, names, re.MULTILINE) is not None
 
 
-def _lora(header: Header, names: str) -> Kind:
+def _lora(header: Header, names: str) -> Content:
     if _OTHER_LORA_NAME.search(names):
         return _OTHER_LORA
     width = _size(header, _LORA_CROSS_ATTENTION, axis=1)
@@ -266,7 +256,7 @@ def _lora(header: Header, names: str) -> Kind:
     base = header.metadata.get("ss_base_model_version", "")
     architecture = header.metadata.get(_ARCHITECTURE, "")
     stated = base or architecture.replace("stable-diffusion-", "sd_").replace("sd_xl", "sdxl")
-    return next((kind for start, kind in _LORA_BY_BASE if stated.startswith(start)), SD1_LORA)
+    return next((content for start, content in _LORA_BY_BASE if stated.startswith(start)), SD1_LORA)
 
 
 def _size(header: Header, pattern: re.Pattern[str], axis: int) -> int:

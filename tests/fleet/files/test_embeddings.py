@@ -1,4 +1,4 @@
-"""`imagefleet embedding`: what it stores and lists is what workers use, and what it refuses."""
+"""`imagefleet files` with embeddings: what it stores is what workers use, and what it refuses."""
 
 from __future__ import annotations
 
@@ -52,23 +52,23 @@ def test_workers_use_what_was_added(
     }
     for name, data in files.items():
         (tmp_path / f"{name}.safetensors").write_bytes(data)
-    result = in_process("embedding", "add", "EasyNegative.safetensors", *flags)
+    result = in_process("files", "add", "embedding", "EasyNegative.safetensors", *flags)
     assert result.returncode == console.EXIT_DONE, result.stderr
     assert result.stdout == "EasyNegative\n"
-    assert "8 vectors for SD 1.x" in result.stderr
-    sdxl = in_process("embedding", "add", "bad-hands-5.safetensors", "--json", *flags)
-    document = json.loads(sdxl.stdout)
-    assert (document["name"], document["kind"], document["vectors"]) == ("bad-hands-5", "SDXL", 3)
-    in_process("embedding", "add", "mist.safetensors", "--name", "fog", *flags)
+    assert "SD 1.x embedding, 8 vectors" in result.stderr
+    sdxl = in_process("files", "add", "embedding", "bad-hands-5.safetensors", "--json", *flags)
+    (row,) = json.loads(sdxl.stdout)["files"]
+    assert (row["name"], row["content"]) == ("bad-hands-5", "SDXL embedding, 3 vectors")
+    in_process("files", "add", "embedding", "mist.safetensors", "--name", "fog", *flags)
 
     hashes = [hashlib.sha256(data).hexdigest() for data in files.values()]
     expected = dict(zip(("EasyNegative", "bad-hands-5", "fog"), hashes, strict=True))
     assert used(storage_settings, tmp_path / "cache") == expected
-    listed = json.loads(in_process("embedding", "list", "--json", *flags).stdout)["embeddings"]
-    assert [(each["name"], each["kind"]) for each in listed] == [
-        ("EasyNegative.safetensors", "SD 1.x embedding"),
-        ("bad-hands-5.safetensors", "SDXL embedding"),
-        ("fog.safetensors", "SD 2.x embedding"),
+    listed = json.loads(in_process("files", "list", "embedding", "--json", *flags).stdout)["files"]
+    assert [(each["name"], each["content"]) for each in listed] == [
+        ("EasyNegative.safetensors", "SD 1.x embedding, 8 vectors"),
+        ("bad-hands-5.safetensors", "SDXL embedding, 3 vectors"),
+        ("fog.safetensors", "SD 2.x embedding, 1 vector"),
     ]
 
 
@@ -78,18 +78,18 @@ def test_with_a_signing_key_the_list_is_signed(
     key = SigningKey.create(tmp_path / "key.pem")
     (tmp_path / "mist.safetensors").write_bytes(shaped(v=[1, 768]))
     (tmp_path / "fog.safetensors").write_bytes(shaped(v=[2, 768]))
-    in_process("embedding", "add", "mist.safetensors", *flags)
+    in_process("files", "add", "embedding", "mist.safetensors", *flags)
     signed = ("--signing-key", "key.pem", *flags)
-    refused = in_process("embedding", "add", "fog.safetensors", *signed)
+    refused = in_process("files", "add", "embedding", "fog.safetensors", *signed)
     assert refused.returncode == console.EXIT_OPERATOR_MUST_ACT
     assert "is not signed, and lists 1 file" in refused.stderr
-    added = in_process("embedding", "add", "fog.safetensors", "--manifest", *signed)
+    added = in_process("files", "add", "embedding", "fog.safetensors", "--manifest", *signed)
     assert "listed and signed in embeddings/manifest.json" in added.stderr
     assert set(used(storage_settings, tmp_path / "cache", key.public)) == {"mist", "fog"}
 
 
 REFUSED: dict[str, tuple[Any, str]] = {
-    "a LoRA": (file_of(*LORA), "is a LoRA for Stable Diffusion 1.x; `imagefleet lora add`"),
+    "a LoRA": (file_of(*LORA), "is a LoRA for Stable Diffusion 1.x; `imagefleet files add lora`"),
     "a page": (b"<html></html>", "is a web page"),
     "cut off": (shaped(emb_params=[2, 768])[:-1], "is cut off"),
     "too many vectors": (shaped(emb_params=[76, 768]), "has 76 vectors; a chunk of a prompt"),
@@ -107,7 +107,7 @@ def test_what_is_no_usable_embedding_never_reaches_the_storage(
 ) -> None:
     data, reason = REFUSED[content]
     (tmp_path / "mist.safetensors").write_bytes(data)
-    result = in_process("embedding", "add", "mist.safetensors")
+    result = in_process("files", "add", "embedding", "mist.safetensors")
     assert result.returncode == console.EXIT_OPERATOR_MUST_ACT
     assert reason in " ".join(result.stderr.split())
     assert not (tmp_path / "imagefleet-data").exists()
@@ -115,13 +115,13 @@ def test_what_is_no_usable_embedding_never_reaches_the_storage(
 
 def test_a_pickle_and_an_unsafe_name_are_refused(in_process: Imagefleet, tmp_path: Path) -> None:
     (tmp_path / "mist.pt").write_bytes(b"PK\x03\x04")
-    pickle = in_process("embedding", "add", "mist.pt")
+    pickle = in_process("files", "add", "embedding", "mist.pt")
     assert pickle.returncode == console.EXIT_OPERATOR_MUST_ACT
     assert "a pickle, which may run any program" in pickle.stderr
     assert "string_to_param" in pickle.stderr, "how to convert it"
     (tmp_path / "mist.safetensors").write_bytes(shaped(v=[768]))
-    named = in_process("embedding", "add", "mist.safetensors", "--name", "../mist")
+    named = in_process("files", "add", "embedding", "mist.safetensors", "--name", "../mist")
     assert "the name '../mist' is refused" in named.stderr
-    gone = in_process("embedding", "add", "gone.safetensors")
+    gone = in_process("files", "add", "embedding", "gone.safetensors")
     assert "gone.safetensors' cannot be read" in gone.stderr
     assert not (tmp_path / "imagefleet-data").exists()

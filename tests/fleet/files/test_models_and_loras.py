@@ -1,4 +1,4 @@
-"""`imagefleet model` and `imagefleet lora`: files on their way into the storage, and lists."""
+"""`imagefleet files` with models and LoRAs: on their way into the storage, and in lists."""
 
 from __future__ import annotations
 
@@ -20,12 +20,13 @@ from aiohttp import web
 import tiny_model
 from families import tiny_families
 from fleet import console
-from fleet.files import canary, listing, pack, preview, transfer
+from fleet.files import canary, pack, preview, stored, transfer
 from header_files import LORA, SD1, file_of
 from imagefleet import errors, likeness
+from imagefleet.files import kinds
 from imagefleet.storage.open import open_storage
 from imagefleet.storage.settings import StorageSettings
-from worker.files import check, kinds
+from worker.files import check
 from worker.node import reference
 
 Imagefleet = Callable[..., "subprocess.CompletedProcess[str]"]  # the fixture of conftest.py
@@ -73,23 +74,23 @@ def test_a_checkpoint_is_stored_under_its_name_with_the_workers_flags(
     flags: list[str],
     storage_settings: StorageSettings,
 ) -> None:
-    result = in_process("model", "add", checkpoint.name, "--no-test", *flags)
+    result = in_process("files", "add", "model", checkpoint.name, "--no-test", *flags)
 
     assert result.returncode == console.EXIT_DONE, result.stderr
     content = checkpoint.read_bytes()
     assert result.stdout == (f"--model store:dreams.safetensors --model-sha256 {sha256(content)}\n")
     assert blobs_in(storage_settings, "models/dreams.safetensors") == [content]
 
-    again = in_process("model", "add", checkpoint.name, "--no-test", "--json", *flags)
-    assert json.loads(again.stdout)["is_new"] is False
-    listed = json.loads(in_process("model", "list", "--json", *flags).stdout)["models"]
-    assert [(each["name"], each["kind"], each["sha256"]) for each in listed] == [
+    again = in_process("files", "add", "model", checkpoint.name, "--no-test", "--json", *flags)
+    assert json.loads(again.stdout)["files"][0]["change"] == "was there"
+    listed = json.loads(in_process("files", "list", "model", "--json", *flags).stdout)["files"]
+    assert [(each["name"], each["content"], each["sha256"]) for each in listed] == [
         ("dreams.safetensors", "SD 1.x", sha256(content))
     ]
-    assert "dreams.safetensors  SD 1.x" in in_process("model", "list", *flags).stdout
+    assert "dreams.safetensors  SD 1.x" in in_process("files", "list", "model", *flags).stdout
 
     checkpoint.write_bytes(file_of(*SD1, "another"))
-    refused = in_process("model", "add", checkpoint.name, "--no-test", *flags)
+    refused = in_process("files", "add", "model", checkpoint.name, "--no-test", *flags)
     assert refused.returncode == console.EXIT_OPERATOR_MUST_ACT
     assert "exists and is another file" in refused.stderr
     assert blobs_in(storage_settings, "models/dreams.safetensors") == [content]
@@ -99,7 +100,7 @@ def test_a_checkpoint_is_stored_under_its_name_with_the_workers_flags(
     ("arguments", "reason"),
     [
         (["gone.safetensors"], "does not exist"),
-        (["rocket.safetensors"], "is a LoRA for Stable Diffusion 1.x; `imagefleet lora add`"),
+        (["rocket.safetensors"], "is a LoRA for Stable Diffusion 1.x; `imagefleet files add lora`"),
         (["old.ckpt"], "is a pickle"),
         (["dreams.safetensors", "--name", "../x"], "the name '../x' is refused"),
         (["dreams.safetensors", "--sha256", "0" * 64], "another SHA-256"),
@@ -116,7 +117,7 @@ def test_what_is_no_checkpoint_never_reaches_the_storage(
     tmp_path: Path,
 ) -> None:
     (tmp_path / "old.ckpt").touch()
-    result = in_process("model", "add", *arguments)
+    result = in_process("files", "add", "model", *arguments)
     assert result.returncode == console.EXIT_OPERATOR_MUST_ACT
     assert reason in result.stderr
     assert not (tmp_path / "imagefleet-data").exists()
@@ -126,9 +127,12 @@ def test_v_prediction_that_only_a_yaml_tells_is_not_lost(
     in_process: Imagefleet, checkpoint: Path
 ) -> None:
     checkpoint.with_suffix(".yaml").write_text("model: {params: {parameterization: v}}")
-    assert "write it into the file first" in in_process("model", "add", checkpoint.name).stderr
+    assert (
+        "write it into the file first"
+        in in_process("files", "add", "model", checkpoint.name).stderr
+    )
     checkpoint.write_bytes(file_of(modelspec__prediction_type="v"))
-    result = in_process("model", "add", checkpoint.name, "--no-test")
+    result = in_process("files", "add", "model", checkpoint.name, "--no-test")
     assert result.returncode == console.EXIT_DONE, result.stderr
 
 
@@ -142,10 +146,10 @@ def test_a_folder_is_packed_drawn_and_loads_where_it_is_unpacked(
     (model / "safety_checker" / "pytorch_model.bin").write_bytes(b"a pickle")
     (model / "model_index.json").unlink()
 
-    result = in_process("model", "add", "tiny", "--json", "--cache", "cache")
+    result = in_process("files", "add", "model", "tiny", "--json", "--cache", "cache")
 
     assert result.returncode == console.EXIT_DONE, result.stderr
-    added = json.loads(result.stdout)
+    (added,) = json.loads(result.stdout)["files"]
     assert added["blob"] == "models/tiny.tar"
     assert (tmp_path / added["image"]["path"]).read_bytes().startswith(b"\x89PNG")
     stored = tmp_path / "imagefleet-data" / "files" / "models" / "tiny.tar"
@@ -160,7 +164,9 @@ def test_a_folder_is_packed_drawn_and_loads_where_it_is_unpacked(
 
     # Its reference images, which a node that has the file from the storage finds by its name.
     assert added["reference"] == "models/tiny.canary.json"
-    beside_it = json.loads(in_process("model", "canary", "unpacked", "--json").stdout)
+    beside_it = json.loads(
+        in_process("files", "make", "canary", "--model", "unpacked", "--json").stdout
+    )
     found = reference.read((tmp_path / beside_it["path"]).read_bytes())
     stored = tmp_path / "imagefleet-data" / "files" / "models" / "tiny.canary.json"
     assert reference.read(stored.read_bytes()) == found
@@ -170,7 +176,9 @@ def test_a_folder_is_packed_drawn_and_loads_where_it_is_unpacked(
 def test_a_checkpoint_whose_images_are_all_alike_has_no_reference_images(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    drawn = dict.fromkeys(reference.KINDS, likeness.fingerprint(np.zeros((64, 64, 3), np.uint8)))
+    drawn = dict.fromkeys(
+        reference.CANARY_IMAGES, likeness.fingerprint(np.zeros((64, 64, 3), np.uint8))
+    )
     monkeypatch.setattr(canary, "_draw", lambda *_: ("weights", (64, 64), drawn))
     with pytest.raises(errors.SetupError, match=r"wrong ones by 0\.0"):
         canary.draw(tmp_path / "model.safetensors", lambda _: None)
@@ -201,14 +209,14 @@ def test_a_folder_of_sdxl_is_stored_with_both_text_encoders(
     in_process: Imagefleet, tmp_path: Path
 ) -> None:
     tiny_families.build(tmp_path / "xl", "sdxl")
-    result = in_process("model", "add", "xl", "--no-test", "--json", "--cache", "cache")
+    result = in_process("files", "add", "model", "xl", "--no-test", "--json", "--cache", "cache")
     assert result.returncode == console.EXIT_DONE, result.stderr
     with tarfile.open(tmp_path / "imagefleet-data" / "files" / "models" / "xl.tar") as tar:
         tar.extractall(tmp_path / "unpacked", filter="data")
     check.check_path(tmp_path / "unpacked")
     assert check.family(tmp_path / "unpacked") == "SDXL"
-    listed = json.loads(in_process("model", "list", "--json").stdout)
-    assert [each["kind"] for each in listed["models"]] == ["SDXL"]
+    listed = json.loads(in_process("files", "list", "model", "--json").stdout)
+    assert [each["content"] for each in listed["files"]] == ["SDXL"]
 
 
 def test_the_same_folder_gives_the_same_bytes(tmp_path: Path) -> None:
@@ -226,15 +234,15 @@ def test_without_torch_no_image_is_tried(
     in_process: Imagefleet, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(preview, "can_draw", lambda: False)
-    result = in_process("model", "add", checkpoint.name, "--json")
-    assert json.loads(result.stdout)["image"] is None
+    result = in_process("files", "add", "model", checkpoint.name, "--json")
+    assert json.loads(result.stdout)["files"][0]["image"] is None
 
 
 def test_a_checkpoint_that_draws_nothing_is_not_stored(
     in_process: Imagefleet, tmp_path: Path, checkpoint: Path
 ) -> None:
     """It has the names of a checkpoint and none of its weights."""
-    result = in_process("model", "add", checkpoint.name)
+    result = in_process("files", "add", "model", checkpoint.name)
     assert result.returncode == console.EXIT_OPERATOR_MUST_ACT
     assert "does not fit Stable Diffusion 1.x" in result.stderr
     assert not (tmp_path / "imagefleet-data").exists()
@@ -263,10 +271,10 @@ async def test_a_download_has_the_servers_name_and_is_removed_once_it_is_stored(
 ) -> None:
     expected = sha256(file_of())
     with pytest.raises(RuntimeError, match="the upload failed"):
-        async with transfer.local_file(address, expected, kinds.SD1, tmp_path) as path:
+        async with transfer.local_file(address, expected, kinds.MODEL, tmp_path) as path:
             raise RuntimeError("the upload failed")
     assert path.is_file(), "it is not downloaded again the next time"
-    async with transfer.local_file(address, expected, kinds.SD1, tmp_path) as again:
+    async with transfer.local_file(address, expected, kinds.MODEL, tmp_path) as again:
         assert again == path
         assert path.name == "dreams.safetensors"
     assert not path.exists()
@@ -275,7 +283,7 @@ async def test_a_download_has_the_servers_name_and_is_removed_once_it_is_stored(
 async def test_a_download_of_another_kind_is_refused(address: str, tmp_path: Path) -> None:
     expected = sha256(file_of())
     with pytest.raises(errors.SetupError, match="is a Stable Diffusion"):
-        async with transfer.local_file(address, expected, kinds.SD1_LORA, tmp_path):
+        async with transfer.local_file(address, expected, kinds.LORA, tmp_path):
             pass
 
 
@@ -285,22 +293,22 @@ async def test_a_download_of_another_kind_is_refused(address: str, tmp_path: Pat
 def test_a_lora_is_stored_with_its_hash_in_the_manifest_if_there_is_one(
     in_process: Imagefleet, lora: Path, flags: list[str], storage_settings: StorageSettings
 ) -> None:
-    result = in_process("lora", "add", lora.name, *flags)
+    result = in_process("files", "add", "lora", lora.name, *flags)
     assert result.returncode == console.EXIT_DONE, result.stderr
     assert result.stdout == "<lora:rocket:1>\n"
     first = sha256(lora.read_bytes())
     stored, manifest = blobs_in(storage_settings, "loras/rocket.safetensors", "loras/manifest.json")
     assert (stored, manifest) == (lora.read_bytes(), None)
 
-    listed = in_process("lora", "add", lora.name, "--manifest", "--json", *flags)
+    listed = in_process("files", "add", "lora", lora.name, "--manifest", "--json", *flags)
     assert json.loads(listed.stdout)["in_manifest"] is True
     lora.write_bytes(file_of(*LORA, "x"))
-    in_process("lora", "add", lora.name, "--name", "night (v2)", *flags)
+    in_process("files", "add", "lora", lora.name, "--name", "night (v2)", *flags)
 
     (manifest,) = blobs_in(storage_settings, "loras/manifest.json")
     assert manifest is not None
     assert json.loads(manifest) == {"rocket": first, "night (v2)": sha256(lora.read_bytes())}
-    rows = json.loads(in_process("lora", "list", "--json", *flags).stdout)["loras"]
+    rows = json.loads(in_process("files", "list", "lora", "--json", *flags).stdout)["files"]
     assert [row["name"] for row in rows] == ["night (v2).safetensors", "rocket.safetensors"]
 
 
@@ -308,15 +316,18 @@ def test_a_lora_for_sdxl_is_listed_as_one(
     in_process: Imagefleet, lora: Path, flags: list[str]
 ) -> None:
     lora.write_bytes(file_of("lora_te2_text_model_encoder_layers_0_mlp_fc1.alpha"))
-    result = in_process("lora", "add", lora.name, *flags)
+    result = in_process("files", "add", "lora", lora.name, *flags)
     assert result.returncode == console.EXIT_DONE, result.stderr
-    assert "rocket.safetensors  SDXL LoRA" in in_process("lora", "list", *flags).stdout
+    assert "rocket.safetensors  SDXL LoRA" in in_process("files", "list", "lora", *flags).stdout
 
 
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
-        (["dreams.safetensors"], "is a Stable Diffusion 1.x checkpoint; `imagefleet model add`"),
+        (
+            ["dreams.safetensors"],
+            "is a Stable Diffusion 1.x checkpoint; `imagefleet files add model`",
+        ),
         (["flux.safetensors"], "is a LoRA for another architecture (Flux, SD3 or similar); imagef"),
         (["rocket.safetensors", "--name", "a:b"], "the name 'a:b' is refused"),
         (["gone.safetensors"], "cannot be read: No such file"),
@@ -333,7 +344,7 @@ def test_what_is_no_lora_for_sd1_never_reaches_the_storage(
 ) -> None:
     (tmp_path / "old.pt").touch()
     (tmp_path / "flux.safetensors").write_bytes(file_of("lora_unet_double_blocks_0.alpha"))
-    result = in_process("lora", "add", *arguments)
+    result = in_process("files", "add", "lora", *arguments)
     assert result.returncode == console.EXIT_OPERATOR_MUST_ACT
     assert reason in result.stderr
     assert not (tmp_path / "imagefleet-data").exists()
@@ -343,10 +354,10 @@ def test_what_is_no_lora_for_sd1_never_reaches_the_storage(
 
 
 def test_an_empty_list_says_how_to_fill_it(in_process: Imagefleet, lora: Path) -> None:
-    in_process("lora", "add", lora.name)
-    result = in_process("model", "list")
+    in_process("files", "add", "lora", lora.name)
+    result = in_process("files", "list", "model")
     assert (result.stdout, result.returncode) == ("", console.EXIT_DONE)
-    assert "`imagefleet model add` stores one" in result.stderr
+    assert "models/ is empty: `imagefleet files add model` stores" in result.stderr
 
 
 async def test_a_file_that_was_put_there_by_hand_is_listed_too(
@@ -356,8 +367,8 @@ async def test_a_file_that_was_put_there_by_hand_is_listed_too(
         await storage.create()
         for name in ("models/sub/a.tar", "models/b.safetensors", "models/notes.txt"):
             await storage.files.create(name, b"12345", "text/plain", {})
-    rows = await listing.read(local_settings, "models", (".safetensors", ".tar"))
-    assert [(row.name, row.kind, row.bytes) for row in rows] == [
+        rows = await stored.read(storage, kinds.MODEL)
+    assert [(row.name, row.content, row.bytes) for row in rows] == [
         ("b.safetensors", None, 5),
         ("sub/a.tar", None, 5),
     ]

@@ -1,4 +1,4 @@
-"""`imagefleet upscaler` and `imagefleet controlnet`: what is stored is what workers use."""
+"""`imagefleet files` with upscalers and ControlNets: what is stored is what workers use."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 
 from fleet import console, options
+from imagefleet.files.kinds import KINDS
 from imagefleet.signing import SigningKey, TrustedKeys
 from imagefleet.storage.open import open_storage
 from imagefleet.storage.settings import StorageSettings
 from worker.files.library import FileLibrary
-from worker.inputs import files
 
 Imagefleet = Callable[..., "subprocess.CompletedProcess[str]"]  # the fixture of conftest.py
 
@@ -52,18 +52,21 @@ def test_a_file_is_stored_signed_listed_and_found_by_workers(
     key = SigningKey.create(tmp_path / "key.pem")
     monkeypatch.setenv("IMAGEFLEET_SIGNING_KEY", str(tmp_path / "key.pem"))
     path = network(tmp_path / "4x (a).safetensors", kind)
-    added = in_process(kind, "add", str(path), "--manifest", *flags(local_settings))
+    added = in_process("files", "add", kind, str(path), "--manifest", *flags(local_settings))
     assert added.returncode == console.EXIT_DONE, added.stderr
     assert added.stdout == "4x (a)\n"
-    listed = in_process(kind, "list", "--json", *flags(local_settings))
-    (row,) = json.loads(listed.stdout)[f"{kind}s"]
+    listed = in_process("files", "list", kind, "--json", *flags(local_settings))
+    (row,) = json.loads(listed.stdout)["files"]
     assert row["name"] == "4x (a).safetensors"
 
     async def resolved(trusted: TrustedKeys) -> bytes:
-        of = {"upscaler": files.UPSCALER, "controlnet": files.CONTROLNET}[kind]
         async with open_storage(local_settings) as storage:
             library = FileLibrary.stored(
-                storage.files, of, cache=tmp_path / "cache", cache_bytes=2**20, trusted=trusted
+                storage.files,
+                KINDS[kind],
+                cache=tmp_path / "cache",
+                cache_bytes=2**20,
+                trusted=trusted,
             )
             return (await library.resolve("4x (a)")).read_bytes()
 
@@ -76,6 +79,6 @@ def test_a_file_of_another_kind_is_refused(
     in_process: Imagefleet, tmp_path: Path, local_settings: StorageSettings, command: str, kind: str
 ) -> None:
     path = network(tmp_path / "x.safetensors", kind)
-    result = in_process(command, "add", str(path), *flags(local_settings))
+    result = in_process("files", "add", command, str(path), *flags(local_settings))
     assert result.returncode == console.EXIT_OPERATOR_MUST_ACT
     assert "a LoRA for" in result.stderr

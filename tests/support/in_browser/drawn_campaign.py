@@ -116,7 +116,7 @@ def records(count: int, campaign: str, *, failed: int = 0) -> Iterator[Record]:
             attempts=1 + number % 3,
             prompt=f"{SUBJECTS[number % len(SUBJECTS)]}, <lora:missing-{number % 3}:1>",
             error="MissingFileError",
-            reason=f"there is no LoRA missing-{number % 3}: `imagefleet lora add` adds one",
+            reason=f"there is no LoRA missing-{number % 3}: `imagefleet files add lora` adds one",
         )
 
 

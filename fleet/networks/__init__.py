@@ -1,1 +1,0 @@
-"""`imagefleet upscaler` and `imagefleet controlnet`: files that jobs name in a field."""

@@ -1,1 +1,0 @@
-"""`imagefleet text`: what a text encoder says of jobs' prompts, for stages that have none."""

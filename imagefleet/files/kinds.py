@@ -1,0 +1,185 @@
+"""Kinds of files that workers read from the storage: one table for worker, loader and console.
+
+A new kind is a row here; what its files hold is told by `imagefleet.files.contents`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from imagefleet import errors
+from imagefleet.files import contents, embedding
+from imagefleet.files.contents import Content
+from imagefleet.files.safetensors import Header
+
+Describe = Callable[[str, Header, Content], str]
+"""Describes a file by its path, its header and what that holds, as lists show it."""
+
+
+@dataclass(frozen=True, slots=True)
+class FileKind:
+    """A kind of file: its names, its place in the storage, its form and its limits."""
+
+    name: str
+    """Its word on the command line."""
+    noun: str
+    """A file of the kind in messages."""
+    folder: str
+    """Its folder in the container of files."""
+    use: str
+    """How stored files are used, as the end of a sentence."""
+    handle: str = "{stem}"
+    """What jobs or workers name a file by, from its stem, its name and its SHA-256."""
+    describe: Describe = lambda _path, _header, content: content.name
+    suffixes: tuple[str, ...] = (".safetensors",)
+    max_bytes: int | None = None
+    """The largest file that workers take."""
+    fetched_at_once: int = 8
+    """The most files that a worker fetches at once; they are in memory meanwhile."""
+    needs_list: bool = False
+    """Whether workers use only what the folder's manifest lists, signed or not."""
+    lists_suffixes: bool = False
+    """Whether the manifest has names with their suffix."""
+    takes_unknown: bool = False
+    """Whether files pass whose tensors are of no known kind."""
+
+    @property
+    def add_command(self) -> str:
+        """The command that stores a file."""
+        return f"imagefleet files add {self.name}"
+
+    @property
+    def flag(self) -> str:
+        """The worker's setting that names a folder of them."""
+        return f"--{self.name}-directory"
+
+    def stem(self, file_name: str) -> str:
+        """A file's name without its suffix."""
+        suffix = next((each for each in self.suffixes if file_name.endswith(each)), "")
+        return file_name.removesuffix(suffix)
+
+    def listed_name(self, file_name: str) -> str:
+        """A file's name in the manifest."""
+        return file_name if self.lists_suffixes else self.stem(file_name)
+
+
+def _describe_by_family(_path: str, _header: Header, content: Content) -> str:
+    return content.family
+
+
+def _describe_lora(_path: str, _header: Header, content: Content) -> str:
+    return f"{content.family} LoRA"
+
+
+def _describe_embedding(path: str, header: Header, _content: Content) -> str:
+    family, vectors = embedding.describe(path, header)
+    return f"{family} embedding, {vectors} vector{'s' * (vectors != 1)}"
+
+
+def _describe_text_states(_path: str, header: Header, _content: Content) -> str:
+    return header.metadata.get("encoder", "")
+
+
+MODEL = FileKind(
+    "model",
+    "model",
+    "models",
+    "a worker draws with it by the flags",
+    "--model store:{name} --model-sha256 {sha256}",
+    _describe_by_family,
+    suffixes=(".safetensors", ".tar"),
+    lists_suffixes=True,
+)
+#: They are checked in memory before they are stored, and eight may arrive at once.
+LORA = FileKind(
+    "lora",
+    "LoRA",
+    "loras",
+    "prompts use it by the tag",
+    "<lora:{stem}:1>",
+    _describe_lora,
+    max_bytes=2**30,
+)
+#: SDXL's with 75 vectors has 0.6 MB; some have a preview image within.
+EMBEDDING = FileKind(
+    "embedding",
+    "embedding",
+    "embeddings",
+    "prompts use it by its name",
+    describe=_describe_embedding,
+    max_bytes=16 * 2**20,
+    needs_list=True,
+)
+#: SDXL's have 2.5 GB in half precision. They are checked in memory, so they are fetched singly.
+CONTROLNET = FileKind(
+    "controlnet",
+    "ControlNet",
+    "controlnets",
+    "`model` of a ControlNet in jobs names it",
+    max_bytes=3 * 2**30,
+    fetched_at_once=1,
+)
+#: ESRGAN's have 67 MB, the largest transformers some 400. Not all of their dozens of architectures
+#: are known by their tensors.
+UPSCALER = FileKind(
+    "upscaler",
+    "upscaler",
+    "upscalers",
+    "hr_upscaler and upscaler_1 of jobs name it",
+    max_bytes=2**29,
+    takes_unknown=True,
+)
+#: T5-XXL's have 631 kB.
+TEXT = FileKind(
+    "text",
+    "text states",
+    "text-states",
+    "stages without a text encoder draw from them",
+    describe=_describe_text_states,
+    max_bytes=2**22,
+)
+#: Programs, whose key `worker.files.kernels` reads.
+KERNELS = FileKind(
+    "kernels",
+    "kernels",
+    "kernels",
+    "workers with the same GPU load them at their start",
+    "{name}",
+    suffixes=(".tar.xz",),
+    needs_list=True,
+    lists_suffixes=True,
+)
+
+#: All kinds by their names.
+KINDS: Mapping[str, FileKind] = {
+    kind.name: kind for kind in (MODEL, LORA, EMBEDDING, CONTROLNET, UPSCALER, TEXT, KERNELS)
+}
+
+BY_FOLDER: Mapping[str, FileKind] = {kind.folder: kind for kind in KINDS.values()}
+
+
+def check(kind: FileKind, path: str, header: Header) -> str:
+    """Describes a file of the *kind* by its header, as in 'SDXL LoRA'.
+
+    Raises:
+        SetupError: it is of another kind, or workers cannot use it.
+    """
+    content = contents.identify(header)
+    if not accepts(kind, content):
+        raise errors.SetupError(refusal(path, content))
+    return kind.describe(path, header, content)
+
+
+def accepts(kind: FileKind, content: Content) -> bool:
+    """Whether files with that content can be stored as the *kind*."""
+    return content.use == kind.name or (content.use is None and kind.takes_unknown)
+
+
+def refusal(what: str, content: Content) -> str:
+    """The sentence that refuses a file for what it holds."""
+    advice = content.advice
+    if content.use is not None:
+        kind = KINDS[content.use]
+        advice = f"`{kind.add_command}` stores it for workers, and {kind.use}"
+    return f"{what!r} is {content.name}; {advice}"
