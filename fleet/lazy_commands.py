@@ -94,7 +94,7 @@ COMMANDS: Mapping[str, Listed] = {
     "files": Listed(
         "fleet.files.command:app", "Adds, lists, removes and makes models, LoRAs and other files."
     ),
-    "bench": Listed("evaluation.bench.command:app", "Measures this machine's speed."),
+    "bench": Listed("evaluation.bench.command:command", "Measures this machine's speed."),
 }
 
 

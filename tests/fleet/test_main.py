@@ -112,7 +112,7 @@ def test_bash_completes_commands_and_flags(
     assert result.stdout.split() == completions
 
 
-@pytest.mark.parametrize("group", ["", "keys", "deploy", "bench"])
+@pytest.mark.parametrize("group", ["", "keys", "deploy", "files"])
 def test_a_group_without_a_command_prints_its_help(imagefleet: Imagefleet, group: str) -> None:
     result = imagefleet(*group.split())
 

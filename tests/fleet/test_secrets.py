@@ -96,15 +96,12 @@ ARGUMENTS: dict[str, tuple[str, ...]] = {
     "files make kernels": ("--model", "{url}", "--model-sha256", "0" * 64),
     "files make text": ("jobs.jsonl", "--model", "{url}"),
     "files make canary": ("--model", "{url}"),
-    "bench engine": ("--model", "{url}"),
-    "bench latency": ("--model", "{url}"),
-    "bench scaling": ("--model", "{url}"),
+    "bench": ("engine", "--model", "{url}"),
 }
 
 #: They need no service, and some of them seconds.
 OFFLINE = {
-    *("demo", "plan", "prompt"),
-    *("bench engine", "bench latency", "bench scaling"),
+    *("demo", "plan", "prompt", "bench"),
 }
 
 ON_STORAGE = {
