@@ -128,10 +128,10 @@ def from_settings(model: type[BaseSettings]) -> Callable[[Command[Result]], Comm
     def decorate(command: Command[Result]) -> Command[Result]:
         first = next(iter(inspect.signature(command).parameters))
 
-        def with_settings(arguments: dict[str, Any]) -> Result:
+        def with_settings(arguments: dict[str, Any], groups: dict[str, Any]) -> Result:
             given = {each.name: _joined(arguments.pop(each.name)) for each in shared}
             with console.one_line_errors():
-                return command(**{first: read(model, given)}, **arguments)
+                return command(**{first: read(model, given)}, **arguments, **groups)
 
         return _flat(command, with_settings, leave_out=first, more=shared)
 
@@ -140,12 +140,12 @@ def from_settings(model: type[BaseSettings]) -> Callable[[Command[Result]], Comm
 
 def flat(command: Command[Result]) -> Command[Result]:
     """A typer command whose dataclasses of options stand for one option a field."""
-    return _flat(command, lambda arguments: command(**arguments))
+    return _flat(command, lambda arguments, groups: command(**arguments, **groups))
 
 
 def _flat(
     command: Command[Result],
-    call: Callable[[dict[str, Any]], Result],
+    call: Callable[[dict[str, Any], dict[str, Any]], Result],
     leave_out: str = "",
     more: Iterable[inspect.Parameter] = (),
 ) -> Command[Result]:
@@ -164,10 +164,13 @@ def _flat(
 
     @functools.wraps(command)
     def wrapper(**arguments: Any) -> Result:
-        for name, group in groups.items():
-            fields = {field.name for field in dataclasses.fields(group)}
-            arguments[name] = group(**{each: arguments.pop(each) for each in fields})
-        return call(arguments)
+        made = {
+            name: group(
+                **{each.name: arguments.pop(each.name) for each in dataclasses.fields(group)}
+            )
+            for name, group in groups.items()
+        }
+        return call(arguments, made)
 
     wrapper.__signature__ = inspect.Signature(flattened)  # type: ignore[attr-defined]
     wrapper.__annotations__ = {each.name: each.annotation for each in flattened}

@@ -100,7 +100,7 @@ class KilledScaler:
     def _arguments(self) -> tuple[str, ...]:
         return (
             *("scale", "--yes", "--dollars-per-hour", "0.5", "--max-dollars", "5"),
-            *("--images-per-second", "0.001", "--ledger", str(self._ledger)),
+            *("--images-per-second", "0.001", "--state", str(self._ledger)),
         )
 
     async def _meter(self) -> None:

@@ -383,7 +383,7 @@ def test_two_scalers_with_one_ledger_are_refused(
         )
 
     assert ended.returncode == 2
-    assert "another `imagefleet scale` keeps the ledger sd15-batch-scale.json" in ended.stderr
+    assert "another `imagefleet scale` keeps the state sd15-batch-scale.json" in ended.stderr
     assert not salad.requests
 
 
@@ -422,7 +422,7 @@ def test_a_deadline_in_the_past_is_refused(
 def test_without_a_terminal_scaling_needs_yes(
     salad: Any, in_process: Imagefleet, goal: tuple[str, str]
 ) -> None:
-    ended = in_process("scale", *goal, "--max-dollars", "5", "--max-replicas", "7", "--once")
+    ended = in_process("scale", *goal, "--max-dollars", "5", "--replicas", "7", "--once")
 
     assert ended.returncode == 2
     assert "Spend up to $5.00 on sd15-batch, at most 7 replicas?" in ended.stderr
