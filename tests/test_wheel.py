@@ -397,7 +397,7 @@ def test_a_command_works_away_from_the_checkout(
 def test_the_report_shows_pictures_without_the_workers_libraries(
     run: Callable[..., subprocess.CompletedProcess[str]], work: Path
 ) -> None:
-    result = run("report", "spring", "--html", "pictures.html")
+    result = run("report", "spring", "--output", "pictures.html")
     assert result.returncode == 0, result.stderr
     text = (work / "pictures.html").read_text()
     assert 'src="data:image/webp;base64,' in text

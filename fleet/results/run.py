@@ -198,7 +198,7 @@ async def _show(this: _Run) -> None:
     if shown < (total := this.total_of(counts)):
         console.print_note(
             f"{shown:,} of {console.counted(total, 'result')} shown: --limit COUNT shows more of"
-            " each kind; --json, --csv and --parquet FILE have all"
+            " each kind; --json and --format have all"
         )
     if wanted.follow:
         left = None if wanted.limit is None else wanted.limit - shown

@@ -122,8 +122,9 @@ async def command(
 
     imagefleet scale --dollars-per-hour 15 --max-dollars 100 --dry-run --once
     """
+    end = _end(limits)
     fleet_file, folder = salad_options.read_file(file)
-    goal = _goal(limits, running, fleet_file)
+    goal = _goal(limits, end, running, fleet_file)
     if not running.dry_run:
         most = console.counted(goal.max_replicas, "replica")
         console.confirm(
@@ -157,10 +158,16 @@ async def command(
                 await _run(scaling, print_record, until_empty=running.until_empty)
 
 
-def _goal(limits: Limits, running: Running, fleet_file: salad_file.FleetFile) -> Goal:
-    """What the options ask for; raises SetupError for what cannot be reached."""
+def _end(limits: Limits) -> float | None:
     if limits.deadline is None and limits.dollars_per_hour is None:
         raise errors.SetupError("give a goal: --deadline, --dollars-per-hour or both")
+    return _read_deadline(limits.deadline) if limits.deadline else None
+
+
+def _goal(
+    limits: Limits, end: float | None, running: Running, fleet_file: salad_file.FleetFile
+) -> Goal:
+    """What the options ask for; raises SetupError for what cannot be reached."""
     if running.until_empty and fleet_file.min_replicas:
         raise errors.SetupError(
             f"--until-empty would never end: the fleet file keeps {fleet_file.min_replicas:,}"
@@ -170,7 +177,7 @@ def _goal(limits: Limits, running: Running, fleet_file: salad_file.FleetFile) ->
         max_dollars=limits.max_dollars,
         max_replicas=limits.replicas or fleet_file.replicas,
         min_replicas=fleet_file.min_replicas,
-        deadline=_read_deadline(limits.deadline) if limits.deadline else None,
+        deadline=end,
         dollars_per_hour=limits.dollars_per_hour,
         every_seconds=running.every_minutes * 60,
         sample_seconds=running.sample_seconds,

@@ -127,7 +127,7 @@ async def test_hostile_blobs_are_left_out_with_their_number_and_reasons(
         in_process,
         *("spring", "--storage", storage_settings.storage),
         *("--queue", storage_settings.queue, "--container", storage_settings.container),
-        *("--samples", "200", "--price-per-hour", "1"),
+        *("--limit", "200", "--price-per-hour", "1"),
     )
 
     grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before

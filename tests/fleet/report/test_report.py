@@ -214,7 +214,7 @@ def test_the_page_is_self_contained_and_escapes_every_text(
 ) -> None:
     result = in_process(
         *("report", "spring", "--storage", hostile_storage),
-        *("--html", "out/page.html", "--json-file", "out/figures.json"),
+        *("--output", "out/page.html", "--json-file", "out/figures.json"),
     )
 
     assert result.returncode == 0, result.stderr
