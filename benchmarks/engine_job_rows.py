@@ -17,14 +17,14 @@ from worker.engine import contract, load
 
 log = logging.getLogger("benchmark")
 
-Kind = tuple[random_model.Kind, int]
+LoraOfRank = tuple[random_model.LoraFormat, int]
 """A LoRA's kind and rank."""
 
 #: More than there are slots: no two images drawn at once share a LoRA.
 FILES, TINY_FILES = 24, 5
 
 #: The LoRAs of consecutive jobs, over and over.
-JOBS: Mapping[str, Sequence[Sequence[Kind]]] = {
+JOBS: Mapping[str, Sequence[Sequence[LoraOfRank]]] = {
     "rank_32": [[("lora", 32)]],
     "rank_128": [[("lora", 128)]],
     "shuffled_ranks": [[("lora", rank)] for rank in (4, 64, 16, 128, 8, 32)],
@@ -43,7 +43,7 @@ REPEATS, TINY_REPEATS = tuple(range(10)), (0, 2)
 SIZES, TINY_SIZES = ((512, 512), (512, 768), (768, 512)), ((64, 64), (64, 96), (96, 64))
 
 #: In company of the company rows' images: one of each kind.
-COMPANY: Sequence[Kind] = (("lora", 8), ("lora", 64), ("locon", 8), ("loha", 4), ("lokr", 4),
+COMPANY: Sequence[LoraOfRank] = (("lora", 8), ("lora", 64), ("locon", 8), ("loha", 4), ("lokr", 4),
                            ("dora", 8), ("locon", 16))  # fmt: skip
 
 #: A trained LoRA changes weights by some hundredths, a random one by as much as they are.
@@ -65,7 +65,9 @@ def workloads(setup: bench_engine.Setup, options: Options) -> dict[str, bench_jo
     return found
 
 
-def build_loras(setup: bench_engine.Setup, options: Options, kind: Kind, count: int) -> list[str]:
+def build_loras(
+    setup: bench_engine.Setup, options: Options, kind: LoraOfRank, count: int
+) -> list[str]:
     """Writes one LoRA and links it, which to an engine are as many files; returns their names."""
     name, rank = kind
     folder = setup.workload.lora_directory / options.group

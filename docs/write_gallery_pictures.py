@@ -91,7 +91,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as work:
         folder = Path(work)
         draw(folder)
-        with gallery.serving(folder / "imagefleet-data", folder / "cache") as url:
+        with gallery.serving(folder / "imagefleet-data") as url:
             taken = asyncio.run(shots(url, program))
     (ROOT / "docs" / "gallery.png").write_bytes(beside_each_other(taken))
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import math
 import re
 import textwrap
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from PIL import Image, ImageDraw, ImageFont, UnidentifiedImageError
 
@@ -89,12 +90,33 @@ def read_image(data: bytes, longer_side: int) -> tuple[Image.Image, str]:
     Raises:
         DamagedImageError: it is no image of a worker, or larger than one can be.
     """
+    with opened(data) as image:
+        parameters = printable(embedded.parameters(image, _MAX_CHARACTERS))
+        scale = longer_side / max(image.size)
+        size = (max(1, round(image.width * scale)), max(1, round(image.height * scale)))
+        tile = image.convert("RGB").resize(size, Image.Resampling.LANCZOS)
+    return tile, _AFTER_PROMPT.split(parameters, 1)[0]
+
+
+@contextlib.contextmanager
+def opened(data: bytes) -> Iterator[Image.Image]:
+    """An image's file, which may be anything; its pixels are decoded in the block.
+
+    Raises:
+        DamagedImageError: it is no image of a worker, or larger than one can be.
+    """
     if len(data) > MAX_IMAGE_BYTES:
         raise DamagedImageError(f"has {len(data):,} bytes; {MAX_IMAGE_BYTES:,} at most are read")
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of Pillow, about what is damaged or huge
-            return _read_image(data, longer_side)
+            with Image.open(io.BytesIO(data), formats=_FORMATS) as image:
+                if image.width * image.height > MAX_IMAGE_PIXELS:  # before they take memory
+                    raise DamagedImageError(  # noqa: TRY301 - told as all others are
+                        f"has {image.width:,} x {image.height:,} pixels; {MAX_IMAGE_PIXELS:,} at"
+                        " most are read"
+                    )
+                yield image
     except DamagedImageError:
         raise
     except UnidentifiedImageError:
@@ -104,20 +126,6 @@ def read_image(data: bytes, longer_side: int) -> tuple[Image.Image, str]:
     except Exception as error:  # noqa: BLE001 - Pillow's parsers raise a dozen kinds
         reason = printable(" ".join(str(error).split()))[:200]
         raise DamagedImageError(f"is a damaged image ({reason or type(error).__name__})") from None
-
-
-def _read_image(data: bytes, longer_side: int) -> tuple[Image.Image, str]:
-    with Image.open(io.BytesIO(data), formats=_FORMATS) as image:
-        if image.width * image.height > MAX_IMAGE_PIXELS:
-            raise DamagedImageError(
-                f"has {image.width:,} x {image.height:,} pixels; {MAX_IMAGE_PIXELS:,} at most are"
-                " read"
-            )
-        parameters = printable(embedded.parameters(image, _MAX_CHARACTERS))
-        scale = longer_side / max(image.size)
-        size = (max(1, round(image.width * scale)), max(1, round(image.height * scale)))
-        tile = image.convert("RGB").resize(size, Image.Resampling.LANCZOS)
-    return tile, _AFTER_PROMPT.split(parameters, 1)[0]
 
 
 def _lines(caption: str, font: ImageFont.FreeTypeFont | ImageFont.ImageFont) -> list[str]:

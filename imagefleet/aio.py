@@ -24,7 +24,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from imagefleet import cancelled, concurrency, errors, retry, signing, validation
 from imagefleet.job.message import Job, SafeId, split_job_key
-from imagefleet.records import frame, outcomes, reader
+from imagefleet.records import columns, outcomes, reader
 from imagefleet.records.batch import Submission, Watch
 from imagefleet.records.outcomes import JobFacts, Status
 from imagefleet.records.reader import Counts
@@ -315,7 +315,7 @@ class Results:
 
     async def frame(self) -> pd.DataFrame:
         """The asynchronous `imagefleet.Results.frame`."""
-        builder = frame.FrameBuilder(self._fleet.storage.blobs.address)
+        builder = columns.FrameBuilder(self._fleet.storage.blobs.address)
         async for result in self:
             for record in result.records:
                 builder.add(record)

@@ -13,12 +13,11 @@ from typing import Any
 from pydantic import JsonValue, ValidationError
 
 from imagefleet import errors, validation
-from imagefleet.job import samplers
+from imagefleet.job import samplers, sizes
 from imagefleet.job.message import Job
 from imagefleet.records import sweep
 from imagefleet.records.sweep import Group, Sweep
 from imagefleet.signing import SigningKey
-from imagefleet.storage import protocol
 from loadgen.captions import CaptionFile, prompt_of
 from loadgen.file_source import OnRead, digest, ignore
 from loadgen.sweep import slug
@@ -186,7 +185,7 @@ class SweepSource:
     def _body(self, group: Group, number: int, caption: str) -> str:
         body = self._job(group, number, caption).to_message(self._key)
         try:
-            protocol.checked_messages([body])
+            sizes.checked_messages([body])
         except errors.JobError as error:
             raise errors.SetupError(f"caption {number}: {error.message}") from None
         return body

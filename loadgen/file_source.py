@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
 from imagefleet import errors
+from imagefleet.job import sizes
 from imagefleet.job.message import (
     FAILURE_FIELD,
     SIGNATURE_FIELD,
@@ -27,7 +28,6 @@ from imagefleet.job.message import (
     read_job,
 )
 from imagefleet.signing import SIGNATURE_CHARACTERS, SigningKey
-from imagefleet.storage import protocol
 from imagefleet.storage.deliveries import without_deliveries
 from loadgen.formats import files
 from loadgen.formats.entry import Entry, Format, FormatError
@@ -97,7 +97,7 @@ class _Maker:
         job = self._job(text, id_text)
         body = _to_message(text, job, None)
         if self.key is not None:
-            protocol.checked_messages([body + " " * SIGNATURE_BYTES])
+            sizes.checked_messages([body + " " * SIGNATURE_BYTES])
         if on_job is not None:
             on_job(entry.place, job)
         return body
@@ -112,7 +112,7 @@ def _to_message(text: str, job: Job, key: SigningKey | None) -> str:
     # Without a key, a job that somebody has signed stays as it was signed.
     is_theirs = key is None and is_signed(text)
     body = without_deliveries(text) if is_theirs else job.to_message(key)
-    protocol.checked_messages([body])
+    sizes.checked_messages([body])
     return body
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import hashlib
 import json
 
+from imagefleet.job import sizes
 from imagefleet.job.chain import THEN_FIELD
 from imagefleet.job.message import COMPARABLE_STEPS, SIGNATURE_FIELD
 from imagefleet.signing import OF_JOBS, SigningKey
-from imagefleet.storage import protocol
 
 
 class Sample:
@@ -37,4 +37,4 @@ class Sample:
         elif is_signed:  # with somebody else's key
             return None
         message = json.dumps(fields, separators=(",", ":"))
-        return message if protocol.fits(message) else None
+        return message if sizes.fits(message) else None

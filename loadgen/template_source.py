@@ -17,9 +17,9 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from imagefleet import errors, validation
+from imagefleet.job import sizes
 from imagefleet.job.message import DEFAULT_CAMPAIGN, Job
 from imagefleet.signing import SigningKey
-from imagefleet.storage import protocol
 from loadgen import sweep, template
 from loadgen.file_source import ID_BYTES, OnJob, OnRead, digest, ignore
 from loadgen.pattern import Draw, Patterns
@@ -227,7 +227,7 @@ class TemplateSource:
         job = self._job(index, draws)
         try:
             body = job.to_message(self._key)
-            protocol.checked_messages([body])
+            sizes.checked_messages([body])
         except errors.JobError as error:
             raise self._invalid(job.prompt, error.message) from None
         return body

@@ -18,7 +18,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 import urllib.request
 import venv
 import zipfile
@@ -37,6 +36,7 @@ from packaging.requirements import Requirement
 from PIL import Image
 
 import forks
+import polling
 from fleet.main import app
 from header_files import LORA, file_of, shaped
 from imagefleet.files.contents import TEXT_STATES_FORMAT
@@ -414,15 +414,16 @@ def test_the_exporter_serves_the_queue_and_ends_when_asked(
         stderr=subprocess.PIPE,
     ) as exporter:
         url = f"http://127.0.0.1:{unused_port}/metrics"
-        deadline = time.monotonic() + 30
-        text = ""
-        while "imagefleet_queue_messages{" not in text and time.monotonic() < deadline:
-            with contextlib.suppress(OSError), urllib.request.urlopen(url, timeout=1) as answer:
-                text = answer.read().decode()
-            time.sleep(0.05)
+
+        def page() -> str:
+            assert exporter.poll() is None
+            with contextlib.suppress(OSError), urllib.request.urlopen(url) as answer:
+                return str(answer.read().decode())
+            return ""
+
+        polling.until_in_thread(page, lambda text: "imagefleet_queue_messages{" in text)
         exporter.terminate()
         assert exporter.wait(30) == 0
-    assert "imagefleet_queue_messages{" in text
 
 
 def test_the_gallery_serves_its_page_and_the_pictures(
@@ -456,8 +457,7 @@ def test_the_demo_draws_its_pictures_away_from_the_checkout(unpacked: Path, tmp_
         text=True,
     ) as demo:
         pictures = tmp_path / "demo-output" / "storage" / "images"
-        while demo.poll() is None and not any(pictures.glob("*/*.png")):
-            time.sleep(0.1)
+        polling.until_in_thread(lambda: demo.poll() is not None or any(pictures.glob("*/*.png")))
         demo.send_signal(signal.SIGINT)
         printed, _ = demo.communicate(timeout=60)
     assert demo.returncode == 130, printed

@@ -14,7 +14,7 @@ from imagefleet import errors
 from imagefleet.telemetry import exposition
 from imagefleet.telemetry.queue_gauges import QueueGauges
 from worker.files.kernels.cache import Origin
-from worker.files.loras import LoraLibrary
+from worker.files.library import FileLibrary
 from worker.gpu_thread import EngineThread
 
 Outcome = Literal[
@@ -193,7 +193,7 @@ class WorkerMetrics:
 class EngineCollector(Collector):
     """The engine's clock, its slots and the LoRA caches' hits, read at each scrape."""
 
-    def __init__(self, engine_thread: EngineThread, library: LoraLibrary) -> None:
+    def __init__(self, engine_thread: EngineThread, library: FileLibrary) -> None:
         self._engine_thread = engine_thread
         self._library = library
 

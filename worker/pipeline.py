@@ -18,20 +18,19 @@ from typing import Any
 
 from imagefleet import errors, retry
 from imagefleet.cancelled import CancelledCampaigns
+from imagefleet.files.kinds import LORA
 from imagefleet.signing import trusted_keys
 from imagefleet.storage import protocol
-from worker import replica, tasks
+from worker import leases, replica, tasks
 from worker.cost import CostMeter
 from worker.engine import contract
-from worker.files import model
+from worker.files import hashes, model
 from worker.files.embeddings import EmbeddingLibrary
-from worker.files.hashes import FileHashes
-from worker.files.loras import LoraLibrary
+from worker.files.library import FileLibrary
 from worker.gpu_thread import EngineThread
 from worker.inputs.reader import InputReader
 from worker.jobs.depth import measure_depth
 from worker.jobs.in_flight import InFlightJob
-from worker.leases import LeaseKeeper
 from worker.metrics import EngineCollector, Outcome, WorkerMetrics
 from worker.models.change import Following, WorkerModels, make_queues, note_served
 from worker.node import reference, suspects
@@ -112,7 +111,7 @@ class Pipeline:
         )
         self.cost = CostMeter(self.engine_thread, runs_on, storage.operations, began_at)
         self._queue = storage.models.served([])
-        self._keeper = LeaseKeeper(
+        self._keeper = leases.LeaseKeeper(
             self._queue,
             settings.lease_seconds,
             on_renewal=lambda result: self.metrics.lease_renewals.labels(result).inc(),
@@ -136,8 +135,9 @@ class Pipeline:
             self._queue, self._keeper, self.settler, self.engine_thread, self.metrics, settings
         )
         self._trusted = trusted_keys(settings.trusted_key)
-        self._library = LoraLibrary(
+        self._library = FileLibrary.stored(
             storage.files,
+            LORA,
             directory=settings.lora_directory,
             cache=settings.cache / "loras",
             cache_bytes=settings.cache_megabytes * 2**20,
@@ -166,7 +166,7 @@ class Pipeline:
             group=settings.group,
             priority=settings.priority,
         )
-        self._hashes = FileHashes(settings.cache)
+        self._hashes = hashes.FileHashes(settings.cache)
         self._quarantine = Quarantine(storage.files, frozenset({settings.name, suspects.machine()}))
         self._upload: UploadStage | None = None
         self._earlier_images = 0  # of the models before

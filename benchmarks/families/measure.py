@@ -87,7 +87,9 @@ def build_model(arguments: argparse.Namespace, family: tiny_families.FamilyName)
 
 
 def build_workload(
-    arguments: argparse.Namespace, model: Path, kinds: tuple[random_model.Kind, ...] = ("lora",)
+    arguments: argparse.Namespace,
+    model: Path,
+    kinds: tuple[random_model.LoraFormat, ...] = ("lora",),
 ) -> bench_jobs.Workload:
     """Jobs with another LoRA each: one file of each kind and rank 32, under many names."""
     count = TINY_FILES if arguments.tiny else FILES

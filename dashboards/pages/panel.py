@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Literal
 
-Kind = Literal["stat", "lines", "stack", "table"]
+PanelForm = Literal["stat", "lines", "stack", "table"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +23,7 @@ class Panel:
     title: str
     answers: str
     queries: dict[str, str] | str
-    kind: Kind = "lines"
+    kind: PanelForm = "lines"
     unit: str = "short"
     decimals: int | None = None
     bad_above: float | None = None

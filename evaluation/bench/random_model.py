@@ -31,7 +31,7 @@ _LOCON_SUFFIXES = ("conv1", "conv2", "conv_shortcut", "time_emb_proj", "samplers
 
 _PIXELS_PER_LATENT = 8
 
-Kind = Literal["lora", "locon", "loha", "lokr", "dora"]
+LoraFormat = Literal["lora", "locon", "loha", "lokr", "dora"]
 Shape = tuple[int, ...]
 Tensors = dict[str, torch.Tensor]
 
@@ -73,7 +73,7 @@ def build_random_loras(
     device: torch.device,
     *,
     rank: int = 32,
-    kind: Kind = "lora",
+    kind: LoraFormat = "lora",
     convolution_rank: int = 16,
 ) -> list[str]:
     """Writes LoRAs in kohya's and LyCORIS' formats for a checkpoint's UNet; returns their names.
@@ -182,7 +182,7 @@ def _noise(generator: torch.Generator, *shape: int) -> torch.Tensor:
 
 
 #: Make one layer's tensors for its weight's shape and a rank.
-MAKERS: Mapping[Kind, Callable[[Shape, int, torch.Generator], Tensors]] = {
+MAKERS: Mapping[LoraFormat, Callable[[Shape, int, torch.Generator], Tensors]] = {
     "lora": _lora,
     "locon": _lora,
     "loha": _loha,

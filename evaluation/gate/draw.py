@@ -15,12 +15,13 @@ from pathlib import Path
 from evaluation.gate.sides import GPU_ONLY, Engine
 from fleet import console
 from imagefleet import errors
+from imagefleet.files.kinds import LORA
 from imagefleet.job.message import Job, text_for_image
 from imagefleet.storage.open import open_storage
 from imagefleet.storage.settings import StorageSettings
 from worker.engine import contract
 from worker.files.embeddings import EmbeddingLibrary
-from worker.files.loras import LoraLibrary
+from worker.files.library import FileLibrary
 from worker.inputs.img2img import Overlay
 from worker.inputs.reader import InputReader, Inputs
 from worker.stages import encode, infotext
@@ -122,8 +123,9 @@ async def _images(jobs: Sequence[Job], setup: Setup, engine: contract.Engine) ->
         address = f"local:{empty}/storage"
         async with open_storage(StorageSettings(storage=address)) as storage:
             await storage.create()
-            loras = LoraLibrary(
+            loras = FileLibrary.stored(
                 storage.files,
+                LORA,
                 directory=setup.lora_directory,
                 cache=Path(empty, "loras"),
                 cache_bytes=0,
@@ -154,7 +156,7 @@ def _size(job: Job, engine: contract.Engine) -> tuple[int, int]:
 async def _requests(
     job: Job,
     engine: contract.Engine,
-    loras: LoraLibrary,
+    loras: FileLibrary,
     embeddings: EmbeddingLibrary,
     inputs: Inputs,
 ) -> list[contract.ImageRequest]:

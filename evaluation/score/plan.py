@@ -13,10 +13,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
-from fleet.results import files, source
+from fleet.results import source
 from imagefleet import errors
 from imagefleet.job import prompt
 from imagefleet.records import reader, sweep
+from imagefleet.records.damaged import Damaged
 from imagefleet.records.record import Record
 from imagefleet.records.sweep import Group, Sweep
 from imagefleet.storage.protocol import Storage
@@ -65,7 +66,7 @@ class Plan:
     images: Counter[str]
     groups: Mapping[str, Group | None]
     guidance: Mapping[str, float | None]
-    damaged: source.Damaged = field(default_factory=source.Damaged)
+    damaged: Damaged = field(default_factory=Damaged)
     of_no_group: int = 0
 
 
@@ -85,10 +86,10 @@ async def make(
     swept = await sweep.read(storage, campaign)
     counts = await reader.counts(storage, campaign)
     each = swept.captions.count if swept else counts.images
-    damaged = source.Damaged()
-    planner = _Planner(campaign, swept, work, _chunks_of(each))
+    damaged = Damaged()
+    planner = _Planner(swept, work, _chunks_of(each))
     async for batch in _batches(storage, campaign, damaged):
-        await asyncio.to_thread(planner.add, batch, damaged)
+        await asyncio.to_thread(planner.add, batch)
         on_records(len(batch))
     if not planner.images:
         raise errors.SetupError(f"campaign {campaign} has no images yet: nothing to score")
@@ -121,9 +122,8 @@ def of_folder(folder: Path, work: Path) -> list[Chunk]:
 class _Planner:
     """Appends images to the files of their chunks."""
 
-    def __init__(self, campaign: str, swept: Sweep | None, work: Path, chunks: int) -> None:
+    def __init__(self, swept: Sweep | None, work: Path, chunks: int) -> None:
         self.images = Counter[str]()
-        self._campaign = campaign
         self._groups = {each.name: each for each in swept.groups} if swept else None
         self._chunks = chunks
         self._guidance = defaultdict[str, set[float | None]](set)
@@ -131,13 +131,10 @@ class _Planner:
         self._work = work
         self._target = _emptied(work / "plan" / "groups")
 
-    def add(self, records: Iterable[Record], damaged: source.Damaged) -> None:
+    def add(self, records: Iterable[Record]) -> None:
         rows = defaultdict[Path, list[Row]](list)
         for record in records:
             blob = record.blob or ""
-            if files.image_name(blob, self._campaign) is None:
-                damaged.add(blob, "is not the name of an image of this campaign")
-                continue
             if record.stage < record.stages:
                 continue  # a job's image is that of its last stage
             group = ALL if self._groups is None else sweep.group_of(record.id)
@@ -154,7 +151,7 @@ class _Planner:
         for path, some in rows.items():
             _append(path, some)
 
-    def finish(self, damaged: source.Damaged) -> Plan:
+    def finish(self, damaged: Damaged) -> Plan:
         groups: dict[str, Group | None] = {ALL: None} if self._groups is None else {**self._groups}
         features = self._work / "features" / "groups"
         return Plan(
@@ -171,9 +168,9 @@ class _Planner:
 
 
 async def _batches(
-    storage: Storage, campaign: str, damaged: source.Damaged
+    storage: Storage, campaign: str, damaged: Damaged
 ) -> AsyncIterable[list[Record]]:
-    records = source.read(storage, campaign, {"completed"}, damaged)
+    records = reader.images(storage, campaign, damaged)
     async for batch in source.batches(records, _BATCH):
         yield batch
 

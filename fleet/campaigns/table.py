@@ -14,6 +14,7 @@ from rich.table import Table
 from fleet import console
 from imagefleet import concurrency, errors
 from imagefleet.records import reader
+from imagefleet.records.damaged import Damaged
 from imagefleet.records.reader import Counts
 from imagefleet.storage.protocol import Storage
 
@@ -73,20 +74,18 @@ class Campaigns:
         return self._last
 
     async def _list(self) -> Listing:
-        damaged: set[str] = set()
+        damaged = Damaged()
         names = [self._only] if self._only else [n async for n in reader.campaigns(self._storage)]
         slots = asyncio.Semaphore(_AT_ONCE)
 
         async def count(name: str) -> Row:
             async with slots:
-                found = await reader.counts(
-                    self._storage, name, lambda shard, _: damaged.add(shard)
-                )
+                found = await reader.counts(self._storage, name, damaged)
             return Row(name, found)
 
         rows = await concurrency.gather(*map(count, names))
         latest = sorted(rows, key=lambda row: row.counts.last_at or _LONG_AGO, reverse=True)
-        return Listing(latest, len(damaged))
+        return Listing(latest, len(damaged.shards))
 
 
 def table(listing: Listing, count: int) -> Table:

@@ -73,14 +73,15 @@ def command(
 
 async def _measure(settings: StorageSettings, plan: Plan) -> Plan:
     """The plan with its numbers, without writing anything."""
-    from fleet.results import source
+    from imagefleet.records import reader
+    from imagefleet.records.damaged import Damaged
 
-    damaged = source.Damaged()
+    damaged = Damaged()
     images = size = 0
     async with console.connected(settings) as fleet:
         await target.check_campaign(fleet.storage, plan.campaign)
         with console.counting("read", None) as on_records:
-            async for record in source.read(fleet.storage, plan.campaign, {"completed"}, damaged):
+            async for record in reader.images(fleet.storage, plan.campaign, damaged):
                 images += 1
                 size += record.size_bytes or 0
                 on_records()
@@ -123,8 +124,8 @@ async def _export(
 
 async def _plan(storage: Storage, folder: Path, wanted: Plan, *, quiet: bool) -> Plan:
     from fleet.export import plan
-    from fleet.results import source
     from imagefleet.records import reader
+    from imagefleet.records.damaged import Damaged
 
     await target.check_campaign(storage, wanted.campaign)
     counts = await reader.counts(storage, wanted.campaign)
@@ -136,8 +137,8 @@ async def _plan(storage: Storage, folder: Path, wanted: Plan, *, quiet: bool) ->
             f"{console.counted(counts.pending, 'job')} of {wanted.campaign} still to do: their"
             " images will not be in this export"
         )
-    damaged = source.Damaged()
-    records = source.read(storage, wanted.campaign, {"completed"}, damaged)
+    damaged = Damaged()
+    records = reader.images(storage, wanted.campaign, damaged)
     with console.counting("planned", counts.images, quiet=quiet) as on_records:
         made = await plan.make(records, folder, wanted, damaged, on_records)
     if damaged.count:

@@ -19,6 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from fleet.results import files, source
 from imagefleet import errors
+from imagefleet.records.damaged import Damaged
 from imagefleet.records.record import Record
 
 #: The subfolder of an export until it is done.
@@ -91,7 +92,7 @@ async def make(
     records: AsyncIterator[Record],
     folder: Path,
     plan: Plan,
-    damaged: source.Damaged,
+    damaged: Damaged,
     on_records: Callable[[int], None],
 ) -> Plan:
     """Writes the plan of an export that has none; *plan* has no numbers yet.
@@ -101,16 +102,12 @@ async def make(
     work = folder / WORK
     shutil.rmtree(work, ignore_errors=True)  # of a run that was killed before its plan was whole
     (work / _SORTED).mkdir(parents=True)
-    left_out, chunks = 0, itertools.count()
+    chunks = itertools.count()
     async for batch in source.batches(records, _CHUNK):
-        whole = [record for record in batch if _belongs(record, plan.campaign)]
-        left_out += len(batch) - len(whole)
-        await asyncio.to_thread(_write_sorted, whole, work / _SORTED / f"{next(chunks)}")
+        await asyncio.to_thread(_write_sorted, batch, work / _SORTED / f"{next(chunks)}")
         on_records(len(batch))
     images, size = await asyncio.to_thread(_cut, work, plan.shard_size)
-    plan = plan.model_copy(
-        update={"images": images, "bytes": size, "left_out": left_out + damaged.count}
-    )
+    plan = plan.model_copy(update={"images": images, "bytes": size, "left_out": damaged.count})
     shutil.rmtree(work / _SORTED)
     with files.whole(work / _PLAN) as draft:
         draft.write_text(plan.model_dump_json(indent=2) + "\n", encoding="utf-8")
@@ -121,10 +118,6 @@ def records_of(folder: Path, number: int) -> Iterator[Record]:
     """The records of a shard, by the names of their images."""
     with (folder / WORK / f"{number:05}.plan").open("rb") as lines:
         yield from map(Record.read, lines)
-
-
-def _belongs(record: Record, campaign: str) -> bool:
-    return record.blob is not None and files.image_name(record.blob, campaign) is not None
 
 
 def _write_sorted(records: Iterable[Record], path: Path) -> None:

@@ -4,66 +4,18 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Annotated
-
-import typer
+from dataclasses import asdict
 
 from fleet.files import kernels, models, transfer
+from fleet.files.arguments import AddOptions
 from fleet.files.listed import Listing
-from fleet.files.transfer import Ready, Stored
+from fleet.files.transfer import Ready, Report
 from imagefleet import errors
 from imagefleet.files import kinds
 from imagefleet.files.kinds import FileKind
 from imagefleet.job.prompt import SAFE_NAME
 from imagefleet.storage.open import open_storage
 from imagefleet.storage.settings import SignerSettings
-
-
-@dataclass(frozen=True, slots=True)
-class AddOptions:
-    """The options of `files add`; some are for certain kinds alone."""
-
-    name: Annotated[
-        str | None,
-        typer.Option(metavar="NAME", help="Its name for jobs or workers; by default the file's."),
-    ] = None
-    sha256: Annotated[
-        str | None,
-        typer.Option(
-            "--sha256",
-            "--model-sha256",
-            metavar="HEX",
-            help="The SHA-256 that the file must have; required for plain http://.",
-        ),
-    ] = None
-    cache: Annotated[
-        Path, typer.Option(metavar="FOLDER", help="Where a download is kept until it is stored.")
-    ] = Path("~/.cache/imagefleet")
-    test: Annotated[
-        bool,
-        typer.Option("--test/--no-test", help="Draw a model's images first, if torch is there."),
-    ] = True
-    replace: Annotated[
-        bool, typer.Option("--replace", help="Replace other kernels for the same GPU.")
-    ] = False
-    manifest: Annotated[
-        bool,
-        typer.Option(
-            "--manifest",
-            help="List its hash in the folder's manifest.json even if there is none yet; with a"
-            " signing key, also sign one that is not signed, with all that it lists.",
-        ),
-    ] = False
-
-
-@dataclass(frozen=True, slots=True)
-class Added:
-    """The files that are stored, what else is known of each, and whether they are listed."""
-
-    files: list[tuple[Ready, Stored]]
-    in_manifest: bool
 
 
 async def add(
@@ -73,7 +25,7 @@ async def add(
     given: AddOptions,
     *,
     dry_run: bool,
-) -> Added:
+) -> Report:
     """Stores files and lists their hashes.
 
     Raises:
@@ -96,19 +48,28 @@ async def add(
         if not dry_run:
             await storage.create()
             await listing.check()
-        files = []
+        rows: list[dict[str, object]] = []
+        notes: list[str] = []
+        lines: list[str] = []
         for file in ready:
             stored = await transfer.store(
                 storage, kind, file, replace=given.replace, dry_run=dry_run
             )
-            files.append((file, stored))
-        if dry_run:
-            return Added(files, in_manifest=False)
-        hashes = {kind.listed_name(file.name): stored.sha256 for file, stored in files}
-        is_listed = await listing.change(hashes)
-        for blob, data in (each for file in ready for each in file.beside.items()):
-            await transfer.overwrite(storage, blob, data, "application/json")
-        return Added(files, is_listed)
+            is_listed = False
+            if not dry_run:
+                is_listed = await listing.change({kind.listed_name(file.name): stored.sha256})
+                for blob, data in file.beside.items():
+                    await transfer.overwrite(storage, blob, data, "application/json")
+            rows.append({**asdict(stored), "in_manifest": is_listed, **file.facts})
+            would = "would be " if dry_run and stored.change != "was there" else ""
+            notes.append(
+                f"{stored.blob}: {would}{stored.change}: {stored.content},"
+                f" {stored.bytes / 1e6:,.1f} MB, SHA-256 {stored.sha256}"
+                + (f", {listing.described}" if is_listed else "")
+                + f"; {kind.use}"
+            )
+            lines.append(kind.handle.format(stem=stored.name, name=file.name, sha256=stored.sha256))
+    return Report({"files": rows, "dry_run": dry_run}, notes, lines)
 
 
 @contextlib.asynccontextmanager

@@ -8,9 +8,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fleet import console
+from fleet.files import preview
+from fleet.files.transfer import Report
+from fleet.worker.command import require_libraries
 from imagefleet import errors, likeness
 from imagefleet.likeness import Fingerprint
-from worker.engine import contract
 from worker.files import check
 from worker.node import reference
 from worker.node.reference import CanaryImage, Reference
@@ -29,6 +31,21 @@ _SOON_ON_CPU = 512 * 512
 
 #: A tolerance is so many times what the two precisions differ by.
 _MARGIN = 2.0
+
+
+def make(model: Path) -> Report:
+    """Draws a checkpoint's reference images into a file beside it; raises SetupError as `draw`."""
+    require_libraries()
+    check.check_path(model)
+    found = draw(model, console.print_note)
+    target = reference.beside(model)
+    console.write_file(target, encode(found))
+    note = (
+        f"the reference images of {found.width}x{found.height}; wrong from a distance of"
+        f" {found.tolerance:g} on:"
+    )
+    facts = found.model_dump(exclude={"images"})
+    return Report({"path": str(target), **facts}, [note], [str(target)])
 
 
 def draw(model: Path, on_note: Callable[[str], None]) -> Reference:
@@ -95,25 +112,13 @@ def _draw(
         f" {precision} on the {device}"
         + ("; at this size that takes minutes" if takes_long else "")
     )
-    found: dict[CanaryImage, Fingerprint] = {}
     with tempfile.TemporaryDirectory() as folder:
         lora = Path(folder, "canary.safetensors")
         self_check.write_lora(lora)
-        for ticket, kind in enumerate(reference.CANARY_IMAGES):
-            asked = reference.request(kind, engine.default_size, lora)
-            engine.admit(ticket, engine.prepare(asked))
+        requests = [
+            reference.request(image, (width, height), lora) for image in reference.CANARY_IMAGES
+        ]
         with console.counting("steps", reference.STEPS) as on_step:
-            while engine.busy:
-                for finished in engine.tick():
-                    found[reference.CANARY_IMAGES[finished.ticket]] = _fingerprint(
-                        model, finished.outcome
-                    )
-                on_step()
-    engine.close()
-    return self_check.weights_id, engine.default_size, found
-
-
-def _fingerprint(model: Path, outcome: contract.Outcome) -> Fingerprint:
-    if isinstance(outcome, errors.FleetError):
-        raise errors.SetupError(f"{str(model)!r} loads, but draws no image: {outcome.message}")
-    return likeness.fingerprint(outcome)
+            drawn = preview.finish(model, engine, requests, on_step)
+    found = zip(reference.CANARY_IMAGES, map(likeness.fingerprint, drawn), strict=True)
+    return self_check.weights_id, (width, height), dict(found)

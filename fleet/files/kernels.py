@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 
 from fleet import console
 from fleet.files import transfer
-from fleet.files.transfer import Ready
+from fleet.files.transfer import Ready, Report
 from fleet.worker.command import require_libraries
 from imagefleet import errors
 from imagefleet.storage.open import open_storage
 from worker.files import check, model
 from worker.files.kernels import archive
-from worker.files.kernels.key import Key
 from worker.settings import WorkerSettings
 
 
@@ -43,11 +43,12 @@ def archives(sources: list[str]) -> list[Ready]:
     return found
 
 
-def place(settings: WorkerSettings) -> tuple[WorkerSettings, Key, Path]:
-    """The settings once their model is on this machine, its key, and the folder of its kernels.
+def make(settings: WorkerSettings, output: Path, *, dry_run: bool) -> Report:
+    """Compiles kernels as a worker does with these settings, and packs them into one file.
 
     Raises:
-        SetupError: the engine cannot load the model, or nothing is compiled here.
+        SetupError: the engine cannot load the model, nothing is compiled here, or *output* cannot
+        be written.
     """
     require_libraries()
     from worker.files.kernels import cache, machine
@@ -63,7 +64,24 @@ def place(settings: WorkerSettings) -> tuple[WorkerSettings, Key, Path]:
             "kernels are compiled for NVIDIA GPUs, and here is none that torch can use: run this on"
             " a machine with the GPU of the workers, without --device cpu and --compile off"
         )
-    return settings, key, cache.use_folder(settings.cache, key)
+    folder = cache.use_folder(settings.cache, key)
+    target = output / f"{key.name}{archive.SUFFIX}"
+    document = {"path": str(target), "key": asdict(key)}
+    if dry_run:
+        note = "would compile for this GPU and write"
+        return Report({**document, "bytes": None}, [note], [str(target)])
+    console.print_note("compiling for this GPU: a minute or two, once")
+    _compile(settings, folder)
+    try:
+        with transfer.showing("packing") as show:
+            files = archive.pack(folder, key, target, show).files
+        size = target.stat().st_size
+    except OSError as error:
+        raise errors.SetupError(
+            f"{target} cannot be written: {error.strerror or error}; give another --output"
+        ) from None
+    note = f"{files} files, {size / 1e6:,.1f} MB:"
+    return Report({**document, "bytes": size}, [note], [str(target)])
 
 
 async def _fetch_model(settings: WorkerSettings) -> WorkerSettings:
@@ -73,12 +91,8 @@ async def _fetch_model(settings: WorkerSettings) -> WorkerSettings:
     return settings
 
 
-def make(settings: WorkerSettings, key: Key, folder: Path, target: Path) -> archive.Header:
-    """Compiles kernels into *folder* as a worker does with these settings, and packs them.
-
-    Raises:
-        SetupError: torch has kept nothing, or the *target* cannot be written.
-    """
+def _compile(settings: WorkerSettings, folder: Path) -> None:
+    """Compiles into the *folder*; raises SetupError if torch has kept nothing."""
     from worker.engine.load import load_engine
 
     path = model.local_path(settings)
@@ -98,10 +112,3 @@ def make(settings: WorkerSettings, key: Key, folder: Path, target: Path) -> arch
             f"torch kept no kernels in {folder}: it could not compile (the warnings above say why),"
             " or a TORCHINDUCTOR variable turns its caches off"
         )
-    try:
-        with transfer.showing("packing") as show:
-            return archive.pack(folder, key, target, show)
-    except OSError as error:
-        raise errors.SetupError(
-            f"{target} cannot be written: {error.strerror or error}; give another --output"
-        ) from None

@@ -70,6 +70,11 @@ class Listing:
         )
 
     @property
+    def described(self) -> str:
+        """What is said of a file that was listed."""
+        return f"listed {'and signed ' if self.keys.signing else ''}in {self.blob}"
+
+    @property
     def where(self) -> str:
         return f"{self.blob} in the container {self.storage.files.name!r}"
 

@@ -14,7 +14,6 @@ from fleet import console
 from fleet.files.listed import Listing
 from imagefleet import errors, signing, validation
 from imagefleet.files.kinds import CONTROLNET, EMBEDDING, LORA, MODEL, UPSCALER, FileKind
-from imagefleet.job import chain
 from imagefleet.job.message import Job
 from imagefleet.job.passes import sources
 from imagefleet.storage.open import LOCAL_SCHEME, open_storage
@@ -61,7 +60,7 @@ class Uses:
 
     def add(self, place: str, job: Job) -> None:
         self.jobs += 1
-        for kind, name in set[tuple[str, str]]().union(*map(named, chain.left(job))):
+        for kind, name in set[tuple[str, str]]().union(*map(named, job.stages_left())):
             use = self.by_name.setdefault((kind, name), Use(kind, name))
             use.jobs += 1
             if len(use.places) < MAX_PLACES:

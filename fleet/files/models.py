@@ -4,19 +4,30 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import io
+import tarfile
 import tempfile
-from collections.abc import AsyncIterator
-from dataclasses import asdict
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 from fleet import console
-from fleet.files import canary, pack, preview, transfer
+from fleet.files import canary, preview, transfer
 from fleet.files.transfer import Ready
 from imagefleet import errors
 from imagefleet.files import contents
 from imagefleet.files.kinds import MODEL
 from worker.files import addresses, check
 from worker.node import reference
+
+#: Marks a folder in diffusers format; one without it is a checkpoint all the same.
+_INDEX = "model_index.json"
+_LEAST_INDEX = b'{"_class_name": "StableDiffusionPipeline"}'
+
+#: What the worker reads of a folder: no safety checker, no pickles, no pictures.
+_PARTS = (
+    *("unet", "vae", "text_encoder", "text_encoder_2", "tokenizer", "tokenizer_2", "scheduler"),
+)
+_SUFFIXES = frozenset({".json", ".txt", ".safetensors"})
 
 
 @contextlib.asynccontextmanager
@@ -36,12 +47,7 @@ async def ready(
     if is_tried and preview.can_draw():
         console.print_note("drawing a test image; --no-test skips it")
         target = Path(f"{MODEL.stem(file_name)}.png")
-        drawn = await asyncio.to_thread(preview.draw, path, target)
-        console.print_note(
-            f"test image: {drawn.path} ({drawn.width}x{drawn.height}, {drawn.steps} steps on"
-            f" {drawn.device}, {drawn.seconds:.0f} s with loading)"
-        )
-        facts["image"] = asdict(drawn) | {"path": str(drawn.path)}
+        facts["image"] = await asyncio.to_thread(preview.draw, path, target)
         try:
             found = await asyncio.to_thread(canary.draw, path, console.print_note)
         except errors.SetupError as error:
@@ -80,12 +86,38 @@ def _check_prediction(path: Path) -> None:
 @contextlib.asynccontextmanager
 async def _as_file(path: Path, cache: Path) -> AsyncIterator[Path]:
     """*path*, or for a folder a temporary .tar of it."""
-    size = sum(each.stat().st_size for each in pack.files_of(path))
+    size = sum(each.stat().st_size for each in files_of(path))
     if size == 0:  # a single file
         yield path
         return
     with tempfile.TemporaryDirectory(dir=transfer.room_for(cache, size)) as folder:
         target = Path(folder, "model.tar")
         with transfer.showing("packing") as show:
-            await asyncio.to_thread(pack.pack, path, target, lambda packed: show(packed, size))
+            await asyncio.to_thread(pack, path, target, lambda packed: show(packed, size))
         yield target
+
+
+def files_of(folder: Path) -> list[Path]:
+    """The files of a folder to pack, in order; none of a single file."""
+    parts = [each for part in _PARTS for each in (folder / part).glob("*")]
+    files = [folder / _INDEX, *(each for each in parts if each.suffix in _SUFFIXES)]
+    return sorted(each for each in files if each.is_file())
+
+
+def pack(folder: Path, target: Path, on_progress: Callable[[int], None]) -> None:
+    """Writes a .tar, the same for the same folder; *on_progress* gets the bytes packed so far."""
+    packed = 0
+    files = files_of(folder)
+    with tarfile.open(target, "w", format=tarfile.GNU_FORMAT) as tar:
+        if folder / _INDEX not in files:
+            entry = tarfile.TarInfo(_INDEX)
+            entry.size = len(_LEAST_INDEX)
+            tar.addfile(entry, io.BytesIO(_LEAST_INDEX))
+        for path in files:
+            # Without times and owners, which would make each .tar another.
+            entry = tarfile.TarInfo(path.relative_to(folder).as_posix())
+            entry.size, entry.mode = path.stat().st_size, 0o644
+            with path.open("rb") as file:
+                tar.addfile(entry, file)
+            packed += entry.size
+            on_progress(packed)

@@ -1,13 +1,15 @@
-"""One image of a checkpoint, drawn on this machine."""
+"""Draws a checkpoint's images on this machine: one to look at, before it is stored."""
 
 from __future__ import annotations
 
 import importlib.util
 import time
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from fleet import console
 from imagefleet import errors
+from worker.engine import contract
 from worker.files import check
 
 PROMPT = "a red house in a forest, digital art"
@@ -17,33 +19,21 @@ _CPU_STEPS, _GPU_STEPS = 8, 20
 _CPU_SIDE = 256
 
 
-@dataclass(frozen=True, slots=True)
-class Preview:
-    """A drawn image and how it was made."""
-
-    path: Path
-    device: str
-    width: int
-    height: int
-    steps: int
-    seconds: float
-
-
 def can_draw() -> bool:
     """Whether the libraries of the extra `worker` are installed."""
     return importlib.util.find_spec("torch") is not None
 
 
-def draw(model: Path, target: Path) -> Preview:
-    """Loads the checkpoint, draws one image and writes it as a PNG.
+def draw(model: Path, target: Path) -> dict[str, object]:
+    """Loads the checkpoint, draws one image and writes it as a PNG; returns facts about it.
 
     Raises:
         SetupError: the checkpoint cannot be loaded, or draws nothing but one colour.
     """
     from PIL import Image
 
-    from worker.engine import contract, load
     from worker.engine import device as devices
+    from worker.engine import load
     from worker.inputs import sample
     from worker.stages import encode
 
@@ -66,20 +56,46 @@ def draw(model: Path, target: Path) -> Preview:
         height=height,
         init=sample.init_of(engine.family, width, height),
     )
+    (pixels,) = finish(model, engine, [request])
     try:
-        engine.admit(0, engine.prepare(request))
-        finished: list[contract.Finished] = []
-        while engine.busy and not finished:
-            finished = list(engine.tick())
-        engine.close()
-        outcome = finished[0].outcome
-        if isinstance(outcome, errors.FleetError):
-            raise outcome
-        encode.refuse_one_colour(outcome)
+        encode.refuse_one_colour(pixels)
     except errors.FleetError as error:
-        raise errors.SetupError(
-            f"{str(model)!r} loads, but draws no image: {error.message} (--no-test skips this)"
-        ) from error
-    Image.fromarray(outcome).save(target)
+        raise _useless(model, error) from error
+    Image.fromarray(pixels).save(target)
     seconds = time.monotonic() - began
-    return Preview(target, device, width, height, request.steps, seconds)
+    console.print_note(
+        f"test image: {target} ({width}x{height}, {request.steps} steps on {device},"
+        f" {seconds:.0f} s with loading)"
+    )
+    facts = {"device": device, "width": width, "height": height, "steps": request.steps}
+    return {"path": str(target), **facts, "seconds": seconds}
+
+
+def finish(
+    model: Path,
+    engine: contract.Engine,
+    requests: Sequence[contract.ImageRequest],
+    on_step: Callable[[], None] = lambda: None,
+) -> list[contract.Pixels]:
+    """Draws images at once and closes the engine; raises SetupError if one fails."""
+    outcomes: dict[int, contract.Outcome] = {}
+    try:
+        for ticket, request in enumerate(requests):
+            engine.admit(ticket, engine.prepare(request))
+        while engine.busy:
+            outcomes |= {finished.ticket: finished.outcome for finished in engine.tick()}
+            on_step()
+        engine.close()
+    except errors.FleetError as error:
+        raise _useless(model, error) from error
+    pixels = []
+    for ticket in range(len(requests)):
+        outcome = outcomes[ticket]
+        if isinstance(outcome, errors.FleetError):
+            raise _useless(model, outcome) from outcome
+        pixels.append(outcome)
+    return pixels
+
+
+def _useless(model: Path, error: errors.FleetError) -> errors.SetupError:
+    return errors.SetupError(f"{str(model)!r} loads, but draws no image: {error.message}")

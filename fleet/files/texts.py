@@ -9,183 +9,158 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Protocol
 
 from fleet import console
 from fleet.files import missing, transfer
 from fleet.files.listed import Listing
+from fleet.files.transfer import Report
 from fleet.load import reading
 from fleet.worker.command import require_libraries
 from imagefleet import concurrency, errors
 from imagefleet.files.kinds import TEXT
-from imagefleet.job import chain
 from imagefleet.job.message import Job
-from imagefleet.signing import SigningKey
 from imagefleet.storage.open import open_storage
 from imagefleet.storage.protocol import Storage
 from imagefleet.storage.settings import SignerSettings
-from loadgen.sources import open_source
+from loadgen.sources import Source
 from worker.engine.pixel import text_states
 from worker.files import manifest
+from worker.settings import WorkerSettings
 
 #: States made before they are stored; an interrupted command makes no more than these to its end.
 CHUNK = 16
 
 UPLOADS = 8
 
+#: Prompts that a dry run shows.
+_SHOWN = 10
+
 #: States listed at once: each time the whole list is written. After an interruption, those that are
 #: stored and not listed are made anew.
 LISTED_AT_ONCE = 1_000
 
 
-class States(Protocol):
-    """Text states that are to be stored, by the stem of their files' names."""
+@dataclass(frozen=True, slots=True)
+class States:
+    """Text states that are to be stored."""
 
     encoder: str
+    shown: Mapping[str, str]
+    """Each as a person knows it, by the stem of its file's name."""
+    read: Callable[[str], bytes]
+    """The content of the file with a stem; takes seconds where an encoder has to make it.
 
-    @property
-    def stems(self) -> Collection[str]: ...
-
-    def describe(self, stem: str) -> str:
-        """One of them, as a person knows it."""
-
-    def read(self, stem: str) -> bytes:
-        """The content of a file; takes seconds where an encoder has to make it.
-
-        Raises:
-            SetupError: it cannot be read, or the encoder cannot be loaded.
-        """
+    Raises:
+        SetupError: it cannot be read, or the encoder cannot be loaded.
+    """
+    jobs: int | None = None
 
 
-class Encoded:
-    """The states of jobs' prompts by the text encoder of a stage, which is loaded for the first."""
+def made(folder: Path) -> States:
+    """The states in a folder, as `python -m worker.engine.pixel.text_stage` makes them.
 
-    def __init__(self, model: Path, device: str) -> None:
-        """*model* is the stage's folder.
+    Raises:
+        SetupError: there is none, or a file is of another kind.
+    """
+    files = {each.stem: each for each in sorted(folder.glob(f"*{TEXT.suffixes[0]}"))}
+    encoders = {transfer.check_file(each, TEXT) for each in files.values()}
+    if len(encoders) != 1:
+        said = ", ".join(sorted(encoders)) or "none"
+        raise errors.SetupError(
+            f"{str(folder)!r} should have the text states of one text encoder, and has {said}"
+        )
 
-        Raises:
-            SetupError: it has no text encoder, or a library is missing.
-        """
-        require_libraries()
-        from worker.engine.pixel import text_stage
-
-        text_stage.require_encoder(model)
-        self.encoder = text_stage.encoder_name(model)
-        self.jobs = 0
-        self._prompts: dict[str, str] = {}
-        self._model = model
-        self._device = device
-        self._stage: text_stage.TextStage | None = None
-
-    @property
-    def stems(self) -> Collection[str]:
-        return self._prompts.keys()
-
-    def add(self, _place: str, job: Job) -> None:
-        """Adds the prompts of all of a job's stages, and the negative ones."""
-        self.jobs += 1
-        for stage in chain.left(job):
-            for prompt in (stage.parsed_prompt, stage.parsed_negative_prompt):
-                text = text_states.clean(str(prompt))
-                self._prompts[text_states.stem(text, self.encoder)] = text
-
-    def describe(self, stem: str) -> str:
-        return self._prompts[stem]
-
-    def read(self, stem: str) -> bytes:
-        from worker.engine import device
-        from worker.engine.pixel import text_stage
-
-        if self._stage is None:
-            found = device.find_device(self._device)
-            dtype = device.find_dtype("auto", found)
-            self._stage = text_stage.TextStage(self._model, found, dtype)
-        prompt = self._prompts[stem]
-        # One by one, so that they do not depend on which prompts come together.
-        (states,) = self._stage.encode([prompt])
-        return text_states.content(prompt, self.encoder, states)
-
-
-class Made:
-    """A folder of states that `python -m worker.engine.pixel.text_stage` has made."""
-
-    def __init__(self, folder: Path) -> None:
-        """Raises SetupError if there is none in the *folder*, or a file is of another kind."""
-        self._files = {each.stem: each for each in sorted(folder.glob(f"*{TEXT.suffixes[0]}"))}
-        encoders = {transfer.check_file(each, TEXT) for each in self._files.values()}
-        if len(encoders) != 1:
-            said = ", ".join(sorted(encoders)) or "none"
-            raise errors.SetupError(
-                f"{str(folder)!r} should have the text states of one text encoder, and has {said}"
-            )
-        (self.encoder,) = encoders
-
-    @property
-    def stems(self) -> Collection[str]:
-        return self._files.keys()
-
-    def describe(self, stem: str) -> str:
-        return self._files[stem].name
-
-    def read(self, stem: str) -> bytes:
+    def read(stem: str) -> bytes:
         try:
-            return self._files[stem].read_bytes()
+            return files[stem].read_bytes()
         except OSError as error:
-            raise errors.SetupError(
-                f"{self._files[stem]} cannot be read: {error.strerror}"
-            ) from None
+            raise errors.SetupError(f"{files[stem]} cannot be read: {error.strerror}") from None
+
+    return States(encoders.pop(), {stem: path.name for stem, path in files.items()}, read)
 
 
 def encoded(
     jobs: str,
-    model: Path,
-    device: str,
+    settings: WorkerSettings,
+    open_jobs: Callable[..., Source],
     *,
-    form: str | None,
-    count: int | None,
-    seed: int | None,
     is_shown: bool,
-    key: SigningKey | None,
-) -> Encoded:
-    """The states of the prompts in a file of jobs; raises SetupError as `Encoded`."""
-    states = Encoded(model, device)
-    read = functools.partial(reading, Path(jobs), is_shown=is_shown)
-    with read("reading") as on_read:
-        opened = open_source(jobs, form=form, count=count, seed=seed, on_read=on_read, key=key)
-    with read("reading", jobs=opened.jobs_to_make) as on_read:
-        opened.check(0, on_read, states.add)
-    return states
+) -> States:
+    """The states of the prompts in a file of jobs, by the text encoder of a stage.
 
+    Raises:
+        SetupError: the stage has no text encoder, a library is missing, or a job is invalid.
+    """
+    require_libraries()
+    from worker.engine import device
+    from worker.engine.pixel import text_stage
 
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """Text states that the storage lacked, and whether those that were stored are listed."""
+    model = Path(settings.model)
+    text_stage.require_encoder(model)
+    encoder = text_stage.encoder_name(model)
+    prompts: dict[str, str] = {}
+    read_jobs = 0
 
-    missing: list[str]
-    stored: int
-    in_manifest: bool
+    def add(_place: str, job: Job) -> None:
+        nonlocal read_jobs
+        read_jobs += 1
+        for stage in job.stages_left():
+            for prompt in (stage.parsed_prompt, stage.parsed_negative_prompt):
+                text = text_states.clean(str(prompt))
+                prompts[text_states.stem(text, encoder)] = text
+
+    @functools.cache
+    def load() -> text_stage.TextStage:
+        found = device.find_device(settings.device)
+        return text_stage.TextStage(model, found, device.find_dtype("auto", found))
+
+    def read(stem: str) -> bytes:
+        # One by one, so that they do not depend on which prompts come together.
+        (states,) = load().encode([prompts[stem]])
+        return text_states.content(prompts[stem], encoder, states)
+
+    show = functools.partial(reading, Path(jobs), "reading", is_shown=is_shown)
+    with show() as on_read:
+        opened = open_jobs(jobs, on_read=on_read)
+    with show(jobs=opened.jobs_to_make) as on_read:
+        opened.check(0, on_read, add)
+    return States(encoder, prompts, read, read_jobs)
 
 
 async def add(
     settings: SignerSettings, states: States, *, create: bool, dry_run: bool, quiet: bool
-) -> Outcome:
+) -> Report:
     """Stores the states that the storage lacks; *create* is `Listing`'s.
 
     Raises:
         SetupError: they cannot be made, read or listed; TransientError: the storage did not answer.
     """
+    is_listed = False
     async with open_storage(settings) as storage:
+        listing = Listing(storage, TEXT.folder, settings.keys(), create=create)
         if not dry_run:
             await storage.create()
-        elif not missing.may_exist(storage):
-            return Outcome([*states.stems], 0, in_manifest=False)
-        listing = Listing(storage, TEXT.folder, settings.keys(), create=create)
-        lacking = await _lacking(storage, states.stems, listing)
-        if dry_run or not lacking:
-            return Outcome(lacking, 0, in_manifest=False)
-        with console.counting("text states", len(lacking), quiet=quiet) as on_stored:
-            is_listed = await _store(storage, states, lacking, listing, on_stored)
-        return Outcome(lacking, len(lacking), is_listed)
+        lacking = [*states.shown]
+        if missing.may_exist(storage):
+            lacking = await _lacking(storage, states.shown, listing)
+        if lacking and not dry_run:
+            with console.counting("text states", len(lacking), quiet=quiet) as on_stored:
+                is_listed = await _store(storage, states, lacking, listing, on_stored)
+    stored, prompts = 0 if dry_run else len(lacking), len(states.shown)
+    document = {
+        "encoder": states.encoder,
+        "jobs": states.jobs,
+        "prompts": prompts,
+        "missing": len(lacking),
+        "stored": stored,
+        "in_manifest": is_listed,
+    }
+    of = f"of {console.counted(prompts, 'prompt')} by {states.encoder}"
+    if dry_run:
+        note = f"{len(lacking):,} {of} have no text states in the storage"
+        return Report(document, [note], [states.shown[stem] for stem in lacking[:_SHOWN]])
+    note = f"{stored:,} text states stored, {prompts - stored:,} were there, {of}"
+    return Report(document, [note + (f"; {listing.described}" if is_listed else "")])
 
 
 async def _lacking(storage: Storage, stems: Collection[str], listing: Listing) -> list[str]:

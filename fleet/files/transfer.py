@@ -8,7 +8,7 @@ import hashlib
 import re
 import shutil
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -58,6 +58,24 @@ class Stored:
     bytes: int
     sha256: str
     change: Change
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What a command has done: a document for programs, notes and lines for a person."""
+
+    document: Mapping[str, object]
+    notes: Sequence[str] = ()
+    lines: Sequence[str] = ()
+
+    def show(self, *, as_json: bool) -> None:
+        if as_json:
+            console.print_json(self.document)
+            return
+        for note in self.notes:
+            console.print_note(note)
+        for line in self.lines:
+            console.print_plain(line)
 
 
 @contextlib.asynccontextmanager

@@ -1,36 +1,41 @@
-"""A campaign as the page shows it: its records, followed while somebody looks, and its filters."""
+"""Campaigns as the page shows them: their records, read while somebody looks, and their filters."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import sqlite3
 import time
 from collections import OrderedDict
 from dataclasses import dataclass, field
 
 import numpy as np
+from aiohttp import web
 
 from fleet.gallery.index import Filter, Index
 from imagefleet import errors
+from imagefleet.job.message import RECORDS
 from imagefleet.records import reader
+from imagefleet.records.damaged import Damaged
+from imagefleet.records.shard import ShardName
 from imagefleet.storage.protocol import Storage
 
 #: Filters whose rows are kept: each takes 4 bytes a row.
 _VIEWS = 8
 
-#: Seconds for which a campaign is followed after the last request of its page.
-_WATCHED_SECONDS = 15.0
-
 #: The newest records, which whoever opens a campaign sees before the others are read.
 _NEWEST = 300
 
-#: The first answer waits so long for them.
-_FIRST_SECONDS = 2.0
+#: An answer waits so long for new records.
+_ANSWER_SECONDS = 2.0
 
-#: Rows are put in order anew when older ones came, or a failed job was settled; this share of the
-#: time at most.
-_REBUILD_SHARE = 0.2
+#: Older records are read so long for each answer.
+_READ_SECONDS = 0.5
+
+#: Selecting a filter's rows anew takes this share of the time at most.
+_SELECT_SHARE = 0.2
+
+#: The most names of campaigns: more would not fit into a menu.
+_MOST_NAMES = 5_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,164 +50,171 @@ class Pace:
     """Bytes of a shard that are read at once."""
 
 
+#: Each poll is billed on Azure: a listing, and a read for each part of a shard that is new.
+LOCAL_PACE = Pace(poll_seconds=0.9, count_seconds=5.0)
+REMOTE_PACE = Pace(poll_seconds=5.0, count_seconds=60.0, records_at_once=8_000, part_bytes=2**20)
+
+
 @dataclass(slots=True)
 class View:
     """The rows of a filter, oldest first. New ones only come at the end, or *generation* grows."""
 
-    filter: Filter
     seqs: np.ndarray = field(default_factory=lambda: np.zeros(0, np.uint32))
     generation: int = 0
-    last: int = 0
     version: int = -1
-    birth: str = ""
     is_complete: bool = False
-    rebuild_at: float = 0.0
+    select_at: float = 0.0
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
 
 class Campaign:
-    """The index of one campaign, kept up to date by `poll`."""
+    """The index of one campaign, kept up to date by `refresh`."""
 
-    def __init__(self, storage: Storage, name: str, index: Index, pace: Pace) -> None:
-        self.name = name
-        self.index = index
+    def __init__(self, storage: Storage, name: str, pace: Pace) -> None:
+        self.index = Index()
         self.sent: int | None = None
         """Jobs, as far as a filler has noted it."""
         self.problem = ""
         """Why its records cannot be read at the moment."""
         self.is_complete = False
         """Whether all records that there were have been read once."""
-        self.read_share = 0.0
-        """The share read of the bytes that the shards had when the campaign was opened."""
-        self.damaged = 0
-        """Records and shards that cannot be read."""
-        self.version = 0
+        self.damaged = Damaged()
         self._storage = storage
+        self._name = name
+        self._pace = pace
         self._follower: reader.Follower | None = None
         self._ends: dict[str, int] = {}
-        self._has_begun = asyncio.Event()
-        self._pace = pace
-        self._due_at = float("-inf")
-        self._counted_at = float("-inf")
-        self._asked_at = float("-inf")
+        self._version = 0
+        self._polling: asyncio.Task[None] | None = None
+        self._poll_at = self._count_at = 0.0
         self._views: OrderedDict[Filter, View] = OrderedDict()
 
-    def ask(self) -> None:
-        """Somebody looks."""
-        self._asked_at = time.monotonic()
-
     @property
-    def is_behind(self) -> bool:
-        """Whether there are older records to read."""
-        return self._follower is not None and not (self.is_complete or self.problem)
+    def read_share(self) -> float:
+        """The share read of the bytes that the shards had when the campaign was opened."""
+        position = self._follower.position if self._follower else {}
+        read = sum(min(end, position.get(name, 0)) for name, end in self._ends.items())
+        return read / (sum(self._ends.values()) or 1)
 
-    @property
-    def is_due(self) -> bool:
-        """Whether to poll: somebody looks, and it is time."""
-        now = time.monotonic()
-        return now >= self._due_at and now - self._asked_at < _WATCHED_SECONDS
+    async def refresh(self) -> None:
+        """Reads new records if it is time; a page that asks need not wait for all of them."""
+        if self._polling is None or self._polling.done():
+            if time.monotonic() < self._poll_at:
+                return
+            self._polling = asyncio.create_task(self._poll())
+        await asyncio.wait([self._polling], timeout=_ANSWER_SECONDS)
 
-    async def begun(self) -> None:
-        """Waits a while for the first rows, or for what is wrong with them."""
-        if self.version or await asyncio.to_thread(self.index.last):
-            return
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(_FIRST_SECONDS):
-                await self._has_begun.wait()
+    async def close(self) -> None:
+        if self._polling is not None:
+            self._polling.cancel()
+            await asyncio.wait([self._polling])
+        await asyncio.to_thread(self.index.close)
 
-    async def poll(self) -> None:
+    async def _poll(self) -> None:
         """Adds new records; notes an error as the `problem`."""
-        self._due_at = time.monotonic() + self._pace.poll_seconds
         try:
-            is_ahead = False
             if self._follower is None:
-                self._follower, is_ahead = await self._started()
-            if not is_ahead:
+                self._follower = await self._started()
+            else:
+                until = time.monotonic() + _READ_SECONDS
                 await self._read(self._follower)
-            await self._count()
+                while not self.is_complete and time.monotonic() < until:
+                    await self._read(self._follower)
+            if time.monotonic() >= self._count_at:
+                self.sent = await reader.sent(self._storage, self._name)
+                self._count_at = time.monotonic() + self._pace.count_seconds
+            self.problem = ""
         except errors.FleetError as error:
             self.problem = error.message
         except sqlite3.Error as error:
-            self.problem = f"The index in the cache cannot be written: {error}"
-            self._follower = None  # the index knows what it has
-        else:
-            self.problem = ""
-        self._has_begun.set()
+            self.problem = f"The index of the gallery cannot be written: {error}"
+        is_behind = not (self.is_complete or self.problem)
+        self._poll_at = time.monotonic() + (0.0 if is_behind else self._pace.poll_seconds)
 
-    async def _started(self) -> tuple[reader.Follower, bool]:
-        """A follower that goes on where the index ends.
-
-        Where that is far behind, the newest records are added first; returns whether they were.
-        """
-        position = await asyncio.to_thread(self.index.position)
-        self._ends = await reader.end(self._storage, self.name)
-        if not position.keys() <= self._ends.keys():  # of a storage that was deleted since
-            await asyncio.to_thread(self.index.clear)
-            position = {}
-        is_behind = sum(self._ends.values()) - sum(position.values()) > self._pace.part_bytes
-        if is_behind:
-            newest = await reader.newest(self._storage, self.name, _NEWEST)
-            await asyncio.to_thread(self.index.add, newest, position)
-            self.version += 1
-            self._due_at = 0.0
+    async def _started(self) -> reader.Follower:
+        """What reads all records. Where they are many, the newest are added before."""
         follower = reader.Follower(
-            *(self._storage, self.name, position, self._note_damaged),
+            *(self._storage, self._name, None, self.damaged),
             most=self._pace.records_at_once,
             part_bytes=self._pace.part_bytes,
         )
-        return follower, is_behind
+        self._ends = await reader.end(self._storage, self._name)
+        if sum(self._ends.values()) > self._pace.part_bytes:
+            newest = await reader.newest(self._storage, self._name, _NEWEST)
+            await asyncio.to_thread(self.index.add, newest)
+            self._version += 1
+        else:
+            await self._read(follower)
+        return follower
 
     async def _read(self, follower: reader.Follower) -> None:
+        before = dict(follower.position)
         records = await follower.poll()
-        if records:
-            await asyncio.to_thread(self.index.add, records, follower.position)
+        try:
+            await asyncio.to_thread(self.index.add, records, at_end=self.is_complete)
+        except BaseException:
+            follower.position = before
+            raise
         is_complete = self.is_complete or len(records) < self._pace.records_at_once
-        if not is_complete:
-            self._due_at = 0.0
-            read = sum(min(end, follower.position.get(name, 0)) for name, end in self._ends.items())
-            self.read_share = read / (sum(self._ends.values()) or 1)
-        if records or is_complete != self.is_complete:
-            self.version += 1
+        self._version += bool(records) or is_complete != self.is_complete
         self.is_complete = is_complete
-
-    def _note_damaged(self, _shard: str, _reason: str) -> None:
-        self.damaged += 1
-
-    async def _count(self) -> None:
-        if time.monotonic() - self._counted_at >= self._pace.count_seconds:
-            self.sent = await reader.sent(self._storage, self.name)
-            self._counted_at = time.monotonic()
 
     async def view(self, chosen: Filter, *, is_new: bool = True) -> View:
         """The rows of a filter: with all that has been read by now, or as a page knows them."""
-        view = self._views.setdefault(chosen, View(chosen))
+        view = self._views.setdefault(chosen, View())
         self._views.move_to_end(chosen)
         if len(self._views) > _VIEWS:
             self._views.popitem(last=False)
         async with view.lock:
-            if view.version < 0 or (is_new and view.version != self.version):
-                await self._refresh(view)
+            if view.version < 0 or (is_new and view.version != self._version):
+                await self._select(chosen, view)
         return view
 
-    async def _refresh(self, view: View) -> None:
-        version, is_complete = self.version, self.is_complete
-        birth = await asyncio.to_thread(self.index.birth)
-        last = await asyncio.to_thread(self.index.last)
-        # A job that has failed may be replayed; and older records come after the newest.
-        has_changed = view.filter.tab != "images" or birth != view.birth or not view.is_complete
-        is_early = view.version >= 0 and time.monotonic() < view.rebuild_at
-        if has_changed and is_early and is_complete == view.is_complete:
+    async def _select(self, chosen: Filter, view: View) -> None:
+        began_at, version, is_complete = time.monotonic(), self._version, self.is_complete
+        if began_at < view.select_at and is_complete == view.is_complete:
             return
-        began_at = time.monotonic()
-        after = 0 if has_changed else view.last
-        new = await asyncio.to_thread(self.index.select, view.filter, after, last)
-        if has_changed:
-            is_longer = birth == view.birth and np.array_equal(new[: len(view.seqs)], view.seqs)
-            view.generation += not is_longer
-            view.seqs = new
-            ended_at = time.monotonic()
-            view.rebuild_at = ended_at + (ended_at - began_at) / _REBUILD_SHARE
-        elif len(new):
-            view.seqs = np.concatenate([view.seqs, new])
-        view.last, view.version = last, version
-        view.birth, view.is_complete = birth, is_complete
+        seqs = await asyncio.to_thread(self.index.select, chosen)
+        view.generation += not np.array_equal(seqs[: len(view.seqs)], view.seqs)
+        view.seqs, view.version, view.is_complete = seqs, version, is_complete
+        ended_at = time.monotonic()
+        view.select_at = ended_at + (ended_at - began_at) / _SELECT_SHARE
+
+
+class Campaigns:
+    """The campaigns of a storage, and the indices of those that somebody has opened."""
+
+    def __init__(self, storage: Storage, pace: Pace, preferred: str | None) -> None:
+        self._storage = storage
+        self._pace = pace
+        self._preferred = preferred
+        self._open: dict[str, Campaign] = {}
+
+    async def names(self) -> list[str]:
+        """The campaigns that have records, and the preferred one."""
+        names = [name async for name in reader.campaigns(self._storage)][:_MOST_NAMES]
+        return sorted({*names, *([self._preferred] if self._preferred else [])})
+
+    async def newest(self) -> str | None:
+        """The preferred campaign, else the one that began last; None if there is none."""
+        if self._preferred:
+            return self._preferred
+        # A shard's name begins with its time.
+        started = [
+            (name.rpartition("/")[2], found.campaign)
+            async for name in self._storage.blobs.names(RECORDS)
+            if (found := ShardName.read(name))
+        ]
+        return max(started)[1] if started else None
+
+    async def get(self, name: str) -> Campaign:
+        """A campaign that a page asks for; raises HTTPNotFound."""
+        if name not in self._open and name not in await self.names():
+            raise web.HTTPNotFound(text="there is no such campaign\n")
+        if name not in self._open:
+            self._open[name] = Campaign(self._storage, name, self._pace)
+        return self._open[name]
+
+    async def close(self) -> None:
+        for campaign in self._open.values():
+            await campaign.close()

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import sys
 import webbrowser
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -14,8 +14,6 @@ import typer
 from fleet import console, options
 from fleet.campaigns import target
 from imagefleet.storage.settings import SignerSettings
-
-CACHE = Path("~/.cache/imagefleet/gallery")
 
 
 @options.from_settings(SignerSettings)
@@ -30,13 +28,6 @@ def command(
     ] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65_535, help="Port; 0 picks a free one.")] = 8000,
     browser: Annotated[bool, typer.Option(help="Open the page in a browser.")] = True,
-    cache: Annotated[
-        Path, typer.Option(help="Folder of the thumbnails and of what is known of each campaign.")
-    ] = CACHE,
-    cache_megabytes: Annotated[
-        int,
-        typer.Option(min=10, help="Size limit of the thumbnails; the least recently used go."),
-    ] = 1000,
 ) -> None:
     """Shows a campaign's images in the browser, as they arrive.
 
@@ -48,28 +39,11 @@ def command(
 
     imagefleet gallery spring --port 8080 --no-browser
     """
-    console.run(
-        _serve(
-            settings,
-            target.campaign(campaign),
-            host,
-            port,
-            cache.expanduser(),
-            cache_megabytes * 10**6,
-            browser=browser,
-        )
-    )
+    console.run(_serve(settings, target.campaign(campaign), host, port, browser=browser))
 
 
 async def _serve(
-    settings: SignerSettings,
-    campaign: str | None,
-    host: str,
-    port: int,
-    cache: Path,
-    cache_bytes: int,
-    *,
-    browser: bool,
+    settings: SignerSettings, campaign: str | None, host: str, port: int, *, browser: bool
 ) -> None:
     from fleet.gallery import server
     from imagefleet.telemetry import probes
@@ -77,9 +51,7 @@ async def _serve(
     async with console.connected(settings) as fleet:
         await target.check_campaign(fleet.storage, campaign)
         async with (
-            server.opened(
-                fleet, settings, host=host, campaign=campaign, cache=cache, cache_bytes=cache_bytes
-            ) as (app, follow),
+            server.opened(fleet, settings, host=host, campaign=campaign) as app,
             probes.listening(app, host, port, "the gallery") as chosen,
         ):
             name = "localhost" if host in {"0.0.0.0", "::"} else host  # noqa: S104 - compared only
@@ -87,7 +59,7 @@ async def _serve(
             console.print_plain(f"The gallery of {fleet.storage.url} is at {url} (Ctrl-C ends it)")
             if browser and _has_screen():
                 await asyncio.to_thread(webbrowser.open, url)
-            await console.until_stopped(asyncio.create_task(follow(), name="gallery"))
+            await console.until_stopped(asyncio.create_task(asyncio.sleep(math.inf)))
 
 
 def _has_screen() -> bool:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
+import io
 import os
-import sqlite3
+from collections import OrderedDict
 from collections.abc import Callable
 
-from fleet.gallery import thumbnails
-from fleet.gallery.thumbnails import Thumbnails, UnusableImageError
+from PIL import Image
+
+from fleet import contact_sheet
+from fleet.contact_sheet import DamagedImageError
 from imagefleet import errors
 from imagefleet.job.message import MAX_IMAGE_BYTES
 from imagefleet.records.record import Record
@@ -19,59 +21,78 @@ from imagefleet.storage.protocol import BlobStore
 _READS = 8
 _DECODERS = min(4, os.cpu_count() or 1)
 
+#: The longer side: half that of an image, which is made several times as fast as other sizes, and
+#: more than that of a tile, for screens of high resolution.
+_PIXELS = 256
 
-def _always() -> bool:
-    return True
+#: A WebP is half as large, and takes ten times as long: more than to decode the image.
+_JPEG_QUALITY = 82
+
+#: Thumbnails that are kept, some 10,000; the browser keeps its own.
+_KEPT_BYTES = 10**8
 
 
 class Images:
-    """The images of one container; *address* tells containers apart in the cache."""
+    """The images of one container."""
 
-    def __init__(self, blobs: BlobStore, address: str, kept: Thumbnails) -> None:
+    def __init__(self, blobs: BlobStore) -> None:
         self._blobs = blobs
-        self._address = address
-        self._kept = kept
         self._reads = asyncio.Semaphore(_READS)
         self._decoders = asyncio.Semaphore(_DECODERS)
+        self._kept: OrderedDict[str, bytes] = OrderedDict()
+        self._kept_bytes = 0
 
-    async def thumbnail(self, record: Record, is_wanted: Callable[[], bool] = _always) -> bytes:
-        """A JPEG, from the cache or made now; raises UnusableImageError.
+    async def thumbnail(self, record: Record, is_wanted: Callable[[], bool]) -> bytes:
+        """A JPEG, made once; raises DamagedImageError.
 
         Nothing is read for an image that is not wanted any more when it is its turn.
         """
-        # An image that is replaced has another size, most likely.
-        key = thumbnails.key_of(f"{self._address}/{record.blob}?{record.size_bytes}")
-        if kept := await asyncio.to_thread(self._stored, key):
-            return kept
+        key = f"{record.blob}?{record.size_bytes}"  # one that is replaced has another size
+        if key in self._kept:
+            self._kept.move_to_end(key)
+            return self._kept[key]
         async with self._reads:
             if not is_wanted():
-                raise UnusableImageError("nobody waits for it any more")
+                raise DamagedImageError("nobody waits for it any more")
             data = await self._read(record)
             async with self._decoders:
-                return await asyncio.to_thread(self._made, key, data)
-
-    def _stored(self, key: bytes) -> bytes | None:
-        with contextlib.suppress(sqlite3.Error):  # what cannot be read is made
-            return self._kept.read(key)
-        return None
-
-    def _made(self, key: bytes, data: bytes) -> bytes:
-        made = thumbnails.shrink(data)
-        with contextlib.suppress(sqlite3.Error):  # on a full disk it is made again
-            self._kept.keep(key, made)
+                made = await asyncio.to_thread(shrink, data)
+        if key in self._kept:  # made twice at the same time
+            return made
+        self._kept[key] = made
+        self._kept_bytes += len(made)
+        while self._kept_bytes > _KEPT_BYTES:
+            self._kept_bytes -= len(self._kept.popitem(last=False)[1])
         return made
 
     async def picture(self, record: Record) -> tuple[bytes, str]:
-        """The image's file as it is stored, and its type; raises UnusableImageError."""
+        """The image's file as it is stored, and its type; raises DamagedImageError."""
         async with self._reads:
             data = await self._read(record)
-        return data, await asyncio.to_thread(thumbnails.content_type, data)
+        return data, await asyncio.to_thread(content_type, data)
 
     async def _read(self, record: Record) -> bytes:
         try:
             data = await self._blobs.read(record.blob or "", MAX_IMAGE_BYTES)
         except (errors.JobError, errors.UnusableFileError) as error:
-            raise UnusableImageError(error.message) from None
+            raise DamagedImageError(error.message) from None
         if data is None:
-            raise UnusableImageError("the image has been deleted")
+            raise DamagedImageError("the image has been deleted")
         return data
+
+
+def shrink(data: bytes) -> bytes:
+    """An image's thumbnail as a JPEG; raises DamagedImageError."""
+    with contact_sheet.opened(data) as image:
+        image.draft("RGB", (_PIXELS, _PIXELS))  # a JPEG is decoded at a smaller size
+        small = image.convert("RGB")
+        small.thumbnail((_PIXELS, _PIXELS), Image.Resampling.BICUBIC, reducing_gap=1)
+        stored = io.BytesIO()
+        small.save(stored, "JPEG", quality=_JPEG_QUALITY)
+    return stored.getvalue()
+
+
+def content_type(data: bytes) -> str:
+    """The type of an image that a browser may decode; raises DamagedImageError."""
+    with contact_sheet.opened(data) as image:
+        return f"image/{str(image.format).lower()}"

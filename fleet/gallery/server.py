@@ -4,27 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import sqlite3
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from importlib import resources
-from pathlib import Path
 from typing import Any, get_args
 
 from aiohttp import web
 
+from fleet.contact_sheet import DamagedImageError
+from fleet.gallery import campaign as campaign_index
 from fleet.gallery import guard, shown
-from fleet.gallery.campaign import Campaign, View
-from fleet.gallery.campaigns import Campaigns
+from fleet.gallery.campaign import Campaign, Campaigns, View
 from fleet.gallery.images import Images
 from fleet.gallery.index import Facet, Filter, Tab
 from fleet.gallery.replay import Replays
-from fleet.gallery.thumbnails import Thumbnails, UnusableImageError
 from imagefleet import aio, errors, redaction
 from imagefleet.records.record import Record
 from imagefleet.storage.open import LOCAL_SCHEME
 from imagefleet.storage.settings import StorageSettings
-
-Follow = Callable[[], Coroutine[Any, Any, None]]
 
 PAGE = resources.files("fleet.gallery") / "page"
 
@@ -49,37 +46,19 @@ _A_WHILE = "private, max-age=300"
 
 @asynccontextmanager
 async def opened(
-    fleet: aio.Fleet,
-    settings: StorageSettings,
-    *,
-    host: str,
-    campaign: str | None,
-    cache: Path,
-    cache_bytes: int,
-) -> AsyncIterator[tuple[web.Application, Follow]]:
-    """The gallery of a storage, and what follows its records while it is served.
-
-    Raises:
-        SetupError: the cache cannot be written.
-    """
+    fleet: aio.Fleet, settings: StorageSettings, *, host: str, campaign: str | None
+) -> AsyncIterator[web.Application]:
+    """The gallery of a storage."""
     storage = fleet.storage
-    container = storage.blobs.address("-").removesuffix("-")
-    kept = Thumbnails(cache / "thumbnails.sqlite", cache_bytes)
-    campaigns = Campaigns(
-        storage,
-        container,
-        cache,
-        preferred=campaign,
-        is_local=settings.storage.strip().startswith(LOCAL_SCHEME),
-    )
-    images = Images(storage.blobs, container, kept)
+    is_local = settings.storage.strip().startswith(LOCAL_SCHEME)
+    pace = campaign_index.LOCAL_PACE if is_local else campaign_index.REMOTE_PACE
+    campaigns = Campaigns(storage, pace, campaign)
     replays = Replays(fleet, settings, host)
+    gallery = Gallery(campaigns, Images(storage.blobs), replays, guard.Guard(host), storage.url)
     try:
-        gallery = Gallery(campaigns, images, replays, guard.Guard(host), storage.url)
-        yield gallery.application(), campaigns.follow
+        yield gallery.application()
     finally:
-        await asyncio.to_thread(campaigns.close)
-        kept.close()
+        await campaigns.close()
 
 
 class Gallery:
@@ -124,7 +103,6 @@ class Gallery:
         return app
 
     async def _show_page(self, _: web.Request) -> web.Response:
-        self._campaigns.hold()
         return web.Response(text=self._page, content_type="text/html")
 
     async def _file(self, request: web.Request) -> web.Response:
@@ -141,26 +119,25 @@ class Gallery:
                 "campaigns": await self._campaigns.names(),
                 "newest": newest,
                 "storage": redaction.printable(self._storage),
-                "problem": _sentence(self._campaigns.problem),
             }
         )
 
     async def _state(self, request: web.Request) -> web.Response:
-        await (await self._campaign(request)).begun()
+        await (await self._campaign(request)).refresh()
         campaign, view = await self._chosen(request)
         counts = await asyncio.to_thread(campaign.index.counts)
         return web.json_response(
             {
                 "total": len(view.seqs),
                 "generation": view.generation,
-                "index": view.birth,
+                "index": campaign.index.birth,
                 "counts": counts.tabs,
                 "jobs": counts.jobs,
                 "sent": campaign.sent,
                 "reading": not view.is_complete,
                 "read": campaign.read_share,
-                "damaged": campaign.damaged,
-                "problem": _sentence(campaign.problem or self._campaigns.problem),
+                "damaged": campaign.damaged.count,
+                "problem": _sentence(campaign.problem),
             }
         )
 
@@ -177,7 +154,6 @@ class Gallery:
         return web.json_response(found)
 
     async def _rows(self, request: web.Request) -> web.Response:
-        self._campaigns.hold()
         campaign, view = await self._chosen(request, is_new=False)
         start, count = _number(request, "from"), min(_number(request, "count"), _MOST_ROWS)
         seqs = view.seqs[start : start + count].tolist()
@@ -201,7 +177,6 @@ class Gallery:
         return web.json_response({})
 
     async def _thumbnail(self, request: web.Request) -> web.Response:
-        self._campaigns.hold()
         made = await self._images.thumbnail(
             await self._found(request), lambda: not _is_given_up(request)
         )
@@ -250,14 +225,14 @@ def _number(request: web.Request, name: str) -> int:
 async def _errors_as_json(request: web.Request, handler: guard.Handler) -> web.StreamResponse:
     try:
         return await handler(request)
-    except UnusableImageError as error:
+    except DamagedImageError as error:
         return _refusal(str(error), 415)
     except errors.JobError as error:
         return _refusal(error.message, 409)
     except errors.FleetError as error:
         return _refusal(error.message, 503)
     except sqlite3.Error as error:
-        return _refusal(f"The cache of the gallery cannot be read: {error}", 503)
+        return _refusal(f"The index of the gallery cannot be read: {error}", 503)
 
 
 def _refusal(reason: str, status: int) -> web.Response:

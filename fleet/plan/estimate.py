@@ -17,7 +17,7 @@ from imagefleet.pricing.families import Family
 _SECONDS_PER_HOUR = 3600
 
 
-Kind = Literal["measured", "given", "listed", "assumed", "estimated"]
+Basis = Literal["measured", "given", "listed", "assumed", "estimated"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +25,7 @@ class Input:
     """A number and its source."""
 
     value: float
-    kind: Kind
+    kind: Basis
     source: str
 
 
@@ -246,7 +246,7 @@ def mean_speed(speeds: Sequence[ModelSpeed]) -> Input:
     value = sum(each.images for each in speeds) / sum(each.seconds for each in speeds)
     # As sure as the least sure of them.
     kinds = {each.images_per_second.kind for each in speeds}
-    order: tuple[Kind, ...] = ("estimated", "assumed", "measured", "given")
+    order: tuple[Basis, ...] = ("estimated", "assumed", "measured", "given")
     kind = next(each for each in order if each in kinds)
     return Input(value, kind, f"the mean over {len(speeds)} models, weighted by their images")
 

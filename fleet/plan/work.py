@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from imagefleet import errors
-from imagefleet.job import chain
 from imagefleet.job.message import Job
 from imagefleet.pricing import families
 from imagefleet.pricing.families import Family
@@ -109,7 +108,7 @@ def add_stages(found: dict[str | None, Work], models: Models, job: Job, jobs: in
         JobError: a stage has a size that its model's family cannot have.
     """
     before: families.Size | None = None
-    for stage in chain.left(job):
+    for stage in job.stages_left():
         work = found.get(stage.model)
         if work is None:
             work = found[stage.model] = Work(stage.model, models.family_of(stage.model))

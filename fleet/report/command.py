@@ -84,8 +84,8 @@ def command(
     dollars = _price(price, table)
     figures, metrics, sampled = console.run(_read(settings, campaign, table, dollars, limit))
     made_at = datetime.now(UTC)
-    if figures.skipped:
-        console.print_warning(_skipped(figures.skipped))
+    if figures.damage:
+        console.print_warning(_left_out(figures))
     if metrics and metrics.left_out:
         console.print_warning(metrics.left_out)
     facts = {
@@ -156,13 +156,14 @@ def _price(wanted: Price, table: prices.PriceTable) -> tuple[float | None, str]:
     return prices.gpu_dollars_per_hour(name, priority, table), source
 
 
-def _skipped(skipped: report_records.Skipped) -> str:
+def _left_out(figures: report_figures.Figures) -> str:
     """What is left out, and the first reasons."""
-    shown = "; ".join(skipped.reasons[:_SHOWN_REASONS])
-    more = skipped.records + skipped.samples - min(len(skipped.reasons), _SHOWN_REASONS)
+    records, samples = figures.damaged_records, figures.damaged_samples
+    shown = figures.damage[:_SHOWN_REASONS]
+    more = records + samples - len(shown)
     return (
-        f"damaged and left out: {console.counted(skipped.records, 'record')} of images,"
-        f" {console.counted(skipped.samples, 'sample')}: {shown}"
+        f"damaged and left out: {console.counted(records, 'record')} of images,"
+        f" {console.counted(samples, 'sample')}: {'; '.join(shown)}"
         + (f"; and {more:,} more" if more else "")
     )
 

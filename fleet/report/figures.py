@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
 
-from fleet.report.records import Records, Skipped
+from fleet.report.records import Records
 from imagefleet.pricing import prices
 
 #: The most points of the throughput plot: enough to see a dip.
@@ -105,8 +105,10 @@ class Figures:
     models: Sequence[ModelFigures]
     bin_seconds: int
     throughput: Sequence[Rate]
-    without_record: int
-    skipped: Skipped
+    damaged_records: int
+    damaged_samples: int
+    damage: Sequence[str]
+    """The first reasons why records and samples are left out."""
     notes: Sequence[str]
 
 
@@ -148,8 +150,9 @@ def compute(
         models=_models(records, given_price),
         bin_seconds=bin_seconds,
         throughput=throughput,
-        without_record=records.without_record,
-        skipped=records.skipped,
+        damaged_records=records.damaged.count - records.damaged_samples,
+        damaged_samples=records.damaged_samples,
+        damage=records.damaged.reasons,
         notes=_notes(records, workers, table),
     )
 
@@ -242,14 +245,7 @@ def _notes(
 ) -> list[str]:
     """What the figures include and what they leave out."""
     notes = [
-        (
-            "Images, sizes and times come from the images, listed one by one: workers of an earlier"
-            " version wrote no records."
-            if records.are_listed
-            else "Images, sizes and times come from the workers' records, by the workers' clocks."
-            " Images that workers of an earlier version stored in this campaign without a record"
-            " are not counted."
-        ),
+        "Images, sizes and times come from the workers' records, by the workers' clocks.",
         (
             "A worker's time runs from its first pull to its last image of this campaign, plus"
             " its start-up if that was recorded. Idle time before and after, and workers that"
@@ -261,14 +257,8 @@ def _notes(
         ),
         f"Storage operations: {table.storage.source}; keeping the images is not included.",
     ]
-    if records.failed_are_of_queue:
-        notes.append("Failed jobs are those in the poison queue.")
     if records.cancelled:
         notes.append(f"Jobs cancelled: {records.cancelled:,}.")
-    if records.without_record:
-        notes.append(
-            f"{_without_record(records.without_record)} not part of the workers' times and costs."
-        )
     if not all(worker.dollars_per_hour for worker in workers):
         notes.append(
             "Not every worker recorded its price: give --price-per-hour or --gpu to get the cost."
@@ -278,11 +268,3 @@ def _notes(
             "An invalid message names no campaign: it counts as a failed job of 'default'."
         )
     return notes
-
-
-def _without_record(images: int) -> str:
-    return (
-        "Of 1 image it is not known who has drawn it: it is"
-        if images == 1
-        else f"Of {images:,} images it is not known who has drawn them: they are"
-    )

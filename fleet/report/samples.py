@@ -51,7 +51,8 @@ async def read(blobs: protocol.BlobStore, records: Records) -> list[Sample]:
                 continue
             samples.append(shrunk(name.job, blobs.address(name.blob), data))
         except (contact_sheet.DamagedImageError, errors.JobError) as error:
-            records.skipped.add_sample(name.blob, str(error))
+            records.damaged.add(name.blob, str(error))
+            records.damaged_samples += 1
             samples.append(Sample(name.job, blobs.address(name.blob)))
     return samples
 

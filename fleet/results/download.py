@@ -33,8 +33,6 @@ class Downloaded:
     changed: int = 0
     """Images of another size than recorded: drawn again since, or edited."""
     missing: int = 0
-    left_out: int = 0
-    """Records whose image's name is not one of the campaign's."""
     first_missing: list[str] = field(default_factory=list)
 
 
@@ -81,10 +79,7 @@ class Download:
 
     async def _fetch(self, record: Record) -> None:
         blob = record.blob or ""
-        name = files.image_name(blob, self._campaign)
-        if name is None:
-            self.done.left_out += 1
-            return
+        name = blob.rpartition("/")[2]
         path = self._folder / (files.without_case(name) if self._ignores_case else name)
         if record.size_bytes is not None and files.size_of(path) == record.size_bytes:
             self.done.already_there += 1

@@ -6,14 +6,10 @@ import contextlib
 import errno
 import hashlib
 import os
-import re
 from collections.abc import Iterator
 from pathlib import Path
 
 from imagefleet import errors
-
-#: A name that a worker gives an image: that of its job, a number, a stage, and its format.
-_IMAGE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._~-]{0,199}")
 
 _DISK_FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 
@@ -67,15 +63,6 @@ def size_of(path: Path) -> int | None:
         return path.stat().st_size
     except FileNotFoundError:
         return None
-
-
-def image_name(blob: str, campaign: str) -> str | None:
-    """The name of a campaign's image in its folder; None for a blob that is none of its images.
-
-    Records are untrusted: a name might lead out of a folder.
-    """
-    folder, _, name = blob.partition("/")
-    return name if folder == campaign and _IMAGE_NAME.fullmatch(name) else None
 
 
 def ignores_case(folder: Path) -> bool:

@@ -13,8 +13,8 @@ from typing import TextIO
 from fleet import console
 from fleet.campaigns import target
 from fleet.results import download, files, follow, lines, parquet, source, table
-from fleet.results.source import Damaged
 from imagefleet.records import reader
+from imagefleet.records.damaged import Damaged
 from imagefleet.records.record import Record
 from imagefleet.storage.protocol import Storage
 from imagefleet.storage.settings import StorageSettings
@@ -47,7 +47,7 @@ class _Run:
     def records(self) -> AsyncIterator[Record]:
         """The results so far."""
         wanted = self.wanted
-        found = source.read(self.storage, wanted.campaign, wanted.outcomes, self.damaged)
+        found = reader.results(self.storage, wanted.campaign, wanted.outcomes, self.damaged)
         return source.first(found, wanted.limit)
 
     async def batches(self) -> AsyncIterator[AsyncIterator[Record]]:
@@ -64,7 +64,7 @@ class _Run:
     ) -> AsyncIterator[list[Record]]:
         """Results from a follower's *position* on, until the campaign's end; *left* at most."""
         wanted = self.wanted
-        follower = reader.Follower(self.storage, wanted.campaign, position, self.damaged.add)
+        follower = reader.Follower(self.storage, wanted.campaign, position, self.damaged)
         polls = follow.follow(self.storage, follower, wanted.campaign, wanted.outcomes)
         if left is not None and left <= 0:
             return
@@ -158,11 +158,6 @@ def _report_download(done: download.Downloaded, folder: Path, *, as_json: bool) 
         more = done.missing - len(done.first_missing)
         names = ", ".join(done.first_missing) + (f" and {more:,} more" if more else "")
         console.print_error(f"{console.counted(done.missing, 'image')} missing: {names}")
-    if done.left_out:
-        console.print_warning(
-            f"{console.counted(done.left_out, 'record')} left out: the image's name is none of the"
-            " campaign's"
-        )
     if done.changed:
         console.print_warning(
             f"{console.counted(done.changed, 'image')} of another size than recorded: drawn again,"
@@ -190,7 +185,7 @@ async def _show(this: _Run) -> None:
         (wanted.outcomes & {"completed"}, table.images_table),
         (wanted.outcomes - {"completed"}, table.ended_table),
     ):
-        found = source.read(storage, wanted.campaign, outcomes, this.damaged)
+        found = reader.results(storage, wanted.campaign, outcomes, this.damaged)
         records = [record async for record in source.first(found, limit)]
         shown += len(records)
         if records:

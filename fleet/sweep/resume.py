@@ -7,7 +7,6 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from imagefleet import concurrency
-from imagefleet.job import chain
 from imagefleet.job.message import Job, message_fields
 from imagefleet.records import reader, sweep
 from imagefleet.storage import enqueue
@@ -52,7 +51,7 @@ async def prepare(
     async with open_storage(settings) as storage:
         await storage.create()
         # A name that is mistyped must not be the campaign's for ever.
-        stages = (stage for job in source.first_jobs() for stage in chain.left(job))
+        stages = (stage for job in source.first_jobs() for stage in job.stages_left())
         names = {stage.model for stage in stages if stage.model}
         await enqueue.JobSender(storage, priority, elsewhere=models).check(names)
         is_new = await sweep.write(storage, source.sweep)

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import io
 from dataclasses import dataclass
 
 import numpy as np
 from PIL import Image
 
+from fleet import contact_sheet
 from imagefleet import errors, likeness
 from imagefleet.job import embedded
-from imagefleet.job.message import MAX_IMAGE_PIXELS, Job, read_job
+from imagefleet.job.message import Job, read_job
 from imagefleet.signing import TrustedKeys
-
-#: Formats that workers store; Pillow reads dozens of formats, some through other programs.
-_FORMATS = ("PNG", "JPEG", "WEBP")
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,11 +25,9 @@ class Picture:
 def decode(data: bytes) -> Image.Image | None:
     """A file's image in RGB; None if it is none that a worker can have stored."""
     try:
-        with Image.open(io.BytesIO(data), formats=_FORMATS) as image:
-            if image.width * image.height > MAX_IMAGE_PIXELS:  # before the pixels take memory
-                return None
+        with contact_sheet.opened(data) as image:
             return image.convert("RGB")
-    except Exception:  # noqa: BLE001 - Pillow raises what it comes upon in a damaged file
+    except contact_sheet.DamagedImageError:
         return None
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections import OrderedDict
 from datetime import UTC, datetime
 
 from pydantic import BaseModel, ConfigDict, JsonValue
@@ -12,10 +11,6 @@ from pydantic import BaseModel, ConfigDict, JsonValue
 from imagefleet.job.metadata import MAX_METADATA_BYTES
 from imagefleet.records.reader import Counts
 from imagefleet.records.record import Record
-
-#: Jobs of several images of which some are stored: a job is drawn within minutes, and a fleet
-#: draws thousands at once.
-MAX_BEGUN = 5_000
 
 #: The most images that an event names: with all of a large job it would be too large.
 MAX_IMAGES = 64
@@ -41,58 +36,30 @@ class Event(BaseModel):
         return json.dumps(fields, separators=(",", ":")).encode()
 
 
-class JobEvents:
-    """Turns records into events of jobs.
-
-    A job of several images is complete with the last of them, in whatever order they come; *begun*
-    has the images so far, by the job's key.
-    """
-
-    def __init__(self, fleet: str, begun: dict[str, dict[int, str]]) -> None:
-        self.begun = OrderedDict(begun)
-        self._fleet = fleet
-
-    def of(self, record: Record) -> Event | None:
-        """The event of a record; None if the record ends no job."""
-        if record.outcome == "completed":
-            return self._completed(record)
-        if record.outcome in {"failed", "cancelled"}:
-            self.begun.pop(record.key, None)
-            data = _of_job(record) | {"attempts": record.attempts}
-            if record.outcome == "failed":
-                reason = (record.reason or "")[:_MAX_REASON_CHARACTERS]
-                data |= {"error": record.error, "reason": reason}
-            return self._event(f"job.{record.outcome}", record, record.source or "", data)
-        return None
-
-    def _completed(self, record: Record) -> Event | None:
-        if record.stage < record.stages:
-            return None  # the job goes on
-        blobs = {record.index: record.blob or ""}
-        if record.completes:
-            self.begun.pop(record.key, None)
-            blobs = _all_images(record)
-        elif record.completes is False:
-            return None  # another record says when they are all stored
-        elif record.images > 1:  # of an older worker
-            blobs = self.begun.setdefault(record.key, {}) | blobs
-            self.begun[record.key] = blobs
-            if len(blobs) < record.images:
-                if len(self.begun) > MAX_BEGUN:
-                    self.begun.popitem(last=False)
-                return None
-            del self.begun[record.key]
-        images: list[JsonValue] = [blobs[index] for index in sorted(blobs)[:MAX_IMAGES]]
+def job_ended(fleet: str, record: Record) -> Event | None:
+    """The event of a record; None if the record ends no job."""
+    if record.outcome == "completed" and record.completes_job:
+        blobs = _all_images(record) if record.images > 1 else [record.blob or ""]
+        images: list[JsonValue] = [*blobs[:MAX_IMAGES]]
         seed = None if record.seed is None else (record.seed - record.index) % 2**32
         data = _of_job(record) | {"images": images, "seed": seed}
         if len(images) < len(blobs):
             data["image_count"] = len(blobs)
         # Without the message: a job that is drawn again, after a crash say, is complete once.
-        return self._event("job.completed", record, "", data)
+        return _job_event(fleet, record, "", data)
+    if record.outcome in {"failed", "cancelled"}:
+        data = _of_job(record) | {"attempts": record.attempts}
+        if record.outcome == "failed":
+            reason = (record.reason or "")[:_MAX_REASON_CHARACTERS]
+            data |= {"error": record.error, "reason": reason}
+        return _job_event(fleet, record, record.source or "", data)
+    return None
 
-    def _event(self, kind: str, record: Record, source: str, data: dict[str, JsonValue]) -> Event:
-        event_id = _event_id(self._fleet, kind, record.key, source)
-        return Event(id=event_id, type=kind, timestamp=record.at, data=data)
+
+def _job_event(fleet: str, record: Record, source: str, data: dict[str, JsonValue]) -> Event:
+    kind = f"job.{record.outcome}"
+    event_id = _event_id(fleet, kind, record.key, source)
+    return Event(id=event_id, type=kind, timestamp=record.at, data=data)
 
 
 def campaign_completed(fleet: str, campaign: str, counts: Counts) -> Event:
@@ -120,11 +87,11 @@ def campaign_completed(fleet: str, campaign: str, counts: Counts) -> Event:
     )
 
 
-def _all_images(last: Record) -> dict[int, str]:
+def _all_images(last: Record) -> list[str]:
     """The names of a job's images, by that of one: they differ by their numbers."""
     stem, _, suffix = (last.blob or "").rpartition(".")
     start = stem.removesuffix(f"-{last.index}")
-    return {index: f"{start}-{index}.{suffix}" for index in range(last.images)}
+    return [f"{start}-{index}.{suffix}" for index in range(last.images)]
 
 
 def _of_job(record: Record) -> dict[str, JsonValue]:

@@ -13,9 +13,10 @@ from pathlib import Path
 from fleet import console
 from fleet.webhooks.campaigns import CampaignEnds
 from fleet.webhooks.deliveries import Deliveries
-from fleet.webhooks.events import Event, JobEvents
+from fleet.webhooks.events import Event, job_ended
 from fleet.webhooks.state import State
 from imagefleet import errors
+from imagefleet.records.damaged import Damaged
 from imagefleet.records.reader import Follower
 from imagefleet.records.record import Record
 from imagefleet.storage.protocol import Storage
@@ -54,8 +55,8 @@ class Source:
     def __init__(self, storage: Storage, wanted: Wanted, state: State) -> None:
         self.ends = CampaignEnds(storage, wanted.fleet, state.open_campaigns, state.ended)
         self._wanted = wanted
-        self._jobs = JobEvents(wanted.fleet, state.begun)
-        self._follower = Follower(storage, wanted.campaign, state.position, self._on_damaged)
+        self._damaged = Damaged()
+        self._follower = Follower(storage, wanted.campaign, state.position, self._damaged)
         self._records = deque[Record]()
         self._has_read = False
 
@@ -66,7 +67,10 @@ class Source:
 
     async def read(self) -> bool:
         """Reads the next new records; False if there are none."""
+        before = self._damaged.count
         records = await self._follower.poll()
+        if self._damaged.count > before:
+            log.warning("%s", self._damaged, extra={"action": "record_damaged"})
         self.ends.seen({each.campaign for each in records if self._may_end_a_campaign(each)})
         if self._wanted.each_job:
             self._records.extend(records)
@@ -77,7 +81,7 @@ class Source:
         """The next event of the records that were read."""
         while self._records:
             record = self._records.popleft()
-            event = self._jobs.of(record)
+            event = job_ended(self._wanted.fleet, record)
             if event is not None and self._wanted.includes(record.at):
                 return event
         return None
@@ -91,15 +95,11 @@ class Source:
     def write_to(self, state: State) -> None:
         """What a restart has to know; only when all records are used up."""
         state.position = dict(self._follower.position)
-        state.begun = dict(self._jobs.begun)
 
     def _may_end_a_campaign(self, record: Record) -> bool:
         """Whether it is not merely an operator's note."""
         is_end = record.outcome in {"completed", "failed", "cancelled"}
         return is_end and self._wanted.includes(record.at)
-
-    def _on_damaged(self, shard: str, reason: str) -> None:
-        log.warning("%s: %s", shard, reason, extra={"action": "record_damaged"})
 
 
 class Service:

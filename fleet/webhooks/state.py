@@ -36,7 +36,6 @@ class State(BaseModel):
     position: dict[str, int] = Field(default_factory=dict)
     delivered: list[str] = Field(default_factory=list)
     waiting: list[Waiting] = Field(default_factory=list)
-    begun: dict[str, dict[int, str]] = Field(default_factory=dict)
     open_campaigns: list[str] = Field(default_factory=list)
     """Campaigns with records since their last end."""
     ended: dict[str, str] = Field(default_factory=dict)

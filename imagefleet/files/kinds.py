@@ -39,6 +39,8 @@ class FileKind:
     """The most files that a worker fetches at once; they are in memory meanwhile."""
     needs_list: bool = False
     """Whether workers use only what the folder's manifest lists, signed or not."""
+    stops_without_list: bool = False
+    """Whether a worker with a trusted key stops, and fails no job, where there is no manifest."""
     lists_suffixes: bool = False
     """Whether the manifest has names with their suffix."""
     takes_unknown: bool = False
@@ -89,6 +91,7 @@ MODEL = FileKind(
     "--model store:{name} --model-sha256 {sha256}",
     _describe_by_family,
     suffixes=(".safetensors", ".tar"),
+    stops_without_list=True,
     lists_suffixes=True,
 )
 #: They are checked in memory before they are stored, and eight may arrive at once.
@@ -100,6 +103,7 @@ LORA = FileKind(
     "<lora:{stem}:1>",
     _describe_lora,
     max_bytes=2**30,
+    stops_without_list=True,
 )
 #: SDXL's with 75 vectors has 0.6 MB; some have a preview image within.
 EMBEDDING = FileKind(

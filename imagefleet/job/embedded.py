@@ -11,7 +11,7 @@ import json
 import struct
 from typing import TYPE_CHECKING, Any
 
-from imagefleet.storage import protocol
+from imagefleet.job import sizes
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 PNG_KEYWORD = "imagefleet"
 
 #: JSON in ASCII takes three times the bytes of a message at most (`\ud83d\ude00` for four bytes).
-MAX_BYTES = 3 * protocol.MAX_MESSAGE_BYTES
+MAX_BYTES = 3 * sizes.MAX_MESSAGE_BYTES
 
 _PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 
@@ -45,7 +45,7 @@ def find(data: bytes) -> str | None:
     if not isinstance(fields, dict):
         return None
     forms = (_json(fields, ascii_only=ascii_only) for ascii_only in (True, False))
-    return next(filter(protocol.fits, forms), None)
+    return next(filter(sizes.fits, forms), None)
 
 
 def parameters(image: Image.Image, max_characters: int) -> str:

@@ -9,7 +9,8 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 from pydantic import (
@@ -24,13 +25,13 @@ from pydantic import (
 )
 
 from imagefleet import errors, signing, validation
-from imagefleet.job import chain, noise, samplers, txt2img
-from imagefleet.job import prompt as prompts
+from imagefleet.job import chain, txt2img
 from imagefleet.job.metadata import Metadata
 from imagefleet.job.passes import fields as passes
+from imagefleet.job.passes import sources
 from imagefleet.job.passes.fields import PassFields
-from imagefleet.job.passes.limits import MAX_GUIDANCE, MAX_SIDE, MIN_SIDE, PromptText
-from imagefleet.job.prompt import SAFE_NAME, Prompt
+from imagefleet.job.passes.first import MAX_IMAGES_PER_JOB, MAX_SIDE
+from imagefleet.job.prompt import SAFE_NAME
 
 if TYPE_CHECKING:
     from imagefleet.signing import SigningKey, TrustedKeys
@@ -43,9 +44,6 @@ SIGNATURE_FIELD = "signature"
 
 #: The field of an exported failed job that says why it failed, which is no part of the job.
 FAILURE_FIELD = "failure"
-
-#: What a slow node draws in an hour or so: until then a job's images hold a place in a worker.
-MAX_IMAGES_PER_JOB = 1000
 
 #: More than any image of a job has: its pixels, and its file, of which pure noise has 12 MiB.
 MAX_IMAGE_PIXELS = MAX_SIDE**2
@@ -71,15 +69,6 @@ SafeId = Annotated[
 SafeFileName = Annotated[
     str, _matches(SAFE_NAME, "letters, digits, spaces and _ . + ( ) - only, without a path")
 ]
-
-
-def _is_off_or_side(pixels: int) -> int:
-    if pixels > 0 and not MIN_SIDE <= pixels <= MAX_SIDE:
-        raise ValueError(f"should be between {MIN_SIDE} and {MAX_SIDE}, or 0 for no resizing")
-    return max(pixels, 0)
-
-
-Side = Annotated[int, Field(ge=MIN_SIDE, le=MAX_SIDE, multiple_of=8)]
 
 #: The folder of images whose jobs have no campaign.
 DEFAULT_CAMPAIGN = "default"
@@ -126,32 +115,6 @@ class Job(PassFields):
         extra="forbid", frozen=True, allow_inf_nan=False, hide_input_in_errors=True
     )
 
-    prompt: PromptText
-    negative_prompt: PromptText = ""
-    sampler_name: str = "Euler a"
-    scheduler: str | None = None
-    steps: int = Field(default=20, ge=1, le=150)
-    cfg_scale: float = Field(default=7.0, ge=1, le=MAX_GUIDANCE)
-    width: Side | None = None
-    height: Side | None = None
-    seed: int = Field(default=-1, ge=-1, le=2**32 - 1)
-    batch_size: int = Field(default=1, ge=1, le=MAX_IMAGES_PER_JOB)
-    n_iter: int = Field(default=1, ge=1, le=MAX_IMAGES_PER_JOB)
-    clip_skip: int = Field(default=1, ge=1, le=12)
-    eta: float | None = Field(default=None, ge=0, le=1)
-    s_churn: float = Field(default=0.0, ge=0, le=100)
-    s_tmin: float = Field(default=0.0, ge=0, le=1000)
-    s_tmax: float = Field(default=0.0, ge=0, le=1000)
-    """0: no limit."""
-    s_noise: float = Field(default=1.0, ge=0, le=10)
-    s_min_uncond: float = Field(default=0.0, ge=0, le=1000)
-    randn_source: noise.Source = "CPU"
-    eta_noise_seed_delta: int = Field(default=0, ge=-(2**32), le=2**32)
-    subseed: int = Field(default=-1, ge=-1, le=2**32 - 1)
-    subseed_strength: float = Field(default=0.0, ge=0, le=1)
-    seed_resize_from_w: Annotated[int, AfterValidator(_is_off_or_side)] = 0
-    seed_resize_from_h: Annotated[int, AfterValidator(_is_off_or_side)] = 0
-    enable_prompt_comments: bool = True
     model: SafeFileName | None = None
     id: SafeId | None = None
     campaign: SafeId | None = None
@@ -172,88 +135,26 @@ class Job(PassFields):
             fields.setdefault("prompt", "")
         return fields
 
-    @field_validator("sampler_name")
-    @classmethod
-    def _sampler_is_known(cls, name: str) -> str:
-        samplers.find(name)
-        return name
-
-    @field_validator("scheduler")
-    @classmethod
-    def _scheduler_is_known(cls, name: str | None) -> str | None:
-        samplers.check_scheduler(name)
-        return name
-
     @field_validator("then")
     @classmethod
     def _read_stages(cls, stages: tuple[dict[str, Any], ...]) -> tuple[dict[str, Any], ...]:
         return tuple(chain.fields_of_stage(number, each) for number, each in enumerate(stages, 2))
 
     @model_validator(mode="after")
-    def _images_are_bounded(self) -> Self:
-        if self.images > MAX_IMAGES_PER_JOB:
-            raise ValueError(
-                f"batch_size x n_iter is {self.images}; a job makes {MAX_IMAGES_PER_JOB} images"
-                " at most, so send more jobs"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _steps_draw_an_image(self) -> Self:
-        if self.steps < samplers.least_steps(self.sampler):
-            raise ValueError(samplers.too_few_steps(self.sampler))
-        return self
-
-    @model_validator(mode="after")
-    def _seeds_do_not_wrap(self) -> Self:
-        if self.randn_source in noise.PHILOX and self.seed + self.images > 2**32:
-            raise ValueError(
-                f"seed: the seeds of {self.images} images from {self.seed} on go beyond 32 bits,"
-                f" which with randn_source {self.randn_source} are no longer those of this job"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _parse_prompts(self) -> Self:
-        for field in ("prompt", "negative_prompt"):
-            try:
-                getattr(self, f"parsed_{field}")
-            except errors.JobError as error:
-                raise ValueError(f"{field}: {error.message}") from None
-        if abs(self.guidance) > MAX_GUIDANCE:
-            raise ValueError(
-                f"cfg_scale: {self.cfg_scale:g} times the prompt's own weight, which is"
-                f" {self.parsed_prompt.weight:g}, is more than {MAX_GUIDANCE}"
-            )
-        return self
-
-    @model_validator(mode="after")
     def _stages_are_jobs(self) -> Self:
-        if self.then:
-            chain.check(self)
+        if not self.then:
+            return self
+        if self.images > 1:
+            raise ValueError(
+                f"{chain.THEN_FIELD}: the job asks for {self.images} images, and a chain makes one:"
+                " send a job for each"
+            )
+        if self.verify:
+            raise ValueError(
+                f"{chain.THEN_FIELD}: a second drawing (verify) is of a job's first stage alone"
+            )
+        self.at_stage(len(self.then) + 1)
         return self
-
-    @functools.cached_property
-    def parsed_prompt(self) -> Prompt:
-        return prompts.read_prompt(self.prompt, comments=self.enable_prompt_comments)
-
-    @functools.cached_property
-    def parsed_negative_prompt(self) -> Prompt:
-        return prompts.read_negative_prompt(
-            self.negative_prompt, comments=self.enable_prompt_comments
-        )
-
-    @property
-    def shown_prompts(self) -> tuple[str, str]:
-        """The prompt and the negative prompt without comments, as an image's parameters have it."""
-        if not self.enable_prompt_comments:
-            return self.prompt, self.negative_prompt
-        return prompts.without_comments(self.prompt), prompts.without_comments(self.negative_prompt)
-
-    @property
-    def guidance(self) -> float:
-        """The guidance scale; the prompt's own weight multiplies it, as in AUTOMATIC1111."""
-        return self.cfg_scale * self.parsed_prompt.weight
 
     def identified(self, job_id: str, campaign: str | None = None) -> Self:
         """The job with *job_id*, a seed derived from its id, *campaign*, where it has none."""
@@ -267,16 +168,69 @@ class Job(PassFields):
             update={"id": known_id, "seed": seed, "subseed": subseed, "campaign": campaign}
         )
 
-    def placed(self, place: chain.Place) -> Self:
+    def at_stage(self, number: int, message: str | None = None) -> Job:
+        """The job that draws stage *number* of this whole job, from 1.
+
+        Raises:
+            ValueError: the stage, or one before, is not valid.
+        """
+        known: Job = self
+        input_size = self.final_size
+        for place, given in enumerate(self.then[: number - 1], start=2):
+            before = known.model_dump(
+                mode="json", include=set(chain.INHERITED), exclude_defaults=True
+            )
+            fields = chain.inherited(before, given) | given
+            fields |= {"id": self.id, "campaign": self.campaign}
+            fields[chain.INPUT_FIELD] = [f"{sources.IMAGES}{known.blob_name(0)}"]
+            try:
+                known = Job.model_validate(fields)
+            except ValidationError as error:
+                reason = validation.sentence(error, Job.model_fields)
+                raise ValueError(f"stage {place}: {reason}") from None
+            known = known.placed(Place(self, place, message, input_size))
+            try:
+                input_size = known.final_size
+            except errors.JobError as error:  # of a size that only the stage before tells
+                raise ValueError(f"stage {place}: {error.message}") from None
+        return known
+
+    def stage_of_message(self, field: object) -> Job:
+        """The stage of this whole job that its message asks for in its *field* `stage`.
+
+        Raises:
+            InvalidMessageError: it is none of its stages.
+        """
+        try:
+            asked = chain.StageField.model_validate(field)
+        except ValidationError as error:
+            reason = validation.sentence(error)
+            raise errors.InvalidMessageError(f"{chain.STAGE_FIELD}: {reason}") from None
+        if asked.number > len(self.then) + 1:
+            raise errors.InvalidMessageError(
+                f"{chain.STAGE_FIELD}: the job has no stage {asked.number} to be drawn"
+            )
+        return self.at_stage(asked.number, asked.message)
+
+    def placed(self, place: Place) -> Job:
         """This as a later stage of a job."""
         job = self.model_copy()
         job.__dict__["place"] = place
         return job if place.job.id is None else job.identified(place.job.id)
 
     @functools.cached_property  # looked up a dozen times a job, and a private attribute is slow
-    def place(self) -> chain.Place | None:
+    def place(self) -> Place | None:
         """A later stage's place in its chain; None for a job as it was sent."""
         return None  # `placed` sets another
+
+    @property
+    def whole(self) -> Job:
+        """The whole job, of which this is a stage, as its message has it."""
+        return self.place.job if self.place else self
+
+    @property
+    def input_size(self) -> tuple[int | None, int | None]:
+        return self.place.input_size if self.place else (None, None)
 
     @property
     def stage(self) -> int:
@@ -286,57 +240,43 @@ class Job(PassFields):
     @property
     def stages(self) -> int:
         """The stages of the whole job, 1 without a chain."""
-        return 1 + len(self.place.job.then if self.place else self.then)
+        return 1 + len(self.whole.then)
+
+    def stages_left(self) -> Iterator[Job]:
+        """This stage and those after it."""
+        yield self
+        for number in range(self.stage + 1, self.stages + 1):
+            yield self.whole.at_stage(number)
+
+    @property
+    def last_stage(self) -> Job:
+        """The stage whose image is the job's result."""
+        return self if self.stage == self.stages else self.whole.at_stage(self.stages)
+
+    @property
+    def stage_field(self) -> dict[str, Any]:
+        """The field `stage` of a message that asks for a later stage as if nobody had before."""
+        return {"number": self.stage}
+
+    def next_stage_field(self, message_id: str) -> dict[str, Any]:
+        """The field `stage` of the message for the stage after this one, which a message had."""
+        return {"number": self.stage + 1, "message": self.source(message_id)}
+
+    def source(self, message_id: str) -> str:
+        """The sending that a record is of: of a later stage, the message of the first one.
+
+        A worker that dies may send a stage twice; that both messages fail, or that two stages are
+        cancelled, is one end of one job.
+        """
+        return (self.place and self.place.message) or message_id
 
     @property
     def _stage_suffix(self) -> str:
         return f"{chain.SEPARATOR}{self.place.number}" if self.place else ""
 
     @property
-    def images(self) -> int:
-        return self.batch_size * self.n_iter
-
-    @property
-    def sampler(self) -> str:
-        """The sampler's key (`imagefleet.job.samplers`)."""
-        return samplers.find(self.sampler_name, self.scheduler).key
-
-    @property
     def images_to_draw(self) -> int:
         return 1 if self.verify else self.images
-
-    @property
-    def sampler_options(self) -> samplers.Options:
-        return samplers.Options(
-            self.eta,
-            self.s_churn,
-            self.s_tmin,
-            self.s_tmax or math.inf,
-            self.s_noise,
-            self.s_min_uncond,
-        )
-
-    def image_seed(self, index: int) -> int:
-        """Each image of a job increments the seed, or the subseed, as in AUTOMATIC1111."""
-        return self.seed if self.subseed_strength else (self.seed + index) % 2**32
-
-    def image_subseed(self, index: int) -> int:
-        return self.subseed + index
-
-    @property
-    def seed_resize_from(self) -> tuple[int, int] | None:
-        """(width, height) of the image that the seed is from, if both are given."""
-        size = self.seed_resize_from_w, self.seed_resize_from_h
-        return size if min(size) > 0 else None
-
-    def image_noise(self, index: int) -> noise.Noise:
-        return noise.Noise(
-            self.randn_source,
-            self.eta_noise_seed_delta,
-            self.image_subseed(index) if self.subseed_strength else 0,
-            self.subseed_strength,
-            self.seed_resize_from,
-        )
 
     def blob_name(self, index: int) -> str:
         """The name of image *index*: it follows from the job alone, so a retry finds it taken."""
@@ -353,15 +293,28 @@ class Job(PassFields):
         Raises:
             ValueError: a job to be signed has no id.
         """
-        job = self.place.job if self.place else self
+        job = self.whole
         fields = job.model_dump(mode="json", exclude_defaults=True)
         if key is not None:
             if job.id is None:
                 raise ValueError("a signed job needs an id")
             fields[SIGNATURE_FIELD] = key.sign(signing.OF_JOBS, fields)
         if self.place is not None:
-            fields[chain.STAGE_FIELD] = chain.field_of(self.place)
+            fields[chain.STAGE_FIELD] = self.stage_field
         return message_text(fields)
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A later stage's place in its job: `number` counts from 1."""
+
+    job: Job
+    """The whole job, as its message has it."""
+    number: int
+    message: str | None
+    """The id of the message of the first stage, or of the one that was replayed."""
+    input_size: tuple[int | None, int | None]
+    """Width and height of the image of the stage before, as far as the job tells."""
 
 
 def read_job(body: str, message_id: str, trusted: TrustedKeys | None = None) -> Job:
@@ -396,7 +349,7 @@ def read_job(body: str, message_id: str, trusted: TrustedKeys | None = None) -> 
         signed = {} if signature is None else {SIGNATURE_FIELD: signature}
         chain.check_size(message_text(fields | signed))
     job = job.identified(message_id)
-    return job if stage is None else chain.stage_of_message(job, stage)
+    return job if stage is None else job.stage_of_message(stage)
 
 
 _JSON_TYPES: Mapping[type, str] = {
@@ -436,7 +389,7 @@ def text_for_image(body: str, job: Job) -> str:
     if not fields.get("id"):  # which no signed job lacks
         fields["id"] = job.id
     if job.place is not None:
-        fields[chain.STAGE_FIELD] = chain.field_of(job.place)
+        fields[chain.STAGE_FIELD] = job.stage_field
     return json.dumps(fields, separators=(",", ":"))
 
 

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from imagefleet import errors
-from imagefleet.job import chain
+from imagefleet.job import sizes
 from imagefleet.job.message import DEFAULT_CAMPAIGN, Job, job_key
 from imagefleet.records import reader
 from imagefleet.records.outcomes import JobFacts
@@ -62,7 +62,7 @@ class Submission:
                     f"job {job_key(job.campaign, job.id)} is a second drawing (verify), which has"
                     " no result to wait for"
                 )
-            last = chain.last(job)
+            last = job.last_stage
             facts = JobFacts(
                 str(job.id),
                 job.campaign or DEFAULT_CAMPAIGN,
@@ -73,7 +73,7 @@ class Submission:
             if facts.key in self.jobs:
                 raise errors.JobError(f"two jobs have the id {facts.key}")
             try:
-                (body,) = protocol.checked_messages([job.to_message(key)])
+                (body,) = sizes.checked_messages([job.to_message(key)])
             except errors.JobError as error:
                 raise errors.JobError(f"job {facts.key}: {error.message}") from None
             self.jobs[facts.key] = facts

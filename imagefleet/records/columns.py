@@ -1,12 +1,16 @@
-"""The columns of results, the same in data frames, JSON, CSV, Parquet and exports."""
+"""The columns of results, the same in data frames of pandas, JSON, CSV, Parquet and exports."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from imagefleet import errors
 from imagefleet.records.record import Record
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 #: Fields in the order of their columns; each is a field of the record under the same name.
 FIELDS = (
@@ -44,3 +48,49 @@ def embeddings(record: Record) -> list[dict[str, Any]]:
 def json_text(value: object) -> str:
     """A value as JSON within a cell."""
     return json.dumps(value, ensure_ascii=False, separators=(",", ":"), sort_keys=True)
+
+
+#: The types of a data frame's columns.
+_TYPES = {
+    **dict.fromkeys(COLUMNS, "string"),
+    **dict.fromkeys(("index", "stage", "seed", "steps", "clip_skip", "width", "height"), "Int64"),
+    **dict.fromkeys(("attempts", "size_bytes"), "Int64"),
+    **dict.fromkeys(("cfg_scale", "seconds"), "float64"),
+    **dict.fromkeys(("loras", "embeddings", "metadata"), "object"),
+    "at": "datetime64[us, UTC]",
+}
+
+
+def library() -> Any:
+    """The module pandas.
+
+    Raises:
+        SetupError: it is not installed.
+    """
+    try:
+        import pandas as pd
+    except ImportError:
+        raise errors.SetupError("a data frame needs pandas: pip install '.[pandas]'") from None
+    return pd
+
+
+class FrameBuilder:
+    """Collects records by column."""
+
+    def __init__(self, address: Address) -> None:
+        """Raises SetupError if pandas is not installed."""
+        self._pandas = library()
+        self._address = address
+        self._columns: dict[str, list[Any]] = {name: [] for name in COLUMNS}
+
+    def add(self, record: Record) -> None:
+        values = row(record, self._address)
+        for name, column in self._columns.items():
+            column.append(values[name])
+
+    def frame(self) -> pd.DataFrame:
+        series = {
+            name: self._pandas.Series(column, dtype=_TYPES[name])
+            for name, column in self._columns.items()
+        }
+        return self._pandas.DataFrame(series)

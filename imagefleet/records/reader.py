@@ -15,11 +15,12 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from imagefleet import concurrency
 from imagefleet.job.message import RECORDS
 from imagefleet.records import shard, stored
+from imagefleet.records.damaged import Damaged
 from imagefleet.records.missing import MissingRecords
 from imagefleet.records.record import Outcome, Record, hashed
 from imagefleet.records.replaced import Replaced
 from imagefleet.records.shard import NOTHING, ShardName, Totals
-from imagefleet.records.stored import OnDamaged, StoredShard
+from imagefleet.records.stored import StoredShard
 from imagefleet.storage.protocol import BlobStore, Storage
 
 #: A follower's records at once, about.
@@ -70,20 +71,20 @@ async def campaigns(storage: Storage) -> AsyncIterator[str]:
 
 
 async def images(
-    storage: Storage, campaign: str, on_damaged: OnDamaged = stored.ignore
+    storage: Storage, campaign: str, damaged: Damaged | None = None
 ) -> AsyncIterator[Record]:
     """Each stored image of a campaign once, in an order that stays the same.
 
     Reads every shard of images once: a listing, and a read for each 4 MiB.
     """
     shards = await stored.shards_of(storage.blobs, campaign)
-    async with aclosing(_images(storage.blobs, shards, on_damaged)) as found:
+    async with aclosing(_images(storage.blobs, shards, damaged or Damaged())) as found:
         async for record in found:
             yield record
 
 
 async def ended(
-    storage: Storage, campaign: str | None = None, on_damaged: OnDamaged = stored.ignore
+    storage: Storage, campaign: str | None = None, damaged: Damaged | None = None
 ) -> AsyncIterator[Record]:
     """The jobs that have failed or were cancelled, except for those replayed or discarded since.
 
@@ -91,15 +92,28 @@ async def ended(
     """
     shards = stored.of_kind(await stored.shards_of(storage.blobs, campaign), "jobs")
     settled: set[int] = set()
-    async for records in stored.records(storage.blobs, shards, on_damaged):
+    async for records in stored.records(storage.blobs, shards, damaged or Damaged()):
         settled.update(_failure(record) for record in records if _is_of_operator(record))
     # What is damaged was reported the first time.
-    async with aclosing(stored.records(storage.blobs, shards, stored.ignore)) as parts:
+    async with aclosing(stored.records(storage.blobs, shards, Damaged())) as parts:
         async for records in parts:
             for record in records:
                 if not _is_of_operator(record) and (failure := _failure(record)) not in settled:
                     settled.add(failure)  # its message may have failed twice, after a crash
                     yield record
+
+
+async def results(
+    storage: Storage, campaign: str, outcomes: Collection[str], damaged: Damaged
+) -> AsyncGenerator[Record]:
+    """A campaign's images, and then the jobs that have failed or were cancelled."""
+    if "completed" in outcomes:
+        async for record in images(storage, campaign, damaged):
+            yield record
+    if set(outcomes) - {"completed"}:
+        async for record in ended(storage, campaign, damaged):
+            if record.outcome in outcomes:
+                yield record
 
 
 async def end(storage: Storage, campaign: str) -> dict[str, int]:
@@ -119,7 +133,7 @@ async def sent(storage: Storage, campaign: str) -> int | None:
 async def sent_by_filler(storage: Storage, campaign: str) -> dict[str, int]:
     """The jobs that each filler has noted, by what names the filler across its restarts."""
     shards = await stored.shards_of(storage.blobs, campaign)
-    return await _sent(storage.blobs, stored.of_kind(shards, "sent"), stored.ignore)
+    return await _sent(storage.blobs, stored.of_kind(shards, "sent"), Damaged())
 
 
 async def newest(storage: Storage, campaign: str, most: int) -> list[Record]:
@@ -140,34 +154,34 @@ async def newest(storage: Storage, campaign: str, most: int) -> list[Record]:
 
 async def _end(blobs: BlobStore, each: StoredShard, most: int) -> list[Record]:
     """The records of the last members of a shard, *most* at most."""
-    lines = await stored.last_lines(blobs, each, stored.ignore)
-    return await asyncio.to_thread(stored.parsed, lines[-most:], each, stored.ignore)
+    lines = await stored.last_lines(blobs, each, Damaged())
+    return await asyncio.to_thread(stored.parsed, lines[-most:], each, Damaged())
 
 
-async def counts(storage: Storage, campaign: str, on_damaged: OnDamaged = stored.ignore) -> Counts:
+async def counts(storage: Storage, campaign: str, damaged: Damaged | None = None) -> Counts:
     """A campaign's numbers, mostly from the ends of its shards.
 
     A listing, a small read for each shard of images, and all shards of other kinds. Where images'
     names were taken, the names of all images are read, and where images were replaced, which is
     rare, all of their records.
     """
-    blobs = storage.blobs
+    blobs, damaged = storage.blobs, damaged or Damaged()
     shards = await stored.shards_of(blobs, campaign)
     drawn, again = stored.of_kind(shards, "images"), stored.of_kind(shards, "again")
     if stored.of_kind(shards, "replaced"):
         total = NOTHING
         completed = await _completed_again(blobs, again)
-        async for record in _images(blobs, shards, on_damaged):
+        async for record in _images(blobs, shards, damaged):
             is_complete = record.completes_job or hashed(record.blob or "") in completed
             total = Totals(total.records + 1, total.jobs + is_complete)
     else:
-        total = await _totals(blobs, drawn, on_damaged)
+        total = await _totals(blobs, drawn, damaged)
         if again:
-            more = await _totals_again(blobs, drawn, again, on_damaged)
+            more = await _totals_again(blobs, drawn, again, damaged)
             total = Totals(total.records + more.records, total.jobs + more.jobs)
-    others = await _count_ended(blobs, stored.of_kind(shards, "jobs"), on_damaged)
+    others = await _count_ended(blobs, stored.of_kind(shards, "jobs"), damaged)
     changed = [each.blob.modified_at or each.blob.created_at for each in shards]
-    by_filler = await _sent(blobs, stored.of_kind(shards, "sent"), on_damaged)
+    by_filler = await _sent(blobs, stored.of_kind(shards, "sent"), damaged)
     return Counts(
         sent=sum(by_filler.values()) if by_filler else None,
         images=total.records,
@@ -192,7 +206,7 @@ class Follower:
         storage: Storage,
         campaign: str | None = None,
         position: dict[str, int] | None = None,
-        on_damaged: OnDamaged = stored.ignore,
+        damaged: Damaged | None = None,
         *,
         most: int | None = None,
         part_bytes: int = stored.PART_BYTES,
@@ -201,7 +215,7 @@ class Follower:
         self.position: dict[str, int] = dict(position or {})
         self._blobs = storage.blobs
         self._campaign = campaign
-        self._on_damaged = on_damaged
+        self._damaged = damaged or Damaged()
         self._most = most or _POLLED
         self._part_bytes = part_bytes
         self._given_up: set[str] = set()
@@ -232,9 +246,9 @@ class Follower:
         name, found = each.blob.name, list[Record]()
         decoder = shard.Decoder(offset)
         async for lines in stored.lines(
-            self._blobs, each, decoder, self._on_damaged, part_bytes=self._part_bytes
+            self._blobs, each, decoder, self._damaged, part_bytes=self._part_bytes
         ):
-            found += await asyncio.to_thread(stored.parsed, lines, each, self._on_damaged)
+            found += await asyncio.to_thread(stored.parsed, lines, each, self._damaged)
             if len(found) >= self._most:
                 break
         if decoder.is_damaged and decoder.position == offset > 0:
@@ -246,19 +260,17 @@ class Follower:
 
 
 async def _images(
-    blobs: BlobStore, shards: Collection[StoredShard], on_damaged: OnDamaged
+    blobs: BlobStore, shards: Collection[StoredShard], damaged: Damaged
 ) -> AsyncGenerator[Record]:
     replaced = Replaced()
-    async for notes in stored.records(blobs, stored.of_kind(shards, "replaced"), on_damaged):
+    async for notes in stored.records(blobs, stored.of_kind(shards, "replaced"), damaged):
         replaced.add(notes)
     again = stored.of_kind(shards, "again")
     missing = MissingRecords()
-    async for part in stored.records(blobs, again, on_damaged):
+    async for part in stored.records(blobs, again, damaged):
         records = replaced.without(part, once=False)
         missing.add(record.blob for record in records if record.blob)
-    async with aclosing(
-        stored.records(blobs, stored.of_kind(shards, "images"), on_damaged)
-    ) as parts:
+    async with aclosing(stored.records(blobs, stored.of_kind(shards, "images"), damaged)) as parts:
         async for part in parts:
             records = replaced.without(part, once=True)
             missing.found(record.blob for record in records if record.blob)
@@ -266,16 +278,14 @@ async def _images(
                 yield record
     # A worker that died in between has stored these images, and written no record.
     if missing.any:
-        async with aclosing(stored.records(blobs, again, stored.ignore)) as parts:
+        async with aclosing(stored.records(blobs, again, Damaged())) as parts:
             async for part in parts:
                 for record in replaced.without(part, once=False):
                     if record.blob and missing.take(record.blob):
                         yield record
 
 
-async def _totals(
-    blobs: BlobStore, shards: Collection[StoredShard], on_damaged: OnDamaged
-) -> Totals:
+async def _totals(blobs: BlobStore, shards: Collection[StoredShard], damaged: Damaged) -> Totals:
     records = jobs = 0
 
     async def add(each: StoredShard) -> None:
@@ -284,7 +294,7 @@ async def _totals(
         end = await blobs.read_part(each.blob.name, start, shard.TOTALS_BYTES)
         totals = shard.totals(end.data) if end else NOTHING
         if totals is None:  # it has grown since, or lost its end in a power failure
-            totals = await _counted(blobs, each, on_damaged)
+            totals = await _counted(blobs, each, damaged)
         records += totals.records
         jobs += totals.jobs
 
@@ -292,9 +302,9 @@ async def _totals(
     return Totals(records, jobs)
 
 
-async def _counted(blobs: BlobStore, each: StoredShard, on_damaged: OnDamaged) -> Totals:
+async def _counted(blobs: BlobStore, each: StoredShard, damaged: Damaged) -> Totals:
     found = NOTHING
-    async for records in stored.records(blobs, [each], on_damaged):
+    async for records in stored.records(blobs, [each], damaged):
         jobs = sum(record.completes_job for record in records)
         found = Totals(found.records + len(records), found.jobs + jobs)
     return found
@@ -304,22 +314,22 @@ async def _totals_again(
     blobs: BlobStore,
     drawn: Collection[StoredShard],
     again: Collection[StoredShard],
-    on_damaged: OnDamaged,
+    damaged: Damaged,
 ) -> Totals:
     """What *again* adds to the totals of *drawn*: images without a record there, and jobs' ends."""
     completed = await _completed_again(blobs, again)
     missing = MissingRecords()
-    async for part in stored.records(blobs, again, on_damaged):
+    async for part in stored.records(blobs, again, damaged):
         missing.add(record.blob for record in part if record.blob)
     images = jobs = 0
-    async with aclosing(stored.lines_of_all(blobs, drawn, stored.ignore)) as parts:
+    async with aclosing(stored.lines_of_all(blobs, drawn, Damaged())) as parts:
         async for each, lines in parts:
             names = await asyncio.to_thread(missing.found_in, lines)
             if completed:
                 last = [line for line, name in zip(lines, names, strict=True) if name in completed]
-                records = stored.parsed(last, each, stored.ignore)
+                records = stored.parsed(last, each, Damaged())
                 jobs += sum(not record.completes_job for record in records)
-    async for part in stored.records(blobs, again, stored.ignore):
+    async for part in stored.records(blobs, again, Damaged()):
         for record in part:
             if record.blob and missing.take(record.blob):
                 images += 1
@@ -331,20 +341,20 @@ async def _completed_again(blobs: BlobStore, shards: Collection[StoredShard]) ->
     """Last images of jobs that another worker than the one that stored them has completed."""
     return {
         hashed(record.blob or "")
-        async for records in stored.records(blobs, shards, stored.ignore)
+        async for records in stored.records(blobs, shards, Damaged())
         for record in records
         if record.completes
     }
 
 
 async def _count_ended(
-    blobs: BlobStore, shards: Iterable[StoredShard], on_damaged: OnDamaged
+    blobs: BlobStore, shards: Iterable[StoredShard], damaged: Damaged
 ) -> Counter[Outcome]:
     """How many jobs have failed or were cancelled, as `ended` has them, or were discarded."""
     ends: dict[int, Outcome] = {}
     replayed: set[int] = set()
     discarded: set[int] = set()
-    async for records in stored.records(blobs, shards, on_damaged):
+    async for records in stored.records(blobs, shards, damaged):
         for record in records:
             failure = _failure(record)
             if record.outcome == "replayed":
@@ -361,17 +371,17 @@ async def _count_ended(
 
 
 async def _sent(
-    blobs: BlobStore, shards: Collection[StoredShard], on_damaged: OnDamaged
+    blobs: BlobStore, shards: Collection[StoredShard], damaged: Damaged
 ) -> dict[str, int]:
     """The jobs sent by each filler: a shard is of one, and its last line has the sum."""
     latest: dict[str, int] = {}
 
     async def add(each: StoredShard) -> None:
-        for line in await stored.last_lines(blobs, each, on_damaged):
+        for line in await stored.last_lines(blobs, each, damaged):
             try:
                 note = _Sent.model_validate(json.loads(line))
             except (ValidationError, ValueError, RecursionError):
-                on_damaged(each.blob.name, "a count of jobs that is not valid")
+                damaged.add(each.blob.name, "a count of jobs that is not valid")
             else:
                 latest[note.load] = max(note.jobs, latest.get(note.load, 0))
 

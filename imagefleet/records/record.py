@@ -21,8 +21,9 @@ from pydantic import (
 
 from imagefleet import errors, validation
 from imagefleet.job.chain import MAX_STAGES
-from imagefleet.job.message import DEFAULT_CAMPAIGN, MAX_IMAGES_PER_JOB, Job, SafeId, job_key
-from imagefleet.storage.protocol import MAX_BLOB_NAME, MAX_MESSAGE_BYTES
+from imagefleet.job.message import DEFAULT_CAMPAIGN, Job, SafeId, job_key
+from imagefleet.job.passes.first import MAX_IMAGES_PER_JOB
+from imagefleet.job.sizes import MAX_BLOB_NAME, MAX_MESSAGE_BYTES
 
 #: No job waits longer in a worker, and no worker starts for longer.
 _LONGEST_SECONDS = 7 * 24 * 3600
@@ -84,7 +85,7 @@ class Record(BaseModel):
     started_at: _Moment | None = None
     """The time at which the worker started."""
     start_up_seconds: _Seconds = 0
-    price_per_hour: float | None = Field(default=None, ge=0)
+    price_per_hour: float | None = Field(default=None, ge=0, le=1_000)
     """US dollars."""
 
     size_bytes: _Number | None = None
@@ -92,7 +93,7 @@ class Record(BaseModel):
     """The image's position among the job's images, from 0."""
     images: int = Field(default=1, ge=1, le=MAX_IMAGES_PER_JOB)
     completes: bool | None = None
-    """Whether a job of several images is complete with this one. Older workers do not say."""
+    """Whether a job of several images is complete with this one."""
     seconds: _Seconds | None = None
     """Seconds from the pull of the job to the image's upload."""
     stage: int = Field(default=1, ge=1, le=MAX_STAGES)
@@ -128,11 +129,7 @@ class Record(BaseModel):
     @property
     def completes_job(self) -> bool:
         """Whether this image is the one by which its job is counted as completed."""
-        if self.stage < self.stages:
-            return False
-        if self.images == 1 or self.completes is None:
-            return self.index == 0  # older workers recorded a job's images at once
-        return self.completes
+        return self.stage == self.stages and (self.images == 1 or bool(self.completes))
 
     @classmethod
     def read(cls, line: bytes) -> Self:

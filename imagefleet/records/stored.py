@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Iterable
+from collections.abc import AsyncGenerator, Iterable
 from contextlib import aclosing
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -13,6 +14,7 @@ from itertools import islice
 from imagefleet import errors
 from imagefleet.job.message import RECORDS
 from imagefleet.records import shard
+from imagefleet.records.damaged import Damaged
 from imagefleet.records.record import Record
 from imagefleet.records.shard import Kind, ShardName
 from imagefleet.storage.protocol import BlobPart, BlobRecord, BlobStore
@@ -32,10 +34,10 @@ CONCURRENT_READS = 16
 #: Bytes that are read of the end of a shard: a worker adds 256 records at once, some 50 kB.
 _END_BYTES = 128 * 2**10
 
-_DAMAGED = "the shard is damaged: it is not one of JSON lines in gzip members"
+#: A name that a worker gives an image: that of its job, a number, a stage, and its format.
+_IMAGE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._~-]{0,199}")
 
-OnDamaged = Callable[[str, str], None]
-"""Called with the name of a shard, and what is wrong with it or with one of its records."""
+_DAMAGED = "the shard is damaged: it is not one of JSON lines in gzip members"
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,10 +49,6 @@ class StoredShard:
     kind: Kind
 
 
-def ignore(_shard: str, _reason: str) -> None:
-    """A report of damage that does nothing, for callers who only want what is whole."""
-
-
 async def shards_of(blobs: BlobStore, campaign: str | None) -> list[StoredShard]:
     prefix = RECORDS if campaign is None else shard.folder(campaign)
     found = [
@@ -59,6 +57,15 @@ async def shards_of(blobs: BlobStore, campaign: str | None) -> list[StoredShard]
         if (name := ShardName.read(blob.name))
     ]
     return sorted(found, key=lambda each: each.blob.name)
+
+
+def image_name(blob: str, campaign: str) -> str | None:
+    """The name of a campaign's image in its folder; None for a blob that is none of its images.
+
+    Records are untrusted: a name might lead out of a folder.
+    """
+    folder, _, name = blob.partition("/")
+    return name if folder == campaign and _IMAGE_NAME.fullmatch(name) else None
 
 
 def of_kind(shards: Iterable[StoredShard], kind: Kind) -> list[StoredShard]:
@@ -104,7 +111,7 @@ async def lines(
     blobs: BlobStore,
     each: StoredShard,
     decoder: shard.Decoder,
-    on_damaged: OnDamaged,
+    damaged: Damaged,
     part: BlobPart | None = None,
     part_bytes: int = PART_BYTES,
 ) -> AsyncGenerator[list[bytes]]:
@@ -118,7 +125,7 @@ async def lines(
         offset += len(part.data)
         yield await asyncio.to_thread(decoder.lines, part.data)
         if decoder.is_damaged:
-            on_damaged(name, _DAMAGED)
+            damaged.add(name, _DAMAGED)
             break
         if offset >= part.total_bytes:
             break
@@ -126,28 +133,28 @@ async def lines(
 
 
 async def lines_of_all(
-    blobs: BlobStore, shards: Iterable[StoredShard], on_damaged: OnDamaged
+    blobs: BlobStore, shards: Iterable[StoredShard], damaged: Damaged
 ) -> AsyncGenerator[tuple[StoredShard, list[bytes]]]:
     """The lines of each shard, part by part, in order."""
     async with aclosing(_starts(blobs, shards)) as starts:
         async for each, part in starts:
-            async with aclosing(lines(blobs, each, shard.Decoder(), on_damaged, part)) as parts:
+            async with aclosing(lines(blobs, each, shard.Decoder(), damaged, part)) as parts:
                 async for some in parts:
                     yield each, some
 
 
 async def records(
-    blobs: BlobStore, shards: Iterable[StoredShard], on_damaged: OnDamaged
+    blobs: BlobStore, shards: Iterable[StoredShard], damaged: Damaged
 ) -> AsyncGenerator[list[Record]]:
     """The records of each shard, some at a time: they take ten times the memory of their lines."""
-    async with aclosing(lines_of_all(blobs, shards, on_damaged)) as parts:
+    async with aclosing(lines_of_all(blobs, shards, damaged)) as parts:
         async for each, found in parts:
             for first in range(0, len(found), _PARSED):
                 some = found[first : first + _PARSED]
-                yield await asyncio.to_thread(parsed, some, each, on_damaged)
+                yield await asyncio.to_thread(parsed, some, each, damaged)
 
 
-def parsed(found: Iterable[bytes], each: StoredShard, on_damaged: OnDamaged) -> list[Record]:
+def parsed(found: Iterable[bytes], each: StoredShard, damaged: Damaged) -> list[Record]:
     """The records of a shard's lines; those of another campaign or kind are not valid there."""
     valid = []
     are_images = each.kind in {"images", "again"}
@@ -155,17 +162,19 @@ def parsed(found: Iterable[bytes], each: StoredShard, on_damaged: OnDamaged) -> 
         try:
             record = Record.read(line)
         except errors.JobError as error:
-            on_damaged(each.blob.name, error.message)
+            damaged.add(each.blob.name, error.message)
             continue
         is_image = record.outcome == "completed" and record.blob is not None
         if record.campaign != each.campaign or is_image != are_images:
-            on_damaged(each.blob.name, "a record that does not belong there")
+            damaged.add(each.blob.name, "a record that does not belong there")
+        elif are_images and image_name(record.blob or "", each.campaign) is None:
+            damaged.add(each.blob.name, "a record of what is no image of this campaign")
         else:
             valid.append(record)
     return valid
 
 
-async def last_lines(blobs: BlobStore, each: StoredShard, on_damaged: OnDamaged) -> list[bytes]:
+async def last_lines(blobs: BlobStore, each: StoredShard, damaged: Damaged) -> list[bytes]:
     """The lines of the last members of a shard."""
     start = max(0, each.blob.size_bytes - _END_BYTES)
     part = await blobs.read_part(each.blob.name, start, _END_BYTES)
@@ -175,5 +184,5 @@ async def last_lines(blobs: BlobStore, each: StoredShard, on_damaged: OnDamaged)
     data = part.data[shard.first_member(part.data) :] if start else part.data
     found = await asyncio.to_thread(decoder.lines, data)
     if decoder.is_damaged:
-        on_damaged(each.blob.name, _DAMAGED)
+        damaged.add(each.blob.name, _DAMAGED)
     return found

@@ -23,7 +23,7 @@ from pydantic import (
 )
 
 from imagefleet import errors
-from imagefleet.job import chain
+from imagefleet.job import sizes
 from imagefleet.job.chain import MAX_STAGES
 from imagefleet.job.message import DEFAULT_CAMPAIGN, Job, SafeId, is_signed, message_fields
 from imagefleet.records.record import Record
@@ -130,7 +130,7 @@ class FailedJob(BaseModel):
         if self.packed_body is not None:
             return _unpack(self.packed_body)
         # Bounded: whoever forged the record may have stored gigabytes under the name.
-        limit = protocol.MAX_MESSAGE_BYTES
+        limit = sizes.MAX_MESSAGE_BYTES
         stored = await blobs.read(self.body_blob, limit) if self.body_blob else None
         shown = self.id[:_MAX_NAME_CHARACTERS]
         if stored is None:
@@ -199,7 +199,7 @@ async def add(
         worker=_truncated(worker, _MAX_NAME_CHARACTERS),
         failed_at=datetime.now(UTC),
         stage=job.stage if job is not None and job.stages > 1 else None,
-        source=chain.source(job, message.id),
+        source=job.source(message.id) if job is not None else message.id,
         body=body,
     )
     await storage.poison.send([await _encode_to_fit(record, body, storage.blobs)])
@@ -229,17 +229,17 @@ def _named(body: str) -> dict[str, Any]:
 def _replayable(message: protocol.LeasedMessage, job: Job | None) -> str:
     if job is None or is_signed(message.body):  # a signature is of the fields as they were sent
         body = without_deliveries(message.body)
-        return body if job is None or job.place is None else sent_again(body, job.place)
+        return body if job is None or job.place is None else sent_again(body, job)
     body = job.to_message()
     # The job's generated id and seed may make a full message too large.
-    return body if protocol.message_bytes(body) <= protocol.MAX_MESSAGE_BYTES else message.body
+    return body if sizes.message_bytes(body) <= sizes.MAX_MESSAGE_BYTES else message.body
 
 
 async def _encode_to_fit(record: FailedJob, body: str, blobs: protocol.BlobStore) -> str:
     packed = base64.b64encode(zlib.compress(body.encode(), 9)).decode()
     for fitting in (record, record.model_copy(update={"body": None, "packed_body": packed})):
         text = fitting.encode()
-        if protocol.message_bytes(text) <= protocol.MAX_MESSAGE_BYTES:
+        if sizes.message_bytes(text) <= sizes.MAX_MESSAGE_BYTES:
             return text
     # Only random data compresses so badly. The name is a hash of the content, so an existing blob
     # is the right one.
@@ -257,7 +257,7 @@ def _unpack(packed: str) -> str:
     try:
         # Bounded: a forged 48 KiB could expand to 48 MiB.
         data = zlib.decompressobj().decompress(
-            base64.b64decode(packed, validate=True), protocol.MAX_MESSAGE_BYTES
+            base64.b64decode(packed, validate=True), sizes.MAX_MESSAGE_BYTES
         )
         return data.decode()
     except (binascii.Error, zlib.error, ValueError) as error:

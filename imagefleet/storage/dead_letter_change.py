@@ -10,7 +10,7 @@ from pydantic import ValidationError
 from pydantic_core import to_jsonable_python
 
 from imagefleet import errors, validation
-from imagefleet.job import chain, override_settings
+from imagefleet.job import chain, override_settings, sizes
 from imagefleet.job.message import (
     DELIVERIES_FIELD,
     SIGNATURE_FIELD,
@@ -20,7 +20,6 @@ from imagefleet.job.message import (
     read_job,
 )
 from imagefleet.signing import SigningKey
-from imagefleet.storage import protocol
 
 #: A job of another id is another job; and a second drawing is none of an operator's.
 _FIXED = frozenset({"id", "verify"})
@@ -98,8 +97,8 @@ class Change:
             ) from None
         job = job.identified(job_id)
         if place is not None:
-            job = chain.stage_of_message(job, place)
-        (message,) = protocol.checked_messages([job.to_message(self._key)])
+            job = job.stage_of_message(place)
+        (message,) = sizes.checked_messages([job.to_message(self._key)])
         return message, job
 
     def _changed(self, fields: dict[str, Any], place: object) -> dict[str, Any]:

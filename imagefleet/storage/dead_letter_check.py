@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from imagefleet import errors
+from imagefleet.job import sizes
 from imagefleet.job.message import Job, is_signed, read_job
 from imagefleet.signing import TrustedKeys
 from imagefleet.storage import protocol
@@ -38,7 +39,7 @@ class Check:
         if entry.record is None:
             raise errors.JobError("it is not a record of a failed job")
         body = await entry.record.message(blobs)
-        protocol.checked_messages([body])
+        sizes.checked_messages([body])
         if self.trusted is not None and not is_signed(body):
             raise errors.UntrustedJobError(_UNSIGNED)
         try:

@@ -14,14 +14,15 @@ from typing import Annotated, Any, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from imagefleet.job import chain
+from imagefleet.job import chain, sizes
 from imagefleet.job.message import (
     DELIVERIES_FIELD,
-    MAX_IMAGES_PER_JOB,
+    Job,
     fields_if_any,
     message_fields,
     message_text,
 )
+from imagefleet.job.passes.first import MAX_IMAGES_PER_JOB
 from imagefleet.storage import protocol
 
 #: The number of lost deliveries after which a job is generated alone, so that the next loss tells
@@ -112,7 +113,7 @@ class Deliveries(BaseModel):
             return None
         record = self.model_dump(exclude_defaults=True)
         text = _json({**fields, DELIVERIES_FIELD: record})
-        return text if protocol.fits(text) else None
+        return text if sizes.fits(text) else None
 
 
 def without_deliveries(body: str) -> str:
@@ -126,9 +127,9 @@ def without_deliveries(body: str) -> str:
     return json.dumps(fields, separators=(",", ":"))
 
 
-def sent_again(body: str, place: chain.Place) -> str:
+def sent_again(body: str, stage: Job) -> str:
     """The message of a stage as one that nobody has sent before."""
-    return message_text(fields_if_any(body) | {chain.STAGE_FIELD: chain.field_of(place)})
+    return message_text(fields_if_any(body) | {chain.STAGE_FIELD: stage.stage_field})
 
 
 def shown_images(numbers: Iterable[int]) -> str:

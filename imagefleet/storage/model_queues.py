@@ -14,7 +14,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 
 from imagefleet import concurrency, errors
-from imagefleet.job import chain
+from imagefleet.job import chain, sizes
 from imagefleet.job.message import fields_if_any, message_fields
 from imagefleet.job.prompt import SAFE_NAME
 from imagefleet.storage import protocol
@@ -156,7 +156,7 @@ class ModelQueues:
             JobError: a body is over 64 KiB; none was sent.
         """
         groups: dict[str | None, list[str]] = {}
-        for body in protocol.checked_messages(bodies):
+        for body in sizes.checked_messages(bodies):
             groups.setdefault(model_of(body), []).append(body)
 
         async def send_group(model: str | None, group: list[str]) -> None:

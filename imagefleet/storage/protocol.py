@@ -14,22 +14,13 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, Protocol, Self, TypeVar
-from xml.sax.saxutils import escape
 
 from imagefleet import errors
+from imagefleet.job import sizes
 
 if TYPE_CHECKING:
     from imagefleet.storage.model_queues import ModelQueues
     from imagefleet.storage.settings import Priority
-
-#: Azure's limit for the encoded text (XML-escaped UTF-8).
-MAX_MESSAGE_BYTES = 65_536
-
-#: `&` becomes `&amp;`.
-_MOST_BYTES_A_CHARACTER = 5
-
-#: What workers add to the message of a job with further stages (`imagefleet.job.chain`).
-STAGE_BYTES = 512
 
 #: Azure's limit for one receive.
 MAX_RECEIVE = 32
@@ -37,13 +28,6 @@ MAX_RECEIVE = 32
 #: Azure's limits for a lease.
 MIN_LEASE_SECONDS = 1
 MAX_LEASE_SECONDS = 7 * 24 * 3600
-
-#: Azure's limit for a blob name, in characters.
-MAX_BLOB_NAME = 1024
-
-#: Characters that are not allowed in XML 1.0, in which Azure transfers messages. (A carriage return
-#: is, and may arrive as a line feed: the same white space to JSON.)
-_NOT_XML = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\ud800-\udfff\ufffe\uffff]")
 
 #: No control characters, nor any that are special to Windows or a shell.
 _BLOB_NAME_PART = re.compile(r"[^./\\:*?\"<>|\x00-\x1f\x7f][^/\\:*?\"<>|\x00-\x1f\x7f]{0,199}")
@@ -384,42 +368,6 @@ class Storage(Protocol):
     async def __aexit__(self, *_: object) -> None: ...
 
 
-def message_bytes(body: str) -> int:
-    """The size of a message as Azure counts it: UTF-8 after XML escaping."""
-    return len(escape(body).encode(errors="surrogatepass"))
-
-
-def fits(body: str) -> bool:
-    """True if a queue can carry the message."""
-    return message_bytes(body) <= MAX_MESSAGE_BYTES and not _NOT_XML.search(body)
-
-
-def most_bytes(body: str) -> int:
-    """The largest size of a message: the one of a job's first stage leaves room for the others'."""
-    is_first = '"then":' in body and '"stage":{' not in body
-    return MAX_MESSAGE_BYTES - STAGE_BYTES if is_first else MAX_MESSAGE_BYTES
-
-
-def checked_messages(bodies: Iterable[str]) -> list[str]:
-    """The bodies as a list; raises JobError if a queue cannot carry one of them."""
-    checked = list(bodies)
-    for body in checked:
-        # Short ones, as almost all are, are not encoded to be counted.
-        if len(body) * _MOST_BYTES_A_CHARACTER > MAX_MESSAGE_BYTES and (
-            size := message_bytes(body)
-        ) > (most := most_bytes(body)):
-            of_chain = "" if most == MAX_MESSAGE_BYTES else " of a job with further stages"
-            raise errors.JobError(
-                f"the message has {size:,} bytes; a queue message{of_chain} holds {most:,}"
-            )
-        if odd := _NOT_XML.search(body):
-            raise errors.JobError(
-                f"the message holds the character U+{ord(odd[0]):04X}, which queues cannot carry;"
-                " escape it in the JSON"
-            )
-    return checked
-
-
 def check_receive(max_messages: int, lease_seconds: float) -> None:
     """Raises ValueError for arguments beyond the limits."""
     if not 1 <= max_messages <= MAX_RECEIVE:
@@ -442,7 +390,10 @@ def check_blob_name(name: str) -> None:
     No segment is empty or starts with a dot, so a name cannot point outside the folder.
     """
     parts = name.split("/")
-    if any(not _BLOB_NAME_PART.fullmatch(part) for part in parts) or len(name) > MAX_BLOB_NAME:
+    if (
+        any(not _BLOB_NAME_PART.fullmatch(part) for part in parts)
+        or len(name) > sizes.MAX_BLOB_NAME
+    ):
         raise errors.JobError(
             f"{name[:80]!r} is not a valid blob name: it must be a plain relative path"
         )

@@ -21,6 +21,9 @@ ACCOUNT_KEY = (  # the well-known key of every Azurite; it opens nothing else
 )
 START_SECONDS = 30
 
+#: Between two attempts to connect to a server that starts.
+_PAUSE_SECONDS = 0.02
+
 
 def why_missing() -> str | None:
     """Why Azurite cannot be started; None: it can."""
@@ -83,7 +86,7 @@ def wait_for(server: subprocess.Popen[bytes], ports: list[int]) -> None:
                     assert server.stdout is not None
                     output = server.stdout.read().decode()
                     raise RuntimeError(f"{server.args} does not start: {output}") from None
-                time.sleep(0.02)
+                time.sleep(_PAUSE_SECONDS)
 
 
 def _node() -> str | None:

@@ -38,6 +38,9 @@ DRAWN_BEFORE = 2 * CAPACITY
 #: No image is begun later after `cancel` has written the list.
 OBEY_SECONDS = 10.0
 
+#: How often it looks whether all are cancelled.
+LOOK_SECONDS = 0.5
+
 #: Seeds from here on are of the other campaign.
 OTHERS = 10_000_000
 
@@ -87,7 +90,7 @@ async def measure(storage: Storage, settings: WorkerSettings, jobs: int) -> dict
     cancelling = asyncio.create_task(cancelled.cancel(storage, "spring"))
     empty_at = None
     while not running.done():
-        await asyncio.sleep(0.5)
+        await asyncio.sleep(LOOK_SECONDS)
         if empty_at is None and pipeline.settler.outcomes["cancelled"] >= jobs - drawn(engine):
             empty_at = time.monotonic()
     await cancelling

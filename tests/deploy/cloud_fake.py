@@ -21,6 +21,8 @@ import trustme
 from aiohttp import web
 from cryptography.hazmat.primitives.asymmetric import ec
 
+import polling
+
 #: As the image's entrypoint, with the keys of the fake.
 BROKER = """
 import sys
@@ -63,11 +65,13 @@ class CloudFake:
         command = image.command(*program, data=data, entrypoint=False, **own)
         self._container = subprocess.Popen(command, stdout=sys.stderr)
         self._container_port = port
-        deadline = time.monotonic() + 60
-        while not self._answers(port):
-            assert self._container.poll() is None, "the container ended"
-            assert time.monotonic() < deadline
-            time.sleep(0.1)
+        container = self._container
+
+        def answers() -> bool:
+            assert container.poll() is None, "the container ended"
+            return self._answers(port)
+
+        polling.until_in_thread(answers)
 
     def delete_app(self) -> None:
         if self._container is not None:

@@ -21,7 +21,6 @@ import subprocess
 import sys
 import textwrap
 import threading
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,6 +32,7 @@ from azure.storage.blob import ContainerClient
 from azure.storage.queue import QueueClient, QueueServiceClient
 from PIL import Image, ImageStat
 
+import polling
 from fleet.broker.settings import BrokerSettings
 from imagefleet.storage.azure.storage import API_VERSION
 
@@ -344,11 +344,11 @@ def node(salad: Any, cloud: Any, builder: Any, data: Path) -> Iterator[Node]:
 
 
 def wait(until: Callable[[], bool], shell: subprocess.Popen[str] | None = None) -> None:
-    deadline = time.monotonic() + LONGEST_SECONDS
-    while not until():
-        assert time.monotonic() < deadline, "too late"
+    def look() -> bool:
         assert shell is None or shell.poll() is None, shell and shell.communicate()[0]
-        time.sleep(0.1)
+        return until()
+
+    polling.until_in_thread(look)
 
 
 @pytest.fixture

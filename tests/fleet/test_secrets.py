@@ -83,7 +83,7 @@ ARGUMENTS: dict[str, tuple[str, ...]] = {
     "results": ("--download", "images"),
     "export": ("default", "shards"),
     "score": ("spring", "--extractor", "demo", "--reference", "secret.txt"),
-    "gallery": ("--port", "0", "--no-browser", "--cache", "cache"),
+    "gallery": ("--port", "0", "--no-browser"),
     "redo": ("--worker", "w1", "--yes"),
     "deploy apply": ("--yes", "--wait-minutes", "0"),
     "deploy status": (),

@@ -33,7 +33,7 @@ from fleet.salad import file as salad_file
 from header_files import LORA, REFINER, SD1
 from imagefleet import errors, redaction
 from imagefleet.files import contents, safetensors
-from imagefleet.job import image_record, message, prompt
+from imagefleet.job import image_record, message, prompt, sizes
 from imagefleet.pricing import price_file, prices
 from imagefleet.storage import deliveries, protocol
 from imagefleet.storage.azure import account, roles, sas
@@ -233,7 +233,7 @@ def _poison_record(data: bytes) -> None:
     console.json_text(record.model_dump(mode="json")).encode()
     console.untrusted(f"{record.id} {record.error} {record.reason}")
     body = LOOP.run_until_complete(record.message(_NoBlobs()))  # type: ignore[arg-type]
-    protocol.checked_messages([body])
+    sizes.checked_messages([body])
 
 
 def _deliveries(data: bytes) -> None:
@@ -242,7 +242,7 @@ def _deliveries(data: bytes) -> None:
         found = deliveries.Deliveries.of(leased)
         assert found.known == count - 1
         written = found.ended(failed=True).marked_alone().write_to(leased.body)
-        assert written is None or protocol.fits(written)
+        assert written is None or sizes.fits(written)
 
 
 def _price_file(data: bytes) -> None:

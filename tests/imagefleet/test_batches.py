@@ -52,7 +52,7 @@ async def waiting(
     calls = [asyncio.create_task(batches(first))]
     await asyncio.to_thread(work.began.wait, 10)
     calls += [asyncio.create_task(batches(each)) for each in others]
-    await asyncio.sleep(0)
+    await polling.turn()
     return calls
 
 
@@ -102,7 +102,7 @@ async def test_a_call_that_was_cancelled_is_not_done_and_holds_up_no_other(
     first, cancelled, last = await waiting(batches, work, [1, 2, 3])
     for call in (first, cancelled):
         call.cancel()
-    await asyncio.sleep(0)
+    await polling.turn()
     work.may_end.set()
     assert await last == 6
     assert work.batches == [[1], [3]]
@@ -115,7 +115,9 @@ async def test_no_more_batches_than_allowed_are_in_threads(
     batches = Batches(work, threads, most=1, at_once=2)
     calls = await waiting(batches, work, range(5))
     await polling.until(lambda: len(work.batches) >= 2)
-    await asyncio.sleep(0.02)
+    for _ in range(3):  # more looks, which wake no third one
+        batches._look(asyncio.get_running_loop())
+    await asyncio.to_thread(threads.submit(list).result)  # a third one would have begun by then
     assert len(work.batches) == 2
     work.may_end.set()
     assert sorted(await asyncio.gather(*calls)) == [0, 2, 4, 6, 8]
@@ -127,21 +129,24 @@ async def test_calls_that_do_not_wait_for_long_wake_no_other_thread(
     monkeypatch.setattr(concurrency, "_PATIENCE_SECONDS", 60.0)
     batches = Batches(work, threads, most=1, at_once=2)
     calls = await waiting(batches, work, range(5))
-    await asyncio.sleep(0.02)
+    batches._look(asyncio.get_running_loop())
+    await asyncio.to_thread(threads.submit(list).result)  # another one would have begun by then
     assert work.batches == [[0]]
     work.may_end.set()
     assert await asyncio.gather(*calls) == [0, 2, 4, 6, 8]
 
 
 async def test_a_call_that_no_thread_takes_after_a_shutdown_is_no_error_of_the_loop(
-    work: Work, threads: ThreadPoolExecutor
+    work: Work, threads: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found: list[object] = []
     asyncio.get_running_loop().set_exception_handler(lambda _, context: found.append(context))
     batches = Batches(work, threads, most=1, at_once=2)
     calls = await waiting(batches, work, [1, 2])
     threads.shutdown(wait=False, cancel_futures=True)
-    await asyncio.sleep(0.02)
+    monkeypatch.setattr(concurrency, "_PATIENCE_SECONDS", 0.0)
+    batches._look(asyncio.get_running_loop())  # the patience with the second is over
+    await polling.turn()
     work.may_end.set()
     assert await asyncio.gather(*calls) == [2, 4]
     assert found == []

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 import re
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 import imagefleet
+import polling
 from imagefleet import Job, aio, cancelled, errors
 from imagefleet.job.message import read_job
 from imagefleet.storage.open import open_storage
@@ -261,7 +262,8 @@ async def test_closing_ends_pending_calls(connect_options: dict[str, Any]) -> No
             asyncio.create_task(collect(batch)),
             asyncio.create_task(fleet.job("a").result()),
         ]
-        await asyncio.sleep(0.05)
+        before = dataclasses.replace(fleet.storage.operations)
+        await polling.until(lambda: fleet.storage.operations != before)
     for task in waiting:
         with pytest.raises(errors.FleetError, match="closed"):
             await task
@@ -389,11 +391,16 @@ def test_the_sync_client_does_all_that_the_async_one_does(
 def test_closing_in_another_thread_ends_the_wait(connect_options: dict[str, Any]) -> None:
     fleet = imagefleet.connect(**connect_options)
     batch = fleet.submit([Job(prompt="a house")])
-    threading.Timer(0.2, fleet.close).start()
-    began = time.monotonic()
+    operations = fleet._fleet.storage.operations
+    before = dataclasses.replace(operations)
+
+    def close_what_waits() -> None:
+        polling.until_in_thread(lambda: operations != before)
+        fleet.close()
+
+    threading.Thread(target=close_what_waits).start()
     with pytest.raises(errors.FleetError, match="closed"):
         list(batch.results())
-    assert time.monotonic() - began < 10
     fleet.close()
     with pytest.raises(errors.FleetError, match="closed"):
         fleet.depth()
@@ -435,11 +442,14 @@ def test_the_example_runs(storage_settings: StorageSettings, tmp_path: Path, wor
         text=True,
     ) as example:
         images = Path(storage_settings.storage.removeprefix("local:")) / "images"
+
+        def work_until_it_ends() -> bool:
+            if images.exists():  # created last
+                asyncio.run(work())
+            return example.poll() is not None
+
         try:
-            while example.poll() is None:
-                if images.exists():  # created last
-                    asyncio.run(work())
-                time.sleep(0.1)
+            polling.until_in_thread(work_until_it_ends)
         finally:
             example.kill()
         assert example.stdout is not None

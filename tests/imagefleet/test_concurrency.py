@@ -4,13 +4,22 @@ import asyncio
 
 import pytest
 
+import polling
 from imagefleet import concurrency, errors
 
 
 async def test_the_results_are_in_the_order_of_the_calls() -> None:
-    slow = asyncio.sleep(0.01, result="slow")
+    second_ended = asyncio.Event()
 
-    assert await concurrency.gather(slow, asyncio.sleep(0, result=2)) == ("slow", 2)
+    async def slow() -> str:
+        await second_ended.wait()
+        return "slow"
+
+    async def quick() -> int:
+        second_ended.set()
+        return 2
+
+    assert await concurrency.gather(slow(), quick()) == ("slow", 2)
     assert await concurrency.gather() == ()
 
 
@@ -24,7 +33,7 @@ async def test_an_error_cancels_the_other_calls_before_it_is_raised() -> None:
             ended.append("cancelled")
 
     async def fail() -> None:
-        await asyncio.sleep(0)
+        await polling.turn()
         raise errors.TransientError("no answer")
 
     with pytest.raises(errors.TransientError, match="no answer") as caught:
@@ -36,7 +45,7 @@ async def test_an_error_cancels_the_other_calls_before_it_is_raised() -> None:
 
 async def test_a_task_that_is_cancelled_as_a_part_fails_ends() -> None:
     async def fail() -> None:
-        await asyncio.sleep(0)
+        await polling.turn()
         task.cancel()
         raise ValueError
 
@@ -57,7 +66,7 @@ async def test_some_items_are_worked_on_at_the_same_time() -> None:
         nonlocal most
         running.append(item)
         most = max(most, len(running))
-        await asyncio.sleep(0)
+        await polling.turn()
         running.remove(item)
         done.append(item)
 
@@ -81,8 +90,8 @@ async def test_what_runs_beside_a_block_ends_with_it_and_its_error_is_raised() -
         raise errors.TransientError("no answer")
 
     async with concurrency.beside(work()):
-        await asyncio.sleep(0)
+        await polling.turn()
     assert ended.is_set()
     with pytest.raises(errors.TransientError, match="no answer"):
         async with concurrency.beside(work(), fail()):
-            await asyncio.sleep(0)
+            await polling.turn()

@@ -1,8 +1,8 @@
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 import itertools
+from types import SimpleNamespace
 
 import pytest
 
@@ -98,14 +98,17 @@ async def test_a_busy_storage_is_waited_for_by_whom_fills_it_and_by_nobody_else(
     assert not retry.DEFAULT.waits_while_busy
 
 
-async def test_the_first_attempt_counts_towards_the_time_limit() -> None:
+async def test_the_first_attempt_counts_towards_the_time_limit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     storage = Storage(errors.TransientError(), "done")
+    now = iter([0.0, 60.0])
+    monkeypatch.setattr(retry, "time", SimpleNamespace(monotonic=lambda: next(now)))
 
     async def slowly() -> str:
-        await asyncio.sleep(0.02)
         return await storage.call()
 
-    policy = RetryPolicy(first_wait_seconds=0.001, give_up_seconds=0.01)
+    policy = RetryPolicy(first_wait_seconds=0.001, give_up_seconds=60)
     with pytest.raises(errors.TransientError):
         await policy.call(slowly)
     assert storage.calls == 1

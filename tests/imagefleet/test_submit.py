@@ -4,6 +4,7 @@ import asyncio
 import json
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterable, Iterator
 
 import pytest
@@ -14,6 +15,7 @@ from imagefleet.records import reader
 from imagefleet.storage.protocol import Storage
 from imagefleet.storage.settings import StorageSettings
 from imagefleet.submit import BATCH, BulkSender, Progress
+from simulation import clock
 
 
 def numbers(start: int, end: int) -> Iterator[str | None]:
@@ -106,12 +108,16 @@ async def test_a_transient_error_is_retried(storage: Storage) -> None:
 async def test_no_more_sends_are_in_flight_than_allowed(storage: Storage) -> None:
     send = storage.queue.send
     in_flight, most = 0, 0
+    together = asyncio.Event()
 
     async def counted(bodies: Iterable[str]) -> None:
         nonlocal in_flight, most
         in_flight += 1
         most = max(most, in_flight)
-        await asyncio.sleep(0.01)
+        if in_flight == 3:
+            together.set()
+        await together.wait()
+        await polling.turn()
         await send(bodies)
         in_flight -= 1
 
@@ -129,18 +135,34 @@ async def test_a_stop_ends_where_the_next_run_can_resume(storage: Storage) -> No
     assert await numbers_in(storage) == wanted(0, progress.confirmed)
 
 
-async def test_a_rate_is_kept_and_a_stop_does_not_wait_for_it(storage: Storage) -> None:
-    began = time.monotonic()
-    progress = await BulkSender(storage.queue, numbers(0, 100), rate=200).run()
-    assert progress.confirmed == 100
-    assert 0.35 < time.monotonic() - began < 3
+class NotingQueue:
+    """Takes messages at once; *sent* has how many came at which second."""
 
-    sender = BulkSender(storage.queue, numbers(0, 100), rate=0.01)
-    running = asyncio.create_task(sender.run())
-    await asyncio.sleep(0.05)
-    sender.stop()
-    stopped = await asyncio.wait_for(running, 2)
-    assert (stopped.confirmed, stopped.finished) == (1, False)
+    def __init__(self) -> None:
+        self.sent: list[tuple[float, int]] = []
+
+    async def send(self, bodies: Iterable[str]) -> None:
+        self.sent.append((time.monotonic(), len(list(bodies))))
+
+
+def test_a_rate_is_kept_and_a_stop_does_not_wait_for_it() -> None:
+    queue = NotingQueue()
+    with clock.simulated_time() as loop:
+        progress = clock.run(loop, BulkSender(queue, map(str, range(1_000)), rate=200).run())
+        assert progress.confirmed == 1_000
+        # The first batch is sent at once, and the last is not waited for.
+        assert loop.now == pytest.approx(1_000 / 200, abs=0.11)
+        in_each_second = Counter[int]()
+        for second, jobs in queue.sent:
+            in_each_second[int(second)] += jobs
+        assert max(in_each_second.values()) <= 220
+
+    with clock.simulated_time() as loop:
+        sender = BulkSender(NotingQueue(), map(str, range(100)), rate=0.01)
+        loop.call_later(50, sender.stop)
+        stopped = clock.run(loop, sender.run())
+        assert (stopped.confirmed, stopped.finished) == (1, False)
+        assert loop.now == 50
 
 
 async def test_a_cancelled_run_leaves_no_send_behind(storage: Storage) -> None:

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import asyncio
 import gc
 from collections.abc import Iterator
 from pathlib import Path
@@ -8,6 +7,7 @@ from typing import Any
 
 import pytest
 
+import polling
 from imagefleet import errors
 from imagefleet.storage.open import open_storage
 from imagefleet.storage.settings import StorageSettings
@@ -90,7 +90,7 @@ async def test_ten_million_jobs_take_no_more_memory_than_ten_thousand(
     objects: dict[int, int] = {}
 
     async def instantly(_bodies: object, _priority: object) -> None:
-        await asyncio.sleep(0)
+        await polling.turn()
 
     def count(confirmed: int) -> None:
         if confirmed in (3_200, 16_000):

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from imagefleet.job.message import read_job
+from imagefleet.job.sizes import MAX_MESSAGE_BYTES
 from imagefleet.signing import SigningKey, TrustedKeys
 from imagefleet.storage.open import open_storage
-from imagefleet.storage.protocol import MAX_MESSAGE_BYTES
 from imagefleet.storage.settings import StorageSettings
 from loadgen.file_source import FileSource
 from loadgen.load import Checkpoint, Load, Summary

@@ -10,8 +10,8 @@ import pytest
 
 from imagefleet import errors
 from imagefleet.job.message import Job, read_job
+from imagefleet.job.sizes import MAX_MESSAGE_BYTES, message_bytes
 from imagefleet.signing import SigningKey, TrustedKeys
-from imagefleet.storage.protocol import MAX_MESSAGE_BYTES, message_bytes
 from loadgen.file_source import SIGNATURE_BYTES, FileSource, StreamSource
 from loadgen.template_source import TemplateSource
 

@@ -1,9 +1,10 @@
-"""The one way in which tests wait for what other tasks, threads and processes do."""
+"""How tests wait for what other tasks, threads and processes do: nowhere for a fixed time."""
 
 from __future__ import annotations
 
 import asyncio
 import inspect
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -23,3 +24,28 @@ async def until(look: Callable[[], Any], enough: Callable[[Any], Any] = bool) ->
         if enough(found):
             return found
         await asyncio.sleep(_PAUSE_SECONDS)
+
+
+def until_in_thread(look: Callable[[], Any], enough: Callable[[Any], Any] = bool) -> Any:
+    """The same for a test or a thread without an event loop."""
+    while not enough(found := look()):
+        time.sleep(_PAUSE_SECONDS)
+    return found
+
+
+async def turn(turns: int = 1) -> None:
+    """Lets every other task of the loop that can go on do so, *turns* times."""
+    for _ in range(turns):
+        await asyncio.sleep(0)
+
+
+async def until_leases_end(idle: Any, seconds: float) -> None:
+    """Returns once what was leased before, for *seconds* at most, is another worker's to take.
+
+    Seen by a message of *idle*, an empty queue of the same storage: whoever asked the queue itself
+    would take its messages.
+    """
+    await idle.send(["a witness"])
+    await idle.receive(1, seconds)
+    (witness,) = await until(lambda: idle.receive(1, 60))
+    await idle.delete(witness)

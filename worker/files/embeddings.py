@@ -49,7 +49,7 @@ class EmbeddingLibrary(FileLibrary):
         trusted: TrustedKeys | None = None,
     ) -> None:
         """*directory* comes before the storage, whose files one of the *trusted* keys must list."""
-        stored = Manifest.stored(blobs, EMBEDDING.folder, trusted, optional=True)
+        stored = Manifest.stored(blobs, EMBEDDING.folder, trusted)
         own = [own_folder(EMBEDDING, directory)] if directory else []
         path = _local_path(blobs)
         super().__init__(

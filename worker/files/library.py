@@ -101,11 +101,13 @@ class FileLibrary:
         *,
         cache: Path,
         cache_bytes: int,
+        directory: Path | None = None,
         trusted: TrustedKeys | None = None,
     ) -> Self:
-        """The files of the storage alone, which one of the *trusted* keys must list."""
-        listed = Manifest.stored(blobs, kind.folder, trusted, optional=True)
-        return cls(blobs, kind, listed, folders=[], cache=cache, cache_bytes=cache_bytes)
+        """The files of *directory*, then the storage's, which a *trusted* key must list."""
+        listed = Manifest.stored(blobs, kind.folder, trusted)
+        folders = [own_folder(kind, directory)] if directory else []
+        return cls(blobs, kind, listed, folders=folders, cache=cache, cache_bytes=cache_bytes)
 
     async def resolve(self, name: str) -> Path:
         """The file of that name, complete and matching its manifest.

@@ -129,8 +129,6 @@ class Manifest:
         blobs: protocol.BlobStore,
         folder: str,
         trusted: TrustedKeys | None,
-        *,
-        optional: bool = False,
     ) -> Self:
         """The manifest of a folder in the container of files."""
         name = f"{folder}/{NAME}"
@@ -139,7 +137,7 @@ class Manifest:
             lambda: blobs.read(name, MAX_BYTES),
             folder=folder,
             trusted=trusted,
-            optional=optional,
+            optional=not BY_FOLDER[folder].stops_without_list,
         )
 
     async def sha256(self, name: str) -> str | None:

@@ -26,9 +26,8 @@ def next_message(job: Job, message: protocol.LeasedMessage) -> tuple[str, Job]:
     fields = message_fields(message.body)
     fields.pop(DELIVERIES_FIELD, None)
     fields["id"] = job.id
-    fields[chain.STAGE_FIELD] = field = chain.next_field(job, message.id)
-    whole = job.place.job if job.place else job
-    return message_text(fields), chain.stage_of_message(whole, field)
+    fields[chain.STAGE_FIELD] = field = job.next_stage_field(message.id)
+    return message_text(fields), job.whole.stage_of_message(field)
 
 
 async def send_next(models: ModelQueues, entry: InFlightJob, cancelled: CancelledCampaigns) -> None:

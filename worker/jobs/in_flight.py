@@ -1,18 +1,20 @@
-"""One leased message and its images, from the pull to its end."""
+"""Leased messages and their images, from the pull to the end, and the order in which they begin."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import logging
 import time
+from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from typing import Any
 
 from imagefleet import errors
 from imagefleet.cancelled import CancelledCampaigns
-from imagefleet.job import chain
 from imagefleet.job.message import Job
 from imagefleet.records.record import Record
 from imagefleet.storage.deliveries import SUSPECT_AFTER, Deliveries, shown_images
@@ -131,9 +133,8 @@ class InFlightJob:
     @property
     def source(self) -> str:
         """Names its delivery in records: its message, or that of its chain."""
-        if self.job is None or self.job.place is None:
-            return self.lease.message.id
-        return chain.source(self.job, self.lease.message.id)
+        message_id = self.lease.message.id
+        return self.job.source(message_id) if self.job is not None else message_id
 
     def settle(self) -> bool:
         """True for the first caller, which settles the job."""
@@ -238,3 +239,63 @@ class InFlightImage:
     """The embeddings that the job's prompts name."""
     ready_at: float = field(default_factory=time.monotonic)
     generated_at: float = 0.0
+
+
+@dataclass(slots=True, eq=False)
+class BegunJob:
+    """A job and its images that the engine has not been given yet.
+
+    They share what was prepared for the first: their prompts and their LoRAs in memory.
+    """
+
+    entry: InFlightJob
+    requests: deque[tuple[int, contract.ImageRequest]]
+    """The requests left, each with its image's index."""
+    first: contract.PreparedRequest
+
+    def take(self) -> tuple[InFlightImage, contract.PreparedRequest]:
+        """The next image."""
+        entry = self.entry
+        if entry.job is None:
+            raise RuntimeError("read the job first")
+        index, request = self.requests.popleft()
+        prepared = self.first
+        if request is not prepared.request:
+            dataclass_of_engine: Any = prepared
+            prepared = dataclasses.replace(dataclass_of_engine, request=request)
+        size = final = request.width, request.height
+        if (last := request.upscale or request.hires) is not None:
+            final = last.width, last.height
+        elif entry.overlay is not None:
+            final = entry.overlay.size
+        image = InFlightImage(entry, entry.job, index, size, final, request.embeddings)
+        return image, prepared
+
+
+class Turns:
+    """Lets every other image be one of a job that is not begun, while there are both.
+
+    So neither does a job of a thousand images hold up the others, nor they it.
+    """
+
+    def __init__(self, most_new: int) -> None:
+        """*most_new*: jobs that may wait here to be begun; then `put` waits."""
+        self._new: asyncio.Queue[InFlightJob] = asyncio.Queue(most_new)
+        self._begun: deque[BegunJob] = deque()
+        self._waiting = asyncio.Semaphore(0)
+        self._was_new = False
+
+    async def put(self, entry: InFlightJob) -> None:
+        """A job that is not begun."""
+        await self._new.put(entry)
+        self._waiting.release()
+
+    def go_on(self, job: BegunJob) -> None:
+        """A job with images left; others that are begun come first."""
+        self._begun.append(job)
+        self._waiting.release()
+
+    async def next(self) -> InFlightJob | BegunJob:
+        await self._waiting.acquire()
+        self._was_new = not self._new.empty() and not (self._was_new and self._begun)
+        return self._new.get_nowait() if self._was_new else self._begun.popleft()

@@ -20,10 +20,9 @@ from imagefleet.storage import protocol
 from worker.engine import contract
 from worker.files.embeddings import EmbeddingLibrary
 from worker.files.hashes import FileHashes
-from worker.files.loras import LoraLibrary
+from worker.files.library import FileLibrary
 from worker.inputs.reader import NO_INPUTS, InputReader, Inputs
-from worker.jobs.in_flight import InFlightJob
-from worker.jobs.turns import BegunJob, Turns
+from worker.jobs.in_flight import BegunJob, InFlightJob, Turns
 from worker.metrics import WorkerMetrics
 from worker.settle import Settler
 from worker.stages.generate import GenerateStage
@@ -93,7 +92,7 @@ class PrepareStage:
 
     engine: contract.Engine
     generate: GenerateStage
-    library: LoraLibrary
+    library: FileLibrary
     embeddings: EmbeddingLibrary
     inputs: InputReader
     hashes: FileHashes

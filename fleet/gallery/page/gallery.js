@@ -5,6 +5,7 @@ import { get, ServerError, url } from "./server.js";
 import { Viewer } from "./viewer.js";
 
 const POLL_MILLISECONDS = 1000;
+const READING_MILLISECONDS = 50; // each poll reads some of the records
 const NAMES_MILLISECONDS = 10_000;
 const FIRST_NAMES_MILLISECONDS = 500; // after the first images
 const TYPING_MILLISECONDS = 200;
@@ -111,18 +112,20 @@ async function poll() {
   clearTimeout(timer);
   if (document.hidden && generation !== null) return; // visibilitychange goes on
   const request = asked;
+  let wait = POLL_MILLISECONDS;
   try {
     if (!shown.campaign) await findCampaign();
     if (shown.campaign) {
       const state = await get("/api/state", shown, request.signal);
       if (request === asked) showState(state);
+      if (state.reading && !state.problem) wait = READING_MILLISECONDS;
       if (performance.now() - namesAt > NAMES_MILLISECONDS) await showNames();
     }
   } catch (error) {
     if (error.name === "AbortError") return; // another poll has begun
     say(error);
   }
-  if (request === asked) timer = setTimeout(poll, POLL_MILLISECONDS);
+  if (request === asked) timer = setTimeout(poll, wait);
 }
 
 function showState(state) {
@@ -185,7 +188,6 @@ async function showCampaigns(parameters) {
     select.replaceChildren(...names.map(name => new Option(name, name)));
     select.value = shown.campaign;
   }
-  if (found.problem) showProblem(found.problem);
   select.title = found.storage;
   return found;
 }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
@@ -10,9 +10,6 @@ from imagefleet.job.override_settings import name_of_title
 from imagefleet.job.passes.sources import ImageSource
 from imagefleet.job.prompt import SAFE_NAME
 from imagefleet.redaction import printable
-
-if TYPE_CHECKING:
-    from imagefleet.job.message import Job
 
 #: The most ControlNet units of a job, which is as many as the extension's page shows at most.
 MAX_UNITS = 10
@@ -181,13 +178,3 @@ def fields_of_scripts(scripts: object) -> dict[str, Any]:
             )
         found["controlnet"] = script
     return found
-
-
-def check(job: Job) -> None:
-    """Raises ValueError if ControlNets do not fit the other fields."""
-    if job.enable_hr:
-        raise ValueError("alwayson_scripts: ControlNets with enable_hr are not supported")
-    if job.mask is not None and job.inpaint_full_res:
-        raise ValueError(
-            "alwayson_scripts: ControlNets with inpaint_full_res are not supported: set it to false"
-        )

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Annotated
+from collections.abc import Collection, Mapping
+from typing import Annotated
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field
 
 from imagefleet import errors
 from imagefleet.job.passes import hires, img2img
+from imagefleet.job.passes.first import MAX_SIDE, MIN_SIDE
 from imagefleet.job.passes.hires import Size
-from imagefleet.job.passes.limits import MAX_SIDE, MIN_SIDE
-
-if TYPE_CHECKING:
-    from imagefleet.job.message import Job
+from imagefleet.job.passes.img2img import Img2Img
 
 #: The most pixels of the result, and of what it is cut out of.
 MAX_PIXELS = MAX_SIDE**2
@@ -60,7 +58,7 @@ _Upscaler = Annotated[str | None, AfterValidator(lambda name: name and _is_upsca
 _Target = Annotated[int, Field(ge=MIN_SIDE, le=_MAX_TARGET)]
 
 
-class Extras(BaseModel):
+class Extras(Img2Img):
     """The fields that matter with `upscaler_1`, beside `init_images` and `resize_mode`."""
 
     upscaler_1: Annotated[_Upscaler, BeforeValidator(_none_is_off)] = None
@@ -75,12 +73,15 @@ class Extras(BaseModel):
     upscaling_crop: bool = True
 
 
-FIELDS = frozenset(Extras.model_fields)
+FIELDS = frozenset(Extras.model_fields) - set(Img2Img.model_fields)
 
 
-def check(job: Job) -> None:
-    """Raises ValueError if the fields of a job that only enlarges an image do not fit together."""
-    if not job.only_upscales:
+def check(job: Extras, of_drawings: Collection[str]) -> None:
+    """Raises ValueError if the fields of a job that only enlarges an image do not fit together.
+
+    *of_drawings*: its fields of other passes than img2img.
+    """
+    if job.upscaler_1 is None:
         if unused := job.model_fields_set & (FIELDS - {"upscaler_1"}):
             raise ValueError(
                 f"{min(unused)}: is for jobs that only enlarge an image; upscaler_1 is missing"
@@ -93,12 +94,7 @@ def check(job: Job) -> None:
             "resize_mode: with upscaler_1 it should be 0 (by upscaling_resize) or 1 (to"
             " upscaling_resize_w x upscaling_resize_h)"
         )
-    drawn = job.model_fields_set & _OF_DRAWINGS
-    if job.enable_hr:
-        drawn |= {"enable_hr"}
-    if job.controls:
-        drawn |= {"alwayson_scripts"}
-    if drawn:
+    if drawn := {*(job.model_fields_set & _OF_DRAWINGS), *of_drawings}:
         raise ValueError(
             f"{min(drawn)}: a job with upscaler_1 only enlarges its image: remove one of the two,"
             " or make them two stages (then)"
@@ -109,14 +105,14 @@ def check(job: Job) -> None:
         )
 
 
-def scale(job: Job, size: Size) -> float:
+def scale(job: Extras, size: Size) -> float:
     """How many times larger an image of *size*, (width, height) in pixels, becomes."""
     if job.resize_mode == _BY_FACTOR:
         return job.upscaling_resize
     return max(job.upscaling_resize_w / size[0], job.upscaling_resize_h / size[1])
 
 
-def sizes_after(job: Job, size: Size) -> tuple[Size, Size]:
+def sizes_after(job: Extras, size: Size) -> tuple[Size, Size]:
     """What an image of *size*, (width, height) in pixels, is enlarged to, and then cut to.
 
     Raises:
@@ -139,13 +135,12 @@ def sizes_after(job: Job, size: Size) -> tuple[Size, Size]:
     return whole, final
 
 
-def final_size(job: Job) -> tuple[int | None, int | None]:
-    """Width and height of the enlarged image, as far as the job alone tells.
+def final_size(job: Extras, width: int | None, height: int | None) -> tuple[int | None, int | None]:
+    """Width and height of the enlarged image, as far as the job and the image's size tell.
 
     Raises:
         JobError: it is beyond the limits.
     """
-    width, height = job.size_to_begin_with
     if width is not None and height is not None:
         return sizes_after(job, (width, height))[1]
     if job.resize_mode == _TO_SIZE and job.upscaling_crop:

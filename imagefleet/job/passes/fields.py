@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Self, cast
+from typing import Any, Self
 
 from pydantic import model_validator
 
@@ -12,11 +12,7 @@ from imagefleet.job.passes import controlnet, extras, hires, img2img
 from imagefleet.job.passes.controlnet import ControlNets, Unit
 from imagefleet.job.passes.extras import Extras
 from imagefleet.job.passes.hires import Hires
-from imagefleet.job.passes.img2img import Img2Img
 from imagefleet.job.prompt import Prompt, without_comments
-
-if TYPE_CHECKING:
-    from imagefleet.job.message import Job
 
 #: Fields for which null, as AUTOMATIC1111 takes it, is not given.
 NULL_IS_DEFAULT = img2img.FIELDS | hires.FIELDS | extras.FIELDS
@@ -56,22 +52,33 @@ class Pass:
         return bool(self.calls or self.encodes or self.decodes)
 
 
-class PassFields(Img2Img, Hires, ControlNets, Extras):
+class PassFields(Hires, ControlNets, Extras):
     """What a job's image begins with, what controls or enlarges it, and its second pass."""
 
     @model_validator(mode="after")
     def _passes_are_possible(self) -> Self:
-        job = cast("Job", self)
-        if not job.init_images and (unused := job.model_fields_set & img2img.OWN_FIELDS):
+        if not self.init_images and (unused := self.model_fields_set & img2img.OWN_FIELDS):
             raise ValueError(f"{min(unused)}: is for img2img; init_images is missing")
-        if job.controls:
-            controlnet.check(job)
-        if job.enable_hr:
-            hires.check(job)
-            hires.read_prompts(job)
-        if not extras.FIELDS.isdisjoint(job.model_fields_set):
-            extras.check(job)
+        if self.controls:
+            self._check_controls()
+        if self.enable_hr:
+            if self.init_images:
+                raise ValueError("enable_hr: is for txt2img; remove it, or init_images")
+            hires.check(self)
+            hires.read_prompts(self)
+        if not extras.FIELDS.isdisjoint(self.model_fields_set):
+            given = {"enable_hr": self.enable_hr, "alwayson_scripts": self.controls}
+            extras.check(self, {name for name, value in given.items() if value})
         return self
+
+    def _check_controls(self) -> None:
+        if self.enable_hr:
+            raise ValueError("alwayson_scripts: ControlNets with enable_hr are not supported")
+        if self.mask is not None and self.inpaint_full_res:
+            raise ValueError(
+                "alwayson_scripts: ControlNets with inpaint_full_res are not supported: set it to"
+                " false"
+            )
 
     @property
     def controls(self) -> tuple[Unit, ...]:
@@ -86,22 +93,20 @@ class PassFields(Img2Img, Hires, ControlNets, Extras):
     @property
     def hires_prompts(self) -> tuple[Prompt | None, Prompt | None]:
         """The prompt and the negative prompt of the second pass; None: the first's."""
-        return hires.read_prompts(cast("Job", self)) if self.enable_hr else (None, None)
+        return hires.read_prompts(self) if self.enable_hr else (None, None)
 
     @property
     def shown_hires_prompts(self) -> tuple[str, str]:
         """The `shown_prompts` of the second pass; an empty one is the first pass' own."""
-        job = cast("Job", self)
-        texts = job.hr_prompt, job.hr_negative_prompt
-        if not job.enable_prompt_comments:
+        texts = self.hr_prompt, self.hr_negative_prompt
+        if not self.enable_prompt_comments:
             return texts
         return without_comments(texts[0]), without_comments(texts[1])
 
     @property
     def all_prompts(self) -> tuple[Prompt, ...]:
         """The prompts of all passes, the negative ones too."""
-        job = cast("Job", self)
-        given = (job.parsed_prompt, job.parsed_negative_prompt, *self.hires_prompts)
+        given = (self.parsed_prompt, self.parsed_negative_prompt, *self.hires_prompts)
         return tuple(each for each in given if each is not None)
 
     @property
@@ -130,24 +135,25 @@ class PassFields(Img2Img, Hires, ControlNets, Extras):
     @property
     def size_to_begin_with(self) -> tuple[int | None, int | None]:
         """Width and height of the first pass, or of the image that is enlarged, as far as known."""
-        job = cast("Job", self)
-        if not job.only_upscales:
-            return job.width, job.height
-        return job.place.input_size if job.place else (None, None)
+        return self.input_size if self.only_upscales else (self.width, self.height)
+
+    @property
+    def input_size(self) -> tuple[int | None, int | None]:
+        """Width and height of the image that the job is given, as far as known."""
+        raise NotImplementedError
 
     @property
     def final_size(self) -> tuple[int | None, int | None]:
         """Width and height of the job's images, as far as the job alone tells."""
-        job = cast("Job", self)
-        if job.only_upscales:
-            return extras.final_size(job)
-        if job.mask is not None and job.inpaint_full_res:
+        if self.only_upscales:
+            return extras.final_size(self, *self.size_to_begin_with)
+        if self.mask is not None and self.inpaint_full_res:
             return None, None  # those of the image that it is given
-        if not job.enable_hr:
-            return job.width, job.height
-        if job.width is None or job.height is None:
+        if not self.enable_hr:
+            return self.width, self.height
+        if self.width is None or self.height is None:
             return None, None
-        return hires.size_after(job, (job.width, job.height))
+        return hires.size_after(self, (self.width, self.height))
 
     def passes(self, width: int, height: int, *, enlarges: bool = False) -> list[Pass]:
         """The passes of each image, of which the first has this size.
@@ -155,22 +161,23 @@ class PassFields(Img2Img, Hires, ControlNets, Extras):
         Of a job that only enlarges an image of this size, one without a drawing. *enlarges*: its
         model draws all steps of an image that it begins with.
         """
-        job = cast("Job", self)
         size = width, height
-        if job.only_upscales:
+        if self.only_upscales:
             enlarged = len(self.upscaler_files) * extras.network_pixels(
-                size, extras.scale(job, size)
+                size, extras.scale(self, size)
             )
-            whole, _ = extras.sizes_after(job, size)
+            whole, _ = extras.sizes_after(self, size)
             return [Pass(*whole, 0, decodes=False, enlarged=enlarged)]
-        controls, begins_with_image = len(job.controls), bool(job.init_images) and not enlarges
-        calls = img2img.calls(job.steps, job.denoising_strength) if begins_with_image else job.steps
-        if not job.enable_hr:
+        controls, begins_with_image = len(self.controls), bool(self.init_images) and not enlarges
+        calls = self.steps
+        if begins_with_image:
+            calls = img2img.calls(self.steps, self.denoising_strength)
+        if not self.enable_hr:
             return [Pass(width, height, calls, controls, begins_with_image)]
-        by_pixels = job.upscaler not in hires.LATENT
-        second = hires.size_after(job, size)
+        by_pixels = self.upscaler not in hires.LATENT
+        second = hires.size_after(self, size)
         enlarged = len(self.upscaler_files) * extras.network_pixels(size, second[0] / width)
-        steps = hires.steps(job) if job.denoising_strength else 0
+        steps = hires.steps(self) if self.denoising_strength else 0
         return [
             Pass(width, height, calls, decodes=by_pixels),
             Pass(*second, steps, encodes=by_pixels, enlarged=enlarged),

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field
 
 from imagefleet import errors
 from imagefleet.job import prompt as prompts
 from imagefleet.job import samplers
-from imagefleet.job.passes.limits import MAX_GUIDANCE, MAX_SIDE, MIN_SIDE, PromptText
+from imagefleet.job.passes.first import MAX_GUIDANCE, MAX_SIDE, MIN_SIDE, FirstPass, PromptText
 from imagefleet.job.prompt import SAFE_NAME, Prompt
-
-if TYPE_CHECKING:
-    from imagefleet.job.message import Job
 
 #: Upscalers that enlarge the latent.
 LATENT = (
@@ -72,7 +69,7 @@ _HiresSide = Annotated[int, Field(ge=0, le=MAX_SIDE)]
 _OrSame = Annotated[str | None, BeforeValidator(_same_as_first)]
 
 
-class Hires(BaseModel):
+class Hires(FirstPass):
     """The fields that matter with `enable_hr`, beside `denoising_strength`; sizes in pixels."""
 
     enable_hr: bool = False
@@ -100,10 +97,10 @@ class Hires(BaseModel):
         return self.upscaler if is_file else None
 
 
-FIELDS = frozenset(Hires.model_fields)
+FIELDS = frozenset(Hires.model_fields) - set(FirstPass.model_fields)
 
 
-def size_after(job: Job, size: Size) -> Size:
+def size_after(job: Hires, size: Size) -> Size:
     """The size of the second pass after a first one of *size*, (width, height) in pixels.
 
     Raises:
@@ -144,26 +141,24 @@ def covering(size: Size, target: Size) -> Size:
     return _with_side(size, *((target[0], 0) if by_width else (0, target[1])))
 
 
-def _cells(job: Job, size: Size) -> Size:
+def _cells(job: Hires, size: Size) -> Size:
     """What matters of a size: of a latent, whole cells do."""
     return (size[0] // _CELL, size[1] // _CELL) if job.upscaler in LATENT else size
 
 
-def steps(job: Job) -> int:
+def steps(job: Hires) -> int:
     """The number of steps of the second pass, all of which are done whatever its strength."""
     return job.hr_second_pass_steps or job.steps
 
 
-def sampler(job: Job) -> str:
+def sampler(job: Hires) -> str:
     """The key of the second pass's sampler."""
     name = job.hr_sampler_name or job.sampler_name
     return samplers.find(name, job.hr_scheduler or job.scheduler).key
 
 
-def check(job: Job) -> None:
+def check(job: Hires) -> None:
     """Raises ValueError if the fields of the second pass do not fit the job."""
-    if job.init_images:
-        raise ValueError("enable_hr: is for txt2img; remove it, or init_images")
     try:
         samplers.check_scheduler(job.hr_scheduler)
         key = sampler(job)
@@ -178,7 +173,7 @@ def check(job: Job) -> None:
             raise ValueError(error.message) from None
 
 
-def read_prompts(job: Job) -> tuple[Prompt | None, Prompt | None]:
+def read_prompts(job: Hires) -> tuple[Prompt | None, Prompt | None]:
     """The prompts of the second pass; raises ValueError if they cannot be read."""
     field, comments = "hr_prompt", job.enable_prompt_comments
     positive = negative = None
@@ -195,16 +190,9 @@ def read_prompts(job: Job) -> tuple[Prompt | None, Prompt | None]:
             f"cfg_scale: {job.cfg_scale:g} times the weight of hr_prompt, which is"
             f" {positive.weight:g}, is more than {MAX_GUIDANCE}"
         )
-    if positive is not None and positive.loras != _loras(job):
+    if positive is not None and positive.loras != job.parsed_prompt.loras:
         raise ValueError(
             "hr_prompt: its LoRAs should be those of the prompt, with the same weights: others for"
             " the second pass are not supported"
         )
     return positive, negative
-
-
-def _loras(job: Job) -> tuple[prompts.LoraTag, ...]:
-    try:
-        return prompts.read_prompt(job.prompt, comments=job.enable_prompt_comments).loras
-    except errors.JobError as error:
-        raise ValueError(f"prompt: {error.message}") from None

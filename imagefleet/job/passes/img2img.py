@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, BeforeValidator, Field
+from pydantic import BeforeValidator, Field
 
+from imagefleet.job.passes.first import FirstPass
 from imagefleet.job.passes.sources import ImageSource
 
 #: The largest blur of a mask, in pixels; the page of AUTOMATIC1111 allows as much.
@@ -28,7 +29,7 @@ def _one_is_a_list(value: object) -> object:
     return [value] if isinstance(value, str) else value
 
 
-class Img2Img(BaseModel):
+class Img2Img(FirstPass):
     """The fields that matter with `init_images`; blurs in pixels."""
 
     init_images: Annotated[
@@ -55,7 +56,7 @@ class Img2Img(BaseModel):
         return self.mask_blur_x, self.mask_blur_y
 
 
-FIELDS = frozenset(Img2Img.model_fields)
+FIELDS = frozenset(Img2Img.model_fields) - set(FirstPass.model_fields)
 
 #: The fields of img2img that no other job has.
 OWN_FIELDS = FIELDS - {"init_images", "denoising_strength"}

@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator
 
-from imagefleet.storage.protocol import MAX_BLOB_NAME, MAX_MESSAGE_BYTES
+from imagefleet.job.sizes import MAX_BLOB_NAME, MAX_MESSAGE_BYTES
 
 #: Images of the fleet itself are named by this and their blob; all others are below `INPUTS`.
 IMAGES = "images/"

@@ -23,6 +23,7 @@ from azure.storage.queue import QueueMessage, QueueProperties
 from azure.storage.queue.aio import QueueClient
 
 from imagefleet import concurrency, errors, retry
+from imagefleet.job import sizes
 from imagefleet.storage import protocol
 from imagefleet.storage.azure import errors as azure_errors
 from imagefleet.storage.azure.congestion import MOST_SENDS, SendWindow
@@ -115,7 +116,7 @@ class AzureQueue:
         await self._call("", request)
 
     async def send(self, bodies: Iterable[str]) -> None:
-        remaining = iter(messages := protocol.checked_messages(bodies))
+        remaining = iter(messages := sizes.checked_messages(bodies))
 
         async def send_some() -> None:
             for body in remaining:

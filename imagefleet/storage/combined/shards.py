@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 
 from imagefleet import concurrency, errors
+from imagefleet.job import sizes
 from imagefleet.storage import protocol
 from imagefleet.storage.combined import rule
 from imagefleet.storage.combined.queue import CombinedQueue, Source
@@ -108,7 +109,7 @@ class ShardedQueue(CombinedQueue):
         if shards == 1:
             await self.first.send(bodies)
             return
-        messages = protocol.checked_messages(bodies)
+        messages = sizes.checked_messages(bodies)
         dealt = rule.spread(messages, shards, self._next_sent % shards)
         self._next_sent += len(messages)
         await concurrency.gather(*(self._send(*each) for each in dealt.items()))

@@ -23,6 +23,7 @@ from typing import Any, NamedTuple, TypeVar, cast
 
 from imagefleet import errors, uptime
 from imagefleet.concurrency import Batches
+from imagefleet.job import sizes
 from imagefleet.storage import protocol
 from imagefleet.storage.local import file as sqlite_file
 
@@ -268,7 +269,7 @@ class LocalQueue:
         await self._run(record)
 
     async def send(self, bodies: Iterable[str]) -> None:
-        checked = protocol.checked_messages(bodies)
+        checked = sizes.checked_messages(bodies)
         await self._run(lambda connection: self._send(connection, checked), len(checked))
 
     async def receive(

@@ -6,10 +6,10 @@ configuration, discovers the pods of a fake API server, and promtool checks the 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import subprocess
-import time
 import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,6 +17,8 @@ from typing import Any
 
 import pytest
 import yaml
+
+import polling
 
 Render = Callable[..., Any]  # the fixture of conftest.py
 Tool = Callable[[str], str]
@@ -90,17 +92,16 @@ def targets(
 
 def found_by(address: str) -> list[dict[str, Any]]:
     """The targets, once there are some."""
-    deadline = time.monotonic() + 30
-    while time.monotonic() < deadline:
-        try:
-            with urllib.request.urlopen(f"http://{address}/api/v1/targets") as answer:
-                found: list[dict[str, Any]] = json.load(answer)["data"]["activeTargets"]
-        except OSError:
-            found = []
-        if found:
-            return found
-        time.sleep(0.1)
-    pytest.fail("vmagent found no target")
+
+    def look() -> list[dict[str, Any]]:
+        with (
+            contextlib.suppress(OSError),
+            urllib.request.urlopen(f"http://{address}/api/v1/targets") as answer,
+        ):
+            return list(json.load(answer)["data"]["activeTargets"])
+        return []
+
+    return list(polling.until_in_thread(look))
 
 
 def test_running_workers_and_the_exporter_are_found_with_the_labels_that_dashboards_join_on(

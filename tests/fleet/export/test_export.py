@@ -353,7 +353,7 @@ async def test_the_plan_is_sorted_with_flat_memory(
         for name in names:
             yield record.model_copy(update={"id": name, "blob": f"spring/{name}.png"})
 
-    from fleet.results.source import Damaged
+    from imagefleet.records.damaged import Damaged
 
     wanted = plan.Plan(
         campaign="spring",

@@ -20,7 +20,7 @@ from aiohttp import web
 import tiny_model
 from families import tiny_families
 from fleet import console
-from fleet.files import canary, pack, preview, stored, transfer
+from fleet.files import canary, models, preview, stored, transfer
 from header_files import LORA, SD1, file_of
 from imagefleet import errors, likeness
 from imagefleet.files import kinds
@@ -159,7 +159,7 @@ def test_a_folder_is_packed_drawn_and_loads_where_it_is_unpacked(
         tar.extractall(tmp_path / "unpacked", filter="data")
     assert "model_index.json" in names
     assert not any("safety" in name for name in names)
-    assert preview.draw(tmp_path / "unpacked", tmp_path / "again.png").width == 64
+    assert preview.draw(tmp_path / "unpacked", tmp_path / "again.png")["width"] == 64
     assert list((tmp_path / "cache" / "added").iterdir()) == []
 
     # Its reference images, which a node that has the file from the storage finds by its name.
@@ -190,11 +190,9 @@ def test_large_reference_images_are_announced_where_a_cpu_draws_them(
     engine = SimpleNamespace(
         default_size=(1024, 1024),
         self_check=SimpleNamespace(write_lora=lambda _: None, weights_id="weights"),
-        prepare=lambda request: request,
-        admit=lambda *_: None,
-        busy=False,
-        close=lambda: None,
     )
+    drawn = [np.zeros((64, 64, 3), np.uint8)] * len(reference.CANARY_IMAGES)
+    monkeypatch.setattr(preview, "finish", lambda *_: drawn)
     monkeypatch.setattr("worker.engine.load.load_engine", lambda *_, **__: engine)
     monkeypatch.setattr("worker.files.check.prediction_type", lambda _: None)
     notes: list[str] = []
@@ -225,7 +223,7 @@ def test_the_same_folder_gives_the_same_bytes(tmp_path: Path) -> None:
         (tmp_path / name / "unet" / "config.json").write_text("{}")
         (tmp_path / name / "model_index.json").write_text("{}")
         progress: list[int] = []
-        pack.pack(tmp_path / name, tmp_path / f"{name}.tar", progress.append)
+        models.pack(tmp_path / name, tmp_path / f"{name}.tar", progress.append)
         assert progress[-1] == 4
     assert (tmp_path / "one.tar").read_bytes() == (tmp_path / "two.tar").read_bytes()
 
@@ -301,7 +299,7 @@ def test_a_lora_is_stored_with_its_hash_in_the_manifest_if_there_is_one(
     assert (stored, manifest) == (lora.read_bytes(), None)
 
     listed = in_process("files", "add", "lora", lora.name, "--manifest", "--json", *flags)
-    assert json.loads(listed.stdout)["in_manifest"] is True
+    assert json.loads(listed.stdout)["files"][0]["in_manifest"] is True
     lora.write_bytes(file_of(*LORA, "x"))
     in_process("files", "add", "lora", lora.name, "--name", "night (v2)", *flags)
 

@@ -8,7 +8,6 @@ import os
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -16,7 +15,8 @@ import pytest
 
 import polling
 from fleet import console
-from fleet.gallery import campaigns, server
+from fleet.gallery import campaign as campaigns
+from fleet.gallery import server
 from fleet.gallery.campaign import Pace
 from imagefleet.storage.settings import SignerSettings, StorageSettings
 from imagefleet.telemetry import probes
@@ -49,13 +49,12 @@ Serve = Callable[..., AbstractAsyncContextManager[Served]]
 
 @pytest.fixture(autouse=True)
 def _quick_polls(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("_LOCAL_PACE", "_REMOTE_PACE"):
+    for name in ("LOCAL_PACE", "REMOTE_PACE"):
         monkeypatch.setattr(campaigns, name, Pace(poll_seconds=0.1, count_seconds=0.5))
-    monkeypatch.setattr(campaigns, "_NAMES_SECONDS", 0.1)
 
 
 @pytest.fixture
-def serve(tmp_path: Path) -> Serve:
+def serve() -> Serve:
     """Serves the gallery of a storage, in this process."""
 
     @contextlib.asynccontextmanager
@@ -64,26 +63,16 @@ def serve(tmp_path: Path) -> Serve:
         *,
         host: str = "127.0.0.1",
         campaign: str | None = None,
-        cache: Path = tmp_path / "cache",
-        cache_bytes: int = 10**8,
     ) -> AsyncIterator[Served]:
         given = SignerSettings(**settings.model_dump())
         async with (
             console.connected(given) as fleet,
-            server.opened(
-                fleet, given, host=host, campaign=campaign, cache=cache, cache_bytes=cache_bytes
-            ) as (app, follow),
+            server.opened(fleet, given, host=host, campaign=campaign) as app,
             probes.listening(app, host, 0, "the gallery") as port,
         ):
-            following = asyncio.create_task(follow())
             url = f"http://127.0.0.1:{port}"
-            try:
-                async with aiohttp.ClientSession(url) as client:
-                    yield Served(url, client)
-            finally:
-                following.cancel()
-                with contextlib.suppress(asyncio.CancelledError):
-                    await following
+            async with aiohttp.ClientSession(url) as client:
+                yield Served(url, client)
 
     return serving
 

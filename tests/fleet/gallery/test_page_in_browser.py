@@ -263,15 +263,17 @@ async def test_new_images_come_at_the_top_and_move_nothing_under_a_readers_eyes(
 async def test_the_newest_are_there_at_once_and_stay_while_older_ones_are_read(
     campaign: StorageSettings, open_page: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    may_read = asyncio.Event()
+    may_read, real = asyncio.Event(), Campaign._read
 
-    async def wait(_: object) -> None:
+    async def wait(self: Campaign, follower: Any) -> None:
         await may_read.wait()
+        await real(self, follower)
 
     pace = Pace(poll_seconds=0.1, count_seconds=0.5, part_bytes=8_000)
-    monkeypatch.setattr("fleet.gallery.campaigns._LOCAL_PACE", pace)
+    monkeypatch.setattr("fleet.gallery.campaign.LOCAL_PACE", pace)
     monkeypatch.setattr("imagefleet.records.stored._END_BYTES", 8_000)
-    monkeypatch.setattr("fleet.gallery.campaigns.Campaigns._wait_for_pages", wait)
+    monkeypatch.setattr("fleet.gallery.campaign._ANSWER_SECONDS", 0.1)
+    monkeypatch.setattr(Campaign, "_read", wait)
     shown = (
         "[...document.querySelectorAll('.tile')].filter(each => each.ariaPosInSet < 8)"
         ".map(each => [each.ariaPosInSet, each.ariaLabel, each.className]).sort().join()"
@@ -391,7 +393,7 @@ async def test_hostile_texts_are_texts(open_page: Open, tmp_path: Path) -> None:
         texts = dict.fromkeys(("prompt", "negative_prompt", "reason", "source"), HOSTILE)
         known: dict[str, Any] = {"id": "1", "campaign": "spring", "at": drawn_campaign.BEGAN_AT}
         known |= {"loras": [(HOSTILE, 1)], "metadata": {HOSTILE: HOSTILE}, **names, **texts}
-        image = {"outcome": "completed", "blob": f"spring/{HOSTILE[:20]}.png"}
+        image = {"outcome": "completed", "blob": "spring/1.png"}
         await RecordLog(storage.blobs, "w").add(
             [Record.model_validate(known | each) for each in (image, {"outcome": "failed"})]
         )

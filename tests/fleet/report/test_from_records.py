@@ -151,37 +151,7 @@ async def test_figures_come_from_records_without_listing_an_image(
     assert figures["began_at"] == (stored[0].at - timedelta(seconds=31.5)).isoformat()
     assert page.count("data:image/webp") == 3
     assert "the workers&#39; records" in page
-    assert "without a record are not counted" in page
     assert warnings == ""
-
-
-async def test_a_campaign_of_an_earlier_version_is_listed_and_says_so(
-    local_settings: StorageSettings, in_process: Imagefleet
-) -> None:
-    async with open_storage(local_settings) as storage:
-        await storage.create()
-        facts = {"worker": "w1", "seconds": "2", "job": "a"}
-        await storage.blobs.create("spring/a.png", b"x", "image/png", facts)
-
-    figures, page, _ = await report(in_process, local_settings)
-
-    assert figures["images"] == 1
-    assert "listed one by one" in page
-    assert "are those in the poison queue" in page
-
-
-async def test_images_of_an_earlier_version_are_counted_also_where_a_job_has_failed_since(
-    storage: Storage, storage_settings: StorageSettings, in_process: Imagefleet, add_job: Add
-) -> None:
-    await add_job(storage, "0009", "failed")
-    facts = {"worker": "w1", "seconds": "2", "job": "a"}
-    await storage.blobs.create("spring/a.png", b"x", "image/png", facts)
-
-    figures, page, _ = await report(in_process, storage_settings)
-
-    assert (figures["images"], figures["failed"]) == (1, 1)
-    assert "listed one by one" in page
-    assert "are those in the poison queue" not in page
 
 
 async def test_hostile_records_are_left_out_with_their_number_and_reasons(
@@ -200,8 +170,8 @@ async def test_hostile_records_are_left_out_with_their_number_and_reasons(
     figures, page, warnings = await report(in_process, local_settings, "--limit", "200")
 
     assert figures["images"] == 1
-    assert figures["skipped"]["records"] == 2 * len(lines) + 1, "each once"
-    assert len(figures["skipped"]["reasons"]) == 10
+    assert figures["damaged_records"] == 2 * len(lines) + 1, "each once"
+    assert len(figures["damage"]) == 10
     assert f"damaged and left out: {2 * len(lines) + 1} records" in warnings
     assert len(page) < 300_000
 
@@ -237,4 +207,4 @@ async def test_forged_records_do_not_fill_the_memory(
 
     assert (len(records.workers), len(records.stored_in_second), records.images) == (3, 5, 10)
     assert (len(records.images_by_model), len(records.seconds_by_model)) == (4, 2)
-    assert records.skipped.records == 7
+    assert records.damaged.count == 7

@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import io
 import json
-import os
 import resource
 import struct
 import subprocess
 import zlib
 from collections.abc import Callable, Mapping
+from datetime import UTC, datetime
 from pathlib import Path
 
 import numpy as np
@@ -20,14 +20,15 @@ from fleet import contact_sheet
 from imagefleet import errors
 from imagefleet.job import image_record
 from imagefleet.job.message import MAX_IMAGE_BYTES, Output
-from imagefleet.storage.dead_letter import FailedJob
-from imagefleet.storage.local.blobs import METADATA_FOLDER
+from imagefleet.records.record import Record
+from imagefleet.records.writer import RecordLog
 from imagefleet.storage.open import open_storage
 from imagefleet.storage.settings import StorageSettings
 from worker.stages import encode
 
 Imagefleet = Callable[..., "subprocess.CompletedProcess[str]"]  # the fixture of conftest.py
 
+NOON = datetime(2026, 11, 1, 12, tzinfo=UTC)
 PIXELS = np.arange(32 * 32 * 3, dtype=np.uint8).reshape(32, 32, 3)
 GOOD = {"worker": "w1", "seconds": "2.0", "attempt": "1", "job": "good", "price_per_hour": "0.1"}
 
@@ -100,20 +101,21 @@ async def fill(settings: StorageSettings) -> None:
             await create(f"spring/good-{number}.png", data, "image/png", GOOD)
         for name, data in PICTURES.items():
             await create(f"spring/p-{name}.png", data, "image/png", {**GOOD, "job": f"p-{name}"})
-        for name, facts in RECORDS.items():
-            await create(f"spring/r-{name}.png", b"", "image/png", {**GOOD, **facts})
-        failed = FailedJob.model_validate(
-            {
-                "id": "x",
-                "campaign": "spring",
-                "error": "\x1b[31m" * 1000,
-                "reason": "<script>\ud800\x9b\x00" * 900,
-                "attempts": 1,
-                "worker": "w",
-                "failed_at": "9999-12-31T23:59:59Z",
-            }
+        known = {"outcome": "completed", "campaign": "spring", "at": NOON, "worker": "w1"}
+        names = ["good-0", "good-1", *(f"p-{name}" for name in PICTURES)]
+        records = [
+            Record.model_validate({**known, "id": name, "blob": f"spring/{name}.png"})
+            for name in names
+        ]
+        failed = Record(
+            outcome="failed",
+            id="x",
+            campaign="spring",
+            at=NOON,
+            error="\x1b[31m" * 40,
+            reason="<script>\x9b\x00" * 900,
         )
-        await storage.poison.send([failed.encode()])
+        await RecordLog(storage.blobs, "w").add([*records, failed])
 
 
 async def test_hostile_blobs_are_left_out_with_their_number_and_reasons(
@@ -132,73 +134,21 @@ async def test_hostile_blobs_are_left_out_with_their_number_and_reasons(
 
     grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
     assert grown < 300_000, "kilobytes of memory"
-    damaged = len(RECORDS)
-    unreadable = len(PICTURES) - 2 + len(RECORDS)  # AND and escapes are only texts
-    left_out = f"damaged and left out: {damaged} records of images, {unreadable} samples: "
+    unreadable = len(PICTURES) - 2  # AND and escapes are only texts
+    left_out = f"damaged and left out: 0 records of images, {unreadable} samples: "
     assert result.stderr.startswith(f"warning: {left_out}")
-    assert f"and {damaged + unreadable - 3:,} more" in result.stderr
+    assert f"and {unreadable - 3:,} more" in result.stderr
     figures = json.loads(text, parse_constant=pytest.fail)
-    assert figures["images"] == 2 + len(PICTURES) + len(RECORDS)
-    assert figures["skipped"]["records"] == damaged
-    assert figures["skipped"]["samples"] == unreadable
-    assert len(figures["skipped"]["reasons"]) == 10
+    assert figures["images"] == 2 + len(PICTURES)
+    assert figures["damaged_samples"] == len(figures["damage"]) == unreadable
     assert sum(each["images"] for each in figures["workers"]) == 2 + len(PICTURES)
-    assert f"{damaged} records of images,\n{unreadable} samples" in page
+    assert f"0 records of images,\n{unreadable} samples" in page
     assert page.count("not an image") == unreadable
     assert "a cat AND (a dog:1e999" in page
     assert "<script" not in page
     shown = page + result.stdout + result.stderr
     assert not set(shown) & {"\x1b", "\x9b", "\x00", "\ud800"}
     assert len(page) < 300_000
-
-
-@pytest.mark.parametrize(
-    "sidecar",
-    [
-        b"[]",
-        b'{"metadata": 5}',
-        b'{"metadata": {"job": 5, "seconds": null}}',
-        b"[" * 100_000,
-        b"\xff",
-    ],
-)
-async def test_a_damaged_file_of_metadata_is_an_image_without_a_record(
-    local_settings: StorageSettings, in_process: Imagefleet, sidecar: bytes
-) -> None:
-    await fill_one(local_settings)
-    images = Path(local_settings.storage.removeprefix("local:"), "images")
-    (images / METADATA_FOLDER / "spring" / "a.png.json").write_bytes(sidecar)
-
-    result = await asyncio.to_thread(
-        in_process, "report", "spring", "--storage", local_settings.storage, "--json"
-    )
-
-    assert result.returncode == 0, result.stderr
-    assert json.loads(result.stdout)["without_record"] == 1
-
-
-@pytest.mark.parametrize("at", [-62_000_000_000, 0, 4_000_000_000, 250_000_000_000_000])
-async def test_files_whose_time_is_wrong_do_not_fill_the_page(
-    local_settings: StorageSettings, in_process: Imagefleet, at: int
-) -> None:
-    await fill_one(local_settings)
-    images = Path(local_settings.storage.removeprefix("local:"), "images")
-    (images / "spring" / "b.png").write_bytes((images / "spring" / "a.png").read_bytes())
-    os.utime(images / "spring" / "b.png", (at, at))
-
-    _, _, page = await asyncio.to_thread(
-        report, in_process, "spring", "--storage", local_settings.storage
-    )
-
-    assert len(page) < 200_000
-
-
-async def fill_one(settings: StorageSettings) -> None:
-    async with open_storage(settings) as storage:
-        await storage.create()
-        await storage.blobs.create(
-            "spring/a.png", encode.encode(PIXELS, Output(), "x").data, "image/png", GOOD
-        )
 
 
 def test_the_record_of_a_worker_is_read_whole() -> None:

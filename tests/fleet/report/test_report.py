@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import html
 import json
-import os
 import re
 import subprocess
 from collections.abc import AsyncIterator, Callable
@@ -24,9 +23,10 @@ from fleet.report import metrics, page
 from fleet.report import records as report_records
 from fleet.report import samples as report_samples
 from imagefleet import errors
-from imagefleet.job.message import Job, Output
+from imagefleet.job.message import DEFAULT_CAMPAIGN, Job, Output
 from imagefleet.pricing import prices
-from imagefleet.storage import dead_letter
+from imagefleet.records import writer
+from imagefleet.records.record import Record
 from imagefleet.storage.azure.roles import ROLES
 from imagefleet.storage.local.storage import LocalStorage
 from imagefleet.storage.open import open_storage
@@ -54,25 +54,41 @@ async def local_storage(tmp_path: Path) -> AsyncIterator[LocalStorage]:
         yield opened
 
 
+async def keep(storage: Storage, name: str, data: bytes, at: datetime = NOON, **facts: str) -> None:
+    """Stores an image and its record, as a worker does."""
+    await storage.blobs.create(name, data, "image/png", facts)
+    campaign, _, file = name.partition("/")
+    known = facts | {"id": facts.get("job") or file.partition(".")[0]}
+    known |= {"attempts": known.pop("attempt", "1"), "campaign": campaign, "blob": name}
+    line = Record.model_validate(
+        {**known, "outcome": "completed", "at": at, "size_bytes": len(data)}
+    )
+    await writer.RecordLog(storage.blobs, "w").add([line])
+
+
 @pytest.fixture
 def stored(local_storage: LocalStorage) -> Callable[..., object]:
     """Stores an image of the campaign `spring` as if at so many seconds after noon."""
 
     async def store(name: str, after_noon: float, **facts: str) -> None:
         data = encode.encode(PIXELS, Output(), "a house\nSteps: 1").data
-        await local_storage.blobs.create(f"spring/{name}", data, "image/png", facts)
-        at = (NOON + timedelta(seconds=after_noon)).timestamp()
-        os.utime(local_storage.blobs.folder / "spring" / name, (at, at))
+        at = NOON + timedelta(seconds=after_noon)
+        await keep(local_storage, f"spring/{name}", data, at, **facts)
 
     return store
 
 
-async def add(
-    local_storage: Storage, message: str, job: Job | None, error: errors.FleetError
-) -> None:
-    await local_storage.queue.send([message])
-    (lease,) = await local_storage.queue.receive(1, 60)
-    await dead_letter.add(local_storage, lease, job, error, "w1")
+async def add(storage: Storage, job: Job | None, error: errors.FleetError) -> None:
+    """Records a job that failed; an invalid message has none."""
+    failed = Record(
+        outcome="failed",
+        id=job.id if job and job.id else "a-message",
+        campaign=job.campaign if job and job.campaign else DEFAULT_CAMPAIGN,
+        at=NOON,
+        error=type(error).__name__,
+        reason=error.message,
+    )
+    await writer.RecordLog(storage.blobs, "w1").add([failed])
 
 
 def figures_of(
@@ -84,11 +100,14 @@ def figures_of(
 async def test_a_campaign_is_separated_from_others_on_every_storage(storage: Storage) -> None:
     for name in ("spring/j1.png", "spring/j2-0.png", "spring/j2-1.png", "springtime/j3.png"):
         job = re.sub(r"(-\d)?\.png$", "", name.rpartition("/")[2])
-        await storage.blobs.create(name, b"12345", "image/png", record(job=job, attempt="2"))
+        facts = record(job=job, attempt="2")
+        if "-" in name:
+            facts |= {"index": name[-5], "images": "2", "completes": str(name[-5] == "1")}
+        await keep(storage, name, b"12345", **facts)
     error = errors.MissingFileError("there is no LoRA x")
-    await add(storage, "{}", Job(prompt="x", id="a", campaign="spring"), error)
-    await add(storage, "{}", Job(prompt="x", id="b", campaign="autumn"), error)
-    await add(storage, "not a job", None, errors.InvalidMessageError("the message is not JSON"))
+    await add(storage, Job(prompt="x", id="a", campaign="spring"), error)
+    await add(storage, Job(prompt="x", id="b", campaign="autumn"), error)
+    await add(storage, None, errors.InvalidMessageError("the message is not JSON"))
 
     records = await report_records.read_records(storage, "spring", samples=2)
 
@@ -154,19 +173,6 @@ async def test_an_unknown_price_gives_no_cost_and_a_note(
     assert any("--price-per-hour" in note for note in figures.notes)
 
 
-async def test_an_image_without_a_record_counts_without_a_worker(
-    local_storage: LocalStorage, stored: Callable[..., AsyncIterator[None]]
-) -> None:
-    await stored("brought.png", 5)
-    await stored("odd.png", 6, job="odd", seconds="nan", worker="w1")
-
-    figures = figures_of(await report_records.read_records(local_storage, "spring", samples=0))
-
-    assert (figures.images, figures.without_record, figures.workers) == (2, 1, [])
-    assert figures.skipped.records == 1
-    assert any("Of 1 image it is not known" in note for note in figures.notes)
-
-
 async def test_a_pause_shows_in_the_throughput(
     local_storage: LocalStorage, stored: Callable[..., AsyncIterator[None]]
 ) -> None:
@@ -205,7 +211,7 @@ async def hostile_storage(
     await stored("a.png", 1, **record(HOSTILE, **facts))
     await stored("b.png", 2, **record(HOSTILE, **facts))
     job = Job(prompt="x", id="a", campaign="spring")
-    await add(local_storage, "{}", job, errors.JobError(f"no {HOSTILE}"))
+    await add(local_storage, job, errors.JobError(f"no {HOSTILE}"))
     return local_storage.url
 
 
@@ -285,7 +291,7 @@ async def test_a_sample_shows_its_id_its_prompt_and_its_loras(
     words = "a " + "very " * 60 + "red house"
     parameters = f"{words} <lora:outline-style:0.8>\nNegative prompt: blurry\nSteps: 15"
     image = encode.encode(PIXELS, Output(format=kind), parameters)
-    await local_storage.blobs.create("spring/0001-3.x", image.data, "image/x", record(job="0001"))
+    await keep(local_storage, "spring/0001-3.x", image.data, **record(job="0001"))
 
     text = html.unescape(await page_of(local_storage))
 
@@ -299,14 +305,14 @@ async def test_a_sample_shows_its_id_its_prompt_and_its_loras(
 async def test_a_link_to_an_image_on_azure_has_no_token(azurite_settings: StorageSettings) -> None:
     async with open_storage(azurite_settings) as owner:
         await owner.create()
-        await owner.blobs.create("spring/a b.png", b"x", "image/png", {})
+        await keep(owner, "spring/a.png", b"x")
     minted = mint.Minter(azurite_settings).mint(ROLES["monitor"], timedelta(hours=1))
     settings = azurite_settings.model_copy(
         update={"storage": minted.storage, "sas": SecretStr(minted.sas)}
     )
     async with open_storage(settings) as storage:
         text = await page_of(storage)
-    assert f"/{azurite_settings.container}/spring/a%20b.png" in text
+    assert f"/{azurite_settings.container}/spring/a.png" in text
     assert "sig=" not in text
 
 
@@ -314,8 +320,8 @@ async def test_what_is_no_image_or_of_another_program_is_listed_as_well(
     local_storage: LocalStorage,
 ) -> None:
     foreign = encode.encode(PIXELS, Output(), "a cat AND a dog\nSteps: 1").data
-    await local_storage.blobs.create("spring/foreign.png", foreign, "image/png", {})
-    await local_storage.blobs.create("spring/broken.png", b"pixels", "image/png", {})
+    await keep(local_storage, "spring/foreign.png", foreign)
+    await keep(local_storage, "spring/broken.png", b"pixels")
 
     text = await page_of(local_storage)
 
@@ -326,7 +332,7 @@ async def test_what_is_no_image_or_of_another_program_is_listed_as_well(
 
 async def test_a_campaign_of_failures_alone_says_so(local_storage: LocalStorage) -> None:
     error = errors.MissingFileError("there is no LoRA x")
-    await add(local_storage, "{}", Job(prompt="x", id="a", campaign="spring"), error)
+    await add(local_storage, Job(prompt="x", id="a", campaign="spring"), error)
 
     text = await page_of(local_storage)
 

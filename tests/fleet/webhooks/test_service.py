@@ -187,15 +187,15 @@ async def test_a_job_of_several_images_is_complete_with_the_last_of_them(
 ) -> None:
     image = {"images": 3, "id": "set"}
     for index in (2, 0):
-        await log.add([record(1, **image, index=index, seed=7 + index, blob=f"spring/{index}.png")])
+        early = {"index": index, "seed": 7 + index, "completes": False}
+        await log.add([record(1, **image, **early, blob=f"spring/set-{index}.png")])
     await run(each_job=True)
     assert receiver.events == []
-    await log.add([record(1, **image, index=1, seed=8, blob="spring/1.png")])
+    await log.add([record(1, **image, index=1, seed=8, blob="spring/set-1.png", completes=True)])
     await run(each_job=True)
     (event,) = receiver.told("job.completed")
-    assert event["images"] == [f"spring/{index}.png" for index in range(3)]
+    assert event["images"] == [f"spring/set-{index}.png" for index in range(3)]
     assert event["seed"] == 7
-    assert (await run(each_job=True)).begun == {}
 
 
 async def test_a_job_that_is_recorded_again_has_the_same_id(
@@ -338,44 +338,28 @@ async def test_each_attempt_has_the_time_of_its_own(
 
 
 def test_no_event_is_larger_than_receivers_take() -> None:
-    jobs = events.JobEvents("acme/jobs", {})
     image = {"images": 64, "id": "i" * 128, "campaign": "c" * 128, "metadata": {"x": "y" * 4000}}
-    for index in range(64):
-        blob = f"{'c' * 128}/{'i' * 128}-{index}.png"
-        found = jobs.of(record(1, **image, index=index, blob=blob))
+    blob = f"{'c' * 128}/{'i' * 128}-63.png"
+    found = events.job_ended("acme/jobs", record(1, **image, completes=True, index=63, blob=blob))
     assert found is not None
     assert len(found.body()) < 30_000
-    forged = jobs.of(record(1, "cancelled", metadata={"x": "y" * 1_000_000}))
+    forged = events.job_ended("acme/jobs", record(1, "cancelled", metadata={"x": "y" * 1_000_000}))
     assert forged is not None
     assert len(forged.body()) < 1_000
     assert "." not in found.id
     assert json.loads(found.body())["data"]["id"] == "i" * 128
 
 
-def test_a_job_whose_images_are_recorded_one_by_one_is_complete_once_and_takes_no_memory() -> None:
-    jobs = events.JobEvents("acme/jobs", {})
+def test_a_job_whose_images_are_recorded_one_by_one_is_complete_once() -> None:
     images = {"images": 200, "completes": False}
     for index in range(199):
-        assert jobs.of(record(1, **images, index=index, blob=f"c/job-1-{index}.png")) is None
-    assert jobs.begun == {}
+        image = record(1, **images, index=index, blob=f"c/job-1-{index}.png")
+        assert events.job_ended("acme/jobs", image) is None
     last = images | {"completes": True, "index": 199, "blob": "c/job-1-199.png", "seed": 200}
-    found, again = jobs.of(record(1, **last)), jobs.of(record(1, **last))
+    found, again = (events.job_ended("acme/jobs", record(1, **last)) for _ in range(2))
     assert found is not None
     assert again is not None
     assert found.id == again.id, "a second worker that finds it complete sends the same event"
     data = found.data
     assert data["images"] == [f"c/job-1-{index}.png" for index in range(events.MAX_IMAGES)]
     assert (data["image_count"], data["seed"]) == (200, 1)
-
-
-def test_a_job_of_which_some_images_never_come_is_forgotten(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(events, "MAX_BEGUN", 3)
-    jobs = events.JobEvents("acme/jobs", {})
-    for number in range(10):
-        assert jobs.of(record(number, images=2)) is None
-    assert len(jobs.begun) == 3
-    failed = jobs.of(record(9, "failed", error="E", reason="r"))
-    assert failed is not None
-    assert len(jobs.begun) == 2

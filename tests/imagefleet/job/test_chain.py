@@ -10,10 +10,9 @@ from typing import Any
 import pytest
 
 from imagefleet import errors
-from imagefleet.job import chain
+from imagefleet.job import chain, sizes
 from imagefleet.job.message import Job, is_signed, read_job
 from imagefleet.signing import SigningKey, TrustedKeys
-from imagefleet.storage import protocol
 from imagefleet.storage.model_queues import model_of, models_of
 
 
@@ -87,7 +86,7 @@ def test_a_stage_that_asks_for_a_random_seed_gets_one_of_its_own_the_same_each_t
 
 def test_the_images_of_all_stages_have_names_that_no_other_job_can_have() -> None:
     body = text({}, {"output": {"format": "jpeg"}}, campaign="c")
-    names = [each.blob_name(0) for each in chain.left(read_job(body, "m"))]
+    names = [each.blob_name(0) for each in read_job(body, "m").stages_left()]
     assert names == ["c/0001.png", "c/0001~2.png", "c/0001~3.jpg"]
     assert sorted(names) == names
     with pytest.raises(errors.InvalidMessageError):
@@ -143,8 +142,8 @@ def test_a_stage_written_again_is_the_same_stage_of_the_same_job() -> None:
         assert again.model_dump() == job.model_dump()
         assert (again.stage, again.stages) == (number, 3)
         assert again.blob_name(0) == job.blob_name(0)
-        assert chain.source(job, "m") == "first-message"
-        assert chain.source(again, "another") == "another"
+        assert job.source("m") == "first-message"
+        assert again.source("another") == "another"
 
 
 def test_a_worker_sends_the_next_stage_of_a_signed_job_without_the_key(tmp_path: Path) -> None:
@@ -163,28 +162,28 @@ def test_a_worker_sends_the_next_stage_of_a_signed_job_without_the_key(tmp_path:
 
 
 def test_the_first_message_leaves_room_for_those_of_later_stages() -> None:
-    room = protocol.MAX_MESSAGE_BYTES - len(text({})) - 100
+    room = sizes.MAX_MESSAGE_BYTES - len(text({})) - 100
     with pytest.raises(errors.JobError, match="with further stages holds"):
-        protocol.checked_messages([text({}, prompt="a" * room)])
+        sizes.checked_messages([text({}, prompt="a" * room)])
     assert "takes more than" in refused(text({}, prompt="a" * room))
     alone = json.dumps({"prompt": "a" * room})
-    assert protocol.checked_messages([alone]) == [alone]
+    assert sizes.checked_messages([alone]) == [alone]
     fields = json.loads(text({}, id=None, prompt="é\\n&" * ((room - 500) // 10)))
     fits = json.dumps(fields, ensure_ascii=False)
-    protocol.checked_messages([fits])
-    assert protocol.message_bytes(fits) > protocol.MAX_MESSAGE_BYTES - 1200
+    sizes.checked_messages([fits])
+    assert sizes.message_bytes(fits) > sizes.MAX_MESSAGE_BYTES - 1200
     job = read_job(fits, "m" * 36)
-    fields = json.loads(job.to_message()) | {chain.STAGE_FIELD: chain.next_field(job, "m" * 36)}
-    assert protocol.fits(json.dumps(fields, ensure_ascii=False, separators=(",", ":")))
+    fields = json.loads(job.to_message()) | {chain.STAGE_FIELD: job.next_stage_field("m" * 36)}
+    assert sizes.fits(json.dumps(fields, ensure_ascii=False, separators=(",", ":")))
 
 
 def test_a_message_that_grows_when_it_is_sent_on_is_refused_before_anything_is_drawn() -> None:
     large = text({}, prompt="<" * 20_000)
     encoded = base64.b64encode(large.encode()).decode()
-    assert protocol.checked_messages([encoded]) == [encoded]
+    assert sizes.checked_messages([encoded]) == [encoded]
     assert "the job with its stages takes more than 65,024 bytes" in refused(encoded)
     numbers = text({"comments": [1e15] * 10_000}).replace("1000000000000000.0", "1e15")
-    assert protocol.checked_messages([numbers]) == [numbers]
+    assert sizes.checked_messages([numbers]) == [numbers]
     assert "takes more than" in refused(numbers)
 
 

@@ -10,9 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from imagefleet.job import embedded
+from imagefleet.job import embedded, sizes
 from imagefleet.job.message import Output, read_job, text_for_image
-from imagefleet.storage import protocol
 from worker.stages import encode
 
 NOISE = np.random.default_rng(0).integers(0, 256, (16, 16, 3), np.uint8)
@@ -46,7 +45,7 @@ def test_a_job_without_an_id_has_that_of_its_message_so_that_it_keeps_its_name_a
 @pytest.mark.parametrize("letter", ["a", "é", "漢", "🐶", "\\", '"'])
 def test_the_largest_message_survives(letter: str) -> None:
     fields = {"prompt": letter * 65_536, "id": "a"}
-    while not protocol.fits(json.dumps(fields, ensure_ascii=False)):
+    while not sizes.fits(json.dumps(fields, ensure_ascii=False)):
         fields["prompt"] = fields["prompt"][:-100]
     body = json.dumps(fields, ensure_ascii=False)
 

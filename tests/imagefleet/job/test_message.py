@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from imagefleet import errors
-from imagefleet.job import override_settings, prompt, samplers, txt2img
-from imagefleet.job.message import MAX_IMAGES_PER_JOB, Job, read_job
+from imagefleet.job import override_settings, prompt, samplers, sizes, txt2img
+from imagefleet.job.message import Job, read_job
 from imagefleet.job.noise import Noise
-from imagefleet.storage import protocol
+from imagefleet.job.passes.first import MAX_IMAGES_PER_JOB
 
 json_values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20),
@@ -138,7 +138,7 @@ def test_a_job_survives_the_way_through_base64(job: Job) -> None:
 
 @given(jobs)
 def test_queues_can_carry_every_message(job: Job) -> None:
-    protocol.checked_messages([job.to_message()])
+    sizes.checked_messages([job.to_message()])
     assert "\n" not in job.to_message()
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+import polling
 from imagefleet import Job, aio, errors, retry
 from imagefleet.records import sent, writer
 from imagefleet.storage.settings import StorageSettings
@@ -52,7 +53,7 @@ async def test_submissions_at_the_same_time_share_writes_and_each_is_counted(
     async def counting(*arguments: Any) -> bool:
         nonlocal appends
         appends += 1
-        await asyncio.sleep(0.05)
+        await polling.until(lambda: fleet._sent._campaigns["spring"].sent == 40)
         return await append(*arguments)
 
     monkeypatch.setattr(fleet.storage.blobs, "append", counting)
@@ -94,14 +95,20 @@ async def test_a_submission_that_is_cancelled_during_its_note_breaks_no_other(
     fleet: aio.Fleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     append = fleet.storage.blobs.append
+    begun, may_end = asyncio.Event(), asyncio.Event()
 
-    async def slow(*arguments: Any) -> bool:
-        await asyncio.sleep(0.2)
+    async def held(*arguments: Any) -> bool:
+        begun.set()
+        await may_end.wait()
         return await append(*arguments)
 
-    monkeypatch.setattr(fleet.storage.blobs, "append", slow)
-    first, second = (asyncio.create_task(submit(fleet)) for _ in range(2))
-    await asyncio.sleep(0.1)
+    monkeypatch.setattr(fleet.storage.blobs, "append", held)
+    first = asyncio.create_task(submit(fleet))
+    await begun.wait()
+    second = asyncio.create_task(submit(fleet))
+    await polling.until(lambda: fleet._sent._campaigns["spring"].sent == 2)
     first.cancel()
-    await asyncio.gather(first, second, return_exceptions=True)
+    await asyncio.gather(first, return_exceptions=True)
+    may_end.set()
+    await second
     assert await counted(fleet) == {"spring": 2}

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+import polling
 from imagefleet import errors
 from imagefleet.storage.open import open_storage
 from imagefleet.storage.protocol import LeasedMessage, Storage
@@ -22,7 +23,6 @@ from imagefleet.storage.settings import StorageSettings
 
 LEASE_SECONDS = 30
 SHORTEST_LEASE_SECONDS = 1
-UNTIL_EXPIRED_SECONDS = SHORTEST_LEASE_SECONDS + 0.1
 
 BODIES = [
     "{}",
@@ -33,6 +33,11 @@ BODIES = [
     "eyJwcm9tcHQiOiAiYSBmb3gifQ==",
     "\U0010fffd \u2028 \ufffd",
 ]
+
+
+async def until_expired(storage: Storage) -> None:
+    """Until the shortest leases that began before are over; the job queue is not asked."""
+    await polling.until_leases_end(storage.poison, SHORTEST_LEASE_SECONDS)
 
 
 async def receive_one(storage: Storage, lease_seconds: float = LEASE_SECONDS) -> LeasedMessage:
@@ -52,9 +57,8 @@ async def test_a_message_has_a_body_an_id_a_delivery_count_and_a_time(storage: S
     assert abs(message.enqueued_at - datetime.now(UTC)) < timedelta(seconds=10)
 
 
-async def test_receive_returns_at_once_if_the_queue_is_empty(storage: Storage) -> None:
-    async with asyncio.timeout(1):
-        assert await storage.queue.receive(32, LEASE_SECONDS) == []
+async def test_receive_does_not_wait_for_a_message(storage: Storage) -> None:
+    assert await storage.queue.receive(32, LEASE_SECONDS) == []
 
 
 async def test_messages_of_one_sender_are_received_in_order(storage: Storage) -> None:
@@ -127,20 +131,22 @@ async def test_the_poison_queue_is_separate(storage: Storage) -> None:
 
 async def test_a_leased_message_is_hidden_until_its_lease_expires(storage: Storage) -> None:
     await storage.queue.send(["a job"])
-    first = await receive_one(storage, SHORTEST_LEASE_SECONDS)
+    first = await receive_one(storage)
+    await until_expired(storage)
     assert await storage.queue.receive(1, LEASE_SECONDS) == []
-    await asyncio.sleep(UNTIL_EXPIRED_SECONDS)
-    second = await receive_one(storage)
-    assert (second.id, second.delivery_count) == (first.id, 2)
+    await storage.queue.release(first)
+    first = await receive_one(storage, SHORTEST_LEASE_SECONDS)
+    (second,) = await polling.until(lambda: storage.queue.receive(1, LEASE_SECONDS))
+    assert (second.id, second.delivery_count) == (first.id, 3)
     assert second.enqueued_at == first.enqueued_at
 
 
 async def test_a_renewal_extends_the_lease_and_keeps_the_body(storage: Storage) -> None:
     await storage.queue.send([BODIES[3]])
     message = await receive_one(storage, SHORTEST_LEASE_SECONDS)
-    renewed = await storage.queue.renew(message, 2)
+    renewed = await storage.queue.renew(message, LEASE_SECONDS)
     assert (renewed.id, renewed.body, renewed.delivery_count) == (message.id, message.body, 1)
-    await asyncio.sleep(UNTIL_EXPIRED_SECONDS)
+    await until_expired(storage)
     assert await storage.queue.receive(1, LEASE_SECONDS) == []
     await storage.queue.release(renewed)
     assert (await receive_one(storage)).body == BODIES[3]
@@ -166,8 +172,7 @@ async def test_a_lease_lost_to_another_receiver_neither_renews_nor_deletes(
 ) -> None:
     await storage.queue.send(["a job"])
     slow = await receive_one(storage, SHORTEST_LEASE_SECONDS)
-    await asyncio.sleep(UNTIL_EXPIRED_SECONDS)
-    quick = await receive_one(storage)
+    (quick,) = await polling.until(lambda: storage.queue.receive(1, LEASE_SECONDS))
     with pytest.raises(errors.LeaseLost):
         await storage.queue.renew(slow, LEASE_SECONDS)
     with pytest.raises(errors.LeaseLost):
@@ -179,9 +184,8 @@ async def test_an_expired_lease_remains_usable_until_another_receives_the_messag
     storage: Storage,
 ) -> None:
     await storage.queue.send(["a job", "another"])
-    one = await receive_one(storage, SHORTEST_LEASE_SECONDS)
-    two = await receive_one(storage, SHORTEST_LEASE_SECONDS)
-    await asyncio.sleep(UNTIL_EXPIRED_SECONDS)
+    one, two = await storage.queue.receive(2, SHORTEST_LEASE_SECONDS)
+    await until_expired(storage)
     await storage.queue.depth()  # must not end the leases
     await storage.queue.delete(one)
     await storage.queue.delete(await storage.queue.renew(two, LEASE_SECONDS))
@@ -202,9 +206,14 @@ async def test_a_released_message_is_visible_at_once_and_its_receipt_stale(
 async def test_a_message_released_with_a_delay_is_visible_after_it(storage: Storage) -> None:
     await storage.queue.send(["a job"])
     await storage.queue.release(await receive_one(storage), delay_seconds=1)
+    (message,) = await polling.until(lambda: storage.queue.receive(1, LEASE_SECONDS))
+    assert message.body == "a job"
+
+
+async def test_a_message_released_with_a_delay_is_hidden_during_it(storage: Storage) -> None:
+    await storage.queue.send(["a job"])
+    await storage.queue.release(await receive_one(storage), delay_seconds=LEASE_SECONDS)
     assert await storage.queue.receive(1, LEASE_SECONDS) == []
-    await asyncio.sleep(1.1)
-    assert (await receive_one(storage)).body == "a job"
 
 
 async def test_a_renewal_and_a_release_can_replace_the_text(storage: Storage) -> None:

@@ -7,6 +7,7 @@ from datetime import UTC, datetime
 import pytest
 
 from imagefleet import errors
+from imagefleet.job import sizes
 from imagefleet.job.message import read_job
 from imagefleet.storage import protocol
 from imagefleet.storage.deliveries import CONDEMNED_AFTER, SUSPECT_AFTER, Deliveries
@@ -85,7 +86,7 @@ def test_a_message_that_cannot_hold_a_record_stays_as_it_is(body: str) -> None:
 
 def test_a_record_never_makes_a_message_too_large() -> None:
     body = json.dumps({"prompt": "x" * 65_490})
-    assert protocol.fits(body)
+    assert sizes.fits(body)
     assert delivered(body, 9).write_to(body) is None
 
 

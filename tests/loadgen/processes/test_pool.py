@@ -8,7 +8,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections import Counter
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -71,9 +70,10 @@ async def test_without_any_process_left_the_operator_is_told(
     local_settings: StorageSettings,
 ) -> None:
     async with processes_of(local_settings) as processes:
-        while len(found := children_of(os.getpid())) < 2:  # they have not begun yet
-            await asyncio.sleep(0.01)
-        for child in found:
+        children = await polling.until(
+            lambda: children_of(os.getpid()), lambda found: len(found) == 2
+        )
+        for child in children:
             os.kill(child, signal.SIGKILL)
         with pytest.raises(errors.SetupError, match=r"exit codes: -9, -9.*--processes 1"):
             await BulkSender(processes, ["a job"] * 100).run()
@@ -115,20 +115,21 @@ def test_a_load_of_several_processes_that_is_killed_at_any_moment_resumes_and_lo
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
     )
+
+    def confirmed() -> int:
+        assert load.poll() is None, load.communicate()[1]
+        found = Checkpoint.read(place)
+        return found.confirmed if found else 0
+
     try:
-        deadline = time.monotonic() + 30
-        while (found := Checkpoint.read(place)) is None or found.confirmed < 1_000:
-            assert load.poll() is None, load.communicate()[1]
-            assert time.monotonic() < deadline
-            time.sleep(0.005)
+        polling.until_in_thread(confirmed, lambda jobs: jobs >= 1_000)
         children = children_of(load.pid)
         assert len(children) == 2
     finally:
         load.kill()
         load.communicate()
-    while any(Path(f"/proc/{each}").exists() for each in children):
-        assert time.monotonic() < deadline, "a process goes on without its load"
-        time.sleep(0.01)
+    # Not if a process goes on without its load.
+    polling.until_in_thread(lambda: not any(Path(f"/proc/{child}").exists() for child in children))
     result = subprocess.run(
         command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True
     )

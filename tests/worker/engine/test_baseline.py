@@ -69,7 +69,7 @@ def test_random_loras_change_the_twelve_linear_layers_of_each_transformer(
 
 @pytest.mark.parametrize("kind", ["lora", "locon", "loha", "lokr", "dora"])
 def test_a_random_lora_of_each_kind_fits_and_changes_the_image(
-    kind: random_model.Kind,
+    kind: random_model.LoraFormat,
     checkpoint: Path,
     engine: Any,
     make_request: Any,

@@ -19,7 +19,7 @@ from imagefleet.files.kinds import LORA
 from imagefleet.job import prompt
 from imagefleet.storage.protocol import BlobPart, Storage
 from worker.engine import contract
-from worker.files.loras import LoraLibrary
+from worker.files.library import FileLibrary
 from worker.testing import StandInEngine, StandInPrepared
 
 LoraBytes = Callable[[str], bytes]  # the fixture of conftest.py
@@ -58,16 +58,16 @@ class WatchedBlobs:
         self.replaced["loras/manifest.json"] = json.dumps(hashes).encode()
 
 
-Library = Callable[..., LoraLibrary]
+Library = Callable[..., FileLibrary]
 
 
 @pytest.fixture
-def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Library:
-    monkeypatch.setattr("worker.files.loras.LORA", dataclasses.replace(LORA, max_bytes=1000))
+def library(tmp_path: Path) -> Library:
+    kind = dataclasses.replace(LORA, max_bytes=1000)
 
-    def make(blobs: Any, **changes: Any) -> LoraLibrary:
-        settings = {"directory": None, "cache_bytes": 10_000, **changes}
-        return LoraLibrary(blobs, cache=tmp_path / "cache", **settings)
+    def make(blobs: Any, **changes: Any) -> FileLibrary:
+        settings = {"cache_bytes": 10_000, **changes}
+        return FileLibrary.stored(blobs, kind, cache=tmp_path / "cache", **settings)
 
     return make
 

@@ -18,7 +18,8 @@ LoraBytes = Callable[[str], bytes]  # the fixture of conftest.py
 WORKER = """
 import asyncio, sys
 from pathlib import Path
-from worker.files.loras import LoraLibrary
+from imagefleet.files.kinds import LORA
+from worker.files.library import FileLibrary
 
 class Blobs:
     name = "files"
@@ -30,7 +31,7 @@ class Blobs:
         return Path("lora").read_bytes()
 
 async def main():
-    library = LoraLibrary(Blobs(), directory=None, cache=Path("cache"), cache_bytes=10**6)
+    library = FileLibrary.stored(Blobs(), LORA, cache=Path("cache"), cache_bytes=10**6)
     print("ready", flush=True)
     await asyncio.to_thread(sys.stdin.readline)
     return await library.resolve(sys.argv[1])

@@ -15,8 +15,10 @@ from PIL import Image
 
 from imagefleet import errors
 from imagefleet.job import embedded
-from imagefleet.job.message import MAX_IMAGES_PER_JOB, read_job
-from imagefleet.storage.protocol import MAX_MESSAGE_BYTES, Storage
+from imagefleet.job.message import read_job
+from imagefleet.job.passes.first import MAX_IMAGES_PER_JOB
+from imagefleet.job.sizes import MAX_MESSAGE_BYTES
+from imagefleet.storage.protocol import Storage
 from worker.engine import contract
 from worker.testing import StandInEngine, draw_noise
 

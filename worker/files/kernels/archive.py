@@ -19,10 +19,11 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from imagefleet import errors
+from imagefleet.files.kinds import KERNELS
 from worker.files.disk_cache import DiskCache
 from worker.files.kernels.key import Key
 
-SUFFIX = ".tar.xz"
+(SUFFIX,) = KERNELS.suffixes
 
 #: The first entry: the key, and how much follows.
 HEADER = "kernels.json"

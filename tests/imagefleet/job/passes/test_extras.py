@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from imagefleet import errors
-from imagefleet.job import chain
 from imagefleet.job.message import Job, read_job
 from imagefleet.job.passes import extras
 from imagefleet.job.passes.fields import Pass
@@ -136,7 +135,7 @@ def test_images_beyond_the_limits_are_refused(
 def test_a_chain_tells_the_size_of_its_last_stage_before_it_is_drawn() -> None:
     hires = {"prompt": "a", "width": 512, "height": 768, "enable_hr": True, "hr_scale": 1.5}
     body = {**hires, "then": [{"upscaler_1": "4x_Sharp", "upscaling_resize": 1.5}, {"steps": 9}]}
-    first, second, third = chain.left(read_job(json.dumps(body), "m"))
+    first, second, third = read_job(json.dumps(body), "m").stages_left()
     assert [each.only_upscales for each in (first, second, third)] == [False, True, False]
     assert (second.prompt, third.prompt, third.steps) == ("a", "a", 9)
     assert second.size_to_begin_with == first.final_size == (768, 1152)
@@ -156,7 +155,7 @@ def test_the_image_of_a_stage_cannot_be_given() -> None:
 def test_an_enlarged_image_may_be_drawn_over() -> None:
     body = {"init_images": ["a.png"], "upscaler_1": "Lanczos", "prompt": "a hut"}
     body["then"] = [{"denoising_strength": 0.3, "width": 512, "height": 512}]
-    first, second = chain.left(read_job(json.dumps(body), "m"))
+    first, second = read_job(json.dumps(body), "m").stages_left()
     assert (first.only_upscales, second.only_upscales) == (True, False)
     assert (second.prompt, second.final_size) == ("a hut", (512, 512))
 

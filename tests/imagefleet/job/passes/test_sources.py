@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from imagefleet import errors
+from imagefleet.job import sizes
 from imagefleet.job.message import Job, read_job
 from imagefleet.job.passes import sources
 from imagefleet.storage import protocol
@@ -92,4 +93,4 @@ def test_base64_that_fits_alone_but_not_with_the_rest_is_refused_when_it_is_sent
     data = base64.b64encode(PNG + bytes(49_080)).decode()
     body = read(data).to_message()
     with pytest.raises(errors.JobError, match="a queue message holds 65,536"):
-        protocol.checked_messages([body])
+        sizes.checked_messages([body])

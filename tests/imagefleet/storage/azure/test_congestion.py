@@ -39,8 +39,7 @@ class Sends:
         await self.settled()
 
     async def settled(self) -> None:
-        for _ in range(5):
-            await asyncio.sleep(0)
+        await polling.turn(5)
 
 
 async def test_no_more_sends_are_in_flight_than_the_window_holds() -> None:

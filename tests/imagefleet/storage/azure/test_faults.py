@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Any
 
 import pytest
 
+import polling
 from imagefleet import errors
 from imagefleet.retry import NEVER, RetryPolicy
 from imagefleet.storage.azure import errors as azure_errors
@@ -247,9 +247,9 @@ async def test_messages_in_a_lost_reply_are_visible_again_later(
 ) -> None:
     await azure_storage.queue.send(["a job"])
     faulty_azurite.faults.append("lose reply")
-    assert await azure_storage.queues["normal"].receive(1, 1) == []
-    await asyncio.sleep(1.1)
-    (message,) = await azure_storage.queues["normal"].receive(1, LEASE_SECONDS)
+    normal = azure_storage.queues["normal"]
+    assert await normal.receive(1, 1) == []
+    (message,) = await polling.until(lambda: normal.receive(1, LEASE_SECONDS))
     assert message.delivery_count == 2
 
 

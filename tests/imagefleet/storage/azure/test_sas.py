@@ -84,6 +84,20 @@ def answer(body: str, **headers: str) -> web.Response:
     return web.Response(text=body, content_type="application/json", headers=headers)
 
 
+def tokens_of(storage: AzureStorage) -> credentials.RotatingTokens:
+    rotating = storage._credentials._to_close
+    assert isinstance(rotating, credentials.RotatingTokens)
+    return rotating
+
+
+def expire(storage: AzureStorage, mint: Mint) -> None:
+    """Gives it tokens whose time is over in place of those in force, as if it had passed."""
+    ended = sas.read_tokens(mint(ENDED))
+    for key, credential in tokens_of(storage).credentials.items():
+        if token := ended.of(*key):
+            credential.update(token)
+
+
 def replace(file: Path, text: str | None) -> None:
     """Replaces the file atomically, as `imagefleet keys --file` does; None removes it."""
     if text is None:
@@ -100,12 +114,12 @@ def replace(file: Path, text: str | None) -> None:
 async def test_a_request_with_expired_tokens_fails_until_there_are_new_ones(
     owner: Storage, settings: StorageSettings, file: Path, mint: Mint
 ) -> None:
-    replace(file, mint(timedelta(seconds=2)))
+    replace(file, mint())
     async with AzureStorage(settings, retry.NEVER) as storage:
         await storage.check()
         await owner.queue.send(["a job"])
         (message,) = await storage.queue.receive(1, LEASE_SECONDS)
-        await asyncio.sleep(2)
+        expire(storage, mint)
         requests: list[Callable[[], Any]] = [
             lambda: storage.queue.renew(message, LEASE_SECONDS),
             lambda: storage.queue.receive(1, LEASE_SECONDS),
@@ -134,7 +148,7 @@ async def test_new_tokens_are_used_before_the_old_ones_expire(
         first = caplog.text.count("new SAS tokens from the file")
         replace(file, mint(2 * ONE_HOUR))
         await storage.queue.depth()
-        await until(lambda: caplog.text.count("new SAS tokens from the file") == first + 1)
+        await polling.until(lambda: caplog.text.count("new SAS tokens from the file") == first + 1)
         for _ in range(3):
             await storage.queue.depth()
     assert caplog.text.count("new SAS tokens from the file") == first + 1
@@ -148,18 +162,26 @@ async def test_all_waiting_requests_proceed_when_there_are_new_tokens(
     mint: Mint,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(credentials, "WAIT_SECONDS", 10.0)
-    replace(file, mint(timedelta(seconds=2)))
+    monkeypatch.setattr(credentials, "WAIT_SECONDS", 600.0)
+    refused = 0
+    wait_for_newer = credentials.RotatingTokens.wait_for_newer
+
+    async def counted(*arguments: Any) -> bool:
+        nonlocal refused
+        refused += 1
+        return await wait_for_newer(*arguments)
+
+    monkeypatch.setattr(credentials.RotatingTokens, "wait_for_newer", counted)
+    replace(file, mint())
     async with AzureStorage(settings, retry.NEVER) as storage:
         await storage.check()
-        await asyncio.sleep(2)
+        expire(storage, mint)
         waiting = [asyncio.create_task(storage.queue.depth()) for _ in range(5)]
-        _, pending = await asyncio.wait(waiting, timeout=0.5)
-        assert len(pending) == 5
-        replace(file, mint())
-        _, pending = await asyncio.wait(waiting, timeout=1)
-        assert not pending
-        assert [task.result().messages for task in waiting] == [0] * 5
+        await polling.until(lambda: refused == 5)
+        assert not any(task.done() for task in waiting)
+        replace(file, mint(2 * ONE_HOUR))
+        assert [depth.messages for depth in await asyncio.gather(*waiting)] == [0] * 5
+        assert refused == 5
 
 
 async def test_an_updated_kubernetes_secret_is_read(
@@ -173,12 +195,12 @@ async def test_an_updated_kubernetes_secret_is_read(
         (tmp_path / "..new").symlink_to(folder)
         (tmp_path / "..new").replace(data)
 
-    mount(tmp_path / "..1", mint(timedelta(seconds=2)))
+    mount(tmp_path / "..1", mint())
     await asyncio.to_thread(file.symlink_to, data / file.name)
     async with AzureStorage(settings, retry.NEVER) as storage:
         await storage.check()
-        await asyncio.sleep(2)
-        mount(tmp_path / "..2", mint())
+        expire(storage, mint)
+        mount(tmp_path / "..2", mint(2 * ONE_HOUR))
         await storage.queue.depth()
 
 
@@ -195,7 +217,7 @@ async def test_a_broken_file_leaves_the_last_good_tokens_and_is_logged_once(
         replace(file, broken)
         for _ in range(5):
             await storage.queue.depth()
-            await asyncio.sleep(0.01)
+            await tokens_of(storage)._refresh()
     warnings = [each for each in caplog.messages if "holds no SAS tokens" in each]
     assert len(warnings) == 1
     assert "sv=1" not in warnings[0]
@@ -248,13 +270,18 @@ async def test_a_broker_is_asked_once_while_its_tokens_are_valid(
 async def test_a_broker_is_asked_again_before_its_tokens_expire(
     owner: Storage, broker_settings: StorageSettings, broker: Any, mint: Mint
 ) -> None:
-    broker.answer = lambda: answer(mint(timedelta(seconds=3)))
-    ends_at = time.monotonic() + 4
+    broker.answer = lambda: answer(mint())
     async with AzureStorage(broker_settings, retry.NEVER, identity_token=identity_token) as storage:
-        while time.monotonic() < ends_at:
-            await storage.queue.depth()  # without retries, a single refusal would be raised
-            await asyncio.sleep(0.05)
-    assert 2 <= len(broker.identity_tokens) <= 6
+        await storage.check()
+        source = tokens_of(storage).source
+        assert 1_700 < source.due_at - time.monotonic() < 2_800
+        source.due_at = 0.0  # as if so much time had passed
+        await storage.queue.depth()  # without retries, a single refusal would be raised
+        await polling.until(lambda: len(broker.identity_tokens) == 2)
+        await tokens_of(storage)._refreshing  # type: ignore[misc]
+        for _ in range(5):
+            await storage.queue.depth()
+    assert len(broker.identity_tokens) == 2
 
 
 async def test_a_wrong_clock_does_not_shorten_a_tokens_life(
@@ -278,37 +305,36 @@ async def test_while_a_broker_is_down_the_old_tokens_are_used_until_they_expire(
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(sas, "_RENEWED_AFTER", (0.1, 0.1))
-    broker.answer = lambda: answer(mint(timedelta(seconds=3)))
+    monkeypatch.setattr(sas, "FIRST_PAUSE_SECONDS", 600.0)
+    monkeypatch.setattr(sas, "LONGEST_PAUSE_SECONDS", 600.0)
+    broker.answer = lambda: answer(mint())
     async with AzureStorage(broker_settings, retry.NEVER, identity_token=identity_token) as storage:
         await storage.check()
         broker.answer = lambda: web.Response(status=503)
-        ends_at = time.monotonic() + 1.8
-        while time.monotonic() < ends_at:
-            await storage.queue.depth()
-            await asyncio.sleep(0.05)
-        assert "the broker answered HTTP 503" in caplog.text
-        await asyncio.sleep(1.5)
+        tokens_of(storage).source.due_at = 0.0
+        await storage.queue.depth()
+        await polling.until(lambda: "the broker answered HTTP 503" in caplog.text)
+        await storage.queue.depth()
+        expire(storage, mint)
         asked = len(broker.identity_tokens)
         for _ in range(20):
             with pytest.raises(errors.NoAccessError, match="waiting for the broker"):
                 await storage.queue.depth()
-        assert len(broker.identity_tokens) - asked <= 2, (
-            "requests to a broker that is down back off"
-        )
-        broker.answer = lambda: answer(mint())
-        await asyncio.wait_for(accepted(storage), 10)
+        assert len(broker.identity_tokens) == asked, "requests to a broker that is down back off"
+        broker.answer = lambda: answer(mint(2 * ONE_HOUR))
+        tokens_of(storage).source.retry_at = 0.0  # the pause is over
+        await storage.queue.depth()
 
 
 async def test_revoked_tokens_are_replaced_at_once(
     owner: Storage, broker_settings: StorageSettings, broker: Any, mint: Mint
 ) -> None:
-    broker.answer = lambda: answer(mint())
+    answers = iter((mint(), mint(2 * ONE_HOUR)))
+    broker.answer = lambda: answer(next(answers))
     async with AzureStorage(broker_settings, retry.NEVER, identity_token=identity_token) as storage:
         await storage.check()
-        await asyncio.sleep(sas.FIRST_PAUSE_SECONDS)
-        for credential in storage._credentials._to_close.credentials.values():  # type: ignore[union-attr]
-            credential.update(json.loads(mint(ENDED))["queue"])
+        tokens_of(storage).source.retry_at = 0.0  # the first pause is over
+        expire(storage, mint)
         await storage.queue.depth()
     assert len(broker.identity_tokens) == 2
 
@@ -359,21 +385,6 @@ async def test_a_missing_identity_token_is_a_transient_error(
     ) as storage:
         with pytest.raises(errors.TransientError, match="cannot get this node's identity token"):
             await storage.check()
-
-
-async def accepted(storage: AzureStorage) -> None:
-    while True:
-        try:
-            await storage.queue.depth()
-        except errors.NoAccessError:
-            await asyncio.sleep(0.05)
-        else:
-            return
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(10):
-        await polling.until(condition)
 
 
 # Settings

@@ -8,12 +8,15 @@ import sqlite3
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+import polling
 from imagefleet import errors
 from imagefleet.storage.local import file as sqlite_file
 from imagefleet.storage.local import queue as local_queue
@@ -209,12 +212,12 @@ async def test_a_process_killed_inside_a_transaction_changes_nothing(
     await queue.send(["a job", "another"])
     worker = start(
         """
-        import sqlite3, sys, time
+        import signal, sqlite3, sys
         connection = sqlite3.connect(sys.argv[1], isolation_level=None)
         connection.execute("BEGIN IMMEDIATE")
         connection.execute("DELETE FROM messages")
         print("ready", flush=True)
-        time.sleep(60)
+        signal.pause()
         """,
         file.path,
     )
@@ -247,11 +250,22 @@ async def test_many_processes_can_create_one_storage_at_once(tmp_path: Path) -> 
         assert (await storage.queue.depth()).messages == 3
 
 
-async def test_opening_a_locked_file_waits(file: QueueFile, queue: LocalQueue) -> None:
+async def test_a_locked_file_is_waited_for_and_does_not_block_the_event_loop(
+    file: QueueFile, queue: LocalQueue, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begins = threading.Event()
+    transaction = local_queue.transaction
+
+    def noting(connection: sqlite3.Connection, **given: bool) -> Any:
+        begins.set()
+        return transaction(connection, **given)
+
+    monkeypatch.setattr(local_queue, "transaction", noting)
     other = sqlite3.connect(file.path, isolation_level=None)
     other.execute("BEGIN IMMEDIATE")
     sending = asyncio.create_task(queue.send(["a job"]))
-    await asyncio.sleep(0.05)
+    await polling.until(begins.is_set)
+    await polling.turn(100)  # the loop goes on meanwhile: else it fails as one that waited too long
     assert not sending.done()
     other.execute("COMMIT")
     other.close()
@@ -369,17 +383,3 @@ async def test_check_does_not_create_a_storage(tmp_path: Path) -> None:
         with pytest.raises(errors.SetupError, match="there is no queue 'jobs'"):
             await storage.check()
     assert not folder.exists()
-
-
-async def test_a_locked_file_does_not_block_the_event_loop(
-    file: QueueFile, queue: LocalQueue
-) -> None:
-    other = sqlite3.connect(file.path, isolation_level=None)
-    other.execute("BEGIN IMMEDIATE")
-    sending = asyncio.create_task(queue.send(["a job"]))
-    started = time.perf_counter()
-    for _ in range(10):
-        await asyncio.sleep(0.001)
-    assert time.perf_counter() - started < 2
-    other.close()
-    await sending

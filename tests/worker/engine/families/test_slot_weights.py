@@ -36,7 +36,7 @@ def engines(family_folder: Any) -> Iterator[dict[str, SlotEngine]]:
 def loras(family_folder: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, contract.Lora]:
     folder = tmp_path_factory.mktemp("loras")
     found = {}
-    kinds: list[tuple[str, random_model.Kind, int]] = [
+    kinds: list[tuple[str, random_model.LoraFormat, int]] = [
         ("small", "lora", 4),
         ("large", "lora", 40),
         ("locon", "locon", 8),

@@ -169,6 +169,6 @@ def test_a_model_is_tried_with_an_image_and_has_no_reference_images(
     assert check.family(folder) == "SD x4 upscaler"
     check.check_path(folder)
     drawn = preview.draw(folder, tmp_path / "x4.png")
-    assert (drawn.width, drawn.height) == (64, 64)
+    assert (drawn["width"], drawn["height"]) == (64, 64)
     with pytest.raises(errors.SetupError, match="enlarges images: nodes do not compare"):
         canary.draw(folder, lambda _: None)
