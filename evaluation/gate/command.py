@@ -20,6 +20,10 @@ if TYPE_CHECKING:
 class Drawing:
     """What is drawn here and now, and compared."""
 
+    other_storage: Annotated[
+        str | None,
+        typer.Option(metavar="ADDRESS", help="Storage of B's campaign, if it is another one."),
+    ] = None
     captions: Annotated[
         Path | None,
         typer.Option(
@@ -100,10 +104,6 @@ def command(
     b: Annotated[str, typer.Argument(metavar="B", help="What is compared with it.")],
     drawing: Drawing,
     judging: Judging,
-    other_storage: Annotated[
-        str | None,
-        typer.Option(metavar="ADDRESS", help="Storage of B's campaign, if it is another one."),
-    ] = None,
     output: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Also write a page with the worst pairs.")
     ] = None,
@@ -131,7 +131,7 @@ def command(
     plan = run.Plan(
         a=sides.read(a),
         b=sides.read(b),
-        storages=(settings, run.other_storage(settings, other_storage)),
+        storages=(settings, run.other_storage(settings, drawing.other_storage)),
         captions=drawing.captions,
         count=drawing.count,
         steps=drawing.steps,

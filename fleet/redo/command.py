@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -23,9 +23,10 @@ if TYPE_CHECKING:
 _SHOWN = 20
 
 
-@options.from_settings(SignerSettings)
-def command(
-    settings: SignerSettings,
+@dataclass(frozen=True, slots=True)
+class Which:
+    """The images that are drawn again."""
+
     job: Annotated[
         str | None,
         typer.Argument(
@@ -33,21 +34,44 @@ def command(
             help="The images of this job, or this image of it, as in spring/a-2.png; for --worker"
             " and --suspect, only images of this campaign.",
         ),
-    ] = None,
+    ] = None
     worker: Annotated[
         str | None,
         typer.Option(metavar="ID", help="Images of this worker, or machine on SaladCloud."),
-    ] = None,
+    ] = None
     suspect: Annotated[
         bool,
         typer.Option(
             "--suspect", help="Images that nodes which failed their checks have marked as suspect."
         ),
-    ] = False,
-    since: Since = None,
+    ] = False
+    since: Since = None
     until: Annotated[
         str | None, typer.Option(metavar="TIME", help="Only what was stored until then.")
-    ] = None,
+    ] = None
+
+    def wanted(self) -> select.Wanted:
+        """What is selected; raises SetupError for options that choose nothing, or two things."""
+        from fleet.redo import select
+
+        named = target.images(self.job)
+        if sum((self.worker is not None, self.suspect, named.id is not None)) != 1:
+            raise errors.SetupError("choose the images: CAMPAIGN/ID, --worker or --suspect")
+        if self.worker is None and (self.since or self.until):
+            raise errors.SetupError("--since and --until go with --worker")
+        return select.Wanted(
+            worker=self.worker,
+            suspect=self.suspect,
+            named=named,
+            since=options.read_moment("--since", self.since),
+            until=options.read_moment("--until", self.until),
+        )
+
+
+@options.from_settings(SignerSettings)
+def command(
+    settings: SignerSettings,
+    which: Which,
     jobs: Annotated[
         Path | None,
         typer.Option(
@@ -73,20 +97,7 @@ def command(
 
     imagefleet redo spring/0001
     """
-    from fleet.redo import select
-
-    named = target.images(job)
-    if sum((worker is not None, suspect, named.id is not None)) != 1:
-        raise errors.SetupError("choose the images: CAMPAIGN/ID, --worker or --suspect")
-    if worker is None and (since or until):
-        raise errors.SetupError("--since and --until go with --worker")
-    wanted = select.Wanted(
-        worker=worker,
-        suspect=suspect,
-        named=named,
-        since=options.read_moment("--since", since),
-        until=options.read_moment("--until", until),
-    )
+    wanted = which.wanted()
     given = {} if jobs is None else _read_jobs(jobs, settings.keys().signing)
     result = console.run(_run(settings, wanted, given, dry_run=dry_run, yes=yes, quiet=as_json))
     if as_json:

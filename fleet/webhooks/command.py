@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import logging
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -25,10 +26,22 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True, slots=True)
+class Events:
+    """Which events are sent."""
+
+    campaign: target.OnlyCampaign = None
+    each_job: Annotated[
+        bool, typer.Option("--each-job", help="Also the end of each job, not only of campaigns.")
+    ] = False
+    since: options.Since = None
+
+
 @options.from_settings(WebhookSettings)
 @console.synchronous
 async def command(
     settings: WebhookSettings,
+    events: Events,
     url: Annotated[str, typer.Option(metavar="URL", help="Where events are sent: https only.")],
     secret_file: Annotated[
         Path,
@@ -38,11 +51,6 @@ async def command(
             " it.",
         ),
     ],
-    campaign: target.OnlyCampaign = None,
-    each_job: Annotated[
-        bool, typer.Option("--each-job", help="Also the end of each job, not only of campaigns.")
-    ] = False,
-    since: options.Since = None,
     state: Annotated[
         Path, typer.Option(metavar="FILE", help="Record of what was delivered.")
     ] = Path("webhooks.json"),
@@ -73,11 +81,11 @@ async def command(
     from imagefleet import errors, redaction
 
     logs.configure(settings.log_format)
-    campaign = target.campaign(campaign)
+    campaign = target.campaign(events.campaign)
     endpoint.checked_url(url)
     signer = Signer.read(secret_file)
-    moment = options.read_moment("--since", since)
-    wanted = service.Wanted(settings.fleet_name, campaign, each_job=each_job, since=moment)
+    moment = options.read_moment("--since", events.since)
+    wanted = service.Wanted(settings.fleet_name, campaign, each_job=events.each_job, since=moment)
     in_use = f"another `imagefleet webhooks` keeps the state {state}"
     # A preview may run beside the service itself.
     with contextlib.nullcontext() if dry_run else console.only_one(state, in_use):
