@@ -15,6 +15,7 @@ from evaluation.score.plan import Chunk, Plan
 from evaluation.score.reference import Reference
 from evaluation.score.scores import Scores
 from fleet import console
+from fleet.campaigns import target
 from fleet.results import follow
 from imagefleet.records import reader
 from imagefleet.storage.settings import StorageSettings
@@ -94,7 +95,7 @@ def _compared(
 async def _plan(asked: Asked) -> Plan:
     async with console.connected(asked.settings) as fleet:
         storage = fleet.storage
-        await reader.check_exists(storage, asked.campaign)
+        await target.check_campaign(storage, asked.campaign)
         if asked.follow:
             console.print_note(f"waiting for the end of {asked.campaign}")
             follower = reader.Follower(storage, asked.campaign)
