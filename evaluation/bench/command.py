@@ -13,8 +13,8 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from evaluation.bench import latency, scaling
 from fleet import console, options
-from fleet.worker import command as worker
 from imagefleet.pricing import prices
+from worker.node import libraries
 
 if TYPE_CHECKING:
     from evaluation.bench.engine import StartStep
@@ -89,7 +89,7 @@ def engine_command(
         from worker.files import check
 
         check.require_path(model)  # before torch is imported
-        worker.require_libraries()
+        libraries.require()
         from evaluation.bench import engine as bench_engine
         from evaluation.bench import machine
         from worker.engine import device as devices

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from fleet import console, options
-from fleet.worker import command as worker
 from imagefleet.pricing import families
+from worker.node import libraries
 
 if TYPE_CHECKING:
     from evaluation.bench.engine import Setup
@@ -62,7 +62,7 @@ def command(
     from worker.files import check
 
     check.require_path(model)  # before torch is imported
-    worker.require_libraries()
+    libraries.require()
     from evaluation.bench import engine as bench_engine
     from evaluation.bench import machine
     from worker.engine import device as devices

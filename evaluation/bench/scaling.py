@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from fleet import console, options
-from fleet.worker import command as worker
 from imagefleet import errors
 from imagefleet.job import samplers
+from worker.node import libraries
 
 if TYPE_CHECKING:
     from evaluation.bench.runs import Row
@@ -82,7 +82,7 @@ def command(
             known = samplers.find(sampler)
         except ValueError as error:
             raise errors.SetupError(f"--sampler: {error}") from None
-        worker.require_libraries()
+        libraries.require()
         from evaluation.bench import runs
 
         asked = None if counts is None else _numbers(counts)

@@ -21,8 +21,9 @@ from evaluation.score import extractors
 from evaluation.score import reference as references
 from evaluation.score.networks import load
 from evaluation.score.statistics import Statistics
-from fleet import console, demo_jobs
+from fleet import console
 from imagefleet import concurrency, errors
+from imagefleet.files import demo
 from imagefleet.job.message import Job
 from imagefleet.storage.open import open_storage
 from imagefleet.storage.settings import StorageSettings
@@ -101,9 +102,9 @@ def _check(plan: Plan) -> None:
 
     check.require_path(plan.model)
     if plan.engines:
-        from fleet.worker import command as worker
+        from worker.node import libraries
 
-        worker.require_libraries()
+        libraries.require()
 
 
 def _measures(plan: Plan) -> Measures:
@@ -122,9 +123,9 @@ def _measures(plan: Plan) -> Measures:
 
 
 def _device(plan: Plan) -> str:
-    from fleet.worker import command as worker
+    from worker.node import libraries
 
-    worker.require_libraries()
+    libraries.require()
     from worker.engine import device
 
     return str(device.find_device(plan.device))
@@ -171,11 +172,10 @@ def _draw(plan: Plan, folders: tuple[Path, Path], *, quiet: bool) -> None:
 
     draw.check(plan.engines.values(), plan.device)
     to_draw = _jobs(plan, folders)
-    demo = demo_jobs.find_checkpoint() if plan.model is None else None
     setup = draw.Setup(
-        plan.model or demo_jobs.find_checkpoint(),
+        plan.model or demo.find_checkpoint(),
         plan.device,
-        plan.lora_directory or (demo / "loras" if demo else None),
+        plan.lora_directory or (None if plan.model else demo.find_checkpoint() / "loras"),
         plan.embedding_directory,
     )
     total = sum(job.images for job in to_draw)

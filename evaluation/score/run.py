@@ -22,8 +22,8 @@ from evaluation.score.extractors import Extractor, ExtractorFacts, TextExtractor
 from evaluation.score.networks import load
 from evaluation.score.plan import Chunk, Row
 from evaluation.score.statistics import Features
-from fleet.verify import picture
 from imagefleet import concurrency, errors
+from imagefleet.files import picture
 from imagefleet.job.message import MAX_IMAGE_BYTES
 from imagefleet.storage.protocol import BlobStore
 from imagefleet.storage.settings import StorageSettings

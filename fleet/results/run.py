@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TextIO
 
 from fleet import console
-from fleet.results import download, files, follow, lines, parquet, source, table
+from fleet.results import download, files, lines, parquet, source, table
 from imagefleet.records import reader
 from imagefleet.records.damaged import Damaged
 from imagefleet.records.record import Record
@@ -64,7 +64,9 @@ class _Run:
         """Results from a follower's *position* on, until the campaign's end; *left* at most."""
         wanted = self.wanted
         follower = reader.Follower(self.storage, wanted.campaign, position, self.damaged)
-        polls = follow.follow(self.storage, follower, wanted.campaign, wanted.outcomes)
+        polls = reader.follow(
+            self.storage, follower, wanted.campaign, wanted.outcomes, console.print_warning
+        )
         if left is not None and left <= 0:
             return
         async for batch in polls:

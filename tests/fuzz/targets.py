@@ -32,9 +32,10 @@ from fleet.report import figures, plot, records
 from fleet.salad import file as salad_file
 from header_files import LORA, REFINER, SD1
 from imagefleet import errors, redaction
-from imagefleet.files import contents, safetensors
+from imagefleet.files import contents, picture, safetensors
 from imagefleet.job import image_record, message, prompt, sizes
 from imagefleet.pricing import price_file, prices
+from imagefleet.scoring import axes
 from imagefleet.storage import deliveries, protocol
 from imagefleet.storage.azure import account, roles, sas
 from imagefleet.storage.dead_letter import FailedJob
@@ -213,8 +214,7 @@ def _blob_metadata(data: bytes) -> None:
         parse_constant=_no,
     )
     for worker in computed.workers:
-        plot.number_text(worker.seconds)
-        plot.number_text(worker.gpu_dollars or 0.0)
+        axes.number_text(worker.seconds + (worker.gpu_dollars or 0.0))
     image_record.read(blob.metadata)
 
 
@@ -376,7 +376,7 @@ TARGETS: dict[str, Target] = {
     ),
     "infotext": Target(
         _image,
-        (contact_sheet.DamagedImageError,),
+        (picture.DamagedImageError,),
         (
             INFOTEXT,
             _png((b"tEXt", b"parameters\0" + INFOTEXT)),

@@ -19,8 +19,7 @@ import pytest
 from evaluation.score import chunks, metrics, plan
 from evaluation.score.statistics import Statistics
 from fleet import console
-from fleet.results import follow
-from imagefleet.records import sweep
+from imagefleet.records import reader, sweep
 from imagefleet.records.record import Record
 from imagefleet.records.writer import RecordLog
 from imagefleet.storage.open import open_storage
@@ -310,7 +309,7 @@ def test_the_end_of_a_campaign_is_waited_for(
             async with open_storage(copy) as storage:
                 await end_job(storage.blobs)
 
-    monkeypatch.setattr(follow.asyncio, "sleep", sleep)
+    monkeypatch.setattr(reader.asyncio, "sleep", sleep)
     found = score("plain", "--clip", "demo", "--follow", storage=copy.storage)
     assert polls >= 12
     assert "still to do" not in found["stderr"]

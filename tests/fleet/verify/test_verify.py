@@ -13,8 +13,9 @@ import pytest
 from PIL import Image
 
 from fleet import console
-from fleet.verify import pairs, picture, quarantine
+from fleet.verify import pairs, quarantine
 from imagefleet import errors
+from imagefleet.files import picture
 from imagefleet.storage.open import open_storage
 from imagefleet.storage.protocol import Storage
 from imagefleet.storage.settings import StorageSettings
