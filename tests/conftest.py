@@ -200,7 +200,7 @@ async def salad_metadata_service() -> AsyncIterator[FakeSaladMetadata]:
     service = FakeSaladMetadata()
     app = web.Application()
     app.router.add_route("*", "/{path:.*}", service.handle)
-    runner = web.AppRunner(app, access_log=None, shutdown_timeout=0)
+    runner = web.AppRunner(app, access_log=None, shutdown_timeout=0, handler_cancellation=True)
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0).start()
     service.url = f"http://127.0.0.1:{runner.addresses[0][1]}"

@@ -8,12 +8,11 @@ import json
 import math
 import shutil
 from collections import Counter, defaultdict
-from collections.abc import AsyncIterable, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
-from fleet.results import source
 from imagefleet import errors
 from imagefleet.job import prompt
 from imagefleet.records import reader, sweep
@@ -30,9 +29,6 @@ ALL = "all"
 
 #: Files of pictures in a reference folder.
 _SUFFIXES = frozenset({".png", ".jpg", ".jpeg", ".webp"})
-
-#: Records written to the chunks at once.
-_BATCH = 2_000
 
 
 class Row(NamedTuple):
@@ -88,7 +84,7 @@ async def make(
     each = swept.captions.count if swept else counts.images
     damaged = Damaged()
     planner = _Planner(swept, work, _chunks_of(each))
-    async for batch in _batches(storage, campaign, damaged):
+    async for batch in reader.results(storage, campaign, {"completed"}, damaged):
         await asyncio.to_thread(planner.add, batch)
         on_records(len(batch))
     if not planner.images:
@@ -165,14 +161,6 @@ class _Planner:
             damaged,
             self._of_no_group,
         )
-
-
-async def _batches(
-    storage: Storage, campaign: str, damaged: Damaged
-) -> AsyncIterable[list[Record]]:
-    records = reader.images(storage, campaign, damaged)
-    async for batch in source.batches(records, _BATCH):
-        yield batch
 
 
 def _caption(record: Record) -> str:

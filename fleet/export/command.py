@@ -93,11 +93,11 @@ async def _measure(settings: StorageSettings, plan: Plan) -> Plan:
 async def _export(
     settings: StorageSettings, folder: Path, wanted: Plan, *, quiet: bool
 ) -> Manifest:
-    from fleet.export import formats, manifest, plan, shard_formats, shards
+    from fleet.export import manifest, plan, shards
     from fleet.results import files
     from imagefleet.records import reader
 
-    formats.check(wanted.format)
+    shards.format_of(wanted)  # or its library is missing
     async with console.connected(settings) as fleet:
         storage = fleet.storage
         wanted = wanted.model_copy(update={"storage": absolute_url(storage)})
@@ -106,8 +106,7 @@ async def _export(
             if found is None:
                 begun = plan.read(folder) or await _plan(storage, folder, wanted, quiet=quiet)
                 _check_same(begun, wanted, folder)
-                form = shard_formats.of(begun.format, begun.shards)
-                exporter = shards.Exporter(folder, begun, storage.blobs, form)
+                exporter = shards.Exporter(folder, begun, storage.blobs)
                 with console.counting("exported", begun.images, quiet=quiet) as on_images:
                     found = manifest.of(begun, await exporter.run(on_images))
                 manifest.write(folder, found)
@@ -139,7 +138,7 @@ async def _plan(storage: Storage, folder: Path, wanted: Plan, *, quiet: bool) ->
             " images will not be in this export"
         )
     damaged = Damaged()
-    records = reader.images(storage, wanted.campaign, damaged)
+    records = reader.results(storage, wanted.campaign, {"completed"}, damaged)
     with console.counting("planned", counts.images, quiet=quiet) as on_records:
         made = await plan.make(records, folder, wanted, damaged, on_records)
     if damaged.count:

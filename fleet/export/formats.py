@@ -7,9 +7,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Protocol
 
-from fleet.export.plan import Format
 from fleet.export.sample import Sample
-from fleet.results.parquet import arrow
 from imagefleet.records import columns
 
 
@@ -33,12 +31,6 @@ class ShardFormat(Protocol):
 
     def entries(self, number: int) -> list[str]:
         """A shard's files and folders, below the export's; the last one completes it."""
-
-
-def check(name: Format) -> None:
-    """Raises SetupError if the format's library is not installed."""
-    if name != "imagefolder":
-        arrow()
 
 
 def sha256_of(path: Path) -> str:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from fleet.export import webdataset
 from fleet.export.sample import Sample
-from fleet.results.parquet import arrow
+from fleet.results.parquet import arrow, cells
 from imagefleet.records import columns
 
 if TYPE_CHECKING:
@@ -44,6 +44,7 @@ class Parquet:
     """The format."""
 
     def __init__(self, shards: int) -> None:
+        arrow()
         self._shards = shards
 
     def writer(self, folder: Path, number: int, address: columns.Address) -> ParquetImages:
@@ -75,7 +76,7 @@ class ParquetImages:
     def add(self, samples: Sequence[Sample]) -> None:
         rows = [
             {
-                **webdataset.as_cells(sample.row(self._address)),
+                **cells(sample.row(self._address)),
                 "image": {"bytes": sample.data, "path": sample.name},
             }
             for sample in samples

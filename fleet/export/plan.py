@@ -17,7 +17,7 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from fleet.results import files, source
+from fleet.results import files
 from imagefleet import errors
 from imagefleet.records.damaged import Damaged
 from imagefleet.records.record import Record
@@ -89,7 +89,7 @@ def check_empty(folder: Path) -> None:
 
 
 async def make(
-    records: AsyncIterator[Record],
+    records: AsyncIterator[list[Record]],
     folder: Path,
     plan: Plan,
     damaged: Damaged,
@@ -102,10 +102,15 @@ async def make(
     work = folder / WORK
     shutil.rmtree(work, ignore_errors=True)  # of a run that was killed before its plan was whole
     (work / _SORTED).mkdir(parents=True)
-    chunks = itertools.count()
-    async for batch in source.batches(records, _CHUNK):
-        await asyncio.to_thread(_write_sorted, batch, work / _SORTED / f"{next(chunks)}")
+    names = (work / _SORTED / f"{number}" for number in itertools.count())
+    chunk: list[Record] = []
+    async for batch in records:
+        chunk += batch
+        if len(chunk) >= _CHUNK:
+            await asyncio.to_thread(_write_sorted, chunk, next(names))
+            chunk = []
         on_records(len(batch))
+    await asyncio.to_thread(_write_sorted, chunk, next(names))
     images, size = await asyncio.to_thread(_cut, work, plan.shard_size)
     plan = plan.model_copy(update={"images": images, "bytes": size, "left_out": damaged.count})
     shutil.rmtree(work / _SORTED)

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from fleet.export import formats, plan, sample
+from fleet.export import formats, imagefolder, parquet, plan, sample, webdataset
 from fleet.export.imagefolder import METADATA
 from fleet.export.manifest import File, Shard
 from fleet.export.plan import WORK, Plan
@@ -37,7 +37,10 @@ class Exporter:
     folder: Path
     plan: Plan
     blobs: BlobStore
-    format: formats.ShardFormat
+
+    @property
+    def format(self) -> formats.ShardFormat:
+        return format_of(self.plan)
 
     async def run(self, on_images: Callable[[int], None]) -> list[Shard]:
         """Makes those that are not there yet; returns all."""
@@ -144,6 +147,15 @@ class Exporter:
 
     def _note(self, number: int) -> Path:
         return self.folder / WORK / f"{number:05}.done.json"
+
+
+def format_of(plan: Plan) -> formats.ShardFormat:
+    """The format of an export; raises SetupError if its library is not installed."""
+    if plan.format == "webdataset":
+        return webdataset.Webdataset()
+    if plan.format == "imagefolder":
+        return imagefolder.Imagefolder()
+    return parquet.Parquet(plan.shards)
 
 
 class _Counted:

@@ -10,9 +10,10 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from fleet.export.sample import SUCCESS, Sample
+from fleet.export.sample import FIELDS, SUCCESS, Sample
+from fleet.results import parquet
 from fleet.results.parquet import arrow
 from imagefleet.records import columns
 
@@ -24,34 +25,17 @@ _TEXTS = {"txt", "json"}
 
 
 def schema() -> pa.Schema:
-    """The columns of a shard's Parquet file."""
-    pa = arrow()
-    text, number, real = pa.string(), pa.int64(), pa.float64()
+    """The columns of a shard's Parquet file: img2dataset's, and those of results."""
+    pa, of_results = arrow(), parquet.schema()
+    sizes = ("width", "height", "original_width", "original_height")
     return pa.schema(
         [
-            *((name, text) for name in ("url", "caption", "key", "status", "error_message")),
-            *((name, number) for name in ("width", "height", "original_width", "original_height")),
-            *((name, text) for name in ("sha256", "id", "campaign")),
-            ("index", number),
-            *((name, text) for name in ("prompt", "negative_prompt")),
-            ("seed", number),
-            ("model", text),
-            ("loras", pa.list_(pa.struct([("name", text), ("weight", real)]))),
-            ("sampler", text),
-            ("steps", number),
-            ("cfg_scale", real),
-            ("clip_skip", number),
-            *((name, text) for name in ("worker", "gpu")),
-            ("seconds", real),
-            ("at", pa.timestamp("us", "UTC")),
-            ("metadata", text),
+            *((name, pa.string()) for name in ("url", "caption", "key", "status", "error_message")),
+            *((name, pa.int64()) for name in sizes),
+            ("sha256", pa.string()),
+            *(of_results.field(name) for name in FIELDS),
         ]
     )
-
-
-def as_cells(row: dict[str, Any]) -> dict[str, Any]:
-    """A row for Parquet, whose columns have one type."""
-    return row | {"metadata": columns.json_text(row["metadata"]) if row["metadata"] else None}
 
 
 class Webdataset:
@@ -101,7 +85,7 @@ class TarWriter:
                 self._write(sample, "txt", row["caption"].encode())
                 self._write(sample, "json", text.encode())
         pa = arrow()
-        self._parquet.write_table(pa.Table.from_pylist([*map(as_cells, rows)], schema()))
+        self._parquet.write_table(pa.Table.from_pylist([*map(parquet.cells, rows)], schema()))
 
     def close(self) -> None:
         self._tar.close()

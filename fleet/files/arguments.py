@@ -19,6 +19,16 @@ _NAMED = ("model", "lora", "embedding", "controlnet", "upscaler")
 MADE = ("kernels", "text", "canary")
 
 
+_Manifest = Annotated[
+    bool,
+    typer.Option(
+        "--manifest",
+        help="List its hash in the folder's manifest.json even if there is none yet; with a"
+        " signing key, also sign one that is not signed, with all that it lists.",
+    ),
+]
+
+
 @dataclass(frozen=True, slots=True)
 class AddOptions:
     """The options of `files add`; some are for certain kinds alone."""
@@ -46,14 +56,7 @@ class AddOptions:
     replace: Annotated[
         bool, typer.Option("--replace", help="Replace other kernels for the same GPU.")
     ] = False
-    manifest: Annotated[
-        bool,
-        typer.Option(
-            "--manifest",
-            help="List its hash in the folder's manifest.json even if there is none yet; with a"
-            " signing key, also sign one that is not signed, with all that it lists.",
-        ),
-    ] = False
+    manifest: _Manifest = False
 
 
 class MakeSettings(WorkerSettings, SignerSettings):
@@ -71,10 +74,7 @@ class MakeOptions:
     seed: Annotated[
         int | None, typer.Option(min=0, max=2**63 - 1, help="Overrides the template's seed.")
     ] = None
-    manifest: Annotated[
-        bool,
-        typer.Option("--manifest", help="List the text states in text-states/manifest.json."),
-    ] = False
+    manifest: _Manifest = False
     output: Annotated[
         Path, typer.Option(metavar="FOLDER", help="Where the file of kernels is written.")
     ] = Path("kernels")

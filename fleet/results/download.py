@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import shutil
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -62,20 +62,14 @@ class Download:
         self._ignores_case = ignores_case
         self._numbers = itertools.count()
 
-    async def run(self, records: AsyncIterator[Record], on_image: Callable[[], None]) -> None:
+    async def run(self, records: Iterable[Record], on_image: Callable[[], None]) -> None:
         """Downloads the images of *records*."""
-        turn = asyncio.Lock()
 
-        async def work() -> None:
-            while True:
-                async with turn:
-                    record = await anext(records, None)
-                if record is None:
-                    return
-                await self._fetch(record)
-                on_image()
+        async def fetch(record: Record) -> None:
+            await self._fetch(record)
+            on_image()
 
-        await concurrency.gather(*(work() for _ in range(images.CONCURRENCY)))
+        await concurrency.for_each(records, fetch, images.CONCURRENCY)
 
     async def _fetch(self, record: Record) -> None:
         blob = record.blob or ""

@@ -13,9 +13,6 @@ from imagefleet.records import columns
 from imagefleet.records.record import Record
 from imagefleet.redaction import printable
 
-#: Results that become text at once.
-BATCH = 1_000
-
 #: A spreadsheet takes a cell that begins so for a formula.
 _FORMULA = ("=", "+", "-", "@", "\t")
 

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fleet.results import files, source
+from fleet.results import files
 from imagefleet import errors
 from imagefleet.records import columns
 from imagefleet.records.record import Record
@@ -17,9 +17,6 @@ if TYPE_CHECKING:
 
 #: Rows of a group: some 10 MB of a file.
 ROW_GROUP = 50_000
-
-#: Records in memory at once: as columns they take a fifth.
-_BATCH = 2_000
 
 
 def arrow() -> Any:
@@ -52,24 +49,19 @@ def schema() -> pa.Schema:
     return pa.schema(list(types.items()))
 
 
+def cells(row: dict[str, Any]) -> dict[str, Any]:
+    """A row for Parquet, whose columns have one type."""
+    return row | {"metadata": columns.json_text(row["metadata"]) if row["metadata"] else None}
+
+
 def table(records: Sequence[Record], address: columns.Address) -> pa.Table:
     """The rows of some records."""
-    pa = arrow()
-    rows: dict[str, Sequence[Any]] = {
-        name: [getattr(record, name) for record in records]
-        for name in (*columns.FIELDS, "error", "reason")
-    }
-    rows["loras"] = [columns.loras(record) for record in records]
-    rows["embeddings"] = [columns.embeddings(record) for record in records]
-    rows["address"] = [address(each) if each is not None else None for each in rows["blob"]]
-    rows["metadata"] = [
-        columns.json_text(record.metadata) if record.metadata else None for record in records
-    ]
-    return pa.table({name: rows[name] for name in columns.COLUMNS}, schema=schema())
+    rows = [cells(columns.row(record, address)) for record in records]
+    return arrow().Table.from_pylist(rows, schema())
 
 
 async def write(
-    records: AsyncIterator[Record],
+    records: AsyncIterator[list[Record]],
     path: Path,
     address: columns.Address,
     on_records: Callable[[int], None],
@@ -81,7 +73,7 @@ async def write(
         pa.parquet.ParquetWriter(draft, schema(), compression="zstd") as writer,
     ):
         group: list[Any] = []
-        async for batch in source.batches(records, _BATCH):
+        async for batch in records:
             group.append(await asyncio.to_thread(table, batch, address))
             if sum(part.num_rows for part in group) >= ROW_GROUP:
                 await asyncio.to_thread(writer.write_table, pa.concat_tables(group))

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TextIO
 
 from fleet import console
-from fleet.results import download, files, lines, parquet, source, table
+from fleet.results import download, files, lines, parquet, table
 from imagefleet.records import reader
 from imagefleet.records.damaged import Damaged
 from imagefleet.records.record import Record
@@ -43,20 +43,14 @@ class _Run:
     storage: Storage
     damaged: Damaged = field(default_factory=Damaged)
 
-    def records(self) -> AsyncIterator[Record]:
-        """The results so far."""
+    def records(self) -> AsyncIterator[list[Record]]:
+        """The results so far, some at a time; with --follow those that come, too."""
         wanted = self.wanted
-        found = reader.results(self.storage, wanted.campaign, wanted.outcomes, self.damaged)
-        return source.first(found, wanted.limit)
-
-    async def batches(self) -> AsyncIterator[AsyncIterator[Record]]:
-        """The results so far; with --follow those that come, too."""
-        wanted = self.wanted
-        if not wanted.follow:
-            yield self.records()
-            return
-        async for batch in self.followed(wanted.limit):
-            yield source.each(batch)
+        if wanted.follow:
+            return self.followed(wanted.limit)
+        return reader.results(
+            self.storage, wanted.campaign, wanted.outcomes, self.damaged, wanted.limit
+        )
 
     async def followed(
         self, left: int | None, position: dict[str, int] | None = None
@@ -124,10 +118,9 @@ async def _write_lines(this: _Run) -> None:
     with _text_file(path) as file, console.counting("written", total, quiet=path is None) as on:
         if this.wanted.as_csv:
             file.write(lines.csv_header())
-        async for records in this.batches():
-            async for batch in source.batches(records, lines.BATCH):
-                file.write(to_text(batch, this.storage.blobs.address))
-                on(len(batch))
+        async for records in this.records():
+            file.write(to_text(records, this.storage.blobs.address))
+            on(len(records))
             file.flush()
 
 
@@ -146,7 +139,7 @@ async def _download(this: _Run, folder: Path) -> bool:
     with download.opened(folder, this.storage.blobs, wanted.campaign) as running:
         try:
             with console.counting("downloaded", total) as on_image:
-                async for records in this.batches():
+                async for records in this.records():
                     await running.run(records, on_image)
         finally:
             _report_download(running.done, folder, as_json=wanted.as_json)
@@ -185,8 +178,8 @@ async def _show(this: _Run) -> None:
         (wanted.outcomes & {"completed"}, table.images_table),
         (wanted.outcomes - {"completed"}, table.ended_table),
     ):
-        found = reader.results(storage, wanted.campaign, outcomes, this.damaged)
-        records = [record async for record in source.first(found, limit)]
+        found = reader.results(storage, wanted.campaign, outcomes, this.damaged, limit)
+        records = [record async for some in found for record in some]
         shown += len(records)
         if records:
             console.print_tables("", to_table(records))

@@ -85,10 +85,10 @@ async def images(
 
     Reads every shard of images once: a listing, and a read for each 4 MiB.
     """
-    shards = await stored.shards_of(storage.blobs, campaign)
-    async with aclosing(_images(storage.blobs, shards, damaged or Damaged())) as found:
-        async for record in found:
-            yield record
+    async with aclosing(_images(storage, campaign, damaged or Damaged())) as parts:
+        async for records in parts:
+            for record in records:
+                yield record
 
 
 async def ended(
@@ -98,30 +98,33 @@ async def ended(
 
     None: of all campaigns. A job that failed again after a replay has a record of each time.
     """
-    shards = stored.of_kind(await stored.shards_of(storage.blobs, campaign), "jobs")
-    settled: set[int] = set()
-    async for records in stored.records(storage.blobs, shards, damaged or Damaged()):
-        settled.update(_failure(record) for record in records if _is_of_operator(record))
-    # What is damaged was reported the first time.
-    async with aclosing(stored.records(storage.blobs, shards, Damaged())) as parts:
+    async with aclosing(_ended(storage, campaign, damaged or Damaged())) as parts:
         async for records in parts:
             for record in records:
-                if not _is_of_operator(record) and (failure := _failure(record)) not in settled:
-                    settled.add(failure)  # its message may have failed twice, after a crash
-                    yield record
+                yield record
 
 
 async def results(
-    storage: Storage, campaign: str, outcomes: Collection[str], damaged: Damaged
-) -> AsyncGenerator[Record]:
-    """A campaign's images, and then the jobs that have failed or were cancelled."""
+    storage: Storage,
+    campaign: str,
+    outcomes: Collection[str],
+    damaged: Damaged,
+    limit: int | None = None,
+) -> AsyncGenerator[list[Record]]:
+    """A campaign's images, and then its jobs that have failed or were cancelled, some at a time."""
+    wanted = []
     if "completed" in outcomes:
-        async for record in images(storage, campaign, damaged):
-            yield record
+        wanted.append(_images(storage, campaign, damaged))
     if set(outcomes) - {"completed"}:
-        async for record in ended(storage, campaign, damaged):
-            if record.outcome in outcomes:
-                yield record
+        wanted.append(_ended(storage, campaign, damaged))
+    left = limit
+    for parts in wanted:
+        async with aclosing(parts):
+            async for records in parts:
+                some = [record for record in records if record.outcome in outcomes][:left]
+                yield some
+                if left is not None and (left := left - len(some)) == 0:
+                    return
 
 
 async def check_exists(storage: Storage, campaign: str) -> None:
@@ -190,7 +193,7 @@ async def counts(storage: Storage, campaign: str, damaged: Damaged | None = None
     if stored.of_kind(shards, "replaced"):
         total = NOTHING
         completed = await _completed_again(blobs, again)
-        async for record in _images(blobs, shards, damaged):
+        async for record in images(storage, campaign, damaged):
             is_complete = record.completes_job or hashed(record.blob or "") in completed
             total = Totals(total.records + 1, total.jobs + is_complete)
     else:
@@ -308,8 +311,10 @@ async def follow(
 
 
 async def _images(
-    blobs: BlobStore, shards: Collection[StoredShard], damaged: Damaged
-) -> AsyncGenerator[Record]:
+    storage: Storage, campaign: str, damaged: Damaged
+) -> AsyncGenerator[list[Record]]:
+    blobs = storage.blobs
+    shards = await stored.shards_of(blobs, campaign)
     replaced = Replaced()
     async for notes in stored.records(blobs, stored.of_kind(shards, "replaced"), damaged):
         replaced.add(notes)
@@ -318,19 +323,36 @@ async def _images(
     async for part in stored.records(blobs, again, damaged):
         records = replaced.without(part, once=False)
         missing.add(record.blob for record in records if record.blob)
-    async with aclosing(stored.records(blobs, stored.of_kind(shards, "images"), damaged)) as parts:
+    drawn = stored.of_kind(shards, "images")
+    async with aclosing(stored.records(blobs, drawn, damaged)) as parts:
         async for part in parts:
             records = replaced.without(part, once=True)
             missing.found(record.blob for record in records if record.blob)
-            for record in records:
-                yield record
+            yield records
     # A worker that died in between has stored these images, and written no record.
     if missing.any:
         async with aclosing(stored.records(blobs, again, Damaged())) as parts:
             async for part in parts:
-                for record in replaced.without(part, once=False):
-                    if record.blob and missing.take(record.blob):
-                        yield record
+                records = replaced.without(part, once=False)
+                yield [each for each in records if each.blob and missing.take(each.blob)]
+
+
+async def _ended(
+    storage: Storage, campaign: str | None, damaged: Damaged
+) -> AsyncGenerator[list[Record]]:
+    shards = stored.of_kind(await stored.shards_of(storage.blobs, campaign), "jobs")
+    settled: set[int] = set()
+    async for records in stored.records(storage.blobs, shards, damaged):
+        settled.update(_failure(record) for record in records if _is_of_operator(record))
+    # What is damaged was counted the first time.
+    async with aclosing(stored.records(storage.blobs, shards, Damaged())) as parts:
+        async for records in parts:
+            new = []
+            for record in records:
+                if (failure := _failure(record)) not in settled:
+                    settled.add(failure)  # its message may have failed twice, after a crash
+                    new.append(record)
+            yield new
 
 
 async def _totals(blobs: BlobStore, shards: Collection[StoredShard], damaged: Damaged) -> Totals:

@@ -376,7 +376,7 @@ async def absent(_: web.Request) -> web.StreamResponse:
 
 
 async def slow(_: web.Request) -> web.StreamResponse:
-    await asyncio.sleep(1)
+    await asyncio.Event().wait()
     return web.Response()
 
 

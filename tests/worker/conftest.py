@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
@@ -11,6 +12,7 @@ from typing import Any, Protocol
 import pytest
 
 from imagefleet import retry
+from imagefleet.cancelled import CancelledCampaigns
 from imagefleet.storage.protocol import Storage
 from imagefleet.storage.settings import StorageSettings
 from worker.engine import contract
@@ -84,11 +86,25 @@ def run_pipeline(storage: Storage, worker_settings: Callable[..., WorkerSettings
             retry_policy=IMPATIENT,
             runs_on=runs_on,
         )
-        running = pipeline.run(stop or asyncio.Event(), hurry or asyncio.Event())
-        await asyncio.wait_for(running, 30)
+        await pipeline.run(stop or asyncio.Event(), hurry or asyncio.Event())
         return pipeline
 
     return run
+
+
+@pytest.fixture
+def spring_is_read(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Set once a worker knows that the campaign `spring` is cancelled."""
+    known = threading.Event()
+    read = CancelledCampaigns._read
+
+    async def noting(self: CancelledCampaigns) -> None:
+        await read(self)
+        if "spring" in self.times:
+            known.set()
+
+    monkeypatch.setattr(CancelledCampaigns, "_read", noting)
+    return known
 
 
 @pytest.fixture

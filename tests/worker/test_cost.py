@@ -6,16 +6,18 @@ import time
 import uuid
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 from prometheus_client import CollectorRegistry
 
+import polling
 from imagefleet import errors
 from imagefleet.pricing import price_file, prices
 from imagefleet.storage.protocol import Operations, Storage
-from worker import process
+from worker import cost, process
 from worker.cost import CostMeter
 from worker.engine import contract
 from worker.replica import Replica
@@ -101,27 +103,39 @@ async def test_images_per_dollar_by_the_metrics_match_the_runs_records(
 
 
 async def test_start_up_idle_and_busy_add_up_to_the_whole(
-    storage: Storage, run_pipeline: RunPipeline, message: Callable[..., str]
+    storage: Storage,
+    run_pipeline: RunPipeline,
+    message: Callable[..., str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     await storage.queue.send(message(id=f"j{number}") for number in range(12))
     runs_on = Replica("RTX 4090 24GB", 3600.0, prices.FREE_STORAGE)  # a dollar a second
 
-    class SlowToLoad(StandInEngine):
+    moments: list[float] = []
+
+    class Noting(StandInEngine):
         def __init__(self) -> None:
-            time.sleep(0.3)
+            moments.append(time.monotonic())
             super().__init__(tick_seconds=0.05)
 
-    pipeline = await run_pipeline(load=SlowToLoad, runs_on=runs_on)
+        def tick(self) -> list[contract.Finished]:
+            moments.append(time.monotonic())
+            return super().tick()
+
+    began_at = time.monotonic()
+    pipeline = await run_pipeline(load=Noting, runs_on=runs_on)
+    ended_at = time.monotonic()
+    monkeypatch.setattr(cost, "time", SimpleNamespace(monotonic=lambda: ended_at))
     seen = values(pipeline.cost)
     busy = pipeline.engine_thread.clock.busy_seconds
     start_up = seen["imagefleet_wasted_dollars_total:start_up"]
     idle = seen["imagefleet_wasted_dollars_total:idle"]
 
-    assert 0.3 <= start_up < 0.6
+    assert 0 < start_up <= moments[1] - began_at, "it is over with the first tick"
     assert seen["imagefleet_start_up_seconds"] == pytest.approx(start_up)  # a dollar per second
     assert busy >= 3 * 0.05
     whole = seen["imagefleet_cost_dollars_total:gpu"]
-    assert start_up + idle + busy == pytest.approx(whole, abs=0.02)
+    assert start_up + idle + busy == pytest.approx(whole)
 
 
 async def test_an_image_that_is_stored_already_is_wasted_as_a_duplicate(
@@ -172,8 +186,7 @@ def test_wasted_dollars_never_decrease() -> None:
     engine_thread = FakeEngineThread()
     meter = CostMeter(engine_thread, Replica("x", 3600.0, prices.FREE_STORAGE), Operations())  # type: ignore[arg-type]
     meter.ready()
-    time.sleep(0.02)
-    before = meter.wasted_seconds()["idle"]
+    before = polling.until_in_thread(lambda: meter.wasted_seconds()["idle"])
     engine_thread.clock.busy_seconds += 10
 
     assert meter.wasted_seconds()["idle"] == before > 0

@@ -3,14 +3,15 @@ from __future__ import annotations
 import asyncio
 import itertools
 import threading
-import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from types import SimpleNamespace
 
 import pytest
 
 import polling
 from imagefleet import errors
+from worker import gpu_thread
 from worker.engine import contract
 from worker.gpu_thread import EngineThread
 from worker.testing import StandInEngine, StandInPrepared, draw_noise
@@ -20,6 +21,18 @@ def prepared(seed: int) -> StandInPrepared:
     return StandInPrepared(
         contract.ImageRequest("a", "", (), "euler_ancestral", 1, 1.0, seed, 16, 16)
     )
+
+
+def held_engine(capacity: int = 1) -> tuple[StandInEngine, threading.Event, threading.Event]:
+    """An engine, whether it has begun to draw, and whether it may go on."""
+    drawing, may_end = threading.Event(), threading.Event()
+
+    def draw(request: contract.ImageRequest) -> contract.Pixels:
+        drawing.set()
+        may_end.wait()
+        return draw_noise(request)
+
+    return StandInEngine(capacity=capacity, draw=draw), drawing, may_end
 
 
 @asynccontextmanager
@@ -80,16 +93,13 @@ async def test_an_error_while_loading_the_model_is_raised_by_start() -> None:
 
 
 async def test_a_tick_does_not_hold_up_the_event_loop() -> None:
-    async with engine_thread_with(StandInEngine(tick_seconds=0.2)) as engine_thread:
+    engine, drawing, may_end = held_engine()
+    async with engine_thread_with(engine) as engine_thread:
         await engine_thread.submit(0, prepared(0))
-        longest = 0.0
-        waiting = asyncio.create_task(engine_thread.finished())
-        while not waiting.done():
-            asked_at = time.monotonic()
-            await asyncio.sleep(0.005)
-            longest = max(longest, time.monotonic() - asked_at)
-        await waiting
-    assert longest < 0.1
+        await polling.until(drawing.is_set)
+        await polling.turn(100)
+        may_end.set()  # by the loop, which would never come to it
+        await engine_thread.finished()
 
 
 async def test_as_many_may_wait_as_the_engine_holds_though_that_changes() -> None:
@@ -123,7 +133,8 @@ async def test_as_many_may_wait_as_the_engine_holds_though_that_changes() -> Non
 
 
 async def test_submitting_blocks_while_a_batch_is_waiting() -> None:
-    async with engine_thread_with(StandInEngine(capacity=2, tick_seconds=0.05)) as engine_thread:
+    engine, drawing, may_end = held_engine(capacity=2)
+    async with engine_thread_with(engine) as engine_thread:
         submitted = 0
 
         async def submit_all() -> None:
@@ -133,8 +144,10 @@ async def test_submitting_blocks_while_a_batch_is_waiting() -> None:
                 submitted += 1
 
         submitting = asyncio.create_task(submit_all())
-        await asyncio.sleep(0.02)
-        assert submitted <= 2 + 2 + 2  # in the engine, waiting, and one tick further
+        await polling.until(lambda: drawing.is_set() and len(engine_thread._waiting) == 2)
+        await polling.turn(100)
+        assert submitted <= 2 + 2  # in the engine, and waiting
+        may_end.set()
         for _ in range(40):
             await engine_thread.finished()
         await submitting
@@ -144,33 +157,29 @@ async def test_an_engine_whose_images_are_not_taken_blocks_and_counts_it_as_back
     async with engine_thread_with(StandInEngine(capacity=1), backlog=2) as engine_thread:
         for ticket in range(4):
             await engine_thread.submit(ticket, prepared(ticket))
-        await asyncio.sleep(0.1)
-        assert engine_thread.clock.images <= 3
+        await polling.until(lambda: engine_thread._waits_for_less)
+        assert engine_thread.clock.images == 3
         for _ in range(4):
             await engine_thread.finished()
-        assert engine_thread.clock.idle_seconds["backpressure"] > 0.05
+        assert engine_thread.clock.idle_seconds["backpressure"] > 0
 
 
 async def test_after_stop_accepting_only_what_has_begun_is_finished() -> None:
-    release = threading.Event()
-
-    def draw(request: contract.ImageRequest) -> contract.Pixels:
-        release.wait(5)
-        return draw_noise(request)
-
-    async with engine_thread_with(StandInEngine(capacity=1, draw=draw)) as engine_thread:
+    engine, _, may_end = held_engine()
+    async with engine_thread_with(engine) as engine_thread:
         await engine_thread.submit(0, prepared(0))
         await polling.until(lambda: engine_thread.in_engine)
         assert await engine_thread.submit(1, prepared(1))
         waiting = [asyncio.create_task(engine_thread.submit(2 + n, prepared(2))) for n in range(3)]
-        await asyncio.sleep(0.01)
+        await polling.turn()
         assert engine_thread.stop_accepting() == [1]
         assert await asyncio.gather(*waiting) == [False, False, False]
         assert not await engine_thread.submit(5, prepared(5))
-        release.set()
+        may_end.set()
         assert (await engine_thread.finished()).finished.ticket == 0
-        await asyncio.sleep(0.05)
+        await engine_thread.call(lambda: None)  # before it, the engine would begin another
         assert engine_thread.clock.images == 1
+        assert not engine_thread.in_engine
 
 
 async def test_a_broken_engine_is_a_node_error() -> None:
@@ -200,28 +209,68 @@ async def test_an_engine_with_a_bug_is_a_node_error_too(
 
 async def test_an_engine_that_hangs_is_a_node_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("worker.gpu_thread.STALL_SECONDS", 0.1)
-    async with engine_thread_with(StandInEngine(tick_seconds=0.5)) as engine_thread:
+    engine, _, may_end = held_engine()
+    async with engine_thread_with(engine) as engine_thread:
         await engine_thread.submit(0, prepared(0))
         with pytest.raises(errors.NodeError, match="it hangs"):
             await engine_thread.watch()
+        may_end.set()
         await engine_thread.finished()
 
 
-async def test_idle_time_counts_only_from_the_first_image_on() -> None:
-    async with engine_thread_with(StandInEngine(tick_seconds=0.05)) as engine_thread:
-        await asyncio.sleep(0.1)
-        assert not engine_thread.clock.idle_seconds
+class Clock:
+    """A clock that goes on by 1 second with each image, and by 3 with each wait for work."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 0.0
+        self.waits = 0
+        self.waits_before_images: list[int] = []
+        monkeypatch.setattr(gpu_thread, "time", SimpleNamespace(monotonic=lambda: self.now))
+        real = EngineThread._wait_for_work
+
+        def wait(thread: EngineThread) -> None:
+            with monkeypatch.context() as during:
+                during.setattr(thread._wake, "wait", self._waited)
+                real(thread)
+            thread._wake.wait(0.001)  # for the one who wakes it
+            self.waits += 1
+
+        monkeypatch.setattr(EngineThread, "_wait_for_work", wait)
+
+    def _waited(self, _seconds: float) -> None:
+        self.now += 3
+
+    def draw(self, request: contract.ImageRequest) -> contract.Pixels:
+        self.waits_before_images.append(self.waits)
+        self.now += 1
+        return draw_noise(request)
+
+
+async def test_idle_time_counts_only_from_the_first_image_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock = Clock(monkeypatch)
+    async with engine_thread_with(StandInEngine(draw=clock.draw)) as engine_thread:
+        counted = engine_thread.clock
+        await polling.until(lambda: clock.waits >= 2)
+        assert not counted.idle_seconds
         await engine_thread.submit(0, prepared(0))
         await engine_thread.finished()
-        await asyncio.sleep(0.1)
+        first = clock.waits_before_images[0]
+        await polling.until(lambda: clock.waits >= first + 2)
+        engine_thread.hold_jobs(hold=True)
         await engine_thread.submit(1, prepared(1))
+        engine_thread.hold_jobs(hold=False)
         await engine_thread.finished()
-    assert engine_thread.clock.busy_seconds == pytest.approx(0.1, abs=0.05)
-    assert engine_thread.clock.idle_seconds["starved"] == pytest.approx(0.1, abs=0.05)
-    assert engine_thread.clock.idle_fraction == pytest.approx(0.5, abs=0.15)
+    idle = 3 * (clock.waits_before_images[1] - first)
+    assert counted.busy_seconds == 2
+    assert counted.idle_seconds["starved"] >= idle >= 6
+    assert counted.idle_fraction == pytest.approx(idle / (idle + 2))
 
 
-async def test_taking_up_what_is_compiled_is_no_first_image() -> None:
+async def test_taking_up_what_is_compiled_is_no_first_image(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     class Compiling(StandInEngine):
         is_compiling = True
         due = 3
@@ -234,7 +283,7 @@ async def test_taking_up_what_is_compiled_is_no_first_image() -> None:
             self.due -= 1
             return super().tick()
 
-    engine = Compiling(tick_seconds=0.02)
+    engine = Compiling(draw=Clock(monkeypatch).draw)
     async with engine_thread_with(engine) as engine_thread:
         await polling.until(lambda: not engine.due)
         clock = engine_thread.clock
@@ -242,7 +291,7 @@ async def test_taking_up_what_is_compiled_is_no_first_image() -> None:
         assert engine_thread.is_compiling()
         await engine_thread.submit(0, prepared(0))
         await engine_thread.finished()
-        assert 0.02 <= clock.busy_seconds < 0.06
+        assert clock.busy_seconds == 1
 
 
 async def test_a_canary_passes_jobs_that_wait_and_images_that_nobody_takes() -> None:
@@ -256,7 +305,7 @@ async def test_a_canary_passes_jobs_that_wait_and_images_that_nobody_takes() -> 
     async with engine_thread_with(engine, backlog=4) as engine_thread:
         for ticket in range(3):
             submitting = asyncio.create_task(engine_thread.submit(ticket, prepared(ticket)))
-            await asyncio.sleep(0)
+            await polling.turn()
         delivery = await engine_thread.draw(99, prepared(99))
         assert delivery is not None
         assert delivery.finished.ticket == 99
@@ -279,18 +328,12 @@ async def test_held_jobs_wait_while_a_canary_is_drawn_and_go_on_then() -> None:
 
 
 async def test_a_canary_that_the_engine_has_not_begun_ends_with_a_drain() -> None:
-    drawing, may_end = threading.Event(), threading.Event()
-
-    def draw(request: contract.ImageRequest) -> contract.Pixels:
-        drawing.set()
-        may_end.wait()
-        return draw_noise(request)
-
-    async with engine_thread_with(StandInEngine(capacity=1, draw=draw)) as engine_thread:
+    engine, drawing, may_end = held_engine()
+    async with engine_thread_with(engine) as engine_thread:
         await engine_thread.submit(1, prepared(1))
         await asyncio.to_thread(drawing.wait)
         waiting = asyncio.create_task(engine_thread.draw(2, prepared(2)))
-        await asyncio.sleep(0.01)
+        await polling.turn()
         engine_thread.stop_accepting()
         assert await waiting is None
         may_end.set()

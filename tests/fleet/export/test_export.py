@@ -351,7 +351,7 @@ async def test_the_plan_is_sorted_with_flat_memory(
 
     async def records() -> Any:
         for name in names:
-            yield record.model_copy(update={"id": name, "blob": f"spring/{name}.png"})
+            yield [record.model_copy(update={"id": name, "blob": f"spring/{name}.png"})]
 
     from imagefleet.records.damaged import Damaged
 

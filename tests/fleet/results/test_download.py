@@ -143,7 +143,7 @@ async def test_names_that_differ_in_capitals_are_two_files_on_every_disk(
         first, second = await store_images(storage, "cat", "Cat")
         monkeypatch.setattr(files, "ignores_case", lambda _: True)
         with download.opened(tmp_path / "images", storage.blobs, "spring") as running:
-            await running.run(_each(first, second), lambda: None)
+            await running.run([first, second], lambda: None)
 
     (other,) = matching(tmp_path / "images", "Cat~*.png")
     assert other.stat().st_size == second.size_bytes
@@ -152,11 +152,6 @@ async def test_names_that_differ_in_capitals_are_two_files_on_every_disk(
 
 def test_the_disk_of_the_tests_tells_capitals_apart(tmp_path: Path) -> None:
     assert not files.ignores_case(tmp_path)
-
-
-async def _each(*records: Any) -> Any:
-    for record in records:
-        yield record
 
 
 async def test_only_one_process_downloads_to_a_folder(

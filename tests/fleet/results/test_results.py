@@ -174,7 +174,7 @@ async def test_parquet_is_written_by_row_groups(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(parquet, "ROW_GROUP", 2)
-    monkeypatch.setattr(parquet, "_BATCH", 1)
+    monkeypatch.setattr("imagefleet.records.stored._PARSED", 1)
 
     await results("--parquet", "spring.parquet")
 

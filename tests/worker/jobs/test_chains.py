@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import io
 import json
+import threading
 from collections import Counter
 from collections.abc import Callable
 from datetime import timedelta
@@ -16,6 +17,7 @@ import pytest
 from PIL import Image
 from pydantic import SecretStr
 
+import polling
 from fleet.keys import mint
 from imagefleet import cancelled, errors, retry
 from imagefleet.job import embedded
@@ -99,7 +101,7 @@ async def lose(storage: Storage, body: str) -> None:
     """Sends a message whose first worker is lost."""
     await storage.queue.send([body])
     assert await storage.queue.receive(1, 1)
-    await asyncio.sleep(1.1)
+    await polling.until_leases_end(storage.poison, 1)
 
 
 async def test_each_stage_is_drawn_once_and_the_job_completes_with_the_last(
@@ -335,6 +337,7 @@ async def test_a_campaign_that_is_cancelled_while_the_queue_does_not_answer_goes
     storage: Storage,
     run_pipeline: RunPipeline,
     chained: Message,
+    spring_is_read: threading.Event,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     send, calls = storage.models.send, iter([True])
@@ -342,7 +345,7 @@ async def test_a_campaign_that_is_cancelled_while_the_queue_does_not_answer_goes
     async def unanswered(*given: Any) -> None:
         if next(calls, False):
             await cancelled.cancel(storage, "spring")
-            await asyncio.sleep(0.1)  # the worker reads the list meanwhile
+            await polling.until(spring_is_read.is_set)
             raise errors.TransientError("no answer")
         await send(*given)
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+import polling
 from imagefleet import errors
 from imagefleet.job.message import images_of, read_job
 from imagefleet.storage.protocol import LeasedMessage
@@ -110,7 +111,7 @@ async def test_every_other_turn_is_of_a_job_that_is_not_begun() -> None:
 async def test_whoever_waits_for_a_turn_gets_the_next_job_of_either_kind() -> None:
     turns = Turns(1)
     waiting = [asyncio.ensure_future(turns.next()) for _ in range(2)]
-    await asyncio.sleep(0)
+    await polling.turn()
     first, second = object(), object()
     turns.go_on(first)  # type: ignore[arg-type]
     await turns.put(second)  # type: ignore[arg-type]
@@ -121,7 +122,7 @@ async def test_no_more_jobs_wait_than_there_is_room_for() -> None:
     turns = Turns(1)
     await turns.put(object())  # type: ignore[arg-type]
     putting = asyncio.ensure_future(turns.put(object()))  # type: ignore[arg-type]
-    await asyncio.sleep(0.01)
+    await polling.turn(5)
     assert not putting.done()
     await turns.next()
     await asyncio.wait_for(putting, 5)

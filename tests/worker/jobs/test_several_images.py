@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import threading
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -104,20 +105,26 @@ async def test_images_and_their_records_are_there_while_the_job_goes_on(
     storage: Storage, run_pipeline: RunPipeline, message: Message
 ) -> None:
     await storage.queue.send([message(id="j", seed=0, batch_size=4, n_iter=10)])
-    engine = Drawing(capacity=2, tick_seconds=0.05)
+    allowed = threading.Semaphore(0)
+
+    def wait(_seed: int) -> None:
+        allowed.acquire()
+
+    async def recorded(images: int) -> reader.Counts:
+        return await polling.until(
+            lambda: reader.counts(storage, "default"), lambda counts: counts.images == images
+        )
+
+    engine = Drawing(wait, capacity=1)
     running = asyncio.create_task(run_pipeline(engine, until_empty=True))
-    seen: list[tuple[int, int, int]] = []
-    while not running.done():
-        counts = await reader.counts(storage, "default")  # first: the job goes on
-        images = len(await stored(storage))
-        seen.append((images, counts.images, counts.completed))
-        await asyncio.sleep(0.02)
+    for images in (8, 16):
+        allowed.release(8)
+        counts = await recorded(images)  # not at the end alone: the job goes no further
+        assert len(await stored(storage)) == images
+        assert counts.completed == 0, "counted before it was complete"
+    allowed.release(40)
     pipeline = await running
 
-    partial = [each for each in seen if 0 < each[0] < 40]
-    assert len({images for images, _, _ in partial}) >= 2, seen
-    assert any(0 < recorded < 40 for _, recorded, _ in partial), "recorded only at the end"
-    assert not any(completed for _, _, completed in partial), "counted before it was complete"
     assert await stored(storage) == names(40)
     counts = await reader.counts(storage, "default")
     assert (counts.images, counts.completed) == (40, 1)

@@ -194,15 +194,21 @@ async def test_a_job_that_cannot_be_moved_is_handed_back_and_never_poison(
     async def refuse(*_: object) -> None:
         raise errors.SetupError("the SAS token may not add messages")
 
+    released = asyncio.Event()
+    release = type(storage.queues["normal"]).release
+
+    async def noting(*arguments: Any, **options: Any) -> None:
+        await release(*arguments, **options)
+        released.set()
+
+    monkeypatch.setattr(type(storage.queues["normal"]), "release", noting)
     monkeypatch.setattr(storage.models, "send", refuse)
     await storage.queues["normal"].send([job(1, "second")])
     engines, stop = Engines(worker_settings, "first"), asyncio.Event()
     running = asyncio.create_task(
         work(storage, worker_settings(until_empty=False), engines.models(), stop)
     )
-    async with asyncio.timeout(10):
-        await polling.until(storage.queues["normal"].depth, lambda depth: depth.leased)
-        await asyncio.sleep(0.2)
+    await released.wait()
     stop.set()
     pipeline = await running
     assert pipeline.settler.outcomes == {"handed_back": 1}
@@ -344,7 +350,7 @@ async def test_a_stop_during_a_change_loses_nothing(
     )
     await asyncio.to_thread(loading.wait, 10)
     stop.set()
-    await asyncio.sleep(0.05)
+    await polling.turn(50)
     go_on.set()
     await running
     assert (await storage.models.of("second")["normal"].depth()).messages == 1

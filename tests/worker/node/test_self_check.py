@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import json
 import logging
+import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -27,7 +28,7 @@ from worker.node.reference import Reference
 from worker.node.self_check import NodeSelfCheck
 from worker.node.suspects import Suspects
 from worker.settings import WorkerSettings
-from worker.testing import StandInEngine
+from worker.testing import StandInEngine, draw_noise
 
 RunPipeline = Callable[..., Any]  # the fixture of conftest.py
 
@@ -129,10 +130,9 @@ async def test_weights_that_differ_once_were_read_wrongly_and_twice_are_a_fault(
     monkeypatch.setattr(self_check, "WEIGHTS_SECONDS", 0.01)
     engine = Engine()
     async with checks_of(engine, storage) as checks:
-        engine.self_check.faults = ["unet", None]
+        engine.self_check.faults = ["unet", None, None, None]
         watching = asyncio.create_task(checks.watch_weights())
         await polling.until(lambda: not engine.self_check.faults)
-        await asyncio.sleep(0.05)
         assert not watching.done()
         engine.self_check.faults = ["unet", "unet"]
         with pytest.raises(errors.NodeError, match="unet"):
@@ -337,9 +337,31 @@ async def test_a_node_that_is_quarantined_while_it_works_hands_its_jobs_back(
     storage: Storage, run_pipeline: RunPipeline, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(quarantine, "PERIOD_SECONDS", 0.05)
+    stored, is_read = threading.Event(), threading.Event()
+    reason = quarantine.Quarantine.reason
+
+    async def noting(self: quarantine.Quarantine) -> str | None:
+        found = await reason(self)
+        if found is not None:
+            is_read.set()
+        return found
+
+    def draw(request: contract.ImageRequest) -> contract.Pixels:
+        if stored.is_set():
+            is_read.wait()
+        return draw_noise(request)
+
+    monkeypatch.setattr(quarantine.Quarantine, "reason", noting)
     await storage.queue.send(json.dumps({"prompt": "a cat", "id": str(n)}) for n in range(50))
-    running = asyncio.create_task(run_pipeline(StandInEngine(capacity=1, tick_seconds=0.05)))
-    await asyncio.sleep(0.3)
+    running = asyncio.create_task(
+        run_pipeline(StandInEngine(capacity=1, tick_seconds=0.01, draw=draw))
+    )
+
+    async def images() -> list[str]:
+        return [name async for name in storage.blobs.names("default/")]
+
+    await polling.until(images)
+    stored.set()
     await put_list(storage, listing("test-worker"))
     with pytest.raises(errors.NodeError, match="this node is quarantined"):
         await running

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -152,7 +151,7 @@ async def test_failed_images_count_only_if_a_plain_one_fails_as_well(
         while True:
             node.watch.image_generated("sd1", [Pass(512, 512, 15)])
             node.watch.image_failed(errors.TransientError("NaN"))
-            await asyncio.sleep(0)
+            await polling.turn()
 
     failing = asyncio.create_task(fail())
     watching = asyncio.create_task(node.watch.wait_until_broken(diagnose))
@@ -289,14 +288,15 @@ async def test_a_campaign_whose_images_fail_for_several_windows_costs_no_node(
     monkeypatch.setattr("worker.settle.FIRST_RETRY_SECONDS", 0.01)
 
     def draw(request: contract.ImageRequest) -> contract.Pixels:
-        time.sleep(0.01)
         if str(request.prompt) == "x":
             raise errors.TransientError("the image came out as NaN")
         return draw_noise(request)
 
     await fill(storage)
     stop = asyncio.Event()
-    pipeline, running = run_watched(StandInEngine(size=(512, 512), draw=draw), stop)
+    pipeline, running = run_watched(
+        StandInEngine(size=(512, 512), tick_seconds=0.02, draw=draw), stop
+    )
     windows = pipeline.metrics.registry.get_sample_value
     await until(
         lambda: (windows("imagefleet_node_watch_windows_total", {"result": "passed"}) or 0) >= 4
@@ -313,19 +313,29 @@ async def test_a_single_slow_image_costs_no_node(
 ) -> None:
     drawn = 0
 
+    def ended_windows() -> float:
+        results = ("passed", "failed", "unknown")
+        return sum(
+            windows("imagefleet_node_watch_windows_total", {"result": result}) or 0
+            for result in results
+        )
+
     def draw(request: contract.ImageRequest) -> contract.Pixels:
         nonlocal drawn
         drawn += 1
-        time.sleep(0.5 if drawn == 4 else 0.01)  # three windows and more
+        if drawn == 4:
+            before = ended_windows()
+            polling.until_in_thread(lambda: ended_windows() > before + watchdog.FAILED_WINDOWS)
         return draw_noise(request)
 
     await fill(storage, 60)
     stop = asyncio.Event()
-    pipeline, running = run_watched(StandInEngine(capacity=1, size=(512, 512), draw=draw), stop)
+    engine = StandInEngine(capacity=1, size=(512, 512), tick_seconds=0.01, draw=draw)
+    pipeline, running = run_watched(engine, stop)
+    windows = pipeline.metrics.registry.get_sample_value
     await until(lambda: pipeline.settler.outcomes.total() == 60)
     stop.set()
     await running
 
     assert salad_metadata_service.reasons == []
-    windows = pipeline.metrics.registry.get_sample_value
     assert windows("imagefleet_node_watch_windows_total", {"result": "passed"})

@@ -54,7 +54,7 @@ async def test_long_reasons_and_high_costs_are_cut(
 
 
 async def slow(_: web.Request) -> web.StreamResponse:
-    await asyncio.sleep(1)
+    await asyncio.Event().wait()
     return web.Response()
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+import polling
 from imagefleet import errors
 from imagefleet.records import reader
 from imagefleet.records.record import Record
@@ -193,10 +194,10 @@ async def test_a_record_waits_for_others_only_while_there_can_be_others() -> Non
     tasks = [asyncio.create_task(each()) for each in (pending.run, pending.finish)]
     record = Record.model_validate({"outcome": "failed", "id": "a", "at": "2026-11-22T12:00:00Z"})
     await pending.put(finish, [record])
-    await asyncio.sleep(0.05)
+    await polling.turn(20)
     assert not ended["finished"], "the other job may end soon"
     await pending.put(finish, [record])
-    await asyncio.sleep(0.05)
+    await polling.until(lambda: ended["finished"] == 2)
     assert ended == {"written": 1, "again": 1, "finished": 2}
     for task in tasks:
         task.cancel()
@@ -224,11 +225,10 @@ async def test_jobs_that_wait_to_be_acknowledged_are_told_from_jobs_that_wait_fo
     await pending.put(finish, [record])
     await pending.put(finish, [record])
     assert pending.behind_seconds == 0
-    await asyncio.sleep(0.15)
-    assert pending.behind_seconds > 0.05
+    await polling.until(lambda: pending.behind_seconds > 0)
     answers.set()
-    await asyncio.sleep(0.05)
-    assert (pending.behind_seconds, pending.jobs) == (0, 0)
+    await polling.until(lambda: not pending.jobs)
+    assert pending.behind_seconds == 0
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)

@@ -232,9 +232,12 @@ async def test_a_lora_added_after_the_worker_began_is_used_at_once(
         await polling.until(lambda: stored(storage), lambda names: names == ["c/first.png"])
         await put_loras(storage, manifest.encode("loras", hashes, key), second=files["second"])
         await storage.queue.send([bodies["second"]])
-        while len(await stored(storage)) < 2:
+
+        async def both() -> bool:
             assert not (await storage.poison.depth()).messages
-            await asyncio.sleep(0.01)
+            return len(await stored(storage)) == 2
+
+        await polling.until(both)
         stop.set()
 
     pipeline, _ = await asyncio.gather(

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+import polling
 from imagefleet import errors
 from imagefleet.storage import dead_letter
 from imagefleet.storage.deliveries import CONDEMNED_AFTER, Deliveries
@@ -107,7 +108,7 @@ async def test_nothing_shares_the_time_of_a_suspect() -> None:
             running.append(name)
             for _ in range(3):
                 together.add(tuple(sorted(running)))
-                await asyncio.sleep(0)
+                await polling.turn()
             running.remove(name)
 
     names = ["a", "b", "suspect 1", "c", "suspect 2", "d"]
@@ -125,17 +126,21 @@ async def test_a_cancelled_suspect_lets_the_others_go_on(stage: str) -> None:
         async with isolation.shared():
             await release.wait()
 
+    inside = asyncio.Event()
+
     async def be_alone() -> None:
         async with isolation.alone():
+            inside.set()
             await asyncio.Event().wait()
 
     sharing = asyncio.create_task(share())
-    await asyncio.sleep(0)
+    await polling.turn()
     suspect = asyncio.create_task(be_alone())
-    await asyncio.sleep(0.01)
+    await polling.turn(5)
+    assert not inside.is_set()
     if stage == "inside":
         release.set()
-        await asyncio.sleep(0.01)
+        await inside.wait()
     suspect.cancel()
     await asyncio.gather(suspect, return_exceptions=True)
     release.set()
