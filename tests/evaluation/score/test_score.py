@@ -125,15 +125,15 @@ def run(folder):
     return session.run(asked).model_dump_json()
 
 
-write = chunks.files.whole
+write = chunks.console.write_file
 for writes in (2, 5, 7):
     if (child := os.fork()) == 0:
         left = iter(range(writes))
-        def whole_or_killed(path):
+        def write_or_die(path, content):
             if next(left, None) is None:
                 os.kill(os.getpid(), signal.SIGKILL)
-            return write(path)
-        chunks.files.whole = whole_or_killed
+            return write(path, content)
+        chunks.console.write_file = write_or_die
         run(killed)
         os._exit(0)
     assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGKILL
