@@ -7,7 +7,6 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import aiohttp
 
@@ -15,11 +14,9 @@ from evaluation.bench import workers
 from fleet import console
 from imagefleet import concurrency, errors
 from imagefleet.storage.open import open_storage
+from imagefleet.storage.protocol import Storage
 from imagefleet.storage.settings import StorageSettings
-
-if TYPE_CHECKING:
-    from imagefleet.storage.protocol import Storage
-    from worker.gpus.choice import Gpu
+from worker.gpus.choice import Gpu
 
 CAMPAIGN = "scaling"
 

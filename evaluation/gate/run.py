@@ -27,6 +27,8 @@ from imagefleet.files import demo
 from imagefleet.job.message import Job
 from imagefleet.storage.open import open_storage
 from imagefleet.storage.settings import StorageSettings
+from worker.files import check
+from worker.node import libraries
 
 #: Nothing is compared by features.
 NONE = "none"
@@ -98,12 +100,8 @@ def _check(plan: Plan) -> None:
             raise errors.SetupError(f"{flag} is for settings that are drawn here; there are none")
     if plan.a == plan.b and plan.storages[0] == plan.storages[1]:
         raise errors.SetupError(f"A and B are the same: {plan.a}")
-    from worker.files import check
-
     check.require_path(plan.model)
     if plan.engines:
-        from worker.node import libraries
-
         libraries.require()
 
 
@@ -123,8 +121,6 @@ def _measures(plan: Plan) -> Measures:
 
 
 def _device(plan: Plan) -> str:
-    from worker.node import libraries
-
     libraries.require()
     from worker.engine import device
 
