@@ -249,4 +249,4 @@ def _show(report: DemoReport, settings: WorkerSettings, storage: Path, *, cascad
     name = Path(script).name
     program = name if shutil.which(name) == script else shlex.quote(script)
     address = shlex.quote(settings.storage)
-    console.print_plain(f"\n  {program} failed list --storage {address}")
+    console.print_plain(f"\n  {program} failed --storage {address}")

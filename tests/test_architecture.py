@@ -26,7 +26,7 @@ ALLOWED = {
 }
 
 #: What `evaluation` may import of `fleet`, which itself imports nothing of `evaluation`.
-FOR_COMMANDS = ("fleet.console", "fleet.options")
+FOR_COMMANDS = ("fleet.campaigns.target", "fleet.console", "fleet.options")
 
 TORCH = {"torch", "diffusers", "transformers", "peft", "accelerate"}
 

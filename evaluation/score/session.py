@@ -14,6 +14,7 @@ from evaluation.score.extractors import ExtractorFacts
 from evaluation.score.plan import Chunk, Plan
 from evaluation.score.reference import Reference
 from fleet import console
+from fleet.campaigns import target
 from imagefleet.records import reader
 from imagefleet.scoring.scores import Scores
 from imagefleet.storage.settings import StorageSettings
@@ -93,7 +94,7 @@ def _compared(
 async def _plan(asked: Asked) -> Plan:
     async with console.connected(asked.settings) as fleet:
         storage = fleet.storage
-        await reader.check_exists(storage, asked.campaign)
+        await target.check_campaign(storage, asked.campaign)
         if asked.follow:
             console.print_note(f"waiting for the end of {asked.campaign}")
             follower = reader.Follower(storage, asked.campaign)

@@ -6,12 +6,14 @@ import asyncio
 import contextlib
 import json
 import logging
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from fleet import console, options
+from fleet.campaigns import target
 from fleet.webhooks.settings import WebhookSettings
 from imagefleet.telemetry import logs
 
@@ -24,10 +26,22 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True, slots=True)
+class Events:
+    """Which events are sent."""
+
+    campaign: target.OnlyCampaign = None
+    each_job: Annotated[
+        bool, typer.Option("--each-job", help="Also the end of each job, not only of campaigns.")
+    ] = False
+    since: options.Since = None
+
+
 @options.from_settings(WebhookSettings)
 @console.synchronous
 async def command(
     settings: WebhookSettings,
+    events: Events,
     url: Annotated[str, typer.Option(metavar="URL", help="Where events are sent: https only.")],
     secret_file: Annotated[
         Path,
@@ -37,13 +51,6 @@ async def command(
             " it.",
         ),
     ],
-    campaign: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Only events of this campaign.")
-    ] = None,
-    each_job: Annotated[
-        bool, typer.Option("--each-job", help="Also the end of each job, not only of campaigns.")
-    ] = False,
-    since: options.Since = None,
     state: Annotated[
         Path, typer.Option(metavar="FILE", help="Record of what was delivered.")
     ] = Path("webhooks.json"),
@@ -74,11 +81,11 @@ async def command(
     from imagefleet import errors, redaction
 
     logs.configure(settings.log_format)
-    options.check_campaign(campaign)
+    campaign = target.campaign(events.campaign)
     endpoint.checked_url(url)
     signer = Signer.read(secret_file)
-    moment = options.read_moment("--since", since)
-    wanted = service.Wanted(settings.fleet_name, campaign, each_job=each_job, since=moment)
+    moment = options.read_moment("--since", events.since)
+    wanted = service.Wanted(settings.fleet_name, campaign, each_job=events.each_job, since=moment)
     in_use = f"another `imagefleet webhooks` keeps the state {state}"
     # A preview may run beside the service itself.
     with contextlib.nullcontext() if dry_run else console.only_one(state, in_use):

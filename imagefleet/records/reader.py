@@ -12,7 +12,7 @@ from datetime import datetime
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from imagefleet import concurrency, errors, validation
+from imagefleet import concurrency, errors
 from imagefleet.job.message import RECORDS
 from imagefleet.records import shard, stored
 from imagefleet.records.damaged import Damaged
@@ -125,17 +125,6 @@ async def results(
                 yield some
                 if left is not None and (left := left - len(some)) == 0:
                     return
-
-
-async def check_exists(storage: Storage, campaign: str) -> None:
-    """Raises SetupError for a campaign that has no records, with the name that is close."""
-    names = [name async for name in campaigns(storage)]
-    if campaign in names:
-        return
-    raise errors.SetupError(
-        f"campaign {campaign!r} has no records in {storage.url}"
-        + (validation.suggestion(campaign, names) or "; `imagefleet campaigns` lists those that do")
-    )
 
 
 async def end(storage: Storage, campaign: str) -> dict[str, int]:

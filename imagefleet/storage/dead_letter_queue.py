@@ -44,7 +44,8 @@ class Selection:
     """Selects the failed jobs that meet all of the given conditions.
 
     *error* is a part of the error's class or reason, ignoring case. *id* is the job's or the
-    message's. *sources* are the failures themselves, by the ids of the messages that failed.
+    message's; what is no record of a job has its message's, and is in the campaign `default`.
+    *sources* are the failures themselves, by the ids of the messages that failed.
     *model* is the one that the job names; jobs whose message no queue message can hold have none.
     """
 
@@ -59,8 +60,9 @@ class Selection:
             return False
         record = entry.record
         if record is None:
-            others = (self.error, self.campaign, self.sources, self.model)
-            return all(each is None for each in others)
+            is_named = self.id is not None and self.campaign == DEFAULT_CAMPAIGN
+            others = (self.error, self.sources, self.model)
+            return all(each is None for each in others) and (is_named or self.campaign is None)
         if self.model is not None and self.model != record.model:
             return False
         if self.campaign is not None and self.campaign != (record.campaign or DEFAULT_CAMPAIGN):

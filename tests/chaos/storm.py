@@ -116,8 +116,8 @@ class Storm:
             calls = [
                 asyncio.create_task(self._now_and_then(*call))
                 for call in (
-                    (2.0, "failed", "replay", "--all", "--yes"),
-                    (6.0, "cancel", "--campaign", STOPPED, "--yes"),
+                    (2.0, "replay", "--all", "--yes"),
+                    (6.0, "cancel", STOPPED, "--yes"),
                 )
             ]
             try:
@@ -226,7 +226,7 @@ class Storm:
         jobs.write_text("".join(f"{json.dumps(job)}\n" for job in both))
         checkpoint = self.folder / "load.checkpoint"
         rate = self.tally.jobs / FILL_SECONDS
-        command = ["load", jobs, "--checkpoint", checkpoint, "--rate", str(rate), "--json"]
+        command = ["load", jobs, "--state", checkpoint, "--rate", str(rate), "--json"]
         for sending_seconds in (self.random.uniform(0.1, 0.8), self.random.uniform(0.1, 0.8)):
             began_at = time.time()
             await self._command(

@@ -339,7 +339,7 @@ def watch(
     for process in (*workers[1:], exporter):
         assert process.wait(60) == 0, logs(folder)
     time.sleep(3)  # until vmagent has forwarded the last push
-    report = [COMMAND, "report", "--storage", storage, "--campaign", CAMPAIGN, "--json"]
+    report = [COMMAND, "report", "--storage", storage, CAMPAIGN, "--json"]
     printed = subprocess.run(
         [*report, "--prometheus", server],
         env=environment(),

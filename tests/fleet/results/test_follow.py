@@ -44,7 +44,7 @@ def start(
 
     async def run(*arguments: str) -> asyncio.Task[subprocess.CompletedProcess[str]]:
         monkeypatch.setattr(reader.Follower, "poll", poll)
-        storage = ("--campaign", "spring", "--storage", local_settings.storage)
+        storage = ("spring", "--storage", local_settings.storage)
         command = asyncio.to_thread(in_process, "results", *storage, "--follow", *arguments)
         running = asyncio.create_task(command)
         assert await asyncio.to_thread(follows.wait, 30)
@@ -129,7 +129,7 @@ async def test_ctrl_c_is_a_usual_end(local_settings: StorageSettings, store_imag
     async with open_storage(local_settings) as storage:
         await store_images(storage, "0001")
     command = [
-        *(sys.executable, "-m", "fleet.entry", "results", "--campaign", "spring"),
+        *(sys.executable, "-m", "fleet.entry", "results", "spring"),
         *("--storage", local_settings.storage, "--follow", "--json"),
     ]
     process = await asyncio.create_subprocess_exec(
