@@ -13,13 +13,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from fleet import console, demo_cascade, demo_jobs, options
-from fleet.demo_jobs import INVALID_MESSAGE
-from fleet.worker import command as worker
+from fleet import console, demo_cascade, options
 from imagefleet import aio, errors
+from imagefleet.files import demo
+from imagefleet.files.demo import INVALID_MESSAGE
 from imagefleet.job.message import Job
 from imagefleet.pricing import prices
 from imagefleet.storage.open import open_storage
+from worker.node import libraries
 from worker.settings import WorkerSettings
 
 if TYPE_CHECKING:
@@ -79,15 +80,15 @@ def command(
     """
     with console.one_line_errors():
         console.check_writable(json_file)
-        worker.require_libraries()
+        libraries.require()
         if cascade:
             model = ",".join(map(str, demo_cascade.find_stages()))
             loras, messages = None, demo_cascade.messages()
         else:
-            checkpoint = demo_jobs.find_checkpoint()
+            checkpoint = demo.find_checkpoint()
             model, loras = str(checkpoint), checkpoint / "loras"
             valid = (checkpoint / "demo_jobs.jsonl").read_text(encoding="utf-8").splitlines()
-            messages = demo_jobs.messages(valid)
+            messages = demo.messages(valid)
         storage = directory / "storage"
         given = {
             "storage": f"local:{storage}",

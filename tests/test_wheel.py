@@ -94,7 +94,9 @@ COMMANDS: dict[str, Case] = {
     "report": Case("spring", r"Report: spring-report\.html"),
     "results": Case("spring", r"images +1"),
     "export": Case("spring shards --format imagefolder", r"1 image, .* in 1 shard"),
-    "score": Case("spring --extractor demo", NEEDS_WORKER, 2),
+    "score": Case(
+        "spring --extractor demo", r"torch is not installed; .*pip install '\.\[evaluation\]'", 2
+    ),
     "failed": Case("spring/j1", r"there is no LoRA fox"),
     "replay": Case("spring/j1", r"1 .*replayed"),
     "discard": Case("--all --yes", r"1 .*discarded"),

@@ -15,9 +15,9 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from evaluation.bench import latency, scaling
 from evaluation.bench.options import Asked, Kind, Shown, check
 from fleet import console, options
-from fleet.worker import command as worker
 from imagefleet.pricing import prices
 from worker.files import check as checkpoint
+from worker.node import libraries
 
 if TYPE_CHECKING:
     from evaluation.bench.engine import StartStep
@@ -78,7 +78,7 @@ def command(
 
 
 def _measure_engine(asked: Asked) -> dict[str, Any]:
-    worker.require_libraries()
+    libraries.require()
     from evaluation.bench import engine as bench_engine
     from evaluation.bench import machine
     from worker.engine import device as devices

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 from evaluation.bench.options import Asked
 from fleet import console
-from fleet.worker import command as worker
 from imagefleet.pricing import families
 from worker.files import check
+from worker.node import libraries
 
 if TYPE_CHECKING:
     from evaluation.bench.engine import Setup
@@ -27,7 +27,7 @@ REPEATS = 3
 
 def measure_all(asked: Asked) -> dict[str, Any]:
     """Euler ancestral steps with guidance and another LoRA an image, in the checkpoint's size."""
-    worker.require_libraries()
+    libraries.require()
     from evaluation.bench import engine as bench_engine
     from evaluation.bench import machine
     from worker.engine import device as devices

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 from evaluation.bench.options import Asked
 from fleet import console, options
-from fleet.worker import command as worker
 from imagefleet import errors
 from imagefleet.job import samplers
+from worker.node import libraries
 
 if TYPE_CHECKING:
     from evaluation.bench.runs import Row
@@ -32,7 +32,7 @@ def measure(asked: Asked) -> tuple[Sequence[Row], dict[str, Any]]:
         sampler = samplers.find(asked.sampler).name
     except ValueError as error:
         raise errors.SetupError(f"--sampler: {error}") from None
-    worker.require_libraries()
+    libraries.require()
     from evaluation.bench import runs
 
     counts = None if asked.workers is None else _numbers(asked.workers)

@@ -16,7 +16,7 @@ from imagefleet import errors
 from imagefleet.storage.settings import StorageSettings
 
 if TYPE_CHECKING:
-    from evaluation.score.scores import Scores
+    from imagefleet.scoring.scores import Scores
 
 #: More only wait for the storage, and each has the networks in memory.
 _MOST_PROCESSES = 4
@@ -168,8 +168,9 @@ def _read_part(text: str | None) -> tuple[int, int]:
 
 
 def _show(scores: Scores, curve: Path | None, json_file: Path | None, *, as_json: bool) -> None:
-    from evaluation.score import curve as drawing
     from evaluation.score import table
+    from imagefleet.scoring import curve as drawing
+    from imagefleet.scoring.scores import facts
 
     figures = scores.model_dump()
     if json_file is not None:
@@ -187,7 +188,7 @@ def _show(scores: Scores, curve: Path | None, json_file: Path | None, *, as_json
         return
     console.print_tables(table.table(scores))
     console.print_plain("")
-    console.print_facts(table.facts(scores))
+    console.print_facts(facts(scores))
 
 
 def _warn(scores: Scores) -> None:

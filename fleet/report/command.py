@@ -19,10 +19,11 @@ from fleet.report import records as report_records
 from imagefleet import errors
 from imagefleet.job.message import DEFAULT_CAMPAIGN
 from imagefleet.pricing import price_file, prices
+from imagefleet.scoring import scores as campaign_scores
+from imagefleet.scoring.scores import Scores
 from imagefleet.storage.open import LOCAL_SCHEME
 
 if TYPE_CHECKING:
-    from evaluation.score.scores import Scores
     from fleet.report.samples import Sample
 
 #: Reasons for damage that stderr shows; the page and the JSON have some more.
@@ -110,9 +111,7 @@ def _read_scores(path: Path | None, campaign: str) -> Scores | None:
     """The scores in a file; raises SetupError for those of another campaign."""
     if path is None:
         return None
-    from evaluation.score import scores
-
-    found = scores.read(path)
+    found = campaign_scores.read(path)
     if found.campaign != campaign:
         raise errors.SetupError(f"{path} has the scores of {found.campaign}, not of {campaign}")
     return found

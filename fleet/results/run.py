@@ -12,7 +12,7 @@ from typing import TextIO
 
 from fleet import console
 from fleet.campaigns import target
-from fleet.results import download, files, follow, lines, parquet, table
+from fleet.results import download, files, lines, parquet, table
 from imagefleet.records import reader
 from imagefleet.records.damaged import Damaged
 from imagefleet.records.record import Record
@@ -59,7 +59,9 @@ class _Run:
         """Results from a follower's *position* on, until the campaign's end; *left* at most."""
         wanted = self.wanted
         follower = reader.Follower(self.storage, wanted.campaign, position, self.damaged)
-        polls = follow.follow(self.storage, follower, wanted.campaign, wanted.outcomes)
+        polls = reader.follow(
+            self.storage, follower, wanted.campaign, wanted.outcomes, console.print_warning
+        )
         if left is not None and left <= 0:
             return
         async for batch in polls:

@@ -9,8 +9,8 @@ from datetime import datetime
 from typing import Literal
 
 from fleet.campaigns.target import Target
-from fleet.verify import picture
 from imagefleet import concurrency, errors, likeness
+from imagefleet.files import picture
 from imagefleet.job.message import CHECKS, COMPARABLE_STEPS, DUPLICATES, MAX_IMAGE_BYTES
 from imagefleet.storage.open import Storage
 from imagefleet.storage.protocol import BlobRecord

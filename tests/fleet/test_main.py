@@ -278,7 +278,9 @@ def test_the_options_of_the_storage_are_described_once(imagefleet: Imagefleet) -
 
 
 def test_the_demo_sends_the_reference_message_verbatim() -> None:
-    message = json.loads((ROOT / "fleet" / "reference-job.json").read_text(encoding="utf-8"))
+    message = json.loads(
+        (ROOT / "imagefleet" / "files" / "reference-job.json").read_text(encoding="utf-8")
+    )
 
     assert message["sampler_name"] == "k_euler_a"
     assert message["prompt"].startswith("photo of a jump rope, <lora:magic-fantasy-forest-v2:0.35>")

@@ -32,7 +32,7 @@ from fleet.report import figures, plot, records
 from fleet.salad import file as salad_file
 from header_files import LORA, REFINER, SD1
 from imagefleet import errors, redaction
-from imagefleet.files import contents, safetensors
+from imagefleet.files import contents, picture, safetensors
 from imagefleet.job import image_record, message, prompt, sizes
 from imagefleet.pricing import price_file, prices
 from imagefleet.records.record import Record
@@ -367,7 +367,7 @@ TARGETS: dict[str, Target] = {
     ),
     "infotext": Target(
         _image,
-        (contact_sheet.DamagedImageError,),
+        (picture.DamagedImageError,),
         (
             INFOTEXT,
             _png((b"tEXt", b"parameters\0" + INFOTEXT)),

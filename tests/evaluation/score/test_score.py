@@ -19,8 +19,7 @@ import pytest
 from evaluation.score import chunks, metrics, plan
 from evaluation.score.statistics import Statistics
 from fleet import console
-from fleet.results import follow
-from imagefleet.records import sweep
+from imagefleet.records import reader, sweep
 from imagefleet.records.record import Record
 from imagefleet.records.writer import RecordLog
 from imagefleet.storage.open import Storage, open_storage
@@ -126,15 +125,15 @@ def run(folder):
     return session.run(asked).model_dump_json()
 
 
-write = chunks.files.whole
+write = chunks.console.write_file
 for writes in (2, 5, 7):
     if (child := os.fork()) == 0:
         left = iter(range(writes))
-        def whole_or_killed(path):
+        def write_or_die(path, content):
             if next(left, None) is None:
                 os.kill(os.getpid(), signal.SIGKILL)
-            return write(path)
-        chunks.files.whole = whole_or_killed
+            return write(path, content)
+        chunks.console.write_file = write_or_die
         run(killed)
         os._exit(0)
     assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGKILL
@@ -310,7 +309,7 @@ def test_the_end_of_a_campaign_is_waited_for(
             async with open_storage(copy) as storage:
                 await end_job(storage.blobs)
 
-    monkeypatch.setattr(follow.asyncio, "sleep", sleep)
+    monkeypatch.setattr(reader.asyncio, "sleep", sleep)
     found = score("plain", "--clip", "demo", "--follow", storage=copy.storage)
     assert polls >= 12
     assert "still to do" not in found["stderr"]

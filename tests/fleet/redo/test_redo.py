@@ -15,7 +15,8 @@ import polling
 from fleet import console
 from fleet.campaigns import target
 from fleet.redo import command, replace, select
-from fleet.verify import pairs, picture, verdict
+from fleet.verify import pairs, verdict
+from imagefleet.files import picture
 from imagefleet.job.message import read_job
 from imagefleet.records import reader
 from imagefleet.signing import SigningKey, TrustedKeys

@@ -18,6 +18,7 @@ import pytest
 
 from fleet import contact_sheet
 from imagefleet import errors
+from imagefleet.files import picture
 from imagefleet.job import image_record
 from imagefleet.job.message import MAX_IMAGE_BYTES, Output
 from imagefleet.records.record import Record
@@ -184,5 +185,5 @@ def test_a_contact_sheet_has_an_empty_tile_for_what_is_no_image() -> None:
 
 
 def test_a_file_of_gigabytes_is_not_read() -> None:
-    with pytest.raises(contact_sheet.DamagedImageError, match="bytes"):
+    with pytest.raises(picture.DamagedImageError, match="bytes"):
         contact_sheet.read_image(io.BytesIO(bytes(MAX_IMAGE_BYTES + 1)).getvalue(), 10)

@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from evaluation.score.scores import GroupScores, Scores
 from fleet import console
 from imagefleet.records.record import Record
 from imagefleet.records.writer import RecordLog
+from imagefleet.scoring.scores import GroupScores, Scores
 from imagefleet.storage.open import open_storage
 from imagefleet.storage.settings import StorageSettings
 

@@ -14,8 +14,9 @@ from PIL import Image
 
 from fleet import console
 from fleet.campaigns import target
-from fleet.verify import pairs, picture, quarantine
+from fleet.verify import pairs, quarantine
 from imagefleet import errors
+from imagefleet.files import picture
 from imagefleet.storage.open import Storage, open_storage
 from imagefleet.storage.settings import StorageSettings
 from worker.engine import contract

@@ -15,7 +15,7 @@ CAMPAIGN = "demo"
 _IN_WHEEL = Path(__file__).with_name("demo_model")
 
 #: The demo's checkpoint: inside the package, or in a checkout of the source.
-TRAINED = _IN_WHEEL if _IN_WHEEL.is_dir() else Path(__file__).resolve().parents[1] / "demo_model"
+TRAINED = _IN_WHEEL if _IN_WHEEL.is_dir() else Path(__file__).resolve().parents[2] / "demo_model"
 
 #: A misspelt field and an unknown LoRA, for the demo to show failed jobs.
 INVALID_MESSAGE = json.dumps({"prompt": "a lighthouse in a storm", "stepz": 15})
