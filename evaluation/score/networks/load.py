@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from evaluation.score.extractors import DEMO, Extractor, TextExtractor
+from evaluation.score.networks.onnx import OnnxExtractor
 from imagefleet import errors
 
 _TORCHSCRIPT = frozenset({".pt", ".pth", ".jit", ".ts", ".torchscript"})
@@ -35,8 +36,6 @@ def _load(path: str | Path, device: str) -> Extractor:
 
         return ClipExtractor(place, device)
     if place.suffix == ".onnx":
-        from evaluation.score.networks.onnx import OnnxExtractor
-
         return OnnxExtractor(place)
     if place.suffix in _TORCHSCRIPT:
         from evaluation.score.networks.torchscript import TorchScriptExtractor
