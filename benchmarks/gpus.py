@@ -38,8 +38,7 @@ import pynvml
 
 from evaluation.bench.runs import until_warm
 from evaluation.bench.workers import DONE, Machine, Sample, running
-from imagefleet.storage.open import open_storage
-from imagefleet.storage.protocol import Storage
+from imagefleet.storage.open import Storage, open_storage
 from imagefleet.storage.settings import StorageSettings
 from one_machine import far_azurite, figures
 from worker.gpus import choice

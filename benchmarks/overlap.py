@@ -15,7 +15,7 @@ import asyncio
 import json
 import tempfile
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +24,8 @@ from rich.table import Table
 
 from imagefleet.job.message import read_job
 from imagefleet.storage import protocol
-from imagefleet.storage.model_queues import ModelQueues
-from imagefleet.storage.open import open_storage
+from imagefleet.storage.open import Storage, open_storage
+from imagefleet.storage.routing.models import ModelQueues
 from worker.engine import contract
 from worker.pipeline import Pipeline
 from worker.settings import WorkerSettings
@@ -45,7 +45,7 @@ class FarQueue:
         self._queue = queue
         self.name = queue.name
 
-    def add(self, model: str, queues: Sequence[protocol.JobQueue]) -> None:
+    def add(self, queues: Iterable[protocol.JobQueue]) -> None:
         """None of a model's queues: they would only be empty."""
 
     def look_seconds(self, seconds: float) -> float:
@@ -140,7 +140,7 @@ class FarBlobs:
 class FarStorage:
     """An open storage whose every call takes LATENCY_SECONDS longer."""
 
-    def __init__(self, storage: protocol.Storage) -> None:
+    def __init__(self, storage: Storage) -> None:
         self.url, self.operations = storage.url, storage.operations
         self.queue = FarQueue(storage.queue)
         self.poison = FarQueue(storage.poison)

@@ -20,8 +20,7 @@ from rich import markup, progress
 from fleet import console, load_progress, options
 from fleet.campaigns import target
 from imagefleet import errors
-from imagefleet.storage.open import open_storage
-from imagefleet.storage.protocol import Storage
+from imagefleet.storage.open import Storage, open_storage
 from imagefleet.storage.queue_names import MAX_SHARDS
 from imagefleet.storage.settings import checked_priority
 from loadgen.settings import LoadSettings

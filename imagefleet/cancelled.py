@@ -17,7 +17,8 @@ from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, ValidationErro
 
 from imagefleet import errors, retry, validation
 from imagefleet.job.message import DEFAULT_CAMPAIGN, SafeId
-from imagefleet.storage.protocol import BlobStore, Storage
+from imagefleet.storage.open import Storage
+from imagefleet.storage.protocol import BlobStore
 from imagefleet.telemetry.logs import Occasion
 
 log = logging.getLogger(__name__)

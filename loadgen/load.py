@@ -18,8 +18,7 @@ from imagefleet import concurrency, errors
 from imagefleet.cancelled import CancelledCampaigns
 from imagefleet.records.writer import RecordLog
 from imagefleet.storage import enqueue
-from imagefleet.storage.open import absolute_url
-from imagefleet.storage.protocol import Storage
+from imagefleet.storage.open import Storage, absolute_url
 from imagefleet.storage.settings import Priority
 from imagefleet.submit import BulkSender, Progress, keep_noting
 from loadgen.campaigns import LoadedCampaigns

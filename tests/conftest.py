@@ -36,8 +36,7 @@ from prometheus_client import CollectorRegistry
 import azurite
 from imagefleet import cancelled
 from imagefleet.storage.azure.storage import API_VERSION
-from imagefleet.storage.open import open_storage
-from imagefleet.storage.protocol import Storage
+from imagefleet.storage.open import Storage, open_storage
 from imagefleet.storage.settings import StorageSettings
 from imagefleet.telemetry import probes
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import itertools
 from collections import Counter
-from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
@@ -60,11 +59,10 @@ MODULES = {module_name(path): path for path in sources(*ALLOWED)}
 
 
 @cache
-def imports(path: Path, *, at_start: bool = False) -> list[str]:
-    """The modules that a file imports; *at_start*: only when it is itself imported."""
+def imports(path: Path) -> list[str]:
+    """The modules that a file imports, in functions and under `TYPE_CHECKING` too."""
     found = []
-    tree = _tree(path)
-    for node in _statements(tree) if at_start else ast.walk(tree):
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
             found += [name.name for name in node.names]
         elif isinstance(node, ast.ImportFrom) and node.module is not None:
@@ -73,27 +71,11 @@ def imports(path: Path, *, at_start: bool = False) -> list[str]:
     return found
 
 
-@cache
-def _tree(path: Path) -> ast.Module:
-    return ast.parse(path.read_text(encoding="utf-8"))
-
-
-def _statements(node: ast.AST) -> Iterator[ast.AST]:
-    """Every statement outside of functions and of `if TYPE_CHECKING`."""
-    for child in ast.iter_child_nodes(node):
-        if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
-            continue
-        if isinstance(child, ast.If) and "TYPE_CHECKING" in ast.dump(child.test):
-            continue
-        yield child
-        yield from _statements(child)
-
-
 @pytest.fixture(scope="module")
 def graph() -> dict[str, set[str]]:
-    """What each module imports when it is itself imported."""
+    """What each module imports of the project, however late."""
     return {
-        name: {each for each in imports(path, at_start=True) if each in MODULES and each != name}
+        name: {each for each in imports(path) if each in MODULES and each != name}
         for name, path in MODULES.items()
     }
 
@@ -179,3 +161,17 @@ def test_every_package_says_what_it_is() -> None:
 
 def test_a_worker_has_no_more_settings_than_anyone_reads() -> None:
     assert len(WorkerSettings.model_fields) <= WORKER_SETTINGS
+
+
+@pytest.mark.parametrize("table", ["SLOW", "JOINED_FILES"])
+def test_the_tests_that_a_table_names_exist(table: str) -> None:
+    """A file that was moved would be among the quick ones again, unnoticed."""
+    (value,) = (
+        statement.value
+        for statement in ast.parse((ROOT / "tests" / "conftest.py").read_text()).body
+        if isinstance(statement, ast.Assign) and ast.unparse(statement.targets[0]) == table
+    )
+    texts = [node.value for node in ast.walk(value) if isinstance(node, ast.Constant)]
+    places = [(ROOT if str(text).startswith("tests/") else ROOT / "tests") / text for text in texts]
+    assert places
+    assert [str(place) for place in places if not place.exists()] == []

@@ -16,10 +16,11 @@ from imagefleet.cancelled import CancelledCampaigns
 from imagefleet.records.record import MAX_NAME_CHARACTERS, Record, of_job
 from imagefleet.records.record import Outcome as RecordOutcome
 from imagefleet.records.writer import RecordLog
-from imagefleet.storage import dead_letter, protocol, queue_names
+from imagefleet.storage import dead_letter, queue_names
 from imagefleet.storage.dead_letter import FailedJob
 from imagefleet.storage.deliveries import without_deliveries
-from imagefleet.storage.model_queues import named
+from imagefleet.storage.open import Storage
+from imagefleet.storage.routing.models import named
 from imagefleet.storage.settings import checked_priority
 from worker.cost import CostMeter
 from worker.jobs import chains, stored
@@ -42,7 +43,7 @@ NOT_MOVED_SECONDS = 300.0
 class Settler:
     """Ends jobs, each once, and keeps the set of those in flight."""
 
-    storage: protocol.Storage
+    storage: Storage
     keeper: LeaseKeeper
     metrics: WorkerMetrics
     cost: CostMeter

@@ -31,8 +31,7 @@ import aiohttp
 from prometheus_client.parser import text_string_to_metric_families
 
 from engine import commit
-from imagefleet.storage.open import open_storage
-from imagefleet.storage.protocol import Storage
+from imagefleet.storage.open import Storage, open_storage
 from imagefleet.storage.settings import StorageSettings
 from worker.models import choice
 

@@ -32,8 +32,7 @@ from demo_world import captions, world
 from imagefleet import concurrency
 from imagefleet.records.record import Record
 from imagefleet.records.writer import RecordLog
-from imagefleet.storage.open import open_storage
-from imagefleet.storage.protocol import Storage
+from imagefleet.storage.open import Storage, open_storage
 from imagefleet.storage.settings import StorageSettings
 
 #: Different pictures; the names differ all the same.

@@ -101,7 +101,7 @@ class Clients:
     async def bare(self) -> Turn:
         """aiohttp, with headers of the SDK's signature and bodies made before the clock starts."""
         async with self.storage() as storage:
-            sender = storage.queues["normal"].first._sender  # noqa: SLF001
+            sender = storage.queues["normal"].main.first._sender  # noqa: SLF001
             prepared: Iterator[tuple[bytes, dict[str, str]]] = iter(
                 [
                     (data, dict((await sender.signed(len(data))).headers))

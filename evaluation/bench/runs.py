@@ -13,8 +13,7 @@ import aiohttp
 from evaluation.bench import workers
 from fleet import console
 from imagefleet import concurrency, errors
-from imagefleet.storage.open import open_storage
-from imagefleet.storage.protocol import Storage
+from imagefleet.storage.open import Storage, open_storage
 from imagefleet.storage.settings import StorageSettings
 from worker.gpus.choice import Gpu
 

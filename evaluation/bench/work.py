@@ -13,8 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from imagefleet import errors
-from imagefleet.storage import protocol
-from imagefleet.storage.open import open_storage
+from imagefleet.storage.open import Storage, open_storage
 from worker.engine import contract
 from worker.pipeline import Pipeline
 from worker.settings import WorkerSettings
@@ -156,7 +155,7 @@ async def work(
     settings: WorkerSettings,
     load: Callable[[], tuple[contract.Engine, Sequence[str]]],
     *,
-    wrap: Callable[[protocol.Storage], protocol.Storage] = lambda storage: storage,
+    wrap: Callable[[Storage], Storage] = lambda storage: storage,
     on_images: Callable[[float], None] = lambda _: None,
 ) -> tuple[Rate, float]:
     """A whole worker's rate, from the queue to the stored image, and the engine's idle fraction.

@@ -19,7 +19,7 @@ from imagefleet.records import reader, sweep
 from imagefleet.records.damaged import Damaged
 from imagefleet.records.record import Record
 from imagefleet.records.sweep import Group, Sweep
-from imagefleet.storage.protocol import Storage
+from imagefleet.storage.open import Storage
 
 #: Images in a chunk, about; one that is interrupted is scored anew.
 CHUNK_IMAGES = 256

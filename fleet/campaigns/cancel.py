@@ -11,7 +11,7 @@ import typer
 from fleet import console, options
 from fleet.campaigns import target
 from imagefleet import cancelled, errors
-from imagefleet.storage.protocol import Storage
+from imagefleet.storage.open import Storage
 from imagefleet.storage.settings import StorageSettings
 
 if TYPE_CHECKING:

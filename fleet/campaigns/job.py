@@ -13,7 +13,7 @@ from imagefleet.job.message import (
     job_key,
     read_job,
 )
-from imagefleet.storage.protocol import Storage
+from imagefleet.storage.open import Storage
 from imagefleet.storage.settings import StorageSettings
 
 State = Literal[

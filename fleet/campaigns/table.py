@@ -16,7 +16,7 @@ from imagefleet import concurrency, errors
 from imagefleet.records import reader
 from imagefleet.records.damaged import Damaged
 from imagefleet.records.reader import Counts
-from imagefleet.storage.protocol import Storage
+from imagefleet.storage.open import Storage
 
 #: Campaigns that are counted at the same time.
 _AT_ONCE = 8

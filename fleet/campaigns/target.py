@@ -9,7 +9,8 @@ from pydantic import TypeAdapter, ValidationError
 
 from imagefleet import errors, validation
 from imagefleet.job.message import DEFAULT_CAMPAIGN, SafeId, job_key, message_fields
-from imagefleet.storage.protocol import FoundMessage, Storage
+from imagefleet.storage.open import Storage
+from imagefleet.storage.protocol import FoundMessage
 
 #: Ids of a campaign among which one that is alike is looked for.
 _MOST_NAMES = 2_000

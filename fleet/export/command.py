@@ -11,8 +11,7 @@ import typer
 from fleet import console, options
 from fleet.campaigns import target
 from imagefleet import errors
-from imagefleet.storage.open import absolute_url
-from imagefleet.storage.protocol import Storage
+from imagefleet.storage.open import Storage, absolute_url
 from imagefleet.storage.settings import StorageSettings
 
 if TYPE_CHECKING:

@@ -16,10 +16,10 @@ from fleet.campaigns import target
 from fleet.failed import output, read
 from fleet.failed.output import Verb
 from imagefleet import aio, errors
+from imagefleet.job.change import Change
 from imagefleet.storage import dead_letter_queue
-from imagefleet.storage.dead_letter_change import Change
-from imagefleet.storage.dead_letter_check import Check
-from imagefleet.storage.dead_letter_queue import Preview, Selection, Swept
+from imagefleet.storage.dead_letter import Check, Selection
+from imagefleet.storage.dead_letter_queue import Preview, Swept
 from imagefleet.storage.settings import Priority, SignerSettings, checked_priority
 
 

@@ -18,10 +18,10 @@ from imagefleet.job.message import (
     job_key,
     message_fields,
 )
-from imagefleet.storage import dead_letter_queue, dead_letter_records
-from imagefleet.storage.dead_letter import Entry
-from imagefleet.storage.dead_letter_queue import Selection
-from imagefleet.storage.protocol import BlobStore, Storage
+from imagefleet.storage import dead_letter_queue
+from imagefleet.storage.dead_letter import Entry, Selection
+from imagefleet.storage.open import Storage
+from imagefleet.storage.protocol import BlobStore
 
 #: The reason given for a message that is in the poison queue by mistake.
 NO_RECORD = "not a record of a failed job"
@@ -91,7 +91,7 @@ async def listing(fleet: Fleet, selection: Selection, limit: int, *, from_queue:
                 found.jobs[-1]["signed"] = await check.is_signed(entry, fleet.storage.blobs)
     for start in range(0, len(shown), _LOOKED_UP):
         some = shown[start : start + _LOOKED_UP]
-        done = await dead_letter_records.are_completed(fleet.storage, some)
+        done = await dead_letter_queue.are_completed(fleet.storage, some)
         for job, is_completed in zip(found.jobs[start:], done, strict=False):
             job["completed_since"] = is_completed
     if not from_queue:

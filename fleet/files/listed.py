@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from imagefleet import errors
 from imagefleet.signing import Keys
-from imagefleet.storage.protocol import Storage
+from imagefleet.storage.open import Storage
 from worker.files import manifest
 
 #: Others may change the manifest at the same time.

@@ -16,8 +16,7 @@ from imagefleet import errors, signing, validation
 from imagefleet.files.kinds import CONTROLNET, EMBEDDING, LORA, MODEL, UPSCALER, FileKind
 from imagefleet.job.message import Job
 from imagefleet.job.passes import sources
-from imagefleet.storage.open import LOCAL_SCHEME, open_storage
-from imagefleet.storage.protocol import Storage
+from imagefleet.storage.open import LOCAL_SCHEME, Storage, open_storage
 from imagefleet.storage.settings import SignerSettings
 
 #: Images that jobs name: no file of a worker's, so they are listed in no manifest.

@@ -13,7 +13,7 @@ from imagefleet import errors, validation
 from imagefleet.files import kinds
 from imagefleet.files.kinds import FileKind
 from imagefleet.signing import Keys
-from imagefleet.storage.protocol import Storage
+from imagefleet.storage.open import Storage
 from worker.node import reference
 
 

@@ -18,8 +18,7 @@ from fleet.load import reading
 from imagefleet import concurrency, errors
 from imagefleet.files.kinds import TEXT
 from imagefleet.job.message import Job
-from imagefleet.storage.open import open_storage
-from imagefleet.storage.protocol import Storage
+from imagefleet.storage.open import Storage, open_storage
 from imagefleet.storage.settings import SignerSettings
 from loadgen.sources import Source
 from worker.engine.pixel import text_states

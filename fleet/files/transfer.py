@@ -19,7 +19,7 @@ from fleet import console
 from imagefleet import errors
 from imagefleet.files import kinds
 from imagefleet.files.kinds import FileKind
-from imagefleet.storage.protocol import Storage
+from imagefleet.storage.open import Storage
 from worker.files import addresses, check, model
 from worker.files.disk_cache import DiskCache
 

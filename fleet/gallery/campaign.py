@@ -17,7 +17,7 @@ from imagefleet.job.message import RECORDS
 from imagefleet.records import reader
 from imagefleet.records.damaged import Damaged
 from imagefleet.records.shard import ShardName
-from imagefleet.storage.protocol import Storage
+from imagefleet.storage.open import Storage
 
 #: Filters whose rows are kept: each takes 4 bytes a row.
 _VIEWS = 8

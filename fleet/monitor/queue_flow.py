@@ -13,7 +13,8 @@ from prometheus_client.registry import Collector
 from fleet.monitor import prometheus, rates
 from fleet.monitor.settings import ExporterSettings
 from imagefleet import concurrency, errors
-from imagefleet.storage.protocol import JobQueue, Storage
+from imagefleet.storage.open import Storage
+from imagefleet.storage.protocol import JobQueue
 from imagefleet.telemetry import exposition
 from imagefleet.telemetry.queue_flow import QueueFlow
 from imagefleet.telemetry.queue_gauges import QueueGauges

@@ -17,7 +17,7 @@ from imagefleet.storage.settings import SignerSettings, StorageSettings
 
 if TYPE_CHECKING:
     from fleet.redo import select
-    from imagefleet.storage.protocol import Storage
+    from imagefleet.storage.open import Storage
 
 #: Lines of a list: about a screen.
 _SHOWN = 20

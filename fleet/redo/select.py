@@ -14,7 +14,8 @@ from fleet.verify.quarantine import node_of
 from imagefleet import concurrency, errors
 from imagefleet.job.message import ASIDE, CHECKS, DUPLICATES, SUSPECT, job_key
 from imagefleet.records import outcomes
-from imagefleet.storage.protocol import BlobRecord, BlobStore, Storage
+from imagefleet.storage.open import Storage
+from imagefleet.storage.protocol import BlobRecord, BlobStore
 
 #: The longest record: above one of 50,000 images, the most of a worker.
 _MAX_RECORD_BYTES = 2**24

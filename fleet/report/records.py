@@ -15,7 +15,8 @@ from imagefleet.records import reader
 from imagefleet.records.damaged import Damaged
 from imagefleet.records.record import Record
 from imagefleet.redaction import printable
-from imagefleet.storage import dead_letter, protocol
+from imagefleet.storage import dead_letter
+from imagefleet.storage.open import Storage
 
 #: The resolution, in seconds, of an image's time in the worker: few distinct values.
 _TIME_STEP = 0.05
@@ -111,7 +112,7 @@ class Records:
         return None
 
 
-async def read_records(storage: protocol.Storage, campaign: str, samples: int) -> Records:
+async def read_records(storage: Storage, campaign: str, samples: int) -> Records:
     """Reads a campaign's records and draws *samples* random images.
 
     The sample is the same each time, as long as the records are.

@@ -16,7 +16,7 @@ from fleet.results import download, files, lines, parquet, table
 from imagefleet.records import reader
 from imagefleet.records.damaged import Damaged
 from imagefleet.records.record import Record
-from imagefleet.storage.protocol import Storage
+from imagefleet.storage.open import Storage
 from imagefleet.storage.settings import StorageSettings
 
 #: Results in each table: about a screen.

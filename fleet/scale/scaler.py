@@ -21,7 +21,7 @@ from fleet.scale import ledger
 from fleet.scale.decision import SETTLE_SECONDS, Decision, Goal, Known, decide
 from imagefleet import errors, uptime
 from imagefleet.pricing import families
-from imagefleet.storage.protocol import Storage
+from imagefleet.storage.open import Storage
 
 log = logging.getLogger(__name__)
 

@@ -10,8 +10,7 @@ from imagefleet import concurrency
 from imagefleet.job.message import Job, message_fields
 from imagefleet.records import reader, sweep
 from imagefleet.storage import enqueue
-from imagefleet.storage.open import absolute_url, open_storage
-from imagefleet.storage.protocol import Storage
+from imagefleet.storage.open import Storage, absolute_url, open_storage
 from imagefleet.storage.settings import Priority, StorageSettings
 from loadgen.caption_sweep import SweepSource
 from loadgen.load import Checkpoint

@@ -12,7 +12,8 @@ from fleet.campaigns.target import Target
 from imagefleet import concurrency, errors, likeness
 from imagefleet.files import picture
 from imagefleet.job.message import CHECKS, COMPARABLE_STEPS, DUPLICATES, MAX_IMAGE_BYTES
-from imagefleet.storage.protocol import BlobRecord, Storage
+from imagefleet.storage.open import Storage
+from imagefleet.storage.protocol import BlobRecord
 
 #: Pairs read at once: two images each, some 400 KB in all.
 CONCURRENCY = 16

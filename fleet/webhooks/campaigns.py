@@ -10,7 +10,7 @@ from fleet.webhooks import events
 from fleet.webhooks.events import Event
 from imagefleet.records import reader
 from imagefleet.records.reader import Counts
-from imagefleet.storage.protocol import Storage
+from imagefleet.storage.open import Storage
 
 #: A filler notes what it has sent a little later, and may be slower than the workers.
 SETTLE_SECONDS = 15.0

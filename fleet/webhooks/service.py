@@ -19,7 +19,7 @@ from imagefleet import errors
 from imagefleet.records.damaged import Damaged
 from imagefleet.records.reader import Follower
 from imagefleet.records.record import Record
-from imagefleet.storage.protocol import Storage
+from imagefleet.storage.open import Storage
 
 log = logging.getLogger(__name__)
 

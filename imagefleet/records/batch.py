@@ -18,7 +18,7 @@ from imagefleet.records.outcomes import JobFacts
 from imagefleet.records.record import Record
 from imagefleet.records.sent import SentJobs
 from imagefleet.records.shard import ShardName
-from imagefleet.storage import protocol
+from imagefleet.storage.open import Storage
 
 if TYPE_CHECKING:
     from imagefleet.signing import SigningKey
@@ -32,7 +32,7 @@ _Failure = tuple[str, str | None]
 class Submission:
     """Jobs on their way to the queue, and where their campaigns' records ended before."""
 
-    def __init__(self, storage: protocol.Storage, sent: SentJobs) -> None:
+    def __init__(self, storage: Storage, sent: SentJobs) -> None:
         """*sent* counts the jobs of all submissions of the program."""
         self.jobs: dict[str, JobFacts] = {}
         """The jobs by `JobFacts.key`; their `blobs` are the images to wait for."""
@@ -133,7 +133,7 @@ class Watch:
 
     def __init__(
         self,
-        storage: protocol.Storage,
+        storage: Storage,
         jobs: Iterable[JobFacts],
         positions: Mapping[str, dict[str, int]],
     ) -> None:

@@ -17,6 +17,7 @@ from imagefleet.job.message import SUFFIXES, job_key
 from imagefleet.records import reader
 from imagefleet.records.record import Record
 from imagefleet.storage import protocol
+from imagefleet.storage.open import Storage
 
 #: Names of one job's images.
 _LOOKED_UP_AT_ONCE = 64
@@ -63,7 +64,7 @@ class JobFacts:
         )
 
 
-async def of_campaign(storage: protocol.Storage, campaign: str) -> AsyncIterator[JobFacts]:
+async def of_campaign(storage: Storage, campaign: str) -> AsyncIterator[JobFacts]:
     """The jobs of a campaign that have ended, each once.
 
     Memory holds 60 bytes for each job that failed or was cancelled, and the records of jobs of
@@ -91,7 +92,7 @@ async def of_campaign(storage: protocol.Storage, campaign: str) -> AsyncIterator
 
 
 async def failures(
-    storage: protocol.Storage,
+    storage: Storage,
     error: str | None = None,
     campaign: str | None = None,
     job_id: str | None = None,
@@ -108,7 +109,7 @@ async def failures(
             yield _known(record).ended(record)
 
 
-async def look_up(storage: protocol.Storage, job: JobFacts) -> JobFacts:
+async def look_up(storage: Storage, job: JobFacts) -> JobFacts:
     """A job of which only id and campaign are known, as it is now.
 
     Looks for its images by their names, and reads the campaign's records of failed jobs.
@@ -124,7 +125,7 @@ async def look_up(storage: protocol.Storage, job: JobFacts) -> JobFacts:
     return job if waiting else dataclasses.replace(job, status="unknown")
 
 
-async def stored_images(storage: protocol.Storage, job: JobFacts) -> list[Record]:
+async def stored_images(storage: Storage, job: JobFacts) -> list[Record]:
     """A job's images, as their metadata tells; none as long as the first one is missing.
 
     By the name of each: `a-1.png` is image 1 of job `a`, or the only one of job `a-1`. Of several
@@ -155,7 +156,7 @@ def are_all(images: Sequence[Record]) -> bool:
     return len(images) >= images[0].images
 
 
-async def last_end(storage: protocol.Storage, job: JobFacts) -> Record | None:
+async def last_end(storage: Storage, job: JobFacts) -> Record | None:
     """The last record of a job that has failed or was cancelled."""
     latest: Record | None = None
     async for record in reader.ended(storage, job.campaign):
@@ -186,7 +187,7 @@ def _is_of_its_job(record: Record) -> bool:
 
 
 async def _image(
-    storage: protocol.Storage,
+    storage: Storage,
     job: JobFacts,
     name: str,
     suffixes: Iterable[str] = tuple(SUFFIXES.values()),

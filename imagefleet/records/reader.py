@@ -21,7 +21,8 @@ from imagefleet.records.record import Outcome, Record, hashed
 from imagefleet.records.replaced import Replaced
 from imagefleet.records.shard import NOTHING, ShardName, Totals
 from imagefleet.records.stored import StoredShard
-from imagefleet.storage.protocol import BlobStore, Storage
+from imagefleet.storage.open import Storage
+from imagefleet.storage.protocol import BlobStore
 
 #: A follower's records at once, about.
 _POLLED = 20_000

@@ -16,7 +16,7 @@ from imagefleet import errors, validation
 from imagefleet.job.message import SafeFileName, SafeId
 from imagefleet.records import shard
 from imagefleet.records.record import Record
-from imagefleet.storage.protocol import Storage
+from imagefleet.storage.open import Storage
 
 #: The most groups of a sweep; each is a point of a curve.
 MAX_GROUPS = 10_000

@@ -9,7 +9,8 @@ from pathlib import PurePosixPath
 from imagefleet import errors, validation
 from imagefleet.files.kinds import MODEL
 from imagefleet.storage import protocol
-from imagefleet.storage.model_queues import model_of, models_of
+from imagefleet.storage.open import Storage
+from imagefleet.storage.routing.models import model_of, models_of
 from imagefleet.storage.settings import Priority
 from imagefleet.telemetry import serving
 
@@ -22,7 +23,7 @@ class JobSender:
 
     def __init__(
         self,
-        storage: protocol.Storage,
+        storage: Storage,
         priority: Priority = "normal",
         *,
         elsewhere: Collection[str] = (),

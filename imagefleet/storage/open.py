@@ -1,15 +1,67 @@
-"""Opens the storage that an address names."""
+"""The storage, and how the one is opened that an address names."""
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
+from typing import Protocol, Self
 
 from imagefleet import errors, retry
-from imagefleet.storage.protocol import Storage
-from imagefleet.storage.settings import StorageSettings
+from imagefleet.storage.local.storage import LocalStorage
+from imagefleet.storage.protocol import BlobStore, JobQueue, Operations
+from imagefleet.storage.routing.models import ModelQueues
+from imagefleet.storage.routing.queue import RoutedQueue
+from imagefleet.storage.settings import Priority, StorageSettings
 
 LOCAL_SCHEME = "local:"
+
+
+class Storage(Protocol):
+    """The job queues, their poison queue, the images, and the files that workers read."""
+
+    @property
+    def url(self) -> str:
+        """The address without secrets, for messages."""
+
+    @property
+    def queue(self) -> RoutedQueue:
+        """All job queues as one, by priority; it sends to that of normal priority."""
+
+    @property
+    def queues(self) -> Mapping[Priority, RoutedQueue]:
+        """The queue of each priority of jobs without a model."""
+
+    @property
+    def models(self) -> ModelQueues:
+        """The queues of jobs that name a model; what sends jobs to the right ones."""
+
+    @property
+    def poison(self) -> JobQueue: ...
+
+    @property
+    def blobs(self) -> BlobStore:
+        """The images, and what else workers store."""
+
+    @property
+    def files(self) -> BlobStore:
+        """LoRAs and models, which workers only read."""
+
+    @property
+    def operations(self) -> Operations:
+        """The operations of this object so far."""
+
+    async def create(self) -> None:
+        """Creates the queues and the containers if they do not exist."""
+
+    async def check(self) -> None:
+        """Raises SetupError if a queue or the images do not exist or access is refused.
+
+        Not the files: only workers need them, and only their tokens allow them.
+        """
+
+    async def __aenter__(self) -> Self: ...
+
+    async def __aexit__(self, *_: object) -> None: ...
 
 
 def open_storage(
@@ -28,8 +80,6 @@ def open_storage(
     """
     address = settings.storage.strip()
     if address.startswith(LOCAL_SCHEME):
-        from imagefleet.storage.local.storage import LocalStorage
-
         folder = address.removeprefix(LOCAL_SCHEME)
         if not folder:
             raise errors.SetupError("the storage 'local:' lacks a folder; write local:FOLDER")

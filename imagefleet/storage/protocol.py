@@ -13,14 +13,10 @@ from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, Protocol, Self, TypeVar
+from typing import NamedTuple, Protocol, TypeVar
 
 from imagefleet import errors
 from imagefleet.job import sizes
-
-if TYPE_CHECKING:
-    from imagefleet.storage.model_queues import ModelQueues
-    from imagefleet.storage.settings import Priority
 
 #: Azure's limit for one receive.
 MAX_RECEIVE = 32
@@ -318,54 +314,6 @@ class Operations:
     queue: int = 0
     blob_writes: int = 0
     blob_reads: int = 0
-
-
-class Storage(Protocol):
-    """The job queues, their poison queue, the images, and the files that workers read."""
-
-    @property
-    def url(self) -> str:
-        """The address without secrets, for messages."""
-
-    @property
-    def queue(self) -> JobQueue:
-        """All job queues as one, by priority; it sends to that of normal priority."""
-
-    @property
-    def queues(self) -> Mapping[Priority, JobQueue]:
-        """The queue of each priority of jobs without a model."""
-
-    @property
-    def models(self) -> ModelQueues:
-        """The queues of jobs that name a model; what sends jobs to the right ones."""
-
-    @property
-    def poison(self) -> JobQueue: ...
-
-    @property
-    def blobs(self) -> BlobStore:
-        """The images, and what else workers store."""
-
-    @property
-    def files(self) -> BlobStore:
-        """LoRAs and models, which workers only read."""
-
-    @property
-    def operations(self) -> Operations:
-        """The operations of this object so far."""
-
-    async def create(self) -> None:
-        """Creates the queues and the containers if they do not exist."""
-
-    async def check(self) -> None:
-        """Raises SetupError if a queue or the images do not exist or access is refused.
-
-        Not the files: only workers need them, and only their tokens allow them.
-        """
-
-    async def __aenter__(self) -> Self: ...
-
-    async def __aexit__(self, *_: object) -> None: ...
 
 
 def check_receive(max_messages: int, lease_seconds: float) -> None:

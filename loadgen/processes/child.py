@@ -9,8 +9,7 @@ import asyncio
 import sys
 
 from imagefleet import errors
-from imagefleet.storage.open import open_storage
-from imagefleet.storage.protocol import Storage
+from imagefleet.storage.open import Storage, open_storage
 from imagefleet.storage.settings import Priority
 from loadgen.processes import frames
 from loadgen.processes.refusals import Refusals

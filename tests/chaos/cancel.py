@@ -21,8 +21,7 @@ from rich.table import Table
 
 from imagefleet import cancelled
 from imagefleet.records import reader
-from imagefleet.storage.open import open_storage
-from imagefleet.storage.protocol import Storage
+from imagefleet.storage.open import Storage, open_storage
 from worker.engine import contract
 from worker.pipeline import Pipeline
 from worker.settings import WorkerSettings

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from imagefleet.records import reader
 from imagefleet.storage import dead_letter
-from imagefleet.storage.protocol import Storage
+from imagefleet.storage.open import Storage
 from storm_jobs import STOPPED, StormJob, images_of, is_bad, seeds_of
 from storm_worker import is_image_of
 

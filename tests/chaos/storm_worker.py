@@ -22,7 +22,7 @@ from PIL import Image
 from fleet import console, options
 from imagefleet import errors
 from imagefleet.storage import open as storage_open
-from imagefleet.storage import protocol
+from imagefleet.storage.open import Storage
 from imagefleet.telemetry import logs
 from worker import process
 from worker.engine import contract
@@ -87,7 +87,7 @@ def main() -> None:
         events.write(f"drawn {request.seed}")
         return image_of([draw_noise(request), *([request.init.pixels] if request.init else [])])
 
-    def opened(settings: Any, *arguments: Any, **named: Any) -> protocol.Storage:
+    def opened(settings: Any, *arguments: Any, **named: Any) -> Storage:
         storage: Any = storage_open.open_storage(settings, *arguments, **named)
         for name in ("queue", "poison", "blobs"):
             setattr(storage, name, Faulty(getattr(storage, name), float(share), events))

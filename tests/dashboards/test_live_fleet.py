@@ -43,7 +43,7 @@ from worker.engine.slots.engine import SlotEngine
 push.PUSH_SECONDS = depth.DEPTH_SECONDS = 1.0
 tick = SlotEngine.tick
 def slower(engine):
-    time.sleep(0.4)
+    time.sleep(push.PUSH_SECONDS * 0.4)
     return tick(engine)
 SlotEngine.tick = slower
 """
@@ -457,7 +457,7 @@ def wait_until(is_so: Callable[[], bool], seconds: float, folder: Path) -> None:
     deadline = time.monotonic() + seconds
     while not is_so():
         assert time.monotonic() < deadline, logs(folder)
-        time.sleep(0.5)
+        time.sleep(PUSHING_SECONDS / 50)
 
 
 def logs(folder: Path) -> str:

@@ -8,13 +8,13 @@ import shlex
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 from PIL import Image
 
 import forks
+import polling
 from fleet import demo_cascade
 from imagefleet.signing import SigningKey
 from pixel import tiny_cascade
@@ -42,8 +42,9 @@ def run(*arguments: str | Path, cwd: Path) -> subprocess.CompletedProcess[str]:
 def interrupt_a_demo(demo: forks.Fork, cwd: Path) -> str:
     """Presses Ctrl-C once it works on its jobs; returns what it printed."""
     log = cwd / "demo-output" / "worker.log"
-    while demo.poll() is None and not (log.exists() and "pulling" in log.read_text()):
-        time.sleep(0.05)
+    polling.until_in_thread(
+        lambda: demo.poll() is not None or (log.exists() and "pulling" in log.read_text())
+    )
     demo.send_signal(signal.SIGINT)
     return demo.communicate(timeout=120)[0]
 

@@ -23,7 +23,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 import polling
 from fleet import console
-from imagefleet.storage.protocol import Storage
+from imagefleet.storage.open import Storage
 
 JOBS = 40
 
@@ -43,17 +43,16 @@ class Machine:
 
     async def said(self, action: str, count: int = 1, **fields: object) -> dict[str, Any]:
         """Waits for the line with that action (and fields), or for so many of them."""
-        async with asyncio.timeout(40):
-            while True:
-                found = [
-                    line
-                    for line in self.log
-                    if {"action": action, **fields}.items() <= line.items()
-                ]
-                if len(found) >= count:
-                    return found[-1]
-                assert not self._reading.done(), f"it ended without {action}: {self.log}"
-                await asyncio.sleep(0.02)
+        wanted = {"action": action, **fields}.items()
+
+        def look() -> list[dict[str, Any]]:
+            over = self._reading.done()
+            found = [line for line in self.log if wanted <= line.items()]
+            assert len(found) >= count or not over, f"it ended without {action}: {self.log}"
+            return found
+
+        found = await polling.until(look, lambda found: len(found) >= count)
+        return dict(found[-1])
 
     async def end(self) -> int:
         async with asyncio.timeout(40):

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from imagefleet.storage.protocol import Storage
+from imagefleet.storage.open import Storage
 
 #: By model; more than one GPU draws before the other has started.
 JOBS = {"one": 8, "two": 48}

@@ -11,7 +11,7 @@ import pytest
 
 import forks
 import polling
-from imagefleet.storage.protocol import Storage
+from imagefleet.storage.open import Storage
 
 Start = Callable[..., forks.Fork]  # the fixture of conftest.py
 

@@ -18,7 +18,7 @@ from PIL import Image
 
 import forks
 import tiny_model as tiny
-from imagefleet.storage.protocol import Storage
+from imagefleet.storage.open import Storage
 
 JOBS = 4
 MODELS = ("tiny", "other")

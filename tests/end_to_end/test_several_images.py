@@ -15,7 +15,7 @@ import pytest
 import forks
 import polling
 from imagefleet.records import reader
-from imagefleet.storage.protocol import Storage
+from imagefleet.storage.open import Storage
 
 IMAGES = 48
 

@@ -20,8 +20,7 @@ import polling
 from fleet.keys import command as keys
 from fleet.keys import mint as keys_mint
 from imagefleet.storage.azure.roles import ROLES
-from imagefleet.storage.open import open_storage
-from imagefleet.storage.protocol import Storage
+from imagefleet.storage.open import Storage, open_storage
 from imagefleet.storage.settings import StorageSettings
 
 JOBS = 72

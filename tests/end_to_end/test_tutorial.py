@@ -10,7 +10,6 @@ import signal
 import subprocess
 import sys
 import tarfile
-import time
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +17,8 @@ from typing import Any
 
 import pytest
 from PIL import Image
+
+import polling
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "tutorial.md"
@@ -64,17 +65,20 @@ def gallery(block: str, shell: dict[str, Any]) -> Iterator[str]:
 def shown_on(url: str) -> tuple[set[str], Any]:
     """The jobs whose images the gallery's page gets within some time, and its last answer."""
     chosen = "campaign=spring&tab=images"
-    found: set[str] = set()
-    page = None
-    deadline = time.monotonic() + 30
-    while found != IMAGES and time.monotonic() < deadline:
+
+    def look() -> Any:
+        page = None
         # Asked for rows alone, it shows those that were there when it was asked first.
         for ask in (f"api/state?{chosen}", f"api/rows?{chosen}&from=0&count=100"):
             with urllib.request.urlopen(url + ask) as answer:
                 page = json.load(answer)
-        found = {job for _, job, *_ in page["rows"]}
-        time.sleep(0.1)
-    return found, page
+        return page
+
+    def jobs(page: Any) -> set[str]:
+        return {job for _, job, *_ in page["rows"]}
+
+    page = polling.until_in_thread(look, lambda page: jobs(page) == IMAGES)
+    return jobs(page), page
 
 
 @pytest.mark.timeout(300)  # a real engine on a CPU

@@ -17,7 +17,7 @@ import pytest
 
 import forks
 import polling
-from imagefleet.storage.protocol import Storage
+from imagefleet.storage.open import Storage
 from imagefleet.storage.settings import StorageSettings
 
 ROOT = Path(__file__).parents[2]
@@ -213,9 +213,8 @@ async def test_a_log_has_a_line_a_minute_with_the_figures_and_why_nothing_is_don
     worker = start(
         *("--price-per-hour", "0.1"), changes="process.PROGRESS_SECONDS = 1.0  # in place of 60"
     )
-    async with asyncio.timeout(60):
-        await polling.until(storage.queue.depth, lambda depth: not depth.messages)
-        await asyncio.sleep(2.5)
+    await polling.until(storage.queue.depth, lambda depth: not depth.messages)
+    await polling.until(lambda: "the queue is empty: 40 images, 1 fail" in worker.log.read_text())
     worker.process.send_signal(signal.SIGTERM)
     code, log = await worker.end()
 
@@ -225,8 +224,9 @@ async def test_a_log_has_a_line_a_minute_with_the_figures_and_why_nothing_is_don
     assert working["phase"] == "generating"
     assert working["jobs_left"] == pytest.approx(40 - working["images"], abs=5)
     # 20/s, or fewer on a machine that does other work as well.
-    assert 4 < working["images_per_second"] < 32
-    assert 0.5 < working["seconds_left"] / (working["jobs_left"] / 20) < 5
+    assert 0 < working["images_per_second"] < 32
+    seconds_left = working["jobs_left"] / working["images_per_second"]
+    assert working["seconds_left"] == pytest.approx(seconds_left, rel=0.5)
     assert working["is_own_pace"] is True
     assert working["images_per_dollar"] > 0
     assert "left, " in working["message"]
@@ -260,10 +260,12 @@ async def test_on_saladcloud_failed_jobs_are_not_the_nodes_fault(
         "IMAGEFLEET_DEVICE": "cpu",
     }
     worker = start("--fail-on-failed", variables=on_salad)
-    async with asyncio.timeout(60):
-        while not (await storage.poison.depth()).messages:
-            assert worker.process.poll() is None, worker.log.read_text()
-            await asyncio.sleep(0.05)
+
+    async def failed() -> int:
+        assert worker.process.poll() is None, worker.log.read_text()
+        return (await storage.poison.depth()).messages
+
+    await polling.until(failed)
     worker.process.send_signal(signal.SIGTERM)
     code, log = await worker.end()
 
@@ -286,15 +288,17 @@ async def test_a_worker_that_wakes_after_its_leases_are_gone_works_on(
 ) -> None:
     await storage.queue.send(f'{{"prompt": "a house", "id": "j{each}"}}' for each in range(30))
     worker = start("--until-empty", "--lease-seconds", "2")
-    async with asyncio.timeout(60):
-        while not [name async for name in storage.blobs.names("default/")]:
-            await asyncio.sleep(0.05)
-        worker.process.send_signal(signal.SIGSTOP)
-        await asyncio.sleep(2.2)
-        taken = []
-        while messages := await storage.queue.receive(32, 2):
-            taken += messages  # another worker, which dies: its leases end, too
-        worker.process.send_signal(signal.SIGCONT)
+
+    async def images() -> list[str]:
+        return [name async for name in storage.blobs.names("default/")]
+
+    await polling.until(images)
+    worker.process.send_signal(signal.SIGSTOP)
+    await polling.until_leases_end(storage.poison, 2)
+    taken = []
+    while messages := await storage.queue.receive(32, 2):
+        taken += messages  # another worker, which dies: its leases end, too
+    worker.process.send_signal(signal.SIGCONT)
     code, log = await worker.end()
 
     assert code == 0, log

@@ -16,7 +16,7 @@ import pytest
 
 import forks
 import polling
-from imagefleet.storage.protocol import Storage
+from imagefleet.storage.open import Storage
 
 JOBS = 24
 LEASE_SECONDS = "3"

@@ -20,7 +20,7 @@ import pyte
 import pytest
 
 import polling
-from imagefleet.storage.protocol import Storage
+from imagefleet.storage.open import Storage
 from imagefleet.storage.settings import StorageSettings
 
 ROOT = Path(__file__).parents[2]
@@ -228,9 +228,10 @@ async def test_ctrl_c_drains_and_says_so(storage: Storage, start: Start) -> None
     await fill(storage, 400)
     slow = """
 from worker import testing
-testing.StandInEngine.tick = (lambda tick: lambda self: (time.sleep(3), tick(self))[1])(
+testing.StandInEngine.tick = (lambda tick: lambda self: (time.sleep(SLOW), tick(self))[1])(
     testing.StandInEngine.tick
 )
+SLOW = 3
 """
     terminal, process = start(program={"changes": slow})
     await until(lambda: terminal.shown and "in flight" in terminal.shown[-1])
@@ -246,19 +247,23 @@ testing.StandInEngine.tick = (lambda tick: lambda self: (time.sleep(3), tick(sel
     assert not terminal.screen.cursor.hidden
 
 
-async def test_the_phases_of_a_start_up_are_named(storage: Storage, start: Start) -> None:
-    terminal, process = start(program={"loading": "time.sleep(1.2)"})
-    states: list[str] = []
-    while "waiting for jobs: the queue is empty" not in states:
+async def test_the_phases_of_a_start_up_are_named(
+    storage: Storage, start: Start, tmp_path: Path
+) -> None:
+    is_seen = tmp_path / "loading-is-seen"
+    loading = f"import os\nwhile not os.path.exists({str(is_seen)!r}): time.sleep(LOOK)"
+    terminal, process = start(program={"changes": "LOOK = 0.01", "loading": loading})
+
+    def state() -> str:
         assert process.poll() is None, terminal.all
-        state = terminal.shown[-1][2:].partition(" · ")[0] if terminal.shown else ""
-        if state not in states:
-            states.append(state)
-        await asyncio.sleep(0.05)
+        return terminal.shown[-1][2:].partition(" · ")[0] if terminal.shown else ""
+
+    await polling.until(lambda: state() == "loading the model")
+    is_seen.touch()
+    await polling.until(lambda: state() == "waiting for jobs: the queue is empty")
     process.send_signal(signal.SIGTERM)
 
     assert await end(terminal, process) == 0
-    assert "loading the model" in states
 
 
 async def test_an_error_is_one_red_line_where_the_live_line_was(start: Start) -> None:

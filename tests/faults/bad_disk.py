@@ -27,8 +27,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from imagefleet.storage.open import open_storage
-from imagefleet.storage.protocol import Storage
+from imagefleet.storage.open import Storage, open_storage
 from imagefleet.storage.settings import StorageSettings
 
 ROOT = Path(__file__).parents[2]
@@ -39,6 +38,9 @@ from storm import CAPACITY, is_image_of  # noqa: E402 - found by the line above
 
 WORKERS = 3
 LEASE_SECONDS = 4
+
+#: Between two looks whether all is done.
+LOOK_SECONDS = 0.2
 DISK_MEGABYTES = 64
 
 #: Exit codes of a worker that ends by itself: what the operator has to set right.
@@ -162,10 +164,9 @@ async def work(bad: BadDisk, storage: Storage, faults: int) -> None:
         await asyncio.sleep(bad.random.uniform(0.2, 1.5))
         await bad.happen()
         bad.start_missing_workers()
-    async with asyncio.timeout(300):
-        while (await storage.queue.depth()).messages:
-            bad.start_missing_workers()
-            await asyncio.sleep(0.2)
+    while (await storage.queue.depth()).messages:
+        bad.start_missing_workers()
+        await asyncio.sleep(LOOK_SECONDS)
 
 
 async def count_up(bad: BadDisk, storage: Storage) -> None:

@@ -15,8 +15,7 @@ import pytest
 
 from fleet import main
 from imagefleet import retry
-from imagefleet.storage.open import open_storage
-from imagefleet.storage.protocol import Storage
+from imagefleet.storage.open import Storage, open_storage
 from imagefleet.storage.settings import StorageSettings
 from worker.pipeline import Pipeline
 from worker.settings import WorkerSettings

@@ -14,8 +14,7 @@ from azure.storage.queue import QueueServiceClient
 
 from imagefleet import errors, retry
 from imagefleet.storage.azure.storage import API_VERSION
-from imagefleet.storage.open import LOCAL_SCHEME, open_storage
-from imagefleet.storage.protocol import Storage
+from imagefleet.storage.open import LOCAL_SCHEME, Storage, open_storage
 from imagefleet.storage.settings import StorageSettings
 from loadgen.file_source import FileSource
 from loadgen.load import Load

@@ -14,11 +14,11 @@ from typing import Any, TextIO
 
 import pytest
 
+import polling
 from fleet import console
 from fleet.scale import command as scale
 from imagefleet import errors
-from imagefleet.storage.open import open_storage
-from imagefleet.storage.protocol import Storage
+from imagefleet.storage.open import Storage, open_storage
 from imagefleet.storage.settings import StorageSettings
 from imagefleet.telemetry import logs
 from worker.files.disk_cache import DiskCache
@@ -44,7 +44,7 @@ async def test_a_full_disk_of_the_storage_is_waited_for_and_costs_no_job(
         # The log that SQLite writes has no room for a lease either.
         filler = disk.fill()
         working = asyncio.create_task(work(settings, max_attempts=1))
-        await asyncio.sleep(1.5)
+        await polling.until(lambda: "disk is full" in caplog.text)
         assert not working.done()
         assert await image_names(storage) == set()
         with pytest.raises(errors.StorageFullError, match="the disk is full"):
@@ -60,7 +60,7 @@ async def test_a_full_disk_of_the_storage_is_waited_for_and_costs_no_job(
 
 
 async def test_a_disk_that_is_full_of_images_stores_no_half_image_and_acknowledges_none(
-    mount: Mount, jobs: Jobs, work: Work
+    mount: Mount, jobs: Jobs, work: Work, caplog: pytest.LogCaptureFixture
 ) -> None:
     images, queue = mount(256), mount()
     (queue.folder / "images").symlink_to(images.folder)
@@ -69,11 +69,7 @@ async def test_a_disk_that_is_full_of_images_stores_no_half_image_and_acknowledg
         await storage.create()
         await storage.queue.send(jobs(20, width=256, height=256))
         working = asyncio.create_task(work(settings, max_attempts=1))
-        for _ in range(100):
-            await asyncio.sleep(0.05)
-            if stored := await image_names(storage):
-                break
-        await asyncio.sleep(1)
+        await polling.until(lambda: "disk is full" in caplog.text)
         stored = await image_names(storage)
         assert not working.done()
         assert 0 < len(stored) < 20

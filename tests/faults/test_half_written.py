@@ -12,8 +12,7 @@ import pytest
 
 from header_files import file_of
 from imagefleet import errors
-from imagefleet.storage.open import open_storage
-from imagefleet.storage.protocol import Storage
+from imagefleet.storage.open import Storage, open_storage
 from imagefleet.storage.settings import StorageSettings
 from loadgen.file_source import FileSource
 from worker.files import model

@@ -61,7 +61,10 @@ def test_ctrl_c_ends_a_command_without_output(capsys: pytest.CaptureFixture[str]
 
 
 def test_run_returns_the_coroutines_result() -> None:
-    assert console.run(asyncio.sleep(0, result=7)) == 7
+    async def seven() -> int:
+        return 7
+
+    assert console.run(seven()) == 7
 
 
 def test_json_is_neither_wrapped_nor_styled(capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import IO
 
 import pytest
 
+import polling
 from fleet import console, options
 from imagefleet.job.message import read_job
 from imagefleet.signing import SigningKey, TrustedKeys
@@ -240,13 +240,9 @@ def start(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
 
 
 def wait_until_confirmed(path: Path, positions: int) -> None:
-    deadline = time.monotonic() + 30
-    while time.monotonic() < deadline:
-        found = Checkpoint.read(path)
-        if found is not None and found.confirmed >= positions:
-            return
-        time.sleep(0.01)
-    pytest.fail(f"{path} did not reach {positions}")
+    polling.until_in_thread(
+        lambda: Checkpoint.read(path), lambda found: found and found.confirmed >= positions
+    )
 
 
 def test_a_killed_load_resumes_and_loses_nothing(

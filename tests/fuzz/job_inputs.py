@@ -11,7 +11,8 @@ from PIL import Image
 from imagefleet.job import clip
 from imagefleet.job.message import Job, read_job
 from imagefleet.job.passes import sources
-from imagefleet.storage import model_queues, protocol
+from imagefleet.storage import protocol
+from imagefleet.storage.routing import models
 from worker.inputs import control, img2img, pictures
 
 INPAINTING = '{"prompt": "a", "init_images": ["a.png"], "mask": "b.png", "mask_blur": 2}'
@@ -46,8 +47,8 @@ def check_sources(job: Job) -> None:
 def check_stages(job: Job, again: Job, body: str) -> None:
     """*again* is the job after its message, which was *body* at first."""
     assert (again.stage, again.stages) == (job.stage, job.stages)
-    assert model_queues.model_of(job.to_message()) == job.model, "its queue is its model's"
-    model_queues.models_of(body)
+    assert models.model_of(job.to_message()) == job.model, "its queue is its model's"
+    models.models_of(body)
 
 
 def read(data: bytes) -> None:

@@ -14,8 +14,7 @@ import pytest
 
 from imagefleet import cancelled, errors
 from imagefleet.cancelled import CancelledCampaigns
-from imagefleet.storage.open import open_storage
-from imagefleet.storage.protocol import Storage
+from imagefleet.storage.open import Storage, open_storage
 from imagefleet.storage.settings import StorageSettings
 
 LONG_AGO = datetime(2026, 1, 1, tzinfo=UTC)

@@ -12,7 +12,7 @@ import pytest
 import polling
 from imagefleet import errors, retry
 from imagefleet.records import reader
-from imagefleet.storage.protocol import Storage
+from imagefleet.storage.open import Storage
 from imagefleet.storage.settings import StorageSettings
 from imagefleet.submit import BATCH, BulkSender, Progress
 from simulation import clock

@@ -13,8 +13,7 @@ import pytest
 import polling
 from imagefleet import cancelled, errors, submit
 from imagefleet.records import reader
-from imagefleet.storage.open import open_storage
-from imagefleet.storage.protocol import Storage
+from imagefleet.storage.open import Storage, open_storage
 from imagefleet.storage.settings import StorageSettings
 from loadgen import sources
 from loadgen.load import Checkpoint, Load, Summary

@@ -14,7 +14,7 @@ import pytest
 import polling
 from imagefleet import cancelled
 from imagefleet.records import reader
-from imagefleet.storage.protocol import Storage
+from imagefleet.storage.open import Storage
 from worker.engine import contract
 from worker.testing import StandInEngine
 

@@ -16,7 +16,8 @@ from prometheus_client import CollectorRegistry
 import polling
 from imagefleet import errors
 from imagefleet.pricing import price_file, prices
-from imagefleet.storage.protocol import Operations, Storage
+from imagefleet.storage.open import Storage
+from imagefleet.storage.protocol import Operations
 from worker import cost, process
 from worker.cost import CostMeter
 from worker.engine import contract

@@ -10,7 +10,8 @@ import pytest
 
 import polling
 from imagefleet import errors
-from imagefleet.storage.protocol import JobQueue, LeasedMessage, Storage
+from imagefleet.storage.open import Storage
+from imagefleet.storage.protocol import JobQueue, LeasedMessage
 from worker.leases import Lease, LeaseKeeper, LeaseState
 
 LEASE_SECONDS = 1
@@ -41,10 +42,10 @@ async def test_a_renewed_lease_outlives_its_time_and_no_other_worker_gets_the_me
     keeper = LeaseKeeper(storage.queue, LEASE_SECONDS, on_renewal=results.append)
     async with running(keeper):
         lease = await take(storage, keeper)
-        await asyncio.sleep(2.2 * LEASE_SECONDS)
+        await polling.until(lambda: results.count("renewed") >= 3)
+        await polling.until_leases_end(storage.poison, LEASE_SECONDS)
         assert await storage.queue.receive(1, LEASE_SECONDS) == []
         await keeper.acknowledge(lease)
-    assert results.count("renewed") >= 3
     assert set(results) == {"renewed"}
     assert (await storage.queue.depth()).messages == 0
 
@@ -68,8 +69,8 @@ async def test_a_lease_that_another_worker_took_over_is_lost_and_not_acknowledge
     results: list[str] = []
     keeper = LeaseKeeper(storage.queue, LEASE_SECONDS, on_renewal=results.append)
     lease = await take(storage, keeper)
-    await asyncio.sleep(1.1 * LEASE_SECONDS)  # no keeper runs: the lease expires
-    (taken_over,) = await storage.queue.receive(1, 30)
+    # No keeper runs: the lease expires.
+    (taken_over,) = await polling.until(lambda: storage.queue.receive(1, 30))
     async with running(keeper):
         await polling.until(lambda: lease.state is not LeaseState.HELD)
         with pytest.raises(errors.LeaseLost):
@@ -149,12 +150,14 @@ async def test_a_permanently_refused_renewal_ends_the_keeper(storage: Storage) -
 
 
 async def test_a_dropped_lease_is_no_longer_renewed(storage: Storage) -> None:
-    keeper = LeaseKeeper(storage.queue, LEASE_SECONDS)
+    results: list[str] = []
+    keeper = LeaseKeeper(storage.queue, LEASE_SECONDS, on_renewal=results.append)
     lease = await take(storage, keeper)
+    await take(storage, keeper, "b")  # whose turn comes after it
     keeper.drop(lease)
     receipt = dataclasses.replace(lease.message).receipt
     async with running(keeper):
-        await asyncio.sleep(0.7 * LEASE_SECONDS)
+        await polling.until(lambda: "renewed" in results)
     assert lease.message.receipt == receipt
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from imagefleet import errors
 from imagefleet.pricing import prices
-from imagefleet.storage.protocol import Storage
+from imagefleet.storage.open import Storage
 from imagefleet.telemetry import exposition
 from worker.metrics import FAILURES, IDLE_REASONS, Stage
 from worker.replica import Replica

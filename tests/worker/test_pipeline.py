@@ -17,7 +17,8 @@ from PIL import Image
 import polling
 from imagefleet import errors, retry
 from imagefleet.storage import dead_letter
-from imagefleet.storage.protocol import BlobPart, BlobStore, Storage
+from imagefleet.storage.open import Storage
+from imagefleet.storage.protocol import BlobPart, BlobStore
 from worker import gpu_thread
 from worker.engine import contract
 from worker.testing import StandInEngine, draw_noise

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from imagefleet import errors
-from imagefleet.storage.protocol import Storage
+from imagefleet.storage.open import Storage
 from worker.engine import contract
 from worker.testing import StandInEngine, draw_noise
 

@@ -14,7 +14,7 @@ from imagefleet.cancelled import CancelledCampaigns
 from imagefleet.job import chain
 from imagefleet.job.message import DELIVERIES_FIELD, Job, message_fields, message_text
 from imagefleet.storage import protocol, queue_names
-from imagefleet.storage.model_queues import ModelQueues
+from imagefleet.storage.routing.models import ModelQueues
 from imagefleet.storage.settings import checked_priority
 from worker.jobs.in_flight import InFlightJob
 

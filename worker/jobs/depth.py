@@ -8,8 +8,8 @@ from collections.abc import Callable
 from typing import NoReturn
 
 from imagefleet import errors, retry
-from imagefleet.storage.priorities import OrderedQueues
 from imagefleet.storage.protocol import JobQueue
+from imagefleet.storage.routing.queue import RoutedQueue
 from worker.metrics import WorkerMetrics
 
 log = logging.getLogger(__name__)
@@ -20,7 +20,7 @@ DEPTH_SECONDS = 60.0
 
 
 async def measure_depth(
-    jobs: OrderedQueues,
+    jobs: RoutedQueue,
     poison: JobQueue,
     metrics: WorkerMetrics,
     on_depth: Callable[[int], None],

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import NoReturn, TypeVar
 
 from imagefleet import errors, retry
-from imagefleet.storage.model_queues import ModelQueues
-from imagefleet.storage.priorities import OrderedQueues
+from imagefleet.storage.routing.models import ModelQueues
+from imagefleet.storage.routing.queue import RoutedQueue
 from imagefleet.telemetry import host, serving
 from worker.engine import contract
 from worker.files import model as model_files
@@ -85,7 +85,7 @@ class WorkerModels:
         name = self.current.name
         return {name, None} if name == self._default else {name}
 
-    async def begin(self, queue: OrderedQueues, share: float) -> None:
+    async def begin(self, queue: RoutedQueue, share: float) -> None:
         """Fetches the model to begin with; *share* as for `first_to_serve`.
 
         Raises:
@@ -136,7 +136,7 @@ class WorkerModels:
 
     async def following(
         self,
-        queue: OrderedQueues,
+        queue: RoutedQueue,
         is_idle: Callable[[], bool],
         seconds_per_job: Callable[[], float],
     ) -> Following:
@@ -164,7 +164,7 @@ class WorkerModels:
 
     async def _choose(
         self,
-        queue: OrderedQueues,
+        queue: RoutedQueue,
         is_idle: Callable[[], bool],
         seconds_per_job: Callable[[], float],
     ) -> Checkpoint:
@@ -193,7 +193,7 @@ class WorkerModels:
             if name is not None:
                 return self._checkpoints[name]
 
-    async def _waiting(self, queue: OrderedQueues, name: str) -> Waiting:
+    async def _waiting(self, queue: RoutedQueue, name: str) -> Waiting:
         models: set[str | None] = {name, None} if name == self._default else {name}
         depth = await queue.depth_of(models)
         if depth.oldest_age_seconds is None:  # none is visible
@@ -236,7 +236,7 @@ class WorkerModels:
             extra={"action": "model_switched", "model": name, "seconds": round(seconds, 3)},
         )
 
-    def drop(self, checkpoint: Checkpoint, error: Exception, queue: OrderedQueues) -> None:
+    def drop(self, checkpoint: Checkpoint, error: Exception, queue: RoutedQueue) -> None:
         """Serves a model no more that cannot be loaded here; its jobs are for other workers."""
         self._forget(checkpoint, error)
         queue.remove(checkpoint.name)

@@ -18,11 +18,9 @@ from imagefleet.storage.azure.credentials import Credentials
 from imagefleet.storage.azure.queue import AzureQueue
 from imagefleet.storage.azure.roles import job_queue, name_of
 from imagefleet.storage.azure.sender import MessageSender
-from imagefleet.storage.combined.shards import ShardedQueue
-from imagefleet.storage.model_queues import ModelQueues, Queues
-from imagefleet.storage.priorities import OrderedQueues
 from imagefleet.storage.protocol import Operations
-from imagefleet.storage.settings import PRIORITIES, Priority, Resource, StorageSettings
+from imagefleet.storage.routing.models import ModelQueues
+from imagefleet.storage.settings import Resource, StorageSettings
 
 #: An API version that every Azure cloud, Azurite and every allowed release of the SDK support. The
 #: SDK's default is the newest, which Azurite refuses.
@@ -101,14 +99,6 @@ class AzureStorage:
             sender = MessageSender(client, self._transport, API_VERSION, self._count_send)
             return AzureQueue(client, retry_policy, of, sender)
 
-        def of_model(model: str | None, priority: Priority) -> ShardedQueue:
-            resource = job_queue(priority)
-            return ShardedQueue(
-                lambda shard: opened(resource, model, shard),
-                lambda: access.shards(resource, model),
-            )
-
-        self.queues = {each: of_model(None, each) for each in PRIORITIES}
         self.poison = opened("poison")
         options["raw_request_hook"] = self._count_blob_operation
         blob, files = access.of("blob"), access.of("files")
@@ -116,19 +106,18 @@ class AzureStorage:
         others = address.container_client(settings.files_container, files.credential, **options)
         self.blobs = AzureBlobs(images, retry_policy, blob)
         self.files = AzureBlobs(others, retry_policy, files)
-        self.models = ModelQueues(self.queues, of_model, _create, self.blobs)
-        self.queue = OrderedQueues(
-            list(self.queues.values()),
-            main=self.queues["normal"],
-            find_more=lambda: self.models.add_to(self.queue),
+        self.models = ModelQueues(
+            lambda priority, model, shard: opened(job_queue(priority), model, shard),
+            self.blobs,
+            lambda priority, model: access.shards(job_queue(priority), model),
         )
+        self.queues = self.models.default
+        self.queue = self.models.all
         self.url = f"{images.scheme}://{images.primary_hostname}"
 
     async def create(self) -> None:
-        if not await self.queues["normal"].create():
-            return  # a SAS token for one queue can create nothing else, nor need it
-        for priority in ("high", "low"):
-            await self.queues[priority].create()
+        if not await self.models.create():
+            return
         await self.poison.create()
         await self.blobs.create_container()
         await self.files.create_container()
@@ -166,9 +155,3 @@ class AzureStorage:
             self.operations.blob_reads += 1
         elif http.method != "DELETE":
             self.operations.blob_writes += 1
-
-
-async def _create(queues: Queues) -> None:
-    for queue in queues.values():
-        if not await queue.create():
-            return  # a SAS token for one queue can create nothing else, nor need it

@@ -5,13 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Self
 
-from imagefleet.storage.combined.shards import ShardedQueue
 from imagefleet.storage.local.blobs import LocalBlobs
 from imagefleet.storage.local.queue import LocalQueue, QueueFile
-from imagefleet.storage.model_queues import ModelQueues, Queues
-from imagefleet.storage.priorities import OrderedQueues
 from imagefleet.storage.protocol import Operations
-from imagefleet.storage.settings import PRIORITIES, Priority, StorageSettings
+from imagefleet.storage.routing.models import ModelQueues
+from imagefleet.storage.settings import Priority, StorageSettings
 
 QUEUE_FILE = "queue.sqlite"
 
@@ -24,35 +22,22 @@ class LocalStorage:
         self._file = QueueFile(folder / QUEUE_FILE)
         self.operations = Operations()
 
-        def opened(model: str | None, priority: Priority) -> ShardedQueue:
-            def shard(number: int) -> LocalQueue:
-                name = names.queues_of(model, number)[priority]
-                return LocalQueue(self._file, name, self.operations)
+        def shard(priority: Priority, model: str | None, number: int) -> LocalQueue:
+            name = names.queues_of(model, number)[priority]
+            return LocalQueue(self._file, name, self.operations)
 
-            return ShardedQueue(shard)
-
-        self.queues = {each: opened(None, each) for each in PRIORITIES}
         self.poison = LocalQueue(self._file, names.poison_queue, self.operations)
         self.blobs = LocalBlobs(folder / names.container, self.operations)
-
-        self.models = ModelQueues(self.queues, opened, self._create_queues, self.blobs)
-        self.queue = OrderedQueues(
-            list(self.queues.values()),
-            main=self.queues["normal"],
-            find_more=lambda: self.models.add_to(self.queue),
-        )
         self.files = LocalBlobs(folder / names.files_container, self.operations)
+        self.models = ModelQueues(shard, self.blobs)
+        self.queues = self.models.default
+        self.queue = self.models.all
 
     async def create(self) -> None:
         await self._file.create([*(each.name for each in self.queues.values()), self.poison.name])
-        for queue in self.queues.values():
-            await queue.create()
+        await self.models.create()
         await self.blobs.create_folder()
         await self.files.create_folder()
-
-    async def _create_queues(self, queues: Queues) -> None:
-        for queue in queues.values():
-            await queue.create()
 
     async def check(self) -> None:
         for queue in (self.queue, self.poison):

@@ -16,8 +16,7 @@ from PIL import Image
 from evaluation.gate import jobs
 from evaluation.gate.images import FolderImages
 from fleet import console
-from imagefleet.storage.open import open_storage
-from imagefleet.storage.protocol import Storage
+from imagefleet.storage.open import Storage, open_storage
 from imagefleet.storage.settings import StorageSettings
 
 Imagefleet = Callable[..., Any]  # the fixtures of conftest.py

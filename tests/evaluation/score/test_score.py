@@ -22,8 +22,8 @@ from fleet import console
 from imagefleet.records import reader, sweep
 from imagefleet.records.record import Record
 from imagefleet.records.writer import RecordLog
-from imagefleet.storage.open import open_storage
-from imagefleet.storage.protocol import BlobStore, Storage
+from imagefleet.storage.open import Storage, open_storage
+from imagefleet.storage.protocol import BlobStore
 from imagefleet.storage.settings import StorageSettings
 
 Imagefleet = Callable[..., "subprocess.CompletedProcess[str]"]  # the fixture of conftest.py

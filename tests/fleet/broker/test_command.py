@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import subprocess
 import sys
-import time
 import urllib.request
 from collections.abc import Callable
 
 import pytest
 
+import polling
 from imagefleet.storage.open import open_storage
 from imagefleet.storage.settings import StorageSettings
 from imagefleet.telemetry import logs
@@ -78,16 +79,17 @@ def test_it_serves_until_it_is_told_to_stop(
     azurite_settings: StorageSettings, unused_port: int, created: None
 ) -> None:
     with start(azurite_settings, unused_port) as broker:
-        deadline = time.monotonic() + 30
-        while True:
-            try:
-                with urllib.request.urlopen(f"http://127.0.0.1:{unused_port}/live") as answer:
-                    assert answer.status == 200
-                break
-            except OSError:
-                assert time.monotonic() < deadline
-                assert broker.poll() is None, broker.communicate()[1]
-                time.sleep(0.1)
+
+        def answers() -> bool:
+            assert broker.poll() is None, broker.communicate()[1]
+            with (
+                contextlib.suppress(OSError),
+                urllib.request.urlopen(f"http://127.0.0.1:{unused_port}/live") as answer,
+            ):
+                return bool(answer.status == 200)
+            return False
+
+        polling.until_in_thread(answers)
         broker.terminate()
         _, log = broker.communicate(timeout=30)
     assert broker.returncode == 0, log

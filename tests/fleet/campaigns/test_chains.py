@@ -15,7 +15,7 @@ from fleet.webhooks import events
 from imagefleet import aio, errors
 from imagefleet.job.message import Job
 from imagefleet.records import reader
-from imagefleet.storage.protocol import Storage
+from imagefleet.storage.open import Storage
 from imagefleet.storage.settings import StorageSettings
 from worker.engine import contract
 from worker.testing import draw_noise
@@ -152,8 +152,8 @@ async def test_a_webhook_tells_of_a_job_of_stages_once(
 ) -> None:
     await storage.queue.send([json.dumps(CHAIN)])
     await run_worker("w1")
-    jobs = events.JobEvents("acme/jobs", {})
-    found = [jobs.of(each) async for each in reader.images(storage, "spring")]
+    drawn = reader.images(storage, "spring")
+    found = [events.job_ended("acme/jobs", each) async for each in drawn]
     (completed,) = [each for each in found if each is not None]
     assert completed.type == "job.completed"
     assert completed.data["images"] == ["spring/0001~3.png"]

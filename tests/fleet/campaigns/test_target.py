@@ -12,8 +12,7 @@ from fleet import console
 from fleet.campaigns import target
 from imagefleet import errors
 from imagefleet.records.writer import RecordLog
-from imagefleet.storage.open import open_storage
-from imagefleet.storage.protocol import Storage
+from imagefleet.storage.open import Storage, open_storage
 from imagefleet.storage.settings import StorageSettings
 
 Imagefleet = Callable[..., "subprocess.CompletedProcess[str]"]  # the fixture of conftest.py

@@ -21,8 +21,7 @@ from imagefleet.records.record import Record
 from imagefleet.records.writer import RecordLog
 from imagefleet.signing import SigningKey
 from imagefleet.storage import dead_letter
-from imagefleet.storage.open import open_storage
-from imagefleet.storage.protocol import Storage
+from imagefleet.storage.open import Storage, open_storage
 from imagefleet.storage.settings import PRIORITIES, StorageSettings
 
 Imagefleet = Callable[..., "subprocess.CompletedProcess[str]"]

@@ -19,8 +19,7 @@ from imagefleet.records.record import Record
 from imagefleet.records.writer import RecordLog
 from imagefleet.signing import SigningKey, TrustedKeys
 from imagefleet.storage import dead_letter
-from imagefleet.storage.open import open_storage
-from imagefleet.storage.protocol import Storage
+from imagefleet.storage.open import Storage, open_storage
 from imagefleet.storage.settings import StorageSettings
 
 Imagefleet = Callable[..., "subprocess.CompletedProcess[str]"]

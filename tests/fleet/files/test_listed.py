@@ -16,8 +16,8 @@ from fleet.files.listed import Listing
 from header_files import LORA, file_of
 from imagefleet import errors
 from imagefleet.signing import NO_KEYS, Keys, SigningKey, TrustedKeys
-from imagefleet.storage.open import open_storage
-from imagefleet.storage.protocol import BlobStore, Storage
+from imagefleet.storage.open import Storage, open_storage
+from imagefleet.storage.protocol import BlobStore
 from imagefleet.storage.settings import StorageSettings
 from worker.files import manifest
 

@@ -14,8 +14,7 @@ import pytest
 from fleet import console, options
 from fleet.files.listed import Listing
 from imagefleet.signing import SigningKey
-from imagefleet.storage.open import open_storage
-from imagefleet.storage.protocol import Storage
+from imagefleet.storage.open import Storage, open_storage
 from imagefleet.storage.settings import SignerSettings, StorageSettings
 
 Imagefleet = Callable[..., "subprocess.CompletedProcess[str]"]  # the fixture of conftest.py

@@ -15,8 +15,7 @@ from fleet.gallery.campaign import Campaign, Pace
 from fleet.gallery.index import Filter, Index
 from imagefleet.records.record import Record
 from imagefleet.records.writer import RecordLog
-from imagefleet.storage.open import open_storage
-from imagefleet.storage.protocol import Storage
+from imagefleet.storage.open import Storage, open_storage
 from imagefleet.storage.settings import StorageSettings
 
 NOON = datetime(2026, 11, 22, 12, tzinfo=UTC)

@@ -16,6 +16,7 @@ import pytest
 from PIL import Image
 from yarl import URL
 
+import polling
 from fleet.gallery import guard
 from fleet.keys import mint
 from imagefleet import errors, redaction
@@ -24,8 +25,7 @@ from imagefleet.records.record import Lora, Record
 from imagefleet.records.writer import RecordLog
 from imagefleet.storage import dead_letter
 from imagefleet.storage.azure.roles import ROLES
-from imagefleet.storage.open import open_storage
-from imagefleet.storage.protocol import Storage
+from imagefleet.storage.open import Storage, open_storage
 from imagefleet.storage.settings import StorageSettings
 
 Serve = Callable[..., Any]  # the fixture of conftest.py
@@ -77,11 +77,9 @@ async def test_images_appear_as_they_are_stored(
     async with serve(storage_settings) as served:
         assert (await served.get("/api/campaigns", first=1))["newest"] is None
         await store(storage, log, 1, prompt="a red house", loras=(Lora("ink", 1),), worker="w1")
-        found: dict[str, Any] = {}
-        async with asyncio.timeout(20):
-            while not found.get("newest"):
-                found = await served.get("/api/campaigns", first=1)
-                await asyncio.sleep(0.1)
+        found = await polling.until(
+            lambda: served.get("/api/campaigns", first=1), lambda found: found["newest"]
+        )
         assert found["campaigns"] == ["spring"]
         await served.state_when(lambda state: state["total"] == 1, campaign="spring")
         await store(storage, log, 2, prompt="a blue fish", worker="w2")

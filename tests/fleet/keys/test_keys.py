@@ -27,13 +27,13 @@ from fleet.keys import mint
 from fleet.monitor import command as monitor
 from imagefleet import aio, cancelled, errors, retry
 from imagefleet.records import reader
-from imagefleet.storage import dead_letter_queue, protocol
+from imagefleet.storage import dead_letter_queue
 from imagefleet.storage.azure import account as azure_address
 from imagefleet.storage.azure import sas
 from imagefleet.storage.azure.roles import ROLES, Role
 from imagefleet.storage.azure.storage import API_VERSION, AzureStorage
-from imagefleet.storage.dead_letter import FailedJob
-from imagefleet.storage.open import open_storage
+from imagefleet.storage.dead_letter import FailedJob, Selection
+from imagefleet.storage.open import Storage, open_storage
 from imagefleet.storage.settings import StorageSettings
 
 LEASE_SECONDS = 30
@@ -49,7 +49,7 @@ Imagefleet = Callable[..., "subprocess.CompletedProcess[str]"]  # the fixture of
 
 
 @pytest.fixture
-async def owner(azurite_settings: StorageSettings) -> AsyncIterator[protocol.Storage]:
+async def owner(azurite_settings: StorageSettings) -> AsyncIterator[Storage]:
     """The storage, opened with the account key."""
     async with open_storage(azurite_settings) as storage:
         await storage.create()
@@ -71,7 +71,7 @@ async def refused(request: Any) -> None:
 
 
 async def test_a_workers_tokens_allow_its_work_and_no_more(
-    azurite_settings: StorageSettings, owner: protocol.Storage
+    azurite_settings: StorageSettings, owner: Storage
 ) -> None:
     await owner.queue.send(["a job", "another", "a bad one"])
     await owner.files.create("loras/fox.safetensors", b"weights", "application/octet-stream", {})
@@ -100,7 +100,7 @@ async def test_a_workers_tokens_allow_its_work_and_no_more(
 
 
 async def test_a_workers_tokens_neither_overwrite_nor_delete_nor_clear(
-    azurite_settings: StorageSettings, owner: protocol.Storage
+    azurite_settings: StorageSettings, owner: Storage
 ) -> None:
     await owner.queue.send(["a job"])
     await owner.blobs.create("fox.png", b"pixels", "image/png", {})
@@ -133,7 +133,7 @@ async def test_a_workers_tokens_neither_overwrite_nor_delete_nor_clear(
 )
 async def test_load_adds_messages_counts_them_and_reads_what_is_cancelled(
     azurite_settings: StorageSettings,
-    owner: protocol.Storage,
+    owner: Storage,
     tmp_path: Path,
     role: Role,
     notices: int,
@@ -166,7 +166,7 @@ async def test_load_adds_messages_counts_them_and_reads_what_is_cancelled(
 
 
 async def test_a_monitor_reads_everything_and_changes_nothing(
-    azurite_settings: StorageSettings, owner: protocol.Storage
+    azurite_settings: StorageSettings, owner: Storage
 ) -> None:
     await owner.queue.send(["a job"])
     await owner.blobs.create("spring/fox.png", b"pixels", "image/png", {"job": "1"})
@@ -186,7 +186,7 @@ async def test_a_monitor_reads_everything_and_changes_nothing(
 
 
 async def test_an_operator_lists_replays_and_discards_failed_jobs(
-    azurite_settings: StorageSettings, owner: protocol.Storage
+    azurite_settings: StorageSettings, owner: Storage
 ) -> None:
     record = FailedJob(
         id="j1",
@@ -201,7 +201,7 @@ async def test_an_operator_lists_replays_and_discards_failed_jobs(
     await owner.poison.send([record.encode()] * 40)
     async with AzureStorage(with_role(azurite_settings, ROLES["operator"]), retry.NEVER) as storage:
         await storage.check()
-        everything = dead_letter_queue.Selection()
+        everything = Selection()
         listed = [entry async for entry in dead_letter_queue.browse(storage, everything)]
         assert len(listed) == 40
         assert (await dead_letter_queue.replay(storage, everything)).done == 40
@@ -216,7 +216,7 @@ async def test_an_operator_lists_replays_and_discards_failed_jobs(
 
 async def test_an_operator_cancels_a_campaign_and_does_not_purge(
     azurite_settings: StorageSettings,
-    owner: protocol.Storage,
+    owner: Storage,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(cancelled, "LOAD_SECONDS", -10.0)  # it waits for nothing
@@ -230,7 +230,7 @@ async def test_an_operator_cancels_a_campaign_and_does_not_purge(
 
 @pytest.mark.parametrize("letters", ["r", "a", "u", "p", "raup"])
 async def test_the_check_finds_exactly_the_permissions_of_a_queues_token(
-    azurite_settings: StorageSettings, owner: protocol.Storage, letters: str
+    azurite_settings: StorageSettings, owner: Storage, letters: str
 ) -> None:
     role = Role("test", "x", queue=letters, poison="a", blob="r")
     checked = await keys_check.check(with_role(azurite_settings, role))
@@ -241,7 +241,7 @@ async def test_the_check_finds_exactly_the_permissions_of_a_queues_token(
 
 @pytest.mark.parametrize("letters", ["r", "a", "c", "l", "d", "rc", "racwdl"])
 async def test_the_check_finds_exactly_the_permissions_of_a_containers_token(
-    azurite_settings: StorageSettings, owner: protocol.Storage, letters: str
+    azurite_settings: StorageSettings, owner: Storage, letters: str
 ) -> None:
     role = Role("test", "x", queue="r", poison="a", blob=letters)
     checked = await keys_check.check(with_role(azurite_settings, role))
@@ -252,7 +252,7 @@ async def test_the_check_finds_exactly_the_permissions_of_a_containers_token(
 
 @pytest.mark.parametrize("letter", ["r", "u", "p"])
 async def test_a_worker_needs_each_permission_on_its_queue(
-    azurite_settings: StorageSettings, owner: protocol.Storage, letter: str
+    azurite_settings: StorageSettings, owner: Storage, letter: str
 ) -> None:
     needed: dict[str, Callable[[AzureStorage], Any]] = {
         "r": lambda storage: storage.queue.depth(),

@@ -21,8 +21,7 @@ from fleet.keys import mint
 from imagefleet.storage.azure.account import read_address
 from imagefleet.storage.azure.roles import ROLES, Role, name_of
 from imagefleet.storage.azure.storage import API_VERSION
-from imagefleet.storage.open import open_storage
-from imagefleet.storage.protocol import Storage
+from imagefleet.storage.open import Storage, open_storage
 from imagefleet.storage.settings import StorageSettings
 
 DOCUMENT = Path(__file__).parents[3] / "docs" / "storage.md"

@@ -20,8 +20,7 @@ from imagefleet import errors
 from imagefleet.files.kinds import TEXT
 from imagefleet.records import reader
 from imagefleet.storage.azure.roles import OPTIONAL, RESOURCES, ROLES, Role, name_of
-from imagefleet.storage.open import open_storage
-from imagefleet.storage.protocol import Storage
+from imagefleet.storage.open import Storage, open_storage
 from imagefleet.storage.settings import Priority, Resource, StorageSettings
 from worker import process
 from worker.engine import contract

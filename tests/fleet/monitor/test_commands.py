@@ -20,6 +20,7 @@ import aiohttp
 import pytest
 from rich.console import Console
 
+import polling
 from fleet.monitor import prometheus, rates, workers
 from imagefleet.storage.open import open_storage
 from imagefleet.storage.settings import StorageSettings
@@ -226,13 +227,13 @@ async def test_the_exporter_serves_and_pushes_until_sigterm(
         assert (start["severity"], start["action"]) == ("INFO", "start")
         async with (
             aiohttp.ClientSession(f"http://127.0.0.1:{start['port']}") as client,
-            asyncio.timeout(20),
         ):
-            seen = ""
-            while "imagefleet_queue_seconds_to_empty" not in seen:
-                await asyncio.sleep(0.05)
+
+            async def page() -> str:
                 async with client.get("/metrics") as response:
-                    seen = await response.text()
+                    return await response.text()
+
+            seen = await polling.until(page, lambda page: "queue_seconds_to_empty" in page)
         assert (
             'imagefleet_queue_messages{fleet="storage/jobs",queue="jobs",state="visible"} 2.0'
             in seen

@@ -7,13 +7,14 @@ from pathlib import Path
 
 import pytest
 
+import polling
 from fleet.monitor import queue_flow
 from fleet.monitor.queue_flow import Exporter
 from fleet.monitor.rates import FleetRates
 from fleet.monitor.settings import ExporterSettings
 from imagefleet import errors
-from imagefleet.storage.open import open_storage
-from imagefleet.storage.protocol import QueueDepth, Storage
+from imagefleet.storage.open import Storage, open_storage
+from imagefleet.storage.protocol import QueueDepth
 from imagefleet.telemetry.queue_flow import QueueFlow
 
 
@@ -144,7 +145,7 @@ async def test_an_error_of_one_queue_cancels_the_request_to_the_other(
     ended = []
 
     async def refused() -> QueueDepth:
-        await asyncio.sleep(0)
+        await polling.turn()
         raise errors.SetupError("no permission")
 
     async def slow() -> QueueDepth:

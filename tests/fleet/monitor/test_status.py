@@ -15,8 +15,8 @@ from rich.console import Console
 from fleet.monitor import command, watch
 from fleet.monitor.settings import MonitorSettings
 from imagefleet import aio, errors
-from imagefleet.storage.open import open_storage
-from imagefleet.storage.protocol import QueueDepth, Storage
+from imagefleet.storage.open import Storage, open_storage
+from imagefleet.storage.protocol import QueueDepth
 from imagefleet.storage.settings import StorageSettings
 from imagefleet.telemetry import queue_gauges, serving
 

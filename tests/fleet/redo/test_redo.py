@@ -11,6 +11,7 @@ from typing import Any, Self
 
 import pytest
 
+import polling
 from fleet import console
 from fleet.campaigns import target
 from fleet.redo import command, replace, select
@@ -20,8 +21,7 @@ from imagefleet.job.message import read_job
 from imagefleet.records import reader
 from imagefleet.signing import SigningKey, TrustedKeys
 from imagefleet.storage import open as opening
-from imagefleet.storage.open import open_storage
-from imagefleet.storage.protocol import Storage
+from imagefleet.storage.open import Storage, open_storage
 from imagefleet.storage.settings import SignerSettings, StorageSettings
 from worker.engine import contract
 
@@ -107,8 +107,10 @@ async def test_a_bad_workers_images_since_a_moment_are_replaced_and_no_others(
 ) -> None:
     await storage.queue.send(messages(1, campaign="before"))
     await run_worker("bad")
-    await asyncio.sleep(1.1)  # Azure knows the seconds
-    since = datetime.now(UTC).replace(microsecond=0)
+    ended_at = datetime.now(UTC)
+    since = await polling.until(  # Azure knows the seconds
+        lambda: datetime.now(UTC).replace(microsecond=0), lambda second: second > ended_at
+    )
     await storage.queue.send(messages(3, output={"format": "webp"}))
     await run_worker("bad", bad_picture)
     await storage.queue.send(messages(3, campaign="b", batch_size=2))

@@ -16,8 +16,8 @@ from fleet.report import records as report_records
 from imagefleet.records import shard, writer
 from imagefleet.records.record import Record
 from imagefleet.records.shard import Totals
-from imagefleet.storage.open import open_storage
-from imagefleet.storage.protocol import BlobRecord, Storage
+from imagefleet.storage.open import Storage, open_storage
+from imagefleet.storage.protocol import BlobRecord
 from imagefleet.storage.settings import StorageSettings
 
 Imagefleet = Callable[..., "subprocess.CompletedProcess[str]"]  # the fixture of conftest.py

@@ -29,8 +29,7 @@ from imagefleet.records import writer
 from imagefleet.records.record import Record
 from imagefleet.storage.azure.roles import ROLES
 from imagefleet.storage.local.storage import LocalStorage
-from imagefleet.storage.open import open_storage
-from imagefleet.storage.protocol import Storage
+from imagefleet.storage.open import Storage, open_storage
 from imagefleet.storage.settings import StorageSettings
 from worker.stages import encode
 

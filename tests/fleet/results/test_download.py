@@ -19,8 +19,7 @@ from fleet.keys import mint
 from fleet.results import download, files
 from imagefleet.records import stored
 from imagefleet.storage.azure.roles import ROLES
-from imagefleet.storage.open import open_storage
-from imagefleet.storage.protocol import Storage
+from imagefleet.storage.open import Storage, open_storage
 from imagefleet.storage.settings import StorageSettings
 
 Imagefleet = Callable[..., "subprocess.CompletedProcess[str]"]  # the fixture of conftest.py

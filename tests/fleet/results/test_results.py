@@ -21,8 +21,7 @@ from fleet.results import parquet
 from imagefleet.records import reader, shard, writer
 from imagefleet.records.record import Record
 from imagefleet.records.shard import Totals
-from imagefleet.storage.open import open_storage
-from imagefleet.storage.protocol import Storage
+from imagefleet.storage.open import Storage, open_storage
 from imagefleet.storage.settings import StorageSettings
 
 Imagefleet = Callable[..., "subprocess.CompletedProcess[str]"]  # the fixture of conftest.py

@@ -15,7 +15,7 @@ from fleet.salad.models import Model
 from fleet.scale import scaler
 from fleet.scale.decision import Goal, Known, decide
 from imagefleet.pricing import families
-from imagefleet.storage.protocol import Storage
+from imagefleet.storage.open import Storage
 
 GOAL = Goal(
     max_dollars=100,

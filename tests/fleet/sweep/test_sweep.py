@@ -7,7 +7,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from collections import Counter
 from collections.abc import Callable
 from datetime import timedelta
@@ -17,14 +16,14 @@ from typing import Any
 import pytest
 from pydantic import SecretStr
 
+import polling
 from fleet import console
 from fleet.keys import mint
 from fleet.sweep import resume
 from imagefleet.pricing import families
 from imagefleet.records import reader, sweep
 from imagefleet.storage.azure.roles import ROLES
-from imagefleet.storage.open import open_storage
-from imagefleet.storage.protocol import Storage
+from imagefleet.storage.open import Storage, open_storage
 from imagefleet.storage.settings import StorageSettings
 from loadgen.caption_sweep import SweepSource, groups
 from loadgen.captions import CaptionFile
@@ -202,19 +201,20 @@ def test_a_killed_sweep_goes_on_and_sends_nothing_twice(
         cwd=tmp_path,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
     )
-    deadline = time.monotonic() + 30
-    while process.poll() is None and time.monotonic() < deadline:
-        (path,) = [*tmp_path.glob(".c.txt.*.sweep.json"), None][:1]
-        if path and (found := Checkpoint.read(path)) and found.confirmed >= 100:
-            break
-        time.sleep(0.002)
+
+    def confirmed() -> int:
+        assert process.poll() is None
+        found = [Checkpoint.read(path) for path in tmp_path.glob(".c.txt.*.sweep.json")]
+        return found[0].confirmed if found and found[0] else 0
+
+    polling.until_in_thread(confirmed, lambda jobs: jobs >= 100)
     process.kill()
     process.wait()
     queued = len(bodies_in(local(tmp_path)))
     assert 100 <= queued < 2_000
 
     # As on another machine, which knows the last note alone.
-    assert path is not None
+    (path,) = tmp_path.glob(".c.txt.*.sweep.json")
     path.unlink()
     result = in_process(*arguments, "--json")
 

@@ -17,8 +17,7 @@ from fleet.campaigns import target
 from fleet.verify import pairs, quarantine
 from imagefleet import errors
 from imagefleet.files import picture
-from imagefleet.storage.open import open_storage
-from imagefleet.storage.protocol import Storage
+from imagefleet.storage.open import Storage, open_storage
 from imagefleet.storage.settings import StorageSettings
 from worker.engine import contract
 

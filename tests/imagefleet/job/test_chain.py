@@ -13,7 +13,7 @@ from imagefleet import errors
 from imagefleet.job import chain, sizes
 from imagefleet.job.message import Job, is_signed, read_job
 from imagefleet.signing import SigningKey, TrustedKeys
-from imagefleet.storage.model_queues import model_of, models_of
+from imagefleet.storage.routing.models import model_of, models_of
 
 
 def text(*stages: dict[str, Any], **fields: Any) -> str:

@@ -10,7 +10,7 @@ from imagefleet.records import reader, shard, stored
 from imagefleet.records.record import Record
 from imagefleet.records.shard import Totals
 from imagefleet.records.writer import RecordLog
-from imagefleet.storage.protocol import Storage
+from imagefleet.storage.open import Storage
 
 NOON = datetime(2026, 11, 22, 12, tzinfo=UTC)
 

@@ -17,8 +17,7 @@ from imagefleet.records import reader, replaced, shard, stored, writer
 from imagefleet.records.damaged import Damaged
 from imagefleet.records.record import Lora, Record
 from imagefleet.records.shard import Totals
-from imagefleet.storage.open import open_storage
-from imagefleet.storage.protocol import Storage
+from imagefleet.storage.open import Storage, open_storage
 from imagefleet.storage.settings import StorageSettings
 
 _Item = TypeVar("_Item")

@@ -11,7 +11,7 @@ from imagefleet import errors
 from imagefleet.job.message import Job
 from imagefleet.records import reader, sweep
 from imagefleet.records.record import Record
-from imagefleet.storage.protocol import Storage
+from imagefleet.storage.open import Storage
 
 CAPTIONS = ["a red house", "a blue boat", "a red house"]
 

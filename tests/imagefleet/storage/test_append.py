@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from imagefleet import errors
-from imagefleet.storage.open import open_storage
-from imagefleet.storage.protocol import Storage
+from imagefleet.storage.open import Storage, open_storage
 from imagefleet.storage.settings import StorageSettings
 
 NAME = "-records/spring/a.images.jsonl.gz"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from imagefleet.storage.protocol import Storage
+from imagefleet.storage.open import Storage
 
 
 async def test_clear_deletes_what_waits_and_what_is_in_flight_of_one_queue(

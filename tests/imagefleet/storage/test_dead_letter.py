@@ -15,8 +15,8 @@ from imagefleet.job.message import Job, read_job
 from imagefleet.job.sizes import MAX_MESSAGE_BYTES, message_bytes
 from imagefleet.storage import dead_letter
 from imagefleet.storage.dead_letter import FailedJob
-from imagefleet.storage.open import open_storage
-from imagefleet.storage.protocol import LeasedMessage, Storage
+from imagefleet.storage.open import Storage, open_storage
+from imagefleet.storage.protocol import LeasedMessage
 from imagefleet.storage.settings import StorageSettings
 
 

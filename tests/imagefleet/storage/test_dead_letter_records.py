@@ -11,14 +11,15 @@ from typing import Any, NamedTuple
 
 import pytest
 
+import polling
 from imagefleet import errors
 from imagefleet.job.message import Job, read_job
 from imagefleet.records.record import Record
 from imagefleet.records.writer import RecordLog
-from imagefleet.storage import dead_letter, dead_letter_queue, dead_letter_records
-from imagefleet.storage.dead_letter_queue import Selection
-from imagefleet.storage.open import open_storage
-from imagefleet.storage.protocol import JobQueue, Storage
+from imagefleet.storage import dead_letter, dead_letter_queue
+from imagefleet.storage.dead_letter import Selection
+from imagefleet.storage.open import Storage, open_storage
+from imagefleet.storage.protocol import JobQueue
 from imagefleet.storage.settings import StorageSettings
 
 MISSING = errors.MissingFileError("there is no LoRA 'forest'")
@@ -72,8 +73,9 @@ async def test_lists_at_the_same_time_count_every_failed_job(
         await storage.poison.send(sent)
         await RecordLog(storage.blobs, "worker-1").add(records)
 
+        before = dataclasses.replace(storage.operations)
         killed = asyncio.create_task(listed(storage))
-        await asyncio.sleep(0.02)
+        await polling.until(lambda: storage.operations != before)
         killed.cancel()
         lists = await asyncio.gather(*(listed(storage) for _ in range(3)))
         assert [each.total() for each in lists] == [600] * 3
@@ -120,7 +122,7 @@ class Step(NamedTuple):
 @contextlib.contextmanager
 def killed_at(monkeypatch: pytest.MonkeyPatch, storage: Storage, step: Step) -> Iterator[None]:
     """The block ends at *step*, as if its process were killed."""
-    parts = {"notes": dead_letter_records.Notes, "poison": storage.poison}
+    parts = {"notes": dead_letter_queue.Notes, "poison": storage.poison}
     target = parts.get(step.part, storage.queues["normal"])
     call = getattr(target, step.name)
 

@@ -16,8 +16,7 @@ import pytest
 
 import polling
 from imagefleet import errors
-from imagefleet.storage.open import open_storage
-from imagefleet.storage.protocol import Storage
+from imagefleet.storage.open import Storage, open_storage
 from imagefleet.storage.settings import StorageSettings
 from imagefleet.submit import BATCH, BulkSender
 from loadgen.load import POSITIONS_BETWEEN_CHECKPOINTS, Checkpoint

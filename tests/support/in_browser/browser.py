@@ -20,6 +20,9 @@ import aiohttp
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
 
 START_SECONDS = 40
+
+#: Between two looks: a frame or so.
+_PAUSE_SECONDS = 0.015
 #: For an answer: of a whole scroll, say.
 TIMEOUT_SECONDS = 60.0
 
@@ -109,7 +112,7 @@ class Page:
                     return value
             if time.monotonic() > deadline:
                 raise TimeoutError(f"not true after {seconds} seconds: {condition}")
-            await asyncio.sleep(0.015)
+            await asyncio.sleep(_PAUSE_SECONDS)
 
     async def press(self, key: str) -> None:
         """Presses and releases a key; a character is typed."""
@@ -180,7 +183,7 @@ def _port(file: Path) -> int:
     while time.monotonic() < deadline:
         with contextlib.suppress(FileNotFoundError, IndexError):
             return int(file.read_text().splitlines()[0])
-        time.sleep(0.02)
+        time.sleep(_PAUSE_SECONDS)
     raise TimeoutError("the browser did not start")
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from imagefleet import errors, likeness, retry
-from imagefleet.storage.protocol import Storage
+from imagefleet.storage.open import Storage
 from worker.engine import checkpoint as checkpoints
 from worker.engine import checksums, contract, load
 from worker.engine.slots import engine as slots

@@ -22,8 +22,7 @@ from imagefleet.files.kinds import EMBEDDING
 from imagefleet.records import reader
 from imagefleet.signing import SigningKey, TrustedKeys
 from imagefleet.storage import dead_letter
-from imagefleet.storage.open import LOCAL_SCHEME
-from imagefleet.storage.protocol import Storage
+from imagefleet.storage.open import LOCAL_SCHEME, Storage
 from worker.files import addresses, manifest
 from worker.files.embeddings import EmbeddingLibrary
 

@@ -17,7 +17,8 @@ import polling
 from imagefleet import errors
 from imagefleet.files.kinds import LORA
 from imagefleet.job import prompt
-from imagefleet.storage.protocol import BlobPart, Storage
+from imagefleet.storage.open import Storage
+from imagefleet.storage.protocol import BlobPart
 from worker.engine import contract
 from worker.files.library import FileLibrary
 from worker.testing import StandInEngine, StandInPrepared
@@ -123,7 +124,7 @@ async def test_a_fetch_goes_on_when_the_job_that_began_it_is_cancelled(
     first, second = (asyncio.create_task(loras.resolve("style")) for _ in range(2))
     await polling.until(lambda: blobs.reads)
     first.cancel()
-    await asyncio.sleep(0)
+    await polling.turn()
     blobs.answer.set()
     assert (await second).read_bytes() == lora_bytes("style")
     assert len(blobs.reads) == 1

@@ -21,8 +21,8 @@ from yarl import URL
 import polling
 from header_files import LORA, REFINER, file_of
 from imagefleet import errors, retry
-from imagefleet.storage.open import open_storage
-from imagefleet.storage.protocol import BlobStore, Storage
+from imagefleet.storage.open import Storage, open_storage
+from imagefleet.storage.protocol import BlobStore
 from imagefleet.storage.settings import StorageSettings
 from worker import tasks
 from worker.files import disk_cache, download, model, sources
@@ -37,6 +37,7 @@ IMPATIENT = retry.RetryPolicy(tries=4, first_wait_seconds=0.001, longest_wait_se
 class ModelServer:
     """Serves one file; the next answers break off after so many bytes, or are only a status."""
 
+    folder: Path  # where its client has its cache
     content: bytes = CONTENT
     disposition: str | None = None
     etag: str | None = '"v1"'
@@ -48,6 +49,11 @@ class ModelServer:
     url: str = ""
     ranges: list[str | None] = field(default_factory=list)
     sent_bytes: int = 0
+
+    def has_stored(self, begin: int, part: bytes) -> bool:
+        """Whether the client has what was sent last."""
+        found = [file.stat().st_size for file in self.folder.rglob("*.part")]
+        return not part or max(found, default=0) >= begin + len(part)
 
     async def answer(self, request: web.Request) -> web.StreamResponse:
         self.ranges.append(request.headers.get("Range"))
@@ -76,15 +82,17 @@ class ModelServer:
         if hangs:
             await self.over.wait()
         if len(part) < len(rest):
-            await asyncio.sleep(0.05)  # for what was written to leave
-            assert request.transport is not None
-            request.transport.abort()
+            transport = request.transport
+            assert transport is not None
+            # An error drops what the client has not taken yet.
+            await polling.until(lambda: transport.is_closing() or self.has_stored(begin, part))
+            transport.abort()
         return response
 
 
 @pytest.fixture
-async def server() -> AsyncIterator[ModelServer]:
-    served = ModelServer()
+async def server(tmp_path: Path) -> AsyncIterator[ModelServer]:
+    served = ModelServer(tmp_path)
     runner = web.ServerRunner(web.Server(served.answer), shutdown_timeout=0)
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0).start()
@@ -171,8 +179,7 @@ async def test_a_restarted_worker_resumes_the_download(
 ) -> None:
     server.breaks_after, server.hangs = [1_000_000], True
     running = asyncio.create_task(fetch(make_settings(), blobs))
-    await polling.until(lambda: server.sent_bytes >= 1_000_000)
-    await asyncio.sleep(0.1)
+    await polling.until(lambda: server.has_stored(0, bytes(1_000_000)))
     running.cancel()
     await asyncio.gather(running, return_exceptions=True)
     server.hangs = False

@@ -12,7 +12,7 @@ import pytest
 from header_files import file_of
 from imagefleet import errors, retry
 from imagefleet.signing import SigningKey
-from imagefleet.storage.protocol import Storage
+from imagefleet.storage.open import Storage
 from worker.files import manifest, model
 from worker.settings import WorkerSettings
 

@@ -3,6 +3,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -152,9 +153,11 @@ def test_a_driver_that_hangs_is_one_sentence(
     driver: Driver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(replica, "DRIVER_SECONDS", 0.01)
-    monkeypatch.setattr(pynvml, "nvmlInit", lambda: __import__("time").sleep(0.2))
+    answers = threading.Event()
+    monkeypatch.setattr(pynvml, "nvmlInit", answers.wait)
     with pytest.raises(errors.SetupError, match="does not answer within"):
         chosen("all")
+    answers.set()
 
 
 def test_processes_on_the_cpu_share_its_cores(monkeypatch: pytest.MonkeyPatch) -> None:

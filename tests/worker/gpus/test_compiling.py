@@ -4,7 +4,6 @@ import asyncio
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import Any
 
 import pytest
 
+import polling
 from worker import process
 from worker.engine import load
 from worker.gpus import compiling
@@ -23,7 +23,7 @@ DEMO_MODEL = Path(__file__).parents[3] / "demo_model"
 
 #: Says when it begins and ends to compile.
 WORKER = """
-import sys, time, pathlib
+import signal, sys, pathlib
 from worker.gpus import compiling
 with compiling.by_one_first(pathlib.Path(sys.argv[1]), "kernels"):
     print("begins", flush=True)
@@ -38,10 +38,13 @@ def start(folder: Path, work: str = "pass") -> subprocess.Popen[str]:
     )
 
 
-def test_others_wait_for_the_first_and_then_go_on_together(tmp_path: Path) -> None:
+def test_others_wait_for_the_first_and_then_go_on_together(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     inside, most = 0, []
     first_is_done = threading.Event()
     together = threading.Barrier(3)
+    caplog.set_level("INFO")
 
     def compiles() -> None:
         nonlocal inside
@@ -49,7 +52,7 @@ def test_others_wait_for_the_first_and_then_go_on_together(tmp_path: Path) -> No
             inside += 1
             most.append(inside)
             if len(most) == 1:
-                time.sleep(0.2)
+                polling.until_in_thread(lambda: caplog.text.count("waiting for another") == 3)
                 assert inside == 1, "others did not wait"
                 first_is_done.set()
             else:
@@ -66,7 +69,7 @@ def test_others_wait_for_the_first_and_then_go_on_together(tmp_path: Path) -> No
 
 
 def test_a_worker_that_dies_as_it_compiles_leaves_that_to_the_next(tmp_path: Path) -> None:
-    with start(tmp_path, "time.sleep(60)") as first:
+    with start(tmp_path, "signal.pause()") as first:
         assert first.stdout is not None
         assert first.stdout.readline() == "begins\n"
         with start(tmp_path) as second:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -27,17 +29,24 @@ gpu, control = assigned["gpu"], socket.socket(fileno=assigned["control"])
 words = control.makefile()
 runs = pathlib.Path("runs-" + gpu)
 runs.write_text((runs.read_text() if runs.exists() else "") + "x")
+pathlib.Path("pid-" + gpu).write_text(str(os.getpid()))
+PAUSE = 0.01
+def until(look):
+    while not look(): time.sleep(PAUSE)
+def hang(): threading.Event().wait()
 {}
 """
 
 SERVES = """
 import http.server
+answers = []
 class Handler(http.server.BaseHTTPRequestHandler):
     def do_GET(self):
         {answer}
         self.send_response(200)
         self.end_headers()
         self.wfile.write(b"yes")
+        answers.append(self.path)
     def log_message(self, *arguments): pass
 server = http.server.HTTPServer(("127.0.0.1", 0), Handler)
 control.sendall(json.dumps({{"port": server.server_port}}).encode() + b"\\n")
@@ -61,9 +70,7 @@ def run(tmp_path: Path) -> Callable[..., Any]:
         fields = {"model": "m", "storage": f"local:{tmp_path}", "name": "m", **changes}
         settings = MachineSettings(**fields)
         command = [sys.executable, "-I", "-S", "-c", WORKER.format(worker)]
-        return await asyncio.wait_for(
-            parent.run_workers(settings, [Gpu("0"), Gpu("1")], command), 20
-        )
+        return await parent.run_workers(settings, [Gpu("0"), Gpu("1")], command)
 
     return start
 
@@ -99,9 +106,11 @@ async def test_a_broken_gpu_is_left_out_and_the_others_draw_on(
 ) -> None:
     worker = """
 if gpu == "1":
-    while not pathlib.Path("runs-0").exists(): time.sleep(0.01)
+    until(pathlib.Path("runs-0").exists)
     sys.exit(3)
-time.sleep(0.3)
+other = pathlib.Path("pid-1")
+until(lambda: other.exists() and other.read_text())
+until(lambda: not pathlib.Path("/proc", other.read_text()).exists())
 sys.exit(1 if len(runs.read_text()) == 1 else 0)
 """
     assert await run(worker) == 0
@@ -162,7 +171,7 @@ assert words.readline() == "stop\\n"
 pathlib.Path("stopping-" + gpu).touch()
 assert words.readline() == "hurry\\n"
 pathlib.Path("hurrying-" + gpu).touch()
-time.sleep(60)
+hang()
 """
     running = asyncio.create_task(run(worker, grace_seconds=0))
     await both_are(tmp_path, running, "ready")
@@ -175,23 +184,32 @@ time.sleep(60)
     assert await running == 1  # killed in the end: they hang
 
 
+@pytest.fixture
+def _three_looks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker hangs if it has not answered to three probes: a clock of its own."""
+    looks = itertools.count()
+    monkeypatch.setattr(child, "time", SimpleNamespace(monotonic=lambda: next(looks)))
+    monkeypatch.setattr(child, "HUNG_SECONDS", 3 * 2 - 1)  # each looks at it, for both GPUs
+    monkeypatch.setattr(child, "FIRST_ANSWER_SECONDS", 100_000)
+
+
+@pytest.mark.usefixtures("_three_looks")
 @pytest.mark.parametrize(
-    ("answer", "hung_seconds", "code", "times"),
-    [("pass", 0.8, 0, (1, 1)), ("time.sleep(60)", 0.2, 1, (3, 3))],
+    ("answer", "work", "code", "times"),
+    [("pass", "until(lambda: len(answers) > 20)", 0, (1, 1)), ("hang()", "hang()", 1, (3, 3))],
 )
 async def test_a_worker_that_does_not_answer_is_started_again(
     run: Callable[..., Any],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     answer: str,
-    hung_seconds: float,
+    work: str,
     code: int,
     times: tuple[int, int],
 ) -> None:
-    monkeypatch.setattr(child, "HUNG_SECONDS", hung_seconds)
-    monkeypatch.setattr(child, "ANSWER_SECONDS", hung_seconds / 2)
+    monkeypatch.setattr(child, "ANSWER_SECONDS", 0.1 if code else 10)
     serves = SERVES.format(answer=answer)
-    assert await run(f"{serves}\ntime.sleep(1.4)\nsys.exit(0)") == code
+    assert await run(f"{serves}\n{work}\nsys.exit(0)") == code
     assert runs(tmp_path) == times
 
 
@@ -202,20 +220,30 @@ async def test_a_worker_that_hangs_before_it_serves_anything_is_started_again(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.setattr(child, "FIRST_ANSWER_SECONDS", 0.5)
-    assert await run("sys.exit(0) if len(runs.read_text()) > 1 else time.sleep(60)") == 0
+    kill, killed = child.Child.kill, set[str]()
+
+    def noting(worker: child.Child) -> None:
+        kill(worker)
+        killed.add(worker.gpu.name)
+        if len(killed) == 2:  # the next ones may take as long to start as they need
+            monkeypatch.setattr(child, "FIRST_ANSWER_SECONDS", 300.0)
+
+    monkeypatch.setattr(child.Child, "kill", noting)
+    work = "until(lambda: len(runs.read_text()) > 1) if len(runs.read_text()) > 1 else hang()"
+    assert await run(work) == 0
     assert min(runs(tmp_path)) > 1
     for gpu in "01":
         assert f"the worker of GPU {gpu} has not answered" in caplog.text
 
 
+@pytest.mark.usefixtures("_three_looks")
 async def test_a_worker_that_cannot_be_killed_counts_as_down_and_does_not_keep_the_parent(
     run: Callable[..., Any],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """As one whose driver hangs in the kernel; the other GPU's goes on until it is told to end."""
-    for name, value in (("HUNG_SECONDS", 0.8), ("ANSWER_SECONDS", 0.4)):
-        monkeypatch.setattr(child, name, value)
+    monkeypatch.setattr(child, "ANSWER_SECONDS", 0.5)
     monkeypatch.setattr(parent, "LAST_SECONDS", 0.1)
     monkeypatch.setattr(parent, "KILLS", 2)
     kill = child.Child.kill
@@ -227,18 +255,18 @@ async def test_a_worker_that_cannot_be_killed_counts_as_down_and_does_not_keep_t
     monkeypatch.setattr(child.Child, "kill", kill_at_the_end)
     down: list[str] = []
     monkeypatch.setattr(parent.MachineMetrics, "is_down", lambda self, gpu: down.append(gpu))
-    worker = SERVES.format(answer='gpu == "1" and time.sleep(60)') + (
-        'pathlib.Path("ready-" + gpu).touch()\ngpu == "1" and time.sleep(60)\nwords.readline()'
+    worker = SERVES.format(answer='gpu == "1" and hang()') + (
+        'pathlib.Path("ready-" + gpu).touch()\ngpu == "1" and hang()\nwords.readline()'
     )
     running = asyncio.create_task(run(worker, grace_seconds=0))
     await both_are(tmp_path, running, "ready")
-    async with asyncio.timeout(10):
-        await polling.until(lambda: down)
+    await polling.until(lambda: down)
     assert set(down) == {"1"}
     os.kill(os.getpid(), signal.SIGTERM)
     with pytest.raises(errors.NodeError, match="the worker of GPU 1 does not even end"):
         await running
-    await asyncio.sleep(0.1)  # until the system has told of its end
+    ended = Path("/proc", (tmp_path / "pid-1").read_text())
+    await polling.until(lambda: not ended.exists())
 
 
 async def test_a_port_in_use_starts_no_worker(
@@ -266,7 +294,5 @@ def count(folder: Path, what: str) -> int:
 
 
 async def both_are(folder: Path, running: asyncio.Task[int], what: str) -> None:
-    async with asyncio.timeout(20):
-        while count(folder, what) < 2:
-            assert not running.done()
-            await asyncio.sleep(0.02)
+    await polling.until(lambda: count(folder, what) == 2 or running.done())
+    assert not running.done()

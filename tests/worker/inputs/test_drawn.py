@@ -13,7 +13,7 @@ import pytest
 from PIL import Image
 
 import tiny_model
-from imagefleet.storage.protocol import Storage
+from imagefleet.storage.open import Storage
 from worker.engine.load import load_engine
 from worker.inputs import masks
 

@@ -16,7 +16,7 @@ from imagefleet import errors
 from imagefleet.files.kinds import CONTROLNET
 from imagefleet.records import reader
 from imagefleet.storage import dead_letter
-from imagefleet.storage.protocol import Storage
+from imagefleet.storage.open import Storage
 from worker.engine import contract
 from worker.inputs import masks
 from worker.testing import StandInEngine, draw_noise

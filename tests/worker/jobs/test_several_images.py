@@ -15,7 +15,7 @@ import polling
 from imagefleet import errors
 from imagefleet.records import reader
 from imagefleet.storage import dead_letter
-from imagefleet.storage.protocol import Storage
+from imagefleet.storage.open import Storage
 from worker.engine import contract
 from worker.jobs.in_flight import InFlightImage
 from worker.testing import StandInEngine, draw_noise

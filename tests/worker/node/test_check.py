@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from imagefleet import errors
-from imagefleet.storage.protocol import Storage
+from imagefleet.storage.open import Storage
 from worker.engine import contract
 from worker.metrics import NodeFault, WorkerMetrics
 from worker.node import check as node_check

@@ -1,4 +1,4 @@
-"""Single parts of a node's checks: one failure, suspicion, references, the list of quarantined."""
+"""Single parts of a node's checks: one failure, alarms, references, the list of quarantined."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import pytest
 
 import polling
 from imagefleet import errors, likeness, retry
-from imagefleet.storage.protocol import Storage
+from imagefleet.storage.open import Storage
 from worker.engine import contract
 from worker.gpu_thread import EngineThread
 from worker.metrics import WorkerMetrics

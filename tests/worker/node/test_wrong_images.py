@@ -17,7 +17,7 @@ import pytest
 
 import polling
 from imagefleet import errors, likeness, retry
-from imagefleet.storage.protocol import Storage
+from imagefleet.storage.open import Storage
 from worker.engine import contract
 from worker.gpu_thread import EngineThread
 from worker.metrics import WorkerMetrics

@@ -17,7 +17,8 @@ from imagefleet import errors
 from imagefleet.records import reader
 from imagefleet.records.record import Record
 from imagefleet.storage import dead_letter
-from imagefleet.storage.protocol import BlobStore, Storage
+from imagefleet.storage.open import Storage
+from imagefleet.storage.protocol import BlobStore
 from worker.engine import contract
 from worker.metrics import WorkerMetrics
 from worker.stages import record as records

@@ -18,7 +18,7 @@ from imagefleet.job.message import Job, read_job
 from imagefleet.signing import SigningKey, TrustedKeys
 from imagefleet.storage import dead_letter
 from imagefleet.storage.deliveries import Deliveries
-from imagefleet.storage.protocol import Storage
+from imagefleet.storage.open import Storage
 from worker import process
 from worker.engine import contract
 from worker.files import manifest

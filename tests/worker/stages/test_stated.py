@@ -10,7 +10,7 @@ from PIL import Image
 
 from imagefleet.job.noise import Noise
 from imagefleet.job.samplers import Options
-from imagefleet.storage.protocol import Storage
+from imagefleet.storage.open import Storage
 from worker.engine import contract
 from worker.testing import StandInEngine, draw_noise
 

@@ -12,7 +12,7 @@ import polling
 from imagefleet import errors
 from imagefleet.storage import dead_letter
 from imagefleet.storage.deliveries import CONDEMNED_AFTER, Deliveries
-from imagefleet.storage.protocol import Storage
+from imagefleet.storage.open import Storage
 from worker.engine import contract
 from worker.stages.prepare import Isolation
 from worker.testing import StandInEngine, draw_noise

@@ -23,8 +23,7 @@ from pydantic import SecretStr
 from imagefleet import errors
 from imagefleet.retry import NEVER
 from imagefleet.storage.azure.storage import AzureStorage
-from imagefleet.storage.open import open_storage
-from imagefleet.storage.protocol import Storage
+from imagefleet.storage.open import Storage, open_storage
 from imagefleet.storage.settings import StorageSettings
 
 ONE_HOUR = timedelta(hours=1)

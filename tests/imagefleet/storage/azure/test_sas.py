@@ -22,8 +22,7 @@ from imagefleet import errors, retry
 from imagefleet.storage.azure import credentials, sas
 from imagefleet.storage.azure.roles import ROLES
 from imagefleet.storage.azure.storage import AzureStorage
-from imagefleet.storage.open import open_storage
-from imagefleet.storage.protocol import Storage
+from imagefleet.storage.open import Storage, open_storage
 from imagefleet.storage.settings import StorageSettings
 
 LEASE_SECONDS = 30

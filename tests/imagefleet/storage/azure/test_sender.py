@@ -88,7 +88,7 @@ async def test_a_token_in_the_address_is_sent_along(azurite_settings: StorageSet
         }
     )
     async with AzureStorage(settings, retry.NEVER) as storage:
-        signed = await storage.queues["normal"].first._sender.signed(10)
+        signed = await storage.queues["normal"].main.first._sender.signed(10)
     assert signed.url.startswith("https://pictures.queue.core.windows.net/")
     assert "/messages?messagettl=-1&" in signed.url
     assert signed.url.endswith("sig=mine")
@@ -145,7 +145,7 @@ async def test_a_storage_that_asks_to_slow_down_gets_every_message_once(
     async with AzureStorage(settings, patient) as storage:
         sending = storage.queues["normal"]
         await sending.send(f"{number}" for number in range(1_000))
-        assert sending.first._window.size < 32  # type: ignore[attr-defined]
+        assert sending.main.first._window.size < 32  # type: ignore[attr-defined]
     assert queue.taken == 1_000
     assert len(refusals) == queue.refused > 10
     assert all(isinstance(each, errors.BusyError) for each in refusals)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+import polling
 from imagefleet import errors
 from worker.engine import contract
 from worker.engine.lora import file as lora_file
@@ -23,14 +23,14 @@ def named(path: Path) -> contract.Lora:
     return contract.Lora("some-style", path, 1.0, 1.0)
 
 
-def slowed(monkeypatch: pytest.MonkeyPatch) -> list[object]:
-    """Slows down and records the reads of files."""
+def slowed(cache: lora_file.LoraCache, calls: int, monkeypatch: pytest.MonkeyPatch) -> list[object]:
+    """Records the reads of files, each of which lasts until there were so many calls."""
     reads: list[object] = []
     read = lora_file.read_lora
 
     def slow_read(*arguments: Any) -> lora_file.LoraFile:
         reads.append(arguments)
-        time.sleep(0.05)
+        polling.until_in_thread(lambda: sum(cache.lookups.values()) >= calls)
         return read(*arguments)
 
     monkeypatch.setattr(lora_file, "read_lora", slow_read)
@@ -48,7 +48,7 @@ def in_threads(count: int, work: Callable[[], object]) -> None:
 def test_concurrent_reads_of_one_file_read_it_once(
     cache: lora_file.LoraCache, lora_paths: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    reads = slowed(monkeypatch)
+    reads = slowed(cache, 6, monkeypatch)
     got: list[lora_file.LoraFile] = []
     in_threads(6, lambda: got.append(cache.get(named(lora_paths[0]))))
     assert len(reads) == 1
@@ -65,7 +65,7 @@ def test_concurrent_reads_of_a_bad_file_all_fail_and_the_next_read_retries(
 ) -> None:
     path = tmp_path / "bad.safetensors"
     path.write_bytes(b"bad")
-    reads = slowed(monkeypatch)
+    reads = slowed(cache, 6, monkeypatch)
     refusals: list[str] = []
 
     def get() -> None:

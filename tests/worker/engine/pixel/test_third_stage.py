@@ -17,7 +17,7 @@ from families import tiny_families
 from fleet.files import canary, preview
 from imagefleet import errors
 from imagefleet.storage import dead_letter
-from imagefleet.storage.protocol import Storage
+from imagefleet.storage.open import Storage
 from pixel import tiny_cascade
 from worker.engine import contract, load
 from worker.engine.slots import engine as slots

@@ -17,7 +17,7 @@ from imagefleet.files.kinds import TEXT
 from imagefleet.job.message import read_job
 from imagefleet.signing import SigningKey
 from imagefleet.storage import dead_letter
-from imagefleet.storage.protocol import Storage
+from imagefleet.storage.open import Storage
 from pixel import tiny_cascade
 from worker.engine import contract
 from worker.engine.pixel import text_stage, text_states

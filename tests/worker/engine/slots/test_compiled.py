@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import dataclasses
-import time
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,7 @@ import torch
 from safetensors.torch import save_file
 
 import batch_engine
+import polling
 import tiny_model
 from engine_process import decibels
 from worker.engine import checkpoint as checkpoints
@@ -23,6 +23,10 @@ ROUNDING = 2
 
 #: Uncompiled against compiled images, in float32; one level at every pixel would be 48 dB.
 LEAST_DECIBELS = 50.0
+
+
+#: Images while it compiles: more would only keep the compiler from the processor.
+DRAWN_MEANWHILE = 20
 
 
 @pytest.fixture(scope="module")
@@ -38,10 +42,14 @@ def drawn_meanwhile(
     engine.compile_in_background()
     images: list[contract.Outcome] = []
     noticed: list[bool] = []
-    while engine.is_compiling:
-        images += draw(engine, make_request(width=32, height=32))
-        noticed.append(torch.compiler.is_compiling())
-        time.sleep(0.05)  # tracing is what takes long
+
+    def has_compiled() -> bool:
+        if len(images) < DRAWN_MEANWHILE or engine._compilation.is_due:
+            images.extend(draw(engine, make_request(width=32, height=32)))
+            noticed.append(torch.compiler.is_compiling())
+        return not engine.is_compiling
+
+    polling.until_in_thread(has_compiled)
     return engine, images, noticed
 
 

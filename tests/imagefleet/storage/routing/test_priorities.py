@@ -15,12 +15,19 @@ from pydantic import SecretStr
 import polling
 from fleet.keys import mint
 from imagefleet import errors, retry
-from imagefleet.storage import priorities
 from imagefleet.storage.azure.roles import ROLES
-from imagefleet.storage.combined import queue as combined
-from imagefleet.storage.open import open_storage
-from imagefleet.storage.priorities import OrderedQueues
-from imagefleet.storage.protocol import LeasedMessage, Message, QueueDepth, Storage
+from imagefleet.storage.open import Storage, open_storage
+from imagefleet.storage.protocol import (
+    FoundMessage,
+    LeasedMessage,
+    Message,
+    QueueDepth,
+    Shards,
+    Stamps,
+)
+from imagefleet.storage.routing import rule
+from imagefleet.storage.routing.queue import RoutedQueue
+from imagefleet.storage.routing.route import Route
 from imagefleet.storage.settings import PRIORITIES, Priority, StorageSettings
 from worker import pull
 
@@ -43,6 +50,7 @@ class StandInQueue:
         self.name = name
         self.jobs = jobs
         self.asked = 0
+        self.shards = Shards()
         self.error: errors.FleetError | None = None
 
     async def check(self) -> None: ...
@@ -64,6 +72,27 @@ class StandInQueue:
         return QueueDepth(messages, None, 1.0 if messages else None)
 
     # What these tests do not use.
+
+    finds_all = False
+
+    async def create(self) -> bool:
+        raise NotImplementedError
+
+    async def read_shards(self) -> Shards:
+        return self.shards
+
+    async def record_shards(self, shards: Shards) -> None:
+        raise NotImplementedError
+
+    async def find(self, text: str) -> AsyncIterator[FoundMessage]:
+        raise NotImplementedError
+        yield  # type: ignore[unreachable]
+
+    async def clear(self) -> None:
+        raise NotImplementedError
+
+    async def stamps(self) -> Stamps:
+        raise NotImplementedError
 
     async def send(self, bodies: Iterable[str]) -> None:
         raise NotImplementedError
@@ -94,8 +123,11 @@ class StandIns:
         self.high = StandInQueue("jobs-high", high)
         self.normal = StandInQueue("jobs", normal)
         self.low = StandInQueue("jobs-low", low)
-        each = [self.high, self.normal, self.low]
-        self.queue = OrderedQueues(each, main=self.normal, clock=self.clock)
+        routes = [self._route(each) for each in enumerate((self.high, self.normal, self.low))]
+        self.queue = RoutedQueue(routes, main=routes[1], clock=self.clock)
+
+    def _route(self, queue: tuple[int, StandInQueue]) -> Route:
+        return Route(lambda _: queue[1], level=queue[0], clock=self.clock)
 
     async def receive(self, max_messages: int = 32) -> list[str]:
         """The queues of the messages that are received."""
@@ -167,11 +199,11 @@ async def test_a_worker_does_without_queues_that_are_not_there_and_finds_them_la
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    caplog.set_level(logging.INFO, logger="imagefleet.storage.combined")
-    monkeypatch.setattr(combined, "MISSING_PAUSE_SECONDS", 0.5)
+    caplog.set_level(logging.INFO, logger="imagefleet.storage.routing")
+    monkeypatch.setattr(rule, "MISSING_PAUSE_SECONDS", 0.5)
     async with open_storage(azurite_settings) as storage:
-        for each in (storage.queues["normal"], storage.poison):
-            await each.create()  # type: ignore[attr-defined]
+        await storage.queues["normal"].main.create()
+        await storage.poison.create()  # type: ignore[attr-defined]
         await storage.blobs.create_container()  # type: ignore[attr-defined]
         await storage.check()
         await storage.queue.send(["a job"])
@@ -318,7 +350,7 @@ async def test_after_an_idle_time_the_pauses_are_short_again() -> None:
     fleet.normal.jobs = None
     await fleet.receive()
     fleet.high.jobs = 1
-    fleet.clock.now += priorities.LONGEST_PAUSE_SECONDS
+    fleet.clock.now += rule.LONGEST_HOME_PAUSE_SECONDS
     assert "jobs-high" in await fleet.receive()
 
 
@@ -389,7 +421,7 @@ async def test_a_refused_token_of_one_queue_is_a_warning_and_not_the_end(
     fleet.high.error = errors.SetupError("the SAS token of the queue 'jobs-high' expired")
     for _ in range(2):
         assert await fleet.receive(1) == ["jobs"]
-        fleet.clock.now += combined.MISSING_PAUSE_SECONDS
+        fleet.clock.now += rule.MISSING_PAUSE_SECONDS
     (record,) = caplog.records
     assert record.levelno == logging.WARNING
     assert "jobs-high: the SAS token" in record.getMessage()

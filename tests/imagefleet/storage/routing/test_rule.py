@@ -14,9 +14,6 @@ from hypothesis import strategies as st
 
 from imagefleet import errors
 from imagefleet.storage import queue_names
-from imagefleet.storage.combined import rule
-from imagefleet.storage.combined.shards import ShardedQueue
-from imagefleet.storage.priorities import OrderedQueues
 from imagefleet.storage.protocol import (
     FoundMessage,
     LeasedMessage,
@@ -25,7 +22,10 @@ from imagefleet.storage.protocol import (
     Shards,
     Stamps,
 )
-from imagefleet.storage.settings import PRIORITIES
+from imagefleet.storage.routing import rule
+from imagefleet.storage.routing.queue import RoutedQueue
+from imagefleet.storage.routing.route import Route
+from imagefleet.storage.settings import PRIORITIES, Priority
 from worker import pull
 from worker.jobs import depth
 from worker.models import change, choice
@@ -131,23 +131,29 @@ class StandIns:
         name = queue_names.job_queue("jobs", model, priority, number)
         return self.stored.setdefault(name, StandInShard(name, self.shards))
 
-    def queue(
-        self, share: float, priority: str = "normal", model: str | None = None
-    ) -> ShardedQueue:
-        queue = ShardedQueue(lambda number: self.shard(number, priority, model), clock=self.clock)
-        queue.stand_at(share)
-        return queue
+    def route(self, share: float, priority: Priority = "normal", model: str | None = None) -> Route:
+        route = Route(
+            lambda number: self.shard(number, priority, model),
+            level=PRIORITIES.index(priority),
+            model=model,
+            clock=self.clock,
+        )
+        route.stand_at(share)
+        return route
 
-    def worker(self, share: float) -> OrderedQueues:
+    def queue(self, share: float) -> RoutedQueue:
+        return RoutedQueue([self.route(share)], clock=self.clock)
+
+    def worker(self, share: float) -> RoutedQueue:
         """As a worker of one model has them: jobs may name it, or none."""
         own, named = (
-            [self.queue(share, each, model) for each in PRIORITIES] for model in (None, "a")
+            [self.route(share, each, model) for each in PRIORITIES] for model in (None, "a")
         )
-        queue = OrderedQueues(own, main=own[1], clock=self.clock)
-        queue.add("a", named)
+        queue = RoutedQueue(own, main=own[1], clock=self.clock)
+        queue.add([RoutedQueue(named)])
         return queue
 
-    async def idle_receives(self, queue: OrderedQueues, seconds: float = PART_SECONDS) -> int:
+    async def idle_receives(self, queue: RoutedQueue, seconds: float = PART_SECONDS) -> int:
         """The receives of an idle worker in that time, paused as the worker's puller does."""
         before = sum(each.asked for each in self.stored.values())
         ends_at = self.clock.now + seconds

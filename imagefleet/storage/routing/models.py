@@ -8,6 +8,7 @@ hold the model's.
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 import logging
 import time
@@ -18,8 +19,8 @@ from imagefleet.job import chain, sizes
 from imagefleet.job.message import fields_if_any, message_fields
 from imagefleet.job.prompt import SAFE_NAME
 from imagefleet.storage import protocol
-from imagefleet.storage.combined.shards import ShardedQueue
-from imagefleet.storage.priorities import OrderedQueues
+from imagefleet.storage.routing.queue import RoutedQueue
+from imagefleet.storage.routing.route import Route
 from imagefleet.storage.settings import PRIORITIES, Priority
 from imagefleet.telemetry import serving
 
@@ -34,7 +35,7 @@ LISTED_SECONDS = 10.0
 #: Models with queues that are looked at: each costs three queues' operations.
 MAX_MODELS = 200
 
-Queues = Mapping[Priority, ShardedQueue]
+Queues = Mapping[Priority, RoutedQueue]
 
 
 class ModelQueues:
@@ -42,39 +43,50 @@ class ModelQueues:
 
     def __init__(
         self,
-        default: Queues,
-        open_queue: Callable[[str, Priority], ShardedQueue],
-        create: Callable[[Queues], Awaitable[None]],
+        open_shard: Callable[[Priority, str | None, int], protocol.StoredQueue],
         blobs: protocol.BlobStore,
+        granted: Callable[[Priority, str | None], int] = lambda *_: 1,
     ) -> None:
-        """*default* are the queues of jobs without a model; *create* makes queues, if it may."""
-        self.default = default
-        self._open_queue = open_queue
-        self._create = create
+        """*open_shard* opens a plain queue by priority, model and number of the shard.
+
+        *granted*: the shards of tokens which do not allow to read how many there are.
+        """
+        self._open_shard = open_shard
+        self._granted = granted
         self._blobs = blobs
-        self._opened: dict[str, Queues] = {}
+        self._opened: dict[str | None, Queues] = {}
         self._made: set[str] = set()
         self._making = asyncio.Lock()
         self._listed_at: float | None = None
         self._names: list[str] = []
         self._share: float | None = None
+        self.default = self.of(None)
+        """The queues of jobs without a model."""
 
     def of(self, model: str | None) -> Queues:
         """A model's queues, whether they exist or not."""
-        if model is None:
-            return self.default
         if model not in self._opened:
-            self._opened[model] = {each: self._open_queue(model, each) for each in PRIORITIES}
-            if self._share is not None:
-                self.stand_at(self._share)
+            routes = {each: self._route(each, model) for each in PRIORITIES}
+            self._opened[model] = {each: RoutedQueue([routes[each]]) for each in PRIORITIES}
         return self._opened[model]
+
+    def _route(self, priority: Priority, model: str | None) -> Route:
+        route = Route(
+            lambda number: self._open_shard(priority, model, number),
+            lambda: self._granted(priority, model),
+            level=PRIORITIES.index(priority),
+            model=model,
+        )
+        if self._share is not None:
+            route.stand_at(self._share)
+        return route
 
     def stand_at(self, share: float) -> None:
         """Sets where a worker stands among all, from 0 to 1: it decides the home in each queue."""
         self._share = share
-        for queues in (self.default, *self._opened.values()):
+        for queues in self._opened.values():
             for queue in queues.values():
-                queue.stand_at(share)
+                queue.main.stand_at(share)
 
     async def set_shards(self, shards: int) -> None:
         """Sets the number of shards of each queue, those of every model as well.
@@ -84,7 +96,17 @@ class ModelQueues:
         """
         for model in (None, *await self.names()):
             for queue in self.of(model).values():
-                await queue.set_shards(shards)
+                await queue.main.set_shards(shards)
+
+    async def create(self, model: str | None = None) -> bool:
+        """Creates a model's queues if they do not exist; False if the credentials do not allow it.
+
+        A SAS token for one queue can create nothing else, nor need it.
+        """
+        for priority in sorted(PRIORITIES, key=lambda priority: priority != "normal"):
+            if not await self.of(model)[priority].main.create():
+                return False
+        return True
 
     async def make(self, model: str | None) -> Queues:
         """A model's queues, created if they do not exist and the credentials allow that.
@@ -96,8 +118,8 @@ class ModelQueues:
             return queues
         async with self._making:
             if model not in self._made:
-                await self._create(queues)
-                shards = await self.default["normal"].sent_to()
+                await self.create(model)
+                shards = await self.default["normal"].main.sent_to()
                 if shards > 1:
                     await self._shard(queues, shards)
                 await self._blobs.create(f"{FOLDER}{model}", b"", "text/plain", {})
@@ -106,15 +128,15 @@ class ModelQueues:
 
     async def most_shards(self) -> int:
         """The number of shards that queues have; one where that cannot be read."""
-        queue = self.default["normal"]
-        await queue.sent_to()
-        return queue.shards
+        route = self.default["normal"].main
+        await route.sent_to()
+        return len(route.order)
 
     async def _shard(self, queues: Queues, shards: int) -> None:
         """Gives them as many shards as the other queues have, where the credentials allow it."""
         for queue in queues.values():
             try:
-                await queue.set_shards(shards)
+                await queue.main.set_shards(shards)
             except errors.SetupError as error:
                 log.debug("the queue %s is not sharded: %s", queue.name, error.message)
                 return
@@ -137,17 +159,27 @@ class ModelQueues:
                 self._names = sorted(name for name in found if SAFE_NAME.fullmatch(name))
         return sorted({*self._names[:MAX_MODELS], *self._made})
 
-    async def add_to(self, queue: OrderedQueues) -> None:
-        """Adds the queues of the models that have some."""
-        for model in await self.names():
-            queue.add(model, list(self.of(model).values()))
+    @functools.cached_property
+    def all(self) -> RoutedQueue:
+        """The queues of all jobs as one, those of models included once they are looked for."""
 
-    def served(self, models: Iterable[str]) -> OrderedQueues:
-        """The queues of jobs without a model and of these *models* as one, for a worker."""
-        queue = OrderedQueues(list(self.default.values()), main=self.default["normal"])
-        for model in models:
-            queue.add(model, list(self.of(model).values()))
+        async def find_more() -> None:
+            for model in await self.names():
+                queue.add(self.of(model).values())
+
+        queue = self._as_one(find_more)
         return queue
+
+    def served(self, models: Iterable[str]) -> RoutedQueue:
+        """The queues of jobs without a model and of these *models* as one, for a worker."""
+        queue = self._as_one()
+        for model in models:
+            queue.add(self.of(model).values())
+        return queue
+
+    def _as_one(self, find_more: Callable[[], Awaitable[None]] | None = None) -> RoutedQueue:
+        routes = {priority: queue.main for priority, queue in self.default.items()}
+        return RoutedQueue([*routes.values()], routes["normal"], find_more=find_more)
 
     async def send(self, bodies: Iterable[str], priority: Priority = "normal") -> None:
         """Adds each message to the queue of its job's model.

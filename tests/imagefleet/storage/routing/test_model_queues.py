@@ -19,9 +19,9 @@ from imagefleet.job.prompt import SAFE_NAME
 from imagefleet.storage import queue_names
 from imagefleet.storage.azure.roles import ROLES
 from imagefleet.storage.enqueue import JobSender
-from imagefleet.storage.model_queues import named
-from imagefleet.storage.open import open_storage
-from imagefleet.storage.protocol import JobQueue, Storage
+from imagefleet.storage.open import Storage, open_storage
+from imagefleet.storage.protocol import JobQueue
+from imagefleet.storage.routing.models import named
 from imagefleet.storage.settings import PRIORITIES, StorageSettings
 from imagefleet.telemetry import serving
 

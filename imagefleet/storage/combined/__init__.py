@@ -1,1 +1,0 @@
-"""Several queues of a storage as one: by priority and model, or the shards of one."""

@@ -1,0 +1,271 @@
+"""The job queue of one priority and model, which is several queues if one has too few messages/s.
+
+How many shards there are is kept with the first one, as metadata: whoever measures or checks that
+queue learns it without another request. A queue of one shard is that one, with no request more.
+
+With more shards, jobs sent before stay where they are. With fewer, nothing is sent to the last ones
+any more, and workers go on to ask them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import logging
+import random
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+
+from imagefleet import concurrency, errors
+from imagefleet.job import sizes
+from imagefleet.storage import protocol
+from imagefleet.storage.queue_names import MAX_SHARDS
+from imagefleet.storage.routing import rule
+
+log = logging.getLogger(__name__)
+
+
+class Route:
+    """The shards of one queue: how many there are, their order for a worker, and what is sent."""
+
+    def __init__(
+        self,
+        open_shard: Callable[[int], protocol.StoredQueue],
+        granted: Callable[[], int] = lambda: 1,
+        *,
+        level: int = 0,
+        model: str | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """*level* is its priority's, 0 the highest; *model* is that of its jobs.
+
+        *granted*: the shards of tokens which do not allow to read how many there are.
+        """
+        self.level = level
+        self.model = model
+        self.order = [0]
+        """The shards as this worker asks them, its home first."""
+        self._missing: set[int] = set()
+        self._open_shard = open_shard
+        self._granted = granted
+        self._opened = [open_shard(0)]
+        self._shards: protocol.Shards | None = None
+        self._found_at = 0.0
+        self._finding = asyncio.Lock()
+        self._clock = clock
+        self._share = random.random()  # noqa: S311 - replaced by a worker's own
+        self._next_sent = random.randrange(MAX_SHARDS)  # noqa: S311 - few jobs, many senders
+
+    @property
+    def name(self) -> str:
+        return self.first.name
+
+    @property
+    def first(self) -> protocol.StoredQueue:
+        return self._opened[0]
+
+    def shard(self, number: int) -> protocol.StoredQueue:
+        while len(self._opened) <= number:
+            self._opened.append(self._open_shard(len(self._opened)))
+        return self._opened[number]
+
+    def stand_at(self, share: float) -> None:
+        """Sets the home and the order by `rule.in_order`."""
+        self._share = share
+        self._put_in_order()
+
+    async def create(self) -> bool:
+        """Creates the first shard if it does not exist; False if the credentials do not allow it.
+
+        The others are there since the number was set.
+        """
+        created = await self.first.create()
+        self.notice()
+        return created
+
+    async def set_shards(self, shards: int) -> None:
+        """Sets to how many shards jobs are sent from now on; makes those that are missing.
+
+        Raises:
+            SetupError: the credentials do not allow that.
+        """
+        known = await self.first.read_shards()
+        made = max(shards, known.made)
+        if (shards, made) == known:
+            self._adopt(known)
+            return
+        for number in range(1, made):
+            if not await self.shard(number).create():
+                raise errors.SetupError(
+                    f"the shards of the queue {self.name!r} cannot be made with these credentials:"
+                    " it takes the account's key"
+                )
+        # The last step: nobody must send to a queue that does not exist yet.
+        await self.first.record_shards(protocol.Shards(shards, made))
+        self.notice()
+
+    async def find(self) -> None:
+        """Learns how many shards there are, unless it is known."""
+        if self._shards is not None:
+            return
+        async with self._finding:  # a hundred jobs that are sent at the same time ask once
+            if self._shards is not None:
+                return
+            try:
+                self._adopt(await self.first.read_shards())
+            except errors.MissingResourceError:
+                return  # what is asked of it now says so
+            except errors.SetupError:
+                self._adopt(protocol.Shards(self._granted(), self._granted()))
+
+    def notice(self) -> None:
+        """Takes the number of shards from the first one's last answer."""
+        if self.first.shards is not None:
+            self._adopt(self.first.shards)
+
+    async def sent_to(self) -> int:
+        """The number of shards that jobs are sent to; who sends for hours finds a new one out."""
+        await self.find()
+        can_read = self.first.shards is not None
+        if can_read and self._clock() - self._found_at >= rule.SENDERS_LOOK_SECONDS:
+            self._found_at = self._clock()
+            with contextlib.suppress(errors.SetupError, errors.TransientError):
+                self._adopt(await self.first.read_shards())
+        return self._shards.used if self._shards else 1
+
+    async def send(self, bodies: Iterable[str]) -> None:
+        """Adds messages to the shards in turn."""
+        shards = await self.sent_to()
+        if shards == 1:
+            await self.first.send(bodies)
+            return
+        messages = sizes.checked_messages(bodies)
+        dealt = rule.spread(messages, shards, self._next_sent % shards)
+        self._next_sent += len(messages)
+        await concurrency.gather(*(self._send(*each) for each in dealt.items()))
+
+    async def _send(self, number: int, bodies: list[str]) -> None:
+        try:
+            await self.shard(number).send(bodies)
+        except errors.MissingResourceError as error:
+            if not number:
+                raise
+            self.set_missing(number, error)
+            await self.first.send(bodies)
+
+    def is_missing(self, number: int) -> bool:
+        """Whether a shard did not exist, had no token or did not answer when it was asked last."""
+        return number in self._missing
+
+    def set_missing(self, number: int, error: errors.FleetError) -> None:
+        """Notes that a shard cannot be asked, and reports it once."""
+        if number in self._missing:
+            return
+        self._missing.add(number)
+        is_usual = isinstance(error, errors.MissingResourceError)  # made by the next load
+        log.log(
+            logging.INFO if is_usual else logging.WARNING,
+            "no jobs are taken from the queue %s: %s",
+            self.shard(number).name,
+            error.message,
+            extra={"action": "queue_missing", "queue": self.shard(number).name},
+        )
+
+    def set_found(self, number: int) -> None:
+        """Notes that a shard has answered."""
+        self._missing.discard(number)
+
+    def _adopt(self, shards: protocol.Shards) -> None:
+        self._found_at = self._clock()
+        if shards == self._shards:
+            return
+        if self._shards is not None or shards.made > 1:
+            log.info(
+                "the queue %s has %d shards",
+                self.name,
+                shards.used,
+                extra={"action": "shards", "queue": self.name, "shards": shards.used},
+            )
+        self._shards = shards
+        self._put_in_order()
+
+    def _put_in_order(self) -> None:
+        self.order = rule.in_order(self._share, self._shards or protocol.Shards())
+
+
+@dataclass(slots=True, eq=False)
+class PolledShard:
+    """One plain queue, and when it is asked next."""
+
+    queue: protocol.StoredQueue
+    of: PolledRoute
+    number: int
+    due_at: float = 0.0
+    empty_receives: int = 0
+    last_receive: int = 0
+    """The number of the last receive of its route that it had jobs for."""
+
+    @property
+    def is_home(self) -> bool:
+        return self.number == self.of.route.order[0]
+
+    @property
+    def is_missing(self) -> bool:
+        return self.of.route.is_missing(self.number)
+
+    def labelled(self, message: protocol.AnyMessage) -> protocol.AnyMessage:
+        """A message as callers know it: they settle it by its route's name and its shard."""
+        if not self.number:
+            return message
+        return dataclasses.replace(message, queue=self.of.route.name, shard=self.number)
+
+
+@dataclass(slots=True, eq=False)
+class PolledRoute:
+    """A route, and what the receives so far have found there."""
+
+    route: Route
+    shards: list[PolledShard] = field(default_factory=list)
+    receives: int = 0
+    """Receives that returned its messages."""
+    last_receive: int = 0
+    """The number of the last receive of all that it had jobs for."""
+    was_empty: bool = True
+    """Whether it had nothing when it was asked last."""
+
+    def shard(self, number: int) -> PolledShard:
+        for new in range(len(self.shards), number + 1):
+            self.shards.append(PolledShard(self.route.shard(new), self, new))
+        return self.shards[number]
+
+    async def found(self) -> list[PolledShard]:
+        """Its shards, as far as it is known which there are."""
+        await self.route.find()
+        return [self.shard(number) for number in range(len(self.route.order))]
+
+    def note(self, answers: Mapping[PolledShard, int | errors.FleetError], receive: int) -> None:
+        """Notes what its shards answered in a *receive*, the number of those with messages."""
+        counts = {shard: answer for shard, answer in answers.items() if isinstance(answer, int)}
+        found = [shard for shard in self.shards if counts.get(shard)]
+        if found:
+            self.receives += 1
+            self.last_receive = receive
+        for shard in found:
+            shard.last_receive = self.receives
+        if found and self.was_empty:  # what was just sent is in all of them
+            for shard in self.shards:
+                if shard not in answers and not shard.is_missing:
+                    shard.due_at = 0.0
+        self.was_empty = not found
+
+    def in_turn(self, now: float, *, always: bool) -> list[PolledShard]:
+        """The shards to ask now; *always*: its home each time while it has nothing."""
+        home, *others = (self.shard(number) for number in self.route.order)
+        due = [shard for shard in others if shard.due_at <= now]
+        if due and self.receives % rule.FAIR_EVERY == rule.FAIR_EVERY - 1:
+            longest = min(due, key=lambda shard: shard.last_receive)
+            return [longest, home, *(shard for shard in due if shard is not longest)]
+        asks_home = home.due_at <= now or (always and (self.was_empty or not due))
+        return [home, *due] if asks_home else due
