@@ -76,7 +76,7 @@ def _measures(plan: Plan) -> Measures:
     draws_demo = bool(plan.engines) and plan.drawn.model is None
     name = plan.judged.extractor or (extractors.DEMO if draws_demo else NONE)
     clip = plan.judged.clip or (name if name == extractors.DEMO or Path(name).is_dir() else NONE)
-    device = _device(plan) if {name, clip} - {NONE} else ""
+    device = load.find_device({name, clip} - {NONE}, plan.drawn.device)
     found = None if name == NONE else load.load_extractor(name, device)
     texts = None if clip == NONE else load.load_text_extractor(clip, device)
     if found is None:
@@ -85,13 +85,6 @@ def _measures(plan: Plan) -> Measures:
         return Measures(None, texts, None)
     reference = plan.judged.reference or (extractors.DEMO if name == extractors.DEMO else None)
     return Measures(found, texts, None if reference is None else _reference(reference, found))
-
-
-def _device(plan: Plan) -> str:
-    libraries.require()
-    from worker.engine import device
-
-    return str(device.find_device(plan.drawn.device))
 
 
 def _reference(name: str, extractor: extractors.Extractor) -> Statistics:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import importlib.util
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 from evaluation.score.extractors import DEMO, Extractor, TextExtractor
@@ -11,6 +12,16 @@ from evaluation.score.networks.onnx import OnnxExtractor
 from imagefleet import errors
 
 _TORCHSCRIPT = frozenset({".pt", ".pth", ".jit", ".ts", ".torchscript"})
+
+
+def find_device(extractors: Collection[str | None], device: str) -> str:
+    """The device of these extractors: ONNX runs on the CPU, and without torch the others fail."""
+    needs_torch = any(name and not name.endswith(".onnx") for name in extractors)
+    if not needs_torch or importlib.util.find_spec("torch") is None:
+        return "cpu"
+    from worker.engine import device as devices
+
+    return str(devices.find_device(device))
 
 
 def load_extractor(path: str | Path, device: str = "cpu") -> Extractor:
