@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from evaluation.bench import scaling
 from evaluation.bench.options import Asked, Kind, Shown, check
 from fleet import console, options
 from imagefleet.pricing import prices
@@ -70,6 +69,8 @@ def command(
         report = latency.measure_all(asked)
         show = partial(latency.show, report)
     else:
+        from evaluation.bench import scaling
+
         rows, report = scaling.measure(asked)
         show = partial(scaling.show, rows, report, markdown=shown.markdown)
     if shown.json_file is not None:
