@@ -70,7 +70,7 @@ def measure(asked: Asked) -> tuple[Sequence[Row], dict[str, Any]]:
 
 def _machines(device: str, asked: list[int] | None) -> tuple[list[Gpu], int | None]:
     """What a worker can be started for, and each one's threads on a CPU."""
-    from worker.gpus import choice, cores
+    from worker.gpus import choice
     from worker.settings import MachineSettings
 
     if device not in {"auto", "cpu"}:
@@ -82,10 +82,10 @@ def _machines(device: str, asked: list[int] | None) -> tuple[list[Gpu], int | No
             raise errors.SetupError(
                 f"{error.message}; for workers on the CPU: --device cpu"
             ) from None
-    most = max(asked) if asked else int(cores.threads(1))
+    most = max(asked) if asked else int(choice.threads(1))
     names = ",".join(map(str, range(most)))
     gpus = choice.choose(MachineSettings(model="m", gpus=names, device="cpu"))
-    return gpus, int(cores.threads(most))
+    return gpus, int(choice.threads(most))
 
 
 def _numbers(text: str) -> list[int]:
