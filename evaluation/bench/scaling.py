@@ -77,10 +77,10 @@ def _machines(device: str, asked: list[int] | None) -> tuple[list[Gpu], int | No
             raise errors.SetupError(
                 f"{error.message}; for workers on the CPU: --device cpu"
             ) from None
-    most = max(asked) if asked else int(cores.threads(1))
+    most = max(asked) if asked else int(choice.threads(1))
     names = ",".join(map(str, range(most)))
     gpus = choice.choose(MachineSettings(model="m", gpus=names, device="cpu"))
-    return gpus, int(cores.threads(most))
+    return gpus, int(choice.threads(most))
 
 
 def _numbers(text: str) -> list[int]:
