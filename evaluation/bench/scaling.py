@@ -17,7 +17,7 @@ from evaluation.bench.runs import Row
 from fleet import console, options
 from imagefleet import errors
 from imagefleet.job import samplers
-from worker.gpus import choice, cores
+from worker.gpus import choice
 from worker.gpus.choice import Gpu
 from worker.settings import MachineSettings
 
