@@ -15,7 +15,7 @@ import torch
 
 from evaluation.bench import baseline, machine, random_model, work
 from evaluation.bench import jobs as bench_jobs
-from fleet import demo_jobs
+from fleet.demo import jobs as demo_jobs
 from imagefleet import errors
 from imagefleet.pricing import families
 from worker.engine import contract, load

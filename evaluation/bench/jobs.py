@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from fleet import demo_jobs
+from fleet.demo import jobs as demo_jobs
 from imagefleet.job import samplers
 from worker.engine import contract
 

@@ -6,7 +6,7 @@ from collections.abc import Collection
 from pathlib import Path
 
 from evaluation.gate import images
-from fleet import demo_jobs
+from fleet.demo import jobs as demo_jobs
 from imagefleet import concurrency, errors
 from imagefleet.job.message import Job, read_job
 from imagefleet.job.passes import sources

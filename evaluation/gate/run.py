@@ -21,7 +21,8 @@ from evaluation.score import extractors
 from evaluation.score import reference as references
 from evaluation.score.networks import load
 from evaluation.score.statistics import Statistics
-from fleet import console, demo_jobs
+from fleet import console
+from fleet.demo import jobs as demo_jobs
 from imagefleet import concurrency, errors
 from imagefleet.job.message import Job
 from imagefleet.storage.open import open_storage

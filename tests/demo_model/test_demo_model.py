@@ -16,7 +16,7 @@ from transformers import CLIPTokenizer
 
 from demo_world import captions, world
 from evaluation.score.demo import judge
-from fleet import demo_jobs
+from fleet.demo import jobs as demo_jobs
 from imagefleet import errors
 from imagefleet.job import clip, message, prompt
 from worker.engine import contract, load
@@ -130,7 +130,7 @@ def test_a_lora_is_in_kohyas_format_with_alpha_for_both_networks(path: Path) -> 
 
 def test_the_demos_jobs_are_valid_and_each_has_a_seed() -> None:
     lines = (DEMO_MODEL / "demo_jobs.jsonl").read_text(encoding="utf-8").splitlines()
-    messages = demo_jobs.messages(lines)
+    messages = demo_jobs.messages(DEMO_MODEL)
 
     assert len(lines) == 21
     assert len(messages) == 24

@@ -284,7 +284,9 @@ def test_the_version_flag_prints_the_first_line_of_the_command(imagefleet: Image
 
 
 def test_the_demo_sends_the_reference_message_verbatim() -> None:
-    message = json.loads((ROOT / "fleet" / "reference-job.json").read_text(encoding="utf-8"))
+    message = json.loads(
+        (ROOT / "fleet" / "demo" / "reference-job.json").read_text(encoding="utf-8")
+    )
 
     assert message["sampler_name"] == "k_euler_a"
     assert message["prompt"].startswith("photo of a jump rope, <lora:magic-fantasy-forest-v2:0.35>")

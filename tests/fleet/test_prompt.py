@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fleet import console, demo_jobs, prompt
+from fleet import console, prompt
+from fleet.demo import jobs as demo_jobs
 from imagefleet.job import clip
 from imagefleet.job import prompt as prompts
 
