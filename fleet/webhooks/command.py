@@ -7,19 +7,19 @@ import contextlib
 import json
 import logging
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
+import aiohttp
 import typer
 
 from fleet import console, options
+from fleet.webhooks import deliveries, endpoint, service
+from fleet.webhooks.events import Event
 from fleet.webhooks.settings import WebhookSettings
-from imagefleet.telemetry import logs
-
-if TYPE_CHECKING:
-    from fleet.webhooks import service
-    from fleet.webhooks.events import Event
-    from fleet.webhooks.signature import Signer
-    from fleet.webhooks.state import State
+from fleet.webhooks.signature import Signer
+from fleet.webhooks.state import State
+from imagefleet import errors, redaction
+from imagefleet.telemetry import exposition, logs, probes, push
 
 log = logging.getLogger(__name__)
 
@@ -68,11 +68,6 @@ async def command(
 
     imagefleet webhooks --url https://example.com/hook --secret-file secret.txt --each-job --dry-run
     """
-    from fleet.webhooks import endpoint, service
-    from fleet.webhooks.signature import Signer
-    from fleet.webhooks.state import State
-    from imagefleet import errors, redaction
-
     logs.configure(settings.log_format)
     options.check_campaign(campaign)
     endpoint.checked_url(url)
@@ -104,16 +99,10 @@ async def _deliver(
     *,
     once: bool,
 ) -> None:
-    import aiohttp
-
-    from fleet.webhooks import deliveries, endpoint, service
-    from imagefleet.telemetry import exposition, probes, push
-
     registry = exposition.LabelledRegistry({"fleet": settings.fleet_name})
-    metrics = deliveries.Metrics(registry)
     async with aiohttp.ClientSession(trust_env=True) as session:
         to = endpoint.Endpoint(session, *receiver)
-        sending = deliveries.Deliveries(to, metrics, state.waiting, state.delivered)
+        sending = deliveries.Deliveries(to, registry, state)
         running = service.Service(source, sending, state, state_file)
         if once:
             await console.until_stopped(asyncio.create_task(running.run(once=True)))
@@ -140,9 +129,9 @@ async def _deliver(
 
 async def _preview(source: service.Source, state: State) -> None:
     """Prints what would be sent."""
-    known = {each.event.id for each in state.waiting} | set(state.delivered)
-    for each in state.waiting:
-        _print(each.event)
+    known = state.waiting.keys() | state.delivered
+    for waiting in state.waiting.values():
+        _print(waiting.event)
     while await source.read():
         while (event := source.next_event()) is not None:
             if event.id not in known:
