@@ -285,7 +285,10 @@ def write_file(path: Path, content: str | bytes) -> None:
             return
         draft = path.with_name(f"{path.name}.{os.getpid()}")
         try:
-            draft.write_bytes(data)
+            with draft.open("wb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
             draft.replace(path.resolve())
         finally:
             draft.unlink(missing_ok=True)

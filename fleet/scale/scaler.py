@@ -97,8 +97,7 @@ class Speeds:
         self.queue = QueueSpeed()
         self._given = given
         self._last = assumed
-        self._server = server
-        self._left_out: str | None = None
+        self._metrics = rates.Watch(server)
 
     async def find(self) -> Speed:
         """Finds the given speed, else the last measured, else the assumed one.
@@ -117,21 +116,14 @@ class Speeds:
         return self._last
 
     async def _measured(self) -> Speed | None:
-        if self._server is not None:
-            try:
-                fleet = await rates.fleet_rates(self._server)
-                jobs_per_second = fleet.jobs_per_second
-                if self.weights.differ:
-                    by_model = await rates.jobs_per_second_by_model(self._server)
-                    jobs_per_second = self.weights.total(by_model.items())
-            except errors.FleetError as error:
-                log.warning("no metrics: %s", error, extra={"action": "metrics_unknown"})
-            else:
-                if fleet.left_out and fleet.left_out != self._left_out:
-                    log.warning("%s", fleet.left_out, extra={"action": "workers_left_out"})
-                self._left_out = fleet.left_out
-                if fleet.replicas and jobs_per_second:
-                    return Speed(jobs_per_second / fleet.replicas, "measured by the metrics")
+        fleet = await self._metrics.fleet()
+        if fleet is not None and fleet.replicas:
+            jobs_per_second = fleet.jobs_per_second
+            if self.weights.differ:
+                by_model = await self._metrics.by_model()
+                jobs_per_second = self.weights.total(by_model.items())
+            if jobs_per_second:
+                return Speed(jobs_per_second / fleet.replicas, "measured by the metrics")
         by_queue = self.queue.jobs_per_second
         return Speed(by_queue, "measured by the queue (lower bound)") if by_queue else None
 
