@@ -28,14 +28,14 @@ import numpy as np
 import torch
 
 from evaluation.bench import machine, work
-from fleet import demo_jobs
 from imagefleet import likeness
+from imagefleet.files import demo
 from imagefleet.likeness import Fingerprint
 from worker.engine import contract, load
 from worker.engine import device as devices
 from worker.node import images, reference
 
-MODEL = demo_jobs.TRAINED
+MODEL = demo.TRAINED
 THINGS = ("star", "heart", "house", "tree", "boat", "car", "mushroom", "cup", "apple", "cat")
 COLOURS = ("red", "blue", "yellow", "green")
 PLACES = ("at night", "in a forest", "at sea", "in the snow")

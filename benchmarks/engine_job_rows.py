@@ -12,7 +12,7 @@ from engine_process import Channel, Figures, Options, build, decibels, limit_mem
 from evaluation.bench import engine as bench_engine
 from evaluation.bench import jobs as bench_jobs
 from evaluation.bench import random_model, work
-from fleet import demo_jobs
+from imagefleet.files import demo
 from worker.engine import contract, load
 
 log = logging.getLogger("benchmark")
@@ -157,7 +157,7 @@ def limit(options: Options) -> tuple[bench_engine.Setup, int | None, str]:
 def company(options: Options, channel: Channel) -> None:
     """Images alone against the same images beside others with LoRAs of every kind, uncompiled."""
     setup = build(options) if options.is_tiny else None
-    model = setup.model if setup else demo_jobs.TRAINED
+    model = setup.model if setup else demo.TRAINED
     folder = options.folder / "company"
     directory = setup.workload.lora_directory if setup else folder
     own = bench_engine.Setup(

@@ -39,8 +39,8 @@ from engine_process import (
 from evaluation.bench import baseline, machine, work
 from evaluation.bench import engine as bench_engine
 from evaluation.bench import jobs as bench_jobs
-from fleet import demo_jobs
 from imagefleet import errors
+from imagefleet.files import demo
 from overlap import FarStorage
 from worker.engine import contract
 from worker.engine import device as devices
@@ -66,12 +66,12 @@ def exact(options: Options, channel: Channel) -> None:
     requests = exact_requests(steps=3 if options.is_tiny else 15)
 
     compiled: Sequence[WeightMode] = ("per_slot",) if options.group == "exact_compiled" else ()
-    engine = load_engine(options, demo_jobs.TRAINED, len(requests), compiled)
+    engine = load_engine(options, demo.TRAINED, len(requests), compiled)
 
     def psnr(_: float) -> Figures:
         drawn = work.draw(engine, requests)
         torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
-        plain = baseline.PlainDiffusers(demo_jobs.TRAINED, device, torch.float32)
+        plain = baseline.PlainDiffusers(demo.TRAINED, device, torch.float32)
         each = []
         for request, image in zip(requests, drawn, strict=True):
             plain.use_loras(request.loras)
@@ -94,7 +94,7 @@ def exact(options: Options, channel: Channel) -> None:
 
 def exact_requests(steps: int) -> list[contract.ImageRequest]:
     """Images of the demo checkpoint with different steps, every other one with a LoRA."""
-    folder = demo_jobs.TRAINED / "loras"
+    folder = demo.TRAINED / "loras"
     names = sorted(path.stem for path in folder.glob("*.safetensors"))
     requests = []
     for number, prompt in enumerate(EXACT_PROMPTS):

@@ -250,14 +250,9 @@ def _curves(*, stacked: bool) -> timeseries.Panel:
 
 
 def overview() -> str:
-    """The README's section on the panels: what each dashboard answers, and with which panels."""
-    rows = [
-        f"| {page.name.capitalize()} | {page.question} | "
-        + "; ".join(panel.title for panel in (*page.panels, *page.worker_panels))
-        + " |\n"
-        for page in DASHBOARDS
-    ]
-    return "".join(["| dashboard | what it answers | panels |\n| --- | --- | --- |\n", *rows, "\n"])
+    """The README's table of dashboards: the question that each answers."""
+    rows = [f"| {page.name.capitalize()} | {page.question} |\n" for page in DASHBOARDS]
+    return "".join(["| dashboard | what it answers |\n| --- | --- |\n", *rows, "\n"])
 
 
 def main() -> None:
@@ -266,7 +261,7 @@ def main() -> None:
     readme = FOLDER / "README.md"
     text = readme.read_text(encoding="utf-8")
     written = re.sub(
-        r"(<!-- panels: .*? -->\n).*(<!-- /panels -->)",
+        r"(<!-- dashboards: .*? -->\n).*(<!-- /dashboards -->)",
         lambda found: found[1] + "\n" + overview() + found[2],
         text,
         flags=re.DOTALL,

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import io
 import math
 import re
 import textwrap
-import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
-from PIL import Image, ImageDraw, ImageFont, UnidentifiedImageError
+from PIL import Image, ImageDraw, ImageFont
 
+from imagefleet.files import picture
 from imagefleet.job import embedded, prompt
-from imagefleet.job.message import MAX_IMAGE_BYTES, MAX_IMAGE_PIXELS
 from imagefleet.redaction import printable
 
 #: The longer side of an image on the sheet; smaller ones are enlarged.
@@ -27,19 +25,12 @@ CAPTION_LINES = 2
 #: The lines that follow the prompt in AUTOMATIC1111's text.
 _AFTER_PROMPT = re.compile(r"(?:^|\n)(?:Negative prompt: |Steps: )")
 
-#: Formats that workers store; Pillow reads dozens of formats, some through other programs.
-_FORMATS = ("PNG", "JPEG", "WEBP")
-
 #: A prompt's limit, twice for the negative one, and the figures. Pillow limits what compressed text
 #: expands to (a MiB).
 _MAX_CHARACTERS = 150_000
 
 _PAPER = (250, 250, 248)
 _INK = (70, 70, 74)
-
-
-class DamagedImageError(ValueError):
-    """A file is not an image that a worker stored, or too large; says why."""
 
 
 def draw_contact_sheet(images: Sequence[bytes], columns: int = 6) -> bytes:
@@ -78,7 +69,7 @@ def read_tile(data: bytes) -> tuple[Image.Image, str]:
     """
     try:
         tile, text = read_image(data, TILE_PIXELS)
-    except DamagedImageError as error:
+    except picture.DamagedImageError as error:
         return Image.new("RGB", (TILE_PIXELS, TILE_PIXELS), _PAPER), str(error)
     words, loras = prompt.read_words(text)
     return tile, " + ".join([words, *(lora.name for lora in loras)])
@@ -90,42 +81,12 @@ def read_image(data: bytes, longer_side: int) -> tuple[Image.Image, str]:
     Raises:
         DamagedImageError: it is no image of a worker, or larger than one can be.
     """
-    with opened(data) as image:
+    with picture.opened(data) as image:
         parameters = printable(embedded.parameters(image, _MAX_CHARACTERS))
         scale = longer_side / max(image.size)
         size = (max(1, round(image.width * scale)), max(1, round(image.height * scale)))
         tile = image.convert("RGB").resize(size, Image.Resampling.LANCZOS)
     return tile, _AFTER_PROMPT.split(parameters, 1)[0]
-
-
-@contextlib.contextmanager
-def opened(data: bytes) -> Iterator[Image.Image]:
-    """An image's file, which may be anything; its pixels are decoded in the block.
-
-    Raises:
-        DamagedImageError: it is no image of a worker, or larger than one can be.
-    """
-    if len(data) > MAX_IMAGE_BYTES:
-        raise DamagedImageError(f"has {len(data):,} bytes; {MAX_IMAGE_BYTES:,} at most are read")
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of Pillow, about what is damaged or huge
-            with Image.open(io.BytesIO(data), formats=_FORMATS) as image:
-                if image.width * image.height > MAX_IMAGE_PIXELS:  # before they take memory
-                    raise DamagedImageError(  # noqa: TRY301 - told as all others are
-                        f"has {image.width:,} x {image.height:,} pixels; {MAX_IMAGE_PIXELS:,} at"
-                        " most are read"
-                    )
-                yield image
-    except DamagedImageError:
-        raise
-    except UnidentifiedImageError:
-        raise DamagedImageError("is not a PNG, JPEG or WebP image") from None
-    except Image.DecompressionBombError:
-        raise DamagedImageError(f"has more than {MAX_IMAGE_PIXELS:,} pixels") from None
-    except Exception as error:  # noqa: BLE001 - Pillow's parsers raise a dozen kinds
-        reason = printable(" ".join(str(error).split()))[:200]
-        raise DamagedImageError(f"is a damaged image ({reason or type(error).__name__})") from None
 
 
 def _lines(caption: str, font: ImageFont.FreeTypeFont | ImageFont.ImageFont) -> list[str]:

@@ -28,20 +28,11 @@ COMMANDS: Mapping[str, Listed] = {
     "sweep": Listed(
         "fleet.sweep.command:command", "Draws captions with all combinations of settings."
     ),
-    "campaigns": Listed(
-        "fleet.campaigns.table:command", "Lists the campaigns with their jobs by outcome."
-    ),
     "job": Listed("fleet.campaigns.job:command", "Shows what became of one job."),
     "cancel": Listed("fleet.campaigns.cancel:command", "Cancels the queued jobs of a campaign."),
-    "purge": Listed(
-        "fleet.campaigns.purge:command", "Deletes all messages of the job queue for good."
-    ),
     "status": Listed(
-        "fleet.monitor.command:status_command", "Shows the waiting, leased and failed jobs."
-    ),
-    "top": Listed(
-        "fleet.monitor.command:top_command",
-        "Shows the workers by their metrics, the slowest first.",
+        "fleet.monitor.command:status_command",
+        "Shows what the fleet is doing: queues, campaigns, speed.",
     ),
     "exporter": Listed(
         "fleet.monitor.command:exporter_command",
@@ -92,13 +83,20 @@ COMMANDS: Mapping[str, Listed] = {
     "prompt": Listed(
         "fleet.prompt:command", "Shows a prompt's tokens, weights, LoRAs and embeddings."
     ),
-    "failed": Listed("fleet.failed.command:app", "Lists, exports, replays, discards failed jobs."),
+    "failed": Listed(
+        "fleet.failed.command:command",
+        "Counts the failed jobs by error and lists them, or shows one.",
+    ),
+    "replay": Listed(
+        "fleet.failed.command:replay_command", "Puts failed jobs back into the job queue."
+    ),
+    "discard": Listed("fleet.failed.command:discard_command", "Deletes failed jobs for good."),
     "keys": Listed("fleet.keys.command:app", "Creates, checks and revokes SAS tokens."),
-    "deploy": Listed("fleet.salad.command:app", "Deploys workers to GPU clouds."),
+    "deploy": Listed("fleet.salad.command:app", "Deploys workers to SaladCloud."),
     "files": Listed(
         "fleet.files.command:app", "Adds, lists, removes and makes models, LoRAs and other files."
     ),
-    "bench": Listed("evaluation.bench.command:app", "Measures this machine's speed."),
+    "bench": Listed("evaluation.bench.command:command", "Measures this machine's speed."),
 }
 
 

@@ -9,24 +9,26 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 from rich import markup, progress
 
 from fleet import console, load_progress, options
+from fleet.campaigns import target
+from fleet.files import missing
 from imagefleet import errors
 from imagefleet.storage.open import Storage, open_storage
 from imagefleet.storage.queue_names import MAX_SHARDS
 from imagefleet.storage.settings import checked_priority
+from loadgen import sources
+from loadgen.load import Load, Summary, default_path
+from loadgen.processes.refusals import Refusals
 from loadgen.settings import LoadSettings
-
-if TYPE_CHECKING:
-    from loadgen.load import Load, Summary
-    from loadgen.sources import Source
+from loadgen.sources import Source
 
 DRY_RUN_JOBS = 10
 
@@ -43,9 +45,10 @@ _LONG_FILE_BYTES = 5_000_000
 _MANY_JOBS = 20_000
 
 
-@options.from_settings(LoadSettings)
-def command(
-    settings: LoadSettings,
+@dataclass(frozen=True, slots=True)
+class Jobs:
+    """Which jobs are made of the file."""
+
     file: Annotated[
         str,
         typer.Argument(
@@ -53,11 +56,11 @@ def command(
             help="A template (.yaml, .toml), a file of jobs (.jsonl, .json, .csv, .parquet, .txt"
             " with a prompt per line; all but Parquet also as .gz), or - for standard input.",
         ),
-    ],
-    form: options.JobFormat = None,
-    count: Annotated[
-        int | None, typer.Option(min=1, help="Number of jobs; overrides FILE's.")
-    ] = None,
+    ]
+    form: options.JobFormat = None
+    count: Annotated[int | None, typer.Option(min=1, help="Number of jobs; overrides FILE's.")] = (
+        None
+    )
     seed: Annotated[
         int | None,
         typer.Option(
@@ -65,40 +68,30 @@ def command(
             max=2**63 - 1,
             help="Overrides the template's seed; another seed gives other jobs.",
         ),
-    ] = None,
-    priority: options.JobPriority = "normal",
+    ] = None
     campaign: Annotated[
         str | None,
         typer.Option(
             metavar="NAME", help="Campaign of the jobs without one: the folder of their images."
         ),
-    ] = None,
-    dry_run: Annotated[
-        bool, options.dry_run("the number of jobs, and ten of them as JSON lines")
-    ] = False,
-    check: Annotated[
-        bool,
-        typer.Option(
-            "--check",
-            help="Show which LoRAs, models and embeddings the jobs name that are not in the"
-            " storage; send nothing.",
-        ),
-    ] = False,
-    lora_directory: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="PATH",
-            help="With --check: the folder of LoRAs that workers have besides those in the storage."
-            f" [env: {options.variable('lora_directory')}]",
-        ),
-    ] = None,
+    ] = None
+    skip_invalid: Annotated[
+        bool, typer.Option("--skip-invalid", help="Skip what is not a valid job.")
+    ] = False
+
+
+@dataclass(frozen=True, slots=True)
+class Sending:
+    """Where the jobs are sent, and from which of them on."""
+
+    priority: options.JobPriority = "normal"
     model: Annotated[
         list[str] | None,
         typer.Option(
             metavar="NAME",
             help="A model that workers have from elsewhere than the storage; repeatable.",
         ),
-    ] = None,
+    ] = None
     shards: Annotated[
         int | None,
         typer.Option(
@@ -108,17 +101,47 @@ def command(
             help="Queues of the storage that each job queue is spread over from now on, for more"
             " than 2,000 messages/s; workers find out. Default: as it is.",
         ),
-    ] = None,
+    ] = None
     restart: Annotated[
         bool, typer.Option("--restart", help="Discard the checkpoint; begin with the first job.")
-    ] = False,
-    checkpoint_file: Annotated[
+    ] = False
+    state: Annotated[
         Path | None,
-        typer.Option("--checkpoint", help="Path of the checkpoint; default: next to FILE."),
-    ] = None,
-    skip_invalid: Annotated[
-        bool, typer.Option("--skip-invalid", help="Skip what is not a valid job.")
-    ] = False,
+        typer.Option(metavar="PATH", help="The checkpoint; default: next to FILE."),
+    ] = None
+
+
+@dataclass(frozen=True, slots=True)
+class Checking:
+    """What is looked up in place of a load."""
+
+    dry_run: Annotated[
+        bool, options.dry_run("the number of jobs, and ten of them as JSON lines")
+    ] = False
+    check: Annotated[
+        bool,
+        typer.Option(
+            "--check",
+            help="Show which LoRAs, models and embeddings the jobs name that are not in the"
+            " storage; send nothing.",
+        ),
+    ] = False
+    lora_directory: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="PATH",
+            help="With --check: the folder of LoRAs that workers have besides those in the storage."
+            f" [env: {options.variable('lora_directory')}]",
+        ),
+    ] = None
+
+
+@options.from_settings(LoadSettings)
+def command(
+    settings: LoadSettings,
+    jobs: Jobs,
+    sending: Sending,
+    checking: Checking,
     quiet: Annotated[bool, typer.Option("--quiet", help="No progress.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the summary as JSON.")] = False,
 ) -> None:
@@ -135,43 +158,66 @@ def command(
 
     shuf prompts.txt | imagefleet load - --format txt
     """
-    from loadgen import sources
-    from loadgen.load import Load, default_path
-    from loadgen.processes.refusals import Refusals
-
-    chosen = checked_priority(priority)
-    options.check_campaign(campaign)
-    if lora_directory and not check:
+    checked_priority(sending.priority)
+    target.check_name("--campaign", jobs.campaign)
+    if checking.lora_directory and not checking.check:
         raise errors.SetupError("--lora-directory goes with --check")
     skipped = _Skipped()
-    on_invalid = skipped if skip_invalid else None
-    read = functools.partial(reading, Path(file), is_shown=not (quiet or as_json))
+    read = functools.partial(reading, Path(jobs.file), is_shown=not (quiet or as_json))
     with read("reading") as on_read:
-        key = settings.keys().signing
         source = sources.open_source(
-            file,
-            form=form,
-            count=count,
-            seed=seed,
-            on_invalid=on_invalid,
+            jobs.file,
+            form=jobs.form,
+            count=jobs.count,
+            seed=jobs.seed,
+            on_invalid=skipped if jobs.skip_invalid else None,
             on_read=on_read,
-            key=key,
-            campaign=campaign,
+            key=settings.keys().signing,
+            campaign=jobs.campaign,
         )
-    if check:
-        _check(settings, source, skipped, lora_directory, model, read, as_json=as_json)
-        return
-    if dry_run:
+    if checking.check:
+        directory, models = checking.lora_directory, sending.model
+        _check(settings, source, skipped, directory, models, read, as_json=as_json)
+    elif checking.dry_run:
         with read("checking") as on_read:
             source.check(0, on_read)
         _print_jobs(source, quiet=quiet)
-        return
-    if file == "-":
-        if checkpoint_file or restart:
-            raise errors.SetupError("standard input has no checkpoint: it cannot be read twice")
-        path = None
     else:
-        path = checkpoint_file or default_path(Path(file), settings.queue)
+        path = _checkpoint(settings, jobs.file, sending)
+        summary, was_done = _load(
+            settings, jobs.file, path, source, sending, read, quiet=quiet, as_json=as_json
+        )
+        mended = getattr(source, "mended", 0)  # a template has no failed jobs
+        if as_json:
+            console.print_json({**asdict(summary), "invalid": skipped.count, "mended": mended})
+        elif not quiet:
+            print_summary(summary, skipped.count, path, mended)
+            if not (was_done or summary.sent or skipped.count) and summary.finished:
+                console.print_note(f"no jobs in {jobs.file}: nothing was sent")
+        if not summary.finished:
+            raise typer.Exit(console.EXIT_INTERRUPTED)
+
+
+def _checkpoint(settings: LoadSettings, file: str, sending: Sending) -> Path | None:
+    if file != "-":
+        return sending.state or default_path(Path(file), settings.queue)
+    if sending.state or sending.restart:
+        raise errors.SetupError("standard input has no checkpoint: it cannot be read twice")
+    return None
+
+
+def _load(
+    settings: LoadSettings,
+    file: str,
+    path: Path | None,
+    source: Source,
+    sending: Sending,
+    read: Callable[..., contextlib.AbstractContextManager[Callable[[int], None]]],
+    *,
+    quiet: bool,
+    as_json: bool,
+) -> tuple[Summary, bool]:
+    """Sends the jobs; also returns whether all were sent before."""
     in_use = f"another `imagefleet load` is at work with the checkpoint {path}"
     with console.only_one(path, in_use) if path else contextlib.nullcontext():
         refusals = Refusals()
@@ -181,11 +227,11 @@ def command(
             source,
             settings,
             path,
-            restart=restart,
-            priority=chosen,
-            models=model or (),
+            restart=sending.restart,
+            priority=checked_priority(sending.priority),
+            models=sending.model or (),
             refusals=refusals,
-            shards=shards,
+            shards=sending.shards,
             on_notice=console.print_note,
         )
         announce(load, file, path)
@@ -195,16 +241,7 @@ def command(
         with load_progress.showing(
             load, source.count, is_live=is_live, quiet=quiet, as_json=as_json
         ) as show:
-            summary = console.run(send(storage, load, show))
-    mended = getattr(source, "mended", 0)  # a template has no failed jobs
-    if as_json:
-        console.print_json({**asdict(summary), "invalid": skipped.count, "mended": mended})
-    elif not quiet:
-        print_summary(summary, skipped.count, path, mended)
-        if not load.is_done and not summary.sent and not skipped.count and summary.finished:
-            console.print_note(f"no jobs in {file}: nothing was sent")
-    if not summary.finished:
-        raise typer.Exit(console.EXIT_INTERRUPTED)
+            return console.run(send(storage, load, show)), load.is_done
 
 
 class _Skipped:
@@ -231,8 +268,6 @@ def _check(
     as_json: bool,
 ) -> None:
     """Reads all jobs, and tells what they name that workers would not find."""
-    from fleet.files import missing
-
     if lora_directory is None and (folder := os.environ.get(options.variable("lora_directory"))):
         lora_directory = Path(folder)
     uses = missing.Uses()
@@ -339,7 +374,7 @@ def print_summary(summary: Summary, skipped: int, path: Path | None, mended: int
     if mended:
         console.print_note(
             f"{mended:,} of them had failed and stay on the list of failed jobs until they are"
-            " completed; then `imagefleet failed discard --completed` takes them off"
+            " completed; then `imagefleet discard --completed` takes them off"
         )
     if skipped:
         console.print_note(f"{console.counted(skipped, 'invalid job')} skipped")

@@ -30,6 +30,19 @@ _METAVARS = {
     "float( range)?": "NUMBER",
 }
 
+#: The options that all commands on a storage share, in short: `StorageSettings` takes 0.1 s to
+#: import, and docs/settings.md has its own descriptions.
+STORAGE_OPTIONS = {
+    "--storage": "local:FOLDER, or an Azure Storage account's connection string or URL"
+    "  [default: local:./imagefleet-data]",
+    "--queue": "The job queue  [default: jobs]",
+    "--container": "Blob container for the images  [default: images]",
+    "--files-container": "Blob container for LoRAs and models  [default: files]",
+    "--sas": "SAS tokens where --storage holds no key, as `imagefleet keys mint` prints them",
+    "--sas-file": "File of these tokens, which is read again when it changes",
+    "--broker-url": "Service that issues them to workers on SaladCloud",
+}
+
 _DISK_FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 
 #: `Invalid value for '--jobs': Input should be ...`, which settings report without these words.
@@ -49,9 +62,13 @@ class Command(TyperCommand):
                 usual = "Arguments" if each.param_type_name == "argument" else "Options"
                 subject = getattr(each, "rich_help_panel", None) or usual
                 subjects.setdefault(subject, []).append(_as_of_a_setting(*row))
+        uses_storage = subjects.pop("Storage", None)
         for subject, rows in subjects.items():
             with formatter.section(subject):
                 formatter.write_dl(rows)
+        if uses_storage:
+            formatter.write_paragraph()
+            formatter.write_text("--storage, and what goes with it: see `imagefleet --help`.")
 
 
 def _as_of_a_setting(name: str, text: str) -> tuple[str, str]:
@@ -86,6 +103,8 @@ class Console(Group):
         ]
         with formatter.section("Commands"):
             formatter.write_dl(rows)
+        with formatter.section("Storage, for all commands that use one"):
+            formatter.write_dl(list(STORAGE_OPTIONS.items()))
 
 
 app = typer.Typer(
@@ -110,7 +129,7 @@ On one machine, with everything in the folder imagefleet-data:
   imagefleet load jobs.jsonl
   imagefleet worker --model ./model --until-empty
   imagefleet status
-  imagefleet failed list
+  imagefleet failed
 
 Every setting is a flag and a variable: --queue is IMAGEFLEET_QUEUE.
 
@@ -120,40 +139,23 @@ results, export), 130 interrupted, 143 terminated (worker --until-empty).""",
 )
 
 
-def _print_version(wanted: bool) -> None:
-    if wanted:
-        console.print_plain(f"imagefleet {metadata.version('imagefleet')}")
-        raise typer.Exit
-
-
-@app.callback()
+@app.callback(invoke_without_command=True)
 def root(
+    context: typer.Context,
     version: Annotated[
-        bool,
-        typer.Option(
-            "--version", is_eager=True, callback=_print_version, help="Print the version and exit."
-        ),
+        bool, typer.Option("--version", help="Print the versions to name in a bug report.")
     ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="With --version: print JSON.")] = False,
 ) -> None:
     """The options of `imagefleet` itself."""
+    if version:
+        _print_versions(as_json=as_json)
+        raise typer.Exit
+    if context.invoked_subcommand is None or as_json:
+        raise typer.BadParameter("give a command; `imagefleet --help` lists them")
 
 
-@app.command(
-    "health",
-    cls=Command,
-    add_help_option=False,
-    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
-)
-def health_command(context: typer.Context) -> None:
-    """Probes the worker on this machine: started, live or ready."""
-    raise typer.Exit(health.main(context.args))  # `python -m fleet.main`; see fleet/entry.py
-
-
-@app.command(cls=Command)
-def version(
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
-) -> None:
-    """Prints the versions to name in a bug report."""
+def _print_versions(*, as_json: bool) -> None:
     versions: dict[str, str | None] = {}
     for distribution in ("imagefleet", "torch", "diffusers"):
         try:
@@ -166,6 +168,17 @@ def version(
         return
     for name, installed in versions.items():
         console.print_plain(f"{name} {installed or 'not installed'}")
+
+
+@app.command(
+    "health",
+    cls=Command,
+    add_help_option=False,
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+)
+def health_command(context: typer.Context) -> None:
+    """Probes the worker on this machine: started, live or ready."""
+    raise typer.Exit(health.main(context.args))  # `python -m fleet.main`; see fleet/entry.py
 
 
 def _use_help_classes(group: typer.Typer) -> None:

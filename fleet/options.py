@@ -16,10 +16,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from datetime import datetime
 from enum import Enum
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import typer
-from pydantic import SecretStr, TypeAdapter, ValidationError
+from pydantic import SecretStr, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings
 
@@ -28,7 +28,6 @@ from fleet.broker.settings import BrokerSettings
 from fleet.monitor.settings import ExporterSettings, MonitorSettings
 from fleet.webhooks.settings import WebhookSettings
 from imagefleet import errors, redaction, validation
-from imagefleet.job.message import SafeId
 from imagefleet.storage import settings as storage_settings
 from imagefleet.storage.settings import SignerSettings, StorageSettings
 from imagefleet.telemetry.settings import TelemetrySettings
@@ -43,12 +42,6 @@ AsJsonLines = Annotated[bool, typer.Option("--json", help="Print JSON, one objec
 JsonFile = Annotated[
     Path | None,
     typer.Option("--json-file", metavar="FILE", help="Also write the JSON to this file."),
-]
-CampaignName = Annotated[
-    str, typer.Option(metavar="NAME", help="Jobs without a campaign are in 'default'.")
-]
-CampaignOfImages = Annotated[
-    str | None, typer.Option(metavar="NAME", help="Only images of this campaign.")
 ]
 JobFormat = Annotated[
     str | None,
@@ -95,7 +88,7 @@ PROJECT_SETTINGS: Mapping[type[BaseSettings], tuple[str, str]] = {
         "`load`, `sweep`, `failed`, `gallery`, `files`",
     ),
     LoadSettings: ("Load generator", "`load`, `sweep`"),
-    MonitorSettings: ("Monitoring", "`status`, `top`, `exporter`, `report`, `scale`"),
+    MonitorSettings: ("Monitoring", "`status`, `exporter`, `report`, `scale`"),
     ExporterSettings: ("Exporter", "`exporter`"),
     BrokerSettings: ("Broker", "`broker`"),
     WebhookSettings: ("Webhooks", "`webhooks`"),
@@ -123,42 +116,77 @@ Command = Callable[..., Result]
 def from_settings(model: type[BaseSettings]) -> Callable[[Command[Result]], Command[Result]]:
     """Gives a typer command one option for each field of *model*.
 
-    The command takes the validated settings first and its own typer options after them, each as a
-    parameter or several as the fields of a dataclass:
+    The command takes the validated settings first and its own typer options after them; a dataclass
+    of them stands for one option a field:
 
         @app.command()
         @options.from_settings(StorageSettings)
-        def status(settings: StorageSettings, watch: bool = False) -> None: ...
+        def failed(settings: StorageSettings, which: Selected, limit: Limit = 20) -> None: ...
     """
     shared = list(_parameters(model))
 
     def decorate(command: Command[Result]) -> Command[Result]:
-        first, *others = inspect.signature(command, eval_str=True).parameters.values()
-        groups = {
-            each.name: each.annotation
-            for each in others
-            if isinstance(each.annotation, type) and dataclasses.is_dataclass(each.annotation)
-        }
-        own = [
-            option.replace(kind=inspect.Parameter.KEYWORD_ONLY)
-            for each in others
-            for option in (_options_of(groups[each.name]) if each.name in groups else [each])
-        ]
+        first = next(iter(inspect.signature(command).parameters))
 
-        @functools.wraps(command)
-        def wrapper(**arguments: Any) -> Result:
+        def with_settings(arguments: dict[str, Any], groups: dict[str, Any]) -> Result:
             given = {each.name: _joined(arguments.pop(each.name)) for each in shared}
-            for name, group in groups.items():
-                values = {each.name: arguments.pop(each.name) for each in dataclasses.fields(group)}
-                arguments[name] = group(**values)
             with console.one_line_errors():
-                return command(**{first.name: read(model, given)}, **arguments)
+                return command(**{first: read(model, given)}, **arguments, **groups)
 
-        wrapper.__signature__ = inspect.Signature([*own, *shared])  # type: ignore[attr-defined]
-        wrapper.__annotations__ = {each.name: each.annotation for each in (*own, *shared)}
-        return wrapper
+        return _flat(command, with_settings, leave_out=first, more=shared)
 
     return decorate
+
+
+def flat(command: Command[Result]) -> Command[Result]:
+    """A typer command whose dataclasses of options stand for one option a field."""
+    return _flat(command, lambda arguments, groups: command(**arguments, **groups))
+
+
+def _flat(
+    command: Command[Result],
+    call: Callable[[dict[str, Any], dict[str, Any]], Result],
+    leave_out: str = "",
+    more: Iterable[inspect.Parameter] = (),
+) -> Command[Result]:
+    parameters = inspect.signature(command, eval_str=True).parameters
+    groups: dict[str, Any] = {}
+    flattened: list[inspect.Parameter] = []
+    for name, parameter in parameters.items():
+        if name == leave_out:
+            continue
+        if dataclasses.is_dataclass(parameter.annotation):
+            groups[name] = parameter.annotation
+            flattened += _of_fields(parameter.annotation)
+        else:
+            flattened.append(parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY))
+    flattened += more
+
+    @functools.wraps(command)
+    def wrapper(**arguments: Any) -> Result:
+        made = {
+            name: group(
+                **{each.name: arguments.pop(each.name) for each in dataclasses.fields(group)}
+            )
+            for name, group in groups.items()
+        }
+        return call(arguments, made)
+
+    wrapper.__signature__ = inspect.Signature(flattened)  # type: ignore[attr-defined]
+    wrapper.__annotations__ = {each.name: each.annotation for each in flattened}
+    return wrapper
+
+
+def _of_fields(group: Any) -> Iterator[inspect.Parameter]:
+    annotations = get_type_hints(group, include_extras=True)
+    for field in dataclasses.fields(group):
+        is_required = field.default is dataclasses.MISSING
+        yield inspect.Parameter(
+            field.name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=inspect.Parameter.empty if is_required else field.default,
+            annotation=annotations[field.name],
+        )
 
 
 def read(model: type[Settings], given: Mapping[str, Any]) -> Settings:
@@ -211,19 +239,6 @@ def dry_run(what: str) -> Any:
     return typer.Option("--dry-run", help=f"Show {what}; change nothing.")
 
 
-def check_campaign(name: str | None) -> None:
-    """Raises SetupError for what cannot be a campaign's name; None is not given."""
-    check_name("--campaign", name)
-
-
-def check_name(what: str, name: str | None) -> None:
-    """Raises SetupError for what no campaign and no job can be called; None is not given."""
-    try:
-        TypeAdapter[str | None](SafeId | None).validate_python(name)
-    except ValidationError as error:
-        raise errors.SetupError(f"{what}: {validation.sentence(error)}") from None
-
-
 def read_moment(flag: str, text: str | None) -> datetime | None:
     """The date and time given for *flag*; raises SetupError for one that is not understood."""
     if text is None:
@@ -274,11 +289,6 @@ def subject(model: type[BaseSettings], name: str) -> str:
     if issubclass(model, WorkerSettings):
         return next(of_worker, None) or next(of_model, "Worker")
     return next(of_model, "")
-
-
-def _options_of(group: type[Any]) -> list[inspect.Parameter]:
-    """The typer options that are the fields of a dataclass."""
-    return list(inspect.signature(group, eval_str=True).parameters.values())
 
 
 def _parameters(model: type[BaseSettings]) -> Iterator[inspect.Parameter]:

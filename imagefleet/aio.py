@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypedDict, TypeVar, Unp
 from pydantic import TypeAdapter, ValidationError
 
 from imagefleet import cancelled, concurrency, errors, retry, signing, validation
+from imagefleet.job.change import Change
 from imagefleet.job.message import Job, SafeId, split_job_key
 from imagefleet.records import columns, outcomes, reader
 from imagefleet.records.batch import Submission, Watch
@@ -30,9 +31,8 @@ from imagefleet.records.outcomes import JobFacts, Status
 from imagefleet.records.reader import Counts
 from imagefleet.records.sent import SentJobs
 from imagefleet.storage import dead_letter_queue, enqueue, protocol
-from imagefleet.storage.dead_letter_change import Change
-from imagefleet.storage.dead_letter_check import Check
-from imagefleet.storage.dead_letter_queue import OnProgress, Preview, Selection, Swept
+from imagefleet.storage.dead_letter import Check, Selection
+from imagefleet.storage.dead_letter_queue import OnProgress, Preview, Swept
 from imagefleet.storage.open import Storage, open_storage
 from imagefleet.storage.settings import Priority, SignerSettings, checked_priority
 from imagefleet.submit import RETRIES, BulkSender, keep_noting

@@ -177,7 +177,7 @@ async def cancel(storage: Storage, campaign: str) -> datetime:
             raise errors.SetupError(
                 f"{BLOB} in {storage.files.name} has {MAX_CAMPAIGNS:,} campaigns: they are dropped"
                 f" {KEPT.days} days later by a cancellation while the queue is empty; `imagefleet"
-                " purge` empties it"
+                " cancel --all` empties it"
             )
         data = changed.model_dump_json(indent=1).encode()
         if await storage.files.replace(BLOB, data, "application/json", version):

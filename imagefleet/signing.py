@@ -91,7 +91,7 @@ class SigningKey:
         if not isinstance(key, Ed25519PrivateKey):
             raise errors.SetupError(
                 f"{setting}: the file is not an Ed25519 private key in PEM without a password;"
-                " `imagefleet keys signing` makes one"
+                " `imagefleet keys mint signing` makes one"
             )
         return cls(key)
 
@@ -185,7 +185,7 @@ def _raw(name: str) -> bytes:
         raw = b""
     if len(raw) != _KEY_BYTES:
         raise ValueError(
-            "should be a public key as `imagefleet keys signing` prints it, or several with commas"
-            " between"
+            "should be a public key as `imagefleet keys mint signing` prints it, or several with"
+            " commas between"
         )
     return raw

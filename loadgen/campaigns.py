@@ -93,7 +93,7 @@ class LoadedCampaigns:
             except errors.SetupError as error:
                 self._is_refused = True
                 self.notice(
-                    "how many jobs are sent is not recorded, so `imagefleet campaigns` does not"
+                    "how many jobs are sent is not recorded, so `imagefleet status` does not"
                     f" know it: {error.message}"
                 )
             except errors.TransientError as error:

@@ -138,7 +138,7 @@ class _EntrySource(abc.ABC):
 
     @property
     def mended(self) -> int:
-        """Jobs of the messages so far that had failed: `imagefleet failed export` has noted it."""
+        """Jobs of the messages so far that had failed, as `imagefleet failed --export` notes it."""
         return self._maker.mended
 
     def examples(self, most: int) -> Iterator[str]:
@@ -315,7 +315,7 @@ def _read_entries(
 
 
 def _without_failure(text: str) -> str:
-    """A job as it was before `imagefleet failed export` noted its failure in it."""
+    """A job as it was before `imagefleet failed --export` noted its failure in it."""
     if f'"{FAILURE_FIELD}"' not in text:
         return text  # the most common case, without parsing it
     try:

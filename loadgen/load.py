@@ -81,7 +81,7 @@ class Checkpoint(BaseModel):
                 written.unlink(missing_ok=True)
             raise errors.SetupError(
                 f"the checkpoint {path} cannot be written: {error.strerror};"
-                " choose another path with --checkpoint FILE"
+                " choose another path with --state FILE"
             ) from None
 
 
@@ -135,7 +135,7 @@ def resume(path: Path, new: Checkpoint) -> Checkpoint:
         return found.model_copy(update=random)
     raise errors.SetupError(
         f"{path} is the checkpoint of {difference}, {found.confirmed:,} jobs sent; --restart"
-        " discards it and begins with the first job, --checkpoint FILE keeps both"
+        " discards it and begins with the first job, --state FILE keeps both"
     )
 
 

@@ -13,22 +13,19 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Iterable
 from concurrent.futures import Future
+from dataclasses import dataclass
 from importlib import metadata
 from typing import Any
 
 from imagefleet import errors, retry
 from imagefleet.cancelled import CancelledCampaigns
-from imagefleet.files.kinds import LORA
-from imagefleet.signing import trusted_keys
 from imagefleet.storage.open import Storage
-from worker import leases, replica, tasks
+from worker import leases, tasks
 from worker.cost import CostMeter
 from worker.engine import contract
-from worker.files import hashes, model
-from worker.files.embeddings import EmbeddingLibrary
-from worker.files.library import FileLibrary
+from worker.files import model
 from worker.gpu_thread import EngineThread
-from worker.inputs.reader import InputReader
+from worker.inputs.job_files import JobFiles
 from worker.jobs.depth import measure_depth
 from worker.jobs.in_flight import InFlightJob
 from worker.metrics import EngineCollector, Outcome, WorkerMetrics
@@ -41,13 +38,14 @@ from worker.node.suspects import Suspects
 from worker.node.watchdog import NO_LIMITS, Diagnose, NodeLimits, NodeWatchdog
 from worker.progress import Phase
 from worker.pull import Puller
+from worker.replica import UNKNOWN, Replica
 from worker.salad.reallocation import Reallocation
 from worker.settings import WorkerSettings
 from worker.settle import Settler
 from worker.stages import record
 from worker.stages.generate import GenerateStage
-from worker.stages.prepare import PREPARERS, PrepareStage
-from worker.stages.upload import ENCODING, STORAGE_RETRIES, UPLOADS, EncodeStage, UploadStage
+from worker.stages.model_run import ModelRun, Shared
+from worker.stages.upload import STORAGE_RETRIES, UploadStage
 
 log = logging.getLogger(__name__)
 
@@ -68,6 +66,18 @@ RECORD_SECONDS = 60.0
 LAST_JOBS_SECONDS = 120.0
 
 
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """The machine that a pipeline runs on."""
+
+    replica: Replica = UNKNOWN
+    began_at: float | None = None
+    """When its bill began (monotonic seconds); None: with the pipeline."""
+    limits: NodeLimits = NO_LIMITS
+    reallocation: Reallocation | None = None
+    """Asked for another node if this one does not meet the limits."""
+
+
 class Pipeline:
     """One worker's stages, side tasks and drain, around one engine."""
 
@@ -80,21 +90,16 @@ class Pipeline:
         on_settled: Callable[[Outcome], None] = lambda _: None,
         on_depth: Callable[[int], None] = lambda _: None,
         retry_policy: retry.RetryPolicy = STORAGE_RETRIES,
-        runs_on: replica.Replica = replica.UNKNOWN,
-        began_at: float | None = None,
         metrics: WorkerMetrics | None = None,
-        limits: NodeLimits = NO_LIMITS,
-        reallocation: Reallocation | None = None,
+        machine: Machine = Machine(),
     ) -> None:
-        """*load* returns the engine; it is called on the engine's thread. None: see `models`.
+        """*load* returns the engine, on its own thread; None: `run` is given models that do.
 
         *on_depth* is called with the number of messages in the queue whenever that is measured.
-        The replica is billed from *began_at* on (monotonic seconds), by default from now. A node
-        that does not meet *limits* asks for *reallocation*.
         """
         self.metrics = metrics or WorkerMetrics()
-        #: What the worker serves, where *load* is not given; set it before `run`.
         self.models: WorkerModels | None = None
+        """The models that it serves in turn; None: one engine's alone."""
         self.started = False
         self.ready = False
         self.start_up_phase: Phase = "connecting to the storage"
@@ -103,13 +108,15 @@ class Pipeline:
         self._retry_policy = retry_policy
         self._on_settled = on_settled
         self._on_depth = on_depth
-        self._check = NodeCheck(storage.blobs, settings, limits, self.metrics)
+        self._check = NodeCheck(storage.blobs, settings, machine.limits, self.metrics)
         self.engine_thread = EngineThread(
             lambda: self._check.load(lambda: self._load(load or self._load_first)),
             why_idle=self._why_idle,
             backlog=ENCODE_BACKLOG,
         )
-        self.cost = CostMeter(self.engine_thread, runs_on, storage.operations, began_at)
+        self.cost = CostMeter(
+            self.engine_thread, machine.replica, storage.operations, machine.began_at
+        )
         self._queue = storage.models.served([])
         self._keeper = leases.LeaseKeeper(
             self._queue,
@@ -129,44 +136,35 @@ class Pipeline:
             cancelled_campaigns=self._cancelled,
             flush_seconds=record.flush_seconds(storage.url, settings.lease_seconds),
         )
-        self._watchdog = NodeWatchdog(self.engine_thread, limits, self.metrics)
-        self._reallocation = reallocation or Reallocation(None, self.metrics)
+        self._watchdog = NodeWatchdog(self.engine_thread, machine.limits, self.metrics)
+        self._reallocation = machine.reallocation or Reallocation(None, self.metrics)
         self._puller = Puller(
             self._queue, self._keeper, self.settler, self.engine_thread, self.metrics, settings
         )
-        self._trusted = trusted_keys(settings.trusted_key)
-        self._library = FileLibrary.stored(
-            storage.files,
-            LORA,
-            directory=settings.lora_directory,
-            cache=settings.cache / "loras",
-            cache_bytes=settings.cache_megabytes * 2**20,
-            trusted=self._trusted,
-        )
-        self._embeddings = EmbeddingLibrary(
-            storage.files,
-            directory=settings.embedding_directory,
-            cache=settings.cache / "embeddings",
-            trusted=self._trusted,
-        )
-        self._inputs = InputReader(
-            storage.files,
-            storage.blobs,
-            cache=settings.cache,
-            cache_bytes=settings.cache_megabytes * 2**20,
-            trusted=self._trusted,
+        self._files = JobFiles.of(storage, settings)
+        self._shared = Shared(
+            storage,
+            settings,
+            self._files,
+            self.engine_thread,
+            self._puller,
+            self.settler,
+            self.metrics,
+            self.cost,
+            self._watchdog,
+            self._cancelled,
+            retry_policy,
         )
         self.metrics.collect_from(
-            EngineCollector(self.engine_thread, self._library), self.cost, self._check
+            EngineCollector(self.engine_thread, self._files.loras), self.cost, self._check
         )
         self.metrics.set_worker_info(
             worker=settings.name,
             version=version(),
-            gpu=runs_on.gpu,
+            gpu=machine.replica.gpu,
             group=settings.group,
             priority=settings.priority,
         )
-        self._hashes = hashes.FileHashes(settings.cache)
         self._quarantine = Quarantine(storage.files, frozenset({settings.name, suspects.machine()}))
         self._upload: UploadStage | None = None
         self._earlier_images = 0  # of the models before
@@ -189,15 +187,19 @@ class Pipeline:
         """Why there are no jobs."""
         return self._puller.why_waiting
 
-    async def run(self, stop: asyncio.Event, hurry: asyncio.Event) -> None:
+    async def run(
+        self, stop: asyncio.Event, hurry: asyncio.Event, models: WorkerModels | None = None
+    ) -> None:
         """Works until *stop* is set, or with --until-empty until the queue is empty; then drains.
 
-        *hurry* ends the grace time at once.
+        *hurry* ends the grace time at once. *models* are served in turn, unless the pipeline was
+        given an engine.
 
         Raises:
             NodeError: this machine cannot do its work; SetupError: the operator has to act.
             Jobs in flight have been handed back by then.
         """
+        self.models = models
         if reason := await self._quarantine.reason():
             self.metrics.node_faults.labels("quarantined").inc()
             raise errors.NodeError(f"this node is quarantined: {reason}")
@@ -207,7 +209,7 @@ class Pipeline:
             if starting in await tasks.first_of(starting, stop.wait()):
                 await self._work(starting.result(), stop, hurry)
         finally:
-            self._hashes.close()
+            self._files.hashes.close()
             await self.engine_thread.stop()
 
     async def _start_up(self) -> contract.Engine:
@@ -224,11 +226,11 @@ class Pipeline:
     def _hash_model(self) -> Future[str | None]:
         """The hash of the present model's file; begun by the first call."""
         settings = self.models.current.settings if self.models else self._settings
-        return self._hashes.of_model(model.local_path(settings), settings.model_sha256)
+        return self._files.hashes.of_model(model.local_path(settings), settings.model_sha256)
 
     def _load_first(self) -> contract.Engine:
         if self.models is None:
-            raise RuntimeError("set the models first")
+            raise RuntimeError("a pipeline without an engine is run with models")
         return self.models.load_current()
 
     def _load(self, load: Callable[[], contract.Engine]) -> contract.Engine:
@@ -283,49 +285,9 @@ class Pipeline:
             self._queue.receive_only(self.models.served_now())
         self.settler.model_name = engine.model_name
         self._earlier_images = self.images_written
-        upload = self._upload = UploadStage(
-            self._storage.blobs,
-            self.settler,
-            self.metrics,
-            self.cost,
-            self._watchdog,
-            self._retry_policy,
-            self._settings.name,
-            engine.model_name,
-            Suspects(self._settings.name, self._storage.blobs, self.metrics, self._retry_policy),
-        )
-        encode = EncodeStage(
-            engine.model_name,
-            self._hash_model(),
-            upload,
-            self.settler,
-            self.metrics,
-            self._watchdog,
-        )
-        generate = GenerateStage(
-            engine,
-            self.engine_thread,
-            encode,
-            self._puller,
-            self.settler,
-            self.metrics,
-            self._watchdog,
-            self._cancelled,
-        )
-        prepare = PrepareStage(
-            engine,
-            generate,
-            self._library,
-            self._embeddings,
-            self._inputs,
-            self._hashes,
-            self.settler,
-            self.metrics,
-            self._settings.until_empty,
-            self._trusted,
-        )
-        checks = generate.checks
-        side_tasks = self._start_side_tasks(prepare, generate, encode, upload)
+        run = ModelRun.of(self._shared, engine, self._hash_model())
+        self._upload, generate, checks = run.upload, run.generate, run.checks
+        side_tasks = self._start_side_tasks(run)
         pull: asyncio.Task[None] | None = None
         following: asyncio.Future[Following] | None = None
         try:
@@ -333,7 +295,7 @@ class Pipeline:
             if self.models and changed_at is not None:
                 self.models.changed(time.monotonic() - changed_at, self.metrics)
             self._puller.restart()
-            pull = asyncio.create_task(self._puller.run(prepare.turns.put), name="pull")
+            pull = asyncio.create_task(self._puller.run(run.prepare.turns.put), name="pull")
             self.started = self.ready = True
             ends: list[Awaitable[Any]] = [asyncio.shield(pull), stop.wait(), side_tasks.watch()]
             if self.models and len(self.models.names) > 1:
@@ -363,9 +325,8 @@ class Pipeline:
                 await self._stop_pulling(pull)
             await self._hand_back(self.settler.in_flight)
             await side_tasks.cancel()
-            prepare.close()
-            encode.close()
-            await self._record_suspects(checks, upload.suspects)
+            run.close()
+            await self._record_suspects(checks, run.upload.suspects)
             checks.close()
         return None
 
@@ -387,14 +348,8 @@ class Pipeline:
                     await tasks.first_of(finished, stop.wait(), side_tasks.watch())
                     return
 
-    def _start_side_tasks(
-        self,
-        prepare: PrepareStage,
-        generate: GenerateStage,
-        encode: EncodeStage,
-        upload: UploadStage,
-    ) -> tasks.SideTasks:
-        checks = generate.checks
+    def _start_side_tasks(self, run: ModelRun) -> tasks.SideTasks:
+        checks = run.checks
         diagnose = checks.diagnose
         side_tasks = tasks.SideTasks()
         side_tasks.start("keep leases", self._keeper.run)
@@ -415,12 +370,7 @@ class Pipeline:
             lambda: measure_depth(self._queue, self._storage.poison, self.metrics, self._on_depth),
         )
         side_tasks.start("note models", lambda: note_served(self._storage.models, self._served))
-        side_tasks.start("prepare", prepare.run, PREPARERS)
-        side_tasks.start("generate", generate.run)
-        side_tasks.start("encode", encode.run, ENCODING)
-        side_tasks.start("upload", upload.run, UPLOADS)
-        side_tasks.start("record", self.settler.pending.run)
-        side_tasks.start("acknowledge", self.settler.pending.finish, UPLOADS)
+        run.start(side_tasks)
         return side_tasks
 
     def _served(self) -> list[str]:

@@ -34,7 +34,7 @@ from worker.models.change import WorkerModels
 from worker.models.checkpoints import Checkpoint
 from worker.models.choice import share_of
 from worker.node.watchdog import limits_of
-from worker.pipeline import Pipeline, version
+from worker.pipeline import Machine, Pipeline, version
 from worker.progress import Counts, Phase, Progress, ProgressMeter, WorkerReport
 from worker.salad import deletion_cost, wait_for_operator
 from worker.salad import metadata as salad_metadata
@@ -189,11 +189,13 @@ class _Worker:
                 self._settings,
                 on_settled=self._settled,
                 on_depth=self._measured,
-                runs_on=runs_on,
-                began_at=self._began_at,
                 metrics=self._metrics,
-                limits=limits_of(self._settings, runs_on.gpu, on_salad=self._metadata is not None),
-                reallocation=self._reallocation,
+                machine=Machine(
+                    runs_on,
+                    self._began_at,
+                    limits_of(self._settings, runs_on.gpu, on_salad=self._metadata is not None),
+                    self._reallocation,
+                ),
             )
             # After the pipeline, whose metrics name this worker also while it waits.
             if not (
@@ -212,13 +214,15 @@ class _Worker:
                 extra={"action": "start", "port": self._port},
             )
             self._pipeline.start_up_phase = "fetching the model"
-            if await tasks.run_until(self._stop, self._find_models(self._pipeline, storage)):
+            finding = asyncio.ensure_future(self._find_models(storage))
+            if await tasks.run_until(self._stop, finding):
+                models = finding.result() if self._load is None else None
                 async with kernels.fetching(
                     self._first_model, storage.files, self._metrics.set_kernels
                 ) as self._kernels:
-                    await self._pipeline.run(self._stop, self._hurry)
+                    await self._pipeline.run(self._stop, self._hurry, models)
 
-    async def _find_models(self, pipeline: Pipeline, storage: Storage) -> None:
+    async def _find_models(self, storage: Storage) -> WorkerModels:
         """Finds the models of the settings, and fetches the one to begin with."""
 
         async def fetch(checkpoint: Checkpoint) -> Checkpoint:
@@ -242,8 +246,7 @@ class _Worker:
         storage.models.stand_at(share)
         await models.begin(queue, share)
         self._first_model = models.current.settings
-        if self._load is None:
-            pipeline.models = models
+        return models
 
     def _is_live(self) -> bool:
         return self._pipeline is None or not self._pipeline.engine_thread.is_stalled

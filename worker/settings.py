@@ -114,9 +114,9 @@ class WorkerSettings(TelemetrySettings):
     trusted_key: PublicKeys | None = Field(
         default=None,
         repr=False,  # the private key, if somebody mistakes the two
-        description="Public key (`imagefleet keys signing`) with which each job, and the list of"
-        " LoRAs and models, must be signed; several, separated by commas, during a change of keys."
-        " By default nothing need be signed.",
+        description="Public key (`imagefleet keys mint signing`) with which each job, and the"
+        " list of LoRAs and models, must be signed; several, separated by commas, during a change"
+        " of keys. By default nothing need be signed.",
     )
     lease_seconds: float = Field(
         default=120,

@@ -28,7 +28,7 @@ async def first_of(
     return done
 
 
-async def run_until(stop: asyncio.Event, work: Coroutine[Any, Any, Any]) -> bool:
+async def run_until(stop: asyncio.Event, work: Awaitable[Any]) -> bool:
     """Runs *work*, cancelled once *stop* is set; returns whether it finished."""
     task = asyncio.ensure_future(work)
     return task in await first_of(task, stop.wait())

@@ -99,7 +99,7 @@ def megabytes(process: int) -> float:
 def score(folder: Path, campaign: str, arguments: argparse.Namespace) -> dict[str, Any]:
     """Runs the command, and looks at its memory meanwhile."""
     command = [sys.executable, "-m", "fleet.entry", "score", campaign, "--extractor", "demo"]
-    command += ["--storage", f"local:{folder}/storage", "--work", f"{folder}/{campaign}-score"]
+    command += ["--storage", f"local:{folder}/storage", "--state", f"{folder}/{campaign}-score"]
     command += ["--processes", str(arguments.processes), "--json"]
     most, began_at = 0.0, time.monotonic()
     with subprocess.Popen(

@@ -27,7 +27,7 @@ from simulation.threads import SimulatedBatches
 from worker import pipeline
 from worker.metrics import WorkerMetrics
 from worker.models.choice import share_of
-from worker.pipeline import Pipeline
+from worker.pipeline import Machine, Pipeline
 from worker.replica import Replica
 from worker.settings import WorkerSettings
 from worker.stages import encode
@@ -283,7 +283,7 @@ class Fleet:
             storage,
             lambda: drawing,
             settings,
-            runs_on=Replica(node.card.name, node.card.dollars_per_hour, table),
+            machine=Machine(Replica(node.card.name, node.card.dollars_per_hour, table)),
             metrics=self._metrics,
         )
         await asyncio.sleep(START_UP_SECONDS)

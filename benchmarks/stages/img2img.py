@@ -109,7 +109,7 @@ class Run:
         opened = engine._open(lane)  # noqa: SLF001
         slots = len(opened.state.latents)
         with torch.no_grad(), FlopCounterMode(display=False) as counter:
-            step.tick(engine._unet, "shared", *opened.arguments())  # noqa: SLF001
+            step.tick(engine._unet, "shared", opened.state, opened.controls)  # noqa: SLF001
         return int(counter.get_total_flops()) // slots
 
     def _rows(self, request: contract.ImageRequest) -> float:

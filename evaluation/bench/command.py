@@ -5,6 +5,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -12,115 +13,96 @@ import typer
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from evaluation.bench import latency, scaling
+from evaluation.bench.options import Asked, Kind, Shown, check
 from fleet import console, options
-from fleet.worker import command as worker
 from imagefleet.pricing import prices
+from worker.files import check as checkpoint
+from worker.node import libraries
 
 if TYPE_CHECKING:
     from evaluation.bench.engine import StartStep
 
-app = typer.Typer(
-    no_args_is_help=True,
-    rich_markup_mode=None,
-    help="Measures this machine's speed.",
-)
-
 _SECONDS_PER_HOUR = 3600
 
 
-@app.command("engine")
-def engine_command(
-    model: Annotated[
-        Path | None,
-        typer.Option(
-            help="A checkpoint, as for the worker. By default SD1.5 with random weights on a GPU"
-            " (2 GB in the temporary folder), and the small demo checkpoint on a CPU.",
+@options.flat
+@console.one_line_errors()
+def command(
+    kind: Annotated[
+        Kind,
+        typer.Argument(
+            metavar="[engine|latency|scaling]",
+            help="images/s of one worker; seconds for 1, 2 and 4 images; or images/s of 1, 2, 4,"
+            " .. workers.",
         ),
-    ] = None,
-    family: Annotated[
-        str,
-        typer.Option(
-            metavar="sd1|sd2|sdxl",
-            help="Of the checkpoint with random weights: SDXL takes 7 GB in the temporary folder.",
-        ),
-    ] = "sd1",
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
-    slots: Annotated[
-        int | None,
-        typer.Option(min=1, max=256, help="Images at once. [default: by free memory]"),
-    ] = None,
-    seconds: Annotated[
-        float | None,
-        typer.Option(min=0.1, help="Per measured rate. [default: 20 on a GPU, 3 on a CPU]"),
-    ] = None,
-    with_baseline: Annotated[
-        bool,
-        typer.Option("--baseline", help="Also measure diffusers + peft, one job at a time."),
-    ] = False,
-    fp16_accumulate: Annotated[
-        bool, typer.Option("--fp16-accumulate", help="As the worker's setting.")
-    ] = False,
-    price_per_hour: Annotated[
-        float | None,
-        typer.Option(min=0.0001, metavar="DOLLARS", help="This machine's price in $/h."),
-    ] = None,
-    gpu: Annotated[
-        str | None,
-        typer.Option(metavar="NAME", help="GPU class, for its price. [default: this machine's]"),
-    ] = None,
-    priority: Annotated[
-        str, typer.Option(metavar="|".join(prices.PRIORITIES), help="SaladCloud's priority.")
-    ] = "batch",
-    json_file: options.JsonFile = None,
-    as_json: options.AsJson = False,
+    ],
+    asked: Asked,
+    shown: Shown,
 ) -> None:
-    """Measures images/s: with another LoRA per job, without LoRA, and for a whole worker.
+    """Measures this machine's speed.
 
-    15 Euler ancestral steps with guidance, prompts of the reference message's length, rank-32
-    LoRAs. Also prints the share of the limit that this machine's matrix products set, and images
-    per dollar.
+    engine: images/s with another LoRA per job, without LoRA, and for a whole worker, for 15 Euler
+    ancestral steps with guidance; the share of the limit that this machine's matrix products set;
+    and images per dollar.
 
-    imagefleet bench engine
+    latency: the seconds from a prompt to its images, with another LoRA for each. Each number of
+    images has an engine with as many slots: on a GPU it is compiled first, which takes minutes.
+
+    scaling: real worker processes, one for each GPU, on one campaign in a temporary local storage,
+    compared with perfect linear. On a CPU all runs have the same threads for each worker.
 
     imagefleet bench engine --baseline --gpu "RTX 4090" --json-file bench.json
+
+    imagefleet bench latency --family sdxl
+
+    imagefleet bench scaling --device cpu --workers 1,2
     """
-    with console.one_line_errors():
-        console.check_writable(json_file)
-        from worker.files import check
-
-        check.require_path(model)  # before torch is imported
-        worker.require_libraries()
-        from evaluation.bench import engine as bench_engine
-        from evaluation.bench import machine
-        from worker.engine import device as devices
-
-        torch_device = devices.find_device(device)
-        price = _dollars_per_hour(price_per_hour, gpu, priority, machine.hardware(torch_device))
-        measured = bench_engine.Options(
-            device,
-            slots,
-            seconds or bench_engine.SECONDS[torch_device.type],
-            with_baseline,
-            fp16_accumulate,
-        )
-        with tempfile.TemporaryDirectory(prefix="imagefleet-bench-") as name, _steps() as step:
-            folder = Path(name)
-            step("creating the LoRAs" if model else "creating the model and the LoRAs", 1)
-            setup = bench_engine.prepare(model, folder, device, family=family)
-            report = bench_engine.measure(setup, measured, step)
-    per_hour = report["worker_images_per_second"] * _SECONDS_PER_HOUR
-    report |= {"dollars_per_hour": price, "images_per_dollar": per_hour / price if price else None}
-    if json_file is not None:
-        with console.one_line_errors():
-            console.write_file(json_file, console.json_text(report))
-    if as_json:
+    check(kind, asked, shown)
+    console.check_writable(shown.json_file)
+    checkpoint.require_path(asked.model)  # before torch is imported
+    if kind == "engine":
+        report = _measure_engine(asked)
+        show = partial(_show, report)
+    elif kind == "latency":
+        report = latency.measure_all(asked)
+        show = partial(latency.show, report)
+    else:
+        rows, report = scaling.measure(asked)
+        show = partial(scaling.show, rows, report, markdown=shown.markdown)
+    if shown.json_file is not None:
+        console.write_file(shown.json_file, console.json_text(report))
+    if shown.as_json:
         console.print_json(report)
     else:
-        _show(report)
+        show()
 
 
-app.command("latency")(latency.command)
-app.command("scaling")(scaling.command)
+def _measure_engine(asked: Asked) -> dict[str, Any]:
+    libraries.require()
+    from evaluation.bench import engine as bench_engine
+    from evaluation.bench import machine
+    from worker.engine import device as devices
+
+    torch_device = devices.find_device(asked.device)
+    price = _dollars_per_hour(
+        asked.price_per_hour, asked.gpu, asked.priority, machine.hardware(torch_device)
+    )
+    measured = bench_engine.Options(
+        asked.device,
+        asked.slots,
+        asked.seconds or bench_engine.SECONDS[torch_device.type],
+        asked.baseline,
+        asked.fp16_accumulate,
+    )
+    with tempfile.TemporaryDirectory(prefix="imagefleet-bench-") as name, _steps() as step:
+        step("creating the LoRAs" if asked.model else "creating the model and the LoRAs", 1)
+        setup = bench_engine.prepare(asked.model, Path(name), asked.device, family=asked.family)
+        report = bench_engine.measure(setup, measured, step)
+    per_hour = report["worker_images_per_second"] * _SECONDS_PER_HOUR
+    return report | {
+        "dollars_per_hour": price,
+        "images_per_dollar": per_hour / price if price else None,
+    }
 
 
 def _dollars_per_hour(

@@ -15,8 +15,8 @@ import torch
 
 from evaluation.bench import baseline, machine, random_model, work
 from evaluation.bench import jobs as bench_jobs
-from fleet.demo import jobs as demo_jobs
 from imagefleet import errors
+from imagefleet.files import demo
 from imagefleet.pricing import families
 from worker.engine import contract, load
 from worker.engine import device as devices
@@ -81,7 +81,7 @@ def prepare(
     elif model is None and family != "sd1":
         raise errors.SetupError(f"--family {family} is for GPUs: give a --model on a CPU")
     elif model is None:
-        model = demo_jobs.find_checkpoint()
+        model = demo.find_checkpoint()
     directory = folder / "loras"
     names = random_model.build_random_loras(directory, model, loras, torch_device)
     words, negative = bench_jobs.reference_words()

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from fleet.demo import jobs as demo_jobs
+from imagefleet.files import demo
 from imagefleet.job import samplers
 from worker.engine import contract
 
@@ -99,5 +99,5 @@ class Workload:
 
 def reference_words() -> tuple[str, str]:
     """The reference message's prompt, without its LoRA, and its negative prompt."""
-    message = json.loads(demo_jobs.REFERENCE_MESSAGE)
+    message = json.loads(demo.REFERENCE_MESSAGE)
     return _LORA_TAG.sub("", message["prompt"]), message["negative_prompt"]

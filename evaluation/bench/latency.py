@@ -8,13 +8,13 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-import typer
-
-from fleet import console, options
-from fleet.worker import command as worker
+from evaluation.bench.options import Asked
+from fleet import console
 from imagefleet.pricing import families
+from worker.files import check
+from worker.node import libraries
 
 if TYPE_CHECKING:
     from evaluation.bench.engine import Setup
@@ -25,67 +25,25 @@ AT_ONCE = (1, 2, 4)
 REPEATS = 3
 
 
-@console.one_line_errors()
-def command(
-    model: Annotated[
-        Path | None,
-        typer.Option(
-            help="A checkpoint, as for the worker. By default random weights on a GPU, and the"
-            " small demo checkpoint on a CPU."
-        ),
-    ] = None,
-    family: Annotated[
-        str,
-        typer.Option(
-            metavar="|".join(families.FAMILIES), help="Of the checkpoint with random weights."
-        ),
-    ] = "sd1",
-    steps: Annotated[
-        int | None,
-        typer.Option(min=2, max=150, help="Of each image. [default: 15, or SDXL's 20]"),
-    ] = None,
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
-    json_file: options.JsonFile = None,
-    as_json: options.AsJson = False,
-) -> None:
-    """Measures the seconds from a prompt to its images: one, two and four at once.
-
-    Euler ancestral steps with guidance and another LoRA for each image, in the checkpoint's own
-    size. Each number of images has an engine with as many slots: on a GPU it is compiled first,
-    which takes minutes.
-
-    imagefleet bench latency
-
-    imagefleet bench latency --family sdxl --json-file latency.json
-    """
-    console.check_writable(json_file)
-    from worker.files import check
-
-    check.require_path(model)  # before torch is imported
-    worker.require_libraries()
+def measure_all(asked: Asked) -> dict[str, Any]:
+    """Euler ancestral steps with guidance and another LoRA an image, in the checkpoint's size."""
+    libraries.require()
     from evaluation.bench import engine as bench_engine
     from evaluation.bench import machine
     from worker.engine import device as devices
 
-    torch_device = devices.find_device(device)
+    torch_device = devices.find_device(asked.device)
     with tempfile.TemporaryDirectory(prefix="imagefleet-bench-") as name:
         console.print_note("creating the model and the LoRAs")
         loras = max(AT_ONCE)
-        setup = bench_engine.prepare(model, Path(name), device, loras, family)
+        setup = bench_engine.prepare(asked.model, Path(name), asked.device, loras, asked.family)
         found = families.of_title(check.family(setup.model))
-        steps = steps or found.steps
-        report = measure(setup, steps, device, console.print_note)
-    report |= {
+        report = measure(setup, asked.steps or found.steps, asked.device, console.print_note)
+    return report | {
         "family": found.slug,
         "hardware": machine.hardware(torch_device),
         "versions": machine.versions(),
     }
-    if json_file is not None:
-        console.write_file(json_file, console.json_text(report))
-    if as_json:
-        console.print_json(report)
-    else:
-        _show(report)
 
 
 def measure(
@@ -120,7 +78,7 @@ def measure(
     }
 
 
-def _show(report: dict[str, Any]) -> None:
+def show(report: dict[str, Any]) -> None:
     what = "{hardware[device]}: {model}, {width}x{height}, {steps} steps".format_map(report)
     console.stdout.print(what, soft_wrap=True, highlight=False)
     for images, seconds in report["seconds"].items():

@@ -7,19 +7,15 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import aiohttp
 
 from evaluation.bench import workers
 from fleet import console
 from imagefleet import concurrency, errors
-from imagefleet.storage.open import open_storage
+from imagefleet.storage.open import Storage, open_storage
 from imagefleet.storage.settings import StorageSettings
-
-if TYPE_CHECKING:
-    from imagefleet.storage.open import Storage
-    from worker.gpus.choice import Gpu
+from worker.gpus.choice import Gpu
 
 CAMPAIGN = "scaling"
 

@@ -8,14 +8,13 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-import typer
-
+from evaluation.bench.options import Asked
 from fleet import console, options
-from fleet.worker import command as worker
 from imagefleet import errors
 from imagefleet.job import samplers
+from worker.node import libraries
 
 if TYPE_CHECKING:
     from evaluation.bench.runs import Row
@@ -23,106 +22,50 @@ if TYPE_CHECKING:
 
 #: Measured seconds of each run, and those over which two rates of the warm-up are compared.
 SECONDS = {"cuda": 60.0, "cpu": 20.0}
+STEPS = 20
 WARM_SECONDS = {"cuda": 10.0, "cpu": 4.0}
 
 
-def command(
-    counts: Annotated[
-        str | None,
-        typer.Option(
-            "--workers",
-            metavar="LIST",
-            help="Numbers of workers: 1,2,4. [default: powers of two up to the GPUs, or with"
-            " --device cpu up to the cores]",
-        ),
-    ] = None,
-    model: Annotated[
-        Path | None,
-        typer.Option(help="A checkpoint, as for the worker. [default: as of `bench engine`]"),
-    ] = None,
-    device: Annotated[
-        str, typer.Option(metavar="auto|cpu", help="By default a worker for each GPU.")
-    ] = "auto",
-    slots: Annotated[
-        int | None, typer.Option(min=1, max=256, help="Images at once. [default: by free memory]")
-    ] = None,
-    steps: Annotated[int, typer.Option(min=1, max=150, help="Of each image.")] = 20,
-    sampler: Annotated[str, typer.Option(metavar="NAME", help="Of each image.")] = "Euler a",
-    seconds: Annotated[
-        float | None,
-        typer.Option(min=0.1, help="Measured, of each run. [default: 60, on a CPU 20]"),
-    ] = None,
-    warm_seconds: Annotated[
-        float | None,
-        typer.Option(min=0.1, help="Of warm-up, twice at least. [default: 10, on a CPU 4]"),
-    ] = None,
-    markdown: Annotated[
-        bool, typer.Option("--markdown", help="Print the table as Markdown, for documents.")
-    ] = False,
-    json_file: options.JsonFile = None,
-    as_json: options.AsJson = False,
-) -> None:
-    """Measures how images/s grow with this machine's workers.
+def measure(asked: Asked) -> tuple[Sequence[Row], dict[str, Any]]:
+    """Runs of real workers, from the queue to the stored image."""
+    try:
+        sampler = samplers.find(asked.sampler).name
+    except ValueError as error:
+        raise errors.SetupError(f"--sampler: {error}") from None
+    libraries.require()
+    from evaluation.bench import runs
 
-    1, 2, 4, .. workers are compared with perfect linear. Each run has real worker processes, one
-    for each GPU, on one campaign in a temporary local storage, from the queue to the stored image.
-    On a CPU all runs have the same threads for each worker, so that one alone does not use the
-    cores of the others.
-
-    imagefleet bench scaling
-
-    imagefleet bench scaling --device cpu --workers 1,2 --json
-    """
-    with console.one_line_errors():
-        console.check_writable(json_file)
-        from worker.files import check
-
-        check.require_path(model)
-        try:
-            known = samplers.find(sampler)
-        except ValueError as error:
-            raise errors.SetupError(f"--sampler: {error}") from None
-        worker.require_libraries()
-        from evaluation.bench import runs
-
-        asked = None if counts is None else _numbers(counts)
-        gpus, threads = _machines(device, asked)
-        kind = "cpu" if threads else "cuda"
-        numbers = _to_measure(asked, len(gpus))
-        flags = ["--device", "cpu"] if kind == "cpu" else []
-        flags += ["--slots", str(slots)] if slots else []
-        with tempfile.TemporaryDirectory(prefix="imagefleet-scaling-") as folder:
-            console.print_note("preparing the model")
-            found, name, words, negative = _prepared(model, folder, device)
-            work = runs.Work(
-                model=found,
-                steps=steps,
-                sampler=known.name,
-                seconds=seconds or SECONDS[kind],
-                warm_seconds=warm_seconds or WARM_SECONDS[kind],
-                flags=flags,
-                environment=_environment(threads),
-                words=words,
-                negative_prompt=negative,
-            )
-            rows = console.run(runs.measure(work, gpus, numbers, Path(folder)))
-    report = {
+    counts = None if asked.workers is None else _numbers(asked.workers)
+    gpus, threads = _machines(asked.device, counts)
+    kind = "cpu" if threads else "cuda"
+    numbers = _to_measure(counts, len(gpus))
+    flags = ["--device", "cpu"] if kind == "cpu" else []
+    flags += ["--slots", str(asked.slots)] if asked.slots else []
+    with tempfile.TemporaryDirectory(prefix="imagefleet-scaling-") as folder:
+        console.print_note("preparing the model")
+        found, name, words, negative = _prepared(asked.model, folder, asked.device)
+        work = runs.Work(
+            model=found,
+            steps=asked.steps or STEPS,
+            sampler=sampler,
+            seconds=asked.seconds or SECONDS[kind],
+            warm_seconds=asked.warm_seconds or WARM_SECONDS[kind],
+            flags=flags,
+            environment=_environment(threads),
+            words=words,
+            negative_prompt=negative,
+        )
+        rows = console.run(runs.measure(work, gpus, numbers, Path(folder)))
+    return rows, {
         "rows": [asdict(row) for row in rows],
-        "model": str(model) if model else found.name,
-        "steps": steps,
-        "sampler": known.name,
+        "model": str(asked.model) if asked.model else found.name,
+        "steps": work.steps,
+        "sampler": sampler,
         "device": name,
         "threads_per_worker": threads,
         "warm_seconds": work.warm_seconds,
         "how": runs.HOW,
     }
-    if json_file is not None:
-        with console.one_line_errors():
-            console.write_file(json_file, console.json_text(report))
-    if as_json:
-        console.print_json(report)
-    else:
-        _show(rows, report, markdown=markdown)
 
 
 def _machines(device: str, asked: list[int] | None) -> tuple[list[Gpu], int | None]:
@@ -194,7 +137,7 @@ def _is_setting(name: str) -> bool:
     return name.upper().startswith(options.PREFIX)
 
 
-def _show(rows: Sequence[Row], report: Mapping[str, Any], *, markdown: bool) -> None:
+def show(rows: Sequence[Row], report: Mapping[str, Any], *, markdown: bool) -> None:
     headings = ("workers", "images/s", "perfect linear", "share", "slowest worker", "fastest")
     texts = [
         (

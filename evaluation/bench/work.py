@@ -9,16 +9,14 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from imagefleet import errors
 from imagefleet.storage.open import Storage, open_storage
 from worker.engine import contract
-
-if TYPE_CHECKING:
-    from worker.settings import WorkerSettings
+from worker.pipeline import Pipeline
+from worker.settings import WorkerSettings
 
 log = logging.getLogger(__name__)
 
@@ -170,8 +168,6 @@ async def work(
     Raises:
         FleetError: a job or the worker failed.
     """
-    from worker.pipeline import Pipeline
-
     loop = asyncio.get_running_loop()
     completed_at: list[float] = []
     busy_seconds: list[float] = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -15,43 +16,48 @@ if TYPE_CHECKING:
     from evaluation.gate.result import Result
 
 
-@options.from_settings(StorageSettings)
-def command(
-    settings: StorageSettings,
-    a: Annotated[str, typer.Argument(metavar="A", help="The reference.")],
-    b: Annotated[str, typer.Argument(metavar="B", help="What is compared with it.")],
+@dataclass(frozen=True, slots=True)
+class Drawing:
+    """What is drawn here and now, and compared."""
+
     other_storage: Annotated[
         str | None,
         typer.Option(metavar="ADDRESS", help="Storage of B's campaign, if it is another one."),
-    ] = None,
+    ] = None
     captions: Annotated[
         Path | None,
         typer.Option(
             metavar="FILE",
             help="Captions, or whole jobs, to draw, as for `load`. [default: the demo's jobs]",
         ),
-    ] = None,
+    ] = None
     count: Annotated[
         int | None,
         typer.Option(min=2, help="Images to compare. [default: all; of --captions the first 24]"),
-    ] = None,
+    ] = None
     steps: Annotated[
         int | None, typer.Option(min=1, max=150, help="Of all drawn jobs, whatever these say.")
-    ] = None,
+    ] = None
     model: Annotated[
         Path | None,
         typer.Option(help="Checkpoint to draw with. [default: the small demo checkpoint]"),
-    ] = None,
+    ] = None
     lora_directory: Annotated[
         Path | None, typer.Option(help="Folder of LoRAs. [default: the demo's, with its model]")
-    ] = None,
+    ] = None
     embedding_directory: Annotated[
         Path | None, typer.Option(help="Folder of textual inversion embeddings.")
-    ] = None,
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
+    ] = None
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto"
     keep: Annotated[
         Path | None, typer.Option(metavar="FOLDER", help="Keep drawn images in a and b there.")
-    ] = None,
+    ] = None
+
+
+@dataclass(frozen=True, slots=True)
+class Judging:
+    """What judges the images, and within which bounds."""
+
     extractor: Annotated[
         str | None,
         typer.Option(
@@ -59,7 +65,7 @@ def command(
             help="Network for FID and the feature distance, as for `score`; demo, or none."
             " [default: demo where the demo's model draws]",
         ),
-    ] = None,
+    ] = None
     clip: Annotated[
         str | None,
         typer.Option(
@@ -67,7 +73,7 @@ def command(
             help="CLIP of transformers or open_clip for the CLIP score; demo, or none. [default:"
             " demo with that --extractor]",
         ),
-    ] = None,
+    ] = None
     reference: Annotated[
         str | None,
         typer.Option(
@@ -75,32 +81,30 @@ def command(
             help="Pictures or their statistics for FID, as for `score`. [default: demo with that"
             " extractor, else the halves of A]",
         ),
-    ] = None,
-    min_psnr: Annotated[
-        float, typer.Option(min=0, metavar="DB", help="Least PSNR over all pairs.")
-    ] = 30.0,
-    min_alike: Annotated[
-        float,
-        typer.Option(min=0, max=100, metavar="PERCENT", help="Least share of pairs alike."),
-    ] = 95.0,
-    max_features: Annotated[
-        float,
+    ] = None
+    set_: Annotated[
+        list[str] | None,
         typer.Option(
-            min=0,
-            metavar="PERCENT",
-            help="Largest feature distance, of that between images of different jobs.",
+            "--set",
+            metavar="NAME=NUMBER",
+            help="A bound: psnr, the least over all pairs (30 dB); alike, the least share of pairs"
+            " alike (95 %); features, the largest feature distance of that between images of"
+            " different jobs (2 %); fid and clip, the largest change (2 % and 0.2 %). Repeatable.",
         ),
-    ] = 2.0,
-    max_fid: Annotated[
-        float, typer.Option(min=0, metavar="PERCENT", help="Largest change of FID.")
-    ] = 2.0,
-    max_clip: Annotated[
-        float, typer.Option(min=0, metavar="PERCENT", help="Largest change of the CLIP score.")
-    ] = 0.2,
-    worst: Annotated[
-        int, typer.Option(min=0, max=200, help="Worst pairs to list and to show.")
-    ] = 8,
-    html: Annotated[
+    ] = None
+    limit: Annotated[
+        int, typer.Option(min=0, max=200, metavar="COUNT", help="Worst pairs to list and to show.")
+    ] = 8
+
+
+@options.from_settings(StorageSettings)
+def command(
+    settings: StorageSettings,
+    a: Annotated[str, typer.Argument(metavar="A", help="The reference.")],
+    b: Annotated[str, typer.Argument(metavar="B", help="What is compared with it.")],
+    drawing: Drawing,
+    judging: Judging,
+    output: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Also write a page with the worst pairs.")
     ] = None,
     json_file: options.JsonFile = None,
@@ -115,46 +119,46 @@ def command(
 
     imagefleet gate float32 float16
 
-    imagefleet gate spring float16,uncompiled --model dreamshaper-8.safetensors --html gate.html
+    imagefleet gate spring float16,uncompiled --model dreamshaper-8.safetensors --output gate.html
 
     imagefleet gate spring spring --other-storage local:other-gpu
     """
     from evaluation.gate import page, run, sides
     from evaluation.gate.verdict import Bounds
 
-    for path in (html, json_file):
+    for path in (output, json_file):
         console.check_writable(path)
     plan = run.Plan(
         a=sides.read(a),
         b=sides.read(b),
-        storages=(settings, run.other_storage(settings, other_storage)),
-        captions=captions,
-        count=count,
-        steps=steps,
-        model=model,
-        lora_directory=lora_directory,
-        embedding_directory=embedding_directory,
-        device=device,
-        keep=keep,
-        extractor=extractor,
-        clip=clip,
-        reference=reference,
-        bounds=Bounds(min_psnr, min_alike, max_features, max_fid, max_clip),
-        worst=worst,
+        storages=(settings, run.other_storage(settings, drawing.other_storage)),
+        captions=drawing.captions,
+        count=drawing.count,
+        steps=drawing.steps,
+        model=drawing.model,
+        lora_directory=drawing.lora_directory,
+        embedding_directory=drawing.embedding_directory,
+        device=drawing.device,
+        keep=drawing.keep,
+        extractor=judging.extractor,
+        clip=judging.clip,
+        reference=judging.reference,
+        bounds=Bounds.read(judging.set_ or ()),
+        worst=judging.limit,
     )
-    result = run.run(plan, with_pictures=html is not None, quiet=as_json)
+    result = run.run(plan, with_pictures=output is not None, quiet=as_json)
     _warn(result)
     record = result.as_json()
     if json_file is not None:
         console.write_file(json_file, console.json_text(record))
-    if html is not None:
-        console.write_file(html, page.render(result, datetime.now(UTC)))
+    if output is not None:
+        console.write_file(output, page.render(result, datetime.now(UTC)))
     if as_json:
         console.print_json(record)
     else:
         _show(result)
-        if html is not None:
-            console.print_plain(f"Page: {html}")
+        if output is not None:
+            console.print_plain(f"Page: {output}")
     if not result.verdict.passed:
         raise typer.Exit(console.EXIT_IMAGES_WRONG)
 

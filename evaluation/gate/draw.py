@@ -19,7 +19,8 @@ from imagefleet.files.kinds import LORA
 from imagefleet.job.message import Job, text_for_image
 from imagefleet.storage.open import open_storage
 from imagefleet.storage.settings import StorageSettings
-from worker.engine import contract
+from worker.engine import contract, load
+from worker.engine import device as devices
 from worker.files.embeddings import EmbeddingLibrary
 from worker.files.library import FileLibrary
 from worker.inputs.img2img import Overlay
@@ -50,8 +51,6 @@ class _Image:
 
 def check(sides: Iterable[Engine], device: str) -> None:
     """Raises SetupError, before anything is drawn, for a setting without effect on this device."""
-    from worker.engine import device as devices
-
     if devices.find_device(device).type == "cpu":
         words = {word for side in sides for word in side.text.split(",")}
         if without_effect := ", ".join(sorted(GPU_ONLY & words)):
@@ -66,8 +65,6 @@ def draw(
     Raises:
         SetupError: the model cannot be loaded, or a job cannot be drawn with it.
     """
-    from worker.engine import load
-
     engine = load.load_engine(setup.model, setup.device, **side.settings)
     try:
         images = asyncio.run(_images(jobs, setup, engine))

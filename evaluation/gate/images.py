@@ -11,8 +11,8 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from fleet.verify import picture
 from imagefleet import errors
+from imagefleet.files import picture
 from imagefleet.job.message import MAX_IMAGE_BYTES, Job
 from imagefleet.storage.protocol import BlobStore
 

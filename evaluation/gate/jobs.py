@@ -6,10 +6,11 @@ from collections.abc import Collection
 from pathlib import Path
 
 from evaluation.gate import images
-from fleet.demo import jobs as demo_jobs
 from imagefleet import concurrency, errors
+from imagefleet.files import demo
 from imagefleet.job.message import Job, read_job
 from imagefleet.job.passes import sources
+from loadgen.sources import open_source
 
 #: Of a file, unless --count says more.
 COUNT = 24
@@ -23,9 +24,7 @@ def of_file(path: Path | None, count: int | None, steps: int | None) -> list[Job
     Raises:
         SetupError: it cannot be read, or has an invalid job.
     """
-    from loadgen.sources import open_source
-
-    name = path or demo_jobs.find_checkpoint() / "demo_jobs.jsonl"
+    name = path or demo.find_checkpoint() / "demo_jobs.jsonl"
     source = open_source(str(name), count=count or COUNT, on_invalid=_refuse)
     jobs = [
         read_job(body, f"{number:06}")

@@ -22,11 +22,13 @@ from evaluation.score import reference as references
 from evaluation.score.networks import load
 from evaluation.score.statistics import Statistics
 from fleet import console
-from fleet.demo import jobs as demo_jobs
 from imagefleet import concurrency, errors
+from imagefleet.files import demo
 from imagefleet.job.message import Job
 from imagefleet.storage.open import open_storage
 from imagefleet.storage.settings import StorageSettings
+from worker.files import check
+from worker.node import libraries
 
 #: Nothing is compared by features.
 NONE = "none"
@@ -98,13 +100,9 @@ def _check(plan: Plan) -> None:
             raise errors.SetupError(f"{flag} is for settings that are drawn here; there are none")
     if plan.a == plan.b and plan.storages[0] == plan.storages[1]:
         raise errors.SetupError(f"A and B are the same: {plan.a}")
-    from worker.files import check
-
     check.require_path(plan.model)
     if plan.engines:
-        from fleet.worker import command as worker
-
-        worker.require_libraries()
+        libraries.require()
 
 
 def _measures(plan: Plan) -> Measures:
@@ -123,9 +121,7 @@ def _measures(plan: Plan) -> Measures:
 
 
 def _device(plan: Plan) -> str:
-    from fleet.worker import command as worker
-
-    worker.require_libraries()
+    libraries.require()
     from worker.engine import device
 
     return str(device.find_device(plan.device))
@@ -172,11 +168,10 @@ def _draw(plan: Plan, folders: tuple[Path, Path], *, quiet: bool) -> None:
 
     draw.check(plan.engines.values(), plan.device)
     to_draw = _jobs(plan, folders)
-    demo = demo_jobs.find_checkpoint() if plan.model is None else None
     setup = draw.Setup(
-        plan.model or demo_jobs.find_checkpoint(),
+        plan.model or demo.find_checkpoint(),
         plan.device,
-        plan.lora_directory or (demo / "loras" if demo else None),
+        plan.lora_directory or (None if plan.model else demo.find_checkpoint() / "loras"),
         plan.embedding_directory,
     )
     total = sum(job.images for job in to_draw)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fleet import options
+from fleet.campaigns import target
 from imagefleet import errors, validation
 
 #: The words for an engine's settings, and what each sets of `worker.engine.load.load_engine`.
@@ -86,8 +86,7 @@ def read(text: str) -> Side:
 
 
 def _campaign(name: str) -> Campaign:
-    options.check_name("the campaign", name)
-    return Campaign(name)
+    return Campaign(target.campaign(name))
 
 
 def _settings(words: list[str]) -> dict[str, Any]:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
+import math
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
 from evaluation.gate.compare import Comparison, Measures, PairFigures
 from evaluation.score.metrics import frechet_distance
-from imagefleet import likeness
+from imagefleet import errors, likeness, validation
 
-#: Pairs that are listed and shown, unless --worst says otherwise.
+#: Pairs that are listed and shown, unless --limit says otherwise.
 WORST = 8
 
 
@@ -24,6 +27,28 @@ class Bounds:
     max_features: float = 2.0
     max_fid: float = 2.0
     max_clip: float = 0.2
+
+    @classmethod
+    def read(cls, texts: Iterable[str]) -> Self:
+        """The bounds with the changes of `NAME=NUMBER`, such as `psnr=26`.
+
+        Raises:
+            SetupError: one is no bound, or no number that it can be.
+        """
+        fields = {field.name.partition("_")[2]: field.name for field in dataclasses.fields(cls)}
+        changes = {}
+        for text in texts:
+            name, _, number = text.partition("=")
+            if name not in fields:
+                hint = validation.suggestion(name, fields) or f": use {', '.join(fields)}"
+                raise errors.SetupError(f"--set {text[:80]}: there is no bound {name[:40]!r}{hint}")
+            try:
+                changes[fields[name]] = value = float(number)
+            except ValueError:
+                value = math.nan
+            if not 0 <= value <= (100 if name == "alike" else math.inf):
+                raise errors.SetupError(f"--set {text[:80]}: give a number, such as {name}=1")
+        return cls(**changes)
 
 
 @dataclass(frozen=True, slots=True)

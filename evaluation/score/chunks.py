@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Sequence
 from itertools import accumulate
 from pathlib import Path
@@ -12,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from evaluation.score.plan import Chunk
 from evaluation.score.statistics import Features
-from fleet.results import files
+from fleet import console
 
 
 class Note(BaseModel):
@@ -45,10 +46,10 @@ def is_done(chunk: Chunk, digest: str) -> bool:
 def write(chunk: Chunk, note: Note, arrays: dict[str, Features]) -> None:
     """Keeps a chunk's features; whoever is interrupted leaves none."""
     for kind, features in arrays.items():
-        with files.whole(path_of(chunk, kind)) as draft, draft.open("wb") as file:
-            np.save(file, features)
-    with files.whole(_note(chunk)) as draft:
-        draft.write_text(note.model_dump_json(), encoding="utf-8")
+        stored = io.BytesIO()
+        np.save(stored, features)
+        console.write_file(path_of(chunk, kind), stored.getvalue())
+    console.write_file(_note(chunk), note.model_dump_json())
 
 
 def path_of(chunk: Chunk, kind: str) -> Path:

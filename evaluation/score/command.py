@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import os
 import re
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from fleet import console, options
+from fleet.campaigns import target
 from imagefleet import errors
 from imagefleet.storage.settings import StorageSettings
 
 if TYPE_CHECKING:
-    from evaluation.score.scores import Scores
+    from imagefleet.scoring.scores import Scores
 
 #: More only wait for the storage, and each has the networks in memory.
 _MOST_PROCESSES = 4
@@ -22,10 +24,10 @@ _MOST_PROCESSES = 4
 _PART = re.compile(r"([1-9]\d{0,3})/([1-9]\d{0,3})")
 
 
-@options.from_settings(StorageSettings)
-def command(
-    settings: StorageSettings,
-    campaign: Annotated[str, typer.Argument(metavar="CAMPAIGN", show_default=False)],
+@dataclass(frozen=True, slots=True)
+class Networks:
+    """What the images are compared with, and by which networks."""
+
     reference: Annotated[
         str | None,
         typer.Option(
@@ -33,7 +35,7 @@ def command(
             help="Pictures to compare with, or an .npz of theirs: of --write-reference, or with"
             " `mu` and `sigma` of pytorch-fid or clean-fid, for FID alone.",
         ),
-    ] = None,
+    ] = None
     extractor: Annotated[
         str | None,
         typer.Option(
@@ -41,40 +43,55 @@ def command(
             help="Network for FID and KID: TorchScript (Inception's, say) or ONNX. `demo`: that of"
             " the demo checkpoint, for all figures.",
         ),
-    ] = None,
+    ] = None
     clip: Annotated[
         str | None,
         typer.Option(
             metavar="FOLDER", help="CLIP of transformers or open_clip, for CLIP score and CMMD."
         ),
-    ] = None,
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
+    ] = None
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto"
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """How the features are computed."""
+
     processes: Annotated[
         int | None,
         typer.Option(min=1, max=256, help="At the same time. [default: the cores, at most 4]"),
-    ] = None,
-    work: Annotated[
+    ] = None
+    state: Annotated[
         Path | None,
         typer.Option(
             metavar="FOLDER", help="Features, to go on after an interruption [default: NAME-score]."
         ),
-    ] = None,
+    ] = None
     part: Annotated[
         str | None,
         typer.Option(
             metavar="K/N",
-            help="Only one of N parts of the features: for several machines, whose folders --work"
+            help="Only one of N parts of the features: for several machines, whose folders --state"
             " are then copied into one.",
         ),
-    ] = None,
-    follow: Annotated[
-        bool, typer.Option("--follow", help="Wait until the campaign has ended.")
-    ] = False,
+    ] = None
+    follow: Annotated[bool, typer.Option("--follow", help="Wait until the campaign has ended.")] = (
+        False
+    )
+
+
+@options.from_settings(StorageSettings)
+@console.one_line_errors()
+def command(
+    settings: StorageSettings,
+    campaign: target.Campaign,
+    networks: Networks,
+    work: Work,
     write_reference: Annotated[
         Path | None,
         typer.Option(metavar="STATISTICS", help="Write those of the folder --reference."),
     ] = None,
-    curve: Annotated[
+    output: Annotated[
         Path | None, typer.Option(metavar="SVG", help="Draw FID over the CLIP score.")
     ] = None,
     json_file: options.JsonFile = None,
@@ -86,42 +103,40 @@ def command(
     was interrupted goes on with the same command, and ends with the same figures to the last digit.
     Exit code 4: images are missing or not as they were recorded; they are left out, and named.
 
-    imagefleet score curve --extractor demo --curve curve.svg
+    imagefleet score curve --extractor demo --output curve.svg
 
     imagefleet score coco --reference val2014 --extractor inception.pt --clip clip-vit-large-patch14
     """
-    options.check_name("CAMPAIGN", campaign)
-    with console.one_line_errors():
-        from evaluation.score import session
-        from evaluation.score.extractors import DEMO
+    from evaluation.score import session
+    from evaluation.score.extractors import DEMO
 
-        share = _read_part(part)
-        if extractor == DEMO:
-            clip, reference = clip or DEMO, reference or DEMO
-        _check(reference, extractor, clip, write_reference)
-        for path in (write_reference, curve, json_file):
-            console.check_writable(path)
-        folder = work or Path(f"{campaign}-score")
-        with console.only_one(folder, f"{folder} is being scored in"):
-            scores = session.run(
-                session.Asked(
-                    settings,
-                    campaign,
-                    reference,
-                    extractor,
-                    clip,
-                    device,
-                    folder,
-                    processes or min(os.cpu_count() or 1, _MOST_PROCESSES),
-                    share,
-                    write_reference,
-                    follow,
-                    quiet=as_json,
-                )
-            )
-        if scores is None:
-            return
-        _show(scores, curve, json_file, as_json=as_json)
+    target.campaign(campaign)
+    reference, clip, extractor = networks.reference, networks.clip, networks.extractor
+    if extractor == DEMO:
+        clip, reference = clip or DEMO, reference or DEMO
+    _check(reference, extractor, clip, write_reference)
+    for path in (write_reference, output, json_file):
+        console.check_writable(path)
+    folder = work.state or Path(f"{campaign}-score")
+    asked = session.Asked(
+        settings,
+        campaign,
+        reference,
+        extractor,
+        clip,
+        networks.device,
+        folder,
+        work.processes or min(os.cpu_count() or 1, _MOST_PROCESSES),
+        _read_part(work.part),
+        write_reference,
+        work.follow,
+        quiet=as_json,
+    )
+    with console.only_one(folder, f"{folder} is being scored in"):
+        scores = session.run(asked)
+    if scores is None:
+        return
+    _show(scores, output, json_file, as_json=as_json)
     if any(group.left_out for group in scores.groups):
         raise typer.Exit(console.EXIT_IMAGES_WRONG)
 
@@ -153,8 +168,9 @@ def _read_part(text: str | None) -> tuple[int, int]:
 
 
 def _show(scores: Scores, curve: Path | None, json_file: Path | None, *, as_json: bool) -> None:
-    from evaluation.score import curve as drawing
     from evaluation.score import table
+    from imagefleet.scoring import curve as drawing
+    from imagefleet.scoring.scores import facts
 
     figures = scores.model_dump()
     if json_file is not None:
@@ -162,7 +178,9 @@ def _show(scores: Scores, curve: Path | None, json_file: Path | None, *, as_json
     if curve is not None:
         drawn = drawing.svg(scores)
         if not drawn:
-            raise errors.SetupError("--curve needs FID and CLIP score: give --extractor and --clip")
+            raise errors.SetupError(
+                "--output needs FID and CLIP score: give --extractor and --clip"
+            )
         console.write_file(curve, drawn)
     _warn(scores)
     if as_json:
@@ -170,7 +188,7 @@ def _show(scores: Scores, curve: Path | None, json_file: Path | None, *, as_json
         return
     console.print_tables(table.table(scores))
     console.print_plain("")
-    console.print_facts(table.facts(scores))
+    console.print_facts(facts(scores))
 
 
 def _warn(scores: Scores) -> None:

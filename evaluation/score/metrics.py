@@ -1,4 +1,8 @@
-"""FID, KID, CMMD and CLIP score of features, in float64."""
+"""FID, KID, CMMD and CLIP score of features, in float64.
+
+The tests compare them with torch-fidelity's. Those need torch, torchvision and all features in
+memory; here an ONNX network needs neither, and features stay in files. It has no CMMD.
+"""
 
 from __future__ import annotations
 

@@ -22,9 +22,10 @@ from evaluation.score.extractors import Extractor, ExtractorFacts, TextExtractor
 from evaluation.score.networks import load
 from evaluation.score.plan import Chunk, Row
 from evaluation.score.statistics import Features
-from fleet.verify import picture
 from imagefleet import concurrency, errors
+from imagefleet.files import picture
 from imagefleet.job.message import MAX_IMAGE_BYTES
+from imagefleet.storage.open import open_storage
 from imagefleet.storage.protocol import BlobStore
 from imagefleet.storage.settings import StorageSettings
 from imagefleet.submit import RETRIES
@@ -182,8 +183,6 @@ async def _extract_with(
     thread: ThreadPoolExecutor,
     on_images: OnImages,
 ) -> None:
-    from imagefleet.storage.open import open_storage
-
     async with open_storage(work.settings) as storage:
         for chunk in work.chunks:
             rows = chunk.rows()

@@ -1,66 +1,22 @@
-"""The figures of a campaign by group: what the table, the JSON and the curve show."""
+"""Computes the figures of a campaign by group from the features of its images."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import Any
-
-from pydantic import BaseModel, ConfigDict, ValidationError
 
 from evaluation.score import chunks, metrics
 from evaluation.score.extractors import ExtractorFacts
 from evaluation.score.plan import Chunk, Plan
 from evaluation.score.reference import Reference
 from evaluation.score.statistics import Statistics
-from imagefleet import errors, validation
+from imagefleet.scoring.scores import GroupScores, Scores
 
 #: FID and KID of fewer images are not defined.
 _LEAST = 2
 
 #: Named of the images that are missing, or no images.
 _NAMED = 10
-
-
-class GroupScores(BaseModel):
-    """One group of a sweep: one point of a curve. What cannot be computed is None."""
-
-    model_config = ConfigDict(extra="ignore", frozen=True, allow_inf_nan=False)
-
-    group: str
-    cfg_scale: float | None = None
-    sampler: str | None = None
-    steps: int | None = None
-    model: str | None = None
-    lora: str | None = None
-    lora_strength: float | None = None
-    images: int
-    left_out: int = 0
-    fid: float | None = None
-    kid: float | None = None
-    kid_std: float | None = None
-    """Over its subsets."""
-    kid_subset_size: int | None = None
-    clip: float | None = None
-    cmmd: float | None = None
-
-
-class Scores(BaseModel):
-    """All groups, and all that the figures depend on."""
-
-    model_config = ConfigDict(extra="ignore", frozen=True)
-
-    campaign: str
-    reference: str | None
-    reference_images: int | None
-    extractor: dict[str, Any] | None
-    clip_extractor: dict[str, Any] | None
-    kid_subsets: int
-    groups: tuple[GroupScores, ...]
-    left_out: tuple[str, ...] = ()
-    """The first images that are missing, not as recorded, or no images."""
-    of_no_group: int = 0
 
 
 def compute(
@@ -131,18 +87,3 @@ def _figures(
         if seen.shape[0]:
             found["cmmd"] = metrics.cmmd(seen, reference.clip, within_b=within)
     return found
-
-
-def read(path: Path) -> Scores:
-    """The JSON of `imagefleet score`.
-
-    Raises:
-        SetupError: the file is none.
-    """
-    try:
-        return Scores.model_validate_json(path.read_bytes())
-    except ValidationError as error:
-        reason = validation.sentence(error)
-        raise errors.SetupError(f"{path} is no JSON of `imagefleet score`: {reason}") from None
-    except OSError as error:
-        raise errors.SetupError(f"cannot read {path}: {error.strerror or error}") from None

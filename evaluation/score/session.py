@@ -13,10 +13,10 @@ from evaluation.score import run as running
 from evaluation.score.extractors import ExtractorFacts
 from evaluation.score.plan import Chunk, Plan
 from evaluation.score.reference import Reference
-from evaluation.score.scores import Scores
 from fleet import console
-from fleet.results import follow
+from fleet.campaigns import target
 from imagefleet.records import reader
+from imagefleet.scoring.scores import Scores
 from imagefleet.storage.settings import StorageSettings
 
 
@@ -94,11 +94,12 @@ def _compared(
 async def _plan(asked: Asked) -> Plan:
     async with console.connected(asked.settings) as fleet:
         storage = fleet.storage
-        await reader.check_exists(storage, asked.campaign)
+        await target.check_campaign(storage, asked.campaign)
         if asked.follow:
             console.print_note(f"waiting for the end of {asked.campaign}")
             follower = reader.Follower(storage, asked.campaign)
-            async for _ in follow.follow(storage, follower, asked.campaign, ()):
+            warn = console.print_warning
+            async for _ in reader.follow(storage, follower, asked.campaign, (), warn):
                 pass
         pending = (await reader.counts(storage, asked.campaign)).pending
         if pending:

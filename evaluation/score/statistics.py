@@ -1,4 +1,7 @@
-"""Means and covariances of features, streamed and merged in float64."""
+"""Means and covariances of features, streamed and merged in float64.
+
+torch-fidelity computes them of an array of all features, 2.5 GB for 300,000 images of Inception's.
+"""
 
 from __future__ import annotations
 

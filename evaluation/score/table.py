@@ -1,13 +1,11 @@
-"""Scores for people: a row for each group, and what the figures depend on."""
+"""The table of scores, a row for each group."""
 
 from __future__ import annotations
 
-from typing import Any
-
 from rich.table import Table
 
-from evaluation.score.scores import GroupScores, Scores
 from fleet import console
+from imagefleet.scoring.scores import GroupScores, Scores
 
 #: Facts of a group that differ in one sweep and not in another.
 _VARIED = ("sampler", "steps", "model", "lora", "lora_strength")
@@ -42,25 +40,4 @@ def _figures(group: GroupScores) -> tuple[str, ...]:
         console.number(group.kid, 5),
         console.number(group.clip, 3),
         console.number(group.cmmd, 4),
-    )
-
-
-def facts(scores: Scores) -> dict[str, str]:
-    """What the figures depend on."""
-    found = {}
-    if scores.reference is not None:
-        count = scores.reference_images
-        images = "" if count is None else f", {console.counted(count, 'image')}"
-        found["reference"] = f"{scores.reference}{images}"
-    if scores.extractor:
-        found["FID, KID"] = _extractor(scores.extractor)
-    if scores.clip_extractor:
-        found["CLIP, CMMD"] = _extractor(scores.clip_extractor)
-    return found
-
-
-def _extractor(facts: dict[str, Any]) -> str:
-    return (
-        f"{facts['name']} ({facts['kind']}, {facts['dimensions']:,} features), {facts['size']}"
-        f" pixels, {facts['resize']}; SHA-256 {facts['sha256']}"
     )

@@ -1,1 +1,1 @@
-"""`imagefleet campaigns`, `job`, `cancel` and `purge`."""
+"""Campaigns: what a command acts on, their numbers, one of their jobs, and `imagefleet cancel`."""

@@ -1,4 +1,4 @@
-"""`imagefleet cancel`: ends a campaign's jobs that wait, and its running loads."""
+"""`imagefleet cancel`: ends a campaign's waiting jobs and its loads, or empties the queue."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from fleet import console, options
-from imagefleet import cancelled, validation
+from fleet.campaigns import target
+from imagefleet import cancelled, errors
 from imagefleet.storage.open import Storage
 from imagefleet.storage.settings import StorageSettings
 
@@ -21,9 +22,16 @@ if TYPE_CHECKING:
 def command(
     settings: StorageSettings,
     campaign: Annotated[
-        str, typer.Option(metavar="NAME", help="The campaign; `default` for jobs without one.")
-    ],
-    dry_run: Annotated[bool, options.dry_run("what would be cancelled")] = False,
+        str | None,
+        typer.Argument(metavar="CAMPAIGN", help="The campaign; `default` for jobs without one."),
+    ] = None,
+    everything: Annotated[
+        bool,
+        typer.Option(
+            "--all", help="Delete all messages of the job queue for good, of all campaigns."
+        ),
+    ] = False,
+    dry_run: Annotated[bool, options.dry_run("what would be cancelled or deleted")] = False,
     yes: options.Yes = False,
     as_json: options.AsJson = False,
 ) -> None:
@@ -31,14 +39,22 @@ def command(
 
     It also ends its running loads. Workers obey within ten seconds, at the speed of the queue;
     what they are drawing is finished and stored. Other campaigns are not touched, and a later load
-    of the same one runs.
+    of the same one runs. With --all the queue is emptied, messages in flight included: workers
+    drop what they cannot finish within half a lease. Failed jobs stay, and running loads go on.
 
-    imagefleet cancel --campaign spring --dry-run
+    imagefleet cancel spring --dry-run
 
-    imagefleet cancel --campaign spring
+    imagefleet cancel spring
+
+    imagefleet cancel --all
     """
-    options.check_campaign(campaign)
-    console.run(_cancel(settings, campaign, dry_run=dry_run, yes=yes, as_json=as_json))
+    named = target.campaign(campaign)
+    if everything == (named is not None):
+        raise errors.SetupError("choose what to cancel: a CAMPAIGN or --all")
+    if named is None:
+        console.run(_empty(settings, dry_run=dry_run, yes=yes, as_json=as_json))
+    else:
+        console.run(_cancel(settings, named, dry_run=dry_run, yes=yes, as_json=as_json))
 
 
 async def _cancel(
@@ -48,12 +64,14 @@ async def _cancel(
 
     async with console.connected(settings) as fleet:
         storage = fleet.storage
+        if unsure := await target.check_campaign(storage, campaign):
+            console.print_warning(unsure)
         found = await reader.counts(storage, campaign)
         messages = (await storage.queue.depth()).messages
         if dry_run and as_json:
             console.print_json(_record(storage, campaign, found, messages, None))
             return
-        await _describe(storage, campaign, found, messages, dry_run=dry_run)
+        _describe(storage, campaign, found, messages, dry_run=dry_run)
         if dry_run:
             return
         console.confirm(f"Cancel what is left of campaign {campaign}?", yes=yes)
@@ -68,22 +86,10 @@ async def _cancel(
             )
 
 
-async def _describe(
+def _describe(
     storage: Storage, campaign: str, found: Counts, messages: int, *, dry_run: bool
 ) -> None:
-    from imagefleet.records import reader
-
-    to = console.stdout if dry_run else console.stderr
     in_queue = f"the queue {storage.queue.name} holds {console.counted(messages, 'message')}"
-    if found.first_at is None:
-        names = [name async for name in reader.campaigns(storage)]
-        hint = validation.suggestion(campaign, names) or ""
-        console.print_plain(
-            f"nothing is recorded of a campaign {campaign}{hint}; {in_queue}, of which its jobs"
-            " would be cancelled",
-            to,
-        )
-        return
     left = "an unknown number" if found.pending is None else console.counted(found.pending, "job")
     console.print_facts(
         {
@@ -94,7 +100,7 @@ async def _describe(
             "cancelled before": f"{found.cancelled:,}",
             "would be cancelled": f"{left}, less what is being drawn; {in_queue}",
         },
-        to,
+        console.stdout if dry_run else console.stderr,
     )
 
 
@@ -109,3 +115,21 @@ def _record(
         "pending": found.pending,
         "cancelled_until": at,
     }
+
+
+async def _empty(settings: StorageSettings, *, dry_run: bool, yes: bool, as_json: bool) -> None:
+    async with console.connected(settings) as fleet:
+        queue = fleet.storage.queue
+        count = (await queue.depth()).messages
+        messages = console.counted(count, "message")
+        if not dry_run:
+            if count:
+                question = f"Delete {messages} of the queue {queue.name} for good?"
+                console.confirm(question, yes=yes)
+            await queue.clear()
+        if as_json:
+            console.print_json({"queue": queue.name, "messages": count, "deleted": not dry_run})
+        elif dry_run:
+            console.print_plain(f"{messages} of the queue {queue.name} would be deleted")
+        else:
+            console.print_plain(f"{messages} of the queue {queue.name} deleted")

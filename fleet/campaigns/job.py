@@ -4,21 +4,16 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
-from typing import Annotated, Any, Literal
-
-import typer
+from typing import Any, Literal
 
 from fleet import console, options
+from fleet.campaigns import target
 from imagefleet import errors
 from imagefleet.job.message import (
-    DEFAULT_CAMPAIGN,
     job_key,
-    message_fields,
     read_job,
-    split_job_key,
 )
 from imagefleet.storage.open import Storage
-from imagefleet.storage.protocol import FoundMessage
 from imagefleet.storage.settings import StorageSettings
 
 State = Literal[
@@ -53,24 +48,16 @@ class JobState:
 @options.from_settings(StorageSettings)
 def command(
     settings: StorageSettings,
-    job_id: Annotated[str, typer.Argument(metavar="ID", help="The job's id, or CAMPAIGN/ID.")],
-    campaign: Annotated[
-        str | None, typer.Option(metavar="NAME", help="The job's campaign; default: `default`.")
-    ] = None,
+    job: target.OneJob,
     as_json: options.AsJson = False,
 ) -> None:
     """Shows what became of one job.
 
     That is where it is, since when, its attempts, and its images or why it failed.
 
-    imagefleet job 0001 --campaign spring
-
     imagefleet job spring/0001 --json
     """
-    of_campaign, name = split_job_key(job_id, campaign)
-    options.check_campaign(of_campaign)
-    options.check_name("ID", name)
-    found = console.run(_look_up(settings, of_campaign, name))
+    found = console.run(_look_up(settings, *target.job(job)))
     if as_json:
         console.print_json(asdict(found))
     else:
@@ -79,7 +66,10 @@ def command(
 
 async def _look_up(settings: StorageSettings, campaign: str, job_id: str) -> JobState:
     async with console.connected(settings) as fleet:
-        return await look_up(fleet.storage, campaign, job_id)
+        found = await look_up(fleet.storage, campaign, job_id)
+        if found.state == "unknown" and not found.images:
+            raise await target.unknown_job(fleet.storage, target.Target(campaign, job_id))
+        return found
 
 
 async def look_up(storage: Storage, campaign: str, job_id: str) -> JobState:
@@ -105,7 +95,7 @@ async def look_up(storage: Storage, campaign: str, job_id: str) -> JobState:
             worker=first.worker if by_worker else None,
             images=images,
         )
-    if (message := await _message(storage, campaign, job_id)) is not None:
+    if message := await target.find_message(storage, target.Target(campaign, job_id)):
         return JobState(
             *(job_id, campaign, "in flight" if message.is_leased else "queued"),
             since=message.message.enqueued_at,
@@ -130,20 +120,6 @@ async def look_up(storage: Storage, campaign: str, job_id: str) -> JobState:
     )
 
 
-async def _message(storage: Storage, campaign: str, job_id: str) -> FoundMessage | None:
-    async for found in storage.queue.find(job_id):
-        try:
-            fields = message_fields(found.message.body)
-        except (ValueError, RecursionError):
-            continue
-        if not isinstance(fields, dict):
-            continue
-        of = fields.get("campaign") or DEFAULT_CAMPAIGN, fields.get("id") or found.message.id
-        if of == (campaign, job_id) and not fields.get("verify"):
-            return found
-    return None
-
-
 def _stage(body: str) -> int | None:
     """The stage that a message asks for, if its job has several."""
     try:
@@ -166,7 +142,7 @@ def _print(found: JobState) -> None:
     if found.reason:
         facts["reason"] = f"{found.error}: {found.reason}" if found.error else found.reason
     if found.state == "unknown":
-        facts["reason"] = "it has no image, no record and no message: was it sent?"
+        facts["reason"] = "some of its images are missing, and it has no record and no message"
     if found.state == "queued or in flight":
         facts["reason"] = "it has no image and no record: Azure does not show which jobs wait"
     console.print_facts(facts)

@@ -1,99 +1,102 @@
-"""`imagefleet campaigns`: all campaigns in numbers."""
+"""All campaigns, or one, in numbers: a part of `imagefleet status`."""
 
 from __future__ import annotations
 
 import asyncio
-from dataclasses import asdict
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
-from fleet import console, options
-from imagefleet import concurrency
-from imagefleet.storage.settings import StorageSettings
+from rich.table import Table
 
-if TYPE_CHECKING:
-    from imagefleet.records.reader import Counts
+from fleet import console
+from imagefleet import concurrency, errors
+from imagefleet.records import reader
+from imagefleet.records.damaged import Damaged
+from imagefleet.records.reader import Counts
+from imagefleet.storage.open import Storage
 
 #: Campaigns that are counted at the same time.
 _AT_ONCE = 8
 
+#: A watch counts all campaigns no more often: that takes a listing and some reads for each.
+_FRESH_SECONDS = 30.0
+
 _LONG_AGO = datetime.min.replace(tzinfo=UTC)
 
 
-class _Row(NamedTuple):
+class Row(NamedTuple):
+    """A campaign and its numbers."""
+
     campaign: str
     counts: Counts
 
 
-class _Listing(NamedTuple):
-    rows: list[_Row]
-    messages: int
+@dataclass(frozen=True, slots=True)
+class Listing:
+    """Campaigns in numbers, the latest first."""
+
+    rows: Sequence[Row]
     damaged_files: int
     """Files of records that are damaged, in part at least, and so not in the figures."""
+    refusal: str | None = None
+    """Why the records cannot be read, where the storage refuses it."""
+
+    def records(self) -> list[dict[str, Any]]:
+        return [
+            {"campaign": name, **asdict(counts), "pending": counts.pending}
+            for name, counts in self.rows
+        ]
 
 
-@options.from_settings(StorageSettings)
-def command(settings: StorageSettings, as_json: options.AsJson = False) -> None:
-    """Lists the campaigns with their jobs by outcome.
+class Campaigns:
+    """Counts the campaigns of *storage*, or the one named *only*."""
 
-    The latest come first. The figures are from the records that workers write beside the images:
-    no image is listed.
+    def __init__(self, storage: Storage, only: str | None = None) -> None:
+        self._storage = storage
+        self._only = only
+        self._last: Listing | None = None
+        self._read_at = 0.0
 
-    imagefleet campaigns
+    async def read(self) -> Listing:
+        """The numbers now; those of all campaigns may be half a minute old."""
+        fresh_seconds = _FRESH_SECONDS if self._only is None else 0.0
+        if self._last is None or time.monotonic() - self._read_at >= fresh_seconds:
+            try:
+                self._last = await self._list()
+            except errors.SetupError as error:
+                if self._only is not None:
+                    raise
+                self._last = Listing((), 0, error.message)
+            self._read_at = time.monotonic()
+        return self._last
 
-    imagefleet campaigns --json
-    """
-    listing = console.run(_list(settings))
-    if as_json:
-        console.print_json(
-            {
-                "messages": listing.messages,
-                "campaigns": [_record(row) for row in listing.rows],
-                "damaged_files": listing.damaged_files,
-            }
-        )
-    else:
-        _print(listing)
-
-
-async def _list(settings: StorageSettings) -> _Listing:
-    from imagefleet.records import reader
-    from imagefleet.records.damaged import Damaged
-
-    damaged = Damaged()
-    async with console.connected(settings) as fleet:
-        storage = fleet.storage
-        names = [name async for name in reader.campaigns(storage)]
+    async def _list(self) -> Listing:
+        damaged = Damaged()
+        names = [self._only] if self._only else [n async for n in reader.campaigns(self._storage)]
         slots = asyncio.Semaphore(_AT_ONCE)
-        with console.counting("campaigns", len(names)) as count_one:
 
-            async def count(name: str) -> _Row:
-                async with slots:
-                    found = await reader.counts(storage, name, damaged)
-                count_one()
-                return _Row(name, found)
+        async def count(name: str) -> Row:
+            async with slots:
+                found = await reader.counts(self._storage, name, damaged)
+            return Row(name, found)
 
-            rows = await concurrency.gather(*map(count, names))
-        messages = (await storage.queue.depth()).messages
-    newest_first = sorted(rows, key=lambda row: row.counts.last_at or _LONG_AGO, reverse=True)
-    return _Listing(newest_first, messages, len(damaged.shards))
+        rows = await concurrency.gather(*map(count, names))
+        latest = sorted(rows, key=lambda row: row.counts.last_at or _LONG_AGO, reverse=True)
+        return Listing(latest, len(damaged.shards))
 
 
-def _record(row: _Row) -> dict[str, Any]:
-    return {"campaign": row.campaign, **asdict(row.counts), "pending": row.counts.pending}
-
-
-def _print(listing: _Listing) -> None:
-    if not listing.rows:
-        console.print_plain("no campaigns: workers and `imagefleet load` have recorded nothing yet")
-        return
+def table(listing: Listing, count: int) -> Table:
+    """The first *count* campaigns."""
     figures = ("sent", "completed", "failed", "cancelled", "pending", "images")
     shown = console.table(
         console.name_column("campaign"),
         *map(console.number_column, figures),
         *map(console.name_column, ("first (UTC)", "last (UTC)")),
     )
-    for campaign, counts in listing.rows:
+    for campaign, counts in listing.rows[:count]:
         numbers = {**asdict(counts), "pending": counts.pending}
         shown.add_row(
             console.untrusted(campaign),
@@ -101,18 +104,26 @@ def _print(listing: _Listing) -> None:
             _moment(counts.first_at),
             _moment(counts.last_at),
         )
-    console.print_tables(shown)
-    messages = console.counted(listing.messages, "message")
-    console.print_note(f"the job queue holds {messages}, those in flight included")
+    return shown
+
+
+def notes(listing: Listing, count: int, messages: int) -> list[str]:
+    """What the table of *count* campaigns does not show; the job queue holds *messages*."""
+    found = []
+    if listing.refusal:
+        found.append(f"campaigns cannot be counted: {listing.refusal}")
+    if (more := len(listing.rows) - count) > 0:
+        found.append(f"{console.counted(more, 'earlier campaign')} not shown (--count)")
     pending = sum(row.counts.pending or 0 for row in listing.rows)
-    if pending > listing.messages:
-        console.print_note(
-            f"{console.counted(pending - listing.messages, 'pending job')} in no queue: purged,"
-            " deleted by somebody, or their records are written in a moment"
+    if pending > messages:
+        found.append(
+            f"{console.counted(pending - messages, 'pending job')} in no queue: deleted with"
+            " `cancel --all` or by somebody, or their records are written in a moment"
         )
     if listing.damaged_files:
         files = console.counted(listing.damaged_files, "damaged file")
-        console.print_warning(f"{files} of records: what is damaged is not in these figures")
+        found.append(f"{files} of records: what is damaged is not in these figures")
+    return found
 
 
 def _moment(at: datetime | None) -> str:

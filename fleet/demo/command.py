@@ -13,14 +13,15 @@ from typing import Annotated
 import typer
 
 from fleet import console, contact_sheet, options
-from fleet.demo import jobs as demo_jobs
-from fleet.demo.jobs import INVALID_MESSAGE
-from fleet.worker import command as worker
+from fleet.demo import cascade as demo_cascade
 from fleet.worker import live
 from imagefleet import aio, errors
+from imagefleet.files import demo
+from imagefleet.files.demo import INVALID_MESSAGE
 from imagefleet.job.message import Job
 from imagefleet.pricing import prices
 from imagefleet.storage.open import open_storage
+from worker.node import libraries
 from worker.settings import WorkerSettings
 
 #: The price in the report: the card with the most images per dollar in SaladCloud's benchmarks.
@@ -76,14 +77,15 @@ def command(
     """
     with console.one_line_errors():
         console.check_writable(json_file)
-        worker.require_libraries()
+        libraries.require()
         if cascade:
-            model = ",".join(map(str, demo_jobs.find_stages()))
-            loras, messages = None, demo_jobs.cascade_messages()
+            model = ",".join(map(str, demo_cascade.find_stages()))
+            loras, messages = None, demo_cascade.messages()
         else:
-            checkpoint = demo_jobs.find_checkpoint()
+            checkpoint = demo.find_checkpoint()
             model, loras = str(checkpoint), checkpoint / "loras"
-            messages = demo_jobs.messages(checkpoint)
+            valid = (checkpoint / "demo_jobs.jsonl").read_text(encoding="utf-8").splitlines()
+            messages = demo.messages(valid)
         storage = directory / "storage"
         given = {
             "storage": f"local:{storage}",
@@ -202,4 +204,4 @@ def _show(report: DemoReport, settings: WorkerSettings, storage: Path, *, cascad
     name = Path(script).name
     program = name if shutil.which(name) == script else shlex.quote(script)
     address = shlex.quote(settings.storage)
-    console.print_plain(f"\n  {program} failed list --storage {address}")
+    console.print_plain(f"\n  {program} failed --storage {address}")

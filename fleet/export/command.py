@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from fleet import console, options
+from fleet.campaigns import target
 from imagefleet import errors
-from imagefleet.job.message import DEFAULT_CAMPAIGN
 from imagefleet.storage.open import Storage, absolute_url
 from imagefleet.storage.settings import StorageSettings
 
@@ -31,8 +31,8 @@ _BYTES_BESIDE = 5_000
 @options.from_settings(StorageSettings)
 def command(
     settings: StorageSettings,
+    campaign: target.Campaign,
     folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="For the shards.")],
-    campaign: options.CampaignName = DEFAULT_CAMPAIGN,
     form: Annotated[
         Literal["webdataset", "parquet", "imagefolder"],
         typer.Option(
@@ -53,14 +53,13 @@ def command(
     follow from the campaign alone. Exit code 4: images are missing or not as they
     were recorded; they are left out, and named.
 
-    imagefleet export --campaign spring ./spring
+    imagefleet export spring ./spring
 
-    imagefleet export --campaign spring --format parquet --dry-run ./spring
+    imagefleet export spring ./spring --format parquet --dry-run
     """
-    options.check_campaign(campaign)
     from fleet.export.plan import wanted
 
-    plan = wanted(campaign, form, shard_size)
+    plan = wanted(target.campaign(campaign), form, shard_size)
     if dry_run:
         _show_plan(console.run(_measure(settings, plan)), folder, as_json=as_json)
         return
@@ -79,7 +78,7 @@ async def _measure(settings: StorageSettings, plan: Plan) -> Plan:
     damaged = Damaged()
     images = size = 0
     async with console.connected(settings) as fleet:
-        await reader.check_exists(fleet.storage, plan.campaign)
+        await target.check_campaign(fleet.storage, plan.campaign)
         with console.counting("read", None) as on_records:
             async for record in reader.images(fleet.storage, plan.campaign, damaged):
                 images += 1
@@ -126,7 +125,7 @@ async def _plan(storage: Storage, folder: Path, wanted: Plan, *, quiet: bool) ->
     from imagefleet.records import reader
     from imagefleet.records.damaged import Damaged
 
-    await reader.check_exists(storage, wanted.campaign)
+    await target.check_campaign(storage, wanted.campaign)
     counts = await reader.counts(storage, wanted.campaign)
     if not counts.images:
         raise errors.SetupError(f"campaign {wanted.campaign} has no images yet: nothing to export")

@@ -1,149 +1,127 @@
-"""`imagefleet failed`: lists, exports, replays and discards failed jobs."""
+"""`imagefleet failed`, `replay` and `discard`: jobs in the poison queue, each with its error."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.table import Column, Table
 
 from fleet import console, options
+from fleet.campaigns import target
 from fleet.failed import output, read
 from fleet.failed.output import Verb
-from imagefleet import errors
+from imagefleet import aio, errors
+from imagefleet.job.change import Change
 from imagefleet.storage import dead_letter_queue
-from imagefleet.storage.dead_letter_change import Change
-from imagefleet.storage.dead_letter_check import Check
-from imagefleet.storage.dead_letter_queue import Preview, Selection, Swept
-from imagefleet.storage.settings import Priority, SignerSettings, StorageSettings, checked_priority
-
-app = typer.Typer(
-    no_args_is_help=True,
-    help="Failed jobs wait in the poison queue, each with its error, to be mended, replayed or"
-    " discarded.",
-)
-
-Error = Annotated[
-    str | None,
-    typer.Option(metavar="TEXT", help="Only errors with this text in their class or message."),
-]
-Campaign = Annotated[str | None, typer.Option(metavar="NAME", help="Only jobs of this campaign.")]
-Model = Annotated[str | None, typer.Option(metavar="NAME", help="Only jobs that name this model.")]
-JobId = Annotated[str | None, typer.Option("--id", metavar="ID", help="Only this job or message.")]
-All = Annotated[bool, typer.Option("--all", help="All failed jobs.")]
-DryRun = Annotated[bool, options.dry_run("what would be moved or deleted")]
-FromQueue = Annotated[
-    bool,
-    typer.Option(
-        "--from-queue",
-        help="Read the poison queue's messages, not the records: also those of older workers. On"
-        " Azure this hides them from other readers meanwhile.",
-    ),
-]
+from imagefleet.storage.dead_letter import Check, Selection
+from imagefleet.storage.dead_letter_queue import Preview, Swept
+from imagefleet.storage.settings import Priority, SignerSettings, checked_priority
 
 
-@app.command("list")
+@dataclass(frozen=True, slots=True)
+class Which:
+    """The failed jobs that a command is about."""
+
+    job: target.OnlyJobs = None
+    error: Annotated[
+        str | None,
+        typer.Option(metavar="TEXT", help="Only errors with this text in their class or message."),
+    ] = None
+    model: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Only jobs that name this model.")
+    ] = None
+
+    @property
+    def target(self) -> target.Target:
+        return target.read(self.job)
+
+    def selection(self, jobs_file: Path | None = None) -> Selection:
+        sources = None if jobs_file is None else read.sources_of(jobs_file)
+        return Selection(self.error, *self.target, sources, self.model)
+
+
+@dataclass(frozen=True, slots=True)
+class How:
+    """What a command that moves failed jobs asks before it does."""
+
+    everything: Annotated[bool, typer.Option("--all", help="All failed jobs.")] = False
+    dry_run: Annotated[bool, options.dry_run("what would be moved or deleted")] = False
+    yes: options.Yes = False
+    as_json: options.AsJson = False
+
+
 @options.from_settings(SignerSettings)
-def list_command(
+def command(
     settings: SignerSettings,
-    error: Error = None,
-    campaign: Campaign = None,
-    model: Model = None,
-    job_id: JobId = None,
+    which: Which,
     limit: Annotated[int, typer.Option(min=0, metavar="COUNT", help="Jobs to list.")] = 20,
-    from_queue: FromQueue = False,
+    export: Annotated[
+        bool,
+        typer.Option(
+            "--export", help="Print whole jobs, one JSON object per line, which `load` takes."
+        ),
+    ] = False,
+    from_queue: Annotated[
+        bool,
+        typer.Option(
+            "--from-queue",
+            help="Read the poison queue's messages, not the records: also those of older workers."
+            " On Azure this hides them from other readers meanwhile.",
+        ),
+    ] = False,
     as_json: options.AsJson = False,
 ) -> None:
-    """Counts the failed jobs by error and lists the first ones.
+    """Counts the failed jobs by error and lists them, or shows one.
 
-    With a signing or trusted key it says which of them are signed.
+    With a signing or trusted key it says which of them are signed, and exports no others. An
+    exported job has in `failure` why it failed; once mended and loaded jobs are completed,
+    `discard --completed` takes them off the list.
 
-    imagefleet failed list
+    imagefleet failed spring --error lora --limit 100
 
-    imagefleet failed list --error lora --campaign spring --limit 100
+    imagefleet failed spring/0001
+
+    imagefleet failed --error InvalidMessageError --export > fix.jsonl
     """
-    selection = Selection(error, campaign, job_id, model=model)
+    named, selection = which.target, which.selection()
 
-    async def list_() -> read.Listing:
+    async def look() -> None:
         async with console.connected(settings) as fleet:
-            return await read.listing(fleet, selection, limit, from_queue=from_queue)
+            if export:
+                await _export(fleet, selection, from_queue=from_queue)
+            elif named.id is not None:
+                records = await read.find(fleet, selection, from_queue=from_queue)
+                output.print_jobs(records, as_json=as_json)
+            else:
+                listing = await read.listing(fleet, selection, limit, from_queue=from_queue)
+                if not listing.count:
+                    await target.check_campaign(fleet.storage, named.campaign)
+                output.print_listing(listing, as_json=as_json)
 
-    listing = console.run(list_())
-    if as_json:
-        console.print_json(listing.as_record())
-    else:
-        output.print_listing(listing)
-
-
-@app.command()
-@options.from_settings(StorageSettings)
-def show(
-    settings: StorageSettings,
-    job_id: Annotated[str, typer.Argument(metavar="ID", help="The id of the job or message.")],
-    from_queue: FromQueue = False,
-    as_json: options.AsJson = False,
-) -> None:
-    """Shows a failed job with its error and its message.
-
-    imagefleet failed show 3fbd0a1c
-    """
-
-    async def find() -> list[dict[str, object]]:
-        async with console.connected(settings) as fleet:
-            return await read.find(fleet, job_id, from_queue=from_queue)
-
-    records = console.run(find())
-    if as_json:
-        console.print_json({"jobs": records})
-        return
-    for record in records:
-        table = Table(Column(no_wrap=True), Column(overflow="fold"), show_header=False, box=None)
-        for name, value in record.items():
-            shown = value if isinstance(value, str) else console.json_text(value).rstrip()
-            table.add_row(f"[bold]{name}[/bold]", console.untrusted(shown))
-        console.print_tables(table)
+    console.run(look())
 
 
-@app.command()
-@options.from_settings(SignerSettings)
-@console.synchronous
-async def export(
-    settings: SignerSettings,
-    error: Error = None,
-    campaign: Campaign = None,
-    model: Model = None,
-    job_id: JobId = None,
-    from_queue: FromQueue = False,
-) -> None:
-    """Prints whole failed jobs, to be mended and loaded.
-
-    One JSON object per line, which `imagefleet load` takes: the job, and in `failure` why it
-    failed. With a signing or trusted key only jobs that are signed. Once they are completed,
-    `failed discard --completed` takes them off the list.
-
-    imagefleet failed export --error InvalidMessageError > fix.jsonl
-    """
-    selection = Selection(error, campaign, job_id, model=model)
+async def _export(fleet: aio.Fleet, selection: Selection, *, from_queue: bool) -> None:
     count = unsigned = 0
-    async with console.connected(settings) as fleet:
-        blobs = fleet.storage.blobs
-        check = fleet.checks_signatures() if fleet.keys.trusted else None
-        async for entry in read.entries(fleet, selection, from_queue=from_queue):
-            if check is not None and not await check.is_signed(entry, blobs):
-                unsigned += 1
-                continue
-            try:
-                job = await read.exported(entry, blobs)
-            except errors.JobError as reason:
-                console.print_warning(f"{entry.id} is left out: {reason.message}")
-                continue
-            console.print_json_line(job)
-            count += 1
-        unrecorded = 0 if from_queue else await dead_letter_queue.unrecorded(fleet.storage)
+    blobs = fleet.storage.blobs
+    check = fleet.checks_signatures() if fleet.keys.trusted else None
+    async for entry in read.entries(fleet, selection, from_queue=from_queue):
+        if check is not None and not await check.is_signed(entry, blobs):
+            unsigned += 1
+            continue
+        try:
+            job = await read.exported(entry, blobs)
+        except errors.JobError as reason:
+            console.print_warning(f"{entry.id} is left out: {reason.message}")
+            continue
+        console.print_json_line(job)
+        count += 1
+    unrecorded = 0 if from_queue else await dead_letter_queue.unrecorded(fleet.storage)
     console.print_note(f"{console.counted(count, 'failed job')} exported")
     if unsigned:
         console.print_warning(f"{unsigned:,} are left out: they are not signed with your key")
@@ -151,15 +129,11 @@ async def export(
         console.print_warning(output.without_records(unrecorded))
 
 
-@app.command(short_help="Puts failed jobs back into the job queue.")
 @options.from_settings(SignerSettings)
-def replay(
+def replay_command(
     settings: SignerSettings,
-    error: Error = None,
-    campaign: Campaign = None,
-    model: Model = None,
-    job_id: JobId = None,
-    everything: All = False,
+    which: Which,
+    how: How,
     priority: options.JobPriority = "normal",
     set_: Annotated[
         list[str] | None,
@@ -177,57 +151,48 @@ def replay(
             help="Also jobs that are not valid for this version: newer workers may take them.",
         ),
     ] = False,
-    dry_run: DryRun = False,
-    yes: options.Yes = False,
-    as_json: options.AsJson = False,
 ) -> None:
-    """Puts failed jobs back into the job queue; their attempts start from zero.
+    """Puts failed jobs back into the job queue.
 
-    Each must be a valid job, with the changes of --set; with a signing or trusted key it must be
-    signed. Shows what would be sent, and asks, if it is more than one job.
+    Their attempts start from zero. Each must be a valid job, with the changes of --set; with a
+    signing or trusted key it must be signed. Shows what would be sent, and asks, if it is more than
+    one job.
 
-    imagefleet failed replay --error MissingFileError
+    imagefleet replay --error MissingFileError
 
-    imagefleet failed replay --error memory --set width=512 --set height=512
+    imagefleet replay spring --error memory --set width=512 --set height=512
 
-    imagefleet failed replay --all --dry-run
+    imagefleet replay --all --dry-run
     """
     chosen = checked_priority(priority)
-    selection = _selection(error, campaign, job_id, model=model, everything=everything)
+    selection = _chosen(which, how)
     check = console.run(_check(settings, set_ or [], takes_invalid=invalid))
-    if dry_run or not yes:
+    if how.dry_run or not how.yes:
         preview = console.run(_preview(settings, selection, check))
-        if dry_run and as_json:
-            console.print_json(output.as_record(preview))
-            return
-        if dry_run:
-            output.print_preview(preview, console.stdout)
+        if how.dry_run:
+            output.print_preview(preview, console.stdout, as_json=how.as_json)
             return
         if preview.count > 1:
             output.print_preview(preview, console.stderr)
             jobs = console.counted(preview.count, "failed job")
-            console.confirm(f"Send {jobs} again?", yes=yes)
+            console.confirm(f"Send {jobs} again?", yes=how.yes)
     swept, missing = console.run(_replay(settings, selection, check, chosen))
-    output.report("replayed", swept, missing=missing, as_json=as_json)
+    output.report("replayed", swept, missing=missing, as_json=how.as_json)
 
 
-@app.command()
 @options.from_settings(SignerSettings)
-def discard(
+def discard_command(
     settings: SignerSettings,
-    error: Error = None,
-    campaign: Campaign = None,
-    model: Model = None,
-    job_id: JobId = None,
+    which: Which,
+    how: How,
     jobs_file: Annotated[
         Path | None,
         typer.Option(
             "--jobs",
             metavar="FILE",
-            help="Only the jobs in this file of `failed export`, once they are loaded again.",
+            help="Only the jobs in this file of `failed --export`, once they are loaded again.",
         ),
     ] = None,
-    everything: All = False,
     unsigned: Annotated[
         bool,
         typer.Option("--unsigned", help="Only what is not signed with a key of yours."),
@@ -239,59 +204,55 @@ def discard(
             help="Only jobs that were sent again since, and whose images are all stored.",
         ),
     ] = False,
-    dry_run: DryRun = False,
-    yes: options.Yes = False,
-    as_json: options.AsJson = False,
 ) -> None:
     """Deletes failed jobs for good.
 
-    imagefleet failed discard --campaign spring
+    imagefleet discard spring
 
-    imagefleet failed discard --completed
+    imagefleet discard --completed
 
-    imagefleet failed discard --jobs fix.jsonl
+    imagefleet discard --jobs fix.jsonl
 
-    imagefleet failed discard --all --yes
-
-    imagefleet failed discard --unsigned
+    imagefleet discard --unsigned
     """
-    alone = unsigned or completed
-    selection = _selection(
-        error, campaign, job_id, jobs_file, model=model, everything=everything, alone=alone
-    )
-    if dry_run or not yes:
+    selection = _chosen(which, how, jobs_file, alone=unsigned or completed)
+    if how.dry_run or not how.yes:
         count = console.run(_count(settings, selection, unsigned=unsigned, completed=completed))
         jobs = console.counted(count, "failed job")
-        if dry_run:
-            if as_json:
+        if how.dry_run:
+            if how.as_json:
                 console.print_json({"count": count})
             else:
                 console.stdout.print(f"{jobs} would be discarded")
             return
         if count:
-            console.confirm(f"Discard {jobs} for good?", yes=yes)
+            console.confirm(f"Discard {jobs} for good?", yes=how.yes)
     swept = console.run(_discard(settings, selection, unsigned=unsigned, completed=completed))
-    output.report("discarded", swept, as_json=as_json)
+    output.report("discarded", swept, as_json=how.as_json)
 
 
-def _selection(
-    error: str | None,
-    campaign: str | None,
-    job_id: str | None,
-    jobs_file: Path | None = None,
-    *,
-    model: str | None,
-    everything: bool,
-    alone: bool = False,
+def _chosen(
+    which: Which, how: How, jobs_file: Path | None = None, *, alone: bool = False
 ) -> Selection:
-    """The failed jobs of the options; *alone*: another option suffices."""
-    has_filter = any(each is not None for each in (error, campaign, job_id, jobs_file, model))
-    if (everything and has_filter) or not (everything or has_filter or alone):
+    """The failed jobs to move; *alone*: another option suffices to choose them."""
+    has_filter = which != Which() or jobs_file is not None
+    if (how.everything and has_filter) or not (how.everything or has_filter or alone):
         raise errors.SetupError(
-            "choose the failed jobs: --all, or one or more of --error, --campaign, --model and --id"
+            "choose the failed jobs: --all, or a CAMPAIGN[/ID], --error or --model"
         )
-    sources = None if jobs_file is None else read.sources_of(jobs_file)
-    return Selection(error, campaign, job_id, sources, model)
+    return which.selection(jobs_file)
+
+
+async def _refuse_nothing(fleet: aio.Fleet, selection: Selection) -> None:
+    """Raises SetupError where nothing was selected because what was named does not exist.
+
+    Messages without a record may be what was named: only their move tells.
+    """
+    if await dead_letter_queue.unrecorded(fleet.storage):
+        return
+    if selection.id is not None:
+        raise errors.SetupError(read.no_such_job(selection, fleet.storage))
+    await target.check_campaign(fleet.storage, selection.campaign)
 
 
 async def _check(settings: SignerSettings, changes: list[str], *, takes_invalid: bool) -> Check:
@@ -309,16 +270,23 @@ async def _count(
     async with console.connected(settings) as fleet:
         check, storage = fleet.checks_signatures() if unsigned else None, fleet.storage
         found = dead_letter_queue.find(storage, selection)
+        is_any = False
         async for some in dead_letter_queue.in_batches(found):
+            is_any = True
             count += len(
                 await dead_letter_queue.to_discard(storage, some, check, completed=completed)
             )
+        if not is_any:
+            await _refuse_nothing(fleet, selection)
     return count
 
 
 async def _preview(settings: SignerSettings, selection: Selection, check: Check) -> Preview:
     async with console.connected(settings) as fleet:
-        return await dead_letter_queue.preview(fleet.storage, selection, check)
+        found = await dead_letter_queue.preview(fleet.storage, selection, check)
+        if not (found.count or found.refused or found.unsigned):
+            await _refuse_nothing(fleet, selection)
+        return found
 
 
 async def _replay(
@@ -333,6 +301,8 @@ async def _replay(
         missing = 0
         async for entry in dead_letter_queue.recorded(fleet.storage, selection):
             missing += entry.id not in refused and entry.message.enqueued_at < began_at
+        if not (swept.done or refused or missing):
+            await _refuse_nothing(fleet, selection)
     return swept, missing
 
 
@@ -342,9 +312,12 @@ async def _discard(
     async with console.connected(settings) as fleet:
         keep_signed = fleet.checks_signatures() if unsigned else None
         with _counting("discarded") as show:
-            return await dead_letter_queue.discard(
+            swept = await dead_letter_queue.discard(
                 fleet.storage, selection, show, keep_signed, completed=completed
             )
+        if not (swept.done or swept.refused or unsigned or completed):
+            await _refuse_nothing(fleet, selection)
+        return swept
 
 
 @contextlib.contextmanager

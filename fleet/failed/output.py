@@ -7,10 +7,11 @@ from dataclasses import asdict
 from typing import Any, Literal
 
 from rich.console import Console
-from rich.table import Column
+from rich.table import Column, Table
 
 from fleet import console
 from fleet.failed.read import Listing
+from imagefleet.job.message import job_key
 from imagefleet.storage.dead_letter_queue import Preview, Refused, Swept
 
 #: The most kinds of errors and of refused messages that are printed: about a screen.
@@ -56,7 +57,7 @@ def _print_staying(some: list[Refused], count: int, unsigned: int, to: Console) 
         is_or_are = "record is" if unsigned == 1 else "records are"
         to.print(
             f"{unsigned:,} {is_or_are} not signed with your key:"
-            " `imagefleet failed discard --unsigned` deletes what is not",
+            " `imagefleet discard --unsigned` deletes what is not",
             soft_wrap=True,
         )
 
@@ -83,7 +84,10 @@ def as_record(preview: Preview) -> dict[str, Any]:
     }
 
 
-def print_preview(preview: Preview, to: Console) -> None:
+def print_preview(preview: Preview, to: Console, *, as_json: bool = False) -> None:
+    if as_json:
+        console.print_json(as_record(preview))
+        return
     jobs = console.counted(preview.count, "failed job")
     to.print(f"{jobs} would be replayed")
     if preview.count:
@@ -109,7 +113,23 @@ def print_preview(preview: Preview, to: Console) -> None:
     _print_staying(preview.reasons, preview.refused, preview.unsigned, to)
 
 
-def print_listing(listing: Listing) -> None:
+def print_jobs(records: list[dict[str, Any]], *, as_json: bool) -> None:
+    """Prints whole failed jobs."""
+    if as_json:
+        console.print_json({"jobs": records})
+        return
+    for record in records:
+        table = Table(Column(no_wrap=True), Column(overflow="fold"), show_header=False, box=None)
+        for name, value in record.items():
+            shown = value if isinstance(value, str) else console.json_text(value).rstrip()
+            table.add_row(f"[bold]{name}[/bold]", console.untrusted(shown))
+        console.print_tables(table)
+
+
+def print_listing(listing: Listing, *, as_json: bool) -> None:
+    if as_json:
+        console.print_json(listing.as_record())
+        return
     count = listing.count
     if count:
         _print_errors(listing, count)
@@ -121,7 +141,7 @@ def print_listing(listing: Listing) -> None:
         console.stdout.print(f"the first {len(listing.jobs):,} are shown (--limit)")
     if done := sum(job["completed_since"] for job in listing.jobs):
         console.print_note(
-            f"{console.counted(done, 'job')} of those shown completed since: `imagefleet failed"
+            f"{console.counted(done, 'job')} of those shown completed since: `imagefleet"
             " discard --completed` takes such jobs off the list"
         )
     if listing.unrecorded:
@@ -146,15 +166,15 @@ def _print_errors(listing: Listing, count: int) -> None:
 
 
 def _print_jobs(jobs: list[dict[str, Any]]) -> None:
-    # `failed show` takes ids, `--campaign` campaigns and `--error` errors.
-    names = map(console.name_column, ("id", "campaign", "error"))
+    # What `failed`, `replay` and `discard` take.
+    names = map(console.name_column, ("job", "error"))
     signed = [Column("signed")] if "signed" in jobs[0] else []
     stage = [console.number_column("stage")] if any("stage" in job for job in jobs) else []
     failed = Column("failed (UTC)", no_wrap=True)
     rows = console.table(*names, *stage, failed, "completed since", *signed)
     for job in jobs:
         failed_at = job.get("failed_at", "")[5:16].replace("T", " ")
-        cells = [job["id"], job.get("campaign", ""), job["error"]]
+        cells = [job_key(job.get("campaign"), job["id"]), job["error"]]
         cells += [str(job.get("stage", ""))] if stage else []
         cells += [failed_at]
         cells += ["yes" if job["completed_since"] else ""]

@@ -15,11 +15,12 @@ from imagefleet.job.message import (
     DELIVERIES_FIELD,
     FAILURE_FIELD,
     SIGNATURE_FIELD,
+    job_key,
     message_fields,
 )
-from imagefleet.storage import dead_letter_queue, dead_letter_records
-from imagefleet.storage.dead_letter import Entry
-from imagefleet.storage.dead_letter_queue import Selection
+from imagefleet.storage import dead_letter_queue
+from imagefleet.storage.dead_letter import Entry, Selection
+from imagefleet.storage.open import Storage
 from imagefleet.storage.protocol import BlobStore
 
 #: The reason given for a message that is in the poison queue by mistake.
@@ -90,7 +91,7 @@ async def listing(fleet: Fleet, selection: Selection, limit: int, *, from_queue:
                 found.jobs[-1]["signed"] = await check.is_signed(entry, fleet.storage.blobs)
     for start in range(0, len(shown), _LOOKED_UP):
         some = shown[start : start + _LOOKED_UP]
-        done = await dead_letter_records.are_completed(fleet.storage, some)
+        done = await dead_letter_queue.are_completed(fleet.storage, some)
         for job, is_completed in zip(found.jobs[start:], done, strict=False):
             job["completed_since"] = is_completed
     if not from_queue:
@@ -98,9 +99,9 @@ async def listing(fleet: Fleet, selection: Selection, limit: int, *, from_queue:
     return found
 
 
-async def find(fleet: Fleet, job_id: str, *, from_queue: bool) -> list[dict[str, Any]]:
-    """The failed jobs of an id, each with its message; raises SetupError if there is none."""
-    selection, blobs = Selection(id=job_id), fleet.storage.blobs
+async def find(fleet: Fleet, selection: Selection, *, from_queue: bool) -> list[dict[str, Any]]:
+    """The selected failed jobs, each with its message; raises SetupError if there is none."""
+    blobs = fleet.storage.blobs
     found = [
         {**facts(entry), "job": await _job(entry, blobs)}
         async for entry in entries(fleet, selection, from_queue=from_queue)
@@ -109,8 +110,13 @@ async def find(fleet: Fleet, job_id: str, *, from_queue: bool) -> list[dict[str,
         hint = ""
         if not from_queue and (count := await dead_letter_queue.unrecorded(fleet.storage)):
             hint = f"; {count:,} messages there have no record: add --from-queue to look at them"
-        raise errors.SetupError(f"no failed job {job_id!r} in {fleet.storage.poison.name}{hint}")
+        raise errors.SetupError(no_such_job(selection, fleet.storage) + hint)
     return found
+
+
+def no_such_job(selection: Selection, storage: Storage) -> str:
+    job = job_key(selection.campaign, selection.id)
+    return f"no failed job {job!r} in {storage.poison.name}; `imagefleet failed` lists those there"
 
 
 def facts(entry: Entry) -> dict[str, Any]:
@@ -152,7 +158,7 @@ async def exported(entry: Entry, blobs: BlobStore) -> dict[str, Any]:
 
 
 def sources_of(path: Path) -> frozenset[str]:
-    """The failures of the jobs in a file that `imagefleet failed export` has written.
+    """The failures of the jobs in a file that `imagefleet failed --export` has written.
 
     Raises:
         SetupError: it cannot be read, or has none.
@@ -167,7 +173,7 @@ def sources_of(path: Path) -> frozenset[str]:
     sources.discard(None)
     if not sources:
         raise errors.SetupError(
-            f"{path} has no failed jobs: give a file that `imagefleet failed export` has written"
+            f"{path} has no failed jobs: give a file that `imagefleet failed --export` has written"
         )
     return frozenset(each for each in sources if each is not None)
 

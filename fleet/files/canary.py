@@ -10,11 +10,10 @@ from typing import TYPE_CHECKING
 from fleet import console
 from fleet.files import preview
 from fleet.files.transfer import Report
-from fleet.worker.command import require_libraries
 from imagefleet import errors, likeness
 from imagefleet.likeness import Fingerprint
 from worker.files import check
-from worker.node import reference
+from worker.node import libraries, reference
 from worker.node.reference import CanaryImage, Reference
 
 if TYPE_CHECKING:
@@ -35,7 +34,7 @@ _MARGIN = 2.0
 
 def make(model: Path) -> Report:
     """Draws a checkpoint's reference images into a file beside it; raises SetupError as `draw`."""
-    require_libraries()
+    libraries.require()
     check.check_path(model)
     found = draw(model, console.print_note)
     target = reference.beside(model)

@@ -8,11 +8,11 @@ from pathlib import Path
 from fleet import console
 from fleet.files import transfer
 from fleet.files.transfer import Ready, Report
-from fleet.worker.command import require_libraries
 from imagefleet import errors
 from imagefleet.storage.open import open_storage
 from worker.files import check, model
 from worker.files.kernels import archive
+from worker.node import libraries
 from worker.settings import WorkerSettings
 
 
@@ -50,7 +50,7 @@ def make(settings: WorkerSettings, output: Path, *, dry_run: bool) -> Report:
         SetupError: the engine cannot load the model, nothing is compiled here, or *output* cannot
         be written.
     """
-    require_libraries()
+    libraries.require()
     from worker.files.kernels import cache, machine
 
     check.check(settings)

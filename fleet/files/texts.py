@@ -15,7 +15,6 @@ from fleet.files import missing, transfer
 from fleet.files.listed import Listing
 from fleet.files.transfer import Report
 from fleet.load import reading
-from fleet.worker.command import require_libraries
 from imagefleet import concurrency, errors
 from imagefleet.files.kinds import TEXT
 from imagefleet.job.message import Job
@@ -24,6 +23,7 @@ from imagefleet.storage.settings import SignerSettings
 from loadgen.sources import Source
 from worker.engine.pixel import text_states
 from worker.files import manifest
+from worker.node import libraries
 from worker.settings import WorkerSettings
 
 #: States made before they are stored; an interrupted command makes no more than these to its end.
@@ -90,7 +90,7 @@ def encoded(
     Raises:
         SetupError: the stage has no text encoder, a library is missing, or a job is invalid.
     """
-    require_libraries()
+    libraries.require()
     from worker.engine import device
     from worker.engine.pixel import text_stage
 

@@ -181,7 +181,7 @@ async def delete(storage: Storage, blob: str) -> None:
     """Deletes a blob; raises SetupError if the token does not allow it."""
     if not await storage.files.delete(blob):
         raise errors.SetupError(
-            f"{blob} cannot be deleted with this token: `imagefleet keys files` makes one that can"
+            f"{blob} cannot be deleted with this token: `imagefleet keys mint files` makes one"
         )
 
 

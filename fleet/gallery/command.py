@@ -12,6 +12,7 @@ from typing import Annotated
 import typer
 
 from fleet import console, options
+from fleet.campaigns import target
 from imagefleet.storage.settings import SignerSettings
 
 
@@ -20,7 +21,7 @@ def command(
     settings: SignerSettings,
     campaign: Annotated[
         str | None,
-        typer.Option(metavar="NAME", help="Shown first; by default the one that began last."),
+        typer.Argument(metavar="CAMPAIGN", help="Shown first; by default the one that began last."),
     ] = None,
     host: Annotated[
         str, typer.Option(help="Address that it listens on; 0.0.0.0 for all interfaces.")
@@ -36,10 +37,9 @@ def command(
 
     imagefleet gallery
 
-    imagefleet gallery --campaign spring --port 8080 --no-browser
+    imagefleet gallery spring --port 8080 --no-browser
     """
-    options.check_campaign(campaign)
-    console.run(_serve(settings, campaign, host, port, browser=browser))
+    console.run(_serve(settings, target.campaign(campaign), host, port, browser=browser))
 
 
 async def _serve(
@@ -48,17 +48,18 @@ async def _serve(
     from fleet.gallery import server
     from imagefleet.telemetry import probes
 
-    async with (
-        console.connected(settings) as fleet,
-        server.opened(fleet, settings, host=host, campaign=campaign) as app,
-        probes.listening(app, host, port, "the gallery") as chosen,
-    ):
-        name = "localhost" if host in {"0.0.0.0", "::"} else host  # noqa: S104 - compared only
-        url = f"http://{f'[{name}]' if ':' in name else name}:{chosen}/"
-        console.print_plain(f"The gallery of {fleet.storage.url} is at {url} (Ctrl-C ends it)")
-        if browser and _has_screen():
-            await asyncio.to_thread(webbrowser.open, url)
-        await console.until_stopped(asyncio.create_task(asyncio.sleep(math.inf)))
+    async with console.connected(settings) as fleet:
+        await target.check_campaign(fleet.storage, campaign)
+        async with (
+            server.opened(fleet, settings, host=host, campaign=campaign) as app,
+            probes.listening(app, host, port, "the gallery") as chosen,
+        ):
+            name = "localhost" if host in {"0.0.0.0", "::"} else host  # noqa: S104 - compared only
+            url = f"http://{f'[{name}]' if ':' in name else name}:{chosen}/"
+            console.print_plain(f"The gallery of {fleet.storage.url} is at {url} (Ctrl-C ends it)")
+            if browser and _has_screen():
+                await asyncio.to_thread(webbrowser.open, url)
+            await console.until_stopped(asyncio.create_task(asyncio.sleep(math.inf)))
 
 
 def _has_screen() -> bool:

@@ -10,9 +10,9 @@ from collections.abc import Callable
 
 from PIL import Image
 
-from fleet import contact_sheet
-from fleet.contact_sheet import DamagedImageError
 from imagefleet import errors
+from imagefleet.files import picture
+from imagefleet.files.picture import DamagedImageError
 from imagefleet.job.message import MAX_IMAGE_BYTES
 from imagefleet.records.record import Record
 from imagefleet.storage.protocol import BlobStore
@@ -83,7 +83,7 @@ class Images:
 
 def shrink(data: bytes) -> bytes:
     """An image's thumbnail as a JPEG; raises DamagedImageError."""
-    with contact_sheet.opened(data) as image:
+    with picture.opened(data) as image:
         image.draft("RGB", (_PIXELS, _PIXELS))  # a JPEG is decoded at a smaller size
         small = image.convert("RGB")
         small.thumbnail((_PIXELS, _PIXELS), Image.Resampling.BICUBIC, reducing_gap=1)
@@ -94,5 +94,5 @@ def shrink(data: bytes) -> bytes:
 
 def content_type(data: bytes) -> str:
     """The type of an image that a browser may decode; raises DamagedImageError."""
-    with contact_sheet.opened(data) as image:
+    with picture.opened(data) as image:
         return f"image/{str(image.format).lower()}"

@@ -51,7 +51,7 @@ class Replays:
         name = ROLES["operator"].name
         return (
             f"These credentials may only read. Tokens of the role {name} may send jobs again:"
-            f" imagefleet keys {name}"
+            f" imagefleet keys mint {name}"
         )
 
     async def replay(self, record: Record) -> None:

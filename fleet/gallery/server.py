@@ -11,7 +11,6 @@ from typing import Any, get_args
 
 from aiohttp import web
 
-from fleet.contact_sheet import DamagedImageError
 from fleet.gallery import campaign as campaign_index
 from fleet.gallery import guard, shown
 from fleet.gallery.campaign import Campaign, Campaigns, View
@@ -19,6 +18,7 @@ from fleet.gallery.images import Images
 from fleet.gallery.index import Facet, Filter, Tab
 from fleet.gallery.replay import Replays
 from imagefleet import aio, errors, redaction
+from imagefleet.files.picture import DamagedImageError
 from imagefleet.records.record import Record
 from imagefleet.storage.open import LOCAL_SCHEME
 from imagefleet.storage.settings import StorageSettings

@@ -4,28 +4,27 @@ from __future__ import annotations
 
 import shlex
 import sys
-import tempfile
-from collections.abc import Callable
-from dataclasses import asdict
+from collections.abc import Collection
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.table import Table
 
 from fleet import console, options
+from fleet.keys import check as keys_check
+from fleet.keys import mint as keys_mint
 from fleet.keys import signing
-from imagefleet import errors
+from fleet.keys.check import Checked
+from fleet.keys.mint import Minted
+from imagefleet import errors, validation
 from imagefleet.job.prompt import SAFE_NAME
 from imagefleet.storage.azure.roles import OPTIONAL, ROLES, Role, explain
 from imagefleet.storage.open import LOCAL_SCHEME
 from imagefleet.storage.queue_names import MAX_SHARDS
 from imagefleet.storage.settings import StorageSettings
-
-if TYPE_CHECKING:
-    from fleet.keys.check import Checked
-    from fleet.keys.mint import Minted
 
 #: SaladCloud's limit for the value of an environment variable.
 MAX_CHARACTERS = 1000
@@ -34,6 +33,9 @@ MAX_CHARACTERS = 1000
 DEFAULT_HOURS = 72.0
 
 MAX_HOURS = 365 * 24.0
+
+#: The role whose keys are no tokens: a pair that signs and checks jobs.
+SIGNING = "signing"
 
 #: A leaked token is worth stealing for this long.
 WARNED_AFTER_HOURS = 7 * 24.0
@@ -45,102 +47,124 @@ app = typer.Typer(
 )
 
 
-def _mint_command(role: Role) -> Callable[..., None]:
-    @options.from_settings(StorageSettings)
-    def mint(
-        settings: StorageSettings,
-        hours: Annotated[
-            float,
-            typer.Option(min=0.05, max=MAX_HOURS, metavar="HOURS", help="Lifetime of the tokens."),
-        ] = DEFAULT_HOURS,
-        policy: Annotated[
-            str | None,
-            typer.Option(
-                metavar="NAME",
-                help="Tie them to a stored policy, so that `imagefleet keys revoke NAME` ends them"
-                " before they expire. The same name again makes more tokens of that policy.",
-            ),
-        ] = None,
-        model: Annotated[
-            list[str] | None,
-            typer.Option(
-                metavar="NAME",
-                help="A model whose jobs they are for as well; repeatable.",
-            ),
-        ] = None,
-        shards: Annotated[
-            int,
-            typer.Option(
-                min=1,
-                max=MAX_SHARDS,
-                metavar="N",
-                help="The shards of each job queue, as `imagefleet load --shards` made them.",
-            ),
-        ] = 1,
-        chains: Annotated[
-            bool,
-            typer.Option(
-                "--chains",
-                help="For workers that draw jobs in several stages: they may read images, and add"
-                " jobs to all queues.",
-            ),
-        ] = False,
-        file: Annotated[
-            Path | None,
-            typer.Option(
-                metavar="FILE",
-                help="Write them to this file, for IMAGEFLEET_SAS_FILE, and print none.",
-            ),
-        ] = None,
-        as_json: Annotated[
-            bool, typer.Option("--json", help="Print JSON, as --file writes it.")
-        ] = False,
-    ) -> None:
-        from fleet.keys import mint as keys_mint
+@dataclass(frozen=True, slots=True)
+class Scope:
+    """What the tokens of a role are for, beside the job queue and the images."""
 
-        models = _models(model or [])
-        life = timedelta(hours=hours)
-        if chains and role.name != "worker":
-            raise errors.SetupError("--chains is for `imagefleet keys worker`")
-        allowed = role.for_chains() if chains else role
-        minted = keys_mint.Minter(_on_azure(settings)).mint(allowed, life, policy, models, shards)
-        if policy is not None:
-            console.run(keys_mint.store_policy(settings, allowed, policy, models, shards))
-        if file is not None:
-            write_tokens(file, minted)
-            console.print_note(f"written to {file}")
-            if as_json:
-                facts = {key: record(minted)[key] for key in ("role", "storage", "expires_at")}
-                console.print_json({**facts, "file": str(file)})
-        elif as_json:
-            console.print_json(record(minted))
-        else:
-            sys.stdout.writelines(f"{line}\n" for line in export_lines(settings, minted))
-            sys.stdout.flush()
-        _explain(settings, allowed, minted)
-        if hours > WARNED_AFTER_HOURS:
-            console.print_warning(
-                f"tokens for {hours / 24:.0f} days cannot be revoked without --policy"
-                if policy is None
-                else f"tokens for {hours / 24:.0f} days: revoke {policy!r} after the run"
-            )
+    model: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME", help="A model whose jobs they are for as well; repeatable."),
+    ] = None
+    shards: Annotated[
+        int,
+        typer.Option(
+            min=1,
+            max=MAX_SHARDS,
+            metavar="N",
+            help="The shards of each job queue, as `imagefleet load --shards` made them.",
+        ),
+    ] = 1
+    chains: Annotated[
+        bool,
+        typer.Option(
+            "--chains",
+            help="For workers that draw jobs in several stages: they may read images, and add jobs"
+            " to all queues.",
+        ),
+    ] = False
 
-    mint.__doc__ = f"""Creates tokens for {role.what}.
+
+@app.command("mint")
+@options.from_settings(StorageSettings)
+def mint_command(
+    settings: StorageSettings,
+    role: Annotated[
+        str,
+        typer.Argument(
+            metavar="ROLE",
+            help=f"{', '.join(ROLES)}; or {SIGNING}, the key pair of signed jobs.",
+        ),
+    ],
+    scope: Scope,
+    hours: Annotated[
+        float,
+        typer.Option(min=0.05, max=MAX_HOURS, metavar="HOURS", help="Lifetime of the tokens."),
+    ] = DEFAULT_HOURS,
+    policy: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="Tie them to a stored policy, so that `imagefleet keys revoke NAME` ends them"
+            " before they expire. The same name again makes more tokens of that policy.",
+        ),
+    ] = None,
+    file: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Write them to this file, for IMAGEFLEET_SAS_FILE, and print none; of the private"
+            f" signing key [default: {signing.DEFAULT_FILE}].",
+        ),
+    ] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print JSON, as --file writes it.")
+    ] = False,
+) -> None:
+    """Creates tokens for a role, or the key pair of signed jobs.
 
     Prints shell commands, and on stderr what the tokens allow.
 
-    imagefleet keys {role.name} --hours 24
+    imagefleet keys mint worker --hours 24
 
-    imagefleet keys {role.name} --hours 24 --file tokens.json
+    imagefleet keys mint monitor --file tokens.json
+
+    imagefleet keys mint signing
     """
-    return mint
+    if role == SIGNING:
+        if scope != Scope() or policy:
+            raise errors.SetupError(f"{SIGNING} makes a key pair, which is for all: only --file")
+        signing.make_keys(file or signing.DEFAULT_FILE, as_json=as_json)
+        return
+    found = _role(role, [*ROLES, SIGNING])
+    if scope.chains and role != "worker":
+        raise errors.SetupError("--chains is for `imagefleet keys mint worker`")
+    allowed = found.for_chains() if scope.chains else found
+    minted = _mint(settings, allowed, timedelta(hours=hours), policy, scope)
+    if file is not None:
+        console.write_file(file, console.json_text(minted.record), private=True)
+        console.print_note(f"written to {file}")
+        if as_json:
+            facts = {key: minted.record[key] for key in ("role", "storage", "expires_at")}
+            console.print_json({**facts, "file": str(file)})
+    elif as_json:
+        console.print_json(minted.record)
+    else:
+        sys.stdout.writelines(f"{line}\n" for line in export_lines(settings, minted))
+        sys.stdout.flush()
+    _explain(settings, allowed, minted)
+    if hours > WARNED_AFTER_HOURS:
+        console.print_warning(
+            f"tokens for {hours / 24:.0f} days cannot be revoked without --policy"
+            if policy is None
+            else f"tokens for {hours / 24:.0f} days: revoke {policy!r} after the run"
+        )
 
 
-for _role in ROLES.values():
-    app.command(_role.name, short_help=f"For {_role.what}.")(_mint_command(_role))
+def _mint(
+    settings: StorageSettings, role: Role, life: timedelta, policy: str | None, scope: Scope
+) -> Minted:
+    models = _models(scope.model or [])
+    minted = keys_mint.Minter(_on_azure(settings)).mint(role, life, policy, models, scope.shards)
+    if policy is not None:
+        console.run(keys_mint.store_policy(settings, role, policy, models, scope.shards))
+    return minted
 
 
-app.command("signing", short_help="The key pair of signed jobs.")(signing.command)
+def _role(name: str, known: Collection[str]) -> Role:
+    if name not in ROLES:
+        hint = validation.suggestion(name, known) or f": choose one of {', '.join(known)}"
+        raise errors.SetupError(f"unknown role {name!r}{hint}")
+    return ROLES[name]
 
 
 @app.command("check")
@@ -159,17 +183,14 @@ def check_command(
 
     IMAGEFLEET_SAS_FILE=tokens.json imagefleet keys check worker
     """
-    if role is not None and role not in ROLES:
-        raise errors.SetupError(f"unknown role {role!r}: choose one of {', '.join(ROLES)}")
-    from fleet.keys import check as keys_check
-
+    compared = None if role is None else _role(role, ROLES)
     checked = console.run(keys_check.check(_on_azure(settings)))
     if as_json:
         console.print_json({"resources": [asdict(each) for each in checked]})
     else:
         console.print_tables(_checked_table(checked))
-    if role is not None:
-        _compare(checked, ROLES[role])
+    if compared is not None:
+        _compare(checked, compared)
 
 
 @app.command("revoke")
@@ -188,24 +209,12 @@ def revoke_command(
 
     imagefleet keys revoke spring
     """
-    from fleet.keys import mint as keys_mint
-
     keys_mint.Minter(_on_azure(settings))  # raises without an account key
     removed = console.run(keys_mint.remove_policy(settings, policy))
     if as_json:
         console.print_json({"policy": policy, "revoked": removed})
     else:
         console.print_plain(f"revoked {policy} on {', '.join(removed)}")
-
-
-def record(minted: Minted) -> dict[str, Any]:
-    """The content of a token file, and a broker's response."""
-    return {
-        "role": minted.role,
-        "storage": minted.storage,
-        "expires_at": f"{minted.expires_at:%Y-%m-%dT%H:%M:%SZ}",
-        **minted.fields,
-    }
 
 
 def export_lines(settings: StorageSettings, minted: Minted) -> list[str]:
@@ -229,22 +238,6 @@ def export_lines(settings: StorageSettings, minted: Minted) -> list[str]:
         "IMAGEFLEET_SAS": minted.sas,
     }
     return [f"export {name}={shlex.quote(value)}" for name, value in variables.items()]
-
-
-def write_tokens(path: Path, minted: Minted) -> None:
-    """Replaces the token file atomically; only its owner may read it.
-
-    Raises:
-        SetupError: it cannot be written.
-    """
-    try:
-        with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}.") as folder:
-            new = Path(folder, path.name)
-            new.touch(mode=0o600)
-            new.write_text(console.json_text(record(minted)), encoding="utf-8")
-            new.replace(path)
-    except OSError as error:
-        raise errors.SetupError(f"cannot write {path}: {error.strerror}") from None
 
 
 def _models(names: list[str]) -> list[str]:

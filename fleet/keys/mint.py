@@ -86,6 +86,16 @@ class Minted:
         return json.dumps(self.fields, separators=(",", ":"))
 
     @property
+    def record(self) -> dict[str, Any]:
+        """The content of a token file, and a broker's response."""
+        return {
+            "role": self.role,
+            "storage": self.storage,
+            "expires_at": f"{self.expires_at:%Y-%m-%dT%H:%M:%SZ}",
+            **self.fields,
+        }
+
+    @property
     def fields(self) -> dict[str, Any]:
         """All tokens, as `sas.Tokens` reads them."""
         fields: dict[str, Any] = {}

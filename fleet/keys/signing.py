@@ -1,38 +1,25 @@
-"""`imagefleet keys signing`: the key pair of signed jobs."""
+"""`imagefleet keys mint signing`: the key pair of signed jobs."""
 
 from __future__ import annotations
 
 import shlex
 import sys
 from pathlib import Path
-from typing import Annotated
 
-import typer
-
-from fleet import console, options
+from fleet import console
 from imagefleet import errors
+from imagefleet.signing import SigningKey
 
 DEFAULT_FILE = Path("signing-key.pem")
 
 
-def command(
-    file: Annotated[
-        Path, typer.Option(metavar="FILE", help="The new file of the private key.")
-    ] = DEFAULT_FILE,
-    as_json: options.AsJson = False,
-) -> None:
+def make_keys(file: Path, *, as_json: bool) -> None:
     """Makes the keys with which jobs are signed and checked.
 
-    The private key is written to a file that only you may read; keep it from workers. Prints shell
-    commands that set it, and the public key, which workers get: they then refuse jobs, LoRAs and
-    models that are not signed. An existing file is never overwritten.
-
-    imagefleet keys signing
-
-    imagefleet keys signing --file ~/.config/imagefleet-key.pem
+    The private key is written to *file*, which only its owner may read. Prints shell commands that
+    set it, and the public key, which workers get: they then refuse jobs, LoRAs and models that are
+    not signed. An existing file is never overwritten.
     """
-    from imagefleet.signing import SigningKey
-
     with console.one_line_errors():
         try:
             public = SigningKey.create(file.expanduser()).public
@@ -55,8 +42,6 @@ def command(
 
 
 def _exists(file: Path) -> str:
-    from imagefleet.signing import SigningKey
-
     try:
         found = f"its public key is {SigningKey.read(file).public}"
     except errors.SetupError:

@@ -1,38 +1,30 @@
-"""`imagefleet status`, `top` and `exporter`: the state of the queues and of the workers."""
+"""`imagefleet status` and `exporter`: the state of the queues, the campaigns and the fleet."""
 
 from __future__ import annotations
 
-import asyncio
-import logging
 from collections import Counter
 from collections.abc import Sequence
-from contextlib import AbstractAsyncContextManager
 from dataclasses import asdict, dataclass, replace
-from datetime import UTC, datetime
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
-from rich.cells import cell_len
-from rich.console import Console, ConsoleOptions, Group, RenderResult
+from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
 from fleet import console, options
-from fleet.monitor import prometheus, rates
+from fleet.campaigns import target
+from fleet.campaigns.table import Campaigns, Listing
+from fleet.campaigns.table import notes as campaign_notes
+from fleet.campaigns.table import table as campaigns_table
+from fleet.monitor import prometheus, rates, service
 from fleet.monitor import watch as watching
+from fleet.monitor import workers as workers_of
+from fleet.monitor.queue_flow import Exporter
 from fleet.monitor.settings import ExporterSettings, MonitorSettings
 from imagefleet import aio, concurrency, errors
 from imagefleet.storage.protocol import QueueDepth
 from imagefleet.telemetry import logs, serving
-
-log = logging.getLogger(__name__)
-
-#: The columns of `top`.
-_NAMES = ("worker", "GPU", "group")
-_FIGURES = ("images/s", "idle", "images/$", "failed/h")
-
-#: Columns between two columns of `console.table`.
-_GAP = 2
 
 _UNITS = (("d", 86_400), ("h", 3600), ("min", 60))
 
@@ -64,7 +56,7 @@ class WaitingModel:
 
 @dataclass(frozen=True, slots=True)
 class FleetStatus:
-    """The job queues and their poison queue; *fleet* only with a Prometheus.
+    """The job queues, their poison queue and the campaigns; *fleet* only with a Prometheus.
 
     *queue* is the sum of *queues*, which are in the order in which workers take jobs.
     *without_worker* are the models whose jobs wait until somebody starts a worker for them.
@@ -76,43 +68,48 @@ class FleetStatus:
     fleet: rates.FleetRates | None = None
     queues: Sequence[QueueStatus] = ()
     without_worker: Sequence[WaitingModel] = ()
+    campaigns: Listing | None = None
+
+    def as_record(self) -> dict[str, Any]:
+        listing = self.campaigns
+        return asdict(replace(self, campaigns=None)) | {
+            "campaigns": listing.records() if listing else [],
+            "damaged_files": listing.damaged_files if listing else 0,
+        }
 
 
 @options.from_settings(MonitorSettings)
 def status_command(
     settings: MonitorSettings,
+    campaign: target.OnlyCampaign = None,
+    workers: Annotated[
+        bool,
+        typer.Option("--workers", help="Only the workers by their metrics, the slowest first."),
+    ] = False,
+    count: Annotated[
+        int, typer.Option(min=1, metavar="COUNT", help="Campaigns or workers shown.")
+    ] = 20,
     watch: watching.Watch = False,
     as_json: options.AsJson = False,
 ) -> None:
-    """Shows the waiting, leased and failed jobs.
+    """Shows what the fleet is doing: queues, campaigns, speed.
 
-    With --prometheus also the fleet's images/s and images per dollar.
+    The queues with their waiting, leased and failed jobs, and the campaigns with their jobs by
+    outcome, the latest first; with --prometheus also the fleet's images/s and images per dollar.
 
     imagefleet status --watch
 
-    imagefleet status --prometheus http://localhost:9090 --json
+    imagefleet status spring --json
+
+    imagefleet status --workers --prometheus http://localhost:9090
     """
-    console.run(_show_status(settings, watch=watch, as_json=as_json))
-
-
-@options.from_settings(MonitorSettings)
-def top_command(
-    settings: MonitorSettings,
-    count: Annotated[int, typer.Option(min=1, metavar="COUNT", help="Workers shown.")] = 20,
-    watch: watching.Watch = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print all workers as JSON.")] = False,
-) -> None:
-    """Shows the workers by their metrics, the slowest first.
-
-    imagefleet top --prometheus http://localhost:9090 --watch
-    """
-    if settings.prometheus is None:
-        raise errors.SetupError(
-            "top reads the workers' metrics: give --prometheus, the URL of a Prometheus or"
-            " VictoriaMetrics that has them"
-        )
-    server = prometheus.connected(settings.prometheus, settings.queried_fleet)
-    console.run(_show_workers(server, count, watch=watch, as_json=as_json))
+    only = target.campaign(campaign)
+    if workers and only:
+        raise errors.SetupError("--workers shows those of all campaigns: leave out CAMPAIGN")
+    if workers:
+        console.run(workers_of.show(settings, count, watch=watch, as_json=as_json))
+    else:
+        console.run(_show_status(settings, only, count, watch=watch, as_json=as_json))
 
 
 @options.from_settings(ExporterSettings)
@@ -162,129 +159,44 @@ async def _without_worker(client: aio.Fleet, depth: QueueDepth) -> list[WaitingM
     ]
 
 
-class WorkersTable:
-    """A row per worker in the width there is: figures are whole, and as many names as fit.
-
-    In a narrow terminal the group is left out first, then the GPU; at last a worker's name, which
-    is its machine and its process, loses its middle.
-    """
-
-    def __init__(self, workers: Sequence[rates.WorkerRates]) -> None:
-        self._names = [(each.worker, each.gpu, each.group) for each in workers]
-        self._figures = [
-            (
-                f"{each.images_per_second:.2f}",
-                console.percent(each.gpu_idle_fraction),
-                console.number(each.images_per_dollar),
-                console.number(each.failed_jobs),
-            )
-            for each in workers
-        ]
-
-    def __rich_console__(self, _console: Console, options: ConsoleOptions) -> RenderResult:
-        yield self.table(options.max_width)
-
-    def table(self, width: int) -> Table:
-        figures = _widths(_FIGURES, self._figures)
-        names = _widths(_NAMES, self._names)
-        left = width - sum(figures) - _GAP * len(figures)
-        shown = next((each for each in (3, 2) if sum(names[:each]) + _GAP * (each - 1) <= left), 1)
-        room = max(left, len(_NAMES[0])) if shown == 1 else names[0]
-        table = console.table(
-            *map(console.name_column, _NAMES[:shown]), *map(console.number_column, _FIGURES)
-        )
-        for (worker, *others), row in zip(self._names, self._figures, strict=True):
-            cells = (_shortened(worker, room), *others[: shown - 1], *row)
-            table.add_row(*map(console.untrusted, cells))
-        return table
-
-
-def workers_screen(workers: list[rates.WorkerRates], count: int) -> Group:
-    """The first *count* workers, and the number of all."""
-    shown = min(count, len(workers))
-    return Group(
-        WorkersTable(workers[:count]),
-        Text(f"{shown} of {console.counted(len(workers), 'worker')}"),
-    )
-
-
-def _widths(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> list[int]:
-    return [max(map(cell_len, column)) for column in zip(headings, *rows, strict=True)]
-
-
-def _shortened(name: str, width: int) -> str:
-    """*name* without its middle: its ends tell machines and processes apart."""
-    if cell_len(name) <= width:
-        return name
-    tail = (width - 1) // 3
-    return f"{name[: width - 1 - tail]}…{name[len(name) - tail :]}"
-
-
-async def _show_status(settings: MonitorSettings, *, watch: bool, as_json: bool) -> None:
+async def _show_status(
+    settings: MonitorSettings, only: str | None, count: int, *, watch: bool, as_json: bool
+) -> None:
     async with (
         console.connected(settings) as client,
         prometheus.connected_if(settings.prometheus, settings.queried_fleet) as server,
     ):
-        await watching.show(
-            lambda: read_status(client, server),
-            _status_screen,
-            asdict,
-            is_live=watch,
-            as_json=as_json,
-        )
+        await target.check_campaign(client.storage, only)
+        campaigns = Campaigns(client.storage, only)
 
-
-async def _show_workers(
-    connecting: AbstractAsyncContextManager[prometheus.Prometheus],
-    count: int,
-    *,
-    watch: bool,
-    as_json: bool,
-) -> None:
-    async with connecting as server:
-
-        async def read() -> tuple[list[rates.WorkerRates], str | None]:
-            workers = await rates.worker_rates(server)
-            return workers, await rates.left_out(server, datetime.now(UTC))
+        async def read() -> FleetStatus:
+            status = await read_status(client, server)
+            return replace(status, campaigns=await campaigns.read())
 
         await watching.show(
             read,
-            lambda found: Group(workers_screen(found[0], count), *_notes(found[1])),
-            lambda found: {"workers": [asdict(each) for each in found[0]], "left_out": found[1]},
+            lambda status: _status_screen(status, count),
+            FleetStatus.as_record,
             is_live=watch,
             as_json=as_json,
         )
 
 
 async def _export(settings: ExporterSettings) -> None:
-    from fleet.monitor.queue_flow import Exporter
-    from imagefleet.telemetry import probes, push
-
     async with (
         console.connected(settings) as client,
         prometheus.connected_if(settings.prometheus, settings.queried_fleet) as server,
     ):
         storage = client.storage
         exporter = Exporter(storage, settings, server)
-        async with (
-            probes.serving(
-                exporter.registry,
-                is_live=lambda: True,
-                is_ready=lambda: exporter.has_sampled,
-                host=settings.host,
-                port=settings.port,
-            ) as port,
-            push.pushing(exporter.registry, settings, job="imagefleet-exporter"),
-        ):
-            log.info(
-                "sampling %s of %s; metrics at http://%s:%d/metrics",
-                storage.queue.name,
-                storage.url,
-                settings.host,
-                port,
-                extra={"action": "start", "port": port},
-            )
-            await console.until_stopped(asyncio.create_task(exporter.run(), name="exporter"))
+        await service.run(
+            exporter.run,
+            exporter.registry,
+            settings,
+            name="imagefleet-exporter",
+            doing=f"sampling {storage.queue.name} of {storage.url}",
+            is_ready=lambda: exporter.has_sampled,
+        )
 
 
 def _queue_status(name: str, depth: QueueDepth) -> QueueStatus:
@@ -300,7 +212,7 @@ def _queue_status(name: str, depth: QueueDepth) -> QueueStatus:
     )
 
 
-def _status_screen(status: FleetStatus) -> Group:
+def _status_screen(status: FleetStatus, count: int = 20) -> Group:
     headings = ("messages", "visible", "leased", "oldest")
     table = console.table(console.name_column("queue"), *map(console.number_column, headings))
     shown_queues = [each for each in status.queues if each.model is None or each.messages]
@@ -328,6 +240,11 @@ def _status_screen(status: FleetStatus) -> Group:
         }
         parts.append(console.totals(rows))
         parts += _notes(fleet.left_out)
+    if (listing := status.campaigns) is not None:
+        if listing.rows:
+            parts += [Text(), campaigns_table(listing, count)]
+        for sentence in campaign_notes(listing, count, status.queue.messages):
+            parts += _notes(sentence)
     return Group(*parts)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -12,16 +12,21 @@ import typer
 from rich.table import Table
 
 from fleet import console, options
+from fleet.load import reading
 from fleet.plan import estimate
 from fleet.plan.work import Models, Work, of_count, of_source, read_models
 from imagefleet import errors
 from imagefleet.pricing import families, price_file, prices
+from loadgen import sources
 
 _DEFAULT_GPU = "RTX 3060 Ti"
 _NO_START_UP = estimate.Input(0.0, "assumed", "not included without --bench")
 
 
-def command(
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """What is to be drawn."""
+
     file: Annotated[
         str | None,
         typer.Argument(
@@ -29,19 +34,19 @@ def command(
             help="The batch: a template or a file of jobs, as for `imagefleet load`, whose models,"
             " sizes, steps and numbers of images count.",
         ),
-    ] = None,
+    ] = None
     jobs: Annotated[
         int | None,
         typer.Option(
             min=1, metavar="COUNT", help="Jobs in the batch; with FILE, the first so many of it."
         ),
-    ] = None,
+    ] = None
     images_per_job: Annotated[
         int | None,
         typer.Option(
             min=1, max=1000, metavar="COUNT", help="Images per job. [default: 1, or FILE's]"
         ),
-    ] = None,
+    ] = None
     family: Annotated[
         str | None,
         typer.Option(
@@ -49,7 +54,7 @@ def command(
             help="Model family of jobs without a model, and of models without --model."
             " [default: sd1, for jobs without a model]",
         ),
-    ] = None,
+    ] = None
     model: Annotated[
         list[str] | None,
         typer.Option(
@@ -57,37 +62,48 @@ def command(
             help="Family of a model that jobs name, or its checkpoint, whose header tells it;"
             " repeatable.",
         ),
-    ] = None,
+    ] = None
+
+
+@dataclass(frozen=True, slots=True)
+class Machines:
+    """What draws it, at which speed and price, and by when."""
+
     gpu: Annotated[
         list[str] | None,
         typer.Option(
             metavar="NAME[=COUNT]",
             help=f"GPU class; repeat it, with replicas, for a mix. [default: {_DEFAULT_GPU}]",
         ),
-    ] = None,
+    ] = None
     priority: Annotated[
         str, typer.Option(metavar="|".join(prices.PRIORITIES), help="SaladCloud priority.")
-    ] = "batch",
+    ] = "batch"
     price_per_hour: Annotated[
         float | None, typer.Option(min=0.0001, metavar="DOLLARS", help="$/h of one replica.")
-    ] = None,
-    prices_path: options.PriceFile = None,
+    ] = None
+    prices_path: options.PriceFile = None
     images_per_second: Annotated[
         float | None, typer.Option(min=0.0001, metavar="NUMBER", help="Speed of one replica.")
-    ] = None,
-    bench: options.BenchReports = None,
+    ] = None
+    bench: options.BenchReports = None
     replicas: Annotated[
         int | None, typer.Option(min=1, metavar="COUNT", help="Number of replicas.")
-    ] = None,
-    deadline_hours: Annotated[
+    ] = None
+    deadline: Annotated[
         float | None,
-        typer.Option(min=0.01, metavar="HOURS", help="Plan enough replicas to finish in time."),
-    ] = None,
-    as_json: options.AsJson = False,
-) -> None:
+        typer.Option(
+            min=0.01, metavar="HOURS", help="Plan enough replicas to finish in so many hours."
+        ),
+    ] = None
+
+
+@options.flat
+@console.one_line_errors()
+def command(batch: Batch, machines: Machines, as_json: options.AsJson = False) -> None:
     """Plans a batch: hours, dollars and images per dollar.
 
-    With --deadline-hours, also the replicas needed. Every input is shown with its source. Images of
+    With --deadline, also the replicas needed. Every input is shown with its source. Images of
     another size, number of steps or model family are taken by their operations, where no report is
     of them.
 
@@ -97,43 +113,53 @@ def command(
 
     imagefleet plan --jobs 1000000 --gpu "RTX 3060 Ti=300" --gpu "RTX 4090=20"
 
-    imagefleet plan --jobs 1000000 --gpu "RTX 4090" --deadline-hours 24 --bench bench.json
+    imagefleet plan --jobs 1000000 --gpu "RTX 4090" --deadline 24 --bench bench.json
     """
-    with console.one_line_errors():
-        if replicas is not None and deadline_hours is not None:
-            raise errors.SetupError("give --replicas or --deadline-hours, not both")
-        works = _works(file, jobs, images_per_job, read_models(model or [], family))
-        table = price_file.read_table(prices_path)
-        benches = [estimate.read_bench(path, table) for path in bench or []]
-        named = _named(gpu, benches, replicas)
-        if len(named) > 1 and (price_per_hour is not None or images_per_second is not None):
-            raise errors.SetupError(
-                "--price-per-hour and --images-per-second apply to one GPU class; for a mix use"
-                " --price-file and --bench"
-            )
-        known = prices.as_priority(priority)
-        has_own = price_per_hour is not None and images_per_second is not None
-        mix = []
-        for name, count in named:
-            found = name
-            if not has_own:  # a class with a report need not be in the table
-                measured = prices.matching_gpus(name, [each.gpu for each in benches])
-                found = measured[0] if measured else prices.find_gpu(name, table.gpus)
-            speeds = estimate.find_speeds(found, works, images_per_second, benches)
-            price = estimate.find_price(found, known, price_per_hour, table)
-            made_on = estimate.bench_of(found, benches, works[0].family)
-            start_up = made_on.start_up if made_on else _NO_START_UP
-            speed = estimate.mean_speed(speeds)
-            mix.append(estimate.Part(found, count, speed, price, start_up, speeds))
-        estimate.refuse_unused(benches, {part.gpu for part in mix})
-        images = sum(work.images for work in works)
-        if deadline_hours is not None:
-            mix = estimate.mix_for(images, mix, deadline_hours)
-        plan = estimate.make_plan(sum(work.jobs for work in works), images, mix, table)
+    if machines.replicas is not None and machines.deadline is not None:
+        raise errors.SetupError("give --replicas or --deadline, not both")
+    works = _works(
+        batch.file, batch.jobs, batch.images_per_job, read_models(batch.model or [], batch.family)
+    )
+    table = price_file.read_table(machines.prices_path)
+    mix = _mix(machines, works, table)
+    images = sum(work.images for work in works)
+    if machines.deadline is not None:
+        mix = estimate.mix_for(images, mix, machines.deadline)
+    plan = estimate.make_plan(sum(work.jobs for work in works), images, mix, table)
     if as_json:
         console.print_json({**asdict(plan), "storage_prices": asdict(table.storage)})
     else:
         _show(plan, table)
+
+
+def _mix(
+    machines: Machines, works: Sequence[Work], table: prices.PriceTable
+) -> list[estimate.Part]:
+    """The GPU classes with their speeds and prices."""
+    benches = [estimate.read_bench(path, table) for path in machines.bench or []]
+    named = _named(machines.gpu, benches, machines.replicas)
+    dollars, rate = machines.price_per_hour, machines.images_per_second
+    if len(named) > 1 and (dollars is not None or rate is not None):
+        raise errors.SetupError(
+            "--price-per-hour and --images-per-second apply to one GPU class; for a mix use"
+            " --price-file and --bench"
+        )
+    known = prices.as_priority(machines.priority)
+    has_own = dollars is not None and rate is not None
+    mix = []
+    for name, count in named:
+        found = name
+        if not has_own:  # a class with a report need not be in the table
+            measured = prices.matching_gpus(name, [each.gpu for each in benches])
+            found = measured[0] if measured else prices.find_gpu(name, table.gpus)
+        speeds = estimate.find_speeds(found, works, rate, benches)
+        price = estimate.find_price(found, known, dollars, table)
+        made_on = estimate.bench_of(found, benches, works[0].family)
+        start_up = made_on.start_up if made_on else _NO_START_UP
+        speed = estimate.mean_speed(speeds)
+        mix.append(estimate.Part(found, count, speed, price, start_up, speeds))
+    estimate.refuse_unused(benches, {part.gpu for part in mix})
+    return mix
 
 
 def _works(
@@ -146,9 +172,6 @@ def _works(
         return of_count(jobs, images_per_job or 1, models.family_of(None))
     if images_per_job is not None:
         raise errors.SetupError("--images-per-job goes with --jobs: the jobs of FILE say it")
-    from fleet.load import reading
-    from loadgen import sources
-
     read = functools.partial(reading, Path(file), is_shown=True)
     with read("reading") as on_read:
         source = sources.open_source(file, count=jobs, on_read=on_read)

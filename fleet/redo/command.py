@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from fleet import console, options
+from fleet.campaigns import target
 from fleet.options import Since
 from imagefleet import errors, signing
 from imagefleet.storage.settings import SignerSettings, StorageSettings
@@ -22,27 +23,55 @@ if TYPE_CHECKING:
 _SHOWN = 20
 
 
-@options.from_settings(SignerSettings)
-def command(
-    settings: SignerSettings,
+@dataclass(frozen=True, slots=True)
+class Which:
+    """The images that are drawn again."""
+
+    job: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="CAMPAIGN[/ID]",
+            help="The images of this job, or this image of it, as in spring/a-2.png; for --worker"
+            " and --suspect, only images of this campaign.",
+        ),
+    ] = None
     worker: Annotated[
         str | None,
         typer.Option(metavar="ID", help="Images of this worker, or machine on SaladCloud."),
-    ] = None,
+    ] = None
     suspect: Annotated[
         bool,
         typer.Option(
             "--suspect", help="Images that nodes which failed their checks have marked as suspect."
         ),
-    ] = False,
-    blob: Annotated[
-        str | None, typer.Option(metavar="NAME", help="This image, such as default/a.png.")
-    ] = None,
-    campaign: options.CampaignOfImages = None,
-    since: Since = None,
+    ] = False
+    since: Since = None
     until: Annotated[
         str | None, typer.Option(metavar="TIME", help="Only what was stored until then.")
-    ] = None,
+    ] = None
+
+    def wanted(self) -> select.Wanted:
+        """What is selected; raises SetupError for options that choose nothing, or two things."""
+        from fleet.redo import select
+
+        named = target.images(self.job)
+        if sum((self.worker is not None, self.suspect, named.id is not None)) != 1:
+            raise errors.SetupError("choose the images: CAMPAIGN/ID, --worker or --suspect")
+        if self.worker is None and (self.since or self.until):
+            raise errors.SetupError("--since and --until go with --worker")
+        return select.Wanted(
+            worker=self.worker,
+            suspect=self.suspect,
+            named=named,
+            since=options.read_moment("--since", self.since),
+            until=options.read_moment("--until", self.until),
+        )
+
+
+@options.from_settings(SignerSettings)
+def command(
+    settings: SignerSettings,
+    which: Which,
     jobs: Annotated[
         Path | None,
         typer.Option(
@@ -59,29 +88,16 @@ def command(
 
     Each image is put aside under -replaced/, then its job is sent again, as the image has it in
     itself. If this is interrupted, the next run finishes what was begun. It deletes images: the
-    tokens of `imagefleet keys operator` allow that. Exit code 4: some images stay, because their
-    jobs are not known.
+    tokens of `imagefleet keys mint operator` allow that. Exit code 4: some images stay, because
+    their jobs are not known.
 
     imagefleet redo --worker 0d8f5c1e-7 --since 2026-12-01T08:00 --dry-run
 
     imagefleet redo --suspect
 
-    imagefleet redo --blob default/a.png
+    imagefleet redo spring/0001
     """
-    from fleet.redo import select
-
-    if sum((worker is not None, suspect, blob is not None)) != 1:
-        raise errors.SetupError("choose the images: --worker, --suspect or --blob")
-    if worker is None and (since or until):
-        raise errors.SetupError("--since and --until go with --worker")
-    wanted = select.Wanted(
-        worker=worker,
-        suspect=suspect,
-        blob=blob,
-        campaign=campaign,
-        since=options.read_moment("--since", since),
-        until=options.read_moment("--until", until),
-    )
+    wanted = which.wanted()
     given = {} if jobs is None else _read_jobs(jobs, settings.keys().signing)
     result = console.run(_run(settings, wanted, given, dry_run=dry_run, yes=yes, quiet=as_json))
     if as_json:
@@ -123,7 +139,7 @@ async def _run(
             for journal in journals:
                 await replace.finish(storage, journal, finished)
         with console.counting("listed", None, quiet=quiet) as on_listed:
-            found = await selecting.select(storage.blobs, wanted, on_listed)
+            found = await selecting.select(storage, wanted, on_listed)
         result = {
             "images": len(found.images),
             "workers": dict(found.by_worker.most_common()),
@@ -139,9 +155,7 @@ async def _run(
         images = console.counted(len(found.images), "image")
         console.confirm(f"Have {images} drawn again{cost}?", yes=yes)
         finder = JobFinder(storage.blobs, given, fleet.keys.trusted)
-        await finder.list_duplicates(
-            wanted.blob or (f"{wanted.campaign}/" if wanted.campaign else "")
-        )
+        await finder.list_duplicates(wanted.named.prefix)
         replaced = replace.Replaced()
         with console.counting("replaced", len(found.images), quiet=quiet) as on_image:
             refused = await replace.replace(storage, found.images, finder, replaced, on_image)

@@ -6,8 +6,8 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 
-from fleet.verify import picture
 from imagefleet import errors
+from imagefleet.files import picture
 from imagefleet.job.message import DUPLICATES, MAX_IMAGE_BYTES, Job, job_key, read_job
 from imagefleet.signing import TrustedKeys
 from imagefleet.storage.protocol import BlobStore

@@ -79,7 +79,7 @@ async def check_access(storage: Storage) -> None:
         raise errors.SetupError(
             "the credentials may not delete images: `redo` needs the account's key, an identity"
             " with the role Storage Blob Data Contributor, or the tokens of `imagefleet keys"
-            " operator`"
+            " mint operator`"
         )
 
 

@@ -1,4 +1,4 @@
-"""Images that are to be drawn again: a worker's, those of suspect records, or one by its name."""
+"""Images that are to be drawn again: a worker's, those of suspect records, or a job's."""
 
 from __future__ import annotations
 
@@ -9,9 +9,12 @@ from datetime import datetime
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from fleet.campaigns.target import ALL, Target, check_campaign, unknown_job
 from fleet.verify.quarantine import node_of
 from imagefleet import concurrency, errors
-from imagefleet.job.message import ASIDE, CHECKS, DUPLICATES, SUSPECT
+from imagefleet.job.message import ASIDE, CHECKS, DUPLICATES, SUSPECT, job_key
+from imagefleet.records import outcomes
+from imagefleet.storage.open import Storage
 from imagefleet.storage.protocol import BlobRecord, BlobStore
 
 #: The longest record: above one of 50,000 images, the most of a worker.
@@ -53,18 +56,19 @@ class Wanted:
 
     worker: str | None = None
     suspect: bool = False
-    blob: str | None = None
-    campaign: str | None = None
+    named: Target = ALL
     since: datetime | None = None
     until: datetime | None = None
 
 
-async def select(blobs: BlobStore, wanted: Wanted, on_listed: Callable[[], None]) -> Selection:
+async def select(storage: Storage, wanted: Wanted, on_listed: Callable[[], None]) -> Selection:
     """Reads which images are wanted; *on_listed* is called for each that is looked at."""
-    if wanted.blob is not None:
-        return await _by_name(blobs, wanted.blob)
+    blobs, campaign = storage.blobs, wanted.named.campaign
+    if campaign is not None and wanted.named.id is not None:
+        return await _of_job(storage, campaign, wanted.named.id)
+    await check_campaign(storage, campaign)
     if wanted.suspect:
-        return await _by_records(blobs, wanted.campaign, on_listed)
+        return await _by_records(blobs, campaign, on_listed)
     return await _by_worker(blobs, wanted, on_listed)
 
 
@@ -73,17 +77,24 @@ def is_image(name: str) -> bool:
     return name.startswith(CHECKS) or not name.startswith(ASIDE)
 
 
-async def _by_name(blobs: BlobStore, name: str) -> Selection:
-    metadata = await blobs.metadata(name) if is_image(name) else None
-    if metadata is None:
-        raise errors.SetupError(f"there is no image {name!r}: give the name of its blob")
-    return Selection({name: metadata})
+async def _of_job(storage: Storage, campaign: str, job_id: str) -> Selection:
+    """The images of a job, or the one image of that name."""
+    name = job_key(campaign, job_id)
+    if (metadata := await storage.blobs.metadata(name)) is not None:
+        return Selection({name: metadata})
+    job = outcomes.JobFacts(job_id, campaign)
+    stored = [each.blob for each in await outcomes.stored_images(storage, job) if each.blob]
+    found = [await storage.blobs.metadata(blob) for blob in stored]
+    images = {blob: each for blob, each in zip(stored, found, strict=True) if each is not None}
+    if not images:
+        raise await unknown_job(storage, Target(campaign, job_id))
+    return Selection(images)
 
 
 async def _by_worker(blobs: BlobStore, wanted: Wanted, on_listed: Callable[[], None]) -> Selection:
     found = Selection()
     runs: dict[tuple[float, str], list[datetime]] = {}
-    async for record in _records(blobs, wanted.campaign):
+    async for record in _records(blobs, wanted.named.campaign):
         on_listed()
         worker = record.metadata.get("worker", "")
         if wanted.worker not in {worker, node_of(worker)} or not _is_between(record, wanted):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from fleet import console, options
+from fleet.campaigns import target
 from fleet.monitor import prometheus
 from fleet.monitor.settings import MonitorSettings
 from fleet.report import figures as report_figures
@@ -18,42 +19,53 @@ from fleet.report import records as report_records
 from imagefleet import errors
 from imagefleet.job.message import DEFAULT_CAMPAIGN
 from imagefleet.pricing import price_file, prices
+from imagefleet.scoring import scores as campaign_scores
+from imagefleet.scoring.scores import Scores
 from imagefleet.storage.open import LOCAL_SCHEME
 
 if TYPE_CHECKING:
-    from evaluation.score.scores import Scores
     from fleet.report.samples import Sample
 
 #: Reasons for damage that stderr shows; the page and the JSON have some more.
 _SHOWN_REASONS = 3
 
 
-@options.from_settings(MonitorSettings)
-def command(
-    settings: MonitorSettings,
-    campaign: options.CampaignName = DEFAULT_CAMPAIGN,
-    html: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="The page [default: NAME-report.html].")
-    ] = None,
-    json_file: options.JsonFile = None,
+@dataclass(frozen=True, slots=True)
+class Price:
+    """The price of a worker, where it is not what the workers recorded."""
+
     price_per_hour: Annotated[
         float | None,
         typer.Option(
             min=0.0001, metavar="DOLLARS", help="$/h of one worker, instead of what it recorded."
         ),
-    ] = None,
+    ] = None
     gpu: Annotated[
         str | None, typer.Option(metavar="NAME", help="GPU class, to use its listed price.")
-    ] = None,
+    ] = None
     priority: Annotated[
         prices.Priority, typer.Option(help="SaladCloud priority of that price.")
-    ] = "batch",
-    prices_path: options.PriceFile = None,
+    ] = "batch"
+    prices_path: options.PriceFile = None
+
+
+@options.from_settings(MonitorSettings)
+def command(
+    settings: MonitorSettings,
+    campaign: target.Campaign = DEFAULT_CAMPAIGN,
+    *,
+    price: Price,
+    output: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="The page [default: NAME-report.html].")
+    ] = None,
+    json_file: options.JsonFile = None,
     scores: Annotated[
         Path | None,
         typer.Option(metavar="FILE", help="The --json-file of `imagefleet score`, for its curve."),
     ] = None,
-    samples: Annotated[int, typer.Option(min=0, max=200, help="Sample pictures on the page.")] = 24,
+    limit: Annotated[
+        int, typer.Option(min=0, max=200, metavar="COUNT", help="Sample pictures on the page.")
+    ] = 24,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, write no page.")] = False,
 ) -> None:
     """Writes a campaign's report: throughput, cost, failures.
@@ -61,17 +73,17 @@ def command(
     It is made from the workers' records. With --prometheus, it also has what only the
     metrics know: the whole cost and the waste.
 
-    imagefleet report --campaign spring
+    imagefleet report spring
 
-    imagefleet report --campaign spring --prometheus http://localhost:9090 --json-file spring.json
+    imagefleet report spring --prometheus http://localhost:9090 --json-file spring.json
     """
-    options.check_campaign(campaign)
-    table = price_file.read_table(prices_path)
+    campaign = target.campaign(campaign)
+    table = price_file.read_table(price.prices_path)
     if settings.storage.strip().startswith(LOCAL_SCHEME):
         table = replace(table, storage=prices.FREE_STORAGE)
     scored = _read_scores(scores, campaign)
-    price = _price(price_per_hour, gpu, priority, table)
-    figures, metrics, sampled = console.run(_read(settings, campaign, table, price, samples))
+    dollars = _price(price, table)
+    figures, metrics, sampled = console.run(_read(settings, campaign, table, dollars, limit))
     made_at = datetime.now(UTC)
     if figures.damage:
         console.print_warning(_left_out(figures))
@@ -90,7 +102,7 @@ def command(
         return
     from fleet.report import page as report_page  # only this loads jinja2
 
-    page = html or Path(f"{campaign}-report.html")
+    page = output or Path(f"{campaign}-report.html")
     console.write_file(page, report_page.render(figures, metrics, sampled, made_at, scored))
     console.print_plain(f"{_summary(figures)}\nReport: {page}")
 
@@ -99,9 +111,7 @@ def _read_scores(path: Path | None, campaign: str) -> Scores | None:
     """The scores in a file; raises SetupError for those of another campaign."""
     if path is None:
         return None
-    from evaluation.score import scores
-
-    found = scores.read(path)
+    found = campaign_scores.read(path)
     if found.campaign != campaign:
         raise errors.SetupError(f"{path} has the scores of {found.campaign}, not of {campaign}")
     return found
@@ -118,6 +128,7 @@ async def _read(
 
     async with console.connected(settings) as client:
         storage = client.storage
+        await target.check_campaign(storage, campaign)
         records = await report_records.read_records(storage, campaign, samples)
         if not (records.images or records.failed or records.cancelled):
             raise errors.SetupError(
@@ -132,12 +143,11 @@ async def _read(
     return figures, metrics, sampled
 
 
-def _price(
-    given: float | None, gpu: str | None, priority: prices.Priority, table: prices.PriceTable
-) -> tuple[float | None, str]:
+def _price(wanted: Price, table: prices.PriceTable) -> tuple[float | None, str]:
     """$/h of one worker, or None for what each recorded, and the source of the price."""
-    if given is not None:
-        return given, "given with --price-per-hour"
+    gpu, priority = wanted.gpu, wanted.priority
+    if wanted.price_per_hour is not None:
+        return wanted.price_per_hour, "given with --price-per-hour"
     if gpu is None:
         return None, "recorded by the workers with each image"
     name = prices.find_gpu(gpu, table.gpus)

@@ -9,13 +9,15 @@ from datetime import datetime
 import jinja2
 from markupsafe import Markup
 
-from evaluation.score import curve, table
-from evaluation.score.scores import Scores
 from fleet.console import counted
 from fleet.report.figures import Figures
 from fleet.report.metrics import Metrics
-from fleet.report.plot import Bar, Line, bars, histogram, number_text, time_plot
+from fleet.report.plot import Bar, Line, bars, histogram, time_plot
 from fleet.report.samples import Sample
+from imagefleet.scoring import curve
+from imagefleet.scoring import scores as campaign_scores
+from imagefleet.scoring.axes import number_text
+from imagefleet.scoring.scores import Scores
 
 #: Rows of the table of workers, the slowest first.
 _MAX_WORKERS = 15
@@ -63,7 +65,7 @@ def _curve(scores: Scores | None) -> Markup:
 
 
 def _scored_with(scores: Scores | None) -> dict[str, str]:
-    return table.facts(scores) if scores else {}
+    return campaign_scores.facts(scores) if scores else {}
 
 
 def _plots(figures: Figures) -> dict[str, Markup]:

@@ -9,11 +9,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from fleet import contact_sheet
-from fleet.report.plot import number_text
 from fleet.report.records import Records
 from imagefleet import errors
+from imagefleet.files import picture
 from imagefleet.job import prompt
 from imagefleet.job.message import MAX_IMAGE_BYTES
+from imagefleet.scoring.axes import number_text
 from imagefleet.storage import protocol
 
 #: The longer side of a sample: twice its size on the page, for screens of high resolution.
@@ -50,7 +51,7 @@ async def read(blobs: protocol.BlobStore, records: Records) -> list[Sample]:
             if data is None:
                 continue
             samples.append(shrunk(name.job, blobs.address(name.blob), data))
-        except (contact_sheet.DamagedImageError, errors.JobError) as error:
+        except (picture.DamagedImageError, errors.JobError) as error:
             records.damaged.add(name.blob, str(error))
             records.damaged_samples += 1
             samples.append(Sample(name.job, blobs.address(name.blob)))

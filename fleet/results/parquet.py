@@ -36,12 +36,11 @@ def arrow() -> Any:
 def schema() -> pa.Schema:
     """The columns of results; text and numbers are null where a record lacks them."""
     pa = arrow()
-    text, number, real = pa.string(), pa.int64(), pa.float64()
+    text, real = pa.string(), pa.float64()
     types = {
         **dict.fromkeys(columns.COLUMNS, text),
-        **dict.fromkeys(("index", "stage", "seed", "steps", "clip_skip"), number),
-        **dict.fromkeys(("width", "height", "attempts", "size_bytes"), number),
-        **dict.fromkeys(("cfg_scale", "seconds"), real),
+        **dict.fromkeys(columns.INTEGERS, pa.int64()),
+        **dict.fromkeys(columns.REALS, real),
         "loras": pa.list_(pa.struct([("name", text), ("weight", real)])),
         "embeddings": pa.list_(pa.struct([("name", text), ("sha256", text)])),
         "at": pa.timestamp("us", "UTC"),

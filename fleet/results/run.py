@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import TextIO
 
 from fleet import console
-from fleet.results import download, files, follow, lines, parquet, table
+from fleet.campaigns import target
+from fleet.results import download, files, lines, parquet, table
 from imagefleet.records import reader
 from imagefleet.records.damaged import Damaged
 from imagefleet.records.record import Record
@@ -58,7 +59,9 @@ class _Run:
         """Results from a follower's *position* on, until the campaign's end; *left* at most."""
         wanted = self.wanted
         follower = reader.Follower(self.storage, wanted.campaign, position, self.damaged)
-        polls = follow.follow(self.storage, follower, wanted.campaign, wanted.outcomes)
+        polls = reader.follow(
+            self.storage, follower, wanted.campaign, wanted.outcomes, console.print_warning
+        )
         if left is not None and left <= 0:
             return
         async for batch in polls:
@@ -84,7 +87,8 @@ class _Run:
 async def run(settings: StorageSettings, wanted: Wanted) -> bool:
     """Does what is *wanted*; False if images are missing."""
     async with console.connected(settings) as fleet:
-        await reader.check_exists(fleet.storage, wanted.campaign)
+        if unsure := await target.check_campaign(fleet.storage, wanted.campaign):
+            console.print_warning(unsure)
         this = _Run(wanted, fleet.storage)
         is_whole = True
         try:
@@ -184,7 +188,7 @@ async def _show(this: _Run) -> None:
     if shown < (total := this.total_of(counts)):
         console.print_note(
             f"{shown:,} of {console.counted(total, 'result')} shown: --limit COUNT shows more of"
-            " each kind; --json, --csv and --parquet FILE have all"
+            " each kind; --json and --format have all"
         )
     if wanted.follow:
         left = None if wanted.limit is None else wanted.limit - shown

@@ -1,1 +1,1 @@
-"""`imagefleet deploy salad`: a fleet on SaladCloud."""
+"""`imagefleet deploy`: a fleet on SaladCloud."""

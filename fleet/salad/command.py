@@ -1,8 +1,9 @@
-"""`imagefleet deploy salad`: turns a fleet file into container groups, and keeps them in sync."""
+"""`imagefleet deploy`: turns a fleet file into container groups, and keeps them in sync."""
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -11,45 +12,49 @@ from fleet import console, options
 from fleet.options import AsJson, Yes
 from fleet.salad import deployment, gpus, groups, running
 from fleet.salad import options as salad_options
-from fleet.salad.options import File, Replicas, WaitMinutes
-from fleet.salad.render import render
-from imagefleet import concurrency
+from fleet.salad.options import File, WaitMinutes
+from fleet.salad.render import Rendering, render
+from imagefleet import concurrency, errors
 
-app = typer.Typer(no_args_is_help=True, help="Deploys workers to where the GPUs are.")
-salad = typer.Typer(
+app = typer.Typer(
     no_args_is_help=True,
+    help="Deploys workers to SaladCloud: the container groups of a fleet, from one fleet file.",
     epilog="To roll out a change, edit the file and `apply` it again.",
 )
-app.add_typer(salad, name="salad", short_help="SaladCloud's container groups.")
 
 
-@salad.callback()
-def group() -> None:
-    """Manages the container groups of a fleet on SaladCloud, from one fleet file.
+@dataclass(frozen=True, slots=True)
+class Change:
+    """How many replicas there shall be, and how old ones give way to new ones."""
 
-    imagefleet deploy salad render
-
-    imagefleet deploy salad apply --dry-run
-
-    imagefleet deploy salad apply
-    """
-
-
-salad.command("render")(render)
-
-
-@salad.command()
-@console.synchronous
-async def apply(
-    file: File = None,
-    replicas: Replicas = None,
+    replicas: Annotated[
+        int | None,
+        typer.Option(min=1, max=50_000, metavar="COUNT", help="Overrides the file's replicas."),
+    ] = None
+    resize: Annotated[
+        int | None,
+        typer.Option(
+            min=0,
+            max=50_000,
+            metavar="COUNT",
+            help="Set the total of replicas in place, and change nothing else.",
+        ),
+    ] = None
     enough: Annotated[
         float,
         typer.Option(
             min=0, max=1, help="Share of new replicas that must run before old ones are drained."
         ),
-    ] = 0.8,
-    wait_minutes: WaitMinutes = 60,
+    ] = 0.8
+    wait_minutes: WaitMinutes = 60
+
+
+@app.command()
+@options.flat
+def apply(
+    change: Change,
+    rendering: Rendering,
+    file: File = None,
     dry_run: Annotated[bool, options.dry_run("the changes and their price")] = False,
     yes: Yes = False,
     as_json: AsJson = False,
@@ -58,12 +63,32 @@ async def apply(
 
     Replicas are changed in place. Any other change restarts workers, so it creates new groups, and
     drains and deletes the old ones once enough of the new replicas run. After a failure, run it
-    again.
+    again. With --resize only the number of replicas changes; `imagefleet scale` sets it by the
+    queue instead, again and again.
 
-    imagefleet deploy salad apply --dry-run
+    imagefleet deploy apply --render
 
-    imagefleet deploy salad apply --replicas 20 --yes
+    imagefleet deploy apply --dry-run
+
+    imagefleet deploy apply --replicas 20 --yes
+
+    imagefleet deploy apply --resize 300
     """
+    if change.resize is not None and (change.replicas is not None or rendering.render):
+        raise errors.SetupError("--resize changes nothing else: leave out --replicas and --render")
+    if rendering.render:
+        render(file, change.replicas, rendering, as_json=as_json)
+    elif change.resize is not None:
+        console.run(running.resize(file, change.resize, dry_run=dry_run, yes=yes, as_json=as_json))
+    elif rendering != Rendering():
+        raise errors.SetupError("--bench, --price-file and --show-secrets go with --render")
+    else:
+        console.run(_apply(file, change, dry_run=dry_run, yes=yes, as_json=as_json))
+
+
+async def _apply(
+    file: Path | None, change: Change, *, dry_run: bool, yes: bool, as_json: bool
+) -> None:
     fleet_file, folder = salad_options.read_file(file)
     async with salad_options.connected(fleet_file, folder) as fleet:
         known, existing, quota = await concurrency.gather(
@@ -74,7 +99,7 @@ async def apply(
             fleet_file,
             classes,
             lambda source: source.read(folder),
-            replicas,
+            change.replicas,
             existing=[group.name for group in existing],
         )
         plan = deployment.changes(bodies, existing)
@@ -93,16 +118,15 @@ async def apply(
                 console.confirm("Apply?", yes=yes)
             await fleet.carry_out(plan)
             if plan.old:
-                await fleet.replace(plan.old, enough=enough, wait_seconds=wait_minutes * 60)
-            console.print_note(
-                "done; `imagefleet deploy salad status --watch` shows the replicas start"
-            )
+                seconds = change.wait_minutes * 60
+                await fleet.replace(plan.old, enough=change.enough, wait_seconds=seconds)
+            console.print_note("done; `imagefleet deploy status --watch` shows the replicas start")
     if as_json:
         console.print_json({"fleet": fleet_file.name, "dry_run": dry_run, **_record(plan, price)})
 
 
-for command in (running.resize, running.status, running.drain, running.delete):
-    salad.command()(command)
+for command in (running.status, running.drain):
+    app.command()(command)
 
 
 def _plan_lines(plan: deployment.Changes) -> list[str]:

@@ -82,12 +82,12 @@ def refuse_unscalable(groups: Sequence[Group], replicas: int) -> None:
     """Raises SetupError if *groups* are of several revisions or too few for *replicas*."""
     if is_rolling(groups):
         raise errors.SetupError(
-            "a rolling change is unfinished: run `imagefleet deploy salad apply` to continue it"
+            "a rolling change is unfinished: run `imagefleet deploy apply` to continue it"
         )
     if replicas > len(groups) * salad_groups.MAX_REPLICAS:
         raise errors.SetupError(
             f"{len(groups)} groups can have {salad_groups.MAX_REPLICAS} replicas each, fewer than"
-            f" {replicas:,}: `imagefleet deploy salad apply --replicas {replicas}` adds groups"
+            f" {replicas:,}: `imagefleet deploy apply --replicas {replicas}` adds groups"
         )
 
 
@@ -114,7 +114,7 @@ class Deployment:
         if not groups:
             raise errors.SetupError(
                 f"the fleet {self.fleet} has no groups on SaladCloud: create them with"
-                " `imagefleet deploy salad apply`"
+                " `imagefleet deploy apply`"
             )
         return groups
 
@@ -224,7 +224,7 @@ class Deployment:
             if time.monotonic() > deadline:
                 raise errors.TransientError(
                     f"after {wait_seconds / 60:,.0f} minutes: {text}. Nothing was undone: check"
-                    " `imagefleet deploy salad status`, and run the same command again to continue"
+                    " `imagefleet deploy status`, and run the same command again to continue"
                 )
             await asyncio.sleep(POLL_SECONDS)
 

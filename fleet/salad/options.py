@@ -1,4 +1,4 @@
-"""Options, files and questions shared by the commands of `imagefleet deploy salad`."""
+"""Options, files and questions shared by the commands of `imagefleet deploy`."""
 
 from __future__ import annotations
 
@@ -25,10 +25,6 @@ File = Annotated[
         metavar="FILE",
         help="The fleet file [default: fleet.yaml, else deploy/salad/fleet.yaml].",
     ),
-]
-Replicas = Annotated[
-    int | None,
-    typer.Option(min=1, max=50_000, metavar="COUNT", help="Overrides the file's replicas."),
 ]
 WaitMinutes = Annotated[
     float, typer.Option(min=0, metavar="MINUTES", help="Longest wait for instances.")

@@ -1,9 +1,10 @@
-"""`imagefleet deploy salad render`: the requests and the price of a fleet file, without a call."""
+"""`imagefleet deploy apply --render`: the requests and the price of a fleet file, offline."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -11,40 +12,42 @@ from pydantic import SecretStr
 from rich.table import Table
 
 from fleet import console
-from fleet.options import AsJson, BenchReports, PriceFile
+from fleet.options import BenchReports, PriceFile
 from fleet.plan import estimate, work
 from fleet.salad import file as salad_file
 from fleet.salad import gpus, groups, models
 from fleet.salad import options as salad_options
-from fleet.salad.options import File, Replicas
 from imagefleet import errors
 from imagefleet.pricing import families, price_file
 
 
+@dataclass(frozen=True, slots=True)
+class Rendering:
+    """The options of `deploy apply --render`."""
+
+    render: Annotated[
+        bool,
+        typer.Option(
+            "--render",
+            help="Print the groups of the file and their price, by the built-in table or"
+            " --price-file: makes no call and needs no API key.",
+        ),
+    ] = False
+    bench: BenchReports = None
+    prices_path: PriceFile = None
+    show_secrets: Annotated[bool, typer.Option("--show-secrets", help="Do not mask secrets.")] = (
+        False
+    )
+
+
 @console.one_line_errors()
-def render(
-    file: File = None,
-    replicas: Replicas = None,
-    bench: BenchReports = None,
-    prices_path: PriceFile = None,
-    show_secrets: Annotated[
-        bool, typer.Option("--show-secrets", help="Do not mask secrets.")
-    ] = False,
-    as_json: AsJson = False,
-) -> None:
-    """Prints the groups of a fleet file, as `apply` creates them, and their price.
-
-    It makes no call and needs no API key: prices are those of the built-in table or --price-file.
-
-    imagefleet deploy salad render
-
-    imagefleet deploy salad render --replicas 750 --json
-    """
+def render(file: Path | None, replicas: int | None, rendering: Rendering, *, as_json: bool) -> None:
+    """Prints the groups of a fleet file, as `apply` creates them, and their price."""
     fleet_file, folder = salad_options.read_file(file)
-    table = price_file.read_table(prices_path)
+    table = price_file.read_table(rendering.prices_path)
     classes = fleet_file.gpu_classes(gpus.built_in(table))
     served = fleet_file.served_models()
-    benches = [estimate.read_bench(path, table) for path in bench or []]
+    benches = [estimate.read_bench(path, table) for path in rendering.bench or []]
     estimate.refuse_unused(benches, [each.name for each in classes])
     missing: list[str] = []
 
@@ -52,13 +55,13 @@ def render(
         try:
             return source.read(folder)
         except errors.SetupError as error:
-            if show_secrets:
+            if rendering.show_secrets:
                 raise
             missing.append(error.message)
             return SecretStr(groups.MASKED)
 
     bodies = groups.render(fleet_file, classes, read_secret, replicas)
-    shown = (groups.reveal if show_secrets else groups.mask)(bodies)
+    shown = (groups.reveal if rendering.show_secrets else groups.mask)(bodies)
     total = sum(body["replicas"] for body in bodies)
     price = gpus.replica_price(classes, fleet_file.priority).times(total)
     rows = [_row(each, fleet_file.priority, benches, served) for each in classes]

@@ -1,9 +1,10 @@
-"""`imagefleet deploy salad resize`, `status`, `drain` and `delete`."""
+"""Groups that run: `imagefleet deploy status` and `drain`, and the number of replicas."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -14,25 +15,15 @@ from fleet.monitor import watch as watching
 from fleet.options import AsJson, Yes
 from fleet.salad import deployment, gpus
 from fleet.salad import options as salad_options
-from fleet.salad.groups import Group, Quota
+from fleet.salad.groups import Group, Quota, split
 from fleet.salad.options import File, WaitMinutes
-from imagefleet import concurrency
-
-ReplicaCount = Annotated[
-    int, typer.Argument(metavar="REPLICAS", min=0, help="Total of all groups.")
-]
+from imagefleet import concurrency, errors
 
 
-@console.synchronous
 async def resize(
-    replicas: ReplicaCount, file: File = None, yes: Yes = False, as_json: AsJson = False
+    file: Path | None, replicas: int, *, dry_run: bool, yes: bool, as_json: bool
 ) -> None:
-    """Sets the number of replicas in place, without restarting workers.
-
-    `imagefleet scale` sets it by the queue instead, again and again.
-
-    imagefleet deploy salad resize 300
-    """
+    """Sets the number of replicas in place, without restarting workers."""
     fleet_file, folder = salad_options.read_file(file)
     async with salad_options.connected(fleet_file, folder) as fleet:
         groups, known, quota = await concurrency.gather(
@@ -44,9 +35,13 @@ async def resize(
         price = groups[0].price(known)
         cost = f"{price.times(replicas)} while all run" if price else "unknown price"
         console.print_note(f"{replicas:,} replicas, {more:+,}: {cost}")
-        if more > 0 or any(group.is_stopped for group in groups):
-            console.confirm("Resize?", yes=yes)
-        shares = await fleet.scale(replicas, groups)
+        if dry_run:
+            parts = split(replicas, len(groups))
+            shares = {group.name: part for group, part in zip(groups, parts, strict=True)}
+        else:
+            if more > 0 or any(group.is_stopped for group in groups):
+                console.confirm("Resize?", yes=yes)
+            shares = await fleet.scale(replicas, groups)
     if as_json:
         console.print_json(
             {
@@ -62,7 +57,7 @@ async def resize(
 async def status(file: File = None, watch: watching.Watch = False, as_json: AsJson = False) -> None:
     """Shows the groups, their instances and the current cost.
 
-    imagefleet deploy salad status --watch
+    imagefleet deploy status --watch
     """
     fleet_file, folder = salad_options.read_file(file)
     async with salad_options.connected(fleet_file, folder) as fleet:
@@ -79,49 +74,44 @@ async def status(file: File = None, watch: watching.Watch = False, as_json: AsJs
 
 @console.synchronous
 async def drain(
-    file: File = None, wait_minutes: WaitMinutes = 15, yes: Yes = False, as_json: AsJson = False
+    file: File = None,
+    wait_minutes: WaitMinutes = 15,
+    delete: Annotated[
+        bool, typer.Option("--delete", help="Then delete the groups, also after a vain wait.")
+    ] = False,
+    yes: Yes = False,
+    as_json: AsJson = False,
 ) -> None:
     """Stops all workers, then the groups.
 
     A stopped group costs nothing; `apply` starts it again. Jobs that a worker cannot release in
     time return to the queue when their leases end.
 
-    imagefleet deploy salad drain
+    imagefleet deploy drain
+
+    imagefleet deploy drain --delete
     """
     fleet_file, folder = salad_options.read_file(file)
     async with salad_options.connected(fleet_file, folder) as fleet:
         groups = await fleet.existing_groups()
-        running = sum(group.running for group in groups)
-        if running:
-            console.confirm(f"Stop {console.counted(running, 'running worker')}?", yes=yes)
-        await fleet.drain(wait_minutes * 60)
-    if as_json:
-        console.print_json({"drained": [group.name for group in groups]})
-
-
-@console.synchronous
-async def delete(
-    file: File = None, wait_minutes: WaitMinutes = 15, yes: Yes = False, as_json: AsJson = False
-) -> None:
-    """Deletes all groups of the fleet.
-
-    Run `drain` first, so that no work is lost.
-
-    imagefleet deploy salad delete
-    """
-    fleet_file, folder = salad_options.read_file(file)
-    async with salad_options.connected(fleet_file, folder) as fleet:
-        groups = await fleet.existing_groups()
-        running = sum(group.running for group in groups)
-        console.confirm(
-            f"Delete {console.counted(len(groups), 'group')} of {fleet_file.name}"
-            f" ({console.counted(running, 'running worker')})?",
-            yes=yes,
-        )
         names = [group.name for group in groups]
-        await fleet.delete(names, wait_minutes * 60)
+        running = sum(group.running for group in groups)
+        workers = console.counted(running, "running worker")
+        if delete:
+            of_fleet = f"{console.counted(len(groups), 'group')} of {fleet_file.name}"
+            console.confirm(f"Stop and delete {of_fleet} ({workers})?", yes=yes)
+        elif running:
+            console.confirm(f"Stop {workers}?", yes=yes)
+        try:
+            await fleet.drain(wait_minutes * 60)
+        except errors.TransientError as error:
+            if not delete:
+                raise
+            console.print_warning(error.message)
+        if delete:
+            await fleet.delete(names, wait_minutes * 60)
     if as_json:
-        console.print_json({"deleted": names})
+        console.print_json({"drained": names, "deleted": names if delete else []})
 
 
 def _dollars(groups: Sequence[Group], known: Sequence[gpus.GpuClass]) -> gpus.PriceRange:

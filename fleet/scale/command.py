@@ -7,6 +7,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Any
@@ -29,14 +30,13 @@ from imagefleet.telemetry import logs
 log = logging.getLogger(__name__)
 
 
-@options.from_settings(MonitorSettings)
-@console.synchronous
-async def command(
-    settings: MonitorSettings,
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What the scaler may spend, and by when the queue should be empty."""
+
     max_dollars: Annotated[
         float, typer.Option(min=0.01, metavar="DOLLARS", help="Total budget, across restarts.")
-    ],
-    file: File = None,
+    ]
     deadline: Annotated[
         str | None,
         typer.Option(
@@ -44,14 +44,20 @@ async def command(
             help="When the queue should be empty: 2026-12-01T08:00, in local time, or with its"
             " zone, 2026-12-01T08:00Z.",
         ),
-    ] = None,
+    ] = None
     dollars_per_hour: Annotated[
         float | None, typer.Option(min=0.01, metavar="DOLLARS", help="Most $/h of the fleet.")
-    ] = None,
-    max_replicas: Annotated[
+    ] = None
+    replicas: Annotated[
         int | None,
-        typer.Option(min=1, metavar="COUNT", help="By default those of the fleet file."),
-    ] = None,
+        typer.Option(min=1, metavar="COUNT", help="At most; by default those of the fleet file."),
+    ] = None
+
+
+@dataclass(frozen=True, slots=True)
+class Queue:
+    """The jobs that count, and the speed at which they are drawn."""
+
     images_per_second: Annotated[
         float | None,
         typer.Option(
@@ -60,8 +66,8 @@ async def command(
             help="Of one replica, with the first of the fleet file's `models`; those of other"
             " families count by their operations. Measured by default.",
         ),
-    ] = None,
-    images_per_job: Annotated[int, typer.Option(min=1, max=64, metavar="COUNT")] = 1,
+    ] = None
+    images_per_job: Annotated[int, typer.Option(min=1, max=64, metavar="COUNT")] = 1
     model: Annotated[
         list[str] | None,
         typer.Option(
@@ -69,23 +75,39 @@ async def command(
             help="Count the jobs of this model and those without one; repeatable. By default those"
             " of the fleet file's `models`, and without them the jobs of all models.",
         ),
-    ] = None,
+    ] = None
+
+
+@dataclass(frozen=True, slots=True)
+class Running:
+    """How long the scaler runs, and what it does."""
+
     every_minutes: Annotated[
         float, typer.Option(min=1, max=240, help="Between changes; nodes take minutes to start.")
-    ] = 15,
+    ] = 15
     sample_seconds: Annotated[
         float, typer.Option(min=1, max=600, help="Between samples, which count the cost.")
-    ] = 60,
-    ledger: Annotated[
+    ] = 60
+    state: Annotated[
         Path | None,
         typer.Option(metavar="FILE", help="Record of the cost [default: NAME-scale.json]."),
-    ] = None,
-    dry_run: Annotated[bool, options.dry_run("each decision in the log")] = False,
-    once: Annotated[bool, typer.Option("--once", help="Make one decision, then exit.")] = False,
+    ] = None
+    dry_run: Annotated[bool, options.dry_run("each decision in the log")] = False
+    once: Annotated[bool, typer.Option("--once", help="Make one decision, then exit.")] = False
     until_empty: Annotated[
         bool, typer.Option("--until-empty", help="Exit when the queue is empty and no worker runs.")
-    ] = False,
-    yes: options.Yes = False,
+    ] = False
+    yes: options.Yes = False
+
+
+@options.from_settings(MonitorSettings)
+@console.synchronous
+async def command(
+    settings: MonitorSettings,
+    limits: Limits,
+    queue: Queue,
+    running: Running,
+    file: File = None,
     as_json: options.AsJsonLines = False,
 ) -> None:
     """Scales a fleet on SaladCloud by its queue, within a budget.
@@ -100,76 +122,86 @@ async def command(
 
     imagefleet scale --dollars-per-hour 15 --max-dollars 100 --dry-run --once
     """
-    if deadline is None and dollars_per_hour is None:
-        raise errors.SetupError("give a goal: --deadline, --dollars-per-hour or both")
-    end = _read_deadline(deadline) if deadline else None
+    end = _end(limits)
     fleet_file, folder = salad_options.read_file(file)
-    if until_empty and fleet_file.min_replicas:
-        raise errors.SetupError(
-            f"--until-empty would never end: the fleet file keeps {fleet_file.min_replicas:,}"
-            " replicas (min_replicas)"
-        )
-    goal = Goal(
-        max_dollars=max_dollars,
-        max_replicas=max_replicas or fleet_file.replicas,
-        min_replicas=fleet_file.min_replicas,
-        deadline=end,
-        dollars_per_hour=dollars_per_hour,
-        every_seconds=every_minutes * 60,
-        sample_seconds=sample_seconds,
-    )
-    if not dry_run:
+    models = queue.model or [each.name for each in fleet_file.served_models()] or None
+    goal = replace(_goal(limits, end, running, fleet_file), models=models)
+    if not running.dry_run:
         most = console.counted(goal.max_replicas, "replica")
         console.confirm(
-            f"Spend up to ${max_dollars:,.2f} on {fleet_file.name}, at most {most}?", yes=yes
+            f"Spend up to ${goal.max_dollars:,.2f} on {fleet_file.name}, at most {most}?",
+            yes=running.yes,
         )
-    given = None
-    if images_per_second is not None:
-        given = scaler.Speed(images_per_second / images_per_job, "given")
     logs.configure("auto")
-    ledger = ledger or Path(f"{fleet_file.name}-scale.json")
-    in_use = f"another `imagefleet scale` keeps the ledger {ledger}"
+    state = running.state or Path(f"{fleet_file.name}-scale.json")
+    in_use = f"another `imagefleet scale` keeps the state {state}"
     # A preview may run beside the scaler itself.
-    with contextlib.nullcontext() if dry_run else console.only_one(ledger, in_use):
+    with contextlib.nullcontext() if running.dry_run else console.only_one(state, in_use):
         async with (
             console.connected(settings) as client,
             prometheus.connected_if(settings.prometheus, settings.queried_fleet) as server,
             salad_options.connected(fleet_file, folder) as fleet,
         ):
-            served = fleet_file.served_models()
             scaling = scaler.Scaler(
                 goal,
                 fleet,
                 client.storage,
-                ledger,
-                scaler.Speeds(
-                    given=given,
-                    assumed=_assumed_speed(fleet_file, images_per_job),
-                    server=server,
-                    weights=scaler.Weights(served),
-                ),
-                is_dry_run=dry_run,
-                models=model or [each.name for each in served] or None,
+                state,
+                _speeds(queue, fleet_file, server),
+                is_dry_run=running.dry_run,
             )
             print_record = _print_record if as_json else lambda _: None
-            if once:
+            if running.once:
                 print_record(await scaling.step())
             else:
-                await _run(scaling, print_record, until_empty=until_empty)
+                await _run(scaling, print_record, until_empty=running.until_empty)
 
 
-def _read_deadline(text: str) -> float:
-    """A deadline in Unix seconds; raises SetupError for one that is past or not understood."""
-    try:
-        moment = datetime.fromisoformat(text).astimezone()
-    except ValueError:
-        raise errors.SetupError(
-            f"--deadline {text}: should be a date and a time, such as 2026-12-01T08:00"
-        ) from None
+def _end(limits: Limits) -> float | None:
+    """The deadline in Unix seconds; raises SetupError without a goal, or for one in the past."""
+    if limits.deadline is None and limits.dollars_per_hour is None:
+        raise errors.SetupError("give a goal: --deadline, --dollars-per-hour or both")
+    moment = options.read_moment("--deadline", limits.deadline)
+    if moment is None:
+        return None
     if moment.timestamp() <= time.time():
         past = moment.isoformat(" ", "minutes")
         raise errors.SetupError(f"--deadline {past} is in the past: give a later one")
     return moment.timestamp()
+
+
+def _goal(
+    limits: Limits, end: float | None, running: Running, fleet_file: salad_file.FleetFile
+) -> Goal:
+    """What the options ask for; raises SetupError for what cannot be reached."""
+    if running.until_empty and fleet_file.min_replicas:
+        raise errors.SetupError(
+            f"--until-empty would never end: the fleet file keeps {fleet_file.min_replicas:,}"
+            " replicas (min_replicas)"
+        )
+    return Goal(
+        max_dollars=limits.max_dollars,
+        max_replicas=limits.replicas or fleet_file.replicas,
+        min_replicas=fleet_file.min_replicas,
+        deadline=end,
+        dollars_per_hour=limits.dollars_per_hour,
+        every_seconds=running.every_minutes * 60,
+        sample_seconds=running.sample_seconds,
+    )
+
+
+def _speeds(
+    queue: Queue, fleet_file: salad_file.FleetFile, server: prometheus.Prometheus | None
+) -> scaler.Speeds:
+    given = None
+    if queue.images_per_second is not None:
+        given = scaler.Speed(queue.images_per_second / queue.images_per_job, "given")
+    return scaler.Speeds(
+        given=given,
+        assumed=_assumed_speed(fleet_file, queue.images_per_job),
+        server=server,
+        weights=scaler.Weights(fleet_file.served_models()),
+    )
 
 
 async def _run(
@@ -188,7 +220,7 @@ async def _run(
     if scaling.running:
         log.warning(
             "%d workers keep running and nothing limits their cost: run scale again, or"
-            " `imagefleet deploy salad drain`",
+            " `imagefleet deploy drain`",
             scaling.running,
             extra={"action": "scale_end", "running": scaling.running},
         )

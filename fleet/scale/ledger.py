@@ -71,7 +71,7 @@ def read(path: Path, fleet: str, now: float) -> Ledger:
     if ledger.fleet != fleet:
         raise errors.SetupError(
             f"the scaler's ledger {path} belongs to the fleet {ledger.fleet}, not {fleet}: use"
-            " another --ledger"
+            " another --state"
         )
     if ledger.at - now > _NOTABLE_SECONDS:
         hours = (ledger.at - now) / _SECONDS_PER_HOUR

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -140,21 +140,16 @@ class Scaler:
         speeds: Speeds,
         *,
         is_dry_run: bool = False,
-        models: Collection[str] | None = None,
         clock: Callable[[], float] | None = None,
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
-        """*clock*, which nobody sets, counts the cost; *wall_clock* is for the deadline.
-
-        *models*: of the jobs that name a model, those of these count; None: all.
-        """
+        """*clock*, which nobody sets, counts the cost; *wall_clock* is for the deadline."""
         self._goal = goal
         self._fleet = fleet
         self._storage = storage
         self._ledger_path = ledger_path
         self._speeds = speeds
         self._is_dry_run = is_dry_run
-        self._models = models
         self._clock = clock or uptime.steady_clock()
         self._wall_clock = wall_clock
         self._ledger = ledger.read(ledger_path, fleet.fleet, self._clock())
@@ -273,7 +268,9 @@ class Scaler:
             counted = [
                 (each.model, each.messages)
                 for each in depth.by_queue.values()
-                if self._models is None or each.model is None or each.model in self._models
+                if self._goal.models is None
+                or each.model is None
+                or each.model in self._goal.models
             ]
             self._messages = sum(messages for _, messages in counted)
             self._jobs_of_first = self._speeds.weights.total(counted)

@@ -5,13 +5,14 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
 from fleet import console, load, load_progress, options
+from fleet.campaigns import target
 from imagefleet import errors
 from imagefleet.pricing import families
 from imagefleet.storage.open import open_storage
@@ -33,9 +34,10 @@ _LIST = "LIST"
 _SHOWN_GROUPS = 40
 
 
-@options.from_settings(LoadSettings)
-def command(
-    settings: LoadSettings,
+@dataclass(frozen=True, slots=True)
+class Captions:
+    """Which captions are drawn."""
+
     file: Annotated[
         Path,
         typer.Argument(
@@ -43,15 +45,35 @@ def command(
             help="Captions: .txt with one per line, .jsonl with `caption`, `prompt` or `text`, or"
             " COCO's annotations (.json); all also as .gz.",
         ),
-    ],
+    ]
     campaign: Annotated[
         str, typer.Option(metavar="NAME", help="The campaign, which holds nothing else.")
-    ],
+    ]
+    count: Annotated[int | None, typer.Option(min=1, help="Only the first so many captions.")] = (
+        None
+    )
+    one_per_image: Annotated[
+        bool,
+        typer.Option("--one-per-image", help="The first caption of each image of COCO's."),
+    ] = False
+    form: Annotated[
+        str | None,
+        typer.Option("--format", metavar="txt|jsonl|coco", help="By default as FILE's name says."),
+    ] = None
+    seed: Annotated[
+        int, typer.Option(min=0, max=2**53 - 1, help="Another one gives all captions other seeds.")
+    ] = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Grid:
+    """The settings with whose combinations they are drawn, and what all of them share."""
+
     guidance: Annotated[
         str, typer.Option(metavar=_LIST, help="Guidance scales: 1.5,2,3,4,5,6,7,8.")
-    ] = "7",
-    samplers: Annotated[str, typer.Option(metavar=_LIST, help="Samplers: PLMS,DDIM.")] = "Euler a",
-    steps: Annotated[str, typer.Option(metavar=_LIST, help="Numbers of steps: 20,50.")] = "20",
+    ] = "7"
+    samplers: Annotated[str, typer.Option(metavar=_LIST, help="Samplers: PLMS,DDIM.")] = "Euler a"
+    steps: Annotated[str, typer.Option(metavar=_LIST, help="Numbers of steps: 20,50.")] = "20"
     models: Annotated[
         str | None,
         typer.Option(
@@ -59,73 +81,80 @@ def command(
             help="Models: dreams,xl=sdxl, with their families for the price; by default that of the"
             " worker that draws.",
         ),
-    ] = None,
+    ] = None
     family: Annotated[
         str,
         typer.Option(
             metavar="|".join(families.FAMILIES),
             help="Of models without one in --models, for the price.",
         ),
-    ] = families.SD1.slug,
-    lora: Annotated[str | None, typer.Option(metavar="NAME", help="A LoRA for all images.")] = None,
+    ] = families.SD1.slug
+    lora: Annotated[str | None, typer.Option(metavar="NAME", help="A LoRA for all images.")] = None
     lora_strengths: Annotated[
         str | None, typer.Option(metavar=_LIST, help="Strengths of the LoRA: 0,0.5,1.")
-    ] = None,
-    count: Annotated[
-        int | None, typer.Option(min=1, help="Only the first so many captions.")
-    ] = None,
-    one_per_image: Annotated[
-        bool,
-        typer.Option("--one-per-image", help="The first caption of each image of COCO's."),
-    ] = False,
-    form: Annotated[
-        str | None,
-        typer.Option("--format", metavar="txt|jsonl|coco", help="By default as FILE's name says."),
-    ] = None,
-    negative_prompt: Annotated[str, typer.Option(help="Of all images.")] = "",
+    ] = None
+    negative_prompt: Annotated[str, typer.Option(help="Of all images.")] = ""
     then: Annotated[
         str | None,
         typer.Option(
             metavar="JSON", help="Further stages of all jobs: the list of a job's `then`."
         ),
-    ] = None,
+    ] = None
     size: Annotated[
         str | None, typer.Option(metavar="WIDTHxHEIGHT", help="By default the model's own.")
-    ] = None,
-    seed: Annotated[
-        int, typer.Option(min=0, max=2**53 - 1, help="Another one gives all captions other seeds.")
-    ] = 0,
-    priority: options.JobPriority = "normal",
+    ] = None
+
+
+@dataclass(frozen=True, slots=True)
+class Machines:
+    """What draws them, for the hours and the price."""
+
+    gpu: Annotated[str | None, typer.Option(metavar="NAME", help="GPU class, for the price.")] = (
+        None
+    )
+    replicas: Annotated[
+        int, typer.Option(min=1, metavar="COUNT", help="Their number, for the hours.")
+    ] = 1
+    images_per_second: Annotated[
+        float | None,
+        typer.Option(min=0.0001, metavar="NUMBER", help="Speed of one replica at these steps."),
+    ] = None
+    price_per_hour: Annotated[
+        float | None, typer.Option(min=0.0001, metavar="DOLLARS", help="$/h of one replica.")
+    ] = None
+    bench: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="JSON of `imagefleet bench engine`, for the speed."),
+    ] = None
+    prices_path: options.PriceFile = None
+
+
+@dataclass(frozen=True, slots=True)
+class Sending:
+    """How the jobs are sent."""
+
+    priority: options.JobPriority = "normal"
     model: Annotated[
         list[str] | None,
         typer.Option(
             metavar="NAME",
             help="One of --models that workers have from elsewhere than the storage; repeatable.",
         ),
-    ] = None,
-    gpu: Annotated[
-        str | None, typer.Option(metavar="NAME", help="GPU class, for the price.")
-    ] = None,
-    replicas: Annotated[
-        int, typer.Option(min=1, metavar="COUNT", help="Their number, for the hours.")
-    ] = 1,
-    images_per_second: Annotated[
-        float | None,
-        typer.Option(min=0.0001, metavar="NUMBER", help="Speed of one replica at these steps."),
-    ] = None,
-    price_per_hour: Annotated[
-        float | None, typer.Option(min=0.0001, metavar="DOLLARS", help="$/h of one replica.")
-    ] = None,
-    bench: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="JSON of `imagefleet bench engine`, for the speed."),
-    ] = None,
-    prices_path: options.PriceFile = None,
-    dry_run: Annotated[bool, options.dry_run("the groups, the hours and the price")] = False,
+    ] = None
+    dry_run: Annotated[bool, options.dry_run("the groups, the hours and the price")] = False
     restart: Annotated[
         bool, typer.Option("--restart", help="Send all jobs again, whatever was sent before.")
-    ] = False,
-    quiet: Annotated[bool, typer.Option("--quiet", help="No progress.")] = False,
+    ] = False
+    quiet: Annotated[bool, typer.Option("--quiet", help="No progress.")] = False
+
+
+@options.from_settings(LoadSettings)
+def command(
+    settings: LoadSettings,
+    captions: Captions,
+    grid: Grid,
+    machines: Machines,
+    sending: Sending,
     as_json: options.AsJson = False,
 ) -> None:
     """Draws captions with all combinations of settings.
@@ -140,73 +169,97 @@ def command(
     """
     from fleet.plan import work as plan_work
     from fleet.sweep import price
-    from loadgen import caption_sweep
-    from loadgen.captions import CaptionFile
 
-    options.check_campaign(campaign)
-    named = _models(models)
+    target.check_name("--campaign", captions.campaign)
+    is_shown = not (sending.quiet or as_json)
+    reading = functools.partial(load.reading, captions.file, is_shown=is_shown)
+    named = _models(grid.models)
     of_models = plan_work.Models(
-        {name: families.find(slug or family) for name, slug in named.items()},
-        families.find(family),
+        {name: families.find(slug or grid.family) for name, slug in named.items()},
+        families.find(grid.family),
     )
-    stages = _stages(then)
-    _check_models({*named, *(str(each.get("model")) for each in stages)}, model)
-    if lora_strengths and not lora:
-        raise errors.SetupError("--lora-strengths goes with --lora")
-    strengths = _listed("--lora-strengths", lora_strengths or "1", float) if lora else [None]
-    groups = caption_sweep.groups(
-        _listed("--guidance", guidance, float),
-        _listed("--samplers", samplers, str),
-        _listed("--steps", steps, int),
-        list(named) or [None],
-        lora,
-        strengths,
+    source = _source(settings, captions, grid, named, sending.model, reading)
+    machine = price.Machine(
+        machines.gpu,
+        machines.replicas,
+        machines.images_per_second,
+        machines.price_per_hour,
+        machines.bench,
+        machines.prices_path,
     )
-    reading = functools.partial(load.reading, file, is_shown=not (quiet or as_json))
-    with reading("reading") as on_read:
-        captions = CaptionFile(
-            file, form=form, count=count, one_per_image=one_per_image, on_read=on_read
-        )
-    source = caption_sweep.SweepSource(
-        captions,
-        groups,
-        campaign,
-        seed=seed,
-        job=_job(negative_prompt, size) | ({"then": stages} if stages else {}),
-        key=settings.keys().signing,
-    )
-    machine = price.Machine(gpu, replicas, images_per_second, price_per_hour, bench, prices_path)
-    if dry_run:
+    if sending.dry_run:
         with reading("checking") as on_read:
             source.check(0, on_read)
         _show_plan(source, price.plan(source, machine, of_models), as_json=as_json)
         return
-    if not (quiet or as_json):
+    if is_shown:
         console.print_note(f"{source.describe()}; {_hours_and_price(source, machine, of_models)}")
-    summary = _send(
-        settings, source, reading, priority, model or [], restart=restart, quiet=quiet or as_json
-    )
+    summary = _send(settings, source, reading, sending, quiet=not is_shown)
     if as_json:
         console.print_json({**asdict(summary), **_facts(source)})
     if not summary.finished:
         raise typer.Exit(console.EXIT_INTERRUPTED)
 
 
+def _source(
+    settings: LoadSettings,
+    captions: Captions,
+    grid: Grid,
+    named: Collection[str],
+    elsewhere: Sequence[str] | None,
+    reading: Callable[..., Any],
+) -> SweepSource:
+    """The jobs; raises SetupError for settings that cannot be drawn with."""
+    from loadgen import caption_sweep
+    from loadgen.captions import CaptionFile
+
+    stages = _stages(grid.then)
+    _check_models({*named, *(str(each.get("model")) for each in stages)}, elsewhere)
+    if grid.lora_strengths and not grid.lora:
+        raise errors.SetupError("--lora-strengths goes with --lora")
+    strengths: list[float | None] = [None]
+    if grid.lora:
+        strengths = [*_listed("--lora-strengths", grid.lora_strengths or "1", float)]
+    groups = caption_sweep.groups(
+        _listed("--guidance", grid.guidance, float),
+        _listed("--samplers", grid.samplers, str),
+        _listed("--steps", grid.steps, int),
+        list(named) or [None],
+        grid.lora,
+        strengths,
+    )
+    with reading("reading") as on_read:
+        file = CaptionFile(
+            captions.file,
+            form=captions.form,
+            count=captions.count,
+            one_per_image=captions.one_per_image,
+            on_read=on_read,
+        )
+    return caption_sweep.SweepSource(
+        file,
+        groups,
+        captions.campaign,
+        seed=captions.seed,
+        job=_job(grid.negative_prompt, grid.size) | ({"then": stages} if stages else {}),
+        key=settings.keys().signing,
+    )
+
+
 def _send(
     settings: LoadSettings,
     source: SweepSource,
     reading: Callable[..., Any],
-    priority: str,
-    models: Sequence[str],
+    sending: Sending,
     *,
-    restart: bool,
     quiet: bool,
 ) -> Summary:
     from fleet.sweep import resume
     from loadgen.load import Load
     from loadgen.processes.refusals import Refusals
 
-    chosen = checked_priority(priority)
+    chosen = checked_priority(sending.priority)
+    models, restart = sending.model or [], sending.restart
     path = resume.checkpoint_path(source, settings.queue)
     in_use = f"another `imagefleet sweep` is at work with the checkpoint {path}"
     with console.only_one(path, in_use):

@@ -10,6 +10,7 @@ from typing import Annotated, Any, get_args
 import typer
 
 from fleet import console, options
+from fleet.campaigns import target
 from fleet.options import Since
 from imagefleet.storage.settings import StorageSettings
 
@@ -20,7 +21,7 @@ _SHOWN = 20
 @options.from_settings(StorageSettings)
 def command(
     settings: StorageSettings,
-    campaign: options.CampaignOfImages = None,
+    job: target.OnlyJobs = None,
     since: Since = None,
     quarantine: Annotated[
         bool,
@@ -38,14 +39,15 @@ def command(
     taken is kept, too. A worker is named when pairs with two others speak against it: a single
     pair does not tell which of the two is wrong. Exit code 4: some pairs differ.
 
-    imagefleet verify --campaign spring
+    imagefleet verify spring
 
     imagefleet verify --since 2026-12-01T08:00 --quarantine
     """
     from fleet.verify import pairs, verdict
 
+    named = target.read(job)
     moment = options.read_moment("--since", since)
-    compared, newest = console.run(_compare(settings, campaign, moment, quiet=as_json))
+    compared, newest = console.run(_compare(settings, named, moment, quiet=as_json))
     records = verdict.judge(compared)
     wrong = [each.worker for each in records if each.draws_wrong]
     undecided = verdict.undecided(compared, records)
@@ -76,14 +78,15 @@ def command(
 
 
 async def _compare(
-    settings: StorageSettings, campaign: str | None, since: Any, *, quiet: bool
+    settings: StorageSettings, named: target.Target, since: Any, *, quiet: bool
 ) -> tuple[list[Any], Any]:
     """The pairs, and when the newest second drawing was stored."""
     from fleet.verify import pairs
 
     async with console.connected(settings) as fleet:
         storage = fleet.storage
-        seconds = [each async for each in pairs.listed(storage, campaign, since)]
+        await target.check_campaign(storage, named.campaign)
+        seconds = [each async for each in pairs.listed(storage, named, since)]
         with console.counting("compared", len(seconds), quiet=quiet) as on_pair:
             compared = await pairs.compare(storage, seconds, on_pair)
     return compared, max((each.created_at for each in seconds), default=None)
@@ -152,6 +155,5 @@ def _show(found: _Findings) -> None:
         )
     if found.undecided:
         console.print_note(
-            "undecided: `imagefleet redo --blob IMAGE` has it drawn a third time; then run this"
-            " again"
+            "undecided: `imagefleet redo IMAGE` has it drawn a third time; then run this again"
         )

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Literal
 
-from fleet.verify import picture
+from fleet.campaigns.target import Target
 from imagefleet import concurrency, errors, likeness
+from imagefleet.files import picture
 from imagefleet.job.message import CHECKS, COMPARABLE_STEPS, DUPLICATES, MAX_IMAGE_BYTES
 from imagefleet.storage.open import Storage
 from imagefleet.storage.protocol import BlobRecord
@@ -47,13 +48,12 @@ class Pair:
     note: str | None = None
 
 
-async def listed(
-    storage: Storage, campaign: str | None, since: datetime | None
-) -> AsyncIterator[Second]:
+async def listed(storage: Storage, named: Target, since: datetime | None) -> AsyncIterator[Second]:
     """The second drawings and duplicates in the storage that were stored since then."""
-    folder = "" if campaign is None else f"{campaign}/"
     for prefix in (CHECKS, DUPLICATES):
-        async for record in storage.blobs.records(prefix + folder):
+        async for record in storage.blobs.records(prefix + named.prefix):
+            if named.id is not None and record.metadata.get("job") != named.id:
+                continue
             if since is None or record.created_at >= since:
                 name = record.name.removeprefix(prefix)
                 image = name if prefix == CHECKS else name.rpartition("/")[0]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import logging
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -13,21 +13,33 @@ import aiohttp
 import typer
 
 from fleet import console, options
+from fleet.campaigns import target
+from fleet.monitor import service as monitored
 from fleet.webhooks import deliveries, endpoint, service
 from fleet.webhooks.events import Event
 from fleet.webhooks.settings import WebhookSettings
 from fleet.webhooks.signature import Signer
 from fleet.webhooks.state import State
 from imagefleet import errors, redaction
-from imagefleet.telemetry import exposition, logs, probes, push
+from imagefleet.telemetry import exposition, logs
 
-log = logging.getLogger(__name__)
+
+@dataclass(frozen=True, slots=True)
+class Events:
+    """Which events are sent."""
+
+    campaign: target.OnlyCampaign = None
+    each_job: Annotated[
+        bool, typer.Option("--each-job", help="Also the end of each job, not only of campaigns.")
+    ] = False
+    since: options.Since = None
 
 
 @options.from_settings(WebhookSettings)
 @console.synchronous
 async def command(
     settings: WebhookSettings,
+    events: Events,
     url: Annotated[str, typer.Option(metavar="URL", help="Where events are sent: https only.")],
     secret_file: Annotated[
         Path,
@@ -37,13 +49,6 @@ async def command(
             " it.",
         ),
     ],
-    campaign: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Only events of this campaign.")
-    ] = None,
-    each_job: Annotated[
-        bool, typer.Option("--each-job", help="Also the end of each job, not only of campaigns.")
-    ] = False,
-    since: options.Since = None,
     state: Annotated[
         Path, typer.Option(metavar="FILE", help="Record of what was delivered.")
     ] = Path("webhooks.json"),
@@ -69,11 +74,11 @@ async def command(
     imagefleet webhooks --url https://example.com/hook --secret-file secret.txt --each-job --dry-run
     """
     logs.configure(settings.log_format)
-    options.check_campaign(campaign)
+    campaign = target.campaign(events.campaign)
     endpoint.checked_url(url)
     signer = Signer.read(secret_file)
-    moment = options.read_moment("--since", since)
-    wanted = service.Wanted(settings.fleet_name, campaign, each_job=each_job, since=moment)
+    moment = options.read_moment("--since", events.since)
+    wanted = service.Wanted(settings.fleet_name, campaign, each_job=events.each_job, since=moment)
     in_use = f"another `imagefleet webhooks` keeps the state {state}"
     # A preview may run beside the service itself.
     with contextlib.nullcontext() if dry_run else console.only_one(state, in_use):
@@ -107,24 +112,13 @@ async def _deliver(
         if once:
             await console.until_stopped(asyncio.create_task(running.run(once=True)))
             return
-        async with (
-            probes.serving(
-                registry,
-                is_live=lambda: True,
-                is_ready=lambda: True,
-                host=settings.host,
-                port=settings.port,
-            ) as port,
-            push.pushing(registry, settings, job="imagefleet-webhooks"),
-        ):
-            log.info(
-                "sending to %s; metrics at http://%s:%d/metrics",
-                to.address,
-                settings.host,
-                port,
-                extra={"action": "start", "port": port},
-            )
-            await console.until_stopped(asyncio.create_task(running.run(), name="webhooks"))
+        await monitored.run(
+            running.run,
+            registry,
+            settings,
+            name="imagefleet-webhooks",
+            doing=f"sending to {to.address}",
+        )
 
 
 async def _preview(source: service.Source, state: State) -> None:

@@ -8,7 +8,7 @@ from datetime import UTC, datetime
 
 from pydantic import BaseModel, ConfigDict, JsonValue
 
-from imagefleet.job.metadata import MAX_METADATA_BYTES
+from imagefleet.job.sizes import MAX_METADATA_BYTES
 from imagefleet.records.reader import Counts
 from imagefleet.records.record import Record
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 import os
 import signal
 import sys
@@ -13,28 +12,13 @@ import typer
 
 from fleet import console, options
 from fleet.worker import live
-from imagefleet import errors
 from imagefleet.telemetry import logs
 from worker.gpus.member import Member
 from worker.models import checkpoints
+from worker.node import libraries
 from worker.progress import WorkerReport, duration
 from worker.salad import metadata
 from worker.settings import MachineSettings, WorkerSettings
-
-#: The libraries of the extra `worker`.
-_LIBRARIES = (
-    *("torch", "diffusers", "transformers", "peft", "safetensors", "numpy", "PIL", "isal"),
-    "pynvml",
-)
-
-
-def require_libraries() -> None:
-    """Raises SetupError, with the command to run, where only the console is installed."""
-    for name in _LIBRARIES:
-        if importlib.util.find_spec(name) is None:
-            raise errors.SetupError(
-                f"{name} is not installed; to generate images: pip install '.[worker]'"
-            )
 
 
 @options.from_settings(MachineSettings)
@@ -66,7 +50,7 @@ def command(
 
     imagefleet worker --model ./model --gpus all
     """
-    require_libraries()
+    libraries.require()
     # Both need libraries of the extra `worker`.
     from worker.gpus import choice, parent
 

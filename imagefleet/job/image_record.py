@@ -23,8 +23,8 @@ from pydantic import (
 from imagefleet import errors, validation
 from imagefleet.job.chain import MAX_STAGES
 from imagefleet.job.message import SafeId
-from imagefleet.job.metadata import MAX_METADATA_BYTES
 from imagefleet.job.passes.first import MAX_IMAGES_PER_JOB
+from imagefleet.job.sizes import MAX_METADATA_BYTES
 
 #: No job waits longer in a worker, and no worker starts for longer.
 _LONGEST_SECONDS = 7 * 24 * 3600

@@ -26,12 +26,12 @@ from pydantic import (
 
 from imagefleet import errors, signing, validation
 from imagefleet.job import chain, txt2img
-from imagefleet.job.metadata import Metadata
 from imagefleet.job.passes import fields as passes
 from imagefleet.job.passes import sources
 from imagefleet.job.passes.fields import PassFields
 from imagefleet.job.passes.first import MAX_IMAGES_PER_JOB, MAX_SIDE
 from imagefleet.job.prompt import SAFE_NAME
+from imagefleet.job.sizes import Metadata
 
 if TYPE_CHECKING:
     from imagefleet.signing import SigningKey, TrustedKeys

@@ -1,10 +1,14 @@
-"""How large a job's message and a blob's name may be: the limits of Azure Storage."""
+"""How large a job's message, its metadata and a blob's name may be: the limits of Azure Storage."""
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterable
+from typing import Annotated
 from xml.sax.saxutils import escape
+
+from pydantic import AfterValidator, JsonValue
 
 from imagefleet import errors
 
@@ -19,6 +23,9 @@ STAGE_BYTES = 512
 
 #: Azure's limit for a blob name, in characters.
 MAX_BLOB_NAME = 1024
+
+#: Stored as a header of the image's blob; Azure allows 8 KiB for all headers.
+MAX_METADATA_BYTES = 4096
 
 #: Characters that are not allowed in XML 1.0, in which Azure transfers messages. (A carriage return
 #: is, and may arrive as a line feed: the same white space to JSON.)
@@ -59,3 +66,24 @@ def checked_messages(bodies: Iterable[str]) -> list[str]:
                 " escape it in the JSON"
             )
     return checked
+
+
+def _is_small(metadata: dict[str, JsonValue]) -> dict[str, JsonValue]:
+    text = json.dumps(metadata)  # in ASCII, as the header has it
+    if len(text) > MAX_METADATA_BYTES:
+        raise ValueError(f"is {len(text):,} bytes of JSON; {MAX_METADATA_BYTES:,} are allowed")
+    if "\\ud" in text and not _is_encodable(metadata):
+        raise ValueError("contains half of a surrogate pair")
+    return metadata
+
+
+def _is_encodable(metadata: dict[str, JsonValue]) -> bool:
+    try:
+        json.dumps(metadata, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+Metadata = Annotated[dict[str, JsonValue], AfterValidator(_is_small)]
+"""The `metadata` of a job: any JSON of its sender, up to a size."""

@@ -21,6 +21,12 @@ FIELDS = (
 
 COLUMNS = (*FIELDS, "address", "error", "reason", "metadata")
 
+#: Columns of numbers; those of text and of nested values are the others, but for the time.
+INTEGERS = (
+    *("index", "stage", "seed", "steps", "clip_skip", "width", "height", "attempts", "size_bytes"),
+)
+REALS = ("cfg_scale", "seconds")
+
 Address = Callable[[str], str]
 """The address of a blob, by its name."""
 
@@ -53,9 +59,8 @@ def json_text(value: object) -> str:
 #: The types of a data frame's columns.
 _TYPES = {
     **dict.fromkeys(COLUMNS, "string"),
-    **dict.fromkeys(("index", "stage", "seed", "steps", "clip_skip", "width", "height"), "Int64"),
-    **dict.fromkeys(("attempts", "size_bytes"), "Int64"),
-    **dict.fromkeys(("cfg_scale", "seconds"), "float64"),
+    **dict.fromkeys(INTEGERS, "Int64"),
+    **dict.fromkeys(REALS, "float64"),
     **dict.fromkeys(("loras", "embeddings", "metadata"), "object"),
     "at": "datetime64[us, UTC]",
 }

@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 import json
 from collections import Counter
-from collections.abc import AsyncGenerator, AsyncIterator, Collection, Iterable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Iterable
 from contextlib import aclosing
 from dataclasses import dataclass
 from datetime import datetime
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from imagefleet import concurrency, errors, validation
+from imagefleet import concurrency, errors
 from imagefleet.job.message import RECORDS
 from imagefleet.records import shard, stored
 from imagefleet.records.damaged import Damaged
@@ -26,6 +26,14 @@ from imagefleet.storage.protocol import BlobStore
 
 #: A follower's records at once, about.
 _POLLED = 20_000
+
+#: Seconds between two polls, each of which is a listing and a read for each shard that has grown.
+POLL_SECONDS = 5.0
+
+#: Polls without a record after which a campaign without pending jobs has ended: its filler may
+#: be slower than the workers. One that has not ended is counted again after twice as many: on Azure
+#: that is a read of each shard.
+_QUIET_POLLS = 3
 
 #: The newest records are looked for in the ends of so many shards, those that grew last.
 _NEWEST_SHARDS = 16
@@ -118,17 +126,6 @@ async def results(
                 yield some
                 if left is not None and (left := left - len(some)) == 0:
                     return
-
-
-async def check_exists(storage: Storage, campaign: str) -> None:
-    """Raises SetupError for a campaign that has no records, with the name that is close."""
-    names = [name async for name in campaigns(storage)]
-    if campaign in names:
-        return
-    raise errors.SetupError(
-        f"campaign {campaign!r} has no records in {storage.url}"
-        + (validation.suggestion(campaign, names) or "; `imagefleet campaigns` lists those that do")
-    )
 
 
 async def end(storage: Storage, campaign: str) -> dict[str, int]:
@@ -272,6 +269,35 @@ class Follower:
             self._given_up.add(name)
         self.position[name] = decoder.position
         return found
+
+
+async def follow(
+    storage: Storage,
+    follower: Follower,
+    campaign: str,
+    outcomes: Collection[str],
+    on_retry: Callable[[str], object],
+) -> AsyncIterator[list[Record]]:
+    """New results, polled for; an image comes twice where two workers drew it.
+
+    Ends with the campaign, where its filler has noted how many jobs it has sent. *on_retry* gets
+    what a poll failed for, before the next one.
+    """
+    quiet, count_at = 0, _QUIET_POLLS
+    while True:
+        try:
+            if records := await follower.poll():
+                quiet, count_at = 0, _QUIET_POLLS
+            elif (quiet := quiet + 1) >= count_at:
+                count_at = 2 * quiet
+                if (await counts(storage, campaign)).pending == 0:
+                    return
+        except errors.TransientError as error:
+            on_retry(f"trying again: {error.message}")
+            records = []
+        yield [record for record in records if record.outcome in outcomes]
+        if not records:
+            await asyncio.sleep(POLL_SECONDS)
 
 
 async def _images(

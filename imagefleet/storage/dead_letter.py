@@ -1,4 +1,8 @@
-"""Adds failed jobs to the poison queue, as records of the job and its error."""
+"""Failed jobs as records in the poison queue: how one is added, selected and checked.
+
+Anybody with a worker's token may add a record. So its job must be one that a worker of this version
+takes before it is sent again, and with trusted keys it must be signed as well.
+"""
 
 from __future__ import annotations
 
@@ -25,8 +29,17 @@ from pydantic import (
 from imagefleet import errors
 from imagefleet.job import sizes
 from imagefleet.job.chain import MAX_STAGES
-from imagefleet.job.message import DEFAULT_CAMPAIGN, Job, SafeId, is_signed, message_fields
+from imagefleet.job.change import Change
+from imagefleet.job.message import (
+    DEFAULT_CAMPAIGN,
+    Job,
+    SafeId,
+    is_signed,
+    message_fields,
+    read_job,
+)
 from imagefleet.records.record import Record
+from imagefleet.signing import TrustedKeys
 from imagefleet.storage import protocol
 from imagefleet.storage.deliveries import Deliveries, sent_again, without_deliveries
 from imagefleet.storage.open import Storage
@@ -36,6 +49,8 @@ from imagefleet.storage.routing import models
 MAX_REASON_CHARACTERS = 2_000
 
 _MAX_NAME_CHARACTERS = 200
+
+_UNSIGNED = "it is not signed with your key"
 
 _SAFE_ID: TypeAdapter[str] = TypeAdapter(SafeId)
 
@@ -149,6 +164,12 @@ class Entry:
     message: protocol.Message
     record: FailedJob | None
 
+    @classmethod
+    def of(cls, record: Record) -> Self:
+        """A failed job, by its record beside the images, as the poison queue would have it."""
+        message = protocol.Message(record.source or record.id, record.body or "", 0, record.at)
+        return cls(message, FailedJob.of(record))
+
     @property
     def id(self) -> str:
         return self.record.id if self.record else self.message.id
@@ -166,6 +187,94 @@ class Entry:
         body = record.body and without_deliveries(record.body)
         told = (record.source, record.id, body, record.packed_body, record.body_blob)
         return hashlib.blake2b(json.dumps(told).encode(), digest_size=16).hexdigest()
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """Selects the failed jobs that meet all of the given conditions.
+
+    *error* is a part of the error's class or reason, ignoring case. *id* is the job's or the
+    message's; what is no record of a job has its message's, and is in the campaign `default`.
+    *sources* are the failures themselves, by the ids of the messages that failed.
+    *model* is the one that the job names; jobs whose message no queue message can hold have none.
+    """
+
+    error: str | None = None
+    campaign: str | None = None
+    id: str | None = None
+    sources: frozenset[str] | None = None
+    model: str | None = None
+
+    def matches(self, entry: Entry) -> bool:
+        if self.id is not None and self.id not in {entry.id, entry.message.id}:
+            return False
+        record = entry.record
+        if record is None:
+            is_named = self.id is not None and self.campaign == DEFAULT_CAMPAIGN
+            others = (self.error, self.sources, self.model)
+            return all(each is None for each in others) and (is_named or self.campaign is None)
+        if self.model is not None and self.model != record.model:
+            return False
+        if self.campaign is not None and self.campaign != (record.campaign or DEFAULT_CAMPAIGN):
+            return False
+        if self.sources is not None and record.source not in self.sources:
+            return False
+        return self.error is None or (
+            self.error.lower() in f"{record.error}: {record.reason}".lower()
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """What a failed job must be to be sent again, and what is changed before.
+
+    *takes_invalid*: workers may be newer.
+    """
+
+    trusted: TrustedKeys | None = None
+    takes_invalid: bool = False
+    change: Change | None = None
+
+    async def job(self, entry: Entry, blobs: protocol.BlobStore) -> tuple[str, Job | None]:
+        """The message that replays a job, and the job: None if it is invalid, and taken anyway.
+
+        Raises:
+            UntrustedJobError: none of the trusted keys has signed it; JobError: it is no job.
+        """
+        if entry.record is None:
+            raise errors.JobError("it is not a record of a failed job")
+        body = await entry.record.message(blobs)
+        sizes.checked_messages([body])
+        if self.trusted is not None and not is_signed(body):
+            raise errors.UntrustedJobError(_UNSIGNED)
+        try:
+            job = read_job(body, entry.message.id, self.trusted)
+            return self.change.apply(body, entry.id) if self.change else (body, job)
+        except errors.UntrustedJobError:
+            raise errors.UntrustedJobError(_UNSIGNED) from None
+        except errors.InvalidMessageError as error:
+            if self.change is not None:  # which may make it valid
+                return self.change.apply(body, entry.id)
+            if self.takes_invalid:  # but signed: that is checked first
+                return body, None
+            raise errors.InvalidMessageError(
+                f"its job is not valid for this version: {error.message}"
+            ) from None
+
+    async def is_signed(self, entry: Entry, blobs: protocol.BlobStore) -> bool:
+        """Whether one of the trusted keys has signed the job in a message of the poison queue."""
+        body = entry.message.body
+        try:
+            if entry.record is not None:
+                body = await entry.record.message(blobs)
+            read_job(body, entry.message.id, self.trusted)
+        except errors.UntrustedJobError:
+            return False
+        except errors.InvalidMessageError:
+            return is_signed(body)
+        except errors.JobError:  # its message is lost or damaged
+            return False
+        return True
 
 
 async def add(

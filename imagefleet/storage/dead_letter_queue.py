@@ -1,4 +1,8 @@
-"""The poison queue for the operator: browse, replay and discard failed jobs."""
+"""Failed jobs for the operator: list, replay and discard them.
+
+They are listed by their records beside the images, since to read those hides none from other
+readers. Notes there say what became of them, so that lists and counts leave them out.
+"""
 
 from __future__ import annotations
 
@@ -9,17 +13,20 @@ import itertools
 import json
 import logging
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from typing import Literal
 
-from imagefleet import errors
-from imagefleet.job.message import DEFAULT_CAMPAIGN
-from imagefleet.storage import dead_letter_records, protocol
-from imagefleet.storage.dead_letter import Entry, FailedJob
-from imagefleet.storage.dead_letter_change import Change
-from imagefleet.storage.dead_letter_check import Check
-from imagefleet.storage.dead_letter_records import Notes
+from pydantic import TypeAdapter, ValidationError
+
+from imagefleet import concurrency, errors
+from imagefleet.job.change import Change
+from imagefleet.job.message import DEFAULT_CAMPAIGN, SafeId
+from imagefleet.records.record import Record
+from imagefleet.records.writer import RecordLog
+from imagefleet.storage import protocol
+from imagefleet.storage.dead_letter import Check, Entry, FailedJob, Selection
 from imagefleet.storage.open import Storage
 from imagefleet.storage.settings import Priority
 
@@ -39,38 +46,9 @@ MAX_CHANGES = 500
 
 NO_CHECK = Check()
 
+_Outcome = Literal["replayed", "discarded"]
 
-@dataclass(frozen=True, slots=True)
-class Selection:
-    """Selects the failed jobs that meet all of the given conditions.
-
-    *error* is a part of the error's class or reason, ignoring case. *id* is the job's or the
-    message's. *sources* are the failures themselves, by the ids of the messages that failed.
-    *model* is the one that the job names; jobs whose message no queue message can hold have none.
-    """
-
-    error: str | None = None
-    campaign: str | None = None
-    id: str | None = None
-    sources: frozenset[str] | None = None
-    model: str | None = None
-
-    def matches(self, entry: Entry) -> bool:
-        if self.id is not None and self.id not in {entry.id, entry.message.id}:
-            return False
-        record = entry.record
-        if record is None:
-            others = (self.error, self.campaign, self.sources, self.model)
-            return all(each is None for each in others)
-        if self.model is not None and self.model != record.model:
-            return False
-        if self.campaign is not None and self.campaign != (record.campaign or DEFAULT_CAMPAIGN):
-            return False
-        if self.sources is not None and record.source not in self.sources:
-            return False
-        return self.error is None or (
-            self.error.lower() in f"{record.error}: {record.reason}".lower()
-        )
+_CAMPAIGN: TypeAdapter[str] = TypeAdapter(SafeId)
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +80,7 @@ async def unrecorded(storage: Storage) -> int:
     """
     waiting = (await storage.poison.depth()).messages
     if waiting:
-        async for _ in dead_letter_records.failed(storage):
+        async for _ in failed(storage):
             waiting -= 1
     return max(0, waiting)
 
@@ -123,7 +101,7 @@ async def find(storage: Storage, selection: Selection) -> AsyncIterator[Entry]:
 
 def recorded(storage: Storage, selection: Selection) -> AsyncIterator[Entry]:
     """The selected failed jobs by their records."""
-    return dead_letter_records.failed(storage, selection.campaign, selection.matches)
+    return failed(storage, selection.campaign, selection.matches)
 
 
 async def browse(storage: Storage, selection: Selection) -> AsyncIterator[Entry]:
@@ -272,7 +250,7 @@ async def to_discard(
 ) -> list[Entry]:
     """Those of *entries* that `discard` with the same arguments deletes."""
     if completed:
-        done = await dead_letter_records.are_completed(storage, entries)
+        done = await are_completed(storage, entries)
         entries = list(itertools.compress(entries, done))
     if keep_signed is None:
         return entries
@@ -367,3 +345,78 @@ async def _settle(
     for outcome in outcomes:
         if isinstance(outcome, BaseException):
             raise outcome
+
+
+async def failed(
+    storage: Storage,
+    campaign: str | None = None,
+    matches: Callable[[Entry], bool] = lambda _: True,
+) -> AsyncIterator[Entry]:
+    """The jobs that have failed and were neither replayed nor discarded; None: of all campaigns."""
+    from imagefleet.records import reader  # numpy is slow to import
+
+    try:
+        known = None if campaign is None else _CAMPAIGN.validate_python(campaign)
+    except ValidationError:  # no job has such a campaign
+        return
+    async for record in reader.ended(storage, known):
+        if record.outcome == "failed":
+            found = Entry.of(record)
+            if matches(found):
+                yield found
+
+
+async def are_completed(storage: Storage, entries: Sequence[Entry]) -> list[bool]:
+    """Whether all images of each job are stored: it was sent again since, and completed.
+
+    A read for each of its images, or six for a job that has none.
+    """
+    return list(await concurrency.gather(*(_is_completed(storage, each) for each in entries)))
+
+
+async def _is_completed(storage: Storage, failed: Entry) -> bool:
+    from imagefleet.records import outcomes
+
+    if (note := _note(failed, "discarded", datetime.now(UTC))) is None:
+        return False
+    job = outcomes.JobFacts(note.id, note.campaign)
+    return outcomes.are_all(await outcomes.stored_images(storage, job))
+
+
+class Notes:
+    """Writes what became of failed jobs."""
+
+    def __init__(self, storage: Storage) -> None:
+        self._log = RecordLog(storage.blobs, "operator")
+        self._is_checked = False
+
+    async def check(self, entries: Iterable[Entry]) -> None:
+        """Raises SetupError if the credentials do not allow notes on these, before a change."""
+        noted = (_note(each, "replayed", datetime.now(UTC)) for each in entries)
+        if not self._is_checked and (first := next(filter(None, noted), None)):
+            await self._log.check(first.campaign)
+            self._is_checked = True
+
+    async def add(
+        self, entries: Iterable[Entry], outcome: Literal["replayed", "discarded"]
+    ) -> None:
+        """Notes it of each failure; a failure of the same job that comes later is another."""
+        now = datetime.now(UTC)
+        noted = (_note(each, outcome, now) for each in entries)
+        await self._log.add([each for each in noted if each is not None])
+
+
+def _note(each: Entry, outcome: _Outcome, now: datetime) -> Record | None:
+    failure = each.record
+    if failure is None or failure.source is None:  # of a version without records
+        return None
+    try:
+        return Record(
+            outcome=outcome,
+            id=failure.id,
+            campaign=failure.campaign or DEFAULT_CAMPAIGN,
+            at=now,
+            source=failure.source,
+        )
+    except ValidationError:  # made up: no failed job has such an id
+        return None

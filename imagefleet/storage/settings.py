@@ -123,8 +123,8 @@ class SignerSettings(StorageSettings):
 
     signing_key: Path | None = Field(
         default=None,
-        description="File of the private key (`imagefleet keys signing`) that signs jobs and the"
-        " list of LoRAs and models, for workers with --trusted-key.",
+        description="File of the private key (`imagefleet keys mint signing`) that signs jobs and"
+        " the list of LoRAs and models, for workers with --trusted-key.",
     )
     trusted_key: PublicKeys | None = Field(
         default=None,

@@ -56,7 +56,7 @@ class KilledScaler:
         with salad_fake.serving(self.cloud):
             fleet_file = FLEET.format(url=self.cloud.url, digest="5" * 64, replicas=REPLICAS)
             (self.folder / "fleet.yaml").write_text(fleet_file)
-            if await self._imagefleet(60, "deploy", "salad", "apply", "--yes", "--replicas", "1"):
+            if await self._imagefleet(60, "deploy", "apply", "--yes", "--replicas", "1"):
                 raise RuntimeError("the groups cannot be created")
             tasks = [asyncio.create_task(each) for each in (self._scale(), self._meter())]
             try:
@@ -100,7 +100,7 @@ class KilledScaler:
     def _arguments(self) -> tuple[str, ...]:
         return (
             *("scale", "--yes", "--dollars-per-hour", "0.5", "--max-dollars", "5"),
-            *("--images-per-second", "0.001", "--ledger", str(self._ledger)),
+            *("--images-per-second", "0.001", "--state", str(self._ledger)),
         )
 
     async def _meter(self) -> None:

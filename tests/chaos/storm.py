@@ -65,11 +65,16 @@ FAULTS: dict[Fault, int] = {
 #: A request to Azurite, or on local storage a call of a worker, fails with this probability.
 FAULT_SHARE = 0.15
 
+#: Between two looks whether the queue is empty.
+LOOK_SECONDS = 0.2
+
 #: The load takes so long, undisturbed: it has to be killed in the middle.
 FILL_SECONDS = 2.0
 
-#: After the storm: leases have to expire, and suspects are generated one by one.
-CALM_SECONDS = 300.0
+#: The longest without progress, by the filler or after the storm: leases have to expire, suspects
+#: are generated one by one, and who fills a storage that fails backs off. How long the whole takes
+#: is the machine's.
+STUCK_SECONDS = 120.0
 
 
 @dataclass
@@ -115,8 +120,8 @@ class Storm:
             calls = [
                 asyncio.create_task(self._now_and_then(*call))
                 for call in (
-                    (2.0, "failed", "replay", "--all", "--yes"),
-                    (6.0, "cancel", "--campaign", STOPPED, "--yes"),
+                    (2.0, "replay", "--all", "--yes"),
+                    (6.0, "cancel", STOPPED, "--yes"),
                 )
             ]
             try:
@@ -142,10 +147,14 @@ class Storm:
 
     async def calm(self, storage: Storage) -> None:
         """Without faults, until nothing is left in the queue."""
-        async with asyncio.timeout(CALM_SECONDS):
-            while (await storage.queue.depth()).messages:
+        async with asyncio.timeout(STUCK_SECONDS) as limit:
+            left = None
+            while (messages := (await storage.queue.depth()).messages) > 0:
+                if messages != left:
+                    left = messages
+                    limit.reschedule(asyncio.get_running_loop().time() + STUCK_SECONDS)
                 self._start_missing_workers()
-                await asyncio.sleep(forks.PAUSE_SECONDS)
+                await asyncio.sleep(LOOK_SECONDS)
         for process in self.workers:
             self.expected_exits.add(process)
             process.terminate()
@@ -225,13 +234,15 @@ class Storm:
         jobs.write_text("".join(f"{json.dumps(job)}\n" for job in both))
         checkpoint = self.folder / "load.checkpoint"
         rate = self.tally.jobs / FILL_SECONDS
-        command = ["load", jobs, "--checkpoint", checkpoint, "--rate", str(rate), "--json"]
+        command = ["load", jobs, "--state", checkpoint, "--rate", str(rate), "--json"]
         for sending_seconds in (self.random.uniform(0.1, 0.8), self.random.uniform(0.1, 0.8)):
             began_at = time.time()
             await self._command(
                 sending_seconds, *command, has_begun=partial(_is_newer, checkpoint, began_at)
             )
-        if await self._command(300.0, *command):
+        if await self._command(
+            STUCK_SECONDS, *command, progress=lambda: checkpoint.exists() and checkpoint.read_text()
+        ):
             raise RuntimeError(f"imagefleet load failed: {self.log.read_text()[-2000:]}")
 
     async def _now_and_then(self, longest_seconds: float, *arguments: str) -> None:
@@ -244,16 +255,24 @@ class Storm:
         kill_after_seconds: float,
         *arguments: str | Path,
         has_begun: Callable[[], bool] = lambda: True,
+        progress: Callable[[], object] = lambda: None,
         environment: Mapping[str, str] | None = None,
     ) -> int:
-        """Runs the console; kills it some time after it has begun. Returns its exit code."""
+        """Runs the console; kills it some time after it has begun. Returns its exit code.
+
+        The time begins anew whenever *progress* changes.
+        """
         process = self._start(*arguments, variables=environment)
         try:
             while process.poll() is None and not has_begun():
                 await asyncio.sleep(forks.PAUSE_SECONDS)
-            async with asyncio.timeout(kill_after_seconds):
+            async with asyncio.timeout(kill_after_seconds) as limit:
+                reached = progress()
                 while process.poll() is None:
                     await asyncio.sleep(forks.PAUSE_SECONDS)
+                    if (now := progress()) != reached:
+                        reached = now
+                        limit.reschedule(asyncio.get_running_loop().time() + kill_after_seconds)
         except (TimeoutError, asyncio.CancelledError) as error:
             process.kill()
             process.wait()

@@ -41,10 +41,9 @@ from worker.jobs import depth
 from worker.engine import checkpoint
 from worker.engine.slots.engine import SlotEngine
 push.PUSH_SECONDS = depth.DEPTH_SECONDS = 1.0
-TICK_SECONDS = 0.4
 tick = SlotEngine.tick
 def slower(engine):
-    time.sleep(TICK_SECONDS)
+    time.sleep(push.PUSH_SECONDS * 0.4)
     return tick(engine)
 SlotEngine.tick = slower
 """
@@ -57,9 +56,6 @@ JOBS = 5_000
 #: Named after the folders of their storages.
 FLEET = "storage/jobs"
 OTHER_FLEET = "other/jobs"
-#: Between two looks at what the server has.
-LOOK_SECONDS = 0.5
-
 PUSHING_SECONDS = 25
 
 #: Five minutes by default; shorter here, so that a dead worker's series go stale sooner.
@@ -343,7 +339,7 @@ def watch(
     for process in (*workers[1:], exporter):
         assert process.wait(60) == 0, logs(folder)
     time.sleep(3)  # until vmagent has forwarded the last push
-    report = [COMMAND, "report", "--storage", storage, "--campaign", CAMPAIGN, "--json"]
+    report = [COMMAND, "report", "--storage", storage, CAMPAIGN, "--json"]
     printed = subprocess.run(
         [*report, "--prometheus", server],
         env=environment(),
@@ -461,7 +457,7 @@ def wait_until(is_so: Callable[[], bool], seconds: float, folder: Path) -> None:
     deadline = time.monotonic() + seconds
     while not is_so():
         assert time.monotonic() < deadline, logs(folder)
-        time.sleep(LOOK_SECONDS)
+        time.sleep(PUSHING_SECONDS / 50)
 
 
 def logs(folder: Path) -> str:

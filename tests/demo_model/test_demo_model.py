@@ -16,8 +16,8 @@ from transformers import CLIPTokenizer
 
 from demo_world import captions, world
 from evaluation.score.demo import judge
-from fleet.demo import jobs as demo_jobs
 from imagefleet import errors
+from imagefleet.files import demo
 from imagefleet.job import clip, message, prompt
 from worker.engine import contract, load
 
@@ -130,11 +130,11 @@ def test_a_lora_is_in_kohyas_format_with_alpha_for_both_networks(path: Path) -> 
 
 def test_the_demos_jobs_are_valid_and_each_has_a_seed() -> None:
     lines = (DEMO_MODEL / "demo_jobs.jsonl").read_text(encoding="utf-8").splitlines()
-    messages = demo_jobs.messages(DEMO_MODEL)
+    messages = demo.messages(lines)
 
     assert len(lines) == 21
     assert len(messages) == 24
-    assert messages[0] == demo_jobs.REFERENCE_MESSAGE
+    assert messages[0] == demo.REFERENCE_MESSAGE
     assert all(json.loads(line)["seed"] for line in lines)
     assert all(message.read_job(line, message_id="1").steps == 15 for line in lines)
 
@@ -142,9 +142,9 @@ def test_the_demos_jobs_are_valid_and_each_has_a_seed() -> None:
 def test_a_missing_checkpoint_is_one_sentence(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(demo_jobs, "TRAINED", tmp_path / "nowhere")
+    monkeypatch.setattr(demo, "TRAINED", tmp_path / "nowhere")
     with pytest.raises(errors.SetupError, match="nowhere' does not exist"):
-        demo_jobs.find_checkpoint()
+        demo.find_checkpoint()
 
 
 def test_the_judge_knows_what_a_program_drew(critic: judge.Judge) -> None:

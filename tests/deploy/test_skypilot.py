@@ -37,14 +37,14 @@ def task(repository: Path) -> dict[str, Any]:
 
 @pytest.fixture(scope="session")
 def secrets() -> dict[str, str]:
-    """What `imagefleet keys worker` prints, read as a file of variables."""
+    """What `imagefleet keys mint worker` prints, read as a file of variables."""
     key = base64.b64encode(bytes(64)).decode()
     account = f"DefaultEndpointsProtocol=https;AccountName=ours;AccountKey={key}"
     environment = {
         name: value for name, value in os.environ.items() if not name.startswith("IMAGEFLEET_")
     }
     printed = subprocess.run(
-        [COMMAND, "keys", "worker"],
+        [COMMAND, "keys", "mint", "worker"],
         env=environment | {"IMAGEFLEET_STORAGE": account},
         capture_output=True,
         text=True,

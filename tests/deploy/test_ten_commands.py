@@ -462,6 +462,6 @@ def test_the_ten_commands_lead_from_nothing_to_images(
             assert max(deviation for deviation in ImageStat.Stat(image).stddev) > 10
     assert not salad.groups
     assert not (checkout / "app.json").exists()
-    report = json.loads(operator.type("imagefleet report --campaign catalogue --json"))
+    report = json.loads(operator.type("imagefleet report catalogue --json"))
     assert report["images"] == JOBS_OF_THE_TRIAL
     assert (checkout / "catalogue-report.html").stat().st_size > 10_000

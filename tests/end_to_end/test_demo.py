@@ -16,7 +16,7 @@ from PIL import Image
 import forks
 import polling
 from fleet import contact_sheet
-from fleet.demo import jobs
+from fleet.demo import cascade
 from imagefleet.signing import SigningKey
 from pixel import tiny_cascade
 
@@ -95,9 +95,9 @@ def test_the_cascades_demo_draws_and_shows_both_stages(
     # The weights are random, and so is what they draw, in however many steps.
     program = """
 import pathlib
-from fleet.demo import jobs
-jobs.CASCADE = pathlib.Path("cascade")
-jobs._FIRST["steps"], jobs._SECOND["steps"] = 4, 3
+from fleet.demo import cascade
+cascade.TRAINED = pathlib.Path("cascade")
+cascade._FIRST["steps"], cascade._SECOND["steps"] = 4, 3
 entry.main()
 """
     arguments = ("demo", "--cascade", "--json-file", "demo.json")
@@ -106,9 +106,9 @@ entry.main()
     assert result.returncode == 0, result.stderr
     assert "failed jobs" not in result.stdout
     report = json.loads((tmp_path / "demo.json").read_text())
-    count = len(jobs.CASCADE_PROMPTS)
+    count = len(cascade.PROMPTS)
     assert (report["jobs"], report["images"], report["failed"]) == (count, 2 * count, 0)
-    folder = tmp_path / "demo-output" / "storage" / "images" / jobs.CASCADE_CAMPAIGN
+    folder = tmp_path / "demo-output" / "storage" / "images" / cascade.CAMPAIGN
     assert len(list(folder.iterdir())) == 2 * count
     with (
         Image.open(tmp_path / report["contact_sheet"]) as sheet,
@@ -126,8 +126,8 @@ def test_without_its_weights_the_cascades_demo_says_so_in_one_line(tmp_path: Pat
     program = """
 import pathlib, sys
 from fleet import main
-from fleet.demo import jobs
-jobs.CASCADE = pathlib.Path("nowhere")
+from fleet.demo import cascade
+cascade.TRAINED = pathlib.Path("nowhere")
 sys.argv = ["imagefleet", "demo", "--cascade"]
 main.main()
 """

@@ -107,7 +107,7 @@ def test_the_first_tutorial_leads_from_an_empty_folder_to_a_data_set(
 
     folder = tmp_path / "spring"
     assert shell["cwd"] == folder
-    table = printed["imagefleet results --campaign spring"]
+    table = printed["imagefleet results spring"]
     assert all(job in table for job in IMAGES), table
     assert "no LoRA no-such-style" in table, table
     assert {path.stem for path in (folder / "pictures").iterdir()} == IMAGES

@@ -251,8 +251,10 @@ async def test_the_phases_of_a_start_up_are_named(
     storage: Storage, start: Start, tmp_path: Path
 ) -> None:
     is_seen = tmp_path / "loading-is-seen"
-    loading = f"import os\nwhile not os.path.exists({str(is_seen)!r}): time.sleep(LOOK)"
-    terminal, process = start(program={"changes": "LOOK = 0.01", "loading": loading})
+    seen = f"lambda: pathlib.Path({str(is_seen)!r}).exists()"
+    loading = f"[time.sleep(LOOK) for _ in iter({seen}, True)]"
+    changes = "import pathlib; LOOK = 0.01"
+    terminal, process = start(program={"changes": changes, "loading": loading})
 
     def state() -> str:
         assert process.poll() is None, terminal.all

@@ -110,7 +110,7 @@ def test_a_load_onto_a_full_disk_is_one_line_and_goes_on_later(
     filler = disk.fill()
     places = {"storage": tmp_path, "checkpoint": tmp_path, what: disk.folder}
     command = [
-        *("load", str(file), "--checkpoint", f"{places['checkpoint']}/checkpoint"),
+        *("load", str(file), "--state", f"{places['checkpoint']}/checkpoint"),
         *("--storage", f"local:{places['storage']}/data"),
     ]
     code, said = imagefleet(*command)

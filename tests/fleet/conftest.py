@@ -27,7 +27,7 @@ from imagefleet.storage.settings import StorageSettings
 from in_process import as_it_was, built, in_process
 from salad_fake import fleet_file
 from worker.engine import contract
-from worker.pipeline import Pipeline
+from worker.pipeline import Machine, Pipeline
 from worker.replica import Replica
 from worker.settings import WorkerSettings
 from worker.stages import encode
@@ -122,7 +122,7 @@ def run_worker(
             storage,
             lambda: StandInEngine(size=(64, 64), draw=draw),
             settings,
-            runs_on=Replica("a GPU", 0.036, prices.FREE_STORAGE),
+            machine=Machine(Replica("a GPU", 0.036, prices.FREE_STORAGE)),
         )
         await asyncio.wait_for(pipeline.run(asyncio.Event(), asyncio.Event()), 100)
 

@@ -19,7 +19,7 @@ from rich.console import Console
 
 from fleet import console, main
 from fleet.monitor import command as monitor
-from fleet.monitor import rates
+from fleet.monitor import rates, workers
 from fleet.salad import gpus, groups, running
 from imagefleet import errors
 from imagefleet.job.message import read_job
@@ -41,7 +41,6 @@ WITHOUT_JSON = {
     "exporter": "likewise; its figures are metrics",
     "broker": "likewise; its answers are JSON",
     "webhooks": "likewise; what its dry run prints is JSON",
-    "failed export": "its output is JSON, an object per line, for `load`",
     "gallery": "likewise; what it shows is a page",
     "health": "a probe: its exit code is the answer",
 }
@@ -50,14 +49,13 @@ WITHOUT_JSON = {
 #: rest costs nothing, or a few storage operations: `load` fills a queue, but starts no worker.
 ASKING = {
     "cancel",
-    "purge",
-    "failed discard",
-    "failed replay",
+    "discard",
+    "replay",
     "files remove",
     "redo",
     "scale",
     "verify",
-    *(f"deploy salad {name}" for name in ("apply", "resize", "drain", "delete")),
+    *(f"deploy {name}" for name in ("apply", "drain")),
 }
 
 #: The arguments of a call that succeeds, for commands that need no other service.
@@ -65,25 +63,20 @@ CALLS = {
     "load": ("jobs.jsonl",),
     "sweep": ("captions.txt", "--campaign", "curve"),
     "status": (),
-    "failed list": (),
-    "failed show": ("cat",),
-    "failed replay": ("--id", "nobody"),
-    "failed discard": ("--all", "--dry-run"),
-    "campaigns": (),
-    "job": ("one",),
-    "cancel": ("--campaign", "spring", "--dry-run"),
-    "purge": ("--dry-run",),
+    "failed": (),
+    "replay": ("default", "--error", "nothing"),
+    "discard": ("--all", "--dry-run"),
+    "job": ("default/cat",),
+    "cancel": ("--all", "--dry-run"),
     "plan": ("--jobs", "10"),
     "redo": ("--worker", "nobody"),
     "results": ("--download", "images"),
-    "export": ("shards", "--dry-run"),
+    "export": ("default", "shards", "--dry-run"),
     "verify": (),
     "prompt": ("a cat",),
-    "version": (),
     "files list": ("kernels",),
     "files add": ("kernels", "kernels.tar.xz", "--dry-run"),
-    "deploy salad render": (),
-    "deploy salad apply": ("--dry-run",),
+    "deploy apply": ("--dry-run",),
 }
 
 #: As long as Azure and SaladCloud allow.
@@ -142,7 +135,7 @@ def test_figures_go_to_a_file_by_one_option() -> None:
 def test_a_dry_run_has_one_meaning() -> None:
     runs = {name: found for name in ALL if (found := option(ALL[name], "--dry-run"))}
 
-    assert len(runs) == 14
+    assert len(runs) == 13
     for found in runs.values():
         assert re.fullmatch(r"Show .*; change nothing\.", found.help)
 
@@ -200,7 +193,7 @@ def test_json_is_one_document_and_nothing_else(
     assert isinstance(json.loads(ended.stdout), dict)
 
 
-@pytest.mark.parametrize("name", ["failed list", "status", "deploy salad status", "report"])
+@pytest.mark.parametrize("name", ["failed", "status", "deploy status", "report"])
 def test_an_error_leaves_stdout_empty_with_json_too(
     salad: Any, in_process: Imagefleet, name: str
 ) -> None:
@@ -271,10 +264,10 @@ def test_the_ids_of_failed_jobs_are_whole_when_piped(
     fail_job(tmp_path, reason, id=JOB, campaign="c" * 40)
     monkeypatch.setenv("COLUMNS", columns)
 
-    lines = in_process("failed", "list").stdout.splitlines()
+    lines = in_process("failed").stdout.splitlines()
 
     assert sum(reason in line for line in lines) == 1
-    assert [line.split()[:2] for line in lines if JOB in line] == [[JOB, "c" * 40]]
+    assert [line.split()[0] for line in lines if JOB in line] == [f"{'c' * 40}/{JOB}"]
 
 
 @pytest.mark.parametrize(
@@ -292,7 +285,7 @@ def test_top_fits_a_narrow_terminal(width: int, headings: str) -> None:
         *(12.34, 0.105, 0.04, 123_456, 1234),
     )
 
-    first, _, row, total = printed(width, monitor.workers_screen([worker] * 2, 1)).splitlines()
+    first, _, row, total = printed(width, workers.workers_screen([worker] * 2, 1)).splitlines()
 
     assert first.split() == headings.split()
     assert max(map(len, (first, row))) <= width
@@ -303,4 +296,4 @@ def test_top_fits_a_narrow_terminal(width: int, headings: str) -> None:
     else:
         assert row.startswith(WORKER[:8])
         assert row.split()[0].endswith("-17")
-    assert "sd15-batch-0123abcd-1" in printed(None, monitor.workers_screen([worker], 1))
+    assert "sd15-batch-0123abcd-1" in printed(None, workers.workers_screen([worker], 1))

@@ -160,7 +160,7 @@ def test_another_seed_is_refused_while_there_is_a_checkpoint(
 
     assert other.returncode == console.EXIT_OPERATOR_MUST_ACT
     assert "--restart" in other.stderr
-    assert in_process("load", "t.yaml", "--seed", "5", "--checkpoint", "c.json").returncode == 0
+    assert in_process("load", "t.yaml", "--seed", "5", "--state", "c.json").returncode == 0
 
 
 def test_a_checkpoint_whose_queue_is_gone_is_reported(
@@ -202,7 +202,7 @@ def test_invalid_lines_are_refused_before_the_queue_is_created(
         (["t.yaml", "--count", "0"], "--count"),
         (["t.yaml", "--concurrency", "many"], "--concurrency"),
         (["t.yaml", "--storage", "local:t.yaml"], "t.yaml is a file, not a folder"),
-        (["t.yaml", "--checkpoint", "no/such/folder/c.json"], "cannot be written"),
+        (["t.yaml", "--state", "no/such/folder/c.json"], "cannot be written"),
     ],
 )
 def test_an_error_is_one_line_and_exit_code_2(

@@ -12,26 +12,17 @@ from pathlib import Path
 import pytest
 import typer
 
-from fleet import console, entry, lazy_commands, main
+from fleet import console, entry, lazy_commands, main, options
+from imagefleet.storage.settings import StorageSettings
 
 ROOT = Path(__file__).parents[2]
 COMMAND = Path(sys.executable).with_name("imagefleet")
 COMMANDS = [
-    *("demo", "worker", "load", "sweep", "campaigns", "job", "cancel", "purge"),
-    *("status", "top", "exporter", "broker", "webhooks", "plan"),
-    *(
-        "results",
-        "export",
-        "report",
-        "score",
-        "gallery",
-        "verify",
-        "gate",
-        "redo",
-        "scale",
-        "prompt",
-    ),
-    *("failed", "keys", "deploy", "files", "bench", "health", "version"),
+    *("demo", "worker", "load", "sweep", "job", "cancel"),
+    *("status", "exporter", "broker", "webhooks", "plan"),
+    *("results", "export", "report", "score", "gallery", "verify", "gate", "redo"),
+    *("scale", "prompt", "failed", "replay", "discard", "keys", "deploy"),
+    *("files", "bench", "health"),
 ]
 
 Imagefleet = Callable[..., "subprocess.CompletedProcess[str]"]  # the fixture of conftest.py
@@ -46,7 +37,7 @@ def test_help_names_the_commands_in_their_order(imagefleet: Imagefleet) -> None:
     assert result.returncode == console.EXIT_DONE
 
 
-@pytest.mark.parametrize("command", ["", "worker", "keys", "keys worker", "deploy salad", "health"])
+@pytest.mark.parametrize("command", ["", "worker", "keys", "keys mint", "deploy", "health"])
 def test_h_is_short_for_help(imagefleet: Imagefleet, command: str) -> None:
     short = imagefleet(*command.split(), "-h")
 
@@ -69,16 +60,15 @@ def _subjects(help_text: str) -> dict[str, list[str]]:
 def test_the_flags_of_a_command_are_grouped_by_subject(imagefleet: Imagefleet) -> None:
     worker = _subjects(imagefleet("worker", "--help").stdout)
     subjects = ["Model and LoRAs", "GPU", "Jobs and leases", "Node", "Cost and labels"]
-    assert list(worker) == ["Options", "Storage", "Metrics and logs", *subjects]
-    assert worker["Storage"][:2] == ["--storage", "--queue"]
+    assert list(worker) == ["Options", "Metrics and logs", *subjects]
     assert {"--push-url", "--log-format"} <= set(worker["Metrics and logs"])
     assert worker["Model and LoRAs"][0] == "--model"
     assert max(map(len, worker.values())) <= 10, "a list that nobody reads"
     assert worker["Options"] == ["--fail-on-failed", "-h"]
 
-    failed = _subjects(imagefleet("failed", "list", "--help").stdout)
-    assert list(failed) == ["Options", "Storage", "Signatures"]
-    assert {"--campaign", "-h"} <= set(failed["Options"])
+    failed = _subjects(imagefleet("failed", "--help").stdout)
+    assert list(failed) == ["Arguments", "Options", "Signatures"]
+    assert {"--error", "-h"} <= set(failed["Options"])
 
 
 @pytest.mark.parametrize(("terminal", "expected"), [(60, 60), (120, 120), (300, 140)])
@@ -105,8 +95,8 @@ def test_the_completion_script_of_a_shell_is_printed(imagefleet: Imagefleet, she
 @pytest.mark.parametrize(
     ("words", "completions"),
     [
-        ("imagefleet rep", ["report"]),
-        ("imagefleet failed l", ["list"]),
+        ("imagefleet rep", ["report", "replay"]),
+        ("imagefleet keys rev", ["revoke"]),
         ("imagefleet worker --lease", ["--lease-seconds"]),
     ],
 )
@@ -122,7 +112,7 @@ def test_bash_completes_commands_and_flags(
     assert result.stdout.split() == completions
 
 
-@pytest.mark.parametrize("group", ["", "failed", "keys", "deploy", "deploy salad", "bench"])
+@pytest.mark.parametrize("group", ["", "keys", "deploy", "files"])
 def test_a_group_without_a_command_prints_its_help(imagefleet: Imagefleet, group: str) -> None:
     result = imagefleet(*group.split())
 
@@ -149,7 +139,7 @@ def test_listing_failed_jobs_imports_neither_torch_nor_azure(tmp_path: Path) -> 
     program = f"""
 import sys
 from fleet import main
-sys.argv = ["imagefleet", "failed", "list", "--storage", "local:{storage}"]
+sys.argv = ["imagefleet", "failed", "--storage", "local:{storage}"]
 try:
     main.main()
 except SystemExit:
@@ -166,7 +156,7 @@ print("loaded:", sorted(heavy & set(sys.modules)))
     assert result.stdout.splitlines()[-1] == "loaded: []"
 
 
-@pytest.mark.parametrize("command", [*COMMANDS, "failed list", "failed replay"])
+@pytest.mark.parametrize("command", [*COMMANDS])
 def test_every_command_has_a_help_text(imagefleet: Imagefleet, command: str) -> None:
     result = imagefleet(*command.split(), "--help")
 
@@ -193,7 +183,7 @@ def test_every_command_has_a_help_text(imagefleet: Imagefleet, command: str) -> 
         (["plan", "--jobs", "1", "--gpu", "RTX 9090"], "error: unknown GPU class 'RTX 9090'"),
         (["plan", "--jobs", "ten"], "error: --jobs: should be a valid integer"),
         (
-            ["top", "--prometheus", "x"],
+            ["status", "--prometheus", "x"],
             "error: --prometheus / IMAGEFLEET_PROMETHEUS: should be a URL that begins with http://",
         ),
         (["bench", "engine", "--model", "none"], "error: the model 'none' does not exist"),
@@ -269,23 +259,27 @@ def test_a_closed_pipe_causes_no_error_output(tmp_path: Path) -> None:
     assert result.stderr == ""
 
 
-def test_version_lists_the_versions_for_a_bug_report(imagefleet: Imagefleet) -> None:
-    result = imagefleet("version")
-
+def test_the_version_lists_the_versions_for_a_bug_report(imagefleet: Imagefleet) -> None:
+    result = imagefleet("--version")
     names = [line.split()[0] for line in result.stdout.splitlines()]
     assert names == ["imagefleet", "torch", "diffusers", "python"]
-
-
-def test_the_version_flag_prints_the_first_line_of_the_command(imagefleet: Imagefleet) -> None:
-    result = imagefleet("--version")
-
-    assert result.stdout == imagefleet("version").stdout.splitlines(keepends=True)[0]
     assert result.returncode == console.EXIT_DONE
+    assert list(json.loads(imagefleet("--version", "--json").stdout)) == names
+
+
+def test_the_options_of_the_storage_are_described_once(imagefleet: Imagefleet) -> None:
+    flags = [options.flag(name) for name in StorageSettings.model_fields]
+    assert list(main.STORAGE_OPTIONS) == flags
+    shown = imagefleet("--help").stdout
+    assert all(f"  {each} " in shown for each in flags)
+    of_command = imagefleet("results", "--help").stdout
+    assert "--storage, and what goes with it: see `imagefleet --help`." in of_command
+    assert "--queue" not in of_command
 
 
 def test_the_demo_sends_the_reference_message_verbatim() -> None:
     message = json.loads(
-        (ROOT / "fleet" / "demo" / "reference-job.json").read_text(encoding="utf-8")
+        (ROOT / "imagefleet" / "files" / "reference-job.json").read_text(encoding="utf-8")
     )
 
     assert message["sampler_name"] == "k_euler_a"

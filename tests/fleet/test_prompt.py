@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fleet import console, prompt
-from fleet.demo import jobs as demo_jobs
+from imagefleet.files import demo
 from imagefleet.job import clip
 from imagefleet.job import prompt as prompts
 
@@ -19,7 +19,7 @@ Imagefleet = Callable[..., "subprocess.CompletedProcess[str]"]  # the fixture of
 
 
 def test_the_reference_message_has_77_and_70_tokens(in_process: Imagefleet) -> None:
-    job = json.loads(demo_jobs.REFERENCE_MESSAGE)
+    job = json.loads(demo.REFERENCE_MESSAGE)
 
     result = in_process("prompt", job["prompt"], "--negative", job["negative_prompt"], "--json")
 
@@ -124,7 +124,7 @@ def test_a_checkpoint_without_a_tokenizer_has_clips_if_its_vocabulary_fits(
 ) -> None:
     single = tmp_path / "model.safetensors"
     single.touch()
-    for model in (single, demo_jobs.TRAINED):
+    for model in (single, demo.TRAINED):
         result = in_process("prompt", "a cat", "--model", str(model))
         assert result.stdout.startswith("prompt: 2 tokens in 1 chunk")
     config = tmp_path / "other" / "text_encoder" / "config.json"

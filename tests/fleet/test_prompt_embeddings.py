@@ -13,7 +13,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from fleet import console
-from fleet.demo import jobs as demo_jobs
+from imagefleet.files import demo
 
 Imagefleet = Callable[..., "subprocess.CompletedProcess[str]"]  # the fixture of conftest.py
 
@@ -86,7 +86,7 @@ def test_those_of_the_storage_are_found_as_a_worker_finds_them(
 def test_an_embedding_that_would_fail_the_job_is_an_error(
     negative: str, reason: str, in_process: Imagefleet, folder: Path, *, model: bool
 ) -> None:
-    of_model = ("--model", str(demo_jobs.find_checkpoint())) if model else ()
+    of_model = ("--model", str(demo.find_checkpoint())) if model else ()
     result = in_process(
         *("prompt", "a", "--negative", negative, "--embedding-directory", str(folder), *of_model)
     )

@@ -13,9 +13,9 @@ import re
 import struct
 import time
 import zlib
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from datetime import UTC, datetime, timedelta
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -32,9 +32,10 @@ from fleet.report import figures, plot, records
 from fleet.salad import file as salad_file
 from header_files import LORA, REFINER, SD1
 from imagefleet import errors, redaction
-from imagefleet.files import contents, safetensors
+from imagefleet.files import contents, picture, safetensors
 from imagefleet.job import image_record, message, prompt, sizes
 from imagefleet.pricing import price_file, prices
+from imagefleet.records.record import Record
 from imagefleet.storage import deliveries, protocol
 from imagefleet.storage.azure import account, roles, sas
 from imagefleet.storage.dead_letter import FailedJob
@@ -200,26 +201,16 @@ def _blob_metadata(data: bytes) -> None:
     facts = json.loads(data)
     if not isinstance(facts, dict):
         raise errors.JobError("metadata is names and values")
-    facts = {str(name): str(value) for name, value in facts.items()}
+    image_record.read({str(name): str(value) for name, value in facts.items()})
+
+
+def _reported_record(data: bytes) -> None:
+    record = Record.read(data)
     found = records.Records("spring")
-    blob = protocol.BlobRecord("spring/a.png", 5, NOON, facts)
-    for after in (0, 40):
-        moment = NOON + timedelta(seconds=after)
-        image = records._of_blob(protocol.BlobRecord("spring/a.png", 5, moment, facts), found)
-        records._count_image(found, image)
+    for at in (record.at, NOON):
+        records._count_image(found, record.model_copy(update={"at": at}))
     computed = figures.compute(found, "local:x", prices.BUILT_IN, None, "a test")
-    json.loads(
-        console.json_text({"jobs": computed.jobs, "money": vars_of(computed.money)}),
-        parse_constant=_no,
-    )
-    for worker in computed.workers:
-        plot.number_text(worker.seconds)
-        plot.number_text(worker.gpu_dollars or 0.0)
-    image_record.read(blob.metadata)
-
-
-def vars_of(record: Any) -> Mapping[str, Any]:
-    return {name: getattr(record, name) for name in record.__slots__}
+    json.loads(console.json_text(asdict(computed)), parse_constant=_no)
 
 
 def _no(constant: str) -> None:
@@ -376,7 +367,7 @@ TARGETS: dict[str, Target] = {
     ),
     "infotext": Target(
         _image,
-        (contact_sheet.DamagedImageError,),
+        (picture.DamagedImageError,),
         (
             INFOTEXT,
             _png((b"tEXt", b"parameters\0" + INFOTEXT)),
@@ -390,6 +381,15 @@ TARGETS: dict[str, Target] = {
             b'{"job": "a", "seconds": "2.5", "attempt": "1", "worker": "w", "gpu": "RTX 4090",'
             b' "started_at": "2026-11-01T00:00:00.000+00:00", "price_per_hour": "0.1", "seed": "7",'
             b' "start_up_seconds": "31.5", "images": "2", "metadata": "{\\"a\\": [1]}"}',
+        ),
+    ),
+    "reported record": Target(
+        _reported_record,
+        (errors.JobError,),
+        (
+            b'{"outcome": "completed", "blob": "spring/a.png", "id": "a", "seconds": 2.5,'
+            b' "at": "2026-11-01T00:00:00Z", "started_at": "2026-11-01T00:00:00Z", "model": "m",'
+            b' "price_per_hour": 0.1, "start_up_seconds": 31.5, "size_bytes": 5}',
         ),
     ),
     "poison record": Target(

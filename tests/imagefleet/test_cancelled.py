@@ -134,7 +134,7 @@ async def test_a_full_list_says_how_to_empty_it(
     monkeypatch.setattr(cancelled, "MAX_CAMPAIGNS", 1)
     await cancelled.cancel(local, "spring")
     await cancelled.cancel(local, "spring")
-    with pytest.raises(errors.SetupError, match="purge"):
+    with pytest.raises(errors.SetupError, match="cancel --all"):
         await cancelled.cancel(local, "autumn")
 
 

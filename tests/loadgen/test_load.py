@@ -58,7 +58,7 @@ def test_a_damaged_checkpoint_is_never_trusted(tmp_path: Path, text: str) -> Non
 
 
 def test_a_path_that_is_not_writable_is_a_setup_error(tmp_path: Path) -> None:
-    with pytest.raises(errors.SetupError, match="--checkpoint FILE"):
+    with pytest.raises(errors.SetupError, match="--state FILE"):
         HERE.write(tmp_path / "none" / "c.json")
 
 

@@ -16,7 +16,7 @@ from imagefleet.cancelled import CancelledCampaigns
 from imagefleet.storage.open import Storage
 from imagefleet.storage.settings import StorageSettings
 from worker.engine import contract
-from worker.pipeline import Pipeline
+from worker.pipeline import Machine, Pipeline
 from worker.replica import UNKNOWN, Replica
 from worker.settings import WorkerSettings
 from worker.testing import StandInEngine
@@ -84,7 +84,7 @@ def run_pipeline(storage: Storage, worker_settings: Callable[..., WorkerSettings
             load or (lambda: engine or StandInEngine()),
             worker_settings(**changes),
             retry_policy=IMPATIENT,
-            runs_on=runs_on,
+            machine=Machine(runs_on),
         )
         await pipeline.run(stop or asyncio.Event(), hurry or asyncio.Event())
         return pipeline

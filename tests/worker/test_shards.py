@@ -11,7 +11,7 @@ import pytest
 
 from imagefleet import cancelled
 from imagefleet.storage import dead_letter_queue
-from imagefleet.storage.dead_letter_queue import Selection
+from imagefleet.storage.dead_letter import Selection
 from imagefleet.storage.open import Storage, open_storage
 from imagefleet.storage.settings import StorageSettings
 from worker.testing import StandInEngine

@@ -37,19 +37,36 @@ class _FinishedLatents:
 
 
 @dataclass(frozen=True, slots=True)
-class _PendingCopy:
-    """A decoded slice whose pixels are being copied to the host."""
+class HostCopy:
+    """Images whose pixels are being copied to the host."""
 
-    images: Sequence[_FinishedLatents]
     pixels: torch.Tensor
     """[images, height, width, 3]"""
     is_finite: torch.Tensor
     """[images]: false if an image has NaN or infinity."""
     copied: torch.cuda.Event | None
 
+    @classmethod
+    def begin(cls, pixels: torch.Tensor, is_finite: torch.Tensor, images: int) -> HostCopy:
+        """Copies the first *images* of what `to_pixels` returns, once the stream is so far."""
+        on_gpu = pixels.device.type == "cuda"
+        host_pixels = torch.empty((images, *pixels.shape[1:]), dtype=torch.uint8, pin_memory=on_gpu)
+        host_finite = torch.empty(images, dtype=torch.bool, pin_memory=on_gpu)
+        host_pixels.copy_(pixels[:images], non_blocking=True)
+        host_finite.copy_(is_finite[:images], non_blocking=True)
+        copied = torch.cuda.current_stream().record_event() if on_gpu else None
+        return cls(host_pixels, host_finite, copied)
+
     @property
     def is_done(self) -> bool:
         return self.copied is None or bool(self.copied.query())  # type: ignore[no-untyped-call]
+
+    def wait(self) -> list[contract.Pixels | None]:
+        """The images, once they have reached the host; None for one with NaN or infinity."""
+        if self.copied is not None:
+            self.copied.synchronize()
+        images = zip(self.pixels.numpy(), self.is_finite.tolist(), strict=True)
+        return [pixels if is_finite else None for pixels, is_finite in images]
 
 
 class Decoder:
@@ -73,7 +90,7 @@ class Decoder:
         self._backend = backend
         self._pool = pool
         self._queue: deque[_FinishedLatents] = deque()
-        self._copies: deque[_PendingCopy] = deque()
+        self._copies: deque[tuple[Sequence[_FinishedLatents], HostCopy]] = deque()
         self._failed: list[contract.Finished] = []
         self._compiled: dict[torch.Size, tuple[torch.Tensor, Compiled]] = {}
         # Of single images for which the memory was too short.
@@ -155,11 +172,11 @@ class Decoder:
             NodeError: the GPU itself is broken.
         """
         finished, self._failed = self._failed, []
-        while self._copies and (self._copies[0].is_done or (wait and not finished)):
-            done = self._copies.popleft()
-            if done.copied is not None:
-                done.copied.synchronize()
-            finished.extend(self._finish(done))
+        while self._copies and (self._copies[0][1].is_done or (wait and not finished)):
+            part, copy = self._copies.popleft()
+            for drawn, pixels in zip(part, copy.wait(), strict=True):
+                outcome = self._retry_in_float32(drawn) if pixels is None else pixels
+                finished.append(contract.Finished(drawn.ticket, outcome))
         return finished
 
     def forget_compiled(self) -> None:
@@ -187,7 +204,7 @@ class Decoder:
         If these do not fit, memory is taken from the slots.
         """
         try:
-            self._copies.append(self._decode(part))
+            self._copies.append((part, self._decode(part)))
             return  # noqa: TRY300 - the rest handles the failure
         except Exception as error:  # any failure is this slice's outcome
             failure = engine_errors.classify(error)
@@ -222,7 +239,7 @@ class Decoder:
         self._decode_or_share(part[half:])
 
     @torch.no_grad()
-    def _decode(self, part: Sequence[_FinishedLatents]) -> _PendingCopy:
+    def _decode(self, part: Sequence[_FinishedLatents]) -> HostCopy:
         shape = part[0].latents.shape
         latents = torch.stack([drawn.latents for drawn in part])
         if shape in self._compiled:
@@ -232,25 +249,7 @@ class Decoder:
         else:
             time_convolutions(lasting=len(part) == self._slice_size(shape))
             pixels, is_finite = self.decode(latents)
-        on_gpu = pixels.device.type == "cuda"
-        host_pixels = torch.empty(
-            (len(part), *pixels.shape[1:]), dtype=torch.uint8, pin_memory=on_gpu
-        )
-        host_finite = torch.empty(len(part), dtype=torch.bool, pin_memory=on_gpu)
-        host_pixels.copy_(pixels[: len(part)], non_blocking=True)
-        host_finite.copy_(is_finite[: len(part)], non_blocking=True)
-        copied = None
-        if on_gpu:
-            copied = torch.cuda.current_stream().record_event()
-        return _PendingCopy(part, host_pixels, host_finite, copied)
-
-    def _finish(self, done: _PendingCopy) -> list[contract.Finished]:
-        finished = []
-        pixels = done.pixels.numpy()
-        for at, (drawn, ok) in enumerate(zip(done.images, done.is_finite.tolist(), strict=True)):
-            outcome: contract.Outcome = pixels[at] if ok else self._retry_in_float32(drawn)
-            finished.append(contract.Finished(drawn.ticket, outcome))
-        return finished
+        return HostCopy.begin(pixels, is_finite, len(part))
 
     def _retry_in_float32(self, drawn: _FinishedLatents) -> contract.Outcome:
         """Decodes in float32, from then on, with a VAE that overflows in float16 as some do."""
@@ -263,12 +262,9 @@ class Decoder:
             self.forget_compiled()
             self._backend = None
         if self._vae.dtype == torch.float32:
-            again = self._decode([drawn])
-            if again.copied is not None:
-                again.copied.synchronize()
-            if again.is_finite.item():
-                image: contract.Pixels = again.pixels[0].numpy()
-                return image
+            (again,) = self._decode([drawn]).wait()
+            if again is not None:
+                return again
         return errors.TransientError("the image is NaN")
 
 

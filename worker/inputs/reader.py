@@ -232,8 +232,8 @@ class InputReader:
             # A worker's token allows to create images, not to read them.
             raise errors.JobError(
                 f"{field}: {source!r} cannot be read with this worker's credentials: give it tokens"
-                f" of `imagefleet keys worker --chains`, or store the image in {sources.INPUTS} of"
-                f" the container of files ({error.message})"
+                f" of `imagefleet keys mint worker --chains`, or store the image in"
+                f" {sources.INPUTS} of the container of files ({error.message})"
             ) from None
         if data is None:
             raise errors.MissingFileError(

@@ -40,7 +40,7 @@ log = logging.getLogger(__name__)
 LEAST_IMAGES, MOST_IMAGES = 80, 104
 
 #: Images between two that ask for a canary: a campaign may repeat itself rightly.
-LEAST_BETWEEN_SUSPICIONS = 50
+LEAST_BETWEEN_ALARMS = 50
 
 #: Seconds between two checks of the weights, each 30 ms for SD1.5 on an H100.
 WEIGHTS_SECONDS = 300.0
@@ -99,7 +99,7 @@ class NodeSelfCheck:
     _folder: Path | None = field(default=None, init=False)
     _job_size: tuple[int, int] | None = field(default=None, init=False)
     _images_left: int = field(default=0, init=False)
-    _since_suspicion: int = field(default=LEAST_BETWEEN_SUSPICIONS, init=False)
+    _since_alarm: int = field(default=LEAST_BETWEEN_ALARMS, init=False)
     _due: asyncio.Event = field(default_factory=asyncio.Event, init=False)
     _why_due: str | None = field(default=None, init=False)
     _recent: deque[bool] = field(default_factory=lambda: deque(maxlen=OF_RECENT), init=False)
@@ -146,7 +146,7 @@ class NodeSelfCheck:
         await self._check_or_give_up(references.CANARY_IMAGES)
 
     async def watch_images(self) -> NoReturn:
-        """Side task: draws a canary at random times among the jobs, and at once on suspicion.
+        """Side task: draws a canary at random times among the jobs, and at once on an alarm.
 
         Raises:
             NodeError: this node draws wrong images.
@@ -157,9 +157,7 @@ class NodeSelfCheck:
             self._begin_anew()
             kind = random.choice(_AMONG_JOBS)  # noqa: S311 - no secret
             if await self._check_or_give_up((kind,)) and why is not None:
-                log.info(
-                    "%s; but a canary came out right", why, extra={"action": "suspicion_ended"}
-                )
+                log.info("%s; but a canary came out right", why, extra={"action": "alarm_ended"})
 
     async def watch_weights(self) -> NoReturn:
         """Side task: compares the weights on the device with the file's every few minutes.
@@ -199,12 +197,12 @@ class NodeSelfCheck:
         that begin with the same one may be alike.
         """
         self._job_size = size
-        self._since_suspicion += 1
+        self._since_alarm += 1
         why = self.images.repetition(image, seed, size) if is_of_seed else None
         why = why or self.images.haste(seconds, steps, size)
         if self.images.copies >= MOST_COPIES:
             self._ask(f"{why or 'images repeat'}, {self.images.copies} times to the bit")
-        elif why is not None and self._since_suspicion >= LEAST_BETWEEN_SUSPICIONS:
+        elif why is not None and self._since_alarm >= LEAST_BETWEEN_ALARMS:
             log.warning("%s: checking this node", why, extra={"action": "image_suspected"})
             self._ask(why)
         self._images_left -= 1
@@ -226,7 +224,7 @@ class NodeSelfCheck:
             shutil.rmtree(self._folder, ignore_errors=True)
 
     def _ask(self, why: str) -> None:
-        self._since_suspicion = 0
+        self._since_alarm = 0
         self._why_due = why
         self._due.set()
 

@@ -15,13 +15,10 @@ from typing import NoReturn
 from imagefleet import cancelled, concurrency, errors, retry
 from imagefleet.job.message import Job, job_key, read_job
 from imagefleet.pricing import families
-from imagefleet.signing import TrustedKeys
 from imagefleet.storage import protocol
 from worker.engine import contract
-from worker.files.embeddings import EmbeddingLibrary
-from worker.files.hashes import FileHashes
-from worker.files.library import FileLibrary
-from worker.inputs.reader import NO_INPUTS, InputReader, Inputs
+from worker.inputs.job_files import JobFiles
+from worker.inputs.reader import NO_INPUTS, Inputs
 from worker.jobs.in_flight import BegunJob, InFlightJob, Turns
 from worker.metrics import WorkerMetrics
 from worker.settle import Settler
@@ -92,14 +89,10 @@ class PrepareStage:
 
     engine: contract.Engine
     generate: GenerateStage
-    library: FileLibrary
-    embeddings: EmbeddingLibrary
-    inputs: InputReader
-    hashes: FileHashes
+    files: JobFiles
     settler: Settler
     metrics: WorkerMetrics
     until_empty: bool
-    trusted: TrustedKeys | None = None
     turns: Turns = field(default_factory=lambda: Turns(protocol.MAX_RECEIVE), init=False)
     _isolation: Isolation = field(default_factory=Isolation, init=False)
     _drawn_here: OrderedDict[str, None] = field(default_factory=OrderedDict, init=False)
@@ -238,7 +231,7 @@ class PrepareStage:
 
     def _read(self, entry: InFlightJob) -> Job:
         message = entry.lease.message
-        job = read_job(message.body, message.id, self.trusted)
+        job = read_job(message.body, message.id, self.files.trusted)
         entry.job = job  # from here on, a failure is recorded with the job's id and campaign
         if self.generate.is_cancelled(entry):
             self.generate.puller.not_ahead(entry)  # others are pulled while it is acknowledged
@@ -260,12 +253,13 @@ class PrepareStage:
         self, entry: InFlightJob, job: Job, size: tuple[int, int], images: Collection[int]
     ) -> list[contract.ImageRequest]:
         if job.only_upscales:
-            inputs = await self.inputs.read_upscale(job)
+            inputs = await self.files.inputs.read_upscale(job)
             entry.source_parameters = inputs.parameters
             return requests_of(job, size, (), (), images, inputs)
         prompt = job.parsed_prompt
         resolving = [
-            retry.UNTIL_ACCESS.call(partial(self.library.resolve, tag.name)) for tag in prompt.loras
+            retry.UNTIL_ACCESS.call(partial(self.files.loras.resolve, tag.name))
+            for tag in prompt.loras
         ]
         paths = await asyncio.gather(*resolving) if resolving else []
         loras = [
@@ -278,12 +272,12 @@ class PrepareStage:
             for tag, path in zip(prompt.loras, paths, strict=True)
         ]
         embeddings = await self._find_embeddings(job)
-        entry.lora_hashes = {lora.name: self.hashes.of_lora(lora.path) for lora in loras}
+        entry.lora_hashes = {lora.name: self.files.hashes.of_lora(lora.path) for lora in loras}
         inputs = NO_INPUTS
         text_encoder = self.engine.text_encoder
         if job.has_inputs or text_encoder is not None:
             family = families.find(self.engine.family)
-            inputs = await self.inputs.read(
+            inputs = await self.files.inputs.read(
                 job, size, is_enlarged=family.enlarges, text_encoder=text_encoder
             )
             if inputs.init is not None:
@@ -294,14 +288,14 @@ class PrepareStage:
 
     async def _find_embeddings(self, job: Job) -> tuple[contract.Embedding, ...]:
         """The embeddings that the prompts name."""
-        names = await retry.UNTIL_ACCESS.call(self.embeddings.names)
+        names = await retry.UNTIL_ACCESS.call(self.files.embeddings.names)
         if not names:
             return ()
         find = partial(self.engine.find_embeddings, job.all_prompts, names)
         found = await asyncio.get_running_loop().run_in_executor(self._threads, find)
         files = await asyncio.gather(
             *(
-                retry.UNTIL_ACCESS.call(partial(self.embeddings.resolve_hashed, name))
+                retry.UNTIL_ACCESS.call(partial(self.files.embeddings.resolve_hashed, name))
                 for name in found
             )
         )

@@ -97,15 +97,6 @@ class Judge(nn.Module):
         shares: Tensor = object_logits.softmax(1)[:, 1:].mean((2, 3))
         return shares
 
-    @torch.no_grad()
-    def colour_scores(self, images: Tensor) -> Tensor:
-        """[B, colours]: how sure the judge is of each colour, over the cells that show objects."""
-        object_logits, colour_logits = self(_at_native_size(images))
-        shown = 1 - object_logits.softmax(1)[:, :1]
-        weighted = (colour_logits.softmax(1) * shown).sum((2, 3))
-        sureness: Tensor = weighted / shown.sum((2, 3)).clamp_min(1e-6)
-        return sureness
-
 
 def _at_native_size(images: Tensor) -> Tensor:
     if images.shape[-2:] == (IMAGE_PX, IMAGE_PX):

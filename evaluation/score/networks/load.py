@@ -18,7 +18,7 @@ def load_extractor(path: str | Path, device: str = "cpu") -> Extractor:
     Raises:
         SetupError: there is none, or it cannot be used.
     """
-    with _needs_worker_libraries():
+    with _needs_extra():
         return _load(path, device)
 
 
@@ -51,7 +51,7 @@ def _load(path: str | Path, device: str) -> Extractor:
 def load_text_extractor(path: str | Path, device: str = "cpu") -> TextExtractor:
     """An extractor that takes texts, too; raises SetupError as `load_extractor`."""
     if str(path) == DEMO:
-        with _needs_worker_libraries():
+        with _needs_extra():
             from evaluation.score.demo.extractor import DemoTextExtractor
 
             return DemoTextExtractor(device)
@@ -65,11 +65,11 @@ def load_text_extractor(path: str | Path, device: str = "cpu") -> TextExtractor:
 
 
 @contextlib.contextmanager
-def _needs_worker_libraries() -> Iterator[None]:
-    """Raises SetupError, with the command to run, where only the console is installed."""
+def _needs_extra() -> Iterator[None]:
+    """Raises SetupError, with the command to run, where the extra `evaluation` is missing."""
     try:
         yield
     except ImportError as error:
         raise errors.SetupError(
-            f"{error.name} is not installed; to score images: pip install '.[worker]'"
+            f"{error.name} is not installed; to score images: pip install '.[evaluation]'"
         ) from None

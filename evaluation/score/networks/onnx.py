@@ -21,7 +21,9 @@ class OnnxExtractor:
         try:
             import onnxruntime
         except ImportError:
-            raise errors.SetupError("onnxruntime is not installed: pip install '.[onnx]'") from None
+            raise errors.SetupError(
+                "onnxruntime is not installed: pip install '.[evaluation]'"
+            ) from None
         self._preparation = extractors.read_preparation(path) or extractors.inception_preparation()
         options = onnxruntime.SessionOptions()
         # Several processes share the machine, and several threads might round differently.

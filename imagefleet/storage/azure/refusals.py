@@ -127,8 +127,8 @@ def _remedy(resource: Resource | None, permission: str) -> str:
     if not able:
         return ": that takes the account key"
     if len(able) == 1:
-        return f": the role `{able[0].name}` may (`imagefleet keys {able[0].name}`)"
-    choices = "; ".join(f"`imagefleet keys {role.name}` for {role.what}" for role in able)
+        return f": the role `{able[0].name}` may (`imagefleet keys mint {able[0].name}`)"
+    choices = "; ".join(f"`imagefleet keys mint {role.name}` for {role.what}" for role in able)
     return f": mint new ones with {choices}"
 
 
@@ -140,7 +140,7 @@ def _renewal(credential: Credential) -> str:
     # A policy of the same name would bring the revoked tokens back.
     end = " --policy NAME" if policy else ""
     names = [role.name for role in found] or ["ROLE"]
-    commands = " or ".join(f"`imagefleet keys {name}{end}`" for name in names)
+    commands = " or ".join(f"`imagefleet keys mint {name}{end}`" for name in names)
     return f": mint new ones with {commands}"
 
 

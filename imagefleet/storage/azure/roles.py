@@ -101,15 +101,15 @@ ROLES: Mapping[str, Role] = {
         Role("load", "`imagefleet load` on existing queues", queue="a", blob="ac", files="r"),
         Role(
             "monitor",
-            "the read-only commands: `status`, `campaigns`, `job`, `exporter`, `scale`, `results`,"
-            " `export`, `report`, `gallery`, `verify`, `failed list` and `webhooks`",
+            "the read-only commands: `status`, `job`, `exporter`, `scale`, `results`,"
+            " `export`, `report`, `gallery`, `verify`, `failed` and `webhooks`",
             queue="r",
             poison="r",
             blob="rl",
         ),
         Role(
             "operator",
-            "`imagefleet failed`, `redo`, `cancel`, `sweep` and `verify --quarantine`",
+            "`imagefleet replay`, `discard`, `redo`, `cancel`, `sweep` and `verify --quarantine`",
             queue="ra",
             poison="rup",
             blob="racdl",

@@ -107,7 +107,7 @@ def test_the_tables_are_for_people_and_for_documents(capsys: pytest.CaptureFixtu
     ]
     about = {"device": "H200", "threads_per_worker": None, "model": "m", "how": "so"}
     for markdown in (False, True):
-        scaling._show(rows, {**about, "sampler": "PLMS", "steps": 50}, markdown=markdown)
+        scaling.show(rows, {**about, "sampler": "PLMS", "steps": 50}, markdown=markdown)
     shown, document = capsys.readouterr().out.split("| workers", 1)
 
     assert re.search(r"^ *2 +28\.98 +29\.20 +99\.2 % +14\.44 +14\.54", shown, re.MULTILINE)

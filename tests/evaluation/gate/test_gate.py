@@ -56,7 +56,7 @@ def test_one_spoilt_image_of_four_fails_and_is_shown_first(
 ) -> None:
     noisy(folders[1] / "house.png", 60)
 
-    ended = in_process("gate", "./a", "./b", *BY_PIXELS, "--html", "gate.html", "--json")
+    ended = in_process("gate", "./a", "./b", *BY_PIXELS, "--output", "gate.html", "--json")
 
     assert ended.returncode == console.EXIT_IMAGES_WRONG
     found = json.loads(ended.stdout)
@@ -80,9 +80,11 @@ def test_the_bounds_decide(in_process: Imagefleet, folders: Folders) -> None:
     def code(*bounds: str) -> int:
         return int(in_process("gate", "./a", "./b", *BY_PIXELS, *bounds).returncode)
 
-    assert code("--min-alike", "0", "--min-psnr", "26") == console.EXIT_DONE  # it is 26.7 dB
-    assert code("--min-alike", "0", "--min-psnr", "27") == console.EXIT_IMAGES_WRONG
-    assert code("--min-alike", "1", "--min-psnr", "26") == console.EXIT_IMAGES_WRONG
+    assert code("--set", "alike=0", "--set", "psnr=26") == console.EXIT_DONE  # it is 26.7 dB
+    assert code("--set", "alike=0", "--set", "psnr=27") == console.EXIT_IMAGES_WRONG
+    assert code("--set", "alike=1", "--set", "psnr=26") == console.EXIT_IMAGES_WRONG
+    for wrong in ("alike=101", "psnr=-1", "psnr=x", "pnsr=1"):
+        assert code("--set", wrong) == console.EXIT_OPERATOR_MUST_ACT
 
 
 def test_the_page_and_the_terminal_show_captions_as_text(
@@ -93,7 +95,7 @@ def test_the_page_and_the_terminal_show_captions_as_text(
         path.write_bytes(encoded("cat", prompt="<script>alert(1)</script> [bold]x"))
         noisy(path, amplitude)
 
-    ended = in_process("gate", "./a", "./b", *BY_PIXELS, "--html", "gate.html")
+    ended = in_process("gate", "./a", "./b", *BY_PIXELS, "--output", "gate.html")
 
     assert "[bold]x" in ended.stdout
     assert "<script" not in (tmp_path / "gate.html").read_text()

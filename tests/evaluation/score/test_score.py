@@ -19,8 +19,7 @@ import pytest
 from evaluation.score import chunks, metrics, plan
 from evaluation.score.statistics import Statistics
 from fleet import console
-from fleet.results import follow
-from imagefleet.records import sweep
+from imagefleet.records import reader, sweep
 from imagefleet.records.record import Record
 from imagefleet.records.writer import RecordLog
 from imagefleet.storage.open import Storage, open_storage
@@ -57,7 +56,7 @@ def figures(found: dict[str, Any]) -> Any:
 
 
 def test_a_sweep_has_its_figures_by_group(score: Score, tmp_path: Path) -> None:
-    found = score("curve", "--extractor", "demo", "--curve", "curve.svg", "--json-file", "a.json")
+    found = score("curve", "--extractor", "demo", "--output", "curve.svg", "--json-file", "a.json")
 
     clean, noisy = found["groups"]
     assert (clean["group"], clean["cfg_scale"], clean["images"]) == ("cfg-1.5", 1.5, 24)
@@ -126,15 +125,15 @@ def run(folder):
     return session.run(asked).model_dump_json()
 
 
-write = chunks.files.whole
+write = chunks.console.write_file
 for writes in (2, 5, 7):
     if (child := os.fork()) == 0:
         left = iter(range(writes))
-        def whole_or_killed(path):
+        def write_or_die(path, content):
             if next(left, None) is None:
                 os.kill(os.getpid(), signal.SIGKILL)
-            return write(path)
-        chunks.files.whole = whole_or_killed
+            return write(path, content)
+        chunks.console.write_file = write_or_die
         run(killed)
         os._exit(0)
     assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGKILL
@@ -176,13 +175,13 @@ def test_a_second_run_computes_nothing_again(
 def test_parts_of_several_machines_give_the_same_figures(
     score: Score, asked: tuple[str, ...], tmp_path: Path
 ) -> None:
-    whole = score(*asked, "--work", "whole")
+    whole = score(*asked, "--state", "whole")
     for number in (2, 1, 3):
         with pytest.raises(json.JSONDecodeError):  # a part has no figures
-            score(*asked, "--part", f"{number}/3", "--work", f"part-{number}")
+            score(*asked, "--part", f"{number}/3", "--state", f"part-{number}")
     for number in (3, 1, 2):
         shutil.copytree(tmp_path / f"part-{number}", tmp_path / "merged", dirs_exist_ok=True)
-    merged = score(*asked, "--work", "merged")
+    merged = score(*asked, "--state", "merged")
     assert "scored:" not in merged["stderr"]  # nothing was left to do
     assert figures(merged) == figures(whole)
 
@@ -197,7 +196,7 @@ def test_two_processes_give_the_figures_of_one(
     two = json.loads(ended.stdout)
     assert two["extractor"]["kind"] == "ONNX"
     assert figures(two)[0]["fid"] > 0
-    assert figures(score(*asked, "--work", "one")) == figures(two)
+    assert figures(score(*asked, "--state", "one")) == figures(two)
 
 
 def test_missing_and_damaged_images_are_left_out_and_named(
@@ -222,7 +221,7 @@ def test_missing_and_damaged_images_are_left_out_and_named(
     for path, data in kept.items():
         path.write_bytes(data)
     again = score(*asked, storage=f"local:{copy}")
-    assert figures(again) == figures(score(*asked, "--work", "whole"))
+    assert figures(again) == figures(score(*asked, "--state", "whole"))
 
 
 def test_a_folder_and_its_statistics_are_the_same_reference(
@@ -264,7 +263,7 @@ def test_a_folder_and_its_statistics_are_the_same_reference(
         (("curve", "--extractor", "demo", "--part", "4/3"), "should be K/N"),
         (("curvs", "--extractor", "demo"), "did you mean 'curve'"),
         (("../x", "--extractor", "demo"), "CAMPAIGN"),
-        (("curve", "--clip", "demo", "--curve", "a.svg"), "--curve needs FID"),
+        (("curve", "--clip", "demo", "--output", "a.svg"), "--output needs FID"),
         (("curve", "--clip", "demo", "--write-reference", "a.npz"), "needs --reference"),
     ],
 )
@@ -310,7 +309,7 @@ def test_the_end_of_a_campaign_is_waited_for(
             async with open_storage(copy) as storage:
                 await end_job(storage.blobs)
 
-    monkeypatch.setattr(follow.asyncio, "sleep", sleep)
+    monkeypatch.setattr(reader.asyncio, "sleep", sleep)
     found = score("plain", "--clip", "demo", "--follow", storage=copy.storage)
     assert polls >= 12
     assert "still to do" not in found["stderr"]

@@ -80,12 +80,12 @@ async def test_a_job_of_stages_is_loaded_shown_failed_and_completed_as_one_job(
     (shown,) = await run("job", "spring/0001")
     assert (shown["state"], shown["stage"]) == ("failed", 2)
     assert shown["reason"] == "stage 2 of 3: a bad file"
-    (listed,) = (await run("failed", "list"))[0]["jobs"]
+    (listed,) = (await run("failed"))[0]["jobs"]
     assert (listed["id"], listed["stage"], listed["completed_since"]) == ("0001", 2, False)
     counts = await reader.counts(storage, "spring")
     assert (counts.sent, counts.failed, counts.pending, counts.images) == (1, 1, 0, 1)
 
-    await run("failed", "replay", "--all", "--yes")
+    await run("replay", "--all", "--yes")
     await run_worker("w2")
     counts = await reader.counts(storage, "spring")
     assert (counts.completed, counts.failed, counts.pending, counts.images) == (1, 0, 0, 3)
@@ -93,7 +93,7 @@ async def test_a_job_of_stages_is_loaded_shown_failed_and_completed_as_one_job(
     assert (shown["state"], shown["stage"]) == ("completed", 3)
     names = ["spring/0001.png", "spring/0001~2.png", "spring/0001~3.png"]
     assert [each["blob"] for each in shown["images"]] == names
-    rows = await run("results", "--campaign", "spring")
+    rows = await run("results", "spring")
     assert sorted((each["stage"], each["blob"]) for each in rows) == [*enumerate(names, 1)]
 
 
@@ -108,11 +108,11 @@ async def test_downloads_and_exports_have_the_images_of_all_stages(
     await storage.queue.send([json.dumps(CHAIN)])
     await run_worker("w1")
     names = ["0001.png", "0001~2.png", "0001~3.png"]
-    command = ["results", "--campaign", "spring", "--download", "found"]
+    command = ["results", "spring", "--download", "found"]
     done = await asyncio.to_thread(imagefleet, *command, *flags(storage_settings))
     assert done.returncode == 0, done.stderr
     assert sorted(each.name for each in (tmp_path / "found").iterdir()) == names
-    command = ["export", "--campaign", "spring", "--format", "imagefolder", "set"]
+    command = ["export", "spring", "--format", "imagefolder", "set"]
     done = await asyncio.to_thread(imagefleet, *command, *flags(storage_settings))
     assert done.returncode == 0, done.stderr
     found = sorted(each.name for each in (tmp_path / "set").rglob("*.png"))
@@ -152,8 +152,8 @@ async def test_a_webhook_tells_of_a_job_of_stages_once(
 ) -> None:
     await storage.queue.send([json.dumps(CHAIN)])
     await run_worker("w1")
-    jobs = events.JobEvents("acme/jobs", {})
-    found = [jobs.of(each) async for each in reader.images(storage, "spring")]
+    drawn = reader.images(storage, "spring")
+    found = [events.job_ended("acme/jobs", each) async for each in drawn]
     (completed,) = [each for each in found if each is not None]
     assert completed.type == "job.completed"
     assert completed.data["images"] == ["spring/0001~3.png"]

@@ -39,7 +39,7 @@ def export(in_process: Imagefleet, local_settings: StorageSettings) -> Run:
     ) -> subprocess.CompletedProcess[str]:
         result = await asyncio.to_thread(
             in_process,
-            *("export", "--campaign", "spring", "--storage", local_settings.storage),
+            *("export", "spring", "--storage", local_settings.storage),
             *("--shard-size", str(size), folder, *arguments),
         )
         assert result.returncode == code, result.stderr
@@ -183,7 +183,7 @@ async def test_a_process_that_is_killed_resumes(
     async with open_storage(local_settings) as storage:
         await store_images(storage, *(f"{number:04}" for number in range(16)))
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "fleet.entry", "export", "--campaign", "spring"),
+        *(sys.executable, "-m", "fleet.entry", "export", "spring"),
         *("--storage", local_settings.storage, "--shard-size", "2", str(tmp_path / "killed")),
         stdout=asyncio.subprocess.DEVNULL,
     )
@@ -394,7 +394,7 @@ async def test_what_workers_have_stored_is_listed_and_exported(
         ]
     )
     await run_worker("w1")
-    common = ("--campaign", "spring", "--storage", storage_settings.storage)
+    common = ("spring", "--storage", storage_settings.storage)
     common += ("--queue", storage_settings.queue, "--container", storage_settings.container)
 
     listed = await asyncio.to_thread(in_process, "results", *common, "--json")

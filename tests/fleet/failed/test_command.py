@@ -78,7 +78,7 @@ def read(result: subprocess.CompletedProcess[str]) -> Any:
 def test_the_list_counts_errors_and_then_lists_jobs(
     in_process: Imagefleet, failed_jobs: StorageSettings
 ) -> None:
-    listing = read(in_process("failed", "list", "--json", "--limit", "2"))
+    listing = read(in_process("failed", "--json", "--limit", "2"))
 
     assert (listing["count"], listing["unrecorded"]) == (3, 1)
     assert listing["errors"][0] == {
@@ -88,7 +88,7 @@ def test_the_list_counts_errors_and_then_lists_jobs(
     }
     assert len(listing["jobs"]) == 2
 
-    ended = in_process("failed", "list", "--limit", "1", "--campaign", "spring")
+    ended = in_process("failed", "--limit", "1", "spring")
     shown = ended.stdout
     assert "the poison queue holds 1 message more, without a record: --from-queue" in ended.stderr
     assert "1 failed job" in shown
@@ -102,24 +102,24 @@ def test_errors_that_are_all_different_are_counted_without_a_line_for_each(
 ) -> None:
     monkeypatch.setattr(read_failed, "MOST_KINDS", 1)
 
-    listing = read(in_process("failed", "list", "--json"))
+    listing = read(in_process("failed", "--json"))
     (kind,) = listing["errors"]
     assert listing["count"] == kind["count"] + listing["other_errors"] == 3
-    shown = in_process("failed", "list").stdout
+    shown = in_process("failed").stdout
     others = console.counted(listing["other_errors"], "failed job")
     assert f"and {others} with still others: --error narrows the list" in shown
     assert "3 failed jobs" in shown
 
 
 def test_filters_narrow_the_list(in_process: Imagefleet, failed_jobs: StorageSettings) -> None:
-    arguments = ["failed", "list", "--json", "--error", "FOREST", "--campaign", "spring"]
+    arguments = ["failed", "--json", "--error", "FOREST", "spring"]
 
     assert [job["id"] for job in read(in_process(*arguments))["jobs"]] == ["cat"]
-    assert "no failed jobs" in in_process("failed", "list", "--id", "none").stdout
+    assert "no failed jobs" in in_process("failed", "spring", "--error", "none").stdout
 
 
 def test_show_prints_the_job_itself(in_process: Imagefleet, failed_jobs: StorageSettings) -> None:
-    [shown] = read(in_process("failed", "show", "cat", "--json"))["jobs"]
+    [shown] = read(in_process("failed", "spring/cat", "--json"))["jobs"]
 
     assert shown["job"]["prompt"] == "a cat"
     assert (shown["error"], shown["attempts"], shown["worker"]) == (
@@ -132,7 +132,7 @@ def test_show_prints_the_job_itself(in_process: Imagefleet, failed_jobs: Storage
 def test_a_prompt_cannot_send_control_sequences_to_the_terminal(
     imagefleet: Imagefleet, failed_jobs: StorageSettings
 ) -> None:
-    shown = imagefleet("failed", "show", "dog", FORCE_COLOR="1").stdout
+    shown = imagefleet("failed", "default/dog", FORCE_COLOR="1").stdout
 
     assert "\x1b[31m" not in shown
     assert "dog [red]" in shown
@@ -141,28 +141,28 @@ def test_a_prompt_cannot_send_control_sequences_to_the_terminal(
 def test_invalid_messages_and_foreign_messages_can_be_shown(
     in_process: Imagefleet, failed_jobs: StorageSettings
 ) -> None:
-    listing = read(in_process("failed", "list", "--from-queue", "--json"))
+    listing = read(in_process("failed", "--from-queue", "--json"))
     jobs = listing["jobs"]
     assert (listing["count"], listing["unrecorded"]) == (4, 0)
 
     for job, body in zip(jobs[2:], ["no job", "what is this?"], strict=True):
-        shown = in_process("failed", "show", job["message_id"], "--from-queue", "--json")
+        shown = in_process("failed", f"default/{job['message_id']}", "--from-queue", "--json")
         assert read(shown)["jobs"][0]["job"] == body
 
 
 def test_an_unknown_id_is_one_line_and_exit_code_2(
     in_process: Imagefleet, failed_jobs: StorageSettings
 ) -> None:
-    result = in_process("failed", "show", "none")
+    result = in_process("failed", "spring/none")
 
     assert result.returncode == console.EXIT_OPERATOR_MUST_ACT
-    assert "no failed job 'none'" in result.stderr
+    assert "no failed job 'spring/none'" in result.stderr
 
 
 def test_replay_moves_only_the_selected_job(
     in_process: Imagefleet, failed_jobs: StorageSettings
 ) -> None:
-    preview = read(in_process("failed", "replay", "--id", "dog", "--dry-run", "--json"))
+    preview = read(in_process("replay", "default/dog", "--dry-run", "--json"))
     assert preview == {
         "count": 1,
         "jobs": [{"campaign": None, "error": "MissingFileError", "count": 1}],
@@ -173,7 +173,7 @@ def test_replay_moves_only_the_selected_job(
     }
     assert depths(failed_jobs) == (0, 4)
 
-    assert read(in_process("failed", "replay", "--id", "dog", "--json")) == {
+    assert read(in_process("replay", "default/dog", "--json")) == {
         "replayed": 1,
         "refused": [],
         "missing": 0,
@@ -184,10 +184,10 @@ def test_replay_moves_only_the_selected_job(
 def test_a_replay_of_several_jobs_shows_them_and_asks(
     in_process: Imagefleet, failed_jobs: StorageSettings
 ) -> None:
-    unasked = in_process("failed", "replay", "--all")
+    unasked = in_process("replay", "--all")
     assert unasked.returncode == console.EXIT_OPERATOR_MUST_ACT
     assert "--yes" in unasked.stderr
-    shown = in_process("failed", "replay", "--all", "--dry-run").stdout
+    shown = in_process("replay", "--all", "--dry-run").stdout
     for printed in (unasked.stderr, shown):
         assert "2 failed jobs would be replayed" in printed
         assert re.search(r"1 +spring +MissingFileError", printed)
@@ -199,7 +199,7 @@ def test_a_replay_of_several_jobs_shows_them_and_asks(
 def test_replaying_all_leaves_what_is_no_job_and_says_why(
     in_process: Imagefleet, failed_jobs: StorageSettings
 ) -> None:
-    result = in_process("failed", "replay", "--all", "--yes")
+    result = in_process("replay", "--all", "--yes")
 
     assert "2 failed jobs replayed" in result.stdout
     assert "stays: it is not a record of a failed job" in result.stdout
@@ -210,10 +210,7 @@ def test_replaying_all_leaves_what_is_no_job_and_says_why(
 def test_jobs_that_newer_workers_may_take_are_replayed_on_request(
     in_process: Imagefleet, failed_jobs: StorageSettings
 ) -> None:
-    assert (
-        read(in_process("failed", "replay", "--all", "--invalid", "--yes", "--json"))["replayed"]
-        == 3
-    )
+    assert read(in_process("replay", "--all", "--invalid", "--yes", "--json"))["replayed"] == 3
 
 
 @pytest.mark.parametrize("command", ["replay", "discard"])
@@ -221,7 +218,7 @@ def test_jobs_that_newer_workers_may_take_are_replayed_on_request(
 def test_an_unclear_selection_changes_nothing(
     in_process: Imagefleet, failed_jobs: StorageSettings, command: str, filters: list[str]
 ) -> None:
-    result = in_process("failed", command, *filters)
+    result = in_process(command, *filters)
 
     assert result.returncode == console.EXIT_OPERATOR_MUST_ACT
     assert "choose the failed jobs" in result.stderr
@@ -231,12 +228,12 @@ def test_an_unclear_selection_changes_nothing(
 def test_discard_asks_before_it_deletes(
     in_process: Imagefleet, failed_jobs: StorageSettings
 ) -> None:
-    unasked = in_process("failed", "discard", "--campaign", "spring")
+    unasked = in_process("discard", "spring")
     assert unasked.returncode == console.EXIT_OPERATOR_MUST_ACT
     assert "--yes" in unasked.stderr
     assert depths(failed_jobs) == (0, 4)
 
-    assert read(in_process("failed", "discard", "--campaign", "spring", "--yes", "--json")) == {
+    assert read(in_process("discard", "spring", "--yes", "--json")) == {
         "discarded": 1,
         "refused": [],
     }
@@ -308,23 +305,22 @@ def test_what_a_thief_put_there_does_not_come_back_as_jobs(
     value = str(tmp_path / "key.pem") if variable == "SIGNING" else key.public
     monkeypatch.setenv(f"IMAGEFLEET_{variable}_KEY", value)
 
-    preview = read(in_process("failed", "replay", "--all", "--invalid", "--dry-run", "--json"))
+    preview = read(in_process("replay", "--all", "--invalid", "--dry-run", "--json"))
     assert (preview["count"], preview["unsigned"]) == (2, 9)
     assert sorted(preview["prompts"]) == ["a fox", "a owl"]
 
-    result = in_process("failed", "replay", "--all", "--invalid", "--yes")
+    result = in_process("replay", "--all", "--invalid", "--yes")
     assert "2 failed jobs replayed" in result.stdout
     assert (
-        "9 records are not signed with your key: `imagefleet failed discard --unsigned`"
-        in result.stdout
+        "9 records are not signed with your key: `imagefleet discard --unsigned`" in result.stdout
     )
     assert "is not the message of job fox" in result.stdout
     assert prompts(settings) == ["a fox", "a owl"]
     assert depths(settings) == (2, 12)
 
-    assert "--yes" in in_process("failed", "discard", "--unsigned").stderr
-    assert read(in_process("failed", "discard", "--unsigned", "--dry-run", "--json"))["count"] == 12
-    assert read(in_process("failed", "discard", "--unsigned", "--yes", "--json")) == {
+    assert "--yes" in in_process("discard", "--unsigned").stderr
+    assert read(in_process("discard", "--unsigned", "--dry-run", "--json"))["count"] == 12
+    assert read(in_process("discard", "--unsigned", "--yes", "--json")) == {
         "discarded": 12,
         "refused": [],
     }
@@ -336,13 +332,13 @@ def test_the_list_says_which_failed_jobs_are_signed(
     signed_jobs: tuple[StorageSettings, SigningKey],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    assert "signed" not in in_process("failed", "list").stdout
+    assert "signed" not in in_process("failed").stdout
     monkeypatch.setenv("IMAGEFLEET_TRUSTED_KEY", signed_jobs[1].public)
-    jobs = read(in_process("failed", "list", "--json"))["jobs"]
+    jobs = read(in_process("failed", "--json"))["jobs"]
     assert [job["signed"] for job in jobs].count(True) == 2
-    shown = in_process("failed", "list").stdout
-    assert re.search(r"^owl .* yes *$", shown, re.MULTILINE)
-    assert re.search(r"^cat .* NO *$", shown, re.MULTILINE)
+    shown = in_process("failed").stdout
+    assert re.search(r"^c/owl .* yes *$", shown, re.MULTILINE)
+    assert re.search(r"^spring/cat .* NO *$", shown, re.MULTILINE)
 
 
 def test_signed_jobs_stay_when_the_unsigned_are_discarded(
@@ -350,18 +346,18 @@ def test_signed_jobs_stay_when_the_unsigned_are_discarded(
     signed_jobs: tuple[StorageSettings, SigningKey],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    refused = in_process("failed", "discard", "--unsigned", "--yes")
+    refused = in_process("discard", "--unsigned", "--yes")
     assert refused.returncode == console.EXIT_OPERATOR_MUST_ACT
     assert "set IMAGEFLEET_SIGNING_KEY or IMAGEFLEET_TRUSTED_KEY" in refused.stderr
     assert depths(signed_jobs[0]) == (0, 14)
     monkeypatch.setenv("IMAGEFLEET_TRUSTED_KEY", signed_jobs[1].public)
-    in_process("failed", "discard", "--unsigned", "--yes")
-    listed = read(in_process("failed", "list", "--json"))["jobs"]
+    in_process("discard", "--unsigned", "--yes")
+    listed = read(in_process("failed", "--json"))["jobs"]
     assert sorted(job["id"] for job in listed) == ["fox", "owl"]
 
 
 def test_missing_storage_is_one_line_and_exit_code_2(in_process: Imagefleet) -> None:
-    result = in_process("failed", "list", "--storage", "local:none")
+    result = in_process("failed", "--storage", "local:none")
 
     assert result.returncode == console.EXIT_OPERATOR_MUST_ACT
     assert len(result.stderr.splitlines()) == 1
@@ -375,11 +371,11 @@ def test_a_replay_chooses_the_priority_and_is_normal_without(
             return {name: (await each.depth()).messages for name, each in storage.queues.items()}
 
     before = asyncio.run(waiting())
-    refused = in_process("failed", "replay", "--id", "cat", "--priority", "urgent")
+    refused = in_process("replay", "spring/cat", "--priority", "urgent")
     assert refused.returncode == console.EXIT_OPERATOR_MUST_ACT
     assert "the priority 'urgent' is not one of high, normal, low" in refused.stderr
-    for arguments in (("--id", "cat", "--priority", "low"), ("--id", "dog")):
-        assert read(in_process("failed", "replay", *arguments, "--yes", "--json"))["replayed"] == 1
+    for arguments in (("spring/cat", "--priority", "low"), ("default/dog",)):
+        assert read(in_process("replay", *arguments, "--yes", "--json"))["replayed"] == 1
     after = asyncio.run(waiting())
     sent = {name: after[name] - before[name] for name in PRIORITIES}
     assert sent == {"high": 0, "normal": 1, "low": 1}

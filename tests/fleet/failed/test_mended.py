@@ -72,7 +72,7 @@ def test_exported_jobs_are_loaded_again_under_their_ids(
 ) -> None:
     bodies = [TOO_MANY_STEPS, '{"prompt":"a dog","deliveries":{"failed":4}}', "no job"]
     within(lambda storage: fail(storage, *bodies))
-    ended = in_process("failed", "export")
+    ended = in_process("failed", "--export")
     lines = [json.loads(line) for line in ended.stdout.splitlines()]
     assert "2 failed jobs exported" in ended.stderr
     assert "is left out: its message is no job in JSON" in ended.stderr
@@ -94,9 +94,9 @@ def test_exported_jobs_are_loaded_again_under_their_ids(
     assert {job.id for job in jobs} == {"cat", dog["id"]}
     assert {job.steps for job in jobs} == {20}
 
-    discarded = in_process("failed", "discard", "--jobs", "fix.jsonl", "--yes", "--json")
+    discarded = in_process("discard", "--jobs", "fix.jsonl", "--yes", "--json")
     assert json.loads(discarded.stdout)["discarded"] == 2
-    listing = json.loads(in_process("failed", "list", "--json").stdout)
+    listing = json.loads(in_process("failed", "--json").stdout)
     assert (listing["count"], listing["unrecorded"]) == (1, 0)
     assert within(queued) == jobs, "the mended jobs stay in the queue"
 
@@ -106,10 +106,10 @@ def test_a_mended_job_that_fails_again_meanwhile_stays_on_the_list(
 ) -> None:
     body = Job(prompt="a cat", id="cat", campaign="spring").to_message()
     within(lambda storage: fail(storage, body))
-    (tmp_path / "fix.jsonl").write_text(in_process("failed", "export").stdout)
+    (tmp_path / "fix.jsonl").write_text(in_process("failed", "--export").stdout)
     within(lambda storage: fail(storage, body))
-    in_process("failed", "discard", "--jobs", "fix.jsonl", "--yes")
-    assert json.loads(in_process("failed", "list", "--json").stdout)["count"] == 1
+    in_process("discard", "--jobs", "fix.jsonl", "--yes")
+    assert json.loads(in_process("failed", "--json").stdout)["count"] == 1
 
 
 def test_a_mended_job_leaves_the_list_once_it_is_completed(
@@ -117,7 +117,7 @@ def test_a_mended_job_leaves_the_list_once_it_is_completed(
 ) -> None:
     other = Job(prompt="a dog", id="dog", campaign="spring").to_message()
     within(lambda storage: fail(storage, TOO_MANY_STEPS, other))
-    lines = map(json.loads, in_process("failed", "export").stdout.splitlines())
+    lines = map(json.loads, in_process("failed", "--export").stdout.splitlines())
     file = tmp_path / "fix.jsonl"
     file.write_text("".join(f"{json.dumps(each | {'steps': 20})}\n" for each in lines))
     with file.open("a") as more:
@@ -126,20 +126,20 @@ def test_a_mended_job_leaves_the_list_once_it_is_completed(
     assert "2 of them had failed and stay on the list of failed jobs until" in loaded.stderr
     again = in_process("load", "fix.jsonl", "--restart", "--json")
     assert json.loads(again.stdout)["mended"] == 2
-    discard = ("failed", "discard", "--completed")
+    discard = ("discard", "--completed")
     assert "0 failed jobs would be discarded" in in_process(*discard, "--dry-run").stdout
 
     facts = {"job": "cat"}
     within(lambda storage: storage.blobs.create("spring/cat.png", b"", "image/png", facts))
-    listing = json.loads(in_process("failed", "list", "--json").stdout)
+    listing = json.loads(in_process("failed", "--json").stdout)
     assert {each["id"]: each["completed_since"] for each in listing["jobs"]} == {
         "cat": True,
         "dog": False,
     }
-    assert "1 job of those shown completed since" in in_process("failed", "list").stderr
+    assert "1 job of those shown completed since" in in_process("failed").stderr
     assert "1 failed job would be discarded" in in_process(*discard, "--dry-run").stdout
     assert json.loads(in_process(*discard, "--yes", "--json").stdout)["discarded"] == 1
-    listing = json.loads(in_process("failed", "list", "--json").stdout)
+    listing = json.loads(in_process("failed", "--json").stdout)
     assert [each["id"] for each in listing["jobs"]] == ["dog"]
     assert listing["unrecorded"] == 0
 
@@ -149,9 +149,9 @@ def test_a_file_without_failures_discards_nothing(
 ) -> None:
     within(lambda storage: fail(storage, TOO_MANY_STEPS))
     (tmp_path / "jobs.jsonl").write_text('{"prompt": "a cat", "id": "cat"}\nno JSON\n[]\n')
-    ended = in_process("failed", "discard", "--jobs", "jobs.jsonl", "--yes")
+    ended = in_process("discard", "--jobs", "jobs.jsonl", "--yes")
     assert ended.returncode == console.EXIT_OPERATOR_MUST_ACT
-    assert "has no failed jobs: give a file that `imagefleet failed export`" in ended.stderr
+    assert "has no failed jobs: give a file that `imagefleet failed --export`" in ended.stderr
 
 
 def test_a_loaded_and_discarded_job_is_not_pending_for_ever(within: Within[Any]) -> None:
@@ -176,7 +176,7 @@ def test_only_signed_jobs_are_exported_to_be_signed_again(
     forged = Job(prompt="a thief's house", id="x").to_message()
     within(lambda storage: fail(storage, job.to_message(key), forged))
     monkeypatch.setenv("IMAGEFLEET_SIGNING_KEY", str(tmp_path / "key.pem"))
-    ended = in_process("failed", "export")
+    ended = in_process("failed", "--export")
     (line,) = ended.stdout.splitlines()
     assert json.loads(line)["id"] == "cat"
     assert "signature" not in json.loads(line)
@@ -193,19 +193,17 @@ def test_a_replay_sets_fields_by_their_types(in_process: Imagefleet, within: Wit
         'output={"format":"webp"}',
     )
     options = [word for each in changes for word in ("--set", each)]
-    shown = json.loads(
-        in_process("failed", "replay", "--all", *options, "--dry-run", "--json").stdout
-    )
+    shown = json.loads(in_process("replay", "--all", *options, "--dry-run", "--json").stdout)
     assert {"field": "steps", "from": 500, "to": 20, "count": 1} in shown["changes"]
     assert shown["count"] == 2
-    text = in_process("failed", "replay", "--all", *options, "--dry-run").stdout
+    text = in_process("replay", "--all", *options, "--dry-run").stdout
     assert "steps: 40 -> 20, 1 times" in text
-    ended = in_process("failed", "replay", "--all", *options, "--yes")
+    ended = in_process("replay", "--all", *options, "--yes")
     assert "2 failed jobs replayed" in ended.stdout
     for job in within(queued):
         assert (job.steps, job.prompt, job.sampler_name) == (20, "a <red> house=1", "Euler")
         assert (job.output.format, job.campaign) == ("webp", "spring")
-    listing = json.loads(in_process("failed", "list", "--json").stdout)
+    listing = json.loads(in_process("failed", "--json").stdout)
     assert (listing["count"], listing["unrecorded"]) == (0, 0)
 
 
@@ -224,7 +222,7 @@ def test_a_wrong_change_is_refused_before_anything_is_sent(
     in_process: Imagefleet, within: Within[Any], change: str, reason: str
 ) -> None:
     within(lambda storage: fail(storage, TOO_MANY_STEPS))
-    ended = in_process("failed", "replay", "--all", "--yes", "--set", "seed=1", "--set", change)
+    ended = in_process("replay", "--all", "--yes", "--set", "seed=1", "--set", change)
     assert ended.returncode == console.EXIT_OPERATOR_MUST_ACT
     assert reason in ended.stderr
     assert within(queued) == []
@@ -234,7 +232,7 @@ def test_a_job_that_stays_invalid_with_the_change_stays(
     in_process: Imagefleet, within: Within[Any]
 ) -> None:
     within(lambda storage: fail(storage, TOO_MANY_STEPS, "no job"))
-    ended = in_process("failed", "replay", "--all", "--yes", "--set", "seed=1")
+    ended = in_process("replay", "--all", "--yes", "--set", "seed=1")
     assert "0 failed jobs replayed" in ended.stdout
     assert "not valid even with the change: steps" in ended.stdout
     assert "its message is no job in JSON" in ended.stdout
@@ -261,7 +259,7 @@ def test_fields_that_only_some_jobs_have_are_set_in_these(
         job = {"prompt": "a cat", "id": "cat", "then": [failed], "stage": {"number": 2}}
     within(lambda storage: fail(storage, json.dumps(job)))
     words = [word for each in changes.items() for word in ("--set", "=".join(map(str, each)))]
-    ended = in_process("failed", "replay", "--all", "--yes", *words)
+    ended = in_process("replay", "--all", "--yes", *words)
     assert ended.returncode == 0, ended.stderr
     (queued_job,) = within(queued)
     assert {name: getattr(queued_job, name) for name in changes} == changes
@@ -272,7 +270,7 @@ def test_a_changed_job_is_signed_again_or_stays(
 ) -> None:
     key = SigningKey.create(tmp_path / "key.pem")
     within(lambda storage: fail(storage, Job(prompt="a cat", id="cat").to_message(key)))
-    arguments = ("failed", "replay", "--all", "--yes", "--set", "steps=30")
+    arguments = ("replay", "--all", "--yes", "--set", "steps=30")
     unsigned = "it is signed, and changed it has to be signed again: give your signing key"
     assert unsigned in in_process(*arguments).stdout
     monkeypatch.setenv("IMAGEFLEET_TRUSTED_KEY", key.public)
@@ -294,6 +292,6 @@ def test_a_change_takes_the_place_of_other_names_for_a_field(
     settings = {"CLIP_stop_at_last_layers": 2, "sd_model_checkpoint": "dreams"}
     fields = {"prompt": "a cat", "steps": 500, "override_settings": settings}
     within(lambda storage: fail(storage, json.dumps(fields)))
-    in_process("failed", "replay", "--all", "--set", "steps=20", "--set", "clip_skip=1")
+    in_process("replay", "--all", "--set", "steps=20", "--set", "clip_skip=1")
     (job,) = within(queued)
     assert (job.steps, job.clip_skip, job.model) == (20, 1, "dreams")

@@ -57,7 +57,7 @@ def settings(tmp_path: Path) -> StorageSettings:
 
 
 def listed(imagefleet: Imagefleet, *arguments: str) -> set[str]:
-    result = imagefleet("failed", "list", *arguments, "--json")
+    result = imagefleet("failed", *arguments, "--json")
     assert result.returncode == 0, result.stderr
     return {job["id"] for job in json.loads(result.stdout)["jobs"]}
 
@@ -73,7 +73,7 @@ def test_failed_jobs_are_listed_by_model(in_process: Imagefleet, where: tuple[st
 def test_a_models_failed_jobs_are_replayed_into_its_queue(
     in_process: Imagefleet, settings: StorageSettings
 ) -> None:
-    result = in_process("failed", "replay", "--model", "pony", "--yes")
+    result = in_process("replay", "--model", "pony", "--yes")
 
     async def left() -> tuple[dict[str | None, int], Any]:
         async with open_storage(settings) as storage:

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from fleet.contact_sheet import DamagedImageError
 from fleet.gallery import images as gallery_images
 from fleet.gallery.images import Images
+from imagefleet.files.picture import DamagedImageError
 from imagefleet.records.record import Record
 from imagefleet.storage.open import open_storage
 from imagefleet.storage.settings import StorageSettings

@@ -171,7 +171,7 @@ async def test_the_monitors_token_shows_all_and_sends_nothing(
                 )
             )["rows"]
             shown = await served.get("/api/record", campaign="spring", seq=seq)
-            assert "imagefleet keys operator" in shown["refusal"]
+            assert "imagefleet keys mint operator" in shown["refusal"]
             headers = {"Origin": served.url, guard.TOKEN_HEADER: await token(served.client)}
             again = f"/api/replay?campaign=spring&seq={seq}"
             async with served.client.post(again, headers=headers) as answer:

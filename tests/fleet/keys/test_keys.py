@@ -32,7 +32,7 @@ from imagefleet.storage.azure import account as azure_address
 from imagefleet.storage.azure import sas
 from imagefleet.storage.azure.roles import ROLES, Role
 from imagefleet.storage.azure.storage import API_VERSION, AzureStorage
-from imagefleet.storage.dead_letter import FailedJob
+from imagefleet.storage.dead_letter import FailedJob, Selection
 from imagefleet.storage.open import Storage, open_storage
 from imagefleet.storage.settings import StorageSettings
 
@@ -155,7 +155,7 @@ async def test_load_adds_messages_counts_them_and_reads_what_is_cancelled(
         summary = await load.run(lambda _confirmed: None)
         assert summary.sent == 2
         assert len(noticed) == notices
-        assert all("imagefleet keys load" in each for each in noticed)
+        assert all("imagefleet keys mint load" in each for each in noticed)
         await refused(storage.queue.receive(1, LEASE_SECONDS))
         await refused(storage.queue.depth())
         await refused(storage.poison.send(["x"]))
@@ -201,7 +201,7 @@ async def test_an_operator_lists_replays_and_discards_failed_jobs(
     await owner.poison.send([record.encode()] * 40)
     async with AzureStorage(with_role(azurite_settings, ROLES["operator"]), retry.NEVER) as storage:
         await storage.check()
-        everything = dead_letter_queue.Selection()
+        everything = Selection()
         listed = [entry async for entry in dead_letter_queue.browse(storage, everything)]
         assert len(listed) == 40
         assert (await dead_letter_queue.replay(storage, everything)).done == 40
@@ -299,7 +299,7 @@ def test_tokens_that_do_not_fit_into_a_variable_of_saladcloud_are_an_error_befor
         stored.append(name)
 
     monkeypatch.setattr(mint, "store_policy", store)
-    policy = ("keys", "worker", "--storage", REAL_ACCOUNT, "--policy", "p" * 64)
+    policy = ("keys", "mint", "worker", "--storage", REAL_ACCOUNT, "--policy", "p" * 64)
     result = in_process(*policy)
     assert result.returncode == 2
     assert "SaladCloud allows 1,000: use a shorter name of --policy, or --file" in result.stderr
@@ -318,7 +318,9 @@ def test_an_account_with_custom_domains_keeps_them() -> None:
 
 
 def test_the_output_is_shell_commands_without_the_account_key(imagefleet: Imagefleet) -> None:
-    result = imagefleet("keys", "worker", "--queue", "spring", IMAGEFLEET_STORAGE=REAL_ACCOUNT)
+    result = imagefleet(
+        "keys", "mint", "worker", "--queue", "spring", IMAGEFLEET_STORAGE=REAL_ACCOUNT
+    )
     assert result.returncode == 0, result.stderr
     variables = {}
     for line in result.stdout.splitlines():
@@ -350,7 +352,9 @@ def test_the_token_file_is_private_and_replaced_atomically(
     file = tmp_path / "tokens.json"
     file.write_text("the old ones")
     file.chmod(0o644)
-    result = imagefleet("keys", "worker", "--file", str(file), IMAGEFLEET_STORAGE=REAL_ACCOUNT)
+    result = imagefleet(
+        "keys", "mint", "worker", "--file", str(file), IMAGEFLEET_STORAGE=REAL_ACCOUNT
+    )
     assert result.returncode == 0, result.stderr
     assert "sig=" not in result.stdout + result.stderr
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
@@ -362,7 +366,7 @@ def test_the_token_file_is_private_and_replaced_atomically(
 
 
 def test_long_lived_tokens_come_with_a_warning(in_process: Imagefleet) -> None:
-    arguments = ["keys", "worker", "--storage", REAL_ACCOUNT]
+    arguments = ["keys", "mint", "worker", "--storage", REAL_ACCOUNT]
     assert "warning" not in in_process(*arguments).stderr
     assert "warning: tokens for 30 days" in in_process(*arguments, "--hours", "720").stderr
     assert in_process(*arguments, "--hours", "9000").returncode == 2
@@ -380,7 +384,7 @@ def test_long_lived_tokens_come_with_a_warning(in_process: Imagefleet) -> None:
     ],
 )
 def test_tokens_need_an_account_key(in_process: Imagefleet, address: str, complaint: str) -> None:
-    result = in_process("keys", "worker", "--storage", address)
+    result = in_process("keys", "mint", "worker", "--storage", address)
     assert result.returncode == 2
     assert complaint in result.stderr
 

@@ -46,7 +46,17 @@ def test_a_policys_tokens_expire_by_themselves_and_are_revoked_at_once(
     azurite_settings: StorageSettings, account: list[str], in_process: Imagefleet
 ) -> None:
     """Azure takes the expiry from the token or from the policy, and the permissions likewise."""
-    mint_two_hours = ("keys", "worker", "--hours", "2", "--policy", "spring", "--json", *account)
+    mint_two_hours = (
+        "keys",
+        "mint",
+        "worker",
+        "--hours",
+        "2",
+        "--policy",
+        "spring",
+        "--json",
+        *account,
+    )
     minted = [in_process(*mint_two_hours) for _ in range(2)]
     records = [json.loads(each.stdout) for each in minted]
     for resource, token in records[0].items():
@@ -81,7 +91,17 @@ def test_a_policy_ends_the_tokens_of_a_models_queues_too(
 ) -> None:
     file = tmp_path / "tokens.json"
     made = in_process(
-        *("keys", "worker", "--policy", "spring", "--model", "a model", "--file", str(file)),
+        *(
+            "keys",
+            "mint",
+            "worker",
+            "--policy",
+            "spring",
+            "--model",
+            "a model",
+            "--file",
+            str(file),
+        ),
         *account,
     )
     assert made.returncode == 0, made.stderr
@@ -103,7 +123,8 @@ def test_a_policy_ends_the_tokens_of_shards_too(
     asyncio.run(shard())
     file = tmp_path / "tokens.json"
     made = in_process(
-        *("keys", "worker", "--policy", "spring", "--shards", "3", "--file", str(file)), *account
+        *("keys", "mint", "worker", "--policy", "spring", "--shards", "3", "--file", str(file)),
+        *account,
     )
     assert made.returncode == 0, made.stderr
     assert f"{azurite_settings.queue}-low-2" in made.stderr
@@ -120,7 +141,9 @@ def test_a_policy_is_revoked_even_where_a_container_is_gone(
     azurite_settings: StorageSettings, account: list[str], in_process: Imagefleet
 ) -> None:
     gone = ["--container", "no-such-images"]
-    assert in_process("keys", "files", "--policy", "spring", *account, *gone).returncode == 0
+    assert (
+        in_process("keys", "mint", "files", "--policy", "spring", *account, *gone).returncode == 0
+    )
     revoked = in_process("keys", "revoke", "spring", *account, *gone)
     assert revoked.stdout == f"revoked spring on {azurite_settings.files_container}\n"
 
@@ -133,14 +156,16 @@ def test_a_token_of_a_policy_is_refused_after_its_own_expiry(
     record = {"storage": minted.storage, **minted.tokens}
     result = in_process("keys", "check", *bearing(azurite_settings, record))
     assert result.returncode == 2
-    assert re.search(r"expired on .*, 1 hour ago: .*`imagefleet keys ROLE --policy", result.stderr)
+    assert re.search(
+        r"expired on .*, 1 hour ago: .*`imagefleet keys mint ROLE --policy", result.stderr
+    )
 
 
 def test_a_policy_is_for_one_role(
     azurite_settings: StorageSettings, account: list[str], in_process: Imagefleet
 ) -> None:
-    assert in_process("keys", "worker", "--policy", "spring", *account).returncode == 0
-    result = in_process("keys", "load", "--policy", "spring", *account)
+    assert in_process("keys", "mint", "worker", "--policy", "spring", *account).returncode == 0
+    result = in_process("keys", "mint", "load", "--policy", "spring", *account)
     assert result.returncode == 2
     assert "use one name per role" in result.stderr
 
@@ -150,8 +175,8 @@ def test_a_sixth_policy_is_refused_with_the_names_of_the_five(
 ) -> None:
     for number in range(5):
         policy = f"p{number}"
-        assert in_process("keys", "load", "--policy", policy, *account).returncode == 0
-    result = in_process("keys", "load", "--policy", "p5", *account)
+        assert in_process("keys", "mint", "load", "--policy", policy, *account).returncode == 0
+    result = in_process("keys", "mint", "load", "--policy", "p5", *account)
     assert result.returncode == 2
     assert "p0, p1, p2, p3, p4" in result.stderr
 
@@ -178,14 +203,14 @@ def test_a_policy_makes_the_queues_of_other_priorities(
         ) as queue:
             queue.delete_queue()
     assert asyncio.run(mint.policies(azurite_settings, ROLES["worker"])) == set()
-    assert in_process("keys", "worker", "--policy", "spring", *account).returncode == 0
+    assert in_process("keys", "mint", "worker", "--policy", "spring", *account).returncode == 0
     assert asyncio.run(mint.policies(azurite_settings, ROLES["worker"])) == {"spring"}
 
 
 def test_a_misspelt_queue_is_an_error_and_makes_no_other(
     azurite_settings: StorageSettings, account: list[str], in_process: Imagefleet
 ) -> None:
-    result = in_process("keys", "load", "--policy", "spring", *account, "--queue", "jbos")
+    result = in_process("keys", "mint", "load", "--policy", "spring", *account, "--queue", "jbos")
     assert result.returncode == 2
     with QueueServiceClient.from_connection_string(
         azurite_settings.storage, api_version=API_VERSION
@@ -207,7 +232,7 @@ def test_the_check_tests_the_tokens_of_all_shards(
 
     file = tmp_path / "tokens.json"
     for shards in (2, 3):
-        in_process("keys", "worker", "--shards", str(shards), "--file", str(file), *account)
+        in_process("keys", "mint", "worker", "--shards", str(shards), "--file", str(file), *account)
         record = json.loads(file.read_text())
         result = in_process("keys", "check", "worker", *bearing(azurite_settings, record))
         missing = f"missing for the role worker, on {azurite_settings.queue}-2: "

@@ -35,11 +35,11 @@ COMMANDS: dict[tuple[str, ...], set[str]] = {
     ("load", "jobs.jsonl", "--restart"): {"load", "operator"},
     ("load", "loras.txt", "--check"): {"files", "operator"},
     ("status",): {"monitor", "operator"},
-    ("failed", "list"): {"monitor", "operator"},
-    ("failed", "show", "j1"): {"monitor", "operator"},
-    ("failed", "replay", "--id", "j1"): {"operator"},
-    ("failed", "discard", "--id", "j1", "--yes"): {"operator"},
-    ("report", "--campaign", "spring", "--json"): {"monitor", "operator"},
+    ("failed",): {"monitor", "operator"},
+    ("failed", "default/j1"): {"monitor", "operator"},
+    ("replay", "default/j1"): {"operator"},
+    ("discard", "default/j1", "--yes"): {"operator"},
+    ("report", "spring", "--json"): {"monitor", "operator"},
     ("verify",): {"monitor", "operator"},
     ("redo", "--worker", "nobody"): {"operator"},
     ("files", "list", "lora"): {"files", "operator"},
@@ -78,7 +78,7 @@ def test_a_role_that_does_not_suffice_is_told_of_one_that_does(
             continue
         assert result.returncode == 2, (command, result.stdout, result.stderr)
         assert len(result.stderr.splitlines()) == 1, result.stderr
-        named = re.findall(r"`imagefleet keys (\w+)`", result.stderr)
+        named = re.findall(r"`imagefleet keys mint (\w+)`", result.stderr)
         assert able & set(named), (command, result.stderr)
         assert "sig=" not in result.stderr
 
@@ -108,4 +108,4 @@ def test_every_command_with_expired_tokens_says_when_they_expired(
         result = in_process(*command, *tokens)
         assert result.returncode == 2
         assert re.search(rf"expired on {ended:%Y-%m-%d} \d\d:\d\d UTC, 2 days ago", result.stderr)
-        assert re.search(rf"mint new ones with .*`imagefleet keys {role}`", result.stderr)
+        assert re.search(rf"mint new ones with .*`imagefleet keys mint {role}`", result.stderr)

@@ -205,4 +205,4 @@ async def test_without_any_one_permission_a_worker_cannot_do_its_work(
     assert any(repr(name) in complaint for name in names)
     what = f"may not {NEEDED[resource, letter]}" if rest else "there is no SAS token for"
     assert what in complaint
-    assert "`imagefleet keys worker`" in complaint
+    assert "`imagefleet keys mint worker`" in complaint

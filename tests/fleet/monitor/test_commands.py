@@ -21,7 +21,7 @@ import pytest
 from rich.console import Console
 
 import polling
-from fleet.monitor import command, prometheus, rates
+from fleet.monitor import prometheus, rates, workers
 from imagefleet.storage.open import open_storage
 from imagefleet.storage.settings import StorageSettings
 
@@ -126,7 +126,7 @@ async def test_two_gpus_of_a_machine_are_two_workers_and_one_replica(
     await pushed(victoria_metrics, text + history("1", "H200", 1.0, 2.0, fleet, machine))
 
     arguments = ("--fleet", fleet, "--prometheus", victoria_metrics.url, "--json")
-    result = await asyncio.to_thread(imagefleet, "top", *arguments)
+    result = await asyncio.to_thread(imagefleet, "status", "--workers", *arguments)
     workers = json.loads(result.stdout)["workers"]
     assert [each["worker"] for each in workers] == ["1", "0"]
     speeds = [each["images_per_second"] for each in workers]
@@ -138,7 +138,7 @@ async def test_two_gpus_of_a_machine_are_two_workers_and_one_replica(
 
 
 async def test_top_shows_the_slowest_first(two_fleets: TwoFleets, imagefleet: Imagefleet) -> None:
-    arguments = ("top", "--fleet", two_fleets.fleet, "--prometheus", two_fleets.url)
+    arguments = ("status", "--workers", "--fleet", two_fleets.fleet, "--prometheus", two_fleets.url)
     result = await asyncio.to_thread(imagefleet, *arguments, "--json")
     workers = json.loads(result.stdout)["workers"]
 
@@ -156,7 +156,7 @@ async def test_top_shows_the_slowest_first(two_fleets: TwoFleets, imagefleet: Im
 async def test_all_fleets_are_added_up_only_where_that_is_asked_for(
     two_fleets: TwoFleets, imagefleet: Imagefleet
 ) -> None:
-    everything = ("top", "--prometheus", two_fleets.url, "--fleet", "all", "--json")
+    everything = ("status", "--workers", "--prometheus", two_fleets.url, "--fleet", "all", "--json")
     workers = json.loads((await asyncio.to_thread(imagefleet, *everything)).stdout)["workers"]
 
     assert {each["worker"] for each in workers} >= {"fast", "slow", "other"}
@@ -165,7 +165,14 @@ async def test_all_fleets_are_added_up_only_where_that_is_asked_for(
 async def test_a_fleet_without_workers_is_told_which_fleets_have_some(
     two_fleets: TwoFleets, imagefleet: Imagefleet
 ) -> None:
-    arguments = ("top", "--prometheus", two_fleets.url, "--storage", "local:./nobody")
+    arguments = (
+        "status",
+        "--workers",
+        "--prometheus",
+        two_fleets.url,
+        "--storage",
+        "local:./nobody",
+    )
     shown = await asyncio.to_thread(imagefleet, *arguments, COLUMNS="120")
 
     text = " ".join(shown.stdout.split())
@@ -175,7 +182,7 @@ async def test_a_fleet_without_workers_is_told_which_fleets_have_some(
 
 
 def test_top_without_a_prometheus_names_the_option(imagefleet: Imagefleet) -> None:
-    result = imagefleet("top")
+    result = imagefleet("status", "--workers")
 
     assert result.returncode == 2
     assert "give --prometheus" in result.stderr
@@ -183,7 +190,7 @@ def test_top_without_a_prometheus_names_the_option(imagefleet: Imagefleet) -> No
 
 def test_unknown_figures_are_dashes() -> None:
     worker = rates.WorkerRates("i", "name", "none", "", 1.0, None, None, None, 0.0)
-    table = command.WorkersTable([worker]).table(80)
+    table = workers.WorkersTable([worker]).table(80)
     cells = [str(next(iter(column.cells))) for column in table.columns]
 
     assert cells == ["name", "none", "", "1.00", "-", "-", "0"]
@@ -193,7 +200,7 @@ def test_a_workers_labels_control_neither_the_terminal_nor_its_markup() -> None:
     worker = rates.WorkerRates("i", "w\x1b[2J[/red]", "g[bold]", "", 1.0, None, None, None, 0.0)
     console = Console(file=io.StringIO(), force_terminal=True, width=120)
 
-    console.print(command.WorkersTable([worker]))
+    console.print(workers.WorkersTable([worker]))
 
     shown = console.file.getvalue()  # type: ignore[attr-defined]
     assert "w\ufffd[2J[/red]" in shown

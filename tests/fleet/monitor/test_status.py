@@ -120,7 +120,8 @@ async def test_a_watch_outlives_an_outage(
     monkeypatch.setattr(watch, "SECONDS", 0.01)
 
     settings = MonitorSettings(storage=filled)
-    watching = asyncio.create_task(command._show_status(settings, watch=True, as_json=False))
+    showing = command._show_status(settings, None, 20, watch=True, as_json=False)
+    watching = asyncio.create_task(showing)
     await asyncio.wait_for(third.wait(), 10)
     watching.cancel()
     await watching

@@ -242,7 +242,7 @@ def test_a_report_may_be_the_last_line_of_a_log(bench_report: Callable[..., Path
 
 
 def test_a_deadline_gives_the_replicas(in_process: Imagefleet) -> None:
-    result = in_process("plan", "--jobs", "1000000", "--gpu", "4090", "--deadline-hours", "24")
+    result = in_process("plan", "--jobs", "1000000", "--gpu", "4090", "--deadline", "24")
 
     assert result.returncode == 0, result.stderr
     # 3.75 images/s are 324,000 images/day: four GPUs.
@@ -267,7 +267,7 @@ def test_prices_can_come_from_a_file(tmp_path: Path, in_process: Imagefleet) -> 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--replicas", "1", "--deadline-hours", "1"), "--deadline-hours, not both"),
+        (("--replicas", "1", "--deadline", "1"), "--deadline, not both"),
         (("--gpu", "RTX A5000"), "give --images-per-second"),
         (
             ("--gpu", "4090=2", "--gpu", "3060 Ti", "--replicas", "3"),

@@ -13,8 +13,10 @@ import pytest
 
 import polling
 from fleet import console
+from fleet.campaigns import target
 from fleet.redo import command, replace, select
-from fleet.verify import pairs, picture, verdict
+from fleet.verify import pairs, verdict
+from imagefleet.files import picture
 from imagefleet.job.message import read_job
 from imagefleet.records import reader
 from imagefleet.signing import SigningKey, TrustedKeys
@@ -88,7 +90,7 @@ async def recorded(storage: Storage, campaign: str = "default") -> dict[str, str
 
 
 async def differing(storage: Storage) -> list[str]:
-    seconds = [each async for each in pairs.listed(storage, None, None)]
+    seconds = [each async for each in pairs.listed(storage, target.ALL, None)]
     compared = await pairs.compare(storage, seconds, lambda: None)
     return [pair.image for pair in compared if pair.result == "different"]
 
@@ -159,7 +161,7 @@ async def test_an_image_whose_name_is_no_jobs_id_counts_once_when_it_is_replaced
 ) -> None:
     await storage.queue.send([json.dumps({"prompt": "a cat", **fields})])
     await run_worker("bad")
-    assert (await redo(storage_settings, blob=image))["replaced"] == 1
+    assert (await redo(storage_settings, named=target.images(image)))["replaced"] == 1
     await run_worker("third")
     found = await recorded(storage)
     assert found == await workers(storage)
@@ -173,11 +175,11 @@ async def test_a_third_drawing_decides_a_pair_that_two_workers_leave_undecided(
     await run_worker("a", bad_picture)
     await storage.queue.send(messages(1, verify=True))
     await run_worker("b")
-    compared = [each async for each in pairs.listed(storage, None, None)]
+    compared = [each async for each in pairs.listed(storage, target.ALL, None)]
     found = await pairs.compare(storage, compared, lambda: None)
     assert verdict.undecided(found, verdict.judge(found)) == found != []
 
-    await redo(storage_settings, blob="default/j0.png")
+    await redo(storage_settings, named=target.read("default/j0.png"))
     await run_worker("c")
 
     assert await differing(storage) == []
@@ -191,7 +193,7 @@ async def test_a_thiefs_garbage_is_replaced_by_the_job_in_the_duplicate_kept_asi
     await run_worker("good")
     assert await differing(storage) == ["default/j0.png"]
 
-    result = await redo(storage_settings, blob="default/j0.png")
+    result = await redo(storage_settings, named=target.read("default/j0.png"))
     await run_worker("other")
 
     assert (result["replaced"], result["jobs"]) == (1, 1)
@@ -287,10 +289,10 @@ async def test_an_image_and_its_duplicate_with_different_jobs_need_the_right_one
     await storage.queue.send(messages(1))
     await run_worker("good")
 
-    refused = await redo(storage_settings, blob="default/j0.png")
+    refused = await redo(storage_settings, named=target.read("default/j0.png"))
     assert "different jobs" in refused["not_redone"][0]["reason"]
     given = {"default/j0": messages(1)[0]}
-    assert (await redo(storage_settings, blob="default/j0.png", given=given))["jobs"] == 1
+    assert (await redo(storage_settings, named=target.read("default/j0"), given=given))["jobs"] == 1
     await run_worker("good")
     assert await differing(storage) == []
 
@@ -392,7 +394,7 @@ async def test_a_dry_run_counts_and_changes_nothing_and_without_yes_nothing_is_d
         (),
         ("--suspect", "--worker", "a"),
         ("--suspect", "--since", "2026-12-01"),
-        ("--blob", "-replaced/default/a.png/1.png"),
+        ("spring/nobody",),
     ],
 )
 async def test_a_choice_that_is_none_is_refused(
@@ -411,7 +413,7 @@ async def test_a_machine_is_all_its_workers_and_no_other(storage: Storage) -> No
 
     async def selected(worker: str) -> list[str]:
         wanted = select.Wanted(worker=worker)
-        found = await select.select(storage.blobs, wanted, lambda: None)
+        found = await select.select(storage, wanted, lambda: None)
         return sorted(found.by_worker)
 
     assert await selected(machine) == sorted(names[:3])

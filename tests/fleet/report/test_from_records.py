@@ -55,7 +55,7 @@ async def report(
     """The command's figures, its page and its warnings."""
     result = await asyncio.to_thread(
         in_process,
-        *("report", "--campaign", "spring", "--storage", settings.storage),
+        *("report", "spring", "--storage", settings.storage),
         *("--queue", settings.queue, "--container", settings.container),
         *("--json-file", "figures.json", *arguments),
     )
@@ -101,7 +101,7 @@ async def test_a_workers_cost_is_split_between_its_models(
     await storage.create()
     await writer.RecordLog(storage.blobs, "w9").add(records)
 
-    figures, page, _ = await report(in_process, storage_settings, "--samples", "0")
+    figures, page, _ = await report(in_process, storage_settings, "--limit", "0")
 
     assert page.count('<td data-name="images per dollar"') == len(figures["models"])
     red, blue, grey = figures["models"]
@@ -167,7 +167,7 @@ async def test_hostile_records_are_left_out_with_their_number_and_reasons(
         await storage.blobs.append(name.replace("w9", "w8"), b"\x1f\x8b no gzip", 0)
         await storage.blobs.append(name.replace("images", "jobs"), data, 0)
 
-    figures, page, warnings = await report(in_process, local_settings, "--samples", "200")
+    figures, page, warnings = await report(in_process, local_settings, "--limit", "200")
 
     assert figures["images"] == 1
     assert figures["damaged_records"] == 2 * len(lines) + 1, "each once"

@@ -18,6 +18,7 @@ import pytest
 
 from fleet import contact_sheet
 from imagefleet import errors
+from imagefleet.files import picture
 from imagefleet.job import image_record
 from imagefleet.job.message import MAX_IMAGE_BYTES, Output
 from imagefleet.records.record import Record
@@ -127,9 +128,9 @@ async def test_hostile_blobs_are_left_out_with_their_number_and_reasons(
     result, text, page = await asyncio.to_thread(
         report,
         in_process,
-        *("--campaign", "spring", "--storage", storage_settings.storage),
+        *("spring", "--storage", storage_settings.storage),
         *("--queue", storage_settings.queue, "--container", storage_settings.container),
-        *("--samples", "200", "--price-per-hour", "1"),
+        *("--limit", "200", "--price-per-hour", "1"),
     )
 
     grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
@@ -184,5 +185,5 @@ def test_a_contact_sheet_has_an_empty_tile_for_what_is_no_image() -> None:
 
 
 def test_a_file_of_gigabytes_is_not_read() -> None:
-    with pytest.raises(contact_sheet.DamagedImageError, match="bytes"):
+    with pytest.raises(picture.DamagedImageError, match="bytes"):
         contact_sheet.read_image(io.BytesIO(bytes(MAX_IMAGE_BYTES + 1)).getvalue(), 10)

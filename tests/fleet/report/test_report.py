@@ -218,8 +218,8 @@ def test_the_page_is_self_contained_and_escapes_every_text(
     hostile_storage: str, in_process: Imagefleet
 ) -> None:
     result = in_process(
-        *("report", "--campaign", "spring", "--storage", hostile_storage),
-        *("--html", "out/page.html", "--json-file", "out/figures.json"),
+        *("report", "spring", "--storage", hostile_storage),
+        *("--output", "out/page.html", "--json-file", "out/figures.json"),
     )
 
     assert result.returncode == 0, result.stderr
@@ -353,7 +353,7 @@ async def test_a_campaign_of_one_image_has_no_plot_over_time(
 
 
 def test_json_is_printed_without_a_page(hostile_storage: str, in_process: Imagefleet) -> None:
-    result = in_process("report", "--campaign", "spring", "--storage", hostile_storage, "--json")
+    result = in_process("report", "spring", "--storage", hostile_storage, "--json")
 
     assert json.loads(result.stdout)["campaign"] == "spring"
     assert not Path("spring-report.html").exists()
@@ -362,10 +362,10 @@ def test_json_is_printed_without_a_page(hostile_storage: str, in_process: Imagef
 def test_an_empty_campaign_is_a_one_line_error_with_exit_code_2(
     hostile_storage: str, in_process: Imagefleet
 ) -> None:
-    result = in_process("report", "--campaign", "sprnig", "--storage", hostile_storage)
+    result = in_process("report", "sprnig", "--storage", hostile_storage)
 
     assert result.returncode == 2
     assert result.stderr.startswith(
-        "error: campaign 'sprnig' has no images and no failed jobs in local:"
+        "error: campaign 'sprnig' has no records, images or messages in local:"
     )
     assert len(result.stderr.splitlines()) == 1

@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from evaluation.score.scores import GroupScores, Scores
 from fleet import console
 from imagefleet.records.record import Record
 from imagefleet.records.writer import RecordLog
+from imagefleet.scoring.scores import GroupScores, Scores
 from imagefleet.storage.open import open_storage
 from imagefleet.storage.settings import StorageSettings
 
@@ -71,7 +71,7 @@ def test_the_page_has_the_curve_and_the_figures(
     in_process: Imagefleet, storage: str, tmp_path: Path
 ) -> None:
     (tmp_path / "scores.json").write_text(scores("curve").model_dump_json())
-    arguments = ("report", "--campaign", "curve", "--storage", storage, "--scores", "scores.json")
+    arguments = ("report", "curve", "--storage", storage, "--scores", "scores.json")
 
     ended = in_process(*arguments)
     assert ended.returncode == console.EXIT_DONE, ended.stderr
@@ -91,7 +91,7 @@ def test_the_page_has_the_curve_and_the_figures(
 def test_a_report_without_scores_has_none(
     in_process: Imagefleet, storage: str, tmp_path: Path
 ) -> None:
-    found = in_process("report", "--campaign", "curve", "--storage", storage)
+    found = in_process("report", "curve", "--storage", storage)
     assert found.returncode == console.EXIT_DONE, found.stderr
     assert "FID" not in (tmp_path / "curve-report.html").read_text()
 
@@ -110,8 +110,6 @@ def test_other_files_are_refused(
 ) -> None:
     if content is not None:
         (tmp_path / "scores.json").write_text(content)
-    ended = in_process(
-        *("report", "--campaign", "curve", "--storage", storage, "--scores", "scores.json")
-    )
+    ended = in_process(*("report", "curve", "--storage", storage, "--scores", "scores.json"))
     assert ended.returncode == console.EXIT_OPERATOR_MUST_ACT
     assert reason in ended.stderr

@@ -39,7 +39,7 @@ async def fetch(
 ) -> dict[str, Any]:
     result = await asyncio.to_thread(
         in_process,
-        *("results", "--campaign", "spring", "--download", "images", "--json"),
+        *("results", "spring", "--download", "images", "--json"),
         *("--storage", settings.storage, "--queue", settings.queue),
         *("--container", settings.container, *arguments),
     )
@@ -161,7 +161,7 @@ async def test_only_one_process_downloads_to_a_folder(
         with download.opened(tmp_path / "images", storage.blobs, "spring"):
             result = await asyncio.to_thread(
                 in_process,
-                *("results", "--campaign", "spring", "--storage", local_settings.storage),
+                *("results", "spring", "--storage", local_settings.storage),
                 *("--download", "images"),
             )
 
@@ -175,7 +175,7 @@ async def test_a_download_that_is_interrupted_leaves_whole_files(
     async with open_storage(local_settings) as storage:
         records = await store_images(storage, *(f"{number:04}" for number in range(100)))
     command = [
-        *("results", "--campaign", "spring", "--storage", local_settings.storage),
+        *("results", "spring", "--storage", local_settings.storage),
         *("--download", str(tmp_path / "images")),
     ]
     process = await asyncio.create_subprocess_exec(
@@ -209,7 +209,7 @@ async def test_the_tokens_of_a_monitor_suffice(
     reader = azurite_settings.model_copy(update={"storage": minted.storage})
 
     assert (await fetch(in_process, reader))["images"] == 2
-    common = ("--campaign", "spring", "--storage", minted.storage)
+    common = ("spring", "--storage", minted.storage)
     common += ("--queue", reader.queue, "--container", reader.container)
     exported = await asyncio.to_thread(in_process, "export", *common, "shards")
 

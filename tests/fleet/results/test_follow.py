@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 
 import polling
-from fleet.results import follow
 from imagefleet.records import reader, writer
 from imagefleet.storage.open import Storage, open_storage
 from imagefleet.storage.settings import StorageSettings
@@ -27,7 +26,7 @@ Start = Callable[..., Awaitable["asyncio.Task[subprocess.CompletedProcess[str]]"
 
 @pytest.fixture(autouse=True)
 def _fast(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(follow, "SECONDS", 0.05)
+    monkeypatch.setattr(reader, "POLL_SECONDS", 0.05)
 
 
 @pytest.fixture
@@ -44,7 +43,7 @@ def start(
 
     async def run(*arguments: str) -> asyncio.Task[subprocess.CompletedProcess[str]]:
         monkeypatch.setattr(reader.Follower, "poll", poll)
-        storage = ("--campaign", "spring", "--storage", local_settings.storage)
+        storage = ("spring", "--storage", local_settings.storage)
         command = asyncio.to_thread(in_process, "results", *storage, "--follow", *arguments)
         running = asyncio.create_task(command)
         assert await asyncio.to_thread(follows.wait, 30)
@@ -129,7 +128,7 @@ async def test_ctrl_c_is_a_usual_end(local_settings: StorageSettings, store_imag
     async with open_storage(local_settings) as storage:
         await store_images(storage, "0001")
     command = [
-        *(sys.executable, "-m", "fleet.entry", "results", "--campaign", "spring"),
+        *(sys.executable, "-m", "fleet.entry", "results", "spring"),
         *("--storage", local_settings.storage, "--follow", "--json"),
     ]
     process = await asyncio.create_subprocess_exec(
@@ -148,7 +147,7 @@ async def test_a_campaign_that_goes_on_is_not_counted_at_each_poll(
     local_settings: StorageSettings, store_images: Add, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On Azure that would be a read of each shard every five seconds."""
-    monkeypatch.setattr(follow, "SECONDS", 0)
+    monkeypatch.setattr(reader, "POLL_SECONDS", 0)
     real, counted = reader.counts, list[str]()
 
     async def counts(storage: Storage, campaign: str) -> reader.Counts:
@@ -160,7 +159,7 @@ async def test_a_campaign_that_goes_on_is_not_counted_at_each_poll(
         await store_images(storage, "0001")
         await writer.RecordLog(storage.blobs, "filler").sent("spring", 2)
         follower = reader.Follower(storage, "spring")
-        polls = follow.follow(storage, follower, "spring", {"completed"})
+        polls = reader.follow(storage, follower, "spring", {"completed"}, print)
         for _ in range(50):
             await anext(polls)
 

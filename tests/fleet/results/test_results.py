@@ -51,7 +51,7 @@ def results(in_process: Imagefleet, local_settings: StorageSettings) -> Callable
     """Runs the command for the campaign `spring`, in a thread."""
 
     async def run(*arguments: str, code: int = 0) -> subprocess.CompletedProcess[str]:
-        storage = ("--campaign", "spring", "--storage", local_settings.storage)
+        storage = ("spring", "--storage", local_settings.storage)
         result = await asyncio.to_thread(in_process, "results", *storage, *arguments)
         assert result.returncode == code, result.stderr
         return result
@@ -128,7 +128,7 @@ async def test_csv_is_for_spreadsheets(
 ) -> None:
     await store_images(stored, "0009", prompt=HOSTILE, negative_prompt='two\nlines, and a "')
 
-    rows = list(csv.DictReader(io.StringIO((await results("--csv")).stdout)))
+    rows = list(csv.DictReader(io.StringIO((await results("--format", "csv")).stdout)))
 
     assert len(rows) == 6
     by_id = {row["id"]: row for row in rows}
@@ -144,8 +144,8 @@ async def test_csv_is_for_spreadsheets(
 async def test_a_file_of_lines_is_whole_or_absent(
     stored: Storage, results: Callable[..., Any], tmp_path: Path
 ) -> None:
-    printed = (await results("--csv")).stdout
-    result = await results("--csv", "--output", "out/spring.csv")
+    printed = (await results("--format", "csv")).stdout
+    result = await results("--format", "csv", "--output", "out/spring.csv")
 
     assert result.stdout == ""
     assert (tmp_path / "out" / "spring.csv").read_text() == printed
@@ -155,7 +155,7 @@ async def test_a_file_of_lines_is_whole_or_absent(
 async def test_parquet_has_the_types_of_the_columns(
     stored: Storage, results: Callable[..., Any], tmp_path: Path
 ) -> None:
-    await results("--parquet", "spring.parquet")
+    await results("--format", "parquet", "--output", "spring.parquet")
 
     table = pq.read_table(tmp_path / "spring.parquet")
     assert table.schema.equals(parquet.schema())
@@ -175,7 +175,7 @@ async def test_parquet_is_written_by_row_groups(
     monkeypatch.setattr(parquet, "ROW_GROUP", 2)
     monkeypatch.setattr("imagefleet.records.stored._PARSED", 1)
 
-    await results("--parquet", "spring.parquet")
+    await results("--format", "parquet", "--output", "spring.parquet")
 
     with pq.ParquetFile(tmp_path / "spring.parquet") as file:
         assert [file.metadata.row_group(n).num_rows for n in range(3)] == [2, 2, 1]
@@ -186,7 +186,7 @@ async def test_without_pyarrow_one_sentence_says_what_to_install(
 ) -> None:
     monkeypatch.setitem(__import__("sys").modules, "pyarrow", None)
 
-    result = await results("--parquet", "spring.parquet", code=2)
+    result = await results("--format", "parquet", "--output", "spring.parquet", code=2)
 
     assert result.stderr == "error: Parquet needs pyarrow: pip install '.[parquet]'\n"
 
@@ -210,7 +210,7 @@ async def test_a_hostile_record_controls_no_terminal(
 ) -> None:
     await store_images(stored, "0009", prompt=HOSTILE, worker=HOSTILE, size_bytes=2**53 - 1)
 
-    for arguments in ((), ("--json",), ("--csv",)):
+    for arguments in ((), ("--json",), ("--format", "csv")):
         assert not set((await results(*arguments)).stdout) & set("\x1b\x07\u202e")
 
 
@@ -228,7 +228,7 @@ async def test_numbers_that_no_column_holds_are_a_damaged_record(
     name = "-records/spring/20261101T120000Z-w9-00000000.images.jsonl.gz"
     await stored.blobs.append(name, shard.encode(lines, Totals(6, 6)), 0)
 
-    result = await results("--parquet", "spring.parquet")
+    result = await results("--format", "parquet", "--output", "spring.parquet")
 
     assert pq.read_table(tmp_path / "spring.parquet").num_rows == 5
     assert "and 3 more" in result.stderr
@@ -239,7 +239,7 @@ async def test_a_campaign_with_a_typing_error_is_named(
     stored: Storage, in_process: Imagefleet, local_settings: StorageSettings
 ) -> None:
     result = await asyncio.to_thread(
-        in_process, "results", "--campaign", "sprnig", "--storage", local_settings.storage
+        in_process, "results", "sprnig", "--storage", local_settings.storage
     )
 
     assert result.returncode == 2
@@ -250,11 +250,14 @@ async def test_a_campaign_with_a_typing_error_is_named(
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (("--json", "--csv"), "--json and --csv are different results: choose one"),
-        (("--parquet", "a", "--follow"), "--parquet writes a file at its end"),
-        (("--output", "a"), "--output is for the lines of --json or --csv"),
+        (
+            ("--json", "--format", "csv"),
+            "--json and --format csv are different results: choose one",
+        ),
+        (("--format", "parquet", "--output", "a", "--follow"), "--output writes a file at its end"),
+        (("--output", "a"), "--output is for --json or --format"),
         (("--download", "a", "--outcome", "failed"), "--download is for images"),
-        (("--parquet", "no/such/../../../.."), "cannot write"),
+        (("--format", "parquet", "--output", "no/such/../../../.."), "cannot write"),
     ],
 )
 async def test_options_that_do_not_go_together_are_one_line(
@@ -290,7 +293,7 @@ async def test_a_draft_does_not_stay_where_the_disk_is_full(
 
     monkeypatch.setattr("fleet.results.files.sync", fail)
 
-    result = await results("--parquet", "spring.parquet", code=1)
+    result = await results("--format", "parquet", "--output", "spring.parquet", code=1)
 
     assert "the disk is full" in result.stderr
     assert not any("parquet" in name for name in names_in(tmp_path))

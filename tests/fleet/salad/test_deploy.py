@@ -1,4 +1,4 @@
-"""`imagefleet deploy salad` against a fake SaladCloud."""
+"""`imagefleet deploy` against a fake SaladCloud."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def replicas(salad: Any) -> list[int]:
 
 
 def test_750_replicas_are_two_groups(salad: Any, in_process: Imagefleet) -> None:
-    ended = in_process("deploy", "salad", "apply", "--yes")
+    ended = in_process("deploy", "apply", "--yes")
 
     assert ended.returncode == 0, ended.stderr
     assert replicas(salad) == [375, 375]
@@ -36,17 +36,17 @@ def test_750_replicas_are_two_groups(salad: Any, in_process: Imagefleet) -> None
 
 
 def test_applying_twice_changes_nothing(salad: Any, in_process: Imagefleet) -> None:
-    in_process("deploy", "salad", "apply", "--yes")
+    in_process("deploy", "apply", "--yes")
     asked = len(salad.requests)
 
-    ended = in_process("deploy", "salad", "apply")
+    ended = in_process("deploy", "apply")
 
     assert "is up to date" in ended.stderr
     assert {method for method, _ in salad.requests[asked:]} == {"GET"}
 
 
 def test_nothing_is_created_without_confirmation(salad: Any, in_process: Imagefleet) -> None:
-    ended = in_process("deploy", "salad", "apply")
+    ended = in_process("deploy", "apply")
 
     assert ended.returncode == 2
     assert "--yes" in ended.stderr
@@ -54,7 +54,7 @@ def test_nothing_is_created_without_confirmation(salad: Any, in_process: Imagefl
 
 
 def test_a_dry_run_of_apply_changes_nothing(salad: Any, in_process: Imagefleet) -> None:
-    ended = in_process("deploy", "salad", "apply", "--dry-run")
+    ended = in_process("deploy", "apply", "--dry-run")
 
     assert ended.returncode == 0
     assert ended.stderr.count("to create:") == 2
@@ -65,12 +65,12 @@ def test_a_half_created_deployment_is_resumed(
     salad: Any, salad_module: Any, in_process: Imagefleet
 ) -> None:
     salad.faults = [salad_module.Fault(403, '{"title": "Forbidden"}', method="POST", skips=1)]
-    first = in_process("deploy", "salad", "apply", "--yes")
+    first = in_process("deploy", "apply", "--yes")
     assert first.returncode == 2
     assert "Forbidden" in first.stderr
     assert replicas(salad) == [375]
 
-    ended = in_process("deploy", "salad", "apply", "--yes")
+    ended = in_process("deploy", "apply", "--yes")
 
     assert ended.returncode == 0, ended.stderr
     assert replicas(salad) == [375, 375]
@@ -85,7 +85,7 @@ def test_a_rate_limited_call_waits_and_succeeds(
         salad_module.Fault(429, headers={"Retry-After": "0"}, method="GET"),
     ]
 
-    ended = in_process("deploy", "salad", "apply", "--yes")
+    ended = in_process("deploy", "apply", "--yes")
 
     assert ended.returncode == 0, ended.stderr
     assert replicas(salad) == [375, 375]
@@ -100,7 +100,7 @@ def test_a_creation_whose_answer_is_lost_happens_once(
         salad_module.Fault(504, method="POST", lands=True),
     ]
 
-    ended = in_process("deploy", "salad", "apply", "--yes")
+    ended = in_process("deploy", "apply", "--yes")
 
     assert ended.returncode == 0, ended.stderr
     assert replicas(salad) == [375, 375]
@@ -112,7 +112,7 @@ def test_an_html_error_page_becomes_a_sentence(
     page = "<html><head><title>403 Blocked</title></head><body><h1>No!</h1></body></html>"
     salad.faults = [salad_module.Fault(403, page, "text/html", method="POST")]
 
-    ended = in_process("deploy", "salad", "apply", "--yes")
+    ended = in_process("deploy", "apply", "--yes")
 
     assert ended.returncode == 2
     last = ended.stderr.strip().splitlines()[-1]
@@ -127,7 +127,7 @@ def test_a_short_outage_of_the_gateway_is_survived(
     page = "<html><title>502 Bad Gateway</title></html>"
     salad.faults = [salad_module.Fault(502, page, "text/html") for _ in range(3)]
 
-    ended = in_process("deploy", "salad", "apply", "--yes")
+    ended = in_process("deploy", "apply", "--yes")
 
     assert ended.returncode == 0, ended.stderr
     assert replicas(salad) == [375, 375]
@@ -138,7 +138,7 @@ def test_a_quota_that_is_too_small_is_reported_before_anything_is_created(
 ) -> None:
     salad.quota = 500
 
-    ended = in_process("deploy", "salad", "apply", "--yes")
+    ended = in_process("deploy", "apply", "--yes")
 
     assert ended.returncode == 2
     assert "quota is 500 replicas" in ended.stderr
@@ -151,8 +151,8 @@ def test_a_misspelled_gpu_class_gets_a_suggestion(
 ) -> None:
     edit(tmp_path, "RTX 3060 Ti", "RTX 3060 Tii")
 
-    for arguments in (["apply", "--yes"], ["render"]):
-        ended = in_process("deploy", "salad", *arguments)
+    for arguments in (["apply", "--yes"], ["apply", "--render"]):
+        ended = in_process("deploy", *arguments)
 
         assert ended.returncode == 2
         assert "did you mean" in ended.stderr
@@ -164,7 +164,7 @@ def test_a_gpu_class_that_is_not_in_our_table_comes_from_the_api(
 ) -> None:
     edit(tmp_path, "RTX 3060 Ti", "RTX 6070")
 
-    ended = in_process("deploy", "salad", "apply", "--yes")
+    ended = in_process("deploy", "apply", "--yes")
 
     assert ended.returncode == 0, ended.stderr
     group = next(iter(salad.groups.values()))
@@ -174,11 +174,11 @@ def test_a_gpu_class_that_is_not_in_our_table_comes_from_the_api(
 
 
 def test_more_replicas_restart_nothing(salad: Any, in_process: Imagefleet, tmp_path: Path) -> None:
-    in_process("deploy", "salad", "apply", "--yes")
+    in_process("deploy", "apply", "--yes")
     names = set(salad.groups)
     edit(tmp_path, "replicas: 750", "replicas: 900")
 
-    in_process("deploy", "salad", "apply", "--yes")
+    in_process("deploy", "apply", "--yes")
 
     assert set(salad.groups) == names
     assert replicas(salad) == [450, 450]
@@ -187,14 +187,14 @@ def test_more_replicas_restart_nothing(salad: Any, in_process: Imagefleet, tmp_p
 def test_a_changed_file_starts_new_groups_before_old_ones_are_deleted(
     salad: Any, in_process: Imagefleet, tmp_path: Path
 ) -> None:
-    in_process("deploy", "salad", "apply", "--yes")
+    in_process("deploy", "apply", "--yes")
     for _ in range(3):
-        in_process("deploy", "salad", "status")
+        in_process("deploy", "status")
     first = set(salad.groups)
     assert sum(group.running for group in salad.groups.values()) == 750
     edit(tmp_path, "environment:", "environment:\n  IMAGEFLEET_SLOTS: 4")
 
-    ended = in_process("deploy", "salad", "apply", "--yes")
+    ended = in_process("deploy", "apply", "--yes")
 
     assert ended.returncode == 0, ended.stderr
     assert not first & set(salad.groups)
@@ -207,21 +207,21 @@ def test_a_changed_file_starts_new_groups_before_old_ones_are_deleted(
 def test_new_groups_that_do_not_start_leave_the_old_ones_running(
     salad: Any, in_process: Imagefleet, tmp_path: Path
 ) -> None:
-    in_process("deploy", "salad", "apply", "--yes")
+    in_process("deploy", "apply", "--yes")
     for _ in range(3):
-        in_process("deploy", "salad", "status")
+        in_process("deploy", "status")
     old = dict(salad.groups)
     salad.nodes = 800
     edit(tmp_path, "environment:", "environment:\n  IMAGEFLEET_SLOTS: 4")
 
-    ended = in_process("deploy", "salad", "apply", "--yes", "--wait-minutes", "0.005")
+    ended = in_process("deploy", "apply", "--yes", "--wait-minutes", "0.005")
 
     assert ended.returncode == 1
     assert "Nothing was undone" in ended.stderr
     assert sum(group.running for group in old.values()) == 750
 
     salad.nodes = 10_000
-    again = in_process("deploy", "salad", "apply", "--yes")
+    again = in_process("deploy", "apply", "--yes")
 
     assert again.returncode == 0, again.stderr
     assert not set(old) & set(salad.groups)
@@ -231,10 +231,10 @@ def test_old_and_new_groups_of_a_rolling_change_count_against_the_quota(
     salad: Any, in_process: Imagefleet, tmp_path: Path
 ) -> None:
     salad.quota = 1000
-    in_process("deploy", "salad", "apply", "--yes")
+    in_process("deploy", "apply", "--yes")
     edit(tmp_path, "environment:", "environment:\n  IMAGEFLEET_SLOTS: 4")
 
-    ended = in_process("deploy", "salad", "apply", "--yes")
+    ended = in_process("deploy", "apply", "--yes")
 
     assert ended.returncode == 2
     assert "750 more do not fit" in ended.stderr
@@ -243,32 +243,32 @@ def test_old_and_new_groups_of_a_rolling_change_count_against_the_quota(
 def test_a_group_that_was_changed_in_the_portal_is_reported(
     salad: Any, in_process: Imagefleet
 ) -> None:
-    in_process("deploy", "salad", "apply", "--yes")
+    in_process("deploy", "apply", "--yes")
     next(iter(salad.groups.values())).body["container"]["image"] = "somebody/elses:latest"
 
-    ended = in_process("deploy", "salad", "apply", "--yes")
+    ended = in_process("deploy", "apply", "--yes")
 
     assert ended.returncode == 2
     assert "was changed elsewhere (image)" in ended.stderr
 
 
 def test_resizing_spreads_over_the_groups(salad: Any, in_process: Imagefleet) -> None:
-    in_process("deploy", "salad", "apply", "--yes")
+    in_process("deploy", "apply", "--yes")
 
-    down = in_process("deploy", "salad", "resize", "301")
+    down = in_process("deploy", "apply", "--resize", "301")
     assert down.returncode == 0, down.stderr
     assert replicas(salad) == [151, 150]
 
-    up = in_process("deploy", "salad", "resize", "900")
+    up = in_process("deploy", "apply", "--resize", "900")
     assert up.returncode == 2  # there is no terminal to ask on
     assert replicas(salad) == [151, 150]
 
-    up = in_process("deploy", "salad", "resize", "1001", "--yes")
+    up = in_process("deploy", "apply", "--resize", "1001", "--yes")
     assert up.returncode == 2
     assert "apply --replicas 1001" in up.stderr
 
 
-@pytest.mark.parametrize("arguments", [["apply", "--yes"], ["resize", "3"], ["status"]])
+@pytest.mark.parametrize("arguments", [["apply", "--yes"], ["apply", "--resize", "3"], ["status"]])
 @pytest.mark.parametrize("skips", [0, 1, 2])
 def test_one_refused_call_of_several_is_the_only_line(
     salad: Any,
@@ -278,11 +278,11 @@ def test_one_refused_call_of_several_is_the_only_line(
     skips: int,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    in_process("deploy", "salad", "apply", "--yes")
+    in_process("deploy", "apply", "--yes")
     salad.slow_seconds = 0.05  # the others are under way when one is refused
     salad.faults = [salad_module.Fault(403, '{"title": "Forbidden"}', method="GET", skips=skips)]
 
-    ended = in_process("deploy", "salad", *arguments)
+    ended = in_process("deploy", *arguments)
 
     assert ended.returncode == 2
     assert ended.stdout == ""
@@ -294,7 +294,7 @@ def test_one_refused_call_of_several_is_the_only_line(
 
 def test_each_change_has_its_json(salad: Any, in_process: Imagefleet) -> None:
     def read(*arguments: str) -> Any:
-        ended = in_process("deploy", "salad", *arguments, "--json")
+        ended = in_process("deploy", *arguments, "--json")
         assert ended.returncode == 0, ended.stderr
         return json.loads(ended.stdout)
 
@@ -308,56 +308,56 @@ def test_each_change_has_its_json(salad: Any, in_process: Imagefleet) -> None:
     assert applied["dollars_per_hour"]["most"] == pytest.approx(22.5)
     again = read("apply")
     assert (again["create"], again["resize"], again["more_replicas"]) == ({}, {}, 0)
-    resized = read("resize", "301")
+    resized = read("apply", "--resize", "301")
     assert resized["groups"] == dict(zip(names, [151, 150], strict=True))
     assert resized["more_replicas"] == -449
-    assert read("drain", "--yes") == {"drained": names}
-    assert read("delete", "--yes") == {"deleted": names}
+    assert read("drain", "--yes") == {"drained": names, "deleted": []}
+    assert read("drain", "--delete", "--yes") == {"drained": names, "deleted": names}
 
 
 def test_draining_waits_for_the_instances_and_stops_the_groups(
     salad: Any, in_process: Imagefleet
 ) -> None:
-    in_process("deploy", "salad", "apply", "--yes")
+    in_process("deploy", "apply", "--yes")
     for _ in range(3):
-        in_process("deploy", "salad", "status")
+        in_process("deploy", "status")
 
-    ended = in_process("deploy", "salad", "drain", "--yes")
+    ended = in_process("deploy", "drain", "--yes")
 
     assert ended.returncode == 0, ended.stderr
     assert replicas(salad) == [0, 0]
     assert all(group.is_stopped and not group.running for group in salad.groups.values())
 
-    again = in_process("deploy", "salad", "apply", "--yes")
+    again = in_process("deploy", "apply", "--yes")
     assert again.returncode == 0, again.stderr
     assert replicas(salad) == [375, 375]
     assert not any(group.is_stopped for group in salad.groups.values())
 
 
 def test_deleting_leaves_other_fleets_alone(salad: Any, in_process: Imagefleet) -> None:
-    in_process("deploy", "salad", "apply", "--yes")
+    in_process("deploy", "apply", "--yes")
     other = next(iter(salad.groups.values()))
     salad.groups["sd15-batch-two-1"] = type(other)({**other.body, "name": "sd15-batch-two-1"})
 
-    assert in_process("deploy", "salad", "delete").returncode == 2
-    ended = in_process("deploy", "salad", "delete", "--yes")
+    assert in_process("deploy", "drain", "--delete").returncode == 2
+    ended = in_process("deploy", "drain", "--delete", "--yes")
 
     assert ended.returncode == 0, ended.stderr
     assert set(salad.groups) == {"sd15-batch-two-1"}
 
 
 def test_status_shows_what_runs_and_what_it_costs(salad: Any, in_process: Imagefleet) -> None:
-    in_process("deploy", "salad", "apply", "--yes")
-    in_process("deploy", "salad", "status")
+    in_process("deploy", "apply", "--yes")
+    in_process("deploy", "status")
 
-    found = json.loads(in_process("deploy", "salad", "status", "--json").stdout)
+    found = json.loads(in_process("deploy", "status", "--json").stdout)
 
     assert found["replicas"] == found["running"] == 750
     assert found["dollars_per_hour"]["most"] == pytest.approx(22.5)
     assert found["groups"][0]["gpus"] == ["RTX 3060 Ti 8GB"]
     assert found["quota"] == {"replicas": 2000, "used": 750}
 
-    screen = in_process("deploy", "salad", "status").stdout
+    screen = in_process("deploy", "status").stdout
     assert "750 of 750 replicas run: $22.50/h now" in screen
 
 
@@ -366,7 +366,7 @@ def test_an_unknown_api_key_is_reported(
 ) -> None:
     monkeypatch.setenv("SALAD_API_KEY", "wrong-key")
 
-    ended = in_process("deploy", "salad", "status")
+    ended = in_process("deploy", "status")
 
     assert ended.returncode == 2
     assert "does not know the API key" in ended.stderr
@@ -378,7 +378,7 @@ def test_an_unknown_project_is_reported_with_where_it_stands(
 ) -> None:
     edit(tmp_path, "project: default", "project: defualt")
 
-    ended = in_process("deploy", "salad", "status")
+    ended = in_process("deploy", "status")
 
     assert ended.returncode == 2
     assert "check the organization and the project of the fleet file" in ended.stderr
@@ -391,17 +391,17 @@ def test_no_output_shows_a_secret(
     echo = json.dumps({"title": "Bad", "detail": f"'{secret}' or {salad_module.KEY} is refused"})
     salad.faults = [salad_module.Fault(400, echo, method="POST")]
     outputs = [
-        in_process("deploy", "salad", *arguments)
+        in_process("deploy", *arguments)
         for arguments in (
             ["apply", "--yes"],
             ["apply", "--yes"],
-            ["render"],
-            ["render", "--json"],
+            ["apply", "--render"],
+            ["apply", "--render", "--json"],
             ["status"],
             ["status", "--json"],
-            ["resize", "10"],
+            ["apply", "--resize", "10"],
             ["drain", "--yes"],
-            ["delete", "--yes"],
+            ["drain", "--delete", "--yes"],
         )
     ]
 

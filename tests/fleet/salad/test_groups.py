@@ -64,7 +64,7 @@ def test_the_sdks_models_accept_the_groups(more: str, tmp_path: Path) -> None:
 
 def test_the_fake_answers_as_the_sdk_expects(salad: Any, in_process: Imagefleet) -> None:
     """The fake of the other tests follows the published specification."""
-    in_process("deploy", "salad", "apply", "--yes")
+    in_process("deploy", "apply", "--yes")
 
     for group in salad.groups.values():
         record = group.record()
@@ -203,7 +203,7 @@ def test_secrets_come_from_variables_and_from_files(
 def test_rendering_needs_no_account(in_process: Imagefleet, tmp_path: Path) -> None:
     (tmp_path / "fleet.yaml").write_text(EXAMPLE.read_text())
 
-    ended = in_process("deploy", "salad", "render", "--replicas", "1001", "--json")
+    ended = in_process("deploy", "apply", "--render", "--replicas", "1001", "--json")
 
     found = json.loads(ended.stdout)
     assert [group["replicas"] for group in found["groups"]] == [334, 334, 333]
@@ -227,7 +227,7 @@ def test_rendering_shows_the_price_and_images_per_dollar(
     }
     (tmp_path / "bench.json").write_text(json.dumps(report))
 
-    ended = in_process("deploy", "salad", "render", "--bench", "bench.json")
+    ended = in_process("deploy", "apply", "--render", "--bench", "bench.json")
 
     assert ended.returncode == 0, ended.stderr
     assert "750 replicas at batch priority: $22.50 to $30.00/h" in ended.stdout
@@ -246,8 +246,8 @@ def test_secrets_are_masked_unless_requested(
     )
     (tmp_path / "fleet.yaml").write_text(text)
 
-    assert "sig=" not in in_process("deploy", "salad", "render").stdout
-    assert "sig=" in in_process("deploy", "salad", "render", "--show-secrets").stdout
+    assert "sig=" not in in_process("deploy", "apply", "--render").stdout
+    assert "sig=" in in_process("deploy", "apply", "--render", "--show-secrets").stdout
 
 
 @pytest.mark.parametrize("answer", [True, False])
@@ -269,7 +269,7 @@ def test_the_operator_is_asked(answer: bool, monkeypatch: pytest.MonkeyPatch) ->
 def test_a_missing_fleet_file_is_reported_with_the_paths_tried(
     in_process: Imagefleet,
 ) -> None:
-    ended = in_process("deploy", "salad", "render")
+    ended = in_process("deploy", "apply", "--render")
 
     assert ended.returncode == 2
     assert all(str(path) in ended.stderr for path in salad_options.DEFAULT_FILES)

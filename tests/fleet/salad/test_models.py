@@ -33,7 +33,7 @@ def read(folder: Path, old: str = "", new: str = "") -> salad_file.FleetFile:
 
 
 def test_workers_get_the_models_and_the_operator_sees_their_queues(in_process: Imagefleet) -> None:
-    ended = in_process("deploy", "salad", "render", "--file", str(EXAMPLE), "--json")
+    ended = in_process("deploy", "apply", "--render", "--file", str(EXAMPLE), "--json")
 
     assert ended.returncode == 0, ended.stderr
     found = json.loads(ended.stdout)
@@ -44,7 +44,7 @@ def test_workers_get_the_models_and_the_operator_sees_their_queues(in_process: I
     assert [(each["name"], each["queue"]) for each in found["models"]] == list(
         zip(NAMES, queues, strict=True)
     )
-    shown = in_process("deploy", "salad", "render", "--file", str(EXAMPLE)).stdout
+    shown = in_process("deploy", "apply", "--render", "--file", str(EXAMPLE)).stdout
     assert f"Serves pony-v6 (SDXL), from the queue {queues[1]}." in shown
 
 
@@ -115,7 +115,7 @@ def test_the_scaler_counts_the_queues_of_its_file_and_keeps_its_bounds(
     lines = "replicas: 40\nmin_replicas: 3\nmodels: {store:pony.tar: sdxl}\n"
     text = file.read_text().replace("replicas: 750\n", lines)
     file.write_text(text.replace("  IMAGEFLEET_MODEL: /models/checkpoint\n", ""))
-    assert in_process("deploy", "salad", "apply", "--yes").returncode == 0
+    assert in_process("deploy", "apply", "--yes").returncode == 0
     jobs = tmp_path / "jobs.jsonl"
     jobs.write_text(
         '{"prompt": "a", "model": "pony"}\n' * 5 + '{"prompt": "a", "model": "dream"}\n' * 4

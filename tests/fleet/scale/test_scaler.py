@@ -358,7 +358,7 @@ def test_a_dry_run_prints_the_decision(
     salad: Any, in_process: Imagefleet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(logs, "configure", lambda _: None)  # it would affect later tests
-    in_process("deploy", "salad", "apply", "--yes", "--replicas", "20")
+    in_process("deploy", "apply", "--yes", "--replicas", "20")
     jobs = tmp_path / "jobs.jsonl"
     jobs.write_text('{"prompt": "a cat"}\n' * 1000)
     in_process("load", "jobs.jsonl")
@@ -383,7 +383,7 @@ def test_two_scalers_with_one_ledger_are_refused(
         )
 
     assert ended.returncode == 2
-    assert "another `imagefleet scale` keeps the ledger sd15-batch-scale.json" in ended.stderr
+    assert "another `imagefleet scale` keeps the state sd15-batch-scale.json" in ended.stderr
     assert not salad.requests
 
 
@@ -422,7 +422,7 @@ def test_a_deadline_in_the_past_is_refused(
 def test_without_a_terminal_scaling_needs_yes(
     salad: Any, in_process: Imagefleet, goal: tuple[str, str]
 ) -> None:
-    ended = in_process("scale", *goal, "--max-dollars", "5", "--max-replicas", "7", "--once")
+    ended = in_process("scale", *goal, "--max-dollars", "5", "--replicas", "7", "--once")
 
     assert ended.returncode == 2
     assert "Spend up to $5.00 on sd15-batch, at most 7 replicas?" in ended.stderr
@@ -439,7 +439,7 @@ def test_on_a_terminal_scaling_asks_once(
     answer: bool,
 ) -> None:
     monkeypatch.setattr(logs, "configure", lambda _: None)  # it would affect later tests
-    in_process("deploy", "salad", "apply", "--yes", "--replicas", "20")
+    in_process("deploy", "apply", "--yes", "--replicas", "20")
     (tmp_path / "jobs.jsonl").write_text('{"prompt": "a cat"}\n' * 1000)
     in_process("load", "jobs.jsonl")
     asked: list[str] = []
@@ -458,9 +458,9 @@ def test_on_a_terminal_scaling_asks_once(
 def test_a_stopped_scaler_reports_the_workers_that_keep_running(
     salad: Any, in_process: Imagefleet, tmp_path: Path
 ) -> None:
-    in_process("deploy", "salad", "apply", "--yes", "--replicas", "20")
+    in_process("deploy", "apply", "--yes", "--replicas", "20")
     for _ in range(2):
-        in_process("deploy", "salad", "status")
+        in_process("deploy", "status")
     (tmp_path / "jobs.jsonl").write_text('{"prompt": "a cat"}\n' * 20_000)
     in_process("load", "jobs.jsonl")
     command = Path(sys.executable).with_name("imagefleet")

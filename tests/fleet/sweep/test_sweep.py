@@ -222,7 +222,7 @@ def test_a_killed_sweep_goes_on_and_sends_nothing_twice(
     assert json.loads(result.stdout)["sent"] == 2_000 - queued
     assert json.loads(result.stdout)["finished"] is True
     assert (len(ids), ids.total()) == (2_000, 2_000)
-    counted = json.loads(in_process("campaigns", "--json").stdout)["campaigns"]
+    counted = json.loads(in_process("status", "--json").stdout)["campaigns"]
     assert [each["sent"] for each in counted] == [2_000]
 
 

@@ -13,8 +13,10 @@ import pytest
 from PIL import Image
 
 from fleet import console
-from fleet.verify import pairs, picture, quarantine
+from fleet.campaigns import target
+from fleet.verify import pairs, quarantine
 from imagefleet import errors
+from imagefleet.files import picture
 from imagefleet.storage.open import Storage, open_storage
 from imagefleet.storage.settings import StorageSettings
 from worker.engine import contract
@@ -33,7 +35,7 @@ def jobs(numbers: range, **fields: object) -> list[str]:
 
 
 async def compared(storage: Storage) -> list[pairs.Pair]:
-    seconds = [each async for each in pairs.listed(storage, None, None)]
+    seconds = [each async for each in pairs.listed(storage, target.ALL, None)]
     return await pairs.compare(storage, seconds, lambda: None)
 
 
@@ -145,11 +147,13 @@ async def test_pairs_that_prove_nothing_are_counted_apart(storage: Storage) -> N
 async def test_a_campaigns_pairs_since_a_moment(storage: Storage) -> None:
     for name in ("a/x.png", "ab/x.png"):
         await storage.blobs.create(f"-checks/{name}", b"x", "image/png", {"worker": "a"})
-    listed = [each async for each in pairs.listed(storage, "a", None)]
+    listed = [each async for each in pairs.listed(storage, target.read("a"), None)]
     assert [each.image for each in listed] == ["a/x.png"]
     newest = listed[0].created_at
-    assert len([each async for each in pairs.listed(storage, None, newest)]) == 2
-    assert [each async for each in pairs.listed(storage, None, newest.replace(year=2999))] == []
+    assert len([each async for each in pairs.listed(storage, target.ALL, newest)]) == 2
+    assert [
+        each async for each in pairs.listed(storage, target.ALL, newest.replace(year=2999))
+    ] == []
 
 
 async def test_jobs_of_few_steps_differ_rightly(storage: Storage, run_worker: RunWorker) -> None:

@@ -100,9 +100,9 @@ def test_only_this_machine_gets_webhooks_without_tls(
 def test_what_no_campaign_is_called_is_refused_not_waited_for(
     jobs: Path, in_process: Imagefleet
 ) -> None:
-    ended = in_process(*URL, "--campaign", "spring 2026", "--dry-run")
+    ended = in_process(*URL, "spring 2026", "--dry-run")
     assert ended.returncode == console.EXIT_OPERATOR_MUST_ACT
-    assert "--campaign: use 1 to 128" in ended.stderr
+    assert "CAMPAIGN: use 1 to 128" in ended.stderr
 
 
 def test_a_dry_run_prints_the_events_and_changes_nothing(

@@ -60,7 +60,8 @@ def test_prompts_are_cleaned_as_automatic1111s_tokenizers_clean_them(signs: list
 
 
 def test_the_longest_prompt_of_names_within_names_is_cleaned_at_once() -> None:
-    began_at = time.monotonic()
+    """In so many seconds of the processor: a rule that looks again for each would take minutes."""
+    began_at = time.thread_time()
     clip.cleaned("&" + "amp;" * 16_000 + "\u2019")
     clip.cleaned("&" * 65_000 + "\u2019")
-    assert time.monotonic() - began_at < 0.5
+    assert time.thread_time() - began_at < 5

@@ -1,4 +1,4 @@
-"""What both storages promise to `imagefleet purge` and `imagefleet cancel`."""
+"""What both storages promise to `imagefleet cancel`."""
 
 from __future__ import annotations
 

@@ -11,9 +11,7 @@ from imagefleet import errors
 from imagefleet.job.message import Job, read_job
 from imagefleet.signing import SigningKey, TrustedKeys
 from imagefleet.storage import dead_letter, dead_letter_queue
-from imagefleet.storage.dead_letter import Entry, FailedJob
-from imagefleet.storage.dead_letter_check import Check
-from imagefleet.storage.dead_letter_queue import Selection
+from imagefleet.storage.dead_letter import Check, Entry, FailedJob, Selection
 from imagefleet.storage.open import Storage
 
 

@@ -17,7 +17,7 @@ from imagefleet.job.message import Job, read_job
 from imagefleet.records.record import Record
 from imagefleet.records.writer import RecordLog
 from imagefleet.storage import dead_letter, dead_letter_queue
-from imagefleet.storage.dead_letter_queue import Selection
+from imagefleet.storage.dead_letter import Selection
 from imagefleet.storage.open import Storage, open_storage
 from imagefleet.storage.protocol import JobQueue, LeasedMessage
 from imagefleet.storage.settings import StorageSettings
@@ -278,6 +278,7 @@ def test_sigkill_in_the_middle_of_a_replay_loses_no_job(tmp_path: Path) -> None:
     program = textwrap.dedent(f"""
         import asyncio, os, signal
         from imagefleet.storage import dead_letter_queue
+        from imagefleet.storage.dead_letter import Selection
         from imagefleet.storage.open import open_storage
         from imagefleet.storage.settings import StorageSettings
 
@@ -295,7 +296,7 @@ def test_sigkill_in_the_middle_of_a_replay_loses_no_job(tmp_path: Path) -> None:
                     await delete(message)
 
                 storage.poison.delete = counting
-                await dead_letter_queue.replay(storage, dead_letter_queue.Selection())
+                await dead_letter_queue.replay(storage, Selection())
 
         asyncio.run(main())
     """)

@@ -16,8 +16,8 @@ from imagefleet import errors
 from imagefleet.job.message import Job, read_job
 from imagefleet.records.record import Record
 from imagefleet.records.writer import RecordLog
-from imagefleet.storage import dead_letter, dead_letter_queue, dead_letter_records
-from imagefleet.storage.dead_letter_queue import Selection
+from imagefleet.storage import dead_letter, dead_letter_queue
+from imagefleet.storage.dead_letter import Selection
 from imagefleet.storage.open import Storage, open_storage
 from imagefleet.storage.protocol import JobQueue
 from imagefleet.storage.settings import StorageSettings
@@ -122,7 +122,7 @@ class Step(NamedTuple):
 @contextlib.contextmanager
 def killed_at(monkeypatch: pytest.MonkeyPatch, storage: Storage, step: Step) -> Iterator[None]:
     """The block ends at *step*, as if its process were killed."""
-    parts = {"notes": dead_letter_records.Notes, "poison": storage.poison}
+    parts = {"notes": dead_letter_queue.Notes, "poison": storage.poison}
     target = parts.get(step.part, storage.queues["normal"])
     call = getattr(target, step.name)
 

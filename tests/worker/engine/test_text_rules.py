@@ -191,7 +191,9 @@ def test_200_prompts_are_encoded_by_the_rules(clip: Any, tokenizer: text.Tokeniz
 
 
 def test_the_reference_message_has_77_and_70_tokens(tokenizer: text.Tokenizer) -> None:
-    job = json.loads((ROOT / "fleet" / "demo" / "reference-job.json").read_text(encoding="utf-8"))
+    job = json.loads(
+        (ROOT / "imagefleet" / "files" / "reference-job.json").read_text(encoding="utf-8")
+    )
     tag = "<lora:magic-fantasy-forest-v2:0.35>"
     assert tag in job["prompt"]
     prompt = tokenizer.chunks(job["prompt"].replace(tag, ""))

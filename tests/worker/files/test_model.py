@@ -37,8 +37,7 @@ IMPATIENT = retry.RetryPolicy(tries=4, first_wait_seconds=0.001, longest_wait_se
 class ModelServer:
     """Serves one file; the next answers break off after so many bytes, or are only a status."""
 
-    folder: Path
-    """Where its client has its cache."""
+    folder: Path  # where its client has its cache
     content: bytes = CONTENT
     disposition: str | None = None
     etag: str | None = '"v1"'
@@ -176,14 +175,11 @@ async def test_more_breaks_than_tries_are_survived_while_something_arrives(
 
 
 async def test_a_restarted_worker_resumes_the_download(
-    make_settings: MakeSettings, server: ModelServer, blobs: BlobStore, tmp_path: Path
+    make_settings: MakeSettings, server: ModelServer, blobs: BlobStore
 ) -> None:
     server.breaks_after, server.hangs = [1_000_000], True
     running = asyncio.create_task(fetch(make_settings(), blobs))
-    await polling.until(lambda: server.sent_bytes >= 1_000_000)
-    await polling.until(
-        lambda: sum(part.stat().st_size for part in tmp_path.rglob("*.part")) >= 1_000_000
-    )
+    await polling.until(lambda: server.has_stored(0, bytes(1_000_000)))
     running.cancel()
     await asyncio.gather(running, return_exceptions=True)
     server.hangs = False

@@ -18,7 +18,7 @@ from imagefleet.job import embedded
 from imagefleet.records import reader
 from imagefleet.records.record import Record
 from imagefleet.storage import dead_letter, dead_letter_queue
-from imagefleet.storage.dead_letter_queue import Selection
+from imagefleet.storage.dead_letter import Selection
 from imagefleet.storage.open import Storage
 from tests.worker.engine.support import esrgan
 from worker.engine import contract

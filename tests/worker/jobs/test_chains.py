@@ -21,6 +21,7 @@ import polling
 from fleet.keys import mint
 from imagefleet import cancelled, errors, retry
 from imagefleet.job import embedded
+from imagefleet.job.change import Change
 from imagefleet.job.message import Job, Output, read_job
 from imagefleet.records import outcomes, reader
 from imagefleet.records.record import Record
@@ -28,9 +29,7 @@ from imagefleet.signing import SigningKey
 from imagefleet.storage import dead_letter, dead_letter_queue
 from imagefleet.storage.azure.roles import ROLES
 from imagefleet.storage.azure.storage import AzureStorage
-from imagefleet.storage.dead_letter_change import Change
-from imagefleet.storage.dead_letter_check import Check
-from imagefleet.storage.dead_letter_queue import Selection
+from imagefleet.storage.dead_letter import Check, Selection
 from imagefleet.storage.enqueue import JobSender
 from imagefleet.storage.open import Storage
 from imagefleet.storage.settings import StorageSettings

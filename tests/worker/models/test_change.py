@@ -90,8 +90,8 @@ async def work(
     stop: asyncio.Event | None = None,
 ) -> Pipeline:
     pipeline = Pipeline(storage, None, settings)
-    pipeline.models = models
-    await asyncio.wait_for(pipeline.run(stop or asyncio.Event(), asyncio.Event()), 30)
+    running = pipeline.run(stop or asyncio.Event(), asyncio.Event(), models)
+    await asyncio.wait_for(running, 30)
     return pipeline
 
 

@@ -1,4 +1,4 @@
-"""Single parts of a node's checks: one failure, suspicion, references, the list of quarantined."""
+"""Single parts of a node's checks: one failure, alarms, references, the list of quarantined."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from worker.engine import contract
 from worker.metrics import WorkerMetrics
 from worker.node import watchdog
 from worker.node.watchdog import NodeLimits, NodeWatchdog
-from worker.pipeline import Pipeline
+from worker.pipeline import Machine, Pipeline
 from worker.salad.metadata import SaladMetadata
 from worker.salad.reallocation import Reallocation
 from worker.settings import WorkerSettings
@@ -215,8 +215,10 @@ def run_watched(
             lambda: engine,
             worker_settings(until_empty=False, lease_seconds=300, prefetch_seconds=0),
             metrics=metrics,
-            limits=NodeLimits(images_per_second=1.0),
-            reallocation=Reallocation(SaladMetadata(salad_metadata_service.url), metrics),
+            machine=Machine(
+                limits=NodeLimits(images_per_second=1.0),
+                reallocation=Reallocation(SaladMetadata(salad_metadata_service.url), metrics),
+            ),
         )
         return pipeline, asyncio.create_task(pipeline.run(stop, asyncio.Event()))
 

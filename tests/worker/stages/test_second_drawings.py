@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import io
 import json
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -76,14 +75,12 @@ async def test_a_lone_worker_draws_nothing_twice_and_still_ends(
     checks = [message(id=f"j{number}", seed=number, verify=True) for number in range(20)]
     await storage.queue.send(jobs)
     await storage.queue.send(checks)  # of one call, some may come before their jobs
-    began_at = time.monotonic()
     pipeline = await run_pipeline()
 
     assert set(await workers_of(storage)) == {f"default/j{number}.png" for number in range(20)}
     assert pipeline.settler.outcomes["completed"] == pipeline.settler.outcomes["unverified"] == 20
     assert pipeline.engine_thread.clock.images == 20
     assert (await storage.queue.depth()).messages == 0
-    assert time.monotonic() - began_at < 10
 
 
 @pytest.mark.usefixtures("one_hand_back")

@@ -176,7 +176,7 @@ class Compiled:
         if self._backend is None:
             return
         self.trace()
-        kept = [(each, each.clone()) for each in self._arguments if isinstance(each, torch.Tensor)]
+        kept = [(tensor, tensor.clone()) for tensor in _tensors_of(self._arguments)]
         if self._backend is not None:
             try:
                 self._run_often()
@@ -256,6 +256,13 @@ class Compiled:
             self._go_without("without a CUDA graph", error, "capture_failed")
         else:
             self._graph, self._output = graph, output
+
+
+def _tensors_of(arguments: Sequence[Any]) -> Iterator[torch.Tensor]:
+    """The tensors among arguments, and those of arguments that are tuples of tensors."""
+    for argument in arguments:
+        values = argument if isinstance(argument, tuple) else (argument,)
+        yield from (value for value in values if isinstance(value, torch.Tensor))
 
 
 def exempt_from_collection() -> None:

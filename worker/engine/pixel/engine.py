@@ -296,7 +296,7 @@ class PixelEngine:
             self._compiled()
         else:
             time_convolutions(lasting=slots == self.slots)
-            tick(self._unet, self._limit, self._rank, *self._state.first(slots))
+            tick(self._unet, self._limit, self._rank, self._state.first(slots))
 
     # Compiling, recovery and memory.
 
@@ -305,7 +305,7 @@ class PixelEngine:
         return Compiled(
             f"the UNet for {self.slots} slots of {width}x{height} pixels",
             tick,
-            (self._unet, self._limit, self._rank, *self._state),
+            (self._unet, self._limit, self._rank, self._state),
             backend=self._backend,
             pool=self._pool,
         )
@@ -401,7 +401,7 @@ class PixelEngine:
         fit = memory.fit(
             self._device,
             size,
-            lambda: tick(self._unet, self._limit, self._rank, *state),
+            lambda: tick(self._unet, self._limit, self._rank, state),
             lambda: decoder.to_pixels(state.images),
             slots,
             is_compiled=self._backend is not None,

@@ -17,7 +17,7 @@ GUIDANCE = schedules.COLUMNS
 
 
 class SlotState(NamedTuple):
-    """The slots' tensors, which a tick updates in place; in the order of `tick`'s arguments."""
+    """The slots' tensors, which a tick updates in place."""
 
     images: torch.Tensor
     """[slots, 3, height, width], always float32."""
@@ -68,30 +68,20 @@ def make_slot_state(
     )
 
 
-def tick(
-    unet: PixelUnet,
-    limit: float | None,
-    rank: float | None,
-    images: torch.Tensor,
-    history: torch.Tensor,
-    rows: torch.Tensor,
-    noise: torch.Tensor,
-    context: torch.Tensor,
-    added: torch.Tensor,
-    upscaled: torch.Tensor | None,
-) -> None:
-    """One UNet call and one step of a `SlotState`'s tensors, in place.
+def tick(unet: PixelUnet, limit: float | None, rank: float | None, state: SlotState) -> None:
+    """One UNet call and one sampler step of all slots, in place.
 
     *limit* and *rank*: see `threshold`. As in diffusers' pipelines the noise is guided, and the
     variance is the prompt's own.
     """
+    images, rows = state.images, state.rows
     x = sampler.scale_input(rows, images)
-    if upscaled is not None:
-        x = torch.cat([x, upscaled], dim=1)
+    if state.upscaled is not None:
+        x = torch.cat([x, state.upscaled], dim=1)
     x = x.to(unet.dtype)
     if x.device.type == "cuda":
         x = x.contiguous(memory_format=torch.channels_last)
-    output = unet(x, rows[:, sampler.TIMESTEP], context, added)
+    output = unet(x, rows[:, sampler.TIMESTEP], state.context, state.added)
     cond, uncond = output.float().unflatten(0, (-1, 2)).unbind(dim=1)
     predicted, variance = cond.split(CHANNELS, dim=1)
     columns = rows.T[..., None, None, None]
@@ -100,14 +90,14 @@ def tick(
     estimate = columns[sampler.FROM_LATENTS] * images + columns[sampler.FROM_OUTPUT] * guided
     if limit is not None:
         estimate = threshold(estimate, limit, rank)
-    estimates = torch.cat([estimate[None], history[:-1]])
+    estimates = torch.cat([estimate[None], state.history[:-1]])
     weights = columns[sampler.FIRST_WEIGHT : sampler.COLUMNS]
     stepped = columns[sampler.KEEP] * images + (weights * estimates).sum(dim=0)
     share = (variance + 1) / 2
     small, large = columns[schedules.SMALL_LOG], columns[schedules.LARGE_LOG]
     deviation = torch.exp(0.5 * (share * large + (1 - share) * small))
-    images.copy_(stepped + columns[sampler.NOISE_SCALE] * deviation * noise)
-    history.copy_(estimates)
+    images.copy_(stepped + columns[sampler.NOISE_SCALE] * deviation * state.noise)
+    state.history.copy_(estimates)
 
 
 def threshold(images: torch.Tensor, limit: float, rank: float | None) -> torch.Tensor:

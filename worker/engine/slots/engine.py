@@ -482,7 +482,7 @@ class SlotEngine:
         fit = memory.fit(
             self._device,
             self._unet.slot_bytes + state_bytes,
-            lambda: tick(self._unet, "shared", *state, ()),
+            lambda: tick(self._unet, "shared", state, ()),
             decode,
             slots,
             is_compiled=self._runner.may_compile,

@@ -10,7 +10,7 @@ import itertools
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -43,7 +43,7 @@ _TIMED_TICKS = 3
 
 
 class SlotState(NamedTuple):
-    """The slots' tensors, which a tick updates in place; in the order of `tick`'s arguments."""
+    """The slots' tensors, which a tick updates in place."""
 
     latents: torch.Tensor
     """[slots, 4, height, width], always float32."""
@@ -95,25 +95,17 @@ class SlotState(NamedTuple):
 def tick(
     unet: SlotUnet,
     weight_mode: WeightMode,
-    latents: torch.Tensor,
-    history: torch.Tensor,
-    rows: torch.Tensor,
-    noise: torch.Tensor,
-    kept: torch.Tensor,
-    original: torch.Tensor,
-    context: torch.Tensor,
-    mask: torch.Tensor | None,
-    added: torch.Tensor | None,
-    conditioning: torch.Tensor | None,
+    state: SlotState,
     controls: Sequence[ControlState],
 ) -> None:
-    """One UNet call and one sampler step of a `SlotState`'s tensors, in place.
+    """One UNet call and one sampler step of all slots, in place.
 
     Rows 2 * slot and 2 * slot + 1 of the output are a slot's prompt (cond) and negative prompt
     (uncond).
     """
-    coefficients, image = rows[:, : sampler.COLUMNS], sampler.Inpainting(kept, original)
-    seen = sampler.mask_input(coefficients, latents, image)
+    coefficients = state.rows[:, : sampler.COLUMNS]
+    image = sampler.Inpainting(state.kept, state.original)
+    seen = sampler.mask_input(coefficients, state.latents, image)
     x = sampler.scale_input(coefficients, seen).to(unet.dtype)
     if x.device.type == "cuda":
         x = x.contiguous(memory_format=torch.channels_last)
@@ -121,15 +113,17 @@ def tick(
     per_slot, changes = weight_mode != "shared", weight_mode == "per_slot_convolutions"
     steering: Sequence[torch.Tensor] = ()
     if controls:
-        steering = residuals(controls, x, times, mask, rows[:, GUIDANCE + 1 :])
-    if conditioning is not None:
-        x = torch.cat([x, conditioning], dim=1)
-    output = unet(x, times, context, mask, per_slot, changes, added, steering)
+        steering = residuals(controls, x, times, state.mask, state.rows[:, GUIDANCE + 1 :])
+    if state.conditioning is not None:
+        x = torch.cat([x, state.conditioning], dim=1)
+    output = unet(x, times, state.context, state.mask, per_slot, changes, state.added, steering)
     cond, uncond = output.float().unflatten(0, (-1, 2)).unbind(dim=1)
-    guided = uncond + rows[:, GUIDANCE, None, None, None] * (cond - uncond)
-    stepped, remembered = sampler.step(coefficients, latents, guided, history, noise, image)
-    latents.copy_(stepped)
-    history.copy_(remembered)
+    guided = uncond + state.rows[:, GUIDANCE, None, None, None] * (cond - uncond)
+    stepped, remembered = sampler.step(
+        coefficients, state.latents, guided, state.history, state.noise, image
+    )
+    state.latents.copy_(stepped)
+    state.history.copy_(remembered)
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,11 +219,9 @@ class Step:
             each.release()
         self.compiled.clear()
 
-    def arguments(self, slots: int | None = None) -> tuple[Any, ...]:
-        """What `tick` takes for the first *slots* slots, by default all."""
-        slots = len(self.state.latents) if slots is None else slots
-        state = self.state.first(slots)
-        return (*state, tuple(each.first(slots) for each in self.controls))
+    def first(self, slots: int) -> tuple[SlotState, tuple[ControlState, ...]]:
+        """Views of the first slots' tensors."""
+        return self.state.first(slots), tuple(each.first(slots) for each in self.controls)
 
 
 class StepRunner:
@@ -349,7 +341,7 @@ class StepRunner:
                 step.feeder.wait_for_tick()
         else:
             time_convolutions(lasting=slots == len(step.state.latents))
-            tick(self._unet, weight_mode, *step.arguments(slots))
+            tick(self._unet, weight_mode, *step.first(slots))
 
     def select_kernels(self, step: Step) -> None:
         """Selects the attention kernels of a step that is not compiled yet; keeps its images."""
@@ -360,7 +352,7 @@ class StepRunner:
                 for network in (self._unet, *step.networks):
                     selecting.enter_context(network.selecting_kernels(self._kernels))
                 with torch.no_grad():
-                    tick(self._unet, "shared", *step.arguments())
+                    tick(self._unet, "shared", step.state, step.controls)
 
     def make_compiled(self, step: Step, weight_mode: WeightMode) -> Compiled:
         """A step's tick, to be traced on any thread and then taken up."""
@@ -369,7 +361,7 @@ class StepRunner:
             f"the UNet for {slots} slots of {key.width}x{key.height} and {key.tokens} tokens"
             f" ({weight_mode} weights{f', {len(key.controls)} ControlNets' * bool(key.controls)})",
             tick,
-            (self._unet, weight_mode, *step.arguments()),
+            (self._unet, weight_mode, step.state, step.controls),
             backend=self._backend,
             pool=self._pool,
         )

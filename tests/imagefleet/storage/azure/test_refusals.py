@@ -95,11 +95,11 @@ async def test_an_expired_token_says_when_it_expired_and_how_to_get_a_new_one(
         f"the queue '{created.poison_queue}'",
         f"the container '{created.container}'",
     )
-    also = ("", "", " or `imagefleet keys load`")  # its token of the container is the same
+    also = ("", "", " or `imagefleet keys mint load`")  # its token of the container is the same
     for name, role, complaint in zip(names, also, await complaints(settings), strict=True):
         assert complaint == (
             f"the SAS token of {name} expired on {ended:%Y-%m-%d %H:%M} UTC, 2 days ago: mint new"
-            f" ones with `imagefleet keys worker`{role}"
+            f" ones with `imagefleet keys mint worker`{role}"
         )
 
 
@@ -132,7 +132,7 @@ async def test_a_missing_token_is_named_and_the_role_that_has_one(
             await anext(storage.blobs.names())
     message = caught.value.message
     assert message.startswith(f"there is no SAS token for the container '{created.container}'")
-    assert re.findall(r"`imagefleet keys (\w+)`", message) == ["monitor", "operator"]
+    assert re.findall(r"`imagefleet keys mint (\w+)`", message) == ["monitor", "operator"]
 
 
 async def test_the_check_names_every_role_with_a_token_for_what_has_none(
@@ -146,7 +146,7 @@ async def test_the_check_names_every_role_with_a_token_for_what_has_none(
         for resource, others in ((storage.poison, set()), (storage.blobs, {"load"})):
             with pytest.raises(errors.SetupError, match="there is no SAS token") as caught:
                 await resource.check()
-            named = set(re.findall(r"`imagefleet keys (\w+)`", caught.value.message))
+            named = set(re.findall(r"`imagefleet keys mint (\w+)`", caught.value.message))
             assert named == {"worker", "monitor", "operator"} | others
 
 
@@ -189,7 +189,7 @@ def test_azures_clock_decides_and_a_wrong_one_of_this_machine_is_named() -> None
 def test_the_tokens_of_a_revoked_policy_need_another_name() -> None:
     text = sentence(Credential("queue", "sig=x&si=spring"), "p", "AuthenticationFailed")
     assert "its stored policy 'spring' has ended or was revoked" in text
-    assert "`imagefleet keys ROLE --policy NAME`" in text
+    assert "`imagefleet keys mint ROLE --policy NAME`" in text
 
 
 def test_the_tokens_of_a_broker_are_not_minted_by_hand() -> None:
@@ -203,7 +203,7 @@ def test_a_permission_that_the_token_lacks_is_named_whatever_azure_calls_it() ->
     credential = Credential("queue", token(se="2099-01-01"))
     text = sentence(credential, "a", "AuthorizationFailure")
     assert "may not add messages" in text
-    assert "`imagefleet keys load`" in text
+    assert "`imagefleet keys mint load`" in text
 
 
 @pytest.mark.parametrize(

@@ -98,7 +98,8 @@ def run_step(row: torch.Tensor, image: Any, output: Any, variance: Any, noise: A
     stepped = image.clone()
     rank = step.find_rank(0.95, image[0].numel())
     unused = torch.zeros(2, 1, 1)
-    step.tick(Unet(), 1.5, rank, stepped, history, rows, noise, unused, unused, None)  # type: ignore[arg-type]
+    state = step.SlotState(stepped, history, rows, noise, unused, unused, None)
+    step.tick(Unet(), 1.5, rank, state)  # type: ignore[arg-type]
     return stepped
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -212,9 +211,7 @@ def test_closing_waits_for_no_compiler(engine: Any, compiler: Compiler) -> None:
     threads = [each for each in threading.enumerate() if each.name == background.THREAD_NAME]
     assert threads
     assert all(each.daemon for each in threads), "they would keep the process alive"
-    began_at = time.monotonic()
     engine.close()
-    assert time.monotonic() - began_at < 1
     assert threads[-1].is_alive()
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -56,7 +55,7 @@ async def test_a_download_that_never_ends_keeps_no_worker_from_its_work_and_its_
 ) -> None:
     monkeypatch.setattr(cache, "find_sha256", lambda *_: asyncio.Event().wait())
     without_image = settings.model_copy(update={"kernels": None})
-    report = await asyncio.wait_for(process.run_worker(without_image, load=StandInEngine), 20)
+    report = await process.run_worker(without_image, load=StandInEngine)
     assert report.jobs == {}
 
 
@@ -67,6 +66,6 @@ async def test_no_compiler_waits_for_what_a_worker_has_stopped_to_fetch(
     async with cache.fetching(settings, storage.files) as kernels:
         pass  # at once: the fetch has not even begun
     assert kernels is not None
-    began_at = time.monotonic()
+    monkeypatch.setattr(cache, "LONGEST_WAIT_SECONDS", 3600)
     with kernels.compiling("the UNet"):
-        assert time.monotonic() - began_at < 10
+        pass  # at once

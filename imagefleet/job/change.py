@@ -137,7 +137,7 @@ def _fault(fields: Mapping[str, Any]) -> str | None:
 def _check_name(name: str, option: str) -> None:
     if name in _FIXED:
         raise errors.SetupError(
-            f"{option} {name}: a replay keeps it; for another, `imagefleet failed export` the"
+            f"{option} {name}: a replay keeps it; for another, `imagefleet failed --export` the"
             " jobs and load them"
         )
     if name not in _FIELDS:

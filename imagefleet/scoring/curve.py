@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from html import escape
 
-from evaluation.score.scores import GroupScores, Scores
-from fleet.report import plot
+from imagefleet.scoring.axes import nice_ticks, number_text, scale
+from imagefleet.scoring.scores import GroupScores, Scores
 
 _WIDTH, _HEIGHT = 480, 340
 _LEFT, _RIGHT, _TOP, _BOTTOM = 62, 24, 18, 50
@@ -75,8 +75,8 @@ class _Axis:
     def __init__(self, values: Sequence[float], low: float, high: float) -> None:
         spread = max(values) - min(values) or abs(values[0]) or 1.0
         begin, end = min(values) - _MARGIN * spread, max(values) + _MARGIN * spread
-        self.place: Callable[[float], float] = plot.scale(begin, end, low, high)
-        self.marks = plot.nice_ticks(begin, end)
+        self.place: Callable[[float], float] = scale(begin, end, low, high)
+        self.marks = nice_ticks(begin, end)
 
 
 def _place(group: GroupScores) -> tuple[float, float]:
@@ -88,12 +88,12 @@ def _grid(x: _Axis, y: _Axis) -> list[str]:
     parts = [
         f'<path d="M{_LEFT} {y.place(mark):.1f}H{right}" stroke="currentColor" opacity=".15"/>'
         f'<text x="{_LEFT - 8}" y="{y.place(mark) + 4:.1f}" text-anchor="end">'
-        f"{plot.number_text(mark)}</text>"
+        f"{number_text(mark)}</text>"
         for mark in y.marks
     ]
     parts += [
         f'<text x="{x.place(mark):.1f}" y="{bottom + 20}" text-anchor="middle">'
-        f"{plot.number_text(mark)}</text>"
+        f"{number_text(mark)}</text>"
         for mark in x.marks
     ]
     middle = (_TOP + bottom) / 2

@@ -1,0 +1,158 @@
+"""What a command acts on: `CAMPAIGN`, or `CAMPAIGN/ID` for one of its jobs."""
+
+from __future__ import annotations
+
+from typing import Annotated, NamedTuple, TypeVar
+
+import typer
+from pydantic import TypeAdapter, ValidationError
+
+from imagefleet import errors, validation
+from imagefleet.job.message import DEFAULT_CAMPAIGN, SafeId, job_key, message_fields
+from imagefleet.storage.open import Storage
+from imagefleet.storage.protocol import FoundMessage
+
+#: Ids of a campaign among which one that is alike is looked for.
+_MOST_NAMES = 2_000
+
+Campaign = Annotated[
+    str, typer.Argument(metavar="CAMPAIGN", help="Jobs without a campaign are in 'default'.")
+]
+OnlyCampaign = Annotated[str | None, typer.Argument(metavar="CAMPAIGN", help="Only this campaign.")]
+OneJob = Annotated[
+    str,
+    typer.Argument(metavar="CAMPAIGN/ID", help="Jobs without a campaign are in 'default'."),
+]
+OnlyJobs = Annotated[
+    str | None,
+    typer.Argument(metavar="CAMPAIGN[/ID]", help="Only this campaign, or this one of its jobs."),
+]
+
+
+Text = TypeVar("Text", str, str | None)
+
+
+class Target(NamedTuple):
+    """A campaign and, where one is named, the id of a job in it; None stands for all."""
+
+    campaign: str | None = None
+    id: str | None = None
+
+    @property
+    def prefix(self) -> str:
+        """What the names of its images begin with; those of others of the campaign may, too."""
+        return "" if self.campaign is None else f"{self.campaign}/{self.id or ''}"
+
+    def __str__(self) -> str:
+        return job_key(self.campaign, self.id) if self.id else self.campaign or "all campaigns"
+
+
+ALL = Target()
+
+
+def read(text: str | None) -> Target:
+    """The target that *text* names; raises SetupError for what cannot be a name."""
+    if text is None:
+        return ALL
+    campaign, slash, job_id = text.partition("/")
+    check_name("CAMPAIGN", campaign)
+    if slash:
+        check_name("ID", job_id)
+    return Target(campaign, job_id or None)
+
+
+def images(text: str | None) -> Target:
+    """As `read`, but the id may be the name of an image, which the storage judges."""
+    if text is None or "/" not in text:
+        return read(text)
+    of_campaign, _, name = text.partition("/")
+    check_name("CAMPAIGN", of_campaign)
+    return Target(of_campaign, name)
+
+
+def campaign(text: Text) -> Text:
+    """The campaign that *text* names; raises SetupError for anything else."""
+    found = read(text)
+    if found.id is not None:
+        raise errors.SetupError(f"{text} is one job: give its campaign, {found.campaign}")
+    return text
+
+
+def job(text: str) -> tuple[str, str]:
+    """Campaign and id of the job that *text* names; raises SetupError for anything else."""
+    named, job_id = read(text)
+    if named is None or job_id is None:
+        raise errors.SetupError(
+            f"{text!r} is a campaign: name a job as CAMPAIGN/ID, such as"
+            f" {job_key(DEFAULT_CAMPAIGN, text)}"
+        )
+    return named, job_id
+
+
+def check_name(what: str, name: str | None) -> None:
+    """Raises SetupError for what no campaign and no job can be called; None is not given."""
+    try:
+        TypeAdapter[str | None](SafeId | None).validate_python(name)
+    except ValidationError as error:
+        raise errors.SetupError(f"{what}: {validation.sentence(error)}") from None
+
+
+async def check_campaign(storage: Storage, name: str | None) -> str | None:
+    """Raises SetupError for a campaign that does not exist, with the name that is close.
+
+    A campaign exists once it has a record, an image or a message; None stands for all campaigns.
+    Azure does not show what most messages are: a campaign may then exist that has nothing else,
+    and the sentence that is returned says so.
+    """
+    from imagefleet.records import reader
+
+    if name is None:
+        return None
+    names = [known async for known in reader.campaigns(storage)]
+    if name in names:
+        return None
+    async for _ in storage.blobs.names(f"{name}/"):
+        return None
+    messages = (await storage.queue.depth()).messages
+    if messages and await find_message(storage, Target(name)):
+        return None
+    hint = validation.suggestion(name, names)
+    missing = f"campaign {name!r} has no records, images or messages in {storage.url}"
+    if messages and not storage.queue.finds_all:
+        return (
+            f"{missing} that can be seen{hint}; the queue {storage.queue.name} holds"
+            f" {messages:,} messages, and Azure shows only the first of them"
+        )
+    raise errors.SetupError(missing + (hint or "; `imagefleet status` lists the campaigns"))
+
+
+async def unknown_job(storage: Storage, named: Target) -> errors.SetupError:
+    """The error for a job that has no image, record or message, with the id that is close."""
+    await check_campaign(storage, named.campaign)
+    ids: set[str] = set()
+    async for name in storage.blobs.names(f"{named.campaign}/"):
+        ids.add(name.partition("/")[2].rpartition(".")[0])
+        if len(ids) >= _MOST_NAMES:
+            break
+    hint = validation.suggestion(named.id or "", ids)
+    return errors.SetupError(
+        f"job {str(named)!r} has no image, record or message in {storage.url}"
+        + (hint or ": was it sent?")
+    )
+
+
+async def find_message(storage: Storage, named: Target) -> FoundMessage | None:
+    """A message of the target in the job queue, as far as the storage shows its messages."""
+    text = named.id or ("" if named.campaign == DEFAULT_CAMPAIGN else named.campaign or "")
+    async for found in storage.queue.find(text):
+        try:
+            fields = message_fields(found.message.body)
+        except (ValueError, RecursionError):
+            continue
+        if not isinstance(fields, dict) or (named.id and fields.get("verify")):
+            continue
+        of = Target(fields.get("campaign") or DEFAULT_CAMPAIGN, fields.get("id"))
+        job_id = of.id or found.message.id
+        if of.campaign == named.campaign and named.id in {None, job_id}:
+            return found
+    return None

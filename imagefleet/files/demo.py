@@ -1,0 +1,57 @@
+"""The demo's checkpoint and its 24 messages: the reference job, 21 more, and two invalid ones."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+
+from imagefleet import errors
+
+REFERENCE_MESSAGE = Path(__file__).with_name("reference-job.json").read_text(encoding="utf-8")
+
+CAMPAIGN = "demo"
+
+_IN_WHEEL = Path(__file__).with_name("demo_model")
+
+#: The demo's checkpoint: inside the package, or in a checkout of the source.
+TRAINED = _IN_WHEEL if _IN_WHEEL.is_dir() else Path(__file__).resolve().parents[2] / "demo_model"
+
+#: A misspelt field and an unknown LoRA, for the demo to show failed jobs.
+INVALID_MESSAGE = json.dumps({"prompt": "a lighthouse in a storm", "stepz": 15})
+MISSING_LORA_MESSAGE = json.dumps(
+    {
+        "prompt": "a castle in the clouds, <lora:no-such-style:0.8>",
+        "id": "missing-lora",
+        "campaign": CAMPAIGN,
+    }
+)
+
+
+def find_checkpoint() -> Path:
+    """The folder of the demo's checkpoint.
+
+    Raises:
+        SetupError: it is missing.
+    """
+    if not TRAINED.is_dir():
+        raise errors.SetupError(f"the demo checkpoint {str(TRAINED)!r} does not exist")
+    return TRAINED
+
+
+def messages(valid: Iterable[str]) -> list[str]:
+    """All messages in order; *valid*: the 21 jobs that come with the checkpoint."""
+    named = [_with_id(text, number) for number, text in enumerate(valid, start=1)]
+    return [
+        REFERENCE_MESSAGE,
+        *named[:7],
+        INVALID_MESSAGE,
+        *named[7:14],
+        MISSING_LORA_MESSAGE,
+        *named[14:],
+    ]
+
+
+def _with_id(text: str, number: int) -> str:
+    """The job in the demo's campaign, with an id that sorts in sending order."""
+    return json.dumps({"id": f"{number:02}", "campaign": CAMPAIGN, **json.loads(text)})

@@ -1,0 +1,1 @@
+"""The figures of `imagefleet score`, as reports and files show them."""

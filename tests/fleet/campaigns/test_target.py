@@ -1,0 +1,94 @@
+"""What commands act on: `CAMPAIGN[/ID]`, and names that do not exist, on both storages."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+from collections.abc import Callable
+
+import pytest
+
+from fleet import console
+from fleet.campaigns import target
+from imagefleet import errors
+from imagefleet.records.writer import RecordLog
+from imagefleet.storage.open import Storage, open_storage
+from imagefleet.storage.settings import StorageSettings
+
+Imagefleet = Callable[..., "subprocess.CompletedProcess[str]"]  # the fixture of conftest.py
+
+#: Every command that acts on a campaign that must exist, with what else it needs.
+COMMANDS = (
+    ("cancel", "nope", "--yes"),
+    ("results", "nope"),
+    ("export", "nope", "shards"),
+    ("report", "nope"),
+    ("gallery", "nope", "--no-browser"),
+    ("verify", "nope"),
+    ("redo", "nope", "--suspect", "--yes"),
+)
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command[0])
+def test_an_unknown_campaign_is_not_acted_on(
+    local_settings: StorageSettings, in_process: Imagefleet, command: tuple[str, ...]
+) -> None:
+    async def fill() -> None:
+        async with open_storage(local_settings) as storage:
+            await storage.create()
+            await RecordLog(storage.blobs, "load").sent("note", 5)
+
+    asyncio.run(fill())
+    ended = in_process(*command, "--storage", local_settings.storage)
+    assert ended.returncode == console.EXIT_OPERATOR_MUST_ACT
+    assert "campaign 'nope' has no records" in ended.stderr
+    assert "did you mean 'note'?" in ended.stderr
+    assert "cancelled" not in ended.stdout
+
+
+@pytest.mark.parametrize("text", ["", "/", "spring/", "/a", "a/b/c", "../a", "-checks/a"])
+def test_what_is_no_name_is_refused(text: str) -> None:
+    with pytest.raises(errors.SetupError, match="use 1 to 128 letters"):
+        target.read(text)
+
+
+def test_a_job_is_not_taken_for_a_campaign_nor_a_campaign_for_a_job() -> None:
+    assert target.job("spring/0001") == ("spring", "0001")
+    with pytest.raises(errors.SetupError, match="such as default/0001"):
+        target.job("0001")
+    with pytest.raises(errors.SetupError, match="give its campaign, spring"):
+        target.campaign("spring/0001")
+
+
+async def test_a_campaign_exists_once_it_has_a_message_an_image_or_a_count(
+    storage: Storage,
+) -> None:
+    await storage.queue.send(['{"prompt": "a cat", "id": "a", "campaign": "waiting"}'])
+    await storage.blobs.create("drawn/a.png", b"pixels", "image/png", {})
+    await RecordLog(storage.blobs, "load").sent("loading", 0)
+    for name in ("waiting", "drawn", "loading"):
+        assert await target.check_campaign(storage, name) is None
+    if storage.queue.finds_all:
+        with pytest.raises(errors.SetupError, match="did you mean 'loading'"):
+            await target.check_campaign(storage, "lading")
+    else:  # Azure does not show what most messages are
+        unsure = await target.check_campaign(storage, "lading")
+        assert "Azure shows only the first" in str(unsure)
+    await storage.queue.clear()
+    with pytest.raises(errors.SetupError, match="did you mean 'loading'"):
+        await target.check_campaign(storage, "lading")
+
+
+def test_an_unknown_job_is_an_error_with_the_id_that_was_meant(
+    local_settings: StorageSettings, in_process: Imagefleet
+) -> None:
+    async def fill() -> None:
+        async with open_storage(local_settings) as storage:
+            await storage.create()
+            await storage.blobs.create("spring/forest-7.png", b"pixels", "image/png", {})
+
+    asyncio.run(fill())
+    for arguments in (("job",), ("redo", "--yes")):
+        ended = in_process(*arguments, "spring/forst-7", "--storage", local_settings.storage)
+        assert ended.returncode == console.EXIT_OPERATOR_MUST_ACT
+        assert "did you mean 'forest-7'?" in ended.stderr
