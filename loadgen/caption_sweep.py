@@ -41,10 +41,10 @@ def groups(
     """
     axes: Mapping[str, Sequence[Any]] = {
         "--models": models,
-        "--samplers": [_sampler(name) for name in names_of_samplers],
-        "--steps": steps,
-        "--lora-strengths": strengths,
-        "--guidance": guidance,
+        "--set sampler_name": [_sampler(name) for name in names_of_samplers],
+        "--set steps": steps,
+        "--set lora_strength": strengths,
+        "--set cfg_scale": guidance,
     }
     for flag, values in axes.items():
         if not values:
@@ -195,7 +195,7 @@ def _sampler(name: str) -> str:
     try:
         return samplers.find(name).key
     except ValueError as error:
-        raise errors.SetupError(f"--samplers: {error}") from None
+        raise errors.SetupError(f"--set sampler_name: {error}") from None
 
 
 def _slug(name: str) -> str:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import functools
-import json
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -25,10 +24,6 @@ if TYPE_CHECKING:
     from fleet.sweep.price import Machine
     from loadgen.caption_sweep import SweepSource
     from loadgen.load import Summary
-
-Value = TypeVar("Value")
-
-_LIST = "LIST"
 
 #: Groups that the table shows; `--json` has all.
 _SHOWN_GROUPS = 40
@@ -69,15 +64,20 @@ class Captions:
 class Grid:
     """The settings with whose combinations they are drawn, and what all of them share."""
 
-    guidance: Annotated[
-        str, typer.Option(metavar=_LIST, help="Guidance scales: 1.5,2,3,4,5,6,7,8.")
-    ] = "7"
-    samplers: Annotated[str, typer.Option(metavar=_LIST, help="Samplers: PLMS,DDIM.")] = "Euler a"
-    steps: Annotated[str, typer.Option(metavar=_LIST, help="Numbers of steps: 20,50.")] = "20"
+    fields: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set",
+            metavar="FIELD=VALUES",
+            help="Values with commas of cfg_scale, sampler_name, steps or lora_strength, which are"
+            " combined; or the value of all jobs of lora, size or another field of a job."
+            " Repeatable.",
+        ),
+    ] = None
     models: Annotated[
         str | None,
         typer.Option(
-            metavar=_LIST,
+            metavar="LIST",
             help="Models: dreams,xl=sdxl, with their families for the price; by default that of the"
             " worker that draws.",
         ),
@@ -89,20 +89,6 @@ class Grid:
             help="Of models without one in --models, for the price.",
         ),
     ] = families.SD1.slug
-    lora: Annotated[str | None, typer.Option(metavar="NAME", help="A LoRA for all images.")] = None
-    lora_strengths: Annotated[
-        str | None, typer.Option(metavar=_LIST, help="Strengths of the LoRA: 0,0.5,1.")
-    ] = None
-    negative_prompt: Annotated[str, typer.Option(help="Of all images.")] = ""
-    then: Annotated[
-        str | None,
-        typer.Option(
-            metavar="JSON", help="Further stages of all jobs: the list of a job's `then`."
-        ),
-    ] = None
-    size: Annotated[
-        str | None, typer.Option(metavar="WIDTHxHEIGHT", help="By default the model's own.")
-    ] = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,9 +149,9 @@ def command(
     same command again adds nothing; after an interruption it goes on where it was, from another
     machine as well.
 
-    imagefleet sweep captions.txt --campaign curve --guidance 1.5,2,3,4,5,6,7,8 --dry-run
+    imagefleet sweep captions.txt --campaign curve --set cfg_scale=1.5,2,3,4,5,6,7,8 --dry-run
 
-    imagefleet sweep captions_val2014.json --count 30000 --campaign curve --samplers PLMS --steps 50
+    imagefleet sweep captions_val2014.json --campaign curve --set sampler_name=PLMS --set steps=50
     """
     from fleet.plan import work as plan_work
     from fleet.sweep import price
@@ -210,24 +196,13 @@ def _source(
     reading: Callable[..., Any],
 ) -> SweepSource:
     """The jobs; raises SetupError for settings that cannot be drawn with."""
+    from fleet.sweep import settings as sweep_settings
     from loadgen import caption_sweep
     from loadgen.captions import CaptionFile
 
-    stages = _stages(grid.then)
-    _check_models({*named, *(str(each.get("model")) for each in stages)}, elsewhere)
-    if grid.lora_strengths and not grid.lora:
-        raise errors.SetupError("--lora-strengths goes with --lora")
-    strengths: list[float | None] = [None]
-    if grid.lora:
-        strengths = [*_listed("--lora-strengths", grid.lora_strengths or "1", float)]
-    groups = caption_sweep.groups(
-        _listed("--guidance", grid.guidance, float),
-        _listed("--samplers", grid.samplers, str),
-        _listed("--steps", grid.steps, int),
-        list(named) or [None],
-        grid.lora,
-        strengths,
-    )
+    groups, shared = sweep_settings.read(grid.fields or [], list(named) or [None])
+    stages = shared.get("then", [])
+    _check_models({*named, *(str(stage.get("model")) for stage in stages)}, elsewhere)
     with reading("reading") as on_read:
         file = CaptionFile(
             captions.file,
@@ -241,7 +216,7 @@ def _source(
         groups,
         captions.campaign,
         seed=captions.seed,
-        job=_job(grid.negative_prompt, grid.size) | ({"then": stages} if stages else {}),
+        job=shared,
         key=settings.keys().signing,
     )
 
@@ -291,41 +266,6 @@ def _send(
     return summary
 
 
-def _job(negative_prompt: str, size: str | None) -> dict[str, Any]:
-    from loadgen import sweep
-
-    fields: dict[str, Any] = {"negative_prompt": negative_prompt} if negative_prompt else {}
-    try:
-        return fields | (sweep.as_job_fields({sweep.SIZE: size}) if size else {})
-    except ValueError as error:
-        raise errors.SetupError(f"--{error}") from None
-
-
-def _stages(text: str | None) -> list[dict[str, Any]]:
-    """The stages after the first; what a stage may have is checked with its job."""
-    if text is None:
-        return []
-    try:
-        found = json.loads(text)
-    except (ValueError, RecursionError):
-        found = None
-    if not isinstance(found, list) or not all(isinstance(each, dict) for each in found):
-        raise errors.SetupError(
-            f"--then {text[:60]}: should be a list of stages in JSON, as"
-            ' \'[{"model": "upscaler", "denoising_strength": 0.25}]\''
-        )
-    return found
-
-
-def _listed(flag: str, text: str, kind: Callable[[str], Value]) -> list[Value]:
-    """The values of a list with commas."""
-    try:
-        return [kind(each.strip()) for each in text.split(",")]
-    except ValueError:
-        what = "whole numbers" if kind is int else "numbers"
-        raise errors.SetupError(f"{flag} {text[:60]}: should be {what} with commas") from None
-
-
 def _models(text: str | None) -> dict[str, str]:
     """The models of a list, each with its family or an empty text."""
     found: dict[str, str] = {}
@@ -341,8 +281,8 @@ def _check_models(names: Collection[str], elsewhere: Sequence[str] | None) -> No
     for name in elsewhere or []:
         if name not in names:
             raise errors.SetupError(
-                f"--model {name[:60]} is none of --models, nor of --then's: it says that workers"
-                " have a model from elsewhere; they say what is drawn with"
+                f"--model {name[:60]} is none of --models, nor of a stage's in `then`: it says"
+                " that workers have a model from elsewhere; they say what is drawn with"
             )
 
 

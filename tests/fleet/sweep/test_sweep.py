@@ -34,7 +34,8 @@ ROOT = Path(__file__).parents[3]
 
 Imagefleet = Callable[..., "subprocess.CompletedProcess[str]"]
 
-SWEEP = ("--campaign", "curve", "--guidance", "1.5,7", "--samplers", "PLMS", "--steps", "50")
+SETTINGS = ("--set", "cfg_scale=1.5,7", "--set", "sampler_name=PLMS", "--set", "steps=50")
+SWEEP = ("--campaign", "curve", *SETTINGS)
 
 
 @pytest.fixture
@@ -78,14 +79,14 @@ def test_more_steps_take_longer_by_the_speed_that_is_known(
     in_process: Imagefleet, captions: Path
 ) -> None:
     def hours(steps: str, *more: str) -> float:
-        arguments = ("sweep", "c.txt", "--campaign", "x", "--steps", steps, *more)
+        arguments = ("sweep", "c.txt", "--campaign", "x", "--set", f"steps={steps}", *more)
         result = in_process(*arguments, "--dry-run", "--json")
         return float(json.loads(result.stdout)["plan"]["hours"])
 
     assert hours("15") == pytest.approx(3 / 0.83 / 3600)
     tflop = {steps: families.SD1.image_tflop(None, None, steps) for steps in (15, 50)}
     assert hours("50") == pytest.approx(hours("15") * tflop[50] / tflop[15])
-    assert hours("15", "--size", "1024x1024") > 4 * hours("15")
+    assert hours("15", "--set", "size=1024x1024") > 4 * hours("15")
     of_two = hours("15", "--models", "dreams,xl=sdxl", "--gpu", "RTX 4090")
     assert of_two > 4 * hours("15", "--gpu", "RTX 4090")
     assert hours("10,50") == pytest.approx(hours("10") + hours("50"))
@@ -107,7 +108,7 @@ def test_the_stages_of_a_chain_are_in_each_job_and_in_hours_and_price(
     in_process: Imagefleet, captions: Path, tmp_path: Path
 ) -> None:
     stages = [{"model": "upscaler", "cfg_scale": 1.5, "steps": 20, "denoising_strength": 0.5}]
-    chained = ("--models", "base", "--then", json.dumps(stages))
+    chained = ("--models", "base", "--set", f"then={json.dumps(stages)}")
     elsewhere = ("--model", "base", "--model", "upscaler")
     known = ("--images-per-second", "2", "--price-per-hour", "0.16", "--dry-run", "--json")
 
@@ -141,7 +142,8 @@ def test_the_stages_of_a_chain_are_in_each_job_and_in_hours_and_price(
 def test_a_sweep_fills_the_queue_and_leaves_its_manifest(
     in_process: Imagefleet, captions: Path, tmp_path: Path
 ) -> None:
-    result = in_process("sweep", "c.txt", *SWEEP, "--size", "64x72", "--negative-prompt", "bad")
+    shared = ("--set", "size=64x72", "--set", "negative_prompt=bad, worse")
+    result = in_process("sweep", "c.txt", *SWEEP, *shared)
     jobs = bodies_in(local(tmp_path))
 
     assert result.returncode == console.EXIT_DONE, result.stderr
@@ -151,7 +153,7 @@ def test_a_sweep_fills_the_queue_and_leaves_its_manifest(
         sweep.job_id(group, number) for group in ("cfg-1.5", "cfg-7.0") for number in range(3)
     }
     assert {(job["width"], job["height"], job["negative_prompt"]) for job in jobs} == {
-        (64, 72, "bad")
+        (64, 72, "bad, worse")
     }
 
     async def read() -> tuple[sweep.Sweep | None, int | None]:
@@ -195,7 +197,7 @@ def test_a_killed_sweep_goes_on_and_sends_nothing_twice(
     in_process: Imagefleet, tmp_path: Path
 ) -> None:
     (tmp_path / "c.txt").write_text("".join(f"caption {number}\n" for number in range(400)))
-    arguments = ("sweep", "c.txt", "--campaign", "curve", "--guidance", "1,2,3,4,5")
+    arguments = ("sweep", "c.txt", "--campaign", "curve", "--set", "cfg_scale=1,2,3,4,5")
     process = subprocess.Popen(
         [sys.executable, "-m", "fleet.main", *arguments, "--quiet", "--rate", "2000"],
         cwd=tmp_path,
@@ -279,17 +281,22 @@ async def test_the_images_of_a_sweep_say_their_group_in_their_records(
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (("--guidance", "1.5,x"), "--guidance 1.5,x: should be numbers with commas"),
-        (("--steps", "20.5"), "--steps 20.5: should be whole numbers with commas"),
-        (("--lora-strengths", "1"), "--lora-strengths goes with --lora"),
+        (("--set", "cfg_scale=1.5,x"), "--set cfg_scale=1.5,x: should be numbers with commas"),
+        (("--set", "steps=20.5"), "--set steps=20.5: should be whole numbers with commas"),
+        (("--set", "lora_strength=1"), "--set lora_strength goes with --set lora=NAME"),
+        (("--set", "steps"), "--set steps: should be FIELD=VALUES"),
+        (("--set", "seed=1"), "--set seed: it follows from the caption and --seed"),
+        (("--set", "stepz=1"), "--set stepz: a job has no such field"),
+        (("--set", "width=65"), "--set width: "),
+        ((*SETTINGS, "--set", "steps=20"), "--set steps is there twice"),
         (("--model", "sd15"), "--model sd15 is none of --models"),
-        (("--size", "64"), "--size: should be WIDTHxHEIGHT"),
+        (("--set", "size=64"), "--set size: should be WIDTHxHEIGHT"),
         (("--campaign", "../x"), "--campaign: use 1 to 128 letters"),
         (("--gpu", "RTX 9999", "--dry-run"), "unknown GPU class 'RTX 9999'"),
         (("--models", "a,b=sdxl,a"), "--models: a is there twice"),
         (("--models", "a=sd9"), "unknown model family 'sd9'"),
-        (("--then", "x"), "--then x: should be a list of stages in JSON, as '[{"),
-        (("--then", '[{"model": "a", "id": "b"}]'), "stage 2: id is the job's"),
+        (("--set", "then=x"), "--set then: should be"),
+        (("--set", 'then=[{"model": "a", "id": "b"}]'), "stage 2: id is the job's"),
         (("--models", "none"), "no worker can have the model 'none'"),
     ],
 )
