@@ -21,7 +21,7 @@ from evaluation.score.statistics import Statistics
 from fleet import console
 from imagefleet.records import reader, sweep
 from imagefleet.records.record import Record
-from imagefleet.records.writer import RecordLog
+from imagefleet.records.shard import RecordLog
 from imagefleet.storage.open import Storage, open_storage
 from imagefleet.storage.protocol import BlobStore
 from imagefleet.storage.settings import StorageSettings

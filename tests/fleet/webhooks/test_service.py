@@ -22,7 +22,7 @@ from fleet.webhooks.signature import Signer
 from fleet.webhooks.state import State
 from imagefleet import errors
 from imagefleet.records.record import Record
-from imagefleet.records.writer import RecordLog
+from imagefleet.records.shard import RecordLog
 from imagefleet.storage.open import Storage
 from imagefleet.storage.settings import StorageSettings
 
