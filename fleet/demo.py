@@ -57,8 +57,11 @@ class DemoReport:
 
 
 def command(
-    directory: Annotated[
-        Path, typer.Option(help="Folder for the queue, the images and the contact sheet.")
+    output: Annotated[
+        Path,
+        typer.Option(
+            metavar="FOLDER", help="Folder for the queue, the images and the contact sheet."
+        ),
     ] = Path("demo-output"),
     cascade: Annotated[
         bool,
@@ -74,7 +77,7 @@ def command(
 
     imagefleet demo
 
-    imagefleet demo --directory /tmp/demo --json-file /tmp/demo.json
+    imagefleet demo --output /tmp/demo --json-file /tmp/demo.json
 
     imagefleet demo --cascade
     """
@@ -89,7 +92,7 @@ def command(
             model, loras = str(checkpoint), checkpoint / "loras"
             valid = (checkpoint / "demo_jobs.jsonl").read_text(encoding="utf-8").splitlines()
             messages = demo.messages(valid)
-        storage = directory / "storage"
+        storage = output / "storage"
         given = {
             "storage": f"local:{storage}",
             "model": model,
@@ -101,10 +104,10 @@ def command(
         }
         # Its jobs are not signed, and one of them never could be.
         settings = options.read(WorkerSettings, given).model_copy(update={"trusted_key": None})
-        in_use = f"another `imagefleet demo` is at work in {directory}"
+        in_use = f"another `imagefleet demo` is at work in {output}"
         with console.only_one(storage, in_use):
             _prepare(storage)
-            report = console.run(_demo(settings, directory, messages))
+            report = console.run(_demo(settings, output, messages))
     record = asdict(report)
     if json_file is not None:
         with console.one_line_errors():
@@ -118,9 +121,7 @@ def command(
 def _prepare(storage: Path) -> None:
     """Creates an empty storage folder; refuses to empty one that is not a demo's."""
     if storage.exists() and not (storage / _MARKER).exists():
-        raise errors.SetupError(
-            f"{storage} exists and is not from a demo: choose another --directory"
-        )
+        raise errors.SetupError(f"{storage} exists and is not from a demo: choose another --output")
     try:
         if storage.exists():
             shutil.rmtree(storage)
@@ -132,7 +133,7 @@ def _prepare(storage: Path) -> None:
     if free < _LEAST_FREE_BYTES:
         raise errors.SetupError(
             f"the disk of {storage.parent} is full: free {_LEAST_FREE_BYTES / 1e6:.0f} MB, or"
-            " choose another --directory"
+            " choose another --output"
         )
 
 
@@ -145,7 +146,7 @@ class _Stopwatch:
     ended_jobs: int = 0
 
 
-async def _demo(settings: WorkerSettings, directory: Path, messages: list[str]) -> DemoReport:
+async def _demo(settings: WorkerSettings, output: Path, messages: list[str]) -> DemoReport:
     from fleet import contact_sheet
 
     jobs = [Job.model_validate_json(each) for each in messages if each != INVALID_MESSAGE]
@@ -154,7 +155,7 @@ async def _demo(settings: WorkerSettings, directory: Path, messages: list[str]) 
         # The client would refuse it.
         await fleet.storage.queue.send([each for each in messages if each == INVALID_MESSAGE])
         is_cascade = any(job.then for job in jobs)
-        log_file = directory / "worker.log"
+        log_file = output / "worker.log"
         watch, worker_report = await _work(settings, log_file, is_cascade=is_cascade)
         drawn = sum(job.stages for job in jobs) + len(messages) - len(jobs)
         if watch.ended_jobs < drawn:
@@ -166,7 +167,7 @@ async def _demo(settings: WorkerSettings, directory: Path, messages: list[str]) 
         pairs = [(result, job) for result, job in pairs if result.blobs]
         images = [await result.data() for result, _ in pairs]
         firsts = [await fleet.storage.blobs.read(job.blob_name(0)) for _, job in pairs if job.then]
-    sheet = directory / "contact-sheet.png"
+    sheet = output / "contact-sheet.png"
     if is_cascade:
         both = zip(firsts, images, strict=True)
         drawn_sheet = demo_cascade.draw_sheet([(one, two) for one, two in both if one is not None])

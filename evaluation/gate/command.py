@@ -24,7 +24,7 @@ class Drawing:
         str | None,
         typer.Option(metavar="ADDRESS", help="Storage of B's campaign, if it is another one."),
     ] = None
-    captions: Annotated[
+    jobs: Annotated[
         Path | None,
         typer.Option(
             metavar="FILE",
@@ -33,7 +33,7 @@ class Drawing:
     ] = None
     count: Annotated[
         int | None,
-        typer.Option(min=2, help="Images to compare. [default: all; of --captions the first 24]"),
+        typer.Option(min=2, help="Images to compare. [default: all; of --jobs the first 24]"),
     ] = None
     steps: Annotated[
         int | None, typer.Option(min=1, max=150, help="Of all drawn jobs, whatever these say.")
@@ -114,7 +114,7 @@ def command(
 
     A and B are each a campaign, a folder of images (with a slash: ./images), or settings to draw
     with here and now: float32, float16, bfloat16, compiled, uncompiled, fp16-accumulate, factors,
-    merged (of LoRAs), slots=N, several with commas. Settings draw --captions, or the jobs of the
+    merged (of LoRAs), slots=N, several with commas. Settings draw --jobs, or the jobs of the
     images they are compared with. Exit code 4: a figure is out of bounds.
 
     imagefleet gate float32 float16
@@ -132,7 +132,7 @@ def command(
         a=sides.read(a),
         b=sides.read(b),
         storages=(settings, run.other_storage(settings, drawing.other_storage)),
-        captions=drawing.captions,
+        file=drawing.jobs,
         count=drawing.count,
         steps=drawing.steps,
         model=drawing.model,

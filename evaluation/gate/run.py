@@ -47,7 +47,7 @@ class Plan:
     b: Side
     storages: tuple[StorageSettings, StorageSettings]
     """Of the campaigns of A and of B."""
-    captions: Path | None
+    file: Path | None
     count: int | None
     steps: int | None
     model: Path | None
@@ -89,7 +89,7 @@ def run(plan: Plan, *, with_pictures: bool, quiet: bool) -> Result:
 def _check(plan: Plan) -> None:
     """Raises SetupError for options that have no effect on these sides."""
     both = len(plan.engines) == 2  # noqa: PLR2004
-    for flag, value in (("--captions", plan.captions), ("--steps", plan.steps)):
+    for flag, value in (("--jobs", plan.file), ("--steps", plan.steps)):
         if value is not None and not both:
             raise errors.SetupError(
                 f"{flag} is for two settings that are drawn here; the jobs are those of the images"
@@ -185,7 +185,7 @@ def _draw(plan: Plan, folders: tuple[Path, Path], *, quiet: bool) -> None:
 
 def _jobs(plan: Plan, folders: tuple[Path, Path]) -> list[Job]:
     if len(plan.engines) == len(plan.sides):
-        return jobs.of_file(plan.captions, plan.count, plan.steps)
+        return jobs.of_file(plan.file, plan.count, plan.steps)
     there = 1 if 0 in plan.engines else 0
 
     async def read() -> list[Job]:

@@ -117,7 +117,7 @@ class Exporter(Collector):
                     log.warning("%s", fleet.left_out, extra={"action": "workers_left_out"})
                 self._left_out = fleet.left_out
         self._figures = {
-            **figures(self._flow, fleet, self._settings.fleet_dollars_per_hour),
+            **figures(self._flow, fleet, self._settings.dollars_per_hour),
             "imagefleet_exporter_last_look_timestamp_seconds": time.time(),
         }
 
