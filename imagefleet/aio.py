@@ -86,7 +86,11 @@ class Result(JobFacts):
     fleet: Fleet = field(kw_only=True, repr=False, compare=False)
 
     async def data(self, index: int = 0) -> bytes:
-        """The asynchronous `imagefleet.Result.data`."""
+        """The image's file: PNG, JPEG or WebP.
+
+        Raises:
+            JobError: there is none, because the job failed, say.
+        """
         if not self.blobs:
             raise errors.JobError(f"job {self.id} has no image: {self.reason or self.status}")
         name, storage = self.blobs[index], self.fleet.storage
@@ -166,7 +170,17 @@ class Fleet:
         priority: Priority = "normal",
         models: Collection[str] = (),
     ) -> Batch:
-        """The asynchronous `imagefleet.Fleet.submit`."""
+        """Sends jobs; creates the queues and the containers if there are none.
+
+        A job without an id gets one. *campaign* is for jobs without one. Workers take jobs of high
+        *priority* first and of low priority last. Jobs before an invalid one are sent. *models*
+        are what workers have from elsewhere than `models/` in the storage.
+
+        Raises:
+            JobError: two jobs have one id, a job is too large for a message, or no worker can have
+            the model that it names.
+            FleetError: the storage cannot be used.
+        """
         campaign = campaign and _checked("campaign", campaign)
         return await self.run(self._submit(jobs, campaign, checked_priority(priority), models))
 
@@ -198,7 +212,10 @@ class Fleet:
         return Batch(self, submission)
 
     def results(self, campaign: str) -> Results:
-        """The asynchronous `imagefleet.Fleet.results`."""
+        """What has become of a campaign's jobs so far, whoever submitted them; each job once.
+
+        Jobs that are queued or running are left out.
+        """
         found = outcomes.of_campaign(self.storage, _checked("campaign", campaign))
         return Results(self, self._each(found))
 
@@ -210,7 +227,7 @@ class Fleet:
             yield Result(**facts.fields(), fleet=self)
 
     async def campaigns(self) -> dict[str, Counts]:
-        """The asynchronous `imagefleet.Fleet.campaigns`."""
+        """The campaigns that have records, by name, and how many jobs of each are where."""
         return await self.run(self._campaigns())
 
     async def _campaigns(self) -> dict[str, Counts]:
@@ -220,7 +237,11 @@ class Fleet:
         }
 
     async def cancel(self, campaign: str) -> datetime:
-        """The asynchronous `imagefleet.Fleet.cancel`."""
+        """Cancels what was sent of a campaign, and ends its running loads; returns until when.
+
+        Workers obey within seconds: what they have begun ends, the rest becomes `cancelled`. This
+        call takes some twelve seconds; what is sent after it runs.
+        """
         return await self.run(cancelled.cancel(self.storage, _checked("campaign", campaign)))
 
     def job(self, id: str, campaign: str | None = None) -> JobHandle:  # noqa: A002 - a job's field
@@ -234,7 +255,10 @@ class Fleet:
         return Depth(await self.run(queue.depth()), await self.run(failed.depth()))
 
     def failed(self, **which: Unpack[Which]) -> Results:
-        """The asynchronous `imagefleet.Fleet.failed`."""
+        """The jobs that have failed and were neither replayed nor discarded since.
+
+        Nothing is moved or hidden meanwhile, unlike the messages in the poison queue.
+        """
         found = outcomes.failures(
             self.storage, which.get("error"), which.get("campaign"), which.get("id")
         )
@@ -261,7 +285,15 @@ class Fleet:
         priority: Priority = "normal",
         **which: Unpack[Which],
     ) -> Swept:
-        """The asynchronous `imagefleet.Fleet.replay`."""
+        """Puts failed jobs back into the job queue of *priority*; without a condition, all of them.
+
+        *set* has new values of some fields of each job: `{"steps": 20}`. With a key only jobs that
+        are signed; those that are changed are signed again. *invalid*: also jobs that this version
+        takes for invalid, for newer workers.
+
+        Raises:
+            SetupError: no job can have these values.
+        """
         check = self._replay_check(set, takes_invalid=invalid)
         selection = Selection(**which)
         priority = checked_priority(priority)
@@ -281,7 +313,11 @@ class Fleet:
         completed: bool = False,
         **which: Unpack[Which],
     ) -> Swept:
-        """The asynchronous `imagefleet.Fleet.discard`."""
+        """Deletes failed jobs for good; without a condition, all of them.
+
+        *unsigned*: only what is not signed with a key of this fleet. *completed*: only jobs that
+        were sent again since, and whose images are all stored.
+        """
         keep_signed = self.checks_signatures() if unsigned else None
         selection = Selection(**which)
         return await self.run(
@@ -314,7 +350,13 @@ class Results:
         return await anext(self._results)
 
     async def frame(self) -> pd.DataFrame:
-        """The asynchronous `imagefleet.Results.frame`."""
+        """The results as a data frame: a row for each image, and for each job without.
+
+        Its columns are those of `imagefleet results`.
+
+        Raises:
+            SetupError: pandas is not installed.
+        """
         builder = columns.FrameBuilder(self._fleet.storage.blobs.address)
         async for result in self:
             for record in result.records:
@@ -335,7 +377,11 @@ class Batch:
         return len(self._jobs)
 
     def results(self, timeout: float | None = None) -> Results:
-        """The asynchronous `imagefleet.Batch.results`."""
+        """Each job's result once, as they end; called again, all of them again.
+
+        Raises:
+            TimeoutError: not all have ended after *timeout* seconds.
+        """
         return Results(self._fleet, self._results(timeout))
 
     async def _results(
@@ -367,11 +413,19 @@ class JobHandle:
         self._job = job
 
     async def status(self) -> Status:
-        """The asynchronous `imagefleet.JobHandle.status`."""
+        """Pending (queued or running), completed, failed, cancelled, or unknown to this storage.
+
+        A failed job stays failed until it is replayed, discarded or completed.
+        """
         return (await self._fleet.run(self._look_up())).status
 
     async def result(self, timeout: float | None = None) -> Result:  # noqa: ASYNC109 - as above
-        """The asynchronous `imagefleet.JobHandle.result`."""
+        """Waits until the job has completed or failed, or was cancelled.
+
+        Raises:
+            TimeoutError: it is not done after *timeout* seconds.
+            FleetError: the job is not in this storage.
+        """
         pace = _Pace(self._fleet, timeout)
         while (job := await pace.poll(self._look_up)).status == "pending":
             await pace.pause("the job is")

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from evaluation.bench import latency, scaling
 from evaluation.bench.options import Asked, Kind, Shown, check
 from fleet import console, options
 from imagefleet.pricing import prices
@@ -60,13 +59,18 @@ def command(
     check(kind, asked, shown)
     console.check_writable(shown.json_file)
     checkpoint.require_path(asked.model)  # before torch is imported
+    libraries.require()
     if kind == "engine":
         report = _measure_engine(asked)
         show = partial(_show, report)
     elif kind == "latency":
+        from evaluation.bench import latency
+
         report = latency.measure_all(asked)
         show = partial(latency.show, report)
     else:
+        from evaluation.bench import scaling
+
         rows, report = scaling.measure(asked)
         show = partial(scaling.show, rows, report, markdown=shown.form == "markdown")
     if shown.json_file is not None:
@@ -78,7 +82,6 @@ def command(
 
 
 def _measure_engine(asked: Asked) -> dict[str, Any]:
-    libraries.require()
     from evaluation.bench import engine as bench_engine
     from evaluation.bench import machine
     from worker.engine import device as devices

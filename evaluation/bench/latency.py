@@ -1,4 +1,4 @@
-"""`imagefleet bench latency`: how long one image takes, and a few at once."""
+"""`imagefleet bench latency`: how long one image takes, and a few at once. Imports torch."""
 
 from __future__ import annotations
 
@@ -8,16 +8,17 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from evaluation.bench import engine as bench_engine
+from evaluation.bench import machine, work
+from evaluation.bench.engine import Setup
 from evaluation.bench.options import Asked
 from fleet import console
 from imagefleet.pricing import families
+from worker.engine import device as devices
+from worker.engine import load
 from worker.files import check
-from worker.node import libraries
-
-if TYPE_CHECKING:
-    from evaluation.bench.engine import Setup
 
 #: Images that a user may wait for at the same time, each with an engine of as many slots.
 AT_ONCE = (1, 2, 4)
@@ -27,11 +28,6 @@ REPEATS = 3
 
 def measure_all(asked: Asked) -> dict[str, Any]:
     """Euler ancestral steps with guidance and another LoRA an image, in the checkpoint's size."""
-    libraries.require()
-    from evaluation.bench import engine as bench_engine
-    from evaluation.bench import machine
-    from worker.engine import device as devices
-
     torch_device = devices.find_device(asked.device)
     with tempfile.TemporaryDirectory(prefix="imagefleet-bench-") as name:
         console.print_note("creating the model and the LoRAs")
@@ -50,9 +46,6 @@ def measure(
     setup: Setup, steps: int, device: str, on_step: Callable[[str], None]
 ) -> dict[str, Any]:
     """The median seconds for so many images at once."""
-    from evaluation.bench import work
-    from worker.engine import load
-
     seconds = {}
     width = height = 0
     for images in AT_ONCE:

@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import statistics
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from evaluation.bench import runs
 from evaluation.bench.options import Asked
+from evaluation.bench.runs import Row
 from fleet import console, options
 from imagefleet import errors
 from imagefleet.job import samplers
 from imagefleet.job.change import Change
-from worker.node import libraries
-
-if TYPE_CHECKING:
-    from evaluation.bench.runs import Row
-    from worker.gpus.choice import Gpu
+from worker.gpus import choice
+from worker.gpus.choice import Gpu
+from worker.settings import MachineSettings
 
 #: Measured seconds of each run, and those over which two rates of the warm-up are compared.
 SECONDS = {"cuda": 60.0, "cpu": 20.0}
@@ -33,9 +34,6 @@ def measure(asked: Asked) -> tuple[Sequence[Row], dict[str, Any]]:
     fields |= Change.read(asked.set_ or []).values
     if "model" in fields:
         raise errors.SetupError("--set model: all jobs are of --model")
-    libraries.require()
-    from evaluation.bench import runs
-
     counts = None if asked.workers is None else _numbers(asked.workers)
     gpus, threads = _machines(asked.device, counts)
     kind = "cpu" if threads else "cuda"
@@ -70,9 +68,6 @@ def measure(asked: Asked) -> tuple[Sequence[Row], dict[str, Any]]:
 
 def _machines(device: str, asked: list[int] | None) -> tuple[list[Gpu], int | None]:
     """What a worker can be started for, and each one's threads on a CPU."""
-    from worker.gpus import choice, cores
-    from worker.settings import MachineSettings
-
     if device not in {"auto", "cpu"}:
         raise errors.SetupError(f"--device {device[:40]}: should be auto or cpu")
     if device == "auto":
@@ -82,10 +77,10 @@ def _machines(device: str, asked: list[int] | None) -> tuple[list[Gpu], int | No
             raise errors.SetupError(
                 f"{error.message}; for workers on the CPU: --device cpu"
             ) from None
-    most = max(asked) if asked else int(cores.threads(1))
+    most = max(asked) if asked else int(choice.threads(1))
     names = ",".join(map(str, range(most)))
     gpus = choice.choose(MachineSettings(model="m", gpus=names, device="cpu"))
-    return gpus, int(cores.threads(most))
+    return gpus, int(choice.threads(most))
 
 
 def _numbers(text: str) -> list[int]:
@@ -111,8 +106,6 @@ def _to_measure(asked: list[int] | None, machines: int) -> list[int]:
 
 def _prepared(model: Path | None, folder: str, device: str) -> tuple[Path, str, str, str]:
     """The checkpoint, the device's name, and the words of the prompts."""
-    import multiprocessing
-
     # In a process of its own, which leaves the GPU to the workers.
     with multiprocessing.get_context("spawn").Pool(1) as pool:
         return pool.apply(_prepare, (model, folder, device))

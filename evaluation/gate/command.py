@@ -2,99 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
+from evaluation.gate import page, run, sides
+from evaluation.gate.options import Drawn, Judged, Plan
+from evaluation.gate.result import Result
+from evaluation.gate.verdict import Bounds
 from fleet import console, options
 from imagefleet.storage.settings import StorageSettings
-
-if TYPE_CHECKING:
-    from evaluation.gate.result import Result
-
-
-@dataclass(frozen=True, slots=True)
-class Drawing:
-    """What is drawn here and now, and compared."""
-
-    other_storage: Annotated[
-        str | None,
-        typer.Option(metavar="ADDRESS", help="Storage of B's campaign, if it is another one."),
-    ] = None
-    jobs: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE",
-            help="Captions, or whole jobs, to draw, as for `load`. [default: the demo's jobs]",
-        ),
-    ] = None
-    count: Annotated[
-        int | None,
-        typer.Option(min=2, help="Images to compare. [default: all; of --jobs the first 24]"),
-    ] = None
-    steps: Annotated[
-        int | None, typer.Option(min=1, max=150, help="Of all drawn jobs, whatever these say.")
-    ] = None
-    model: Annotated[
-        Path | None,
-        typer.Option(help="Checkpoint to draw with. [default: the small demo checkpoint]"),
-    ] = None
-    lora_directory: Annotated[
-        Path | None, typer.Option(help="Folder of LoRAs. [default: the demo's, with its model]")
-    ] = None
-    embedding_directory: Annotated[
-        Path | None, typer.Option(help="Folder of textual inversion embeddings.")
-    ] = None
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto"
-    keep: Annotated[
-        Path | None, typer.Option(metavar="FOLDER", help="Keep drawn images in a and b there.")
-    ] = None
-
-
-@dataclass(frozen=True, slots=True)
-class Judging:
-    """What judges the images, and within which bounds."""
-
-    extractor: Annotated[
-        str | None,
-        typer.Option(
-            metavar="FILE",
-            help="Network for FID and the feature distance, as for `score`; demo, or none."
-            " [default: demo where the demo's model draws]",
-        ),
-    ] = None
-    clip: Annotated[
-        str | None,
-        typer.Option(
-            metavar="FOLDER",
-            help="CLIP of transformers or open_clip for the CLIP score; demo, or none. [default:"
-            " demo with that --extractor]",
-        ),
-    ] = None
-    reference: Annotated[
-        str | None,
-        typer.Option(
-            metavar="FOLDER|STATISTICS",
-            help="Pictures or their statistics for FID, as for `score`. [default: demo with that"
-            " extractor, else the halves of A]",
-        ),
-    ] = None
-    set_: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--set",
-            metavar="NAME=NUMBER",
-            help="A bound: psnr, the least over all pairs (30 dB); alike, the least share of pairs"
-            " alike (95 %); features, the largest feature distance of that between images of"
-            " different jobs (2 %); fid and clip, the largest change (2 % and 0.2 %). Repeatable.",
-        ),
-    ] = None
-    limit: Annotated[
-        int, typer.Option(min=0, max=200, metavar="COUNT", help="Worst pairs to list and to show.")
-    ] = 8
 
 
 @options.from_settings(StorageSettings)
@@ -102,8 +21,8 @@ def command(
     settings: StorageSettings,
     a: Annotated[str, typer.Argument(metavar="A", help="The reference.")],
     b: Annotated[str, typer.Argument(metavar="B", help="What is compared with it.")],
-    drawing: Drawing,
-    judging: Judging,
+    drawn: Drawn,
+    judged: Judged,
     output: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Also write a page with the worst pairs.")
     ] = None,
@@ -123,9 +42,6 @@ def command(
 
     imagefleet gate spring spring --other-storage local:other-gpu
     """
-    from evaluation.gate import page, run, sides
-    from evaluation.gate.verdict import Bounds
-
     for path in (output, json_file):
         console.check_writable(path)
     plan = run.Plan(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import tempfile
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -14,9 +13,9 @@ from PIL import Image
 from evaluation.gate import compare, images, jobs, page, verdict
 from evaluation.gate.compare import Measures
 from evaluation.gate.images import CampaignImages, FolderImages, Images, NotComparableError
+from evaluation.gate.options import Plan
 from evaluation.gate.result import Result
-from evaluation.gate.sides import Campaign, Engine, Folder, Side
-from evaluation.gate.verdict import Bounds
+from evaluation.gate.sides import Campaign, Engine, Folder
 from evaluation.score import extractors
 from evaluation.score import reference as references
 from evaluation.score.networks import load
@@ -39,38 +38,6 @@ _SHOWN = 5
 _REFERENCE_BATCH = 32
 
 
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """What to compare and how; None is not given."""
-
-    a: Side
-    b: Side
-    storages: tuple[StorageSettings, StorageSettings]
-    """Of the campaigns of A and of B."""
-    file: Path | None
-    count: int | None
-    steps: int | None
-    model: Path | None
-    lora_directory: Path | None
-    embedding_directory: Path | None
-    device: str
-    keep: Path | None
-    extractor: str | None
-    clip: str | None
-    reference: str | None
-    bounds: Bounds
-    worst: int
-
-    @property
-    def sides(self) -> tuple[Side, Side]:
-        return self.a, self.b
-
-    @property
-    def engines(self) -> dict[int, Engine]:
-        """The sides that are drawn here, by their place."""
-        return {at: side for at, side in enumerate(self.sides) if isinstance(side, Engine)}
-
-
 def run(plan: Plan, *, with_pictures: bool, quiet: bool) -> Result:
     """The whole gate, in the main thread.
 
@@ -89,42 +56,35 @@ def run(plan: Plan, *, with_pictures: bool, quiet: bool) -> Result:
 def _check(plan: Plan) -> None:
     """Raises SetupError for options that have no effect on these sides."""
     both = len(plan.engines) == 2  # noqa: PLR2004
-    for flag, value in (("--jobs", plan.file), ("--steps", plan.steps)):
+    for flag, value in (("--jobs", plan.drawn.jobs), ("--steps", plan.drawn.steps)):
         if value is not None and not both:
             raise errors.SetupError(
                 f"{flag} is for two settings that are drawn here; the jobs are those of the images"
                 " there are"
             )
-    for flag, value in (("--model", plan.model), ("--keep", plan.keep)):
+    for flag, value in (("--model", plan.drawn.model), ("--keep", plan.drawn.keep)):
         if value is not None and not plan.engines:
             raise errors.SetupError(f"{flag} is for settings that are drawn here; there are none")
     if plan.a == plan.b and plan.storages[0] == plan.storages[1]:
         raise errors.SetupError(f"A and B are the same: {plan.a}")
-    check.require_path(plan.model)
+    check.require_path(plan.drawn.model)
     if plan.engines:
         libraries.require()
 
 
 def _measures(plan: Plan) -> Measures:
-    draws_demo = bool(plan.engines) and plan.model is None
-    name = plan.extractor or (extractors.DEMO if draws_demo else NONE)
-    clip = plan.clip or (name if name == extractors.DEMO or Path(name).is_dir() else NONE)
-    device = _device(plan) if {name, clip} - {NONE} else ""
+    draws_demo = bool(plan.engines) and plan.drawn.model is None
+    name = plan.judged.extractor or (extractors.DEMO if draws_demo else NONE)
+    clip = plan.judged.clip or (name if name == extractors.DEMO or Path(name).is_dir() else NONE)
+    device = load.find_device({name, clip} - {NONE}, plan.drawn.device)
     found = None if name == NONE else load.load_extractor(name, device)
     texts = None if clip == NONE else load.load_text_extractor(clip, device)
     if found is None:
-        if plan.reference is not None:
+        if plan.judged.reference is not None:
             raise errors.SetupError("--reference needs an --extractor")
         return Measures(None, texts, None)
-    reference = plan.reference or (extractors.DEMO if name == extractors.DEMO else None)
+    reference = plan.judged.reference or (extractors.DEMO if name == extractors.DEMO else None)
     return Measures(found, texts, None if reference is None else _reference(reference, found))
-
-
-def _device(plan: Plan) -> str:
-    libraries.require()
-    from worker.engine import device
-
-    return str(device.find_device(plan.device))
 
 
 def _reference(name: str, extractor: extractors.Extractor) -> Statistics:
@@ -152,7 +112,7 @@ async def _statistics(folder: Images, extractor: extractors.Extractor) -> Statis
 def _folders(plan: Plan) -> Iterator[tuple[Path, Path]]:
     """Where each side is drawn."""
     with tempfile.TemporaryDirectory(prefix="imagefleet-gate-") as temporary:
-        root = Path(temporary) if plan.keep is None else plan.keep
+        root = Path(temporary) if plan.drawn.keep is None else plan.drawn.keep
         folders = root / "a", root / "b"
         for at in plan.engines:
             if folders[at].exists() and any(folders[at].iterdir()):
@@ -166,13 +126,15 @@ def _draw(plan: Plan, folders: tuple[Path, Path], *, quiet: bool) -> None:
         return
     from evaluation.gate import draw  # only this needs the worker's libraries
 
-    draw.check(plan.engines.values(), plan.device)
+    draw.check(plan.engines.values(), plan.drawn.device)
     to_draw = _jobs(plan, folders)
+    drawn = plan.drawn
     setup = draw.Setup(
-        plan.model or demo.find_checkpoint(),
-        plan.device,
-        plan.lora_directory or (None if plan.model else demo.find_checkpoint() / "loras"),
-        plan.embedding_directory,
+        drawn.model or demo.find_checkpoint(),
+        drawn.device,
+        plan.drawn.lora_directory
+        or (None if plan.drawn.model else demo.find_checkpoint() / "loras"),
+        drawn.embedding_directory,
     )
     total = sum(job.images for job in to_draw)
     # Once on, torch accumulates in float16 until the process ends.
@@ -185,13 +147,13 @@ def _draw(plan: Plan, folders: tuple[Path, Path], *, quiet: bool) -> None:
 
 def _jobs(plan: Plan, folders: tuple[Path, Path]) -> list[Job]:
     if len(plan.engines) == len(plan.sides):
-        return jobs.of_file(plan.file, plan.count, plan.steps)
+        return jobs.of_file(plan.drawn.jobs, plan.drawn.count, plan.drawn.steps)
     there = 1 if 0 in plan.engines else 0
 
     async def read() -> list[Job]:
         async with _opened(plan, there, folders) as side:
             by_key = images.by_key(await side.names(), side.label)
-            names = [by_key[key] for key in sorted(by_key)[: plan.count]]
+            names = [by_key[key] for key in sorted(by_key)[: plan.drawn.count]]
             return await jobs.of_images(side, names)
 
     return console.run(read())
@@ -207,7 +169,7 @@ async def _opened(plan: Plan, at: int, folders: tuple[Path, Path]) -> AsyncItera
     elif isinstance(side, Folder):
         yield FolderImages(side.path)
     else:
-        model = "the demo's model" if plan.model is None else str(plan.model)
+        model = "the demo's model" if plan.drawn.model is None else str(plan.drawn.model)
         yield FolderImages(folders[at], f"{side}, drawn with {model}")
 
 
@@ -224,7 +186,7 @@ async def _compare(
         keys = _keys(plan, (a, b), (names[0], names[1]))
         with console.counting("compared", len(keys), quiet=quiet) as on_pairs:
             found = await compare.compare((a, b), keys, (names[0], names[1]), measures, on_pairs)
-        judged = verdict.judge(found, measures, plan.bounds, plan.worst)
+        judged = verdict.judge(found, measures, plan.bounds, plan.judged.limit)
         pictures = []
         if with_pictures:
             for pair in judged.worst:
@@ -245,9 +207,9 @@ def _keys(
     """
     # What is drawn here has all images of a job, even if not all are asked for.
     leading = 1 if isinstance(plan.a, Engine) and not isinstance(plan.b, Engine) else 0
-    keys = sorted(names[leading])[: plan.count]
+    keys = sorted(names[leading])[: plan.drawn.count]
     lacking = [("BA"[leading], sides[1 - leading], set(keys) - names[1 - leading].keys())]
-    if plan.count is None:
+    if plan.drawn.count is None:
         extra = names[1 - leading].keys() - set(keys)
         lacking.append(("AB"[leading], sides[leading], extra))
     for letter, side, missing in lacking:

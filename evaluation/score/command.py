@@ -6,17 +6,18 @@ import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
+from evaluation.score import metrics, session, table
+from evaluation.score.extractors import DEMO
 from fleet import console, options
 from fleet.campaigns import target
 from imagefleet import errors
+from imagefleet.scoring import curve as drawing
+from imagefleet.scoring.scores import Scores, facts
 from imagefleet.storage.settings import StorageSettings
-
-if TYPE_CHECKING:
-    from imagefleet.scoring.scores import Scores
 
 #: More only wait for the storage, and each has the networks in memory.
 _MOST_PROCESSES = 4
@@ -107,9 +108,6 @@ def command(
 
     imagefleet score coco --reference val2014 --extractor inception.pt --clip clip-vit-large-patch14
     """
-    from evaluation.score import session
-    from evaluation.score.extractors import DEMO
-
     target.campaign(campaign)
     reference, clip, extractor = networks.reference, networks.clip, networks.extractor
     if extractor == DEMO:
@@ -168,10 +166,6 @@ def _read_part(text: str | None) -> tuple[int, int]:
 
 
 def _show(scores: Scores, curve: Path | None, json_file: Path | None, *, as_json: bool) -> None:
-    from evaluation.score import table
-    from imagefleet.scoring import curve as drawing
-    from imagefleet.scoring.scores import facts
-
     figures = scores.model_dump()
     if json_file is not None:
         console.write_file(json_file, console.json_text(figures))
@@ -192,8 +186,6 @@ def _show(scores: Scores, curve: Path | None, json_file: Path | None, *, as_json
 
 
 def _warn(scores: Scores) -> None:
-    from evaluation.score import metrics
-
     if left_out := sum(group.left_out for group in scores.groups):
         names = ", ".join(scores.left_out)
         console.print_error(

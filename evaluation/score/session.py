@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,6 +10,7 @@ from pathlib import Path
 from evaluation.score import plan, reference, scores
 from evaluation.score import run as running
 from evaluation.score.extractors import ExtractorFacts
+from evaluation.score.networks import load
 from evaluation.score.plan import Chunk, Plan
 from evaluation.score.reference import Reference
 from fleet import console
@@ -45,7 +45,8 @@ def run(asked: Asked) -> Scores | None:
     Raises:
         FleetError: an extractor, the reference or the storage cannot be used.
     """
-    work = running.Work(asked.settings, (), asked.extractor, asked.clip, _device(asked))
+    device = load.find_device((asked.extractor, asked.clip), asked.device)
+    work = running.Work(asked.settings, (), asked.extractor, asked.clip, device)
     extractor, clip = (each.facts if each else None for each in work.loaded)
     number, parts = asked.part
     # A part has no figures: what it would be compared with is not needed yet.
@@ -66,15 +67,6 @@ def run(asked: Asked) -> Scores | None:
         return None
     with console.counting("compared", len(planned.groups), quiet=asked.quiet) as on_group:
         return scores.compute(planned, asked.campaign, compared, (extractor, clip), on_group)
-
-
-def _device(asked: Asked) -> str:
-    only_onnx = asked.clip is None and str(asked.extractor).endswith(".onnx")
-    if only_onnx or importlib.util.find_spec("torch") is None:  # what needs torch says so
-        return "cpu"
-    from worker.engine import device
-
-    return str(device.find_device(asked.device))
 
 
 def _compared(

@@ -109,8 +109,8 @@ def check_file(path: Path, kind: FileKind) -> str:
     """
     if path.suffix.lower() in addresses.PICKLE_SUFFIXES:
         is_embedding = kind is kinds.EMBEDDING
-        advice = addresses.embedding_pickle_advice if is_embedding else addresses.pickle_advice
-        raise errors.SetupError(f"{str(path)!r} is {advice(str(path))}")
+        advice = addresses.pickle_advice(str(path), is_embedding=is_embedding)
+        raise errors.SetupError(f"{str(path)!r} is {advice}")
     try:
         content = kinds.check(kind, str(path), check.read_header(path))
         size = path.stat().st_size

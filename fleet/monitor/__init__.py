@@ -1,1 +1,1 @@
-"""Commands that watch a fleet: status, top, exporter."""
+"""Commands that watch a fleet: status and exporter."""

@@ -391,7 +391,7 @@ def test_the_sync_client_does_all_that_the_async_one_does(
 def test_closing_in_another_thread_ends_the_wait(connect_options: dict[str, Any]) -> None:
     fleet = imagefleet.connect(**connect_options)
     batch = fleet.submit([Job(prompt="a house")])
-    operations = fleet._fleet.storage.operations
+    operations = fleet._inner.storage.operations
     before = dataclasses.replace(operations)
 
     def close_what_waits() -> None:

@@ -39,7 +39,7 @@ from worker.engine.families import find, noise, reading, x4_upscaler
 from worker.engine.families import vae as vaes
 from worker.engine.families.family import Family, TextEncoder
 from worker.engine.families.sd1 import SD1
-from worker.engine.lora.names import Network
+from worker.engine.lora.layout import Network
 from worker.engine.slots import memory
 
 log = logging.getLogger(__name__)

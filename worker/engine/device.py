@@ -11,7 +11,7 @@ import pynvml
 import torch
 
 from imagefleet import concurrency, errors
-from worker.engine.lora import buffers
+from worker.engine.lora import safetensors
 
 log = logging.getLogger(__name__)
 
@@ -106,7 +106,7 @@ def set_up(device: torch.device, *, fp16_accumulate: bool, has_text_on_cpu: bool
         threads = max(threads, min(_MAX_TEXT_THREADS, int(_TEXT_SHARE * cores)))
     torch.set_num_threads(min(cores, threads))
     sys.setswitchinterval(_SWITCH_SECONDS)
-    buffers.packs.locks_pages = buffers.layers.locks_pages = True
+    safetensors.packs.locks_pages = safetensors.layers.locks_pages = True
     if fp16_accumulate:
         torch.backends.cuda.matmul.allow_fp16_accumulation = True
 

@@ -99,34 +99,29 @@ def hub_advice(text: str) -> str | None:
     return f"{start} `{command}`, and then --model ./model"
 
 
-def embedding_pickle_advice(path: str) -> str:
-    """How to convert a pickled embedding: one sentence with a command."""
+#: What a pickle holds, by the thing that it should be, and how it is taken out of it.
+_MODEL_TENSORS = (
+    ' w = w.get("state_dict", w);'
+    " save_file({k: v.clone().contiguous() for k, v in w.items() if torch.is_tensor(v)}, "
+)
+_EMBEDDING_TENSORS = (
+    ' (v,) = w.get("string_to_param", w).values();'
+    ' save_file({"emb_params": v.detach().clone().contiguous()}, '
+)
+
+
+def pickle_advice(path: str, *, is_embedding: bool = False) -> str:
+    """How to convert a pickled checkpoint or embedding: one sentence with a command."""
     new = str(PurePosixPath(path).with_suffix(".safetensors"))
     program = (
         "import torch; from safetensors.torch import save_file;"
         f' w = torch.load({json.dumps(path)}, map_location="cpu", weights_only=True);'
-        ' (v,) = w.get("string_to_param", w).values();'
-        f' save_file({{"emb_params": v.detach().clone().contiguous()}}, {json.dumps(new)})'
+        f"{_EMBEDDING_TENSORS if is_embedding else _MODEL_TENSORS}{json.dumps(new)})"
     )
     return (
         "a pickle, which may run any program when it is loaded, so it never is: take the"
-        f" embedding's .safetensors version, or convert it: python -c {shlex.quote(program)}"
-    )
-
-
-def pickle_advice(path: str) -> str:
-    """How to convert a pickled checkpoint: one sentence with a command."""
-    new = str(PurePosixPath(path).with_suffix(".safetensors"))
-    program = (
-        "import torch; from safetensors.torch import save_file;"
-        f' w = torch.load({json.dumps(path)}, map_location="cpu", weights_only=True);'
-        ' w = w.get("state_dict", w);'
-        " save_file({k: v.clone().contiguous() for k, v in w.items() if torch.is_tensor(v)},"
-        f" {json.dumps(new)})"
-    )
-    return (
-        "a pickle, which may run any program when it is loaded, so it never is: take the model's"
-        f" .safetensors version, or convert it: python -c {shlex.quote(program)}"
+        f" {'embedding' if is_embedding else 'model'}'s .safetensors version, or convert it:"
+        f" python -c {shlex.quote(program)}"
     )
 
 

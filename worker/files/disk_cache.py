@@ -156,13 +156,8 @@ class DiskCache:
             raise _translated(self.folder, error) from error
 
     def _write(self, path: Path, data: bytes) -> None:
-        descriptor, temporary = tempfile.mkstemp(dir=self.folder, prefix=".", suffix=".part")
-        try:
-            with os.fdopen(descriptor, "wb") as file:
-                file.write(data)
-            Path(temporary).replace(path)
-        finally:
-            Path(temporary).unlink(missing_ok=True)
+        with appearing(path) as part:
+            part.write_bytes(data)
 
     def _evict(self, size: int, *, least_bytes: int = 0) -> None:
         """Makes room for *size* bytes, and removes *least_bytes* in any case, if they can be."""
@@ -188,6 +183,20 @@ class DiskCache:
             if path.suffix in {SUFFIX, ".part"}:
                 with contextlib.suppress(FileNotFoundError):  # evicted by another worker
                     yield path, path.stat()
+
+
+@contextlib.contextmanager
+def appearing(target: Path) -> Iterator[Path]:
+    """A temporary file that becomes *target* at the end of the block."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    descriptor, name = tempfile.mkstemp(dir=target.parent, prefix=".", suffix=".part")
+    os.close(descriptor)
+    part = Path(name)
+    try:
+        yield part
+        part.replace(target)
+    finally:
+        part.unlink(missing_ok=True)
 
 
 def _translated(folder: Path, error: OSError) -> errors.FleetError:

@@ -116,7 +116,7 @@ class EmbeddingLibrary(FileLibrary):
         if pickle := self._pickles.get(name):
             raise errors.UnusableFileError(
                 f"the embedding {name!r}, which the prompt names, is {pickle.name},"
-                f" {addresses.embedding_pickle_advice(str(pickle))}"
+                f" {addresses.pickle_advice(str(pickle), is_embedding=True)}"
             )
         path = await self.resolve(name)
         return path, await asyncio.to_thread(self._sha256, path)

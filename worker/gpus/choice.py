@@ -8,9 +8,8 @@ from dataclasses import dataclass
 
 import pynvml
 
-from imagefleet import errors
+from imagefleet import concurrency, errors
 from worker import replica
-from worker.gpus import cores
 from worker.settings import MachineSettings
 
 ALL = "all"
@@ -40,8 +39,14 @@ class Gpu:
         """The variables of its process, one of so many."""
         if self.visible is not None and processes == 1:
             return {_VISIBLE: self.visible}
-        variables = {"OMP_NUM_THREADS": cores.threads(processes)}
+        variables = {"OMP_NUM_THREADS": threads(processes)}
         return variables if self.visible is None else {_VISIBLE: self.visible, **variables}
+
+
+def threads(processes: int) -> str:
+    """Torch's threads for one of so many processes: OMP_NUM_THREADS, where that is set."""
+    # With every core for each, they would wait for each other.
+    return os.environ.get("OMP_NUM_THREADS", str(max(1, concurrency.cores() // processes)))
 
 
 def choose(settings: MachineSettings) -> list[Gpu]:

@@ -7,6 +7,7 @@ import logging
 import threading
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn, TypeVar
@@ -93,11 +94,7 @@ class WorkerModels:
         """
         chosen = self.current
         if len(self._checkpoints) > 1:
-            try:
-                waiting = {name: await self._waiting(queue, name) for name in self._checkpoints}
-            except errors.FleetError as error:
-                log.debug("the models' queues cannot be measured: %s", error)
-                waiting = {}
+            waiting = await self._measured(queue)
             if name := first_to_serve(waiting, share):
                 chosen = self._checkpoints[name]
                 log.info(
@@ -182,16 +179,19 @@ class WorkerModels:
                 continue
             looked_at = time.monotonic()
             idle_looks += 1
-            try:
-                waiting = {name: await self._waiting(queue, name) for name in self._checkpoints}
-            except errors.FleetError as error:
-                log.debug("the other models' queues cannot be measured: %s", error)
-                continue
-            name = self._choice.following(
+            waiting = await self._measured(queue)
+            if name := self._choice.following(
                 waiting, is_idle=is_idle(), seconds_per_job=seconds_per_job()
-            )
-            if name is not None:
+            ):
                 return self._checkpoints[name]
+
+    async def _measured(self, queue: RoutedQueue) -> dict[str, Waiting]:
+        """What waits for each model; nothing where the queues cannot be measured."""
+        try:
+            return {name: await self._waiting(queue, name) for name in self._checkpoints}
+        except errors.FleetError as error:
+            log.debug("the models' queues cannot be measured: %s", error)
+            return {}
 
     async def _waiting(self, queue: RoutedQueue, name: str) -> Waiting:
         models: set[str | None] = {name, None} if name == self._default else {name}
@@ -286,31 +286,18 @@ async def _awaited(work: Awaitable[Result]) -> Result:
 
 async def _in_thread(work: Callable[[], Result]) -> Result:
     """Runs *work* as `asyncio.to_thread` does; the process does not wait for it at its end."""
-    loop = asyncio.get_running_loop()
-    answer: asyncio.Future[Result] = loop.create_future()
-
-    def settle(result: Result | None, error: Exception | None) -> None:
-        if answer.done():
-            return
-        if error is not None:
-            answer.set_exception(error)
-        else:
-            answer.set_result(result)  # type: ignore[arg-type]
+    answer: Future[Result] = Future()
+    answer.set_running_or_notify_cancel()  # whoever is cancelled waits for it no longer
 
     def run() -> None:
-        result, failure = None, None
         try:
-            result = work()
+            answer.set_result(work())
         except Exception as error:  # noqa: BLE001 - raised by the caller
-            failure = error
-        try:
-            loop.call_soon_threadsafe(settle, result, failure)
-        except RuntimeError:
-            return  # the loop is closed: nobody waits
+            answer.set_exception(error)
 
     # By this name the console knows that it must not wait for torch at its end.
     threading.Thread(target=run, name=THREAD_NAME, daemon=True).start()
-    return await answer
+    return await asyncio.wrap_future(answer)
 
 
 def _file_bytes(path: Path) -> int:

@@ -3,13 +3,25 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import importlib.util
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 from evaluation.score.extractors import DEMO, Extractor, TextExtractor
+from evaluation.score.networks.onnx import OnnxExtractor
 from imagefleet import errors
 
 _TORCHSCRIPT = frozenset({".pt", ".pth", ".jit", ".ts", ".torchscript"})
+
+
+def find_device(extractors: Collection[str | None], device: str) -> str:
+    """The device of these extractors: ONNX runs on the CPU, and without torch the others fail."""
+    needs_torch = any(name and not name.endswith(".onnx") for name in extractors)
+    if not needs_torch or importlib.util.find_spec("torch") is None:
+        return "cpu"
+    from worker.engine import device as devices
+
+    return str(devices.find_device(device))
 
 
 def load_extractor(path: str | Path, device: str = "cpu") -> Extractor:
@@ -35,8 +47,6 @@ def _load(path: str | Path, device: str) -> Extractor:
 
         return ClipExtractor(place, device)
     if place.suffix == ".onnx":
-        from evaluation.score.networks.onnx import OnnxExtractor
-
         return OnnxExtractor(place)
     if place.suffix in _TORCHSCRIPT:
         from evaluation.score.networks.torchscript import TorchScriptExtractor

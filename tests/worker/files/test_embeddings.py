@@ -211,7 +211,7 @@ async def test_a_pickle_is_refused_by_name_and_the_advice_converts_it(
 
 def test_the_advice_is_one_command_for_a_shell(tmp_path: Path) -> None:
     path = tmp_path / "it's; $(touch x).pt"
-    advice = addresses.embedding_pickle_advice(str(path))
+    advice = addresses.pickle_advice(str(path), is_embedding=True)
     command = advice[advice.index("python -c") :].replace("python -c", "printf %s")
     told = subprocess.run(
         command, shell=True, capture_output=True, text=True, check=True, cwd=tmp_path

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from imagefleet import concurrency
-from worker.gpus import cores
+from worker.gpus import choice
 from worker.gpus.choice import Gpu
 
 CARD = Gpu("0", "GPU-x", "GPU-x")
@@ -38,12 +38,12 @@ def test_the_workers_of_a_machine_share_the_cores_that_its_container_may_use(
 ) -> None:
     if limit:
         quota.write_text(limit + "\n")
-    assert cores.threads(processes) == expected
+    assert choice.threads(processes) == expected
 
 
 def test_where_affinity_is_unknown_all_cores_count(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(os, "sched_getaffinity")
-    assert cores.threads(2) == "8"
+    assert choice.threads(2) == "8"
 
 
 def test_each_of_several_gpus_has_its_share_and_a_single_one_all(

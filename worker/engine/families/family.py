@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from worker.engine import text
-from worker.engine.lora.names import Network
+from worker.engine.lora.layout import Network
 
 Weights = Mapping[str, torch.Tensor]
 Config = Mapping[str, Any]

@@ -25,8 +25,8 @@ import torch
 
 from imagefleet import errors
 from worker.engine import contract
-from worker.engine.lora import kinds, layout, names, safetensors
-from worker.engine.lora.names import Network
+from worker.engine.lora import kinds, layout, safetensors
+from worker.engine.lora.layout import Network
 
 log = logging.getLogger(__name__)
 
@@ -228,7 +228,7 @@ class LoraCache:
     each would read the bad file again.
     """
 
-    def __init__(self, layers: names.Layers, cache_bytes: int) -> None:
+    def __init__(self, layers: layout.Layers, cache_bytes: int) -> None:
         self.lookups: Counter[str] = Counter()
         self._layouts = layout.Layouts(layers)
         self._cache_bytes = cache_bytes

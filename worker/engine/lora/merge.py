@@ -1,19 +1,24 @@
 """Merges LoRAs of any kind into a model's weights, where they cost nothing per UNet call.
 
 Every merge starts from a copy of the checkpoint's own weights: subtracting a change would leave its
-rounding in the next image.
+rounding in the next image. A job's LoRAs, of any kind and rank, are packed in one tensor for one
+copy to the device.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import nn
 
+from worker.engine.lora import safetensors
 from worker.engine.lora.file import LoraFile, WeightDelta
-from worker.engine.lora.names import LayerId, Network, adaptable_layers
+from worker.engine.lora.kinds import Factors, Stack, StackedChange
+from worker.engine.lora.layout import LayerId, Network, adaptable_layers
+from worker.engine.lora.safetensors import Place
 
 LoraKey = tuple[object, ...]
 """What identifies LoRAs with their strengths; () for none."""
@@ -120,3 +125,237 @@ class Merger:
             merged += strength * delta.compute(original)
         self._merged.add(layer)
         weight.copy_(merged)
+
+
+#: Use, out and in: layers of one shape, whose weights are stacked and merged at once.
+Group = tuple[str, int, int]
+
+#: Matrix products run at full speed only on operands that are multiples of 16 bytes.
+_RANK_ALIGNMENT = 8
+
+#: Tensors begin at multiples of this in the packed bytes.
+_ALIGNMENT_BYTES = 16
+
+#: A change of one layer and its LoRA's strength.
+_Weighted = tuple[float, WeightDelta]
+
+
+@dataclass(frozen=True, slots=True)
+class _StackPlaces:
+    positions: Sequence[int]
+    index: Place
+    tensors: Mapping[str, Place]
+    scale: float
+    strength: float
+
+    def of(self, flat: torch.Tensor) -> Stack:
+        tensors = {name: place.of(flat) for name, place in self.tensors.items()}
+        return Stack(self.positions, self.index.of(flat), tensors, self.scale, self.strength)
+
+
+@dataclass(slots=True)
+class _GroupPlaces:
+    low_rank: tuple[Place, Place] | None = None
+    strength: float = 1.0
+    stacks: list[_StackPlaces] = field(default_factory=list)
+
+    def of(self, flat: torch.Tensor) -> StackedChange:
+        factors: Factors | None = None
+        if self.low_rank is not None:
+            up, down = self.low_rank
+            factors = (up.of(flat), down.of(flat))
+        return StackedChange(factors, self.strength, [each.of(flat) for each in self.stacks])
+
+
+@dataclass(frozen=True, slots=True)
+class PackedLoras:
+    """What LoRAs change in one network, and its place in one tensor of bytes.
+
+    The numbers stay in the files' tensors until the tensor is assembled: up to four jobs a slot are
+    held, which would be gigabytes.
+    """
+
+    size_bytes: int
+    places: Mapping[Group, _GroupPlaces]
+    _low_rank: Mapping[Group, Mapping[int, Sequence[_Weighted]]]
+    _stacked: Sequence[tuple[_StackPlaces, Sequence[WeightDelta]]]
+
+    def assemble(self) -> torch.Tensor:
+        """The tensor [size_bytes] in host memory."""
+        flat = safetensors.packs.take(self.size_bytes)
+        for group, change in self.by_group(flat).items():
+            if change.low_rank is not None:
+                _fill_low_rank(*change.low_rank, change.strength, self._low_rank[group])
+        for places, deltas in self._stacked:
+            stack = places.of(flat)
+            stack.index.copy_(torch.tensor(stack.positions))
+            for name, tensor in stack.tensors.items():
+                sources = [each.tensors[name].view(tensor.shape[1:]) for each in deltas]
+                torch._foreach_copy_(tensor.unbind(), sources)
+        return flat
+
+    def by_group(self, flat: torch.Tensor) -> dict[Group, StackedChange]:
+        """Views of *flat*, a copy on any device, for each changed group."""
+        return {group: places.of(flat) for group, places in self.places.items()}
+
+
+def pack(
+    loras: Sequence[AppliedLora],
+    network: Network,
+    groups: Mapping[Group, Sequence[str]],
+    *,
+    dtype: torch.dtype,
+    elsewhere: Collection[str] = (),
+) -> PackedLoras | None:
+    """The changes of *loras* at their strengths; None if they change a layer that no slot can hold.
+
+    *groups* are the paths of the layers that are packed here, *elsewhere* of those that are held
+    in another way. Plain LoRAs are packed as *dtype*, other kinds as they are in the file.
+    """
+    known = {path: (group, at) for group, paths in groups.items() for at, path in enumerate(paths)}
+    plain: dict[Group, dict[int, list[_Weighted]]] = {}
+    others: dict[Group, dict[int, list[_Weighted]]] = {}
+    for lora in loras:
+        for path, delta in lora.file.deltas[network].items():
+            if path in known:
+                group, at = known[path]
+                kind = plain if delta.tensors.keys() == {"down", "up"} else others
+                weighted = (lora.weights[network], delta)
+                kind.setdefault(group, {}).setdefault(at, []).append(weighted)
+            elif path not in elsewhere:
+                return None
+    packer = _Packer()
+    for group, by_layer in plain.items():
+        packer.add_low_rank(group, len(groups[group]), by_layer, dtype)
+    for group, by_layer in others.items():
+        packer.add_stacks(group, by_layer)
+    return packer.pack()
+
+
+class _Packer:
+    """Finds each tensor's place."""
+
+    def __init__(self) -> None:
+        self._places: dict[Group, _GroupPlaces] = {}
+        self._low_rank: dict[Group, Mapping[int, Sequence[_Weighted]]] = {}
+        self._stacked: list[tuple[_StackPlaces, Sequence[WeightDelta]]] = []
+        self._size = 0
+
+    def add_low_rank(
+        self,
+        group: Group,
+        layers: int,
+        by_layer: Mapping[int, Sequence[_Weighted]],
+        dtype: torch.dtype,
+    ) -> None:
+        _, outer, inner = group
+        rank = max(map(_rank, by_layer.values()))
+        rank += -rank % _RANK_ALIGNMENT
+        up = self._place(dtype, (layers, outer, rank))
+        down = self._place(dtype, (layers, rank, inner))
+        places = self._places.setdefault(group, _GroupPlaces())
+        places.low_rank = (up, down)
+        # The device multiplies by it, so that the factors of most jobs are copied as they are.
+        strengths = [_strength(each) for weighted in by_layer.values() for each in weighted]
+        places.strength = max(strengths, key=abs) or 1.0
+        self._low_rank[group] = by_layer
+
+    def add_stacks(self, group: Group, by_layer: Mapping[int, Sequence[_Weighted]]) -> None:
+        """Stacks what has equal names, shapes, scales and strengths, once for each layer."""
+        alike: dict[object, dict[int, _Weighted]] = {}
+        for at, changes in sorted(by_layer.items()):
+            for strength, delta in changes:
+                tensors = [
+                    (name, each.dtype, _as_linear(each.shape))
+                    for name, each in sorted(delta.tensors.items())
+                ]
+                number = 0
+                while at in alike.get(key := (number, strength, delta.scale, *tensors), {}):
+                    number += 1
+                alike.setdefault(key, {})[at] = (strength, delta)
+        for stacked in alike.values():
+            ((strength, first), *_) = stacked.values()
+            places = _StackPlaces(
+                list(stacked),
+                self._place(torch.int64, (len(stacked),)),
+                {
+                    name: self._place(each.dtype, (len(stacked), *_as_linear(each.shape)))
+                    for name, each in first.tensors.items()
+                },
+                first.scale,
+                strength,
+            )
+            self._places.setdefault(group, _GroupPlaces()).stacks.append(places)
+            self._stacked.append((places, [delta for _, delta in stacked.values()]))
+
+    def pack(self) -> PackedLoras:
+        return PackedLoras(self._size, self._places, self._low_rank, self._stacked)
+
+    def _place(self, dtype: torch.dtype, shape: tuple[int, ...]) -> Place:
+        end = self._size + math.prod(shape) * dtype.itemsize
+        place = Place(dtype, shape, self._size, end)
+        self._size = end + -end % _ALIGNMENT_BYTES
+        return place
+
+
+def _as_linear(shape: Sequence[int]) -> tuple[int, ...]:
+    """The shape without a 1x1 kernel: such convolutions are stacked with linear layers."""
+    kernel = 2
+    return tuple(shape[:kernel]) if math.prod(shape[kernel:]) == 1 else tuple(shape)
+
+
+def _rank(weighted: Iterable[_Weighted]) -> int:
+    return sum(delta.tensors["down"].shape[0] for _, delta in weighted)
+
+
+def _strength(weighted: _Weighted) -> float:
+    strength, delta = weighted
+    return strength * delta.scale
+
+
+def _fill_low_rank(
+    up: torch.Tensor,
+    down: torch.Tensor,
+    largest: float,
+    by_layer: Mapping[int, Sequence[_Weighted]],
+) -> None:
+    """Sets *up* [layers, out, rank] and *down* [layers, rank, in]; zero where nothing changes.
+
+    Their products times *largest*, the largest strength, are the changes.
+    """
+    layers, _, rank = up.shape
+    if len(by_layer) < layers or any(_rank(each) < rank for each in by_layer.values()):
+        up.zero_()
+        down.zero_()
+    parts: dict[tuple[int, int], tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]] = {}
+    targets: list[torch.Tensor] = []
+    sources: list[torch.Tensor] = []
+    for layer, changes in by_layer.items():
+        begin = 0
+        for weighted in changes:
+            factors = weighted[1].tensors
+            end = begin + factors["down"].shape[0]
+            if (begin, end) not in parts:
+                parts[begin, end] = (up[:, :, begin:end].unbind(), down[:, begin:end].unbind())
+            ups, downs = parts[begin, end]
+            # A small strength would take float16 to its smallest numbers: half of it goes to each
+            # factor, to one of them as a power of two, which is exact.
+            strength = _strength(weighted) / largest
+            _, exponent = math.frexp(strength)
+            half = 2.0 ** (exponent // 2)
+            scaled = (
+                (ups[layer], factors["up"], strength / half),
+                (downs[layer], factors["down"], half),
+            )
+            for target, source, factor in scaled:
+                numbers = source.flatten(1)
+                if factor == 1:
+                    targets.append(target)
+                    sources.append(numbers)
+                else:
+                    # Rounded once.
+                    exact = numbers if numbers.dtype == target.dtype else numbers.float()
+                    torch.mul(exact, factor, out=target)
+            begin = end
+    if targets:  # one call for each would take longer than most copies
+        torch._foreach_copy_(targets, sources)

@@ -22,7 +22,7 @@ from torch import nn
 
 from imagefleet import errors
 from worker.engine.kernels.layers import Upsampler
-from worker.engine.lora import buffers, low_rank
+from worker.engine.lora import low_rank, safetensors
 from worker.engine.lora.merge import AppliedLora
 
 #: The highest rank, that of one job's LoRAs added up, of a 3x3 convolution (where 128 should cost a
@@ -305,7 +305,7 @@ class ConvolutionPack:
 
     def assemble(self) -> torch.Tensor:
         """The tensor in host memory."""
-        flat = buffers.packs.take(self.size_bytes).view(self.dtype).zero_()
+        flat = safetensors.packs.take(self.size_bytes).view(self.dtype).zero_()
         for shape, (ups, downs) in self.by_shape(flat).items():
             for up, down, path in zip(ups, downs, self._groups[shape], strict=True):
                 at = 0

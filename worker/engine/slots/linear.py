@@ -23,10 +23,10 @@ import torch.nn.functional as F  # noqa: N812 - its name everywhere
 from torch import nn
 
 from imagefleet import errors
-from worker.engine.lora import buffers
-from worker.engine.lora.names import Network, adaptable_layers
-from worker.engine.lora.pack import Group
-from worker.engine.lora.stacked import StackedChange
+from worker.engine.lora import safetensors
+from worker.engine.lora.kinds import StackedChange
+from worker.engine.lora.layout import Network, adaptable_layers
+from worker.engine.lora.merge import Group
 from worker.engine.slots.convolution import LowRankChange
 
 #: The most bytes of one tensor with weights for all slots. Of SDXL's shapes the largest would take
@@ -202,7 +202,7 @@ def _stack_weights(layers: Sequence[nn.Module], *, in_host_memory: bool = False)
     flat = [weight.flatten(1) for weight in originals]
     if in_host_memory:
         size = sum(weight.nbytes for weight in flat)
-        stacked = buffers.layers.take(size).view(flat[0].dtype).view(len(flat), *flat[0].shape)
+        stacked = safetensors.layers.take(size).view(flat[0].dtype).view(len(flat), *flat[0].shape)
         for place, weight in zip(stacked, flat, strict=True):
             place.copy_(weight)
     else:

@@ -12,7 +12,7 @@ import torch
 
 from imagefleet import errors
 from imagefleet.telemetry import host
-from worker.engine.lora import buffers
+from worker.engine.lora import safetensors
 
 log = logging.getLogger(__name__)
 
@@ -219,7 +219,7 @@ def choose_weights(
 
 def copy_rate(device: torch.device) -> float:
     """Bytes/s from the host's memory to a GPU, the faster of two copies."""
-    source = buffers.packs.take(_TIMED_BYTES)
+    source = safetensors.packs.take(_TIMED_BYTES)
     copy = torch.empty_like(source, device=device)
     seconds = []
     for _ in range(2):

@@ -19,7 +19,7 @@ from worker.engine.control import request as control_request
 from worker.engine.control.held import ControlNets
 from worker.engine.control.request import PreparedControl
 from worker.engine.lora import file as lora_file
-from worker.engine.lora import merge, names, pack
+from worker.engine.lora import layout, merge
 from worker.engine.noise import NoiseStream
 from worker.engine.passes import init_image, low_resolution, upscaling
 from worker.engine.passes import steps as pass_steps
@@ -48,7 +48,7 @@ _MAX_LORAS = 16
 LORA_CACHE_BYTES = 2 * 1024**3
 
 #: The layers of each network whose LoRAs can be packed.
-Groups = Mapping[names.Network, Mapping[pack.Group, Sequence[str]]]
+Groups = Mapping[layout.Network, Mapping[merge.Group, Sequence[str]]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,11 +62,11 @@ class PreparedRequest:
     loras: tuple[merge.AppliedLora, ...]
     unet_loras: tuple[merge.AppliedLora, ...]
     text_encoder_loras: tuple[merge.AppliedLora, ...]
-    unet_pack: pack.PackedLoras | None
+    unet_pack: merge.PackedLoras | None
     """The UNet's LoRAs for a slot; None if they must be merged into the shared weights instead."""
     convolution_pack: convolution.ConvolutionPack | None
     """The LoRAs' changes of convolutions; None if they must be merged instead, and then all are."""
-    text_encoder_packs: Mapping[names.Network, pack.PackedLoras | None]
+    text_encoder_packs: Mapping[layout.Network, merge.PackedLoras | None]
     image: init_image.PreparedImage | None = None
     """What it begins with beside noise."""
     second: PreparedRequest | None = None
@@ -158,7 +158,7 @@ class RequestPreparer:
             for network, each in checkpoint.text_encoders.items()
         }
         self._embedding_cache = embeddings.EmbeddingCache(widths, checkpoint.text_encoder.dtype)
-        layers = names.Layers(checkpoint.unet, checkpoint.text_encoders)
+        layers = layout.Layers(checkpoint.unet, checkpoint.text_encoders)
         self._lora_cache = lora_file.LoraCache(layers, lora_cache_bytes)
         self.lora_lookups: Mapping[str, int] = self._lora_cache.lookups
         self.upscalers = UpscalerCache(checkpoint.unet.device)
@@ -319,7 +319,7 @@ class RequestPreparer:
             raise errors.JobError(f"the prompt has {len(loras)} LoRAs; at most {_MAX_LORAS} work")
         networks = self._checkpoint.family.networks
         files: dict[lora_file.Identity, lora_file.LoraFile] = {}
-        weights: dict[lora_file.Identity, dict[names.Network, float]] = {}
+        weights: dict[lora_file.Identity, dict[layout.Network, float]] = {}
         for lora in loras:
             self._may_go_on.wait()
             file = self._lora_cache.get(lora)
@@ -332,8 +332,10 @@ class RequestPreparer:
         return tuple(merge.AppliedLora(files[each], weights[each]) for each in effective)
 
     def _pack(
-        self, loras: Sequence[merge.AppliedLora], network: names.Network
-    ) -> pack.PackedLoras | None:
+        self, loras: Sequence[merge.AppliedLora], network: layout.Network
+    ) -> merge.PackedLoras | None:
         elsewhere = self._held_as_convolutions if network == "unet" else ()
         own = self._checkpoint.unet if network == "unet" else self._encoders[network]
-        return pack.pack(loras, network, self.groups[network], dtype=own.dtype, elsewhere=elsewhere)
+        return merge.pack(
+            loras, network, self.groups[network], dtype=own.dtype, elsewhere=elsewhere
+        )

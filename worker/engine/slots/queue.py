@@ -11,10 +11,9 @@ from typing import Literal, NamedTuple
 import torch
 
 from worker.engine.lora.file import Identity
-from worker.engine.lora.merge import LoraKey
-from worker.engine.lora.names import Network
-from worker.engine.lora.pack import Group
-from worker.engine.lora.stacked import StackedChange
+from worker.engine.lora.kinds import StackedChange
+from worker.engine.lora.layout import Network
+from worker.engine.lora.merge import Group, LoraKey
 from worker.engine.noise import NoiseStream
 from worker.engine.sampler import Inpainting
 from worker.engine.slots import convolution

@@ -25,9 +25,9 @@ from worker.engine.checkpoint import Checkpoint
 from worker.engine.control.held import ControlNets
 from worker.engine.families import sdxl
 from worker.engine.lora import merge
-from worker.engine.lora.names import Network
-from worker.engine.lora.pack import Group
-from worker.engine.lora.stacked import StackedChange
+from worker.engine.lora.kinds import StackedChange
+from worker.engine.lora.layout import Network
+from worker.engine.lora.merge import Group
 from worker.engine.passes.images import ImageCoder
 from worker.engine.passes.upscaling import Upscaling
 from worker.engine.sampler import Inpainting

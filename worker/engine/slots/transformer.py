@@ -11,8 +11,8 @@ from torch import nn
 
 from imagefleet import errors
 from worker.engine.kernels.layers import Attend, KernelSelector, default_attention
-from worker.engine.lora.pack import Group
-from worker.engine.lora.stacked import StackedChange
+from worker.engine.lora.kinds import StackedChange
+from worker.engine.lora.merge import Group
 from worker.engine.slots.linear import SlotLinear, WeightStack, stack_by_shape
 
 UNKNOWN_UNET = "this UNet is not of Stable Diffusion's architecture, the only one supported"

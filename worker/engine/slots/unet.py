@@ -22,8 +22,8 @@ from torch import nn
 
 from imagefleet import errors
 from worker.engine.kernels.layers import KernelSelector, Upsampler, default_attention
-from worker.engine.lora.pack import Group
-from worker.engine.lora.stacked import TEMPORARY_BYTES, StackedChange
+from worker.engine.lora.kinds import TEMPORARY_BYTES, StackedChange
+from worker.engine.lora.merge import Group
 from worker.engine.slots import convolution
 from worker.engine.slots.convolution import LowRankChange, SlotChanges, SlotConv
 from worker.engine.slots.linear import (

@@ -12,7 +12,6 @@ import json
 import lzma
 import os
 import tarfile
-import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path, PurePosixPath
@@ -20,7 +19,7 @@ from typing import Any
 
 from imagefleet import errors
 from imagefleet.files.kinds import KERNELS
-from worker.files.disk_cache import DiskCache
+from worker.files.disk_cache import DiskCache, appearing
 from worker.files.kernels.key import Key
 
 (SUFFIX,) = KERNELS.suffixes
@@ -66,7 +65,7 @@ def pack(
     sizes = [len(_read(path, folder)) if _has_paths(path) else _size(path) for path in files]
     header = Header(key, len(files), sum(sizes))
     packed = 0
-    with _appearing(target) as part:
+    with appearing(target) as part:
         # Without times and owners, which would make each archive another.
         with tarfile.open(part, "w:xz", format=tarfile.GNU_FORMAT) as tar:
             _add(tar, HEADER, json.dumps(asdict(header), indent=2, sort_keys=True).encode())
@@ -189,7 +188,7 @@ def _read(path: Path, folder: Path) -> bytes:
 def _write(path: Path, content: bytes, folder: Path) -> None:
     if path.exists():
         return
-    with _appearing(path) as part:
+    with appearing(path) as part:
         own = content.replace(_FOLDER, os.fsencode(folder)) if _has_paths(path) else content
         part.write_bytes(own)
 
@@ -206,17 +205,3 @@ def _add(tar: tarfile.TarFile, name: str, content: bytes) -> None:
     entry = tarfile.TarInfo(name)
     entry.size, entry.mode = len(content), 0o644
     tar.addfile(entry, io.BytesIO(content))
-
-
-@contextlib.contextmanager
-def _appearing(target: Path) -> Iterator[Path]:
-    """A temporary file that becomes *target* at the end of the block."""
-    target.parent.mkdir(parents=True, exist_ok=True)
-    descriptor, name = tempfile.mkstemp(dir=target.parent, prefix=".", suffix=".part")
-    os.close(descriptor)
-    part = Path(name)
-    try:
-        yield part
-        part.replace(target)
-    finally:
-        part.unlink(missing_ok=True)

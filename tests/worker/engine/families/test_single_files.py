@@ -18,7 +18,7 @@ from worker.engine.families import noise, sd1, sd2, sdxl
 from worker.engine.families.find import FAMILIES
 from worker.engine.families.x4_upscaler import UNET_CONFIG, X4_UPSCALER
 from worker.engine.lora import original_names
-from worker.engine.lora.names import adaptable_layers
+from worker.engine.lora.layout import adaptable_layers
 from worker.files import check
 
 Weights = dict[str, torch.Tensor]

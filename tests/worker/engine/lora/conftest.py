@@ -7,15 +7,15 @@ from typing import Any
 import pytest
 
 from worker.engine.lora import file as lora_file
-from worker.engine.lora import names
+from worker.engine.lora import layout
 
 
 @pytest.fixture(scope="module")
-def layers(engine: Any) -> names.Layers:
-    layers: names.Layers = engine._preparer._lora_cache._layouts.layers
+def layers(engine: Any) -> layout.Layers:
+    layers: layout.Layers = engine._preparer._lora_cache._layouts.layers
     return layers
 
 
 @pytest.fixture
-def cache(layers: names.Layers) -> lora_file.LoraCache:
+def cache(layers: layout.Layers) -> lora_file.LoraCache:
     return lora_file.LoraCache(layers, cache_bytes=10**9)

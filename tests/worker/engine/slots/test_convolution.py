@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 
 from worker.engine import contract
-from worker.engine.lora.names import adaptable_layers
+from worker.engine.lora.layout import adaptable_layers
 from worker.engine.slots import convolution, step
 from worker.engine.slots import engine as slots
 

@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 
 from evaluation.bench import random_model
 from worker.engine import contract
-from worker.engine.lora.names import adaptable_layers
+from worker.engine.lora.layout import adaptable_layers
 from worker.engine.slots import linear, queue, step
 
 #: See test_engine.

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from worker.engine.lora import file as lora_file
-from worker.engine.lora import merge, pack
-from worker.engine.lora.names import Network
-from worker.engine.lora.stacked import StackedChange
+from worker.engine.lora import merge
+from worker.engine.lora.kinds import StackedChange
+from worker.engine.lora.layout import Network
 
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -91,7 +91,7 @@ def make_lora(
 
 
 def unpack(loras: Sequence[merge.AppliedLora], dtype: torch.dtype = torch.float32) -> StackedChange:
-    packed = pack.pack(loras, "unet", GROUPS, dtype=dtype)
+    packed = merge.pack(loras, "unet", GROUPS, dtype=dtype)
     assert packed is not None
     # As a device would have them: no tensor of the file itself, and another copy of the bytes.
     return packed.by_group(packed.assemble().clone())[GROUP]
@@ -214,14 +214,14 @@ def test_a_small_alpha_loses_no_digits_in_float16(others: int) -> None:
 
 def test_a_layer_that_slots_cannot_hold_is_packed_only_where_something_else_holds_it() -> None:
     lora = make_lora(LORA, paths=["one", "a convolution"])
-    assert pack.pack([lora], "unet", GROUPS, dtype=torch.float32) is None
+    assert merge.pack([lora], "unet", GROUPS, dtype=torch.float32) is None
     elsewhere = {"a convolution"}
-    packed = pack.pack([lora], "unet", GROUPS, dtype=torch.float32, elsewhere=elsewhere)
+    packed = merge.pack([lora], "unet", GROUPS, dtype=torch.float32, elsewhere=elsewhere)
     assert packed is not None
     original = draw(5, OUT, IN)
     found = merged(packed.by_group(packed.assemble())[GROUP], original)
     torch.testing.assert_close(found, expected([lora], original), rtol=1e-5, atol=1e-5)
-    assert pack.pack([], "unet", {}, dtype=torch.float32) is not None
+    assert merge.pack([], "unet", {}, dtype=torch.float32) is not None
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -230,7 +230,7 @@ def test_a_layer_that_slots_cannot_hold_is_packed_only_where_something_else_hold
 def test_a_gpu_merges_the_same(kind: str, dtype: torch.dtype) -> None:
     loras = [make_lora(KINDS[kind], dtype=dtype), make_lora(LOHA, 0.2, ["one"], dtype=dtype)]
     original = draw(5, OUT, IN).to(dtype)
-    packed = pack.pack(loras, "unet", GROUPS, dtype=dtype)
+    packed = merge.pack(loras, "unet", GROUPS, dtype=dtype)
     assert packed is not None
     change = packed.by_group(packed.assemble().cuda())[GROUP]
     on_cpu, on_gpu = merged(unpack(loras, dtype), original), merged(change, original.cuda())
