@@ -30,7 +30,7 @@ WARM_SECONDS = {"cuda": 10.0, "cpu": 4.0}
 
 def measure(asked: Asked) -> tuple[Sequence[Row], dict[str, Any]]:
     """Runs of real workers, from the queue to the stored image."""
-    fields = {"sampler_name": "Euler a", "steps": asked.steps or STEPS}
+    fields: dict[str, Any] = {"sampler_name": "Euler a", "steps": asked.steps or STEPS}
     fields |= Change.read(asked.set_ or []).values
     if "model" in fields:
         raise errors.SetupError("--set model: all jobs are of --model")

@@ -44,24 +44,9 @@ def command(
     """
     for path in (output, json_file):
         console.check_writable(path)
-    plan = run.Plan(
-        a=sides.read(a),
-        b=sides.read(b),
-        storages=(settings, run.other_storage(settings, drawing.other_storage)),
-        file=drawing.jobs,
-        count=drawing.count,
-        steps=drawing.steps,
-        model=drawing.model,
-        lora_directory=drawing.lora_directory,
-        embedding_directory=drawing.embedding_directory,
-        device=drawing.device,
-        keep=drawing.keep,
-        extractor=judging.extractor,
-        clip=judging.clip,
-        reference=judging.reference,
-        bounds=Bounds.read(judging.set_ or ()),
-        worst=judging.limit,
-    )
+    bounds = Bounds.read(judged.set_ or ())
+    storages = settings, run.other_storage(settings, drawn.other_storage)
+    plan = Plan(sides.read(a), sides.read(b), storages, drawn, judged, bounds)
     result = run.run(plan, with_pictures=output is not None, quiet=as_json)
     _warn(result)
     record = result.as_json()
