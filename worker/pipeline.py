@@ -30,17 +30,16 @@ from worker.jobs.depth import measure_depth
 from worker.jobs.in_flight import InFlightJob
 from worker.metrics import EngineCollector, Outcome, WorkerMetrics
 from worker.models.change import Following, WorkerModels, make_queues, note_served
-from worker.node import reference, suspects
+from worker.node import reference
 from worker.node.check import NodeCheck
 from worker.node.quarantine import Quarantine
 from worker.node.self_check import NodeSelfCheck
-from worker.node.suspects import Suspects
-from worker.node.watchdog import NO_LIMITS, Diagnose, NodeLimits, NodeWatchdog
+from worker.node.watchdog import NO_LIMITS, Diagnose, NodeLimits, NodeWatchdog, Suspects
 from worker.progress import Phase
 from worker.pull import Puller
 from worker.replica import UNKNOWN, Replica
 from worker.salad.reallocation import Reallocation
-from worker.settings import WorkerSettings
+from worker.settings import WorkerSettings, machine_name
 from worker.settle import Settler
 from worker.stages import record
 from worker.stages.generate import GenerateStage
@@ -165,7 +164,7 @@ class Pipeline:
             group=settings.group,
             priority=settings.priority,
         )
-        self._quarantine = Quarantine(storage.files, frozenset({settings.name, suspects.machine()}))
+        self._quarantine = Quarantine(storage.files, frozenset({settings.name, machine_name()}))
         self._upload: UploadStage | None = None
         self._earlier_images = 0  # of the models before
         self._is_draining = False

@@ -15,8 +15,7 @@ from worker.gpu_thread import EngineThread
 from worker.inputs.job_files import JobFiles
 from worker.metrics import WorkerMetrics
 from worker.node.self_check import NodeSelfCheck
-from worker.node.suspects import Suspects
-from worker.node.watchdog import NodeWatchdog
+from worker.node.watchdog import NodeWatchdog, Suspects
 from worker.pull import Puller
 from worker.settings import WorkerSettings
 from worker.settle import Settler

@@ -20,8 +20,7 @@ from worker.cost import CostMeter
 from worker.engine import contract
 from worker.jobs.in_flight import InFlightImage
 from worker.metrics import WorkerMetrics
-from worker.node.suspects import Suspects, file_name
-from worker.node.watchdog import NodeWatchdog
+from worker.node.watchdog import NodeWatchdog, Suspects, file_name
 from worker.settle import Settler
 from worker.stages import encode
 
