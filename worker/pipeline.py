@@ -38,7 +38,7 @@ from worker.node.watchdog import NO_LIMITS, Diagnose, NodeLimits, NodeWatchdog, 
 from worker.progress import Phase
 from worker.pull import Puller
 from worker.replica import UNKNOWN, Replica
-from worker.salad.reallocation import Reallocation
+from worker.salad.metadata import Reallocation
 from worker.settings import WorkerSettings, machine_name
 from worker.settle import Settler
 from worker.stages import record
@@ -136,7 +136,7 @@ class Pipeline:
             flush_seconds=record.flush_seconds(storage.url, settings.lease_seconds),
         )
         self._watchdog = NodeWatchdog(self.engine_thread, machine.limits, self.metrics)
-        self._reallocation = machine.reallocation or Reallocation(None, self.metrics)
+        self._reallocation = machine.reallocation
         self._puller = Puller(
             self._queue, self._keeper, self.settler, self.engine_thread, self.metrics, settings
         )
@@ -429,7 +429,7 @@ class Pipeline:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(LAST_JOBS_SECONDS):
                     await self.settler.nothing_in_flight.wait()
-            if not self._reallocation.is_possible or await self._reallocation.request(reason):
+            if self._reallocation is None or await self._reallocation.request(reason):
                 raise errors.NodeError(reason)
             self._puller.resume()
             self.ready = True

@@ -34,7 +34,7 @@ from pathlib import Path
 from typing import Any
 
 from worker.files.kernels import archive
-from worker.files.kernels.key import Key
+from worker.files.kernels.archive import Key
 
 DEMO = Path(__file__).parents[2] / "demo_model"
 
@@ -98,13 +98,13 @@ def main() -> None:
         rows["same folder"] = measured(options.model, options.device, first)
         key = Key(**dict.fromkeys(Key.__slots__, "this machine"))
         began_at = time.perf_counter()
-        header = archive.pack(first, key, packed)
+        files = archive.pack(first, key, packed)
         packed_at = time.perf_counter()
         archive.unpack(packed, moved, key)
         rows["archive"] = {
             "bytes": packed.stat().st_size,
-            "unpacked_bytes": header.bytes,
-            "files": header.files,
+            "unpacked_bytes": archive.check(packed)[1],
+            "files": files,
             "pack_seconds": round(packed_at - began_at, 1),
             "unpack_seconds": round(time.perf_counter() - packed_at, 1),
         }

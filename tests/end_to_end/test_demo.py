@@ -142,11 +142,11 @@ def test_a_folder_that_is_not_the_demos_is_not_emptied(tmp_path: Path) -> None:
     precious.parent.mkdir()
     precious.write_text("keep me")
 
-    result = run(COMMAND, "demo", "--directory", ".", cwd=tmp_path)
+    result = run(COMMAND, "demo", "--output", ".", cwd=tmp_path)
 
     assert result.returncode == 2
     assert result.stderr == (
-        "error: storage exists and is not from a demo: choose another --directory\n"
+        "error: storage exists and is not from a demo: choose another --output\n"
     )
     assert precious.read_text() == "keep me"
 

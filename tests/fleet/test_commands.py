@@ -206,7 +206,7 @@ def test_an_error_leaves_stdout_empty_with_json_too(
 
 def test_a_watch_with_json_is_a_document_per_line(filled: Path) -> None:
     with subprocess.Popen(
-        [COMMAND, "status", "--watch", "--json"],
+        [COMMAND, "status", "--follow", "--json"],
         cwd=filled,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

@@ -120,8 +120,9 @@ killed, whole = map(Path, sys.argv[4:])
 
 
 def run(folder):
-    asked = session.Asked(settings, "curve", reference, extractor, None, "cpu", folder, 1, (1, 1),
-                          None, False, True)
+    networks = session.Networks(reference, extractor)
+    computing = session.Computing(processes=1, state=folder)
+    asked = session.Asked(settings, "curve", networks, computing, None, quiet=True)
     return session.run(asked).model_dump_json()
 
 
