@@ -111,10 +111,8 @@ class JobQueue(Protocol):
     async def send(self, bodies: Iterable[str]) -> None:
         """Adds messages that never expire; when it returns, they are stored durably.
 
-        After an error, some of them may be stored: jobs have ids, so sending twice is harmless.
-
-        Raises:
-            JobError: a body is over 64 KiB; none was sent.
+        After an error some may be stored: jobs have ids, so sending twice is harmless. After a
+        JobError, for a body over 64 KiB, none is.
         """
 
     async def receive(self, max_messages: int, lease_seconds: float) -> list[LeasedMessage]:
@@ -128,27 +126,17 @@ class JobQueue(Protocol):
     ) -> LeasedMessage:
         """Extends a lease to *lease_seconds* from now; returns the message with its new receipt.
 
-        *body* replaces the message's text.
-
-        Raises:
-            LeaseLost: the receipt is stale, or the message was deleted.
+        *body* replaces the message's text. As `release` and `delete`, it raises LeaseLost if the
+        receipt is stale or the message was deleted.
         """
 
     async def release(
         self, message: LeasedMessage, delay_seconds: float = 0, body: str | None = None
     ) -> None:
-        """Hands a message back: others see it after *delay_seconds*, with *body* as its text.
-
-        Raises:
-            LeaseLost: as for renew.
-        """
+        """Hands a message back: others see it after *delay_seconds*, with *body* as its text."""
 
     async def delete(self, message: LeasedMessage) -> None:
-        """Acknowledges a message, which deletes it.
-
-        Raises:
-            LeaseLost: as for renew.
-        """
+        """Acknowledges a message, which deletes it."""
 
     def browse(self) -> AsyncIterator[Message]:
         """Iterates over the visible messages, and leaves them visible.

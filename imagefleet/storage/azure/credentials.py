@@ -126,7 +126,7 @@ class RotatingTokens:
         self.credentials: dict[tuple[Resource, str | None, int], AzureSasCredential] = {
             (each, None, 0): AzureSasCredential("") for each in get_args(Resource)
         }
-        self._tokens: sas_tokens.Tokens | None = None
+        self.tokens: sas_tokens.Tokens | None = None
         self._refreshing: asyncio.Task[None] | None = None
         self._failure: errors.FleetError | None = None
         self._refusal_logged = False
@@ -135,13 +135,9 @@ class RotatingTokens:
         """The credential of a queue or container, of a *model*'s queue if given."""
         key = resource, model, shard
         if key not in self.credentials:
-            token = self._tokens.of(*key) if self._tokens else ""
+            token = self.tokens.of(*key) if self.tokens else ""
             self.credentials[key] = AzureSasCredential(token)
         return self.credentials[key]
-
-    def shards(self, resource: Resource, model: str | None) -> int:
-        """The number of a queue's shards that have a token."""
-        return self._tokens.shards_of(resource, model) if self._tokens else 1
 
     async def refresh_if_due(self) -> None:
         """Waits for the first tokens; later ones are fetched while the request goes on.
@@ -214,7 +210,7 @@ class RotatingTokens:
         if tokens is None:
             return
         self._refusal_logged = False
-        self._tokens = tokens
+        self.tokens = tokens
         for key, credential in self.credentials.items():
             if token := tokens.of(*key):  # not every model's queue has one
                 credential.update(token)
@@ -239,17 +235,14 @@ class Credentials:
         settings: StorageSettings,
         identity_token: sas_tokens.IdentityToken | None = None,
     ) -> None:
-        self._to_close: RotatingTokens | AsyncTokenCredential | None = None
         source = sas_tokens.source_of(settings, identity_token)
         self._rotating = None if source is None else RotatingTokens(source)
         self._fixed: sas_tokens.Tokens | None = None
         self._identity: AsyncTokenCredential | None = None
-        if self._rotating is not None:
-            self._to_close = self._rotating
-            return
-        self._fixed = sas_tokens.fixed_tokens(settings, address.sas)
-        if self._fixed is None and not address.has_key:
-            self._identity = self._to_close = _workload_identity(settings.queue)
+        if self._rotating is None:
+            self._fixed = sas_tokens.fixed_tokens(settings, address.sas)
+            if self._fixed is None and not address.has_key:
+                self._identity = _workload_identity(settings.queue)
 
     def of(self, resource: Resource, model: str | None = None, shard: int = 0) -> Access:
         """The credential of a queue or container; a job queue may be a *model*'s, and a shard."""
@@ -261,14 +254,12 @@ class Credentials:
 
     def shards(self, resource: Resource, model: str | None) -> int:
         """How many shards of a job queue there are tokens for."""
-        tokens = self._rotating or self._fixed
-        if isinstance(tokens, RotatingTokens):
-            return tokens.shards(resource, model)
+        tokens = self._rotating.tokens if self._rotating else self._fixed
         return tokens.shards_of(resource, model) if tokens else 1
 
     async def close(self) -> None:
-        if self._to_close is not None:
-            await self._to_close.close()
+        if to_close := self._rotating or self._identity:
+            await to_close.close()
 
 
 def _workload_identity(queue: str) -> AsyncTokenCredential:
