@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Self
 
 from imagefleet.storage.local.blobs import LocalBlobs
-from imagefleet.storage.local.queue import LocalQueue, QueueFile
+from imagefleet.storage.local.file import QueueFile
+from imagefleet.storage.local.queue import LocalQueue
 from imagefleet.storage.protocol import Operations
 from imagefleet.storage.routing.models import ModelQueues
 from imagefleet.storage.settings import Priority, StorageSettings
@@ -34,8 +35,8 @@ class LocalStorage:
         self.queue = self.models.all
 
     async def create(self) -> None:
-        await self._file.create([*(each.name for each in self.queues.values()), self.poison.name])
         await self.models.create()
+        await self.poison.create()
         await self.blobs.create_folder()
         await self.files.create_folder()
 
