@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Annotated
 
 import typer
 from rich import markup, progress
@@ -20,6 +19,7 @@ from rich import markup, progress
 from fleet import console, load_progress, options
 from fleet.campaigns import target
 from fleet.files import missing
+from fleet.options import argument, option
 from imagefleet import errors
 from imagefleet.storage.open import Storage, open_storage
 from imagefleet.storage.queue_names import MAX_SHARDS
@@ -49,35 +49,20 @@ _MANY_JOBS = 20_000
 class Jobs:
     """Which jobs are made of the file."""
 
-    file: Annotated[
-        str,
-        typer.Argument(
-            metavar="FILE",
-            help="A template (.yaml, .toml), a file of jobs (.jsonl, .json, .csv, .parquet, .txt"
-            " with a prompt per line; all but Parquet also as .gz), or - for standard input.",
-        ),
-    ]
-    form: options.JobFormat = None
-    count: Annotated[int | None, typer.Option(min=1, help="Number of jobs; overrides FILE's.")] = (
-        None
+    file: str = argument(
+        "A template (.yaml, .toml), a file of jobs (.jsonl, .json, .csv, .parquet, .txt"
+        " with a prompt per line; all but Parquet also as .gz), or - for standard input.",
+        metavar="FILE",
     )
-    seed: Annotated[
-        int | None,
-        typer.Option(
-            min=0,
-            max=2**63 - 1,
-            help="Overrides the template's seed; another seed gives other jobs.",
-        ),
-    ] = None
-    campaign: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME", help="Campaign of the jobs without one: the folder of their images."
-        ),
-    ] = None
-    skip_invalid: Annotated[
-        bool, typer.Option("--skip-invalid", help="Skip what is not a valid job.")
-    ] = False
+    form: options.JobFormat = None
+    count: int | None = option("Number of jobs; overrides FILE's.", min=1)
+    seed: int | None = option(
+        "Overrides the template's seed; another seed gives other jobs.", min=0, max=2**63 - 1
+    )
+    campaign: str | None = option(
+        "Campaign of the jobs without one: the folder of their images.", metavar="NAME"
+    )
+    skip_invalid: bool = option("Skip what is not a valid job.", default=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,55 +70,35 @@ class Sending:
     """Where the jobs are sent, and from which of them on."""
 
     priority: options.JobPriority = "normal"
-    model: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="NAME",
-            help="A model that workers have from elsewhere than the storage; repeatable.",
-        ),
-    ] = None
-    shards: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            max=MAX_SHARDS,
-            metavar="N",
-            help="Queues of the storage that each job queue is spread over from now on, for more"
-            " than 2,000 messages/s; workers find out. Default: as it is.",
-        ),
-    ] = None
-    restart: Annotated[
-        bool, typer.Option("--restart", help="Discard the checkpoint; begin with the first job.")
-    ] = False
-    state: Annotated[
-        Path | None,
-        typer.Option(metavar="PATH", help="The checkpoint; default: next to FILE."),
-    ] = None
+    model: list[str] | None = option(
+        "A model that workers have from elsewhere than the storage; repeatable.", metavar="NAME"
+    )
+    shards: int | None = option(
+        "Queues of the storage that each job queue is spread over from now on, for more"
+        " than 2,000 messages/s; workers find out. Default: as it is.",
+        min=1,
+        max=MAX_SHARDS,
+        metavar="N",
+    )
+    restart: bool = option("Discard the checkpoint; begin with the first job.", default=False)
+    state: Path | None = option("The checkpoint; default: next to FILE.", metavar="PATH")
 
 
 @dataclass(frozen=True, slots=True)
 class Checking:
     """What is looked up in place of a load."""
 
-    dry_run: Annotated[
-        bool, options.dry_run("the number of jobs, and ten of them as JSON lines")
-    ] = False
-    check: Annotated[
-        bool,
-        typer.Option(
-            "--check",
-            help="Show which LoRAs, models and embeddings the jobs name that are not in the"
-            " storage; send nothing.",
-        ),
-    ] = False
-    lora_directory: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="PATH",
-            help="With --check: the folder of LoRAs that workers have besides those in the storage."
-            f" [env: {options.variable('lora_directory')}]",
-        ),
-    ] = None
+    dry_run: bool = options.dry_run("the number of jobs, and ten of them as JSON lines")
+    check: bool = option(
+        "Show which LoRAs, models and embeddings the jobs name that are not in the"
+        " storage; send nothing.",
+        default=False,
+    )
+    lora_directory: Path | None = option(
+        "With --check: the folder of LoRAs that workers have besides those in the storage."
+        f" [env: {options.variable('lora_directory')}]",
+        metavar="PATH",
+    )
 
 
 @options.from_settings(LoadSettings)
@@ -142,8 +107,8 @@ def command(
     jobs: Jobs,
     sending: Sending,
     checking: Checking,
-    quiet: Annotated[bool, typer.Option("--quiet", help="No progress.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the summary as JSON.")] = False,
+    quiet: bool = option("No progress.", default=False),
+    as_json: bool = option("Print the summary as JSON.", False, "--json"),
 ) -> None:
     """Fills the job queue from a template or a file of jobs.
 

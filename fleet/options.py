@@ -113,6 +113,30 @@ Value = TypeVar("Value")
 Command = Callable[..., Result]
 
 
+def option(text: str, default: Any = None, *flags: str, **terms: Any) -> Any:
+    """An option of a command or of its dataclass: the help, the default (...: none), typer's terms.
+
+    For `flat` and `from_settings`.
+    """
+    return _field(typer.Option, text, default, flags, terms)
+
+
+def argument(text: str, default: Any = ..., **terms: Any) -> Any:
+    """The same for an argument."""
+    return _field(typer.Argument, text, default, (), terms)
+
+
+def dry_run(what: str) -> Any:
+    """The option --dry-run, which means the same everywhere; *what* it shows differs."""
+    return option(f"Show {what}; change nothing.", default=False)
+
+
+def _field(make: Any, text: str, default: Any, flags: Iterable[str], terms: Any) -> Any:
+    found = dataclasses.MISSING if default is ... else default
+    metadata = {"make": make, "flags": flags, "terms": {"help": text, **terms}}
+    return dataclasses.field(default=found, metadata=metadata)
+
+
 def from_settings(model: type[BaseSettings]) -> Callable[[Command[Result]], Command[Result]]:
     """Gives a typer command one option for each field of *model*.
 
@@ -153,12 +177,16 @@ def _flat(
     groups: dict[str, Any] = {}
     flattened: list[inspect.Parameter] = []
     for name, parameter in parameters.items():
-        if name == leave_out:
-            continue
-        if dataclasses.is_dataclass(parameter.annotation):
-            groups[name] = parameter.annotation
-            flattened += _of_fields(parameter.annotation)
-        else:
+        if dataclasses.is_dataclass(group := parameter.annotation):
+            groups[name] = group
+            hints = get_type_hints(group, include_extras=True)
+            flattened += [
+                _as_typer_does(hints[each.name], each) for each in dataclasses.fields(group)
+            ]
+        elif isinstance(field := parameter.default, dataclasses.Field):
+            field.name = name
+            flattened.append(_as_typer_does(parameter.annotation, field))
+        elif name != leave_out:
             flattened.append(parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY))
     flattened += more
 
@@ -177,16 +205,17 @@ def _flat(
     return wrapper
 
 
-def _of_fields(group: Any) -> Iterator[inspect.Parameter]:
-    annotations = get_type_hints(group, include_extras=True)
-    for field in dataclasses.fields(group):
-        is_required = field.default is dataclasses.MISSING
-        yield inspect.Parameter(
-            field.name,
-            inspect.Parameter.KEYWORD_ONLY,
-            default=inspect.Parameter.empty if is_required else field.default,
-            annotation=annotations[field.name],
-        )
+def _as_typer_does(hint: Any, field: dataclasses.Field[Any]) -> inspect.Parameter:
+    if field.metadata:
+        flags = field.metadata["flags"] or ([flag(field.name)] if hint is bool else [])
+        hint = Annotated[hint, field.metadata["make"](*flags, **field.metadata["terms"])]
+    is_required = field.default is dataclasses.MISSING
+    return inspect.Parameter(
+        field.name,
+        inspect.Parameter.KEYWORD_ONLY,
+        default=inspect.Parameter.empty if is_required else field.default,
+        annotation=hint,
+    )
 
 
 def read(model: type[Settings], given: Mapping[str, Any]) -> Settings:
@@ -232,11 +261,6 @@ def by_setting(
         if name.upper() in own and variables[name] not in (None, ""):
             given[own[name.upper()]] = variables[name]
     return given
-
-
-def dry_run(what: str) -> Any:
-    """The option --dry-run, which means the same everywhere; *what* it shows differs."""
-    return typer.Option("--dry-run", help=f"Show {what}; change nothing.")
 
 
 def read_moment(flag: str, text: str | None) -> datetime | None:

@@ -8,7 +8,6 @@ from collections.abc import Collection
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Annotated
 
 import typer
 from rich.table import Table
@@ -19,6 +18,7 @@ from fleet.keys import mint as keys_mint
 from fleet.keys import signing
 from fleet.keys.check import Checked
 from fleet.keys.mint import Minted
+from fleet.options import argument, option
 from imagefleet import errors, validation
 from imagefleet.job.prompt import SAFE_NAME
 from imagefleet.storage.azure.roles import OPTIONAL, ROLES, Role, explain
@@ -51,64 +51,46 @@ app = typer.Typer(
 class Scope:
     """What the tokens of a role are for, beside the job queue and the images."""
 
-    model: Annotated[
-        list[str] | None,
-        typer.Option(metavar="NAME", help="A model whose jobs they are for as well; repeatable."),
-    ] = None
-    shards: Annotated[
-        int,
-        typer.Option(
-            min=1,
-            max=MAX_SHARDS,
-            metavar="N",
-            help="The shards of each job queue, as `imagefleet load --shards` made them.",
-        ),
-    ] = 1
-    chains: Annotated[
-        bool,
-        typer.Option(
-            "--chains",
-            help="For workers that draw jobs in several stages: they may read images, and add jobs"
-            " to all queues.",
-        ),
-    ] = False
+    model: list[str] | None = option(
+        "A model whose jobs they are for as well; repeatable.", metavar="NAME"
+    )
+    shards: int = option(
+        "The shards of each job queue, as `imagefleet load --shards` made them.",
+        1,
+        min=1,
+        max=MAX_SHARDS,
+        metavar="N",
+    )
+    chains: bool = option(
+        "For workers that draw jobs in several stages: they may read images, and add jobs"
+        " to all queues.",
+        default=False,
+    )
 
 
 @app.command("mint")
 @options.from_settings(StorageSettings)
 def mint_command(
     settings: StorageSettings,
-    role: Annotated[
-        str,
-        typer.Argument(
-            metavar="ROLE",
-            help=f"{', '.join(ROLES)}; or {SIGNING}, the key pair of signed jobs.",
-        ),
-    ],
+    *,
+    role: str = argument(
+        f"{', '.join(ROLES)}; or {SIGNING}, the key pair of signed jobs.", metavar="ROLE"
+    ),
     scope: Scope,
-    hours: Annotated[
-        float,
-        typer.Option(min=0.05, max=MAX_HOURS, metavar="HOURS", help="Lifetime of the tokens."),
-    ] = DEFAULT_HOURS,
-    policy: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME",
-            help="Tie them to a stored policy, so that `imagefleet keys revoke NAME` ends them"
-            " before they expire. The same name again makes more tokens of that policy.",
-        ),
-    ] = None,
-    file: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE",
-            help="Write them to this file, for IMAGEFLEET_SAS_FILE, and print none; of the private"
-            f" signing key [default: {signing.DEFAULT_FILE}].",
-        ),
-    ] = None,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print JSON, as --file writes it.")
-    ] = False,
+    hours: float = option(
+        "Lifetime of the tokens.", DEFAULT_HOURS, min=0.05, max=MAX_HOURS, metavar="HOURS"
+    ),
+    policy: str | None = option(
+        "Tie them to a stored policy, so that `imagefleet keys revoke NAME` ends them"
+        " before they expire. The same name again makes more tokens of that policy.",
+        metavar="NAME",
+    ),
+    file: Path | None = option(
+        "Write them to this file, for IMAGEFLEET_SAS_FILE, and print none; of the private"
+        f" signing key [default: {signing.DEFAULT_FILE}].",
+        metavar="FILE",
+    ),
+    as_json: bool = option("Print JSON, as --file writes it.", False, "--json"),
 ) -> None:
     """Creates tokens for a role, or the key pair of signed jobs.
 
@@ -171,10 +153,9 @@ def _role(name: str, known: Collection[str]) -> Role:
 @options.from_settings(StorageSettings)
 def check_command(
     settings: StorageSettings,
-    role: Annotated[
-        str | None,
-        typer.Argument(metavar="ROLE", help=f"The role to compare with: {', '.join(ROLES)}."),
-    ] = None,
+    role: str | None = argument(
+        f"The role to compare with: {', '.join(ROLES)}.", None, metavar="ROLE"
+    ),
     as_json: options.AsJson = False,
 ) -> None:
     """Tests the permissions of the credentials in use; changes nothing.
@@ -197,9 +178,7 @@ def check_command(
 @options.from_settings(StorageSettings)
 def revoke_command(
     settings: StorageSettings,
-    policy: Annotated[
-        str, typer.Argument(metavar="POLICY", help="The policy's name, as given to --policy.")
-    ],
+    policy: str = argument("The policy's name, as given to --policy.", metavar="POLICY"),
     as_json: options.AsJson = False,
 ) -> None:
     """Revokes the tokens of a stored policy, which takes up to 30 s.

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Annotated, Any
+from typing import Any
 
-import typer
 from rich.console import Group
 from rich.table import Table
 from rich.text import Text
@@ -22,6 +21,7 @@ from fleet.monitor import watch as watching
 from fleet.monitor import workers as workers_of
 from fleet.monitor.queue_flow import Exporter
 from fleet.monitor.settings import ExporterSettings, MonitorSettings
+from fleet.options import option
 from imagefleet import aio, concurrency, errors
 from imagefleet.storage.protocol import QueueDepth
 from imagefleet.telemetry import logs, serving
@@ -82,13 +82,8 @@ class FleetStatus:
 def status_command(
     settings: MonitorSettings,
     campaign: target.OnlyCampaign = None,
-    workers: Annotated[
-        bool,
-        typer.Option("--workers", help="Only the workers by their metrics, the slowest first."),
-    ] = False,
-    count: Annotated[
-        int, typer.Option(min=1, metavar="COUNT", help="Campaigns or workers shown.")
-    ] = 20,
+    workers: bool = option("Only the workers by their metrics, the slowest first.", default=False),
+    count: int = option("Campaigns or workers shown.", 20, min=1, metavar="COUNT"),
     watch: watching.Watch = False,
     as_json: options.AsJson = False,
 ) -> None:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 
 from fleet import console, options
-from fleet.options import AsJson, Yes
+from fleet.options import AsJson, Yes, option
 from fleet.salad import deployment, gpus, groups, running
 from fleet.salad import options as salad_options
 from fleet.salad.options import File, WaitMinutes
@@ -27,25 +27,18 @@ app = typer.Typer(
 class Change:
     """How many replicas there shall be, and how old ones give way to new ones."""
 
-    replicas: Annotated[
-        int | None,
-        typer.Option(min=1, max=50_000, metavar="COUNT", help="Overrides the file's replicas."),
-    ] = None
-    resize: Annotated[
-        int | None,
-        typer.Option(
-            min=0,
-            max=50_000,
-            metavar="COUNT",
-            help="Set the total of replicas in place, and change nothing else.",
-        ),
-    ] = None
-    enough: Annotated[
-        float,
-        typer.Option(
-            min=0, max=1, help="Share of new replicas that must run before old ones are drained."
-        ),
-    ] = 0.8
+    replicas: int | None = option(
+        "Overrides the file's replicas.", min=1, max=50_000, metavar="COUNT"
+    )
+    resize: int | None = option(
+        "Set the total of replicas in place, and change nothing else.",
+        min=0,
+        max=50_000,
+        metavar="COUNT",
+    )
+    enough: float = option(
+        "Share of new replicas that must run before old ones are drained.", 0.8, min=0, max=1
+    )
     wait_minutes: WaitMinutes = 60
 
 
@@ -55,7 +48,7 @@ def apply(
     change: Change,
     rendering: Rendering,
     file: File = None,
-    dry_run: Annotated[bool, options.dry_run("the changes and their price")] = False,
+    dry_run: bool = options.dry_run("the changes and their price"),
     yes: Yes = False,
     as_json: AsJson = False,
 ) -> None:

@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-import typer
 from pydantic import SecretStr
 from rich.table import Table
 
 from fleet import console
-from fleet.options import BenchReports, PriceFile
+from fleet.options import BenchReports, PriceFile, option
 from fleet.plan import estimate, work
 from fleet.salad import file as salad_file
 from fleet.salad import gpus, groups, models
@@ -25,19 +24,14 @@ from imagefleet.pricing import families, price_file
 class Rendering:
     """The options of `deploy apply --render`."""
 
-    render: Annotated[
-        bool,
-        typer.Option(
-            "--render",
-            help="Print the groups of the file and their price, by the built-in table or"
-            " --price-file: makes no call and needs no API key.",
-        ),
-    ] = False
+    render: bool = option(
+        "Print the groups of the file and their price, by the built-in table or"
+        " --price-file: makes no call and needs no API key.",
+        default=False,
+    )
     bench: BenchReports = None
     prices_path: PriceFile = None
-    show_secrets: Annotated[bool, typer.Option("--show-secrets", help="Do not mask secrets.")] = (
-        False
-    )
+    show_secrets: bool = option("Do not mask secrets.", default=False)
 
 
 @console.one_line_errors()

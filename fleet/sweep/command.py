@@ -127,7 +127,7 @@ class Sending:
             help="One of --models that workers have from elsewhere than the storage; repeatable.",
         ),
     ] = None
-    dry_run: Annotated[bool, options.dry_run("the groups, the hours and the price")] = False
+    dry_run: bool = options.dry_run("the groups, the hours and the price")
     restart: Annotated[
         bool, typer.Option("--restart", help="Send all jobs again, whatever was sent before.")
     ] = False
