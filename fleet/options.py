@@ -24,9 +24,7 @@ from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings
 
 from fleet import console
-from fleet.broker.settings import BrokerSettings
-from fleet.monitor.settings import ExporterSettings, MonitorSettings
-from fleet.webhooks.settings import WebhookSettings
+from fleet.settings import BrokerSettings, ExporterSettings, MonitorSettings, WebhookSettings
 from imagefleet import errors, redaction, validation
 from imagefleet.storage import settings as storage_settings
 from imagefleet.storage.settings import SignerSettings, StorageSettings

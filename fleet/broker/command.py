@@ -8,7 +8,7 @@ import logging
 from aiohttp import web
 
 from fleet import console, options
-from fleet.broker.settings import BrokerSettings
+from fleet.settings import BrokerSettings
 from imagefleet import errors
 from imagefleet.telemetry import logs, probes
 
@@ -29,13 +29,13 @@ def command(settings: BrokerSettings) -> None:
     if not settings.organization:
         raise errors.SetupError("--organization is required: any other's nodes would get tokens")
     try:
-        from fleet.broker import identity, service
+        from fleet.broker import service
     except ModuleNotFoundError as error:
         raise errors.SetupError(
             f"{error.name} is not installed; for the broker: pip install '.[broker]'"
         ) from None
     fleets = settings.salad_fleets.split(",") if settings.salad_fleets else ()
-    broker = service.Broker(settings, identity.Identities(settings.organization, fleets))
+    broker = service.Broker(settings, service.Identities(settings.organization, fleets))
     console.run(_serve(service.application(broker), settings))
 
 

@@ -15,12 +15,12 @@ from rich.table import Table
 from fleet import console, options
 from fleet.keys import check as keys_check
 from fleet.keys import mint as keys_mint
-from fleet.keys import signing
 from fleet.keys.check import Checked
 from fleet.keys.mint import Minted
 from fleet.options import argument, option
 from imagefleet import errors, validation
 from imagefleet.job.prompt import SAFE_NAME
+from imagefleet.signing import SigningKey
 from imagefleet.storage.azure.roles import OPTIONAL, ROLES, Role, explain
 from imagefleet.storage.open import LOCAL_SCHEME
 from imagefleet.storage.queue_names import MAX_SHARDS
@@ -36,6 +36,7 @@ MAX_HOURS = 365 * 24.0
 
 #: The role whose keys are no tokens: a pair that signs and checks jobs.
 SIGNING = "signing"
+DEFAULT_SIGNING_KEY = Path("signing-key.pem")
 
 #: A leaked token is worth stealing for this long.
 WARNED_AFTER_HOURS = 7 * 24.0
@@ -87,7 +88,7 @@ def mint_command(
     ),
     file: Path | None = option(
         "Write them to this file, for IMAGEFLEET_SAS_FILE, and print none; of the private"
-        f" signing key [default: {signing.DEFAULT_FILE}].",
+        f" signing key [default: {DEFAULT_SIGNING_KEY}].",
         metavar="FILE",
     ),
     as_json: bool = option("Print JSON, as --file writes it.", False, "--json"),
@@ -105,7 +106,7 @@ def mint_command(
     if role == SIGNING:
         if scope != Scope() or policy:
             raise errors.SetupError(f"{SIGNING} makes a key pair, which is for all: only --file")
-        signing.make_keys(file or signing.DEFAULT_FILE, as_json=as_json)
+        _make_signing_keys(file or DEFAULT_SIGNING_KEY, as_json=as_json)
         return
     found = _role(role, [*ROLES, SIGNING])
     if scope.chains and role != "worker":
@@ -282,3 +283,39 @@ def _compare(checked: list[Checked], role: Role) -> None:
             missing.append(f"missing for the role {role.name}, on {each.name}: {denied}")
     if missing:
         raise errors.SetupError("\n".join(missing))
+
+
+def _make_signing_keys(file: Path, *, as_json: bool) -> None:
+    """Makes the keys with which jobs are signed and checked.
+
+    The private key is written to *file*, which only its owner may read. Prints shell commands that
+    set it, and the public key, which workers get: they then refuse jobs, LoRAs and models that are
+    not signed. An existing file is never overwritten.
+    """
+    with console.one_line_errors():
+        try:
+            public = SigningKey.create(file.expanduser()).public
+        except FileExistsError:
+            raise errors.SetupError(_exists(file)) from None
+        except OSError as error:
+            raise errors.SetupError(f"cannot write {file}: {error.strerror}") from None
+    path = str(file.expanduser().absolute())
+    if as_json:
+        console.print_json({"file": path, "public_key": public})
+    else:
+        variables = {"IMAGEFLEET_SIGNING_KEY": path, "IMAGEFLEET_TRUSTED_KEY": public}
+        for name, value in variables.items():
+            sys.stdout.write(f"export {name}={shlex.quote(value)}\n")
+        sys.stdout.flush()
+    console.print_note(
+        f"the private key is in {file}: for whoever fills the queue, and for no worker; workers get"
+        " IMAGEFLEET_TRUSTED_KEY alone"
+    )
+
+
+def _exists(file: Path) -> str:
+    try:
+        found = f"its public key is {SigningKey.read(file).public}"
+    except errors.SetupError:
+        found = "it is not a signing key"
+    return f"{file} exists and is not overwritten; {found}"

@@ -20,8 +20,8 @@ from fleet.monitor import prometheus, rates, service
 from fleet.monitor import watch as watching
 from fleet.monitor import workers as workers_of
 from fleet.monitor.queue_flow import Exporter
-from fleet.monitor.settings import ExporterSettings, MonitorSettings
 from fleet.options import option
+from fleet.settings import ExporterSettings, MonitorSettings
 from imagefleet import aio, concurrency, errors
 from imagefleet.storage.protocol import QueueDepth
 from imagefleet.telemetry import logs, serving

@@ -10,7 +10,7 @@ from typing import Any
 from prometheus_client import CollectorRegistry
 
 from fleet import console
-from fleet.monitor.settings import ServiceSettings
+from fleet.settings import ServiceSettings
 from imagefleet.telemetry import probes, push
 
 log = logging.getLogger(__name__)

@@ -14,8 +14,7 @@ from fleet import console
 from fleet.options import BenchReports, PriceFile, option
 from fleet.plan import estimate, work
 from fleet.salad import file as salad_file
-from fleet.salad import gpus, groups, models
-from fleet.salad import options as salad_options
+from fleet.salad import gpus, groups
 from imagefleet import errors
 from imagefleet.pricing import families, price_file
 
@@ -37,7 +36,7 @@ class Rendering:
 @console.one_line_errors()
 def render(file: Path | None, replicas: int | None, rendering: Rendering, *, as_json: bool) -> None:
     """Prints the groups of a fleet file, as `apply` creates them, and their price."""
-    fleet_file, folder = salad_options.read_file(file)
+    fleet_file, folder = salad_file.find(file)
     table = price_file.read_table(rendering.prices_path)
     classes = fleet_file.gpu_classes(gpus.built_in(table))
     served = fleet_file.served_models()
@@ -97,7 +96,7 @@ def _row(
     gpu: gpus.GpuClass,
     priority: str,
     benches: Sequence[estimate.Bench],
-    served: Sequence[models.Model],
+    served: Sequence[salad_file.Model],
 ) -> dict[str, Any]:
     """The price and the speed of one replica of a class; None for what is not known.
 

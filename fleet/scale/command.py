@@ -14,14 +14,13 @@ from typing import Any
 
 from fleet import console, options
 from fleet.monitor import prometheus
-from fleet.monitor.settings import MonitorSettings
 from fleet.options import option
+from fleet.salad import deployment, gpus
 from fleet.salad import file as salad_file
-from fleet.salad import gpus
-from fleet.salad import options as salad_options
-from fleet.salad.options import File
+from fleet.salad.file import File
 from fleet.scale import scaler
 from fleet.scale.decision import Goal
+from fleet.settings import MonitorSettings
 from imagefleet import errors
 from imagefleet.pricing import families, prices
 from imagefleet.telemetry import logs
@@ -101,7 +100,7 @@ async def command(
     imagefleet scale --dollars-per-hour 15 --max-dollars 100 --dry-run --once
     """
     end = _end(limits)
-    fleet_file, folder = salad_options.read_file(file)
+    fleet_file, folder = salad_file.find(file)
     models = queue.model or [each.name for each in fleet_file.served_models()] or None
     goal = replace(_goal(limits, end, running, fleet_file), models=models)
     if not running.dry_run:
@@ -118,7 +117,7 @@ async def command(
         async with (
             console.connected(settings) as client,
             prometheus.connected_if(settings.prometheus, settings.queried_fleet) as server,
-            salad_options.connected(fleet_file, folder) as fleet,
+            deployment.connected(fleet_file, folder) as fleet,
         ):
             scaling = scaler.Scaler(
                 goal,

@@ -14,11 +14,10 @@ from fleet import console, options
 from fleet.campaigns import target
 from fleet.monitor import service as monitored
 from fleet.options import option
+from fleet.settings import WebhookSettings
 from fleet.webhooks import deliveries, endpoint, service
-from fleet.webhooks.events import Event
-from fleet.webhooks.settings import WebhookSettings
-from fleet.webhooks.signature import Signer
-from fleet.webhooks.state import State
+from fleet.webhooks.endpoint import Signer
+from fleet.webhooks.events import Event, State
 from imagefleet import errors, redaction
 from imagefleet.telemetry import exposition, logs
 
