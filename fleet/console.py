@@ -310,15 +310,12 @@ def only_one(path: Path, what: str) -> Iterator[None]:
     """Raises SetupError if another process of this user on this machine has *path* to itself."""
     digest = hashlib.blake2b(str(path.resolve()).encode(), digest_size=12).hexdigest()
     lock = Path(tempfile.gettempdir(), f"imagefleet-{os.getuid()}-{digest}.lock")
-    held = FileLock(lock, timeout=0)
     try:
-        held.acquire()
+        held = FileLock(lock).acquire(timeout=0)
     except Timeout:
         raise errors.SetupError(f"{what}: wait for it or end it first") from None
-    try:
+    with held:
         yield
-    finally:
-        held.release()
 
 
 def confirm(question: str, *, yes: bool) -> None:
@@ -351,20 +348,26 @@ def totals(rows: Mapping[str, str]) -> Table:
 
 
 @contextmanager
-def counting(verb: str, total: int | None, *, quiet: bool = False) -> Iterator[Callable[..., None]]:
-    """A bar on a terminal, which each call of the function moves on by one, or by its argument."""
+def counting(
+    verb: str,
+    total: int | None,
+    *,
+    quiet: bool = False,
+    unit: progress.ProgressColumn | None = None,
+) -> Iterator[Callable[..., None]]:
+    """A bar on a terminal, which each call moves on by one or by its argument, or to *done*."""
     if quiet or not stderr.is_terminal:
-        yield lambda _count=1: None
+        yield lambda _count=1, **_to: None
         return
     columns = (
         progress.TextColumn("{task.description}"),
         progress.BarColumn(),
-        progress.MofNCompleteColumn(),
+        unit or progress.MofNCompleteColumn(),
         progress.TimeRemainingColumn(),
     )
     with progress.Progress(*columns, console=stderr, transient=True) as bar:
         task = bar.add_task(verb, total=total)
-        yield lambda count=1: bar.advance(task, count)
+        yield lambda count=1, done=None: bar.update(task, completed=done, advance=count)
 
 
 def counted(number: int, noun: str) -> str:

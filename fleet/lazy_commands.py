@@ -88,11 +88,11 @@ class LazyCommands(Mapping[str, Any]):
         return self._found[name]
 
     def _import(self, name: str) -> Any:
-        found = find(name)
+        summary, found = COMMANDS[name], find(name)
         app = typer.Typer(rich_markup_mode=None, add_completion=False)
         app.callback()(lambda: None)  # makes it a group, however few commands it has
         if isinstance(found, typer.Typer):
-            app.add_typer(found, name=name, short_help=COMMANDS[name])
+            app.add_typer(found, name=name, short_help=summary)
         else:
             app.command(name)(found)
         self._dress(app)

@@ -10,7 +10,7 @@ from pathlib import Path
 from rich.table import Table
 
 from fleet import console, options
-from fleet.load import reading
+from fleet.filling import reading
 from fleet.options import argument, option
 from fleet.plan import estimate
 from fleet.plan.work import Models, Work, of_count, of_source, read_models
