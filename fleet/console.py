@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import hashlib
 import json
 import logging
@@ -90,18 +89,6 @@ def run(coroutine: Coroutine[Any, Any, Result]) -> Result:
         return asyncio.run(coroutine)
 
 
-def synchronous(
-    command: Callable[Parameters, Coroutine[Any, Any, Result]],
-) -> Callable[Parameters, Result]:
-    """The function that runs a command's coroutine, as typer calls it."""
-
-    @functools.wraps(command)
-    def wrapper(*arguments: Parameters.args, **options: Parameters.kwargs) -> Result:
-        return run(command(*arguments, **options))
-
-    return wrapper
-
-
 @contextmanager
 def one_line_errors() -> Iterator[None]:
     """Turns a FleetError into one line on stderr and an exit code; bugs keep their traceback."""
@@ -138,9 +125,9 @@ async def connected(settings: StorageSettings) -> AsyncIterator[aio.Fleet]:
         yield fleet
 
 
-async def until_stopped(task: asyncio.Task[None]) -> None:
-    """Waits for *task*, which SIGTERM and Ctrl-C cancel; raises what it raises."""
-    loop = asyncio.get_running_loop()
+async def until_stopped(work: Coroutine[Any, Any, Any] | asyncio.Task[Any]) -> None:
+    """Does *work*, which SIGTERM and Ctrl-C cancel; raises what it raises."""
+    task, loop = asyncio.ensure_future(work), asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, task.cancel)
     with contextlib.suppress(asyncio.CancelledError):

@@ -6,6 +6,7 @@ overrides the default. An invalid value is one line that names the setting both 
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import functools
 import inspect
@@ -152,8 +153,7 @@ def from_settings(model: type[BaseSettings]) -> Callable[[Command[Result]], Comm
 
         def with_settings(arguments: dict[str, Any], groups: dict[str, Any]) -> Result:
             given = {each.name: _joined(arguments.pop(each.name)) for each in shared}
-            with console.one_line_errors():
-                return command(**{first: read(model, given)}, **arguments, **groups)
+            return command(**{first: read(model, given)}, **arguments, **groups)
 
         return _flat(command, with_settings, leave_out=first, more=shared)
 
@@ -161,7 +161,7 @@ def from_settings(model: type[BaseSettings]) -> Callable[[Command[Result]], Comm
 
 
 def flat(command: Command[Result]) -> Command[Result]:
-    """A typer command whose dataclasses of options stand for one option a field."""
+    """A typer command, maybe a coroutine, whose dataclasses stand for one option a field."""
     return _flat(command, lambda arguments, groups: command(**arguments, **groups))
 
 
@@ -196,7 +196,9 @@ def _flat(
             )
             for name, group in groups.items()
         }
-        return call(arguments, made)
+        with console.one_line_errors():
+            result = call(arguments, made)
+            return asyncio.run(result) if inspect.iscoroutine(result) else result
 
     wrapper.__signature__ = inspect.Signature(flattened)  # type: ignore[attr-defined]
     wrapper.__annotations__ = {each.name: each.annotation for each in flattened}

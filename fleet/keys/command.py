@@ -71,7 +71,7 @@ class Scope:
 
 @app.command("mint")
 @options.from_settings(StorageSettings)
-def mint_command(
+async def mint_command(
     settings: StorageSettings,
     *,
     role: str = argument(
@@ -112,7 +112,7 @@ def mint_command(
     if scope.chains and role != "worker":
         raise errors.SetupError("--chains is for `imagefleet keys mint worker`")
     allowed = found.for_chains() if scope.chains else found
-    minted = _mint(settings, allowed, timedelta(hours=hours), policy, scope)
+    minted = await _mint(settings, allowed, timedelta(hours=hours), policy, scope)
     if file is not None:
         console.write_file(file, console.json_text(minted.record), private=True)
         console.print_note(f"written to {file}")
@@ -133,13 +133,13 @@ def mint_command(
         )
 
 
-def _mint(
+async def _mint(
     settings: StorageSettings, role: Role, life: timedelta, policy: str | None, scope: Scope
 ) -> Minted:
     models = _models(scope.model or [])
     minted = keys_mint.Minter(_on_azure(settings)).mint(role, life, policy, models, scope.shards)
     if policy is not None:
-        console.run(keys_mint.store_policy(settings, role, policy, models, scope.shards))
+        await keys_mint.store_policy(settings, role, policy, models, scope.shards)
     return minted
 
 
@@ -152,7 +152,7 @@ def _role(name: str, known: Collection[str]) -> Role:
 
 @app.command("check")
 @options.from_settings(StorageSettings)
-def check_command(
+async def check_command(
     settings: StorageSettings,
     role: str | None = argument(
         f"The role to compare with: {', '.join(ROLES)}.", None, metavar="ROLE"
@@ -166,7 +166,7 @@ def check_command(
     IMAGEFLEET_SAS_FILE=tokens.json imagefleet keys check worker
     """
     compared = None if role is None else _role(role, ROLES)
-    checked = console.run(keys_check.check(_on_azure(settings)))
+    checked = await keys_check.check(_on_azure(settings))
     if as_json:
         console.print_json({"resources": [asdict(each) for each in checked]})
     else:
@@ -177,7 +177,7 @@ def check_command(
 
 @app.command("revoke")
 @options.from_settings(StorageSettings)
-def revoke_command(
+async def revoke_command(
     settings: StorageSettings,
     policy: str = argument("The policy's name, as given to --policy.", metavar="POLICY"),
     as_json: options.AsJson = False,
@@ -190,7 +190,7 @@ def revoke_command(
     imagefleet keys revoke spring
     """
     keys_mint.Minter(_on_azure(settings))  # raises without an account key
-    removed = console.run(keys_mint.remove_policy(settings, policy))
+    removed = await keys_mint.remove_policy(settings, policy)
     if as_json:
         console.print_json({"policy": policy, "revoked": removed})
     else:
@@ -292,13 +292,12 @@ def _make_signing_keys(file: Path, *, as_json: bool) -> None:
     set it, and the public key, which workers get: they then refuse jobs, LoRAs and models that are
     not signed. An existing file is never overwritten.
     """
-    with console.one_line_errors():
-        try:
-            public = SigningKey.create(file.expanduser()).public
-        except FileExistsError:
-            raise errors.SetupError(_exists(file)) from None
-        except OSError as error:
-            raise errors.SetupError(f"cannot write {file}: {error.strerror}") from None
+    try:
+        public = SigningKey.create(file.expanduser()).public
+    except FileExistsError:
+        raise errors.SetupError(_exists(file)) from None
+    except OSError as error:
+        raise errors.SetupError(f"cannot write {file}: {error.strerror}") from None
     path = str(file.expanduser().absolute())
     if as_json:
         console.print_json({"file": path, "public_key": public})

@@ -69,7 +69,6 @@ class Machines:
 
 
 @options.flat
-@console.one_line_errors()
 def command(batch: Batch, machines: Machines, as_json: options.AsJson = False) -> None:
     """Plans a batch: hours, dollars and images per dollar.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 from rich.console import Group as Screen
@@ -48,7 +48,7 @@ class Change:
 
 @app.command()
 @options.flat
-def apply(
+async def apply(
     change: Change,
     rendering: Rendering,
     file: File = None,
@@ -76,11 +76,11 @@ def apply(
     if rendering.render:
         render(file, change.replicas, rendering, as_json=as_json)
     elif change.resize is not None:
-        console.run(_resize(file, change.resize, dry_run=dry_run, yes=yes, as_json=as_json))
+        await _resize(file, change.resize, dry_run=dry_run, yes=yes, as_json=as_json)
     elif rendering != Rendering():
         raise errors.SetupError("--bench, --price-file and --show-secrets go with --render")
     else:
-        console.run(_apply(file, change, dry_run=dry_run, yes=yes, as_json=as_json))
+        await _apply(file, change, dry_run=dry_run, yes=yes, as_json=as_json)
 
 
 async def _apply(
@@ -188,7 +188,7 @@ async def _resize(
 
 
 @app.command()
-@console.synchronous
+@options.flat
 async def status(file: File = None, watch: watching.Watch = False, as_json: AsJson = False) -> None:
     """Shows the groups, their instances and the current cost.
 
@@ -208,13 +208,11 @@ async def status(file: File = None, watch: watching.Watch = False, as_json: AsJs
 
 
 @app.command()
-@console.synchronous
+@options.flat
 async def drain(
     file: File = None,
     wait_minutes: WaitMinutes = 15,
-    delete: Annotated[
-        bool, typer.Option("--delete", help="Then delete the groups, also after a vain wait.")
-    ] = False,
+    delete: bool = option("Then delete the groups, also after a vain wait.", default=False),
     yes: Yes = False,
     as_json: AsJson = False,
 ) -> None:

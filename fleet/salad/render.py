@@ -33,7 +33,6 @@ class Rendering:
     show_secrets: bool = option("Do not mask secrets.", default=False)
 
 
-@console.one_line_errors()
 def render(file: Path | None, replicas: int | None, rendering: Rendering, *, as_json: bool) -> None:
     """Prints the groups of a fleet file, as `apply` creates them, and their price."""
     fleet_file, folder = salad_file.find(file)

@@ -78,7 +78,6 @@ class Running:
 
 
 @options.from_settings(MonitorSettings)
-@console.synchronous
 async def command(
     settings: MonitorSettings,
     limits: Limits,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import json
 from dataclasses import dataclass
@@ -32,7 +31,6 @@ class Events:
 
 
 @options.from_settings(WebhookSettings)
-@console.synchronous
 async def command(
     settings: WebhookSettings,
     events: Events,
@@ -95,7 +93,7 @@ async def _deliver(
         sending = deliveries.Deliveries(to, registry, state)
         running = service.Service(source, sending, state, state_file)
         if once:
-            await console.until_stopped(asyncio.create_task(running.run(once=True)))
+            await console.until_stopped(running.run(once=True))
             return
         await monitored.run(
             running.run,
