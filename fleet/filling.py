@@ -146,7 +146,7 @@ def showing(
             return
         said_at = time.monotonic()
         if as_json:
-            console.print_note(console.json_line(facts(confirmed)).rstrip())
+            console.print_note(console.json_text(facts(confirmed), indent=None).rstrip())
             return
         of_total = "" if total is None else f" of {total:,}"
         left = pace.left(total)

@@ -63,7 +63,7 @@ class ExporterSettings(ServiceSettings, MonitorSettings):
         le=3600,
         description="Seconds between samples of the queue depths.",
     )
-    fleet_dollars_per_hour: float | None = Field(
+    dollars_per_hour: float | None = Field(
         default=None,
         ge=0,
         description="Price of the whole fleet in $/h, for the cost to empty the queue; by default"

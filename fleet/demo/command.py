@@ -55,8 +55,10 @@ class DemoReport:
 
 @options.flat
 def command(
-    directory: Path = option(
-        "Folder for the queue, the images and the contact sheet.", Path("demo-output")
+    output: Path = option(
+        "Folder for the queue, the images and the contact sheet.",
+        Path("demo-output"),
+        metavar="FOLDER",
     ),
     cascade: bool = option("Jobs in two stages instead: a cascade in pixels.", default=False),
     json_file: options.JsonFile = None,
@@ -69,7 +71,7 @@ def command(
 
     imagefleet demo
 
-    imagefleet demo --directory /tmp/demo --json-file /tmp/demo.json
+    imagefleet demo --output /tmp/demo --json-file /tmp/demo.json
 
     imagefleet demo --cascade
     """
@@ -83,7 +85,7 @@ def command(
         model, loras = str(checkpoint), checkpoint / "loras"
         valid = (checkpoint / "demo_jobs.jsonl").read_text(encoding="utf-8").splitlines()
         messages = demo.messages(valid)
-    storage = directory / "storage"
+    storage = output / "storage"
     given = {
         "storage": f"local:{storage}",
         "model": model,
@@ -95,10 +97,10 @@ def command(
     }
     # Its jobs are not signed, and one of them never could be.
     settings = options.read(WorkerSettings, given).model_copy(update={"trusted_key": None})
-    in_use = f"another `imagefleet demo` is at work in {directory}"
+    in_use = f"another `imagefleet demo` is at work in {output}"
     with console.only_one(storage, in_use):
         _prepare(storage)
-        report = console.run(_demo(settings, directory, messages))
+        report = console.run(_demo(settings, output, messages))
     record = asdict(report)
     if json_file is not None:
         console.write_file(json_file, console.json_text(record))
@@ -111,9 +113,7 @@ def command(
 def _prepare(storage: Path) -> None:
     """Creates an empty storage folder; refuses to empty one that is not a demo's."""
     if storage.exists() and not (storage / _MARKER).exists():
-        raise errors.SetupError(
-            f"{storage} exists and is not from a demo: choose another --directory"
-        )
+        raise errors.SetupError(f"{storage} exists and is not from a demo: choose another --output")
     try:
         if storage.exists():
             shutil.rmtree(storage)
@@ -125,11 +125,11 @@ def _prepare(storage: Path) -> None:
     if free < _LEAST_FREE_BYTES:
         raise errors.SetupError(
             f"the disk of {storage.parent} is full: free {_LEAST_FREE_BYTES / 1e6:.0f} MB, or"
-            " choose another --directory"
+            " choose another --output"
         )
 
 
-async def _demo(settings: WorkerSettings, directory: Path, messages: list[str]) -> DemoReport:
+async def _demo(settings: WorkerSettings, output: Path, messages: list[str]) -> DemoReport:
     from worker import process  # needs the extra `worker`
 
     jobs = [Job.model_validate_json(each) for each in messages if each != INVALID_MESSAGE]
@@ -139,7 +139,7 @@ async def _demo(settings: WorkerSettings, directory: Path, messages: list[str]) 
         await fleet.storage.queue.send([each for each in messages if each == INVALID_MESSAGE])
         # The demo shows a worker's figures; its log says too much for a first look.
         logging.basicConfig(
-            filename=directory / "worker.log",
+            filename=output / "worker.log",
             filemode="w",
             level=logging.INFO,
             format="%(asctime)s %(levelname)s %(message)s",
@@ -161,7 +161,7 @@ async def _demo(settings: WorkerSettings, directory: Path, messages: list[str]) 
             if job.then and (first := await fleet.storage.blobs.read(job.blob_name(0))):
                 images.append(first)
             images.append(await result.data())
-    sheet = directory / "contact-sheet.png"
+    sheet = output / "contact-sheet.png"
     console.write_file(sheet, contact_sheet.draw_contact_sheet(images))
     seconds = drawn.seconds - drawn.start_up_seconds
     dollars = seconds / 3600 * prices.gpu_dollars_per_hour(PRICED_GPU, PRICED_PRIORITY)

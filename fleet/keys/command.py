@@ -78,7 +78,7 @@ async def mint_command(
         f"{', '.join(ROLES)}; or {SIGNING}, the key pair of signed jobs.", metavar="ROLE"
     ),
     scope: Scope,
-    hours: float = option(
+    token_hours: float = option(
         "Lifetime of the tokens.", DEFAULT_HOURS, min=0.05, max=MAX_HOURS, metavar="HOURS"
     ),
     policy: str | None = option(
@@ -97,7 +97,7 @@ async def mint_command(
 
     Prints shell commands, and on stderr what the tokens allow.
 
-    imagefleet keys mint worker --hours 24
+    imagefleet keys mint worker --token-hours 24
 
     imagefleet keys mint monitor --file tokens.json
 
@@ -112,7 +112,7 @@ async def mint_command(
     if scope.chains and role != "worker":
         raise errors.SetupError("--chains is for `imagefleet keys mint worker`")
     allowed = found.for_chains() if scope.chains else found
-    minted = await _mint(settings, allowed, timedelta(hours=hours), policy, scope)
+    minted = await _mint(settings, allowed, timedelta(hours=token_hours), policy, scope)
     if file is not None:
         console.write_file(file, console.json_text(minted.record), private=True)
         console.print_note(f"written to {file}")
@@ -125,11 +125,11 @@ async def mint_command(
         sys.stdout.writelines(f"{line}\n" for line in export_lines(settings, minted))
         sys.stdout.flush()
     _explain(settings, allowed, minted)
-    if hours > WARNED_AFTER_HOURS:
+    if token_hours > WARNED_AFTER_HOURS:
         console.print_warning(
-            f"tokens for {hours / 24:.0f} days cannot be revoked without --policy"
+            f"tokens for {token_hours / 24:.0f} days cannot be revoked without --policy"
             if policy is None
-            else f"tokens for {hours / 24:.0f} days: revoke {policy!r} after the run"
+            else f"tokens for {token_hours / 24:.0f} days: revoke {policy!r} after the run"
         )
 
 

@@ -92,7 +92,7 @@ async def status_command(
     The queues with their waiting, leased and failed jobs, and the campaigns with their jobs by
     outcome, the latest first; with --prometheus also the fleet's images/s and images per dollar.
 
-    imagefleet status --watch
+    imagefleet status --follow
 
     imagefleet status spring --json
 

@@ -107,7 +107,7 @@ class Exporter(Collector):
         fleet = await self._metrics.fleet()
         self.failed_samples += self._metrics.is_down
         self._figures = {
-            **figures(self._flow, fleet, self._settings.fleet_dollars_per_hour),
+            **figures(self._flow, fleet, self._settings.dollars_per_hour),
             "imagefleet_exporter_last_look_timestamp_seconds": time.time(),
         }
 

@@ -117,7 +117,7 @@ async def _apply(
             if plan.old:
                 seconds = change.wait_minutes * 60
                 await fleet.replace(plan.old, enough=change.enough, wait_seconds=seconds)
-            console.print_note("done; `imagefleet deploy status --watch` shows the replicas start")
+            console.print_note("done; `imagefleet deploy status --follow` shows the replicas start")
     if as_json:
         console.print_json({"fleet": fleet_file.name, "dry_run": dry_run, **_record(plan, price)})
 
@@ -192,7 +192,7 @@ async def _resize(
 async def status(file: File = None, watch: watching.Watch = False, as_json: AsJson = False) -> None:
     """Shows the groups, their instances and the current cost.
 
-    imagefleet deploy status --watch
+    imagefleet deploy status --follow
     """
     fleet_file, folder = salad_file.find(file)
     async with deployment.connected(fleet_file, folder) as fleet:

@@ -25,7 +25,7 @@ from pydantic import (
 )
 
 from imagefleet import errors, signing, validation
-from imagefleet.job import chain, txt2img
+from imagefleet.job import chain
 from imagefleet.job.passes import fields as passes
 from imagefleet.job.passes import sources
 from imagefleet.job.passes.fields import PassFields
@@ -130,7 +130,7 @@ class Job(PassFields):
     def _read_txt2img(cls, payload: object) -> object:
         if not isinstance(payload, dict):
             return payload
-        fields = txt2img.fields_of_job(payload)
+        fields = passes.fields_of_job(payload)
         if passes.only_upscales(fields):
             fields.setdefault("prompt", "")
         return fields

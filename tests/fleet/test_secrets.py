@@ -57,7 +57,7 @@ PLANTED = ("IMAGEFLEET_PUSH_TOKEN: {env: PLANTED}", "IMAGEFLEET_PUSH_URL: {file:
 
 #: Every command with arguments that take it as far as it gets. {url}: an address with secrets.
 ARGUMENTS: dict[str, tuple[str, ...]] = {
-    "demo": ("--directory", "fleet.yaml/x"),
+    "demo": ("--output", "fleet.yaml/x"),
     "worker": ("--model", "{url}", "--model-sha256", "0" * 64),
     "load": ("jobs.jsonl", "--restart"),
     "sweep": ("captions.txt", "--campaign", "curve", "--restart"),

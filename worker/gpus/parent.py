@@ -23,7 +23,6 @@ from worker.gpus.choice import Gpu
 from worker.gpus.member import Assignment
 from worker.gpus.metrics import MachineMetrics, merged
 from worker.models.choice import share_of
-from worker.salad import deletion_cost
 from worker.salad import metadata as salad_metadata
 from worker.settings import MachineSettings
 
@@ -133,7 +132,7 @@ class _Parent:
                     job="imagefleet-worker",
                     instance=self._instance,
                 ),
-                deletion_cost.updating(metadata, lambda: self._metrics.busy_slots),
+                salad_metadata.updating_deletion_cost(metadata, lambda: self._metrics.busy_slots),
             ):
                 log.info(
                     "starting %d workers, on GPU %s, metrics at http://%s:%d/metrics",

@@ -1,4 +1,8 @@
-"""The fields of a job for its passes, and what of them a payload uses."""
+"""The fields of a job for its passes, and what of AUTOMATIC1111's payload becomes a job's fields.
+
+Every field that is none of a job's either does not change the image, or is refused by name. The
+document on jobs has a table of all of them, which a test compares with this.
+"""
 
 from __future__ import annotations
 
@@ -8,25 +12,73 @@ from typing import Any, Self
 
 from pydantic import model_validator
 
+from imagefleet.job import override_settings
 from imagefleet.job.passes import controlnet, extras, hires, img2img
 from imagefleet.job.passes.controlnet import ControlNets, Unit
 from imagefleet.job.passes.extras import Extras
 from imagefleet.job.passes.hires import Hires
 from imagefleet.job.prompt import Prompt, without_comments
 
-#: Fields for which null, as AUTOMATIC1111 takes it, is not given.
-NULL_IS_DEFAULT = img2img.FIELDS | hires.FIELDS | extras.FIELDS
+_OF_PASSES = img2img.FIELDS | hires.FIELDS | extras.FIELDS
 
 #: All but those that begin with `hr_`.
 _CONCERNED = frozenset(
     {
         "alwayson_scripts",
-        *NULL_IS_DEFAULT,
+        *_OF_PASSES,
         *img2img.WITHOUT_EFFECT,
         *img2img.NEUTRAL_VALUES,
         *hires.NEUTRAL_VALUES,
         *extras.WITHOUT_EFFECT,
         *extras.NEUTRAL_VALUES,
+    }
+)
+
+#: Fields about saving, sending and the web page's settings.
+WITHOUT_EFFECT = frozenset(
+    {
+        "comments",
+        "do_not_save_grid",
+        "do_not_save_samples",
+        "force_task_id",
+        "override_settings_restore_afterwards",
+        "save_images",
+        "send_images",
+    }
+)
+
+_EMPTY: tuple[object, ...] = (None, "", [], {})
+
+#: Fields that change the image -> their neutral values.
+NEUTRAL_VALUES: Mapping[str, tuple[object, ...]] = {
+    "disable_extra_networks": (None, False),
+    "distilled_cfg_scale": (None, 3.5),
+    "firstphase_height": (None, 0),  # the image's size, even without `enable_hr`
+    "firstphase_width": (None, 0),
+    "infotext": _EMPTY,  # sets the fields that the payload leaves out
+    "refiner_checkpoint": (*_EMPTY, "None", "none"),
+    "refiner_switch_at": (None, 0, 0.8, 1),
+    "restore_faces": (None, False),
+    "script_args": _EMPTY,
+    "script_name": _EMPTY,
+    "styles": _EMPTY,
+    "tiling": (None, False),
+}
+
+#: Fields of a job for which AUTOMATIC1111 takes null as not given.
+_NULL_IS_DEFAULT = frozenset(
+    {
+        "eta_noise_seed_delta",
+        "s_churn",
+        "s_min_uncond",
+        "s_noise",
+        "s_tmax",
+        "s_tmin",
+        "seed_resize_from_h",
+        "seed_resize_from_w",
+        "subseed",
+        "subseed_strength",
+        *_OF_PASSES,
     }
 )
 
@@ -184,12 +236,41 @@ class PassFields(Hires, ControlNets, Extras):
         ]
 
 
-def used(payload: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The payload without fields of passes that it does not have, and without neutral ones.
+def fields_of_job(payload: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a job that a payload sets.
 
     Raises:
         ValueError: an unsupported field would change the image; names it.
     """
+    fields = _without_neutral_fields(_used(payload))
+    fields = {
+        name: value
+        for name, value in fields.items()
+        if value is not None or name not in _NULL_IS_DEFAULT
+    }
+    legacy_name = fields.pop("sampler_index", None)
+    if legacy_name and not fields.get("sampler_name"):
+        fields["sampler_name"] = legacy_name
+    if (settings := fields.pop("override_settings", None)) not in _EMPTY:
+        neutral = _neutral_settings(payload)
+        fields |= override_settings.fields(settings, fields, neutral)
+    return fields
+
+
+def _without_neutral_fields(payload: Mapping[str, Any]) -> dict[str, Any]:
+    remaining = {}
+    for name, value in payload.items():
+        if name in WITHOUT_EFFECT:
+            continue
+        if name not in NEUTRAL_VALUES:
+            remaining[name] = value
+        elif value not in NEUTRAL_VALUES[name]:
+            raise _unsupported(name)
+    return remaining
+
+
+def _used(payload: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The payload without fields of passes that it does not have, and without neutral ones."""
     if _CONCERNED.isdisjoint(payload) and not any(map(_is_of_hires, payload)):
         return payload  # the most common case, and the quickest
     fields = dict(payload)
@@ -197,7 +278,7 @@ def used(payload: Mapping[str, Any]) -> Mapping[str, Any]:
     begins_with_image = _begins_with_image(fields)
     has_second_pass = _has_second_pass(payload)
     for name in [*fields]:
-        if is_unused(name, begins_with_image=begins_with_image, has_second_pass=has_second_pass):
+        if _is_unused(name, begins_with_image=begins_with_image, has_second_pass=has_second_pass):
             del fields[name]
     neutral = {**img2img.NEUTRAL_VALUES, **extras.NEUTRAL_VALUES}
     if has_second_pass:
@@ -244,7 +325,7 @@ def _has_second_pass(payload: Mapping[str, Any]) -> bool:
     return value not in (None, False, 0, "", "0", "false", "f", "no", "n", "off")
 
 
-def is_unused(name: str, *, begins_with_image: bool, has_second_pass: bool) -> bool:
+def _is_unused(name: str, *, begins_with_image: bool, has_second_pass: bool) -> bool:
     """Whether a field has no effect, whatever its value."""
     if name in img2img.WITHOUT_EFFECT or name in extras.WITHOUT_EFFECT:
         return True
@@ -260,13 +341,14 @@ def is_unused(name: str, *, begins_with_image: bool, has_second_pass: bool) -> b
 def is_foreign(name: str) -> bool:
     """Whether a field of a payload is none of a job's."""
     known = (
+        *(WITHOUT_EFFECT, NEUTRAL_VALUES),
         *(img2img.WITHOUT_EFFECT, img2img.NEUTRAL_VALUES, hires.NEUTRAL_VALUES),
         *(extras.WITHOUT_EFFECT, extras.NEUTRAL_VALUES, {extras.IMAGE}),
     )
     return name.startswith(hires.PREFIX) or any(name in each for each in known)
 
 
-def neutral_settings(payload: Mapping[str, Any]) -> Mapping[str, tuple[object, ...]]:
+def _neutral_settings(payload: Mapping[str, Any]) -> Mapping[str, tuple[object, ...]]:
     """The settings that change the images of these passes -> their neutral values."""
     found: dict[str, tuple[object, ...]] = {}
     if _begins_with_image(payload):

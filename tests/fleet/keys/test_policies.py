@@ -50,7 +50,7 @@ def test_a_policys_tokens_expire_by_themselves_and_are_revoked_at_once(
         "keys",
         "mint",
         "worker",
-        "--hours",
+        "--token-hours",
         "2",
         "--policy",
         "spring",

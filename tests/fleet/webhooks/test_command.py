@@ -22,7 +22,7 @@ import polling
 from fleet import console
 from fleet.webhooks.endpoint import Signer
 from imagefleet.records.record import Record
-from imagefleet.records.writer import RecordLog
+from imagefleet.records.shard import RecordLog
 from imagefleet.storage.open import open_storage
 from imagefleet.storage.settings import StorageSettings
 

@@ -21,7 +21,7 @@ from fleet.webhooks.endpoint import Endpoint, Signer
 from fleet.webhooks.events import State
 from imagefleet import errors
 from imagefleet.records.record import Record
-from imagefleet.records.writer import RecordLog
+from imagefleet.records.shard import RecordLog
 from imagefleet.storage.open import Storage
 from imagefleet.storage.settings import StorageSettings
 

@@ -5,7 +5,6 @@ import re
 import shutil
 import sys
 from collections.abc import Callable
-from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +13,6 @@ import pynvml
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch._inductor.runtime.cache_dir_utils import cache_dir
 
 from imagefleet import errors
 from worker import process
@@ -22,7 +20,6 @@ from worker.engine import device, load
 from worker.engine.checkpoint import load_checkpoint
 from worker.engine.slots import memory
 from worker.files import check
-from worker.gpus import compiling
 from worker.models.checkpoints import Checkpoint
 from worker.settings import WorkerSettings
 
@@ -147,7 +144,7 @@ def test_a_worker_takes_such_a_gpu_for_broken_if_its_parent_chose_it(
 ) -> None:
     gpu("13.0", "580.95.05", works=False)
     settings = WorkerSettings(model=str(checkpoint), device="cuda")
-    worker: Any = SimpleNamespace(_settings=settings, _member=member, _compiling=nullcontext)
+    worker: Any = SimpleNamespace(_settings=settings, _member=member, _kernels=None)
     with pytest.raises(fault, match="CUDA GPU"):
         process._Worker._load_engine(worker, Checkpoint("tiny", settings))
 
@@ -205,15 +202,6 @@ def test_auto_precision_is_float32_on_a_cpu(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     engine: Any = load.load_engine(checkpoint)
     assert engine._checkpoint.unet.dtype == torch.float32
-
-
-def test_workers_wait_for_each_other_at_torchs_own_folder_of_kernels(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
-    assert str(compiling.kernel_cache()) == cache_dir()
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-    assert str(compiling.kernel_cache()) == cache_dir() == str(tmp_path)
 
 
 @pytest.mark.slow
