@@ -20,7 +20,7 @@ from fleet.files.known import Known
 from imagefleet import errors
 from imagefleet.job import clip
 from imagefleet.job import prompt as prompts
-from imagefleet.job.embeddings import Embedding, Insert, Names
+from imagefleet.job.clip import Embedding, Insert, Names
 from worker.files import check
 
 #: CLIP's pre-tokenization: words, digits and punctuation.

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from imagefleet import errors
-from imagefleet.job.embeddings import Embedding, Insert, Names
+from imagefleet.job.clip import Embedding, Insert, Names
 
 #: A LoRA's name comes from a prompt, so it is untrusted: one path segment, no leading dot.
 SAFE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_ .+()-]{0,127}")

@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple
 
 import torch
 
-from worker.engine.lora.file import Identity
+from worker.engine.files.safetensors import Identity
 from worker.engine.lora.kinds import StackedChange
 from worker.engine.lora.layout import Network
 from worker.engine.lora.merge import Group, LoraKey
