@@ -21,7 +21,7 @@ from imagefleet.files import demo
 from imagefleet.pricing import families
 from worker.engine import contract, load
 from worker.engine import device as devices
-from worker.engine.families import find
+from worker.engine.families import table
 from worker.files import check
 from worker.settings import WorkerSettings
 
@@ -57,7 +57,7 @@ def prepare(
     Raises:
         SetupError: there is no such model, family or device.
     """
-    known = {each.slug: each for each in find.FAMILIES}
+    known = {each.slug: each for each in table.FAMILIES}
     if family not in known:
         raise errors.SetupError(f"--family {family!r} is unknown; known are {', '.join(known)}")
     torch_device = devices.find_device(device)
