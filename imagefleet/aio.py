@@ -357,11 +357,8 @@ class Results:
         Raises:
             SetupError: pandas is not installed.
         """
-        builder = columns.FrameBuilder(self._fleet.storage.blobs.address)
-        async for result in self:
-            for record in result.records:
-                builder.add(record)
-        return builder.frame()
+        records = (record async for result in self for record in result.records)
+        return await columns.frame(records, self._fleet.storage.blobs.address)
 
 
 class Batch:

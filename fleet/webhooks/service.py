@@ -16,9 +16,9 @@ from fleet.webhooks.deliveries import Deliveries
 from fleet.webhooks.events import Event, job_ended
 from fleet.webhooks.state import State
 from imagefleet import errors
-from imagefleet.records.damaged import Damaged
 from imagefleet.records.reader import Follower
 from imagefleet.records.record import Record
+from imagefleet.records.stored import Damaged
 from imagefleet.storage.open import Storage
 
 log = logging.getLogger(__name__)

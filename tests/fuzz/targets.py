@@ -33,7 +33,7 @@ from fleet.salad import file as salad_file
 from header_files import LORA, REFINER, SD1
 from imagefleet import errors, redaction
 from imagefleet.files import contents, picture, safetensors
-from imagefleet.job import image_record, message, prompt, sizes
+from imagefleet.job import message, prompt, sizes
 from imagefleet.pricing import price_file, prices
 from imagefleet.records.record import Record
 from imagefleet.storage import deliveries, protocol
@@ -201,7 +201,8 @@ def _blob_metadata(data: bytes) -> None:
     facts = json.loads(data)
     if not isinstance(facts, dict):
         raise errors.JobError("metadata is names and values")
-    image_record.read({str(name): str(value) for name, value in facts.items()})
+    facts = {str(name): str(value) for name, value in facts.items()}
+    Record.of_blob(KNOWN, facts)
 
 
 def _reported_record(data: bytes) -> None:
