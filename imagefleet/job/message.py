@@ -26,7 +26,6 @@ from pydantic import (
 
 from imagefleet import errors, signing, validation
 from imagefleet.job import chain, txt2img
-from imagefleet.job.passes import fields as passes
 from imagefleet.job.passes import sources
 from imagefleet.job.passes.fields import PassFields
 from imagefleet.job.passes.first import MAX_IMAGES_PER_JOB, MAX_SIDE
@@ -131,7 +130,7 @@ class Job(PassFields):
         if not isinstance(payload, dict):
             return payload
         fields = txt2img.fields_of_job(payload)
-        if passes.only_upscales(fields):
+        if txt2img.only_upscales(fields):
             fields.setdefault("prompt", "")
         return fields
 

@@ -1,34 +1,17 @@
-"""The fields of a job for its passes, and what of them a payload uses."""
+"""The fields of a job for its passes, and what each pass takes."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Self
 
 from pydantic import model_validator
 
-from imagefleet.job.passes import controlnet, extras, hires, img2img
+from imagefleet.job.passes import extras, hires, img2img
 from imagefleet.job.passes.controlnet import ControlNets, Unit
 from imagefleet.job.passes.extras import Extras
 from imagefleet.job.passes.hires import Hires
 from imagefleet.job.prompt import Prompt, without_comments
-
-#: Fields for which null, as AUTOMATIC1111 takes it, is not given.
-NULL_IS_DEFAULT = img2img.FIELDS | hires.FIELDS | extras.FIELDS
-
-#: All but those that begin with `hr_`.
-_CONCERNED = frozenset(
-    {
-        "alwayson_scripts",
-        *NULL_IS_DEFAULT,
-        *img2img.WITHOUT_EFFECT,
-        *img2img.NEUTRAL_VALUES,
-        *hires.NEUTRAL_VALUES,
-        *extras.WITHOUT_EFFECT,
-        *extras.NEUTRAL_VALUES,
-    }
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,101 +165,3 @@ class PassFields(Hires, ControlNets, Extras):
             Pass(width, height, calls, decodes=by_pixels),
             Pass(*second, steps, encodes=by_pixels, enlarged=enlarged),
         ]
-
-
-def used(payload: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The payload without fields of passes that it does not have, and without neutral ones.
-
-    Raises:
-        ValueError: an unsupported field would change the image; names it.
-    """
-    if _CONCERNED.isdisjoint(payload) and not any(map(_is_of_hires, payload)):
-        return payload  # the most common case, and the quickest
-    fields = dict(payload)
-    _rename_image(fields)
-    begins_with_image = _begins_with_image(fields)
-    has_second_pass = _has_second_pass(payload)
-    for name in [*fields]:
-        if is_unused(name, begins_with_image=begins_with_image, has_second_pass=has_second_pass):
-            del fields[name]
-    neutral = {**img2img.NEUTRAL_VALUES, **extras.NEUTRAL_VALUES}
-    if has_second_pass:
-        neutral |= hires.NEUTRAL_VALUES
-    for name, values in neutral.items():
-        if name in fields and fields.pop(name) not in values:
-            raise _unsupported(name)
-    others = [name for name in fields if name.startswith(hires.PREFIX) and name not in hires.FIELDS]
-    for name in others:
-        if fields.pop(name) is not None:
-            raise _unsupported(name)
-    if scripts := fields.pop("alwayson_scripts", None):
-        fields["alwayson_scripts"] = controlnet.fields_of_scripts(scripts)
-    return fields
-
-
-def only_upscales(payload: Mapping[str, Any]) -> bool:
-    """Whether a payload is one of extras, which enlarges an image and draws none."""
-    return payload.get("upscaler_1") not in (None, "", "None")
-
-
-def _rename_image(fields: dict[str, Any]) -> None:
-    """Moves the image of a payload of extras, which has a name of its own, to `init_images`."""
-    image = fields.pop(extras.IMAGE, None) if only_upscales(fields) else None
-    if image in (None, ""):
-        return
-    if _begins_with_image(fields):
-        raise ValueError(f"{extras.IMAGE} and init_images are the same field: keep one of the two")
-    fields["init_images"] = [image]
-
-
-def _is_of_hires(name: str) -> bool:
-    return name.startswith(hires.PREFIX)
-
-
-def _begins_with_image(payload: Mapping[str, Any]) -> bool:
-    return payload.get("init_images") not in (None, "", [])
-
-
-def _has_second_pass(payload: Mapping[str, Any]) -> bool:
-    value = payload.get("enable_hr")
-    if isinstance(value, str):  # as tables have it
-        value = value.strip().lower()
-    return value not in (None, False, 0, "", "0", "false", "f", "no", "n", "off")
-
-
-def is_unused(name: str, *, begins_with_image: bool, has_second_pass: bool) -> bool:
-    """Whether a field has no effect, whatever its value."""
-    if name in img2img.WITHOUT_EFFECT or name in extras.WITHOUT_EFFECT:
-        return True
-    if name == "denoising_strength":
-        return not (begins_with_image or has_second_pass)
-    if name == "init_images":
-        return not begins_with_image
-    if name.startswith(hires.PREFIX) or name in {"enable_hr", "firstpass_image"}:
-        return not has_second_pass
-    return False
-
-
-def is_foreign(name: str) -> bool:
-    """Whether a field of a payload is none of a job's."""
-    known = (
-        *(img2img.WITHOUT_EFFECT, img2img.NEUTRAL_VALUES, hires.NEUTRAL_VALUES),
-        *(extras.WITHOUT_EFFECT, extras.NEUTRAL_VALUES, {extras.IMAGE}),
-    )
-    return name.startswith(hires.PREFIX) or any(name in each for each in known)
-
-
-def neutral_settings(payload: Mapping[str, Any]) -> Mapping[str, tuple[object, ...]]:
-    """The settings that change the images of these passes -> their neutral values."""
-    found: dict[str, tuple[object, ...]] = {}
-    if _begins_with_image(payload):
-        found |= img2img.NEUTRAL_SETTINGS
-    if _has_second_pass(payload):
-        found |= hires.NEUTRAL_SETTINGS
-    return found
-
-
-def _unsupported(name: str) -> ValueError:
-    return ValueError(
-        f"{name} is not supported: it would change the image; remove it or switch it off"
-    )
