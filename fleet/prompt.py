@@ -16,7 +16,7 @@ from fleet import console, options
 from imagefleet import errors
 from imagefleet.job import clip
 from imagefleet.job import prompt as prompts
-from imagefleet.job.embeddings import Embedding, Insert, Names
+from imagefleet.job.chunks import Embedding, Insert, Names, cut_into_chunks
 
 if TYPE_CHECKING:
     import tokenizers
@@ -140,7 +140,7 @@ def _read(
         return nothing | {"unsupported": parsed.message}
     names = Names[Embedding](zip(tokenise([each.name for each in known]), known, strict=True))
     try:
-        cut = prompts.cut_into_chunks(parsed, tokenise, tokenizer.token_to_id(",</w>"), names)
+        cut = cut_into_chunks(parsed, tokenise, tokenizer.token_to_id(",</w>"), names)
     except errors.JobError as error:
         return nothing | {"unsupported": error.message}
     inserts = [

@@ -5,7 +5,7 @@ from __future__ import annotations
 from imagefleet import errors
 from imagefleet.files.contents import EMBEDDING_WIDTHS
 from imagefleet.files.safetensors import Header
-from imagefleet.job.prompt import CHUNK_TOKENS
+from imagefleet.job.chunks import CHUNK_TOKENS
 
 
 def describe(path: str, header: Header) -> tuple[str, int]:

@@ -14,7 +14,7 @@ from cachetools import LRUCache
 from safetensors import SafetensorError
 
 from imagefleet import errors
-from imagefleet.job.prompt import CHUNK_TOKENS
+from imagefleet.job.chunks import CHUNK_TOKENS
 from worker.engine import contract
 
 #: The text encoder that each tensor is for, in the file of an embedding for several.
