@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import fcntl
 import functools
 import hashlib
 import json
@@ -23,12 +22,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, ParamSpec, TypeVar
 
 import typer
+from filelock import FileLock, Timeout
 from rich import box, progress
 from rich.cells import cell_len
 from rich.console import Console, ConsoleRenderable, Group
 from rich.table import Column, Table
 from rich.text import Text
 
+from fleet.results import files
 from imagefleet import errors, redaction
 from imagefleet.redaction import printable
 from imagefleet.telemetry import logs
@@ -274,25 +275,20 @@ def _escape(found: re.Match[str]) -> str:
     return json.dumps(found[0])[1:-1]
 
 
-def write_file(path: Path, content: str | bytes) -> None:
-    """Writes a file whole or not at all, and its folder; raises SetupError if it cannot be."""
+def write_file(path: Path, content: str | bytes, *, private: bool = False) -> None:
+    """Writes a file whole or not at all, and its folder; *private*: only its owner may read it.
+
+    Raises:
+        SetupError: it cannot be written.
+    """
     # Half of a surrogate pair, which JSON can hold, cannot be encoded.
     data = content.encode(errors="replace") if isinstance(content, str) else content
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        if path.exists() and not path.is_file():
-            path.write_bytes(data)  # /dev/stdout, say
-            return
-        draft = path.with_name(f"{path.name}.{os.getpid()}")
-        try:
-            with draft.open("wb") as file:
-                file.write(data)
-                file.flush()
-                os.fsync(file.fileno())  # after a power cut it is whole, too
-            draft.replace(path.resolve())
-        finally:
-            draft.unlink(missing_ok=True)
-    except OSError as error:
+        with files.whole(path) as draft:
+            if private:
+                draft.touch(mode=0o600)
+            draft.write_bytes(data)
+    except OSError as error:  # a full disk
         raise errors.SetupError(f"cannot write {path}: {error.strerror or error}") from None
 
 
@@ -314,12 +310,15 @@ def only_one(path: Path, what: str) -> Iterator[None]:
     """Raises SetupError if another process of this user on this machine has *path* to itself."""
     digest = hashlib.blake2b(str(path.resolve()).encode(), digest_size=12).hexdigest()
     lock = Path(tempfile.gettempdir(), f"imagefleet-{os.getuid()}-{digest}.lock")
-    with lock.open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise errors.SetupError(f"{what}: wait for it or end it first") from None
+    held = FileLock(lock, timeout=0)
+    try:
+        held.acquire()
+    except Timeout:
+        raise errors.SetupError(f"{what}: wait for it or end it first") from None
+    try:
         yield
+    finally:
+        held.release()
 
 
 def confirm(question: str, *, yes: bool) -> None:

@@ -17,7 +17,9 @@ class Listed(NamedTuple):
 
 
 COMMANDS: Mapping[str, Listed] = {
-    "demo": Listed("fleet.demo:command", "Generates images on this machine: no account, no GPU."),
+    "demo": Listed(
+        "fleet.demo.command:command", "Generates images on this machine: no account, no GPU."
+    ),
     "worker": Listed(
         "fleet.worker.command:command",
         "Generates images from the queue's jobs: one worker per GPU.",

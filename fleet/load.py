@@ -12,22 +12,23 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 from rich import markup, progress
 
 from fleet import console, load_progress, options
 from fleet.campaigns import target
+from fleet.files import missing
 from imagefleet import errors
 from imagefleet.storage.open import Storage, open_storage
 from imagefleet.storage.queue_names import MAX_SHARDS
 from imagefleet.storage.settings import checked_priority
+from loadgen import sources
+from loadgen.load import Load, Summary, default_path
+from loadgen.processes.refusals import Refusals
 from loadgen.settings import LoadSettings
-
-if TYPE_CHECKING:
-    from loadgen.load import Load, Summary
-    from loadgen.sources import Source
+from loadgen.sources import Source
 
 DRY_RUN_JOBS = 10
 
@@ -157,8 +158,6 @@ def command(
 
     shuf prompts.txt | imagefleet load - --format txt
     """
-    from loadgen import sources
-
     checked_priority(sending.priority)
     target.check_name("--campaign", jobs.campaign)
     if checking.lora_directory and not checking.check:
@@ -200,8 +199,6 @@ def command(
 
 
 def _checkpoint(settings: LoadSettings, file: str, sending: Sending) -> Path | None:
-    from loadgen.load import default_path
-
     if file != "-":
         return sending.state or default_path(Path(file), settings.queue)
     if sending.state or sending.restart:
@@ -221,9 +218,6 @@ def _load(
     as_json: bool,
 ) -> tuple[Summary, bool]:
     """Sends the jobs; also returns whether all were sent before."""
-    from loadgen.load import Load
-    from loadgen.processes.refusals import Refusals
-
     in_use = f"another `imagefleet load` is at work with the checkpoint {path}"
     with console.only_one(path, in_use) if path else contextlib.nullcontext():
         refusals = Refusals()
@@ -274,8 +268,6 @@ def _check(
     as_json: bool,
 ) -> None:
     """Reads all jobs, and tells what they name that workers would not find."""
-    from fleet.files import missing
-
     if lora_directory is None and (folder := os.environ.get(options.variable("lora_directory"))):
         lora_directory = Path(folder)
     uses = missing.Uses()

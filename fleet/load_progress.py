@@ -5,14 +5,12 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
 
 from rich import progress
 
 from fleet import console
-
-if TYPE_CHECKING:
-    from loadgen.load import Load
+from loadgen.load import Load
+from loadgen.pace import Pace, duration
 
 #: Seconds between two lines of progress where there is no terminal.
 SECONDS_BETWEEN_LINES = 5.0
@@ -23,8 +21,6 @@ def showing(
     load: Load, total: int | None, *, is_live: bool, quiet: bool, as_json: bool = False
 ) -> Iterator[Callable[[int], None]]:
     """A bar if *is_live*, else occasional lines on stderr, of JSON with *as_json*."""
-    from loadgen.pace import Pace, duration
-
     pace = Pace(load.confirmed)
     said_at = time.monotonic()
 

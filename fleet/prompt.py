@@ -8,20 +8,20 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, cast
+from typing import Annotated, Any, cast
 
+import tokenizers
 import typer
+from tokenizers import decoders, models, normalizers, pre_tokenizers
 
 from fleet import console, options
+from fleet.files import known
+from fleet.files.known import Known
 from imagefleet import errors
 from imagefleet.job import clip
 from imagefleet.job import prompt as prompts
 from imagefleet.job.chunks import Embedding, Insert, Names, cut_into_chunks
-
-if TYPE_CHECKING:
-    import tokenizers
-
-    from fleet.files.known import Known
+from worker.files import check
 
 #: CLIP's pre-tokenization: words, digits and punctuation.
 _WORD = (
@@ -112,9 +112,6 @@ def _embeddings(
     """The embeddings that the prompts name, if a folder or a storage is given."""
     if directory is None and storage is None:
         return ()
-    from fleet.files import known
-    from worker.files import check
-
     texts = [each for each in parsed.values() if isinstance(each, prompts.Prompt)]
     has_family = model is not None and (model.is_file() or (model / "unet").is_dir())
     family = check.family(model) if model is not None and has_family else None
@@ -125,7 +122,7 @@ def _embeddings(
 def _read(
     parsed: prompts.Prompt | errors.JobError,
     tokenizer: tokenizers.Tokenizer,
-    known: Sequence[Known],
+    embeddings: Sequence[Known],
 ) -> dict[str, Any]:
     """The prompt as JSON, or the reason why it is not supported."""
     tokenise = functools.partial(_tokenise, tokenizer)
@@ -138,7 +135,9 @@ def _read(
     }
     if isinstance(parsed, errors.JobError):
         return nothing | {"unsupported": parsed.message}
-    names = Names[Embedding](zip(tokenise([each.name for each in known]), known, strict=True))
+    names = Names[Embedding](
+        zip(tokenise([each.name for each in embeddings]), embeddings, strict=True)
+    )
     try:
         cut = cut_into_chunks(parsed, tokenise, tokenizer.token_to_id(",</w>"), names)
     except errors.JobError as error:
@@ -176,7 +175,7 @@ def _read(
 
 
 def _known(insert: Insert) -> Known:
-    return cast("Known", insert.embedding)
+    return cast(Known, insert.embedding)
 
 
 def _find_tokenizer(model: Path | None) -> Path:
@@ -200,9 +199,6 @@ def _vocabulary_size(model: Path) -> int:
 
 def _load_tokenizer(folder: Path) -> tokenizers.Tokenizer:
     """CLIP's tokenizer, with the rules that transformers gives it."""
-    import tokenizers
-    from tokenizers import decoders, models, normalizers, pre_tokenizers
-
     try:
         if not (folder / "vocab.json").is_file():
             tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
@@ -281,8 +277,6 @@ def _words(
 
 
 def _print_missing(text: str, found: Sequence[Known]) -> None:
-    from fleet.files import known
-
     for name in known.missing(text, found):
         console.print_note(
             f"'embedding:{name}' is ComfyUI's, and there is no embedding {name!r} here: words"

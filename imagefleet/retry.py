@@ -10,6 +10,8 @@ import random
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from datetime import UTC, datetime
+from email.utils import parsedate_to_datetime
 from typing import TypeVar
 
 import tenacity
@@ -29,6 +31,29 @@ def jitter(seconds: float, low: float = 0.5, high: float = 1.0) -> float:
 def backoff(retries: int, first_seconds: float, longest_seconds: float) -> float:
     """The pause before retry number *retries* (from 0): doubled each time, jittered."""
     return jitter(min(longest_seconds, first_seconds * 2 ** min(retries, 30)))
+
+
+def after_seconds(value: str | None, longest: float, date: str | None = None) -> float | None:
+    """The seconds of a Retry-After header, a number or a date, and *longest* at most.
+
+    *date* is the server's time, if it is known: this machine's clock may be wrong by hours.
+    """
+    text = (value or "").strip()
+    if text.isascii() and text.isdigit():
+        return min(longest, float(text[:10]))
+    until = _moment(text)
+    if until is None:
+        return None
+    seconds = (until - (_moment(date) or datetime.now(UTC))).total_seconds()
+    return min(longest, max(0.0, seconds))
+
+
+def _moment(text: str | None) -> datetime | None:
+    try:
+        moment = parsedate_to_datetime(text or "")
+    except ValueError:
+        return None
+    return moment if moment.tzinfo else moment.replace(tzinfo=UTC)
 
 
 def log_retry(error: errors.TransientError) -> None:

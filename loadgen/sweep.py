@@ -8,7 +8,7 @@ import re
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, overload
+from typing import Annotated, Any
 
 from pydantic import (
     BaseModel,
@@ -43,6 +43,9 @@ SWEPT: Mapping[str, str] = {
 
 #: The most combinations of a sweep; more are most likely a mistake.
 MAX_COMBINATIONS = 10**12
+
+#: The most values of a range with fractions, which are stored.
+MAX_FRACTIONS = 100_000
 
 #: The largest value of a range; exact as a float.
 _LARGEST = 10**15
@@ -80,41 +83,20 @@ class Range(BaseModel):
             raise ValueError("`step` should be greater than 0")
         if self.first > self.last:
             raise ValueError("`from` is greater than `to`")
-        if (self.last - self.first) / self.step > MAX_COMBINATIONS:
-            raise ValueError(f"it has more than {MAX_COMBINATIONS:,} values")
+        is_whole = isinstance(self.first, int) and isinstance(self.step, int)
+        most = MAX_COMBINATIONS if is_whole else MAX_FRACTIONS
+        if (self.last - self.first) / self.step > most:
+            raise ValueError(f"it has more than {most:,} values")
         if "step" not in self.model_fields_set and isinstance(self.first, float):
             raise ValueError("a range with fractions needs `step`")
         return self
 
-
-@dataclass(frozen=True, slots=True)
-class Steps(Sequence[int | float]):
-    """The values of a range, none of which is stored."""
-
-    range: Range
-
-    def __len__(self) -> int:
-        steps = (self.range.last - self.range.first) / self.range.step
-        return math.floor(steps + 1e-9) + 1
-
-    @overload
-    def __getitem__(self, index: int) -> int | float: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[int | float]: ...
-
-    def __getitem__(self, index: int | slice) -> int | float | Sequence[int | float]:
-        if isinstance(index, slice):
-            return [self[each] for each in range(*index.indices(len(self)))]
-        if not -len(self) <= index < len(self):
-            raise IndexError(index)
-        value = self.range.first + self.range.step * (index % len(self))
-        return round(value, _DIGITS) if isinstance(value, float) else value
-
-    @property
-    def telling(self) -> list[int | float]:
-        """The values by which all of them are known to be valid: bounds, and multiples."""
-        return [self[0], self[min(1, len(self) - 1)], self[-1]]
+    def values(self) -> Sequence[int | float]:
+        """All its numbers; whole ones are not stored."""
+        if isinstance(self.first, int) and isinstance(self.step, int):
+            return range(self.first, math.floor(self.last) + 1, self.step)
+        count = math.floor((self.last - self.first) / self.step + 1e-9) + 1
+        return tuple(round(self.first + self.step * at, _DIGITS) for at in range(count))
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,7 +154,8 @@ def read(fields: Mapping[str, Any]) -> tuple[Fields, Sweep]:
         raise ValueError("size: is both sides; remove `width` and `height`")
     _check(fixed)
     for name, values in swept.items():
-        for value in values.telling if isinstance(values, Steps) else values:
+        # Of a range, its bounds and the second tell: they have all that its multiples have.
+        for value in values if isinstance(values, list) else {*values[:2], values[-1]}:
             _check(fixed | as_job_fields({name: value}))
     sweep = Sweep({name: swept[name] for name in SWEPT if name in swept})
     if sweep.combinations > MAX_COMBINATIONS:
@@ -186,7 +169,7 @@ def read(fields: Mapping[str, Any]) -> tuple[Fields, Sweep]:
 def _values(name: str, value: Any) -> Sequence[Any] | None:
     """The values of a field that takes several; None for one that is the same for all jobs."""
     if name in SWEPT and isinstance(value, dict):
-        return _steps(name, value)
+        return _range(name, value)
     if name in SWEPT and isinstance(value, list):
         if not value:
             raise ValueError(f"{name}: the list is empty")
@@ -227,9 +210,9 @@ def slug(text: str) -> str:
     return re.sub(r"[^A-Za-z0-9.]+", "_", text).strip("_.")
 
 
-def _steps(name: str, value: Mapping[str, Any]) -> Steps:
+def _range(name: str, value: Mapping[str, Any]) -> Sequence[int | float]:
     try:
-        return Steps(Range.model_validate(value))
+        return Range.model_validate(value).values()
     except ValidationError as error:
         reason = validation.sentence(error, ("from", "to", "step"))
         raise ValueError(f"{name}: a range is {{from: 20, to: 40, step: 5}}: {reason}") from None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import gc
 import logging
 import signal
@@ -13,7 +12,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from functools import partial
 from importlib import metadata
 from typing import NoReturn
 
@@ -228,13 +226,13 @@ class _Worker:
         async def fetch(checkpoint: Checkpoint) -> Checkpoint:
             settings = await model.pinned(checkpoint.settings, storage.files)
             await model.fetch(settings, storage.files)
-            return dataclasses.replace(checkpoint, settings=settings)
+            return replace(checkpoint, settings=settings)
 
         found = await checkpoints.find(self._settings, storage.files)
         for at, each in enumerate(found):
             if not model.has_known_name(each.settings):  # nor, then, the queue of its jobs
                 fetched = await fetch(each)
-                found[at] = dataclasses.replace(fetched, name=model.name_of(fetched.settings))
+                found[at] = replace(fetched, name=model.name_of(fetched.settings))
         checkpoints.refuse_unusable_names(found)
         device = self._settings.device
         on_cpu = device == "cpu" or (device == "auto" and self._gpu == replica.NO_GPU)
@@ -327,9 +325,7 @@ class _Worker:
         seconds = time.monotonic() - self._began_at
         pipeline = self._pipeline
         if pipeline is None:
-            return WorkerReport(
-                self._images(), dict(self._jobs), seconds, seconds, 0.0, 0.0, None, 0.0
-            )
+            return WorkerReport(self._images(), dict(self._jobs), seconds, start_up_seconds=seconds)
         return WorkerReport(
             images=self._images(),
             jobs=dict(self._jobs),
@@ -419,9 +415,8 @@ def _signals(
     """
     stop, hurry = asyncio.Event(), asyncio.Event()
     received: list[signal.Signals] = []
-    loop = asyncio.get_running_loop()
 
-    def on_signal(number: signal.Signals, *, hurries: bool) -> None:
+    def on_signal(number: signal.Signals, *, hurries: bool = member is None) -> None:
         if stop.is_set() and not hurries:
             return
         received.append(number)
@@ -435,13 +430,9 @@ def _signals(
             extra={"action": "signal", "signal": number.name},
         )
 
-    numbers = (signal.SIGTERM, signal.SIGINT)
-    for number in numbers:
-        loop.add_signal_handler(number, partial(on_signal, number, hurries=member is None))
     if member is not None:
-        member.listen(loop, lambda hurries: on_signal(signal.SIGTERM, hurries=hurries))
-    try:
+        member.listen(
+            asyncio.get_running_loop(), lambda hurries: on_signal(signal.SIGTERM, hurries=hurries)
+        )
+    with tasks.on_signals(on_signal):
         yield stop, hurry, received
-    finally:
-        for number in numbers:
-            loop.remove_signal_handler(number)

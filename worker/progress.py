@@ -112,10 +112,10 @@ class WorkerReport:
     jobs: Mapping[str, int]
     seconds: float
     start_up_seconds: float
-    engine_busy_seconds: float
-    engine_idle_fraction: float
-    gpu_dollars: float | None
-    storage_dollars: float
+    engine_busy_seconds: float = 0.0
+    engine_idle_fraction: float = 0.0
+    gpu_dollars: float | None = None
+    storage_dollars: float = 0.0
     stopped_by: signal.Signals | None = None
 
     @property

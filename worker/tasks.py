@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable
+import signal
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Iterator
 from typing import Any, NoReturn
 
 
@@ -26,6 +27,19 @@ async def first_of(
     for task in done:
         task.result()
     return done
+
+
+@contextlib.contextmanager
+def on_signals(act: Callable[[signal.Signals], None]) -> Iterator[None]:
+    """Calls *act* in the loop for each SIGTERM and SIGINT during the block."""
+    loop, numbers = asyncio.get_running_loop(), (signal.SIGTERM, signal.SIGINT)
+    for number in numbers:
+        loop.add_signal_handler(number, act, number)
+    try:
+        yield
+    finally:
+        for number in numbers:
+            loop.remove_signal_handler(number)
 
 
 async def run_until(stop: asyncio.Event, work: Awaitable[Any]) -> bool:

@@ -72,7 +72,7 @@ def command(
         from evaluation.bench import scaling
 
         rows, report = scaling.measure(asked)
-        show = partial(scaling.show, rows, report, markdown=shown.markdown)
+        show = partial(scaling.show, rows, report, markdown=shown.form == "markdown")
     if shown.json_file is not None:
         console.write_file(shown.json_file, console.json_text(report))
     if shown.as_json:

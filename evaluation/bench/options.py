@@ -60,21 +60,20 @@ class Asked:
             help="latency, scaling: of each image. [default: 15 of SD1.5, else 20]",
         ),
     ] = None
-    sampler: Annotated[str, typer.Option(metavar="NAME", help="scaling: of each image.")] = (
-        "Euler a"
-    )
+    set_: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set",
+            metavar="FIELD=VALUE",
+            help="scaling: a field of each job, sampler_name=PLMS say; repeatable.",
+        ),
+    ] = None
     workers: Annotated[
         str | None,
         typer.Option(
             metavar="LIST",
             help="scaling: numbers of workers, 1,2,4. [default: powers of two up to the GPUs, or"
             " with --device cpu up to the cores]",
-        ),
-    ] = None
-    warm_seconds: Annotated[
-        float | None,
-        typer.Option(
-            min=0.1, help="scaling: of warm-up, twice at least. [default: 10, on a CPU 4]"
         ),
     ] = None
     baseline: Annotated[
@@ -104,9 +103,9 @@ class Asked:
 class Shown:
     """How the figures are shown."""
 
-    markdown: Annotated[
-        bool, typer.Option("--markdown", help="scaling: print the table as Markdown.")
-    ] = False
+    form: Annotated[
+        Literal["table", "markdown"], typer.Option("--format", help="markdown: scaling.")
+    ] = "table"
     json_file: options.JsonFile = None
     as_json: options.AsJson = False
 
@@ -117,7 +116,7 @@ _OF: dict[Kind, frozenset[str]] = {
     | {"family", "slots", "seconds", "baseline", "fp16_accumulate"}
     | {"price_per_hour", "gpu", "priority"},
     "latency": _OF_ALL | {"family", "steps"},
-    "scaling": _OF_ALL | {"slots", "steps", "seconds", "sampler", "workers", "warm_seconds"},
+    "scaling": _OF_ALL | {"slots", "steps", "seconds", "set_", "workers"},
 }
 
 
@@ -125,6 +124,8 @@ def check(kind: Kind, asked: Asked, shown: Shown) -> None:
     """Raises SetupError for options of another measurement than *kind*."""
     for field in dataclasses.fields(asked):
         if field.name not in _OF[kind] and getattr(asked, field.name) != field.default:
-            raise errors.SetupError(f"{options.flag(field.name)} is not for `bench {kind}`")
-    if shown.markdown and kind != "scaling":
-        raise errors.SetupError("--markdown is for `bench scaling`")
+            raise errors.SetupError(
+                f"{options.flag(field.name.rstrip('_'))} is not for `bench {kind}`"
+            )
+    if shown.form != "table" and kind != "scaling":
+        raise errors.SetupError(f"--format {shown.form} is for `bench scaling`")

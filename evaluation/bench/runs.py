@@ -7,6 +7,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 
@@ -58,8 +59,8 @@ class Work:
     """What is drawn, with which model, and for how long."""
 
     model: Path
-    steps: int
-    sampler: str
+    fields: Mapping[str, Any]
+    """Of each job, beside its prompt and its seed."""
     seconds: float
     warm_seconds: float
     flags: Sequence[str]
@@ -74,9 +75,8 @@ class Work:
                 "campaign": CAMPAIGN,
                 "prompt": f"{number} {self.words}",
                 "negative_prompt": self.negative_prompt,
-                "sampler_name": self.sampler,
-                "steps": self.steps,
                 "seed": number,
+                **self.fields,
             }
         )
 

@@ -17,6 +17,7 @@ from evaluation.bench.runs import Row
 from fleet import console, options
 from imagefleet import errors
 from imagefleet.job import samplers
+from imagefleet.job.change import Change
 from worker.gpus import choice
 from worker.gpus.choice import Gpu
 from worker.settings import MachineSettings
@@ -29,10 +30,10 @@ WARM_SECONDS = {"cuda": 10.0, "cpu": 4.0}
 
 def measure(asked: Asked) -> tuple[Sequence[Row], dict[str, Any]]:
     """Runs of real workers, from the queue to the stored image."""
-    try:
-        sampler = samplers.find(asked.sampler).name
-    except ValueError as error:
-        raise errors.SetupError(f"--sampler: {error}") from None
+    fields: dict[str, Any] = {"sampler_name": "Euler a", "steps": asked.steps or STEPS}
+    fields |= Change.read(asked.set_ or []).values
+    if "model" in fields:
+        raise errors.SetupError("--set model: all jobs are of --model")
     counts = None if asked.workers is None else _numbers(asked.workers)
     gpus, threads = _machines(asked.device, counts)
     kind = "cpu" if threads else "cuda"
@@ -44,10 +45,9 @@ def measure(asked: Asked) -> tuple[Sequence[Row], dict[str, Any]]:
         found, name, words, negative = _prepared(asked.model, folder, asked.device)
         work = runs.Work(
             model=found,
-            steps=asked.steps or STEPS,
-            sampler=sampler,
+            fields=fields,
             seconds=asked.seconds or SECONDS[kind],
-            warm_seconds=asked.warm_seconds or WARM_SECONDS[kind],
+            warm_seconds=WARM_SECONDS[kind],
             flags=flags,
             environment=_environment(threads),
             words=words,
@@ -57,8 +57,8 @@ def measure(asked: Asked) -> tuple[Sequence[Row], dict[str, Any]]:
     return rows, {
         "rows": [asdict(row) for row in rows],
         "model": str(asked.model) if asked.model else found.name,
-        "steps": work.steps,
-        "sampler": sampler,
+        "steps": fields["steps"],
+        "sampler": samplers.find(fields["sampler_name"]).name,
         "device": name,
         "threads_per_worker": threads,
         "warm_seconds": work.warm_seconds,

@@ -33,7 +33,7 @@ def command(
 
     A and B are each a campaign, a folder of images (with a slash: ./images), or settings to draw
     with here and now: float32, float16, bfloat16, compiled, uncompiled, fp16-accumulate, factors,
-    merged (of LoRAs), slots=N, several with commas. Settings draw --captions, or the jobs of the
+    merged (of LoRAs), slots=N, several with commas. Settings draw --jobs, or the jobs of the
     images they are compared with. Exit code 4: a figure is out of bounds.
 
     imagefleet gate float32 float16

@@ -21,7 +21,7 @@ class Drawn:
         str | None,
         typer.Option(metavar="ADDRESS", help="Storage of B's campaign, if it is another one."),
     ] = None
-    captions: Annotated[
+    jobs: Annotated[
         Path | None,
         typer.Option(
             metavar="FILE",
@@ -30,7 +30,7 @@ class Drawn:
     ] = None
     count: Annotated[
         int | None,
-        typer.Option(min=2, help="Images to compare. [default: all; of --captions the first 24]"),
+        typer.Option(min=2, help="Images to compare. [default: all; of --jobs the first 24]"),
     ] = None
     steps: Annotated[
         int | None, typer.Option(min=1, max=150, help="Of all drawn jobs, whatever these say.")

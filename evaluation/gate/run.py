@@ -56,7 +56,7 @@ def run(plan: Plan, *, with_pictures: bool, quiet: bool) -> Result:
 def _check(plan: Plan) -> None:
     """Raises SetupError for options that have no effect on these sides."""
     both = len(plan.engines) == 2  # noqa: PLR2004
-    for flag, value in (("--captions", plan.drawn.captions), ("--steps", plan.drawn.steps)):
+    for flag, value in (("--jobs", plan.drawn.jobs), ("--steps", plan.drawn.steps)):
         if value is not None and not both:
             raise errors.SetupError(
                 f"{flag} is for two settings that are drawn here; the jobs are those of the images"
@@ -147,7 +147,7 @@ def _draw(plan: Plan, folders: tuple[Path, Path], *, quiet: bool) -> None:
 
 def _jobs(plan: Plan, folders: tuple[Path, Path]) -> list[Job]:
     if len(plan.engines) == len(plan.sides):
-        return jobs.of_file(plan.drawn.captions, plan.drawn.count, plan.drawn.steps)
+        return jobs.of_file(plan.drawn.jobs, plan.drawn.count, plan.drawn.steps)
     there = 1 if 0 in plan.engines else 0
 
     async def read() -> list[Job]:

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from typing import TYPE_CHECKING
+
+from aiohttp import web
 
 from fleet import console, options
 from fleet.broker.settings import BrokerSettings
 from imagefleet import errors
-from imagefleet.telemetry import logs
-
-if TYPE_CHECKING:
-    from aiohttp import web
+from imagefleet.telemetry import logs, probes
 
 log = logging.getLogger(__name__)
 
@@ -42,8 +40,6 @@ def command(settings: BrokerSettings) -> None:
 
 
 async def _serve(app: web.Application, settings: BrokerSettings) -> None:
-    from imagefleet.telemetry import probes
-
     async with probes.listening(app, settings.host, settings.port, "requests") as port:
         log.info(
             "issuing tokens on port %d to nodes of %s",

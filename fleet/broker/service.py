@@ -17,7 +17,6 @@ from aiohttp import web
 
 from fleet.broker.identity import Identities, RefusedError
 from fleet.broker.settings import BrokerSettings
-from fleet.keys import command as keys
 from fleet.keys import mint
 from imagefleet import errors
 from imagefleet.storage.open import open_storage
@@ -130,7 +129,7 @@ class Broker:
         minted = self._minter.mint(
             self._role, self._life, policy, self._models, self._policy.shards
         )
-        return web.json_response(keys.record(minted), headers={"Cache-Control": "no-store"})
+        return web.json_response(minted.record, headers={"Cache-Control": "no-store"})
 
 
 def application(broker: Broker) -> web.Application:

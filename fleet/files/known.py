@@ -16,7 +16,7 @@ from imagefleet.job.chunks import Names, sections_of
 from imagefleet.storage.open import open_storage
 from imagefleet.storage.settings import StorageSettings
 from worker.files import check
-from worker.files.embeddings import EmbeddingLibrary
+from worker.files.library import EmbeddingLibrary
 
 Tokenise = Callable[[Sequence[str]], list[list[int]]]
 

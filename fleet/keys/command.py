@@ -4,28 +4,27 @@ from __future__ import annotations
 
 import shlex
 import sys
-import tempfile
 from collections.abc import Collection
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.table import Table
 
 from fleet import console, options
+from fleet.keys import check as keys_check
+from fleet.keys import mint as keys_mint
 from fleet.keys import signing
+from fleet.keys.check import Checked
+from fleet.keys.mint import Minted
 from imagefleet import errors, validation
 from imagefleet.job.prompt import SAFE_NAME
 from imagefleet.storage.azure.roles import OPTIONAL, ROLES, Role, explain
 from imagefleet.storage.open import LOCAL_SCHEME
 from imagefleet.storage.queue_names import MAX_SHARDS
 from imagefleet.storage.settings import StorageSettings
-
-if TYPE_CHECKING:
-    from fleet.keys.check import Checked
-    from fleet.keys.mint import Minted
 
 #: SaladCloud's limit for the value of an environment variable.
 MAX_CHARACTERS = 1000
@@ -87,7 +86,7 @@ def mint_command(
         ),
     ],
     scope: Scope,
-    hours: Annotated[
+    token_hours: Annotated[
         float,
         typer.Option(min=0.05, max=MAX_HOURS, metavar="HOURS", help="Lifetime of the tokens."),
     ] = DEFAULT_HOURS,
@@ -115,7 +114,7 @@ def mint_command(
 
     Prints shell commands, and on stderr what the tokens allow.
 
-    imagefleet keys mint worker --hours 24
+    imagefleet keys mint worker --token-hours 24
 
     imagefleet keys mint monitor --file tokens.json
 
@@ -130,36 +129,34 @@ def mint_command(
     if scope.chains and role != "worker":
         raise errors.SetupError("--chains is for `imagefleet keys mint worker`")
     allowed = found.for_chains() if scope.chains else found
-    minted = _mint(settings, allowed, timedelta(hours=hours), policy, scope)
+    minted = _mint(settings, allowed, timedelta(hours=token_hours), policy, scope)
     if file is not None:
-        write_tokens(file, minted)
+        console.write_file(file, console.json_text(minted.record), private=True)
         console.print_note(f"written to {file}")
         if as_json:
-            facts = {key: record(minted)[key] for key in ("role", "storage", "expires_at")}
+            facts = {key: minted.record[key] for key in ("role", "storage", "expires_at")}
             console.print_json({**facts, "file": str(file)})
     elif as_json:
-        console.print_json(record(minted))
+        console.print_json(minted.record)
     else:
         sys.stdout.writelines(f"{line}\n" for line in export_lines(settings, minted))
         sys.stdout.flush()
     _explain(settings, allowed, minted)
-    if hours > WARNED_AFTER_HOURS:
+    if token_hours > WARNED_AFTER_HOURS:
         console.print_warning(
-            f"tokens for {hours / 24:.0f} days cannot be revoked without --policy"
+            f"tokens for {token_hours / 24:.0f} days cannot be revoked without --policy"
             if policy is None
-            else f"tokens for {hours / 24:.0f} days: revoke {policy!r} after the run"
+            else f"tokens for {token_hours / 24:.0f} days: revoke {policy!r} after the run"
         )
 
 
 def _mint(
     settings: StorageSettings, role: Role, life: timedelta, policy: str | None, scope: Scope
 ) -> Minted:
-    from fleet.keys import mint
-
     models = _models(scope.model or [])
-    minted = mint.Minter(_on_azure(settings)).mint(role, life, policy, models, scope.shards)
+    minted = keys_mint.Minter(_on_azure(settings)).mint(role, life, policy, models, scope.shards)
     if policy is not None:
-        console.run(mint.store_policy(settings, role, policy, models, scope.shards))
+        console.run(keys_mint.store_policy(settings, role, policy, models, scope.shards))
     return minted
 
 
@@ -187,8 +184,6 @@ def check_command(
     IMAGEFLEET_SAS_FILE=tokens.json imagefleet keys check worker
     """
     compared = None if role is None else _role(role, ROLES)
-    from fleet.keys import check as keys_check
-
     checked = console.run(keys_check.check(_on_azure(settings)))
     if as_json:
         console.print_json({"resources": [asdict(each) for each in checked]})
@@ -214,24 +209,12 @@ def revoke_command(
 
     imagefleet keys revoke spring
     """
-    from fleet.keys import mint as keys_mint
-
     keys_mint.Minter(_on_azure(settings))  # raises without an account key
     removed = console.run(keys_mint.remove_policy(settings, policy))
     if as_json:
         console.print_json({"policy": policy, "revoked": removed})
     else:
         console.print_plain(f"revoked {policy} on {', '.join(removed)}")
-
-
-def record(minted: Minted) -> dict[str, Any]:
-    """The content of a token file, and a broker's response."""
-    return {
-        "role": minted.role,
-        "storage": minted.storage,
-        "expires_at": f"{minted.expires_at:%Y-%m-%dT%H:%M:%SZ}",
-        **minted.fields,
-    }
 
 
 def export_lines(settings: StorageSettings, minted: Minted) -> list[str]:
@@ -255,22 +238,6 @@ def export_lines(settings: StorageSettings, minted: Minted) -> list[str]:
         "IMAGEFLEET_SAS": minted.sas,
     }
     return [f"export {name}={shlex.quote(value)}" for name, value in variables.items()]
-
-
-def write_tokens(path: Path, minted: Minted) -> None:
-    """Replaces the token file atomically; only its owner may read it.
-
-    Raises:
-        SetupError: it cannot be written.
-    """
-    try:
-        with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}.") as folder:
-            new = Path(folder, path.name)
-            new.touch(mode=0o600)
-            new.write_text(console.json_text(record(minted)), encoding="utf-8")
-            new.replace(path)
-    except OSError as error:
-        raise errors.SetupError(f"cannot write {path}: {error.strerror}") from None
 
 
 def _models(names: list[str]) -> list[str]:

@@ -86,6 +86,16 @@ class Minted:
         return json.dumps(self.fields, separators=(",", ":"))
 
     @property
+    def record(self) -> dict[str, Any]:
+        """The content of a token file, and a broker's response."""
+        return {
+            "role": self.role,
+            "storage": self.storage,
+            "expires_at": f"{self.expires_at:%Y-%m-%dT%H:%M:%SZ}",
+            **self.fields,
+        }
+
+    @property
     def fields(self) -> dict[str, Any]:
         """All tokens, as `sas.Tokens` reads them."""
         fields: dict[str, Any] = {}
@@ -204,11 +214,6 @@ async def store_policy(
                 f"the policy {name!r} of {place.name(settings)!r} allows"
                 f" {existing.permission!r}, not {permission!r}: use one name per role"
             )
-        if existing is not None and existing.expiry:
-            raise errors.SetupError(
-                f"the policy {name!r} of {place.name(settings)!r} has an expiry, as earlier"
-                " versions gave it, and Azure takes a token's from one of the two: use another name"
-            )
         if existing is None and len(policies) >= MAX_POLICIES:
             raise errors.SetupError(
                 f"{place.name(settings)!r} already has {MAX_POLICIES} stored policies"
@@ -271,7 +276,7 @@ def _permission(resource: Resource, letters: str) -> QueueSasPermissions | Conta
 
 
 async def _create_queues(settings: StorageSettings, places: Iterable[Place]) -> None:
-    """Creates those that do not exist, as deployments of earlier versions lack them."""
+    """Creates those that do not exist."""
     address = account.read_address(settings.storage.strip())
     for place in places:
         name = place.name(settings)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from fleet import console
 from imagefleet import errors
+from imagefleet.signing import SigningKey
 
 DEFAULT_FILE = Path("signing-key.pem")
 
@@ -19,8 +20,6 @@ def make_keys(file: Path, *, as_json: bool) -> None:
     set it, and the public key, which workers get: they then refuse jobs, LoRAs and models that are
     not signed. An existing file is never overwritten.
     """
-    from imagefleet.signing import SigningKey
-
     with console.one_line_errors():
         try:
             public = SigningKey.create(file.expanduser()).public
@@ -43,8 +42,6 @@ def make_keys(file: Path, *, as_json: bool) -> None:
 
 
 def _exists(file: Path) -> str:
-    from imagefleet.signing import SigningKey
-
     try:
         found = f"its public key is {SigningKey.read(file).public}"
     except errors.SetupError:

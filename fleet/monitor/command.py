@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import logging
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
@@ -19,15 +17,14 @@ from fleet.campaigns import target
 from fleet.campaigns.table import Campaigns, Listing
 from fleet.campaigns.table import notes as campaign_notes
 from fleet.campaigns.table import table as campaigns_table
-from fleet.monitor import prometheus, rates
+from fleet.monitor import prometheus, rates, service
 from fleet.monitor import watch as watching
 from fleet.monitor import workers as workers_of
+from fleet.monitor.queue_flow import Exporter
 from fleet.monitor.settings import ExporterSettings, MonitorSettings
 from imagefleet import aio, concurrency, errors
 from imagefleet.storage.protocol import QueueDepth
 from imagefleet.telemetry import logs, serving
-
-log = logging.getLogger(__name__)
 
 _UNITS = (("d", 86_400), ("h", 3600), ("min", 60))
 
@@ -100,7 +97,7 @@ def status_command(
     The queues with their waiting, leased and failed jobs, and the campaigns with their jobs by
     outcome, the latest first; with --prometheus also the fleet's images/s and images per dollar.
 
-    imagefleet status --watch
+    imagefleet status --follow
 
     imagefleet status spring --json
 
@@ -186,34 +183,20 @@ async def _show_status(
 
 
 async def _export(settings: ExporterSettings) -> None:
-    from fleet.monitor.queue_flow import Exporter
-    from imagefleet.telemetry import probes, push
-
     async with (
         console.connected(settings) as client,
         prometheus.connected_if(settings.prometheus, settings.queried_fleet) as server,
     ):
         storage = client.storage
         exporter = Exporter(storage, settings, server)
-        async with (
-            probes.serving(
-                exporter.registry,
-                is_live=lambda: True,
-                is_ready=lambda: exporter.has_sampled,
-                host=settings.host,
-                port=settings.port,
-            ) as port,
-            push.pushing(exporter.registry, settings, job="imagefleet-exporter"),
-        ):
-            log.info(
-                "sampling %s of %s; metrics at http://%s:%d/metrics",
-                storage.queue.name,
-                storage.url,
-                settings.host,
-                port,
-                extra={"action": "start", "port": port},
-            )
-            await console.until_stopped(asyncio.create_task(exporter.run(), name="exporter"))
+        await service.run(
+            exporter.run,
+            exporter.registry,
+            settings,
+            name="imagefleet-exporter",
+            doing=f"sampling {storage.queue.name} of {storage.url}",
+            is_ready=lambda: exporter.has_sampled,
+        )
 
 
 def _queue_status(name: str, depth: QueueDepth) -> QueueStatus:

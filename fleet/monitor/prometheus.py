@@ -8,14 +8,12 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcon
 from dataclasses import dataclass
 from datetime import datetime
 from http import HTTPStatus
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
+import aiohttp
 from pydantic import BaseModel, Field, TypeAdapter, ValidationError
 
 from imagefleet import errors, redaction
-
-if TYPE_CHECKING:
-    import aiohttp  # slow to import, and most commands need no server
 
 #: Seconds that are enough for a query over a fleet's whole day.
 TIMEOUT_SECONDS = 30.0
@@ -101,8 +99,6 @@ class Prometheus:
         return await self._query("query_range", query, **times)
 
     async def _query(self, endpoint: str, query: str, **times: float) -> list[Series]:
-        import aiohttp
-
         query = query.replace("$fleet", "" if self.fleet is None else f'fleet="{self.fleet}"')
         url, data = f"{self._url}/api/v1/{endpoint}", {"query": query}
         data |= {name: str(seconds) for name, seconds in times.items()}
@@ -145,8 +141,6 @@ async def _content(response: aiohttp.ClientResponse) -> bytes:
 @asynccontextmanager
 async def connected(url: str, fleet: str | None = None) -> AsyncIterator[Prometheus]:
     """A session with the server at *url*, which may contain user:password@."""
-    import aiohttp
-
     timeout = aiohttp.ClientTimeout(total=TIMEOUT_SECONDS)
     async with aiohttp.ClientSession(timeout=timeout, trust_env=True) as session:
         yield Prometheus(session, url, fleet)

@@ -66,10 +66,9 @@ class Exporter(Collector):
         self._gauges = QueueGauges(self.registry)
         self._storage = storage
         self._settings = settings
-        self._server = server
+        self._metrics = rates.Watch(server)
         self._flow = QueueFlow()
         self._figures: dict[str, float] = {}
-        self._left_out: str | None = None
         self.registry.register(self)
 
     @property
@@ -105,19 +104,10 @@ class Exporter(Collector):
             self._depth(self._storage.queue), self._depth(self._storage.poison)
         )
         self._flow.add_sample(time.monotonic(), depth)
-        fleet = None
-        if self._server is not None:
-            try:
-                fleet = await rates.fleet_rates(self._server)
-            except errors.FleetError as error:
-                self.failed_samples += 1
-                log.warning("without the metrics: %s", error, extra={"action": "metrics_unknown"})
-            else:
-                if fleet.left_out and fleet.left_out != self._left_out:
-                    log.warning("%s", fleet.left_out, extra={"action": "workers_left_out"})
-                self._left_out = fleet.left_out
+        fleet = await self._metrics.fleet()
+        self.failed_samples += self._metrics.is_down
         self._figures = {
-            **figures(self._flow, fleet, self._settings.fleet_dollars_per_hour),
+            **figures(self._flow, fleet, self._settings.dollars_per_hour),
             "imagefleet_exporter_last_look_timestamp_seconds": time.time(),
         }
 

@@ -5,14 +5,16 @@ The queries use the workers' own series: they need no recording rules.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import logging
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from typing import TypeVar
 
-from fleet import console
 from fleet.monitor.prometheus import Prometheus
-from imagefleet import concurrency
-from imagefleet.telemetry import fleet as fleet_names
+from imagefleet import concurrency, errors
+
+log = logging.getLogger(__name__)
 
 #: Long enough for several pushes or scrapes, short enough to show a change.
 WINDOW = "2m"
@@ -31,6 +33,9 @@ _OUTCOMES = 'outcome=~"completed|duplicate|failed|verified|unverified"'
 _ENDED = f"rate(imagefleet_jobs_total{{{_OUTCOMES},$fleet}}[{WINDOW}])"
 _MODEL_ENDED = f"rate(imagefleet_model_jobs_total{{{_OUTCOMES},$fleet}}[{WINDOW}])"
 _FAILED = "increase(imagefleet_failed_jobs_total{$fleet}[1h])"
+
+
+_Answer = TypeVar("_Answer")
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +100,40 @@ async def fleet_rates(prometheus: Prometheus) -> FleetRates:
     )
 
 
+class Watch:
+    """A fleet's rates, asked for again and again; an outage of the server is only logged."""
+
+    def __init__(self, server: Prometheus | None) -> None:
+        self.is_down = False
+        self._server = server
+        self._left_out: str | None = None
+
+    async def fleet(self) -> FleetRates | None:
+        """The rates; None without a server, and while it does not answer."""
+        found = await self._ask(fleet_rates)
+        if found is not None:
+            if found.left_out and found.left_out != self._left_out:
+                log.warning("%s", found.left_out, extra={"action": "workers_left_out"})
+            self._left_out = found.left_out
+        return found
+
+    async def by_model(self) -> dict[str, float]:
+        """The jobs/s of each model; none without an answer."""
+        return await self._ask(jobs_per_second_by_model) or {}
+
+    async def _ask(self, query: Callable[[Prometheus], Awaitable[_Answer]]) -> _Answer | None:
+        if self._server is None:
+            return None
+        try:
+            found = await query(self._server)
+        except errors.FleetError as error:
+            log.warning("without the metrics: %s", error, extra={"action": "metrics_unknown"})
+            self.is_down = True
+            return None
+        self.is_down = False
+        return found
+
+
 async def jobs_per_second_by_model(prometheus: Prometheus) -> dict[str, float]:
     """The jobs that all workers end, by the model they are drawn with.
 
@@ -105,21 +144,13 @@ async def jobs_per_second_by_model(prometheus: Prometheus) -> dict[str, float]:
 
 
 async def left_out(prometheus: Prometheus, at: datetime, window: str = WINDOW) -> str | None:
-    """A sentence about workers whose label keeps them out of the queries; None: nothing to say.
-
-    Without it, a fleet of an older version, or one under another name, would seem to stand still.
-    """
+    """A sentence about a fleet under another name, which would seem to stand still; else None."""
     if prometheus.fleet is None:
         return None
     counts = f"count by (fleet) (last_over_time(imagefleet_worker_info[{window}]))"
-    workers = {each.labels.get("fleet", ""): each.last for each in await prometheus.at(counts, at)}
-    if unlabelled := int(workers.pop("", 0)):
-        return (
-            f"{console.counted(unlabelled, 'worker')} without the label fleet, of an older version,"
-            f" left out: update them, or give --fleet {fleet_names.ALL}"
-        )
-    if workers and prometheus.fleet not in workers:
-        others = ", ".join(name[:_SHOWN_CHARACTERS] for name in sorted(workers)[:_SHOWN_FLEETS])
+    fleets = {each.labels.get("fleet", "") for each in await prometheus.at(counts, at)}
+    if fleets and prometheus.fleet not in fleets:
+        others = ", ".join(name[:_SHOWN_CHARACTERS] for name in sorted(fleets)[:_SHOWN_FLEETS])
         return f"no worker of fleet {prometheus.fleet}; --fleet chooses another, such as {others}"
     return None
 

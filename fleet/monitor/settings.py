@@ -25,7 +25,19 @@ class MonitorSettings(FleetSettings):
         return None if self.fleet == fleet_names.ALL else self.fleet_name
 
 
-class ExporterSettings(TelemetrySettings, MonitorSettings):
+class ServiceSettings(TelemetrySettings):
+    """The storage, metrics and logs of a long-running service."""
+
+    host: str = Field(
+        default="127.0.0.1",
+        description="Address of /metrics, /live and /ready; 0.0.0.0 for all interfaces.",
+    )
+    port: int = Field(
+        default=9108, ge=0, le=65_535, description="Port of /metrics; 0 picks a free one."
+    )
+
+
+class ExporterSettings(ServiceSettings, MonitorSettings):
     """Settings of the queue exporter."""
 
     sample_seconds: float = Field(
@@ -34,16 +46,9 @@ class ExporterSettings(TelemetrySettings, MonitorSettings):
         le=3600,
         description="Seconds between samples of the queue depths.",
     )
-    fleet_dollars_per_hour: float | None = Field(
+    dollars_per_hour: float | None = Field(
         default=None,
         ge=0,
         description="Price of the whole fleet in $/h, for the cost to empty the queue; by default"
         " from the workers' metrics.",
-    )
-    host: str = Field(
-        default="127.0.0.1",
-        description="Address of /metrics, /live and /ready; 0.0.0.0 for all interfaces.",
-    )
-    port: int = Field(
-        default=9108, ge=0, le=65_535, description="Port of /metrics; 0 picks a free one."
     )

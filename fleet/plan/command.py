@@ -12,10 +12,12 @@ import typer
 from rich.table import Table
 
 from fleet import console, options
+from fleet.load import reading
 from fleet.plan import estimate
 from fleet.plan.work import Models, Work, of_count, of_source, read_models
 from imagefleet import errors
 from imagefleet.pricing import families, price_file, prices
+from loadgen import sources
 
 _DEFAULT_GPU = "RTX 3060 Ti"
 _NO_START_UP = estimate.Input(0.0, "assumed", "not included without --bench")
@@ -170,9 +172,6 @@ def _works(
         return of_count(jobs, images_per_job or 1, models.family_of(None))
     if images_per_job is not None:
         raise errors.SetupError("--images-per-job goes with --jobs: the jobs of FILE say it")
-    from fleet.load import reading
-    from loadgen import sources
-
     read = functools.partial(reading, Path(file), is_shown=True)
     with read("reading") as on_read:
         source = sources.open_source(file, count=jobs, on_read=on_read)

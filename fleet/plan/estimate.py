@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
+
+from pydantic import BaseModel, Field, ValidationError
 
 from fleet.plan.work import Work
-from imagefleet import errors, redaction
+from imagefleet import errors, redaction, validation
 from imagefleet.pricing import families, prices
 from imagefleet.pricing.families import Family
 
@@ -165,35 +166,57 @@ def mix_for(images: int, mix: Sequence[Part], deadline_hours: float) -> list[Par
     return [replace(part, replicas=math.ceil(part.replicas * images / made)) for part in mix]
 
 
+class _Hardware(BaseModel):
+    device: str
+    memory_bytes: int = 0
+
+
+class _Report(BaseModel):
+    """What a plan takes from the JSON of `imagefleet bench engine`."""
+
+    hardware: _Hardware
+    worker_images_per_second: float = Field(gt=0, allow_inf_nan=False)
+    ready_seconds: float = Field(ge=0, allow_inf_nan=False)
+    width: int = Field(gt=0, le=2**16)
+    height: int = Field(gt=0, le=2**16)
+    steps: int = Field(gt=0, le=2**16)
+    family: str = families.SD1.slug
+    model: str
+
+
 def read_bench(path: Path, table: prices.PriceTable) -> Bench:
     """Raises SetupError if the file is not such a report."""
     try:
         # The report is the last line of the benchmark's output, so a log will do.
         text = path.read_text(encoding="utf-8").strip()
-        facts: dict[str, Any] = json.loads(text if text.startswith("{") else text.splitlines()[-1])
-        hardware = facts["hardware"]
-        name = str(hardware["device"])
-        gpu = prices.gpu_of_driver(name, int(hardware.get("memory_bytes", 0)), table)
-        speed, ready = float(facts["worker_images_per_second"]), float(facts["ready_seconds"])
-        width, height, steps = (int(facts[each]) for each in ("width", "height", "steps"))
-        family = families.find(str(facts.get("family", families.SD1.slug)))
-        tflop = family.image_tflop(width, height, steps)
-        work = f"{width}x{height}, {steps} steps, {facts['model']}"
+        report = _Report.model_validate_json(
+            text if text.startswith("{") else text.rpartition("\n")[2]
+        )
     except OSError as error:
         raise errors.SetupError(f"the report {path}: {error.strerror or error}") from None
-    except (
-        *(ValueError, KeyError, TypeError, IndexError, AttributeError),
-        *(RecursionError, OverflowError),
-    ) as error:
+    except ValueError as error:
+        why = (
+            validation.sentence(error)
+            if isinstance(error, ValidationError)
+            else redaction.reason(error)
+        )
         raise errors.SetupError(
-            f"{path} is not the JSON of `imagefleet bench engine --json-file FILE`:"
-            f" {type(error).__name__}: {redaction.reason(error)}"
+            f"{path} is not the JSON of `imagefleet bench engine --json-file FILE`: {why}"
         ) from None
-    if not (0 < speed < math.inf and 0 <= ready < math.inf and tflop > 0):
-        raise errors.SetupError(f"the report {path} measured no speed or no start-up")
-    source = f"{path}: {name}, {work}"
-    measured, start_up = (Input(each, "measured", source) for each in (speed, ready))
-    return Bench(path, gpu, measured, start_up, family, tflop)
+    device = report.hardware.device
+    gpu = prices.gpu_of_driver(device, report.hardware.memory_bytes, table)
+    family = families.find(report.family)
+    source = (
+        f"{path}: {device}, {report.width}x{report.height}, {report.steps} steps, {report.model}"
+    )
+    return Bench(
+        path,
+        gpu,
+        Input(report.worker_images_per_second, "measured", source),
+        Input(report.ready_seconds, "measured", source),
+        family,
+        family.image_tflop(report.width, report.height, report.steps),
+    )
 
 
 def refuse_unused(benches: Sequence[Bench], gpus: Collection[str]) -> None:

@@ -5,15 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from imagefleet import errors
 from imagefleet.job.message import Job
 from imagefleet.pricing import families
 from imagefleet.pricing.families import Family
-
-if TYPE_CHECKING:
-    from loadgen.sources import Source
+from loadgen.sources import Source
+from worker.files import check
 
 #: Model names in an error.
 _MOST_NAMES = 5
@@ -89,8 +87,6 @@ def read_models(given: Sequence[str], family: str | None) -> Models:
 
 def _of_checkpoint(path: Path) -> dict[str, Family]:
     """The family of a checkpoint by its header."""
-    from worker.files import check
-
     if not path.exists():
         raise errors.SetupError(
             f"--model {str(path)!r}: should be NAME={'|'.join(families.FAMILIES)}, or the path of a"

@@ -7,8 +7,6 @@ import json
 import logging
 import re
 from collections.abc import Awaitable, Callable, Mapping
-from datetime import UTC, datetime
-from email.utils import parsedate_to_datetime
 from http import HTTPStatus
 from typing import Any, TypeVar
 
@@ -226,7 +224,9 @@ def _read(response: aiohttp.ClientResponse, text: str, shown: str) -> Any:
         message = redaction.printable(redaction.message(_body(shown)[1]))
     details = f"HTTP {status}" + (f", {message}" if message else "")
     headers = response.headers
-    after_seconds = _retry_after(headers.get("Retry-After"), headers.get("Date"))
+    after_seconds = retry.after_seconds(
+        headers.get("Retry-After"), LONGEST_RETRY_AFTER_SECONDS, headers.get("Date")
+    )
     if status == HTTPStatus.TOO_MANY_REQUESTS:
         raise RetryLater(
             f"SaladCloud's rate limit is reached ({details})", after_seconds, may_be_done=False
@@ -265,27 +265,3 @@ def _page_text(text: str) -> str:
     title = re.search(r"<title[^>]*>(.*?)</title>", text, re.IGNORECASE | re.DOTALL)
     plain = " ".join(re.sub(r"<[^>]*>", " ", title[1] if title else text).split())
     return f"a page titled {plain[:_SHOWN_CHARACTERS]!r}" if plain else "an empty page"
-
-
-def _retry_after(value: str | None, date: str | None) -> float | None:
-    """The seconds of a Retry-After header, which has a number or a date.
-
-    *date* is the server's time: this machine's clock may be wrong by hours.
-    """
-    if value is None:
-        return None
-    if value.strip().isdecimal():
-        return min(LONGEST_RETRY_AFTER_SECONDS, float(value))
-    until = _moment(value)
-    if until is None:
-        return None
-    seconds = (until - (_moment(date or "") or datetime.now(UTC))).total_seconds()
-    return min(LONGEST_RETRY_AFTER_SECONDS, max(0.0, seconds))
-
-
-def _moment(text: str) -> datetime | None:
-    try:
-        moment = parsedate_to_datetime(text)
-    except ValueError:
-        return None
-    return moment if moment.tzinfo else moment.replace(tzinfo=UTC)

@@ -120,7 +120,7 @@ async def _apply(
             if plan.old:
                 seconds = change.wait_minutes * 60
                 await fleet.replace(plan.old, enough=change.enough, wait_seconds=seconds)
-            console.print_note("done; `imagefleet deploy status --watch` shows the replicas start")
+            console.print_note("done; `imagefleet deploy status --follow` shows the replicas start")
     if as_json:
         console.print_json({"fleet": fleet_file.name, "dry_run": dry_run, **_record(plan, price)})
 

@@ -10,15 +10,13 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from fleet import console
 from fleet.salad import groups as salad_groups
+from fleet.salad.client import SaladClient
 from fleet.salad.groups import Group, Quota
 from imagefleet import errors
-
-if TYPE_CHECKING:
-    from fleet.salad.client import SaladClient  # loads aiohttp
 
 #: Instances start and stop within minutes; each poll is one call.
 POLL_SECONDS = 10.0

@@ -7,10 +7,11 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Annotated
 
+import aiohttp
 import typer
 
 from fleet import console
-from fleet.salad import deployment
+from fleet.salad import client, deployment
 from fleet.salad import file as salad_file
 from imagefleet import errors
 
@@ -50,10 +51,6 @@ async def connected(
     file: salad_file.FleetFile, folder: Path
 ) -> AsyncIterator[deployment.Deployment]:
     """The fleet that *file* describes, as deployed on SaladCloud."""
-    import aiohttp  # slow to import
-
-    from fleet.salad import client
-
     key = file.api_key.read(folder).get_secret_value()
     timeout = aiohttp.ClientTimeout(total=client.TIMEOUT_SECONDS)
     async with aiohttp.ClientSession(timeout=timeout, trust_env=True) as session:

@@ -57,7 +57,7 @@ async def resize(
 async def status(file: File = None, watch: watching.Watch = False, as_json: AsJson = False) -> None:
     """Shows the groups, their instances and the current cost.
 
-    imagefleet deploy status --watch
+    imagefleet deploy status --follow
     """
     fleet_file, folder = salad_options.read_file(file)
     async with salad_options.connected(fleet_file, folder) as fleet:

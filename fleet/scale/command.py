@@ -7,7 +7,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Any
@@ -124,7 +124,8 @@ async def command(
     """
     end = _end(limits)
     fleet_file, folder = salad_options.read_file(file)
-    goal = _goal(limits, end, running, fleet_file)
+    models = queue.model or [each.name for each in fleet_file.served_models()] or None
+    goal = replace(_goal(limits, end, running, fleet_file), models=models)
     if not running.dry_run:
         most = console.counted(goal.max_replicas, "replica")
         console.confirm(
@@ -141,7 +142,6 @@ async def command(
             prometheus.connected_if(settings.prometheus, settings.queried_fleet) as server,
             salad_options.connected(fleet_file, folder) as fleet,
         ):
-            served = fleet_file.served_models()
             scaling = scaler.Scaler(
                 goal,
                 fleet,
@@ -149,7 +149,6 @@ async def command(
                 state,
                 _speeds(queue, fleet_file, server),
                 is_dry_run=running.dry_run,
-                models=queue.model or [each.name for each in served] or None,
             )
             print_record = _print_record if as_json else lambda _: None
             if running.once:
@@ -159,9 +158,16 @@ async def command(
 
 
 def _end(limits: Limits) -> float | None:
+    """The deadline in Unix seconds; raises SetupError without a goal, or for one in the past."""
     if limits.deadline is None and limits.dollars_per_hour is None:
         raise errors.SetupError("give a goal: --deadline, --dollars-per-hour or both")
-    return _read_deadline(limits.deadline) if limits.deadline else None
+    moment = options.read_moment("--deadline", limits.deadline)
+    if moment is None:
+        return None
+    if moment.timestamp() <= time.time():
+        past = moment.isoformat(" ", "minutes")
+        raise errors.SetupError(f"--deadline {past} is in the past: give a later one")
+    return moment.timestamp()
 
 
 def _goal(
@@ -196,20 +202,6 @@ def _speeds(
         server=server,
         weights=scaler.Weights(fleet_file.served_models()),
     )
-
-
-def _read_deadline(text: str) -> float:
-    """A deadline in Unix seconds; raises SetupError for one that is past or not understood."""
-    try:
-        moment = datetime.fromisoformat(text).astimezone()
-    except ValueError:
-        raise errors.SetupError(
-            f"--deadline {text}: should be a date and a time, such as 2026-12-01T08:00"
-        ) from None
-    if moment.timestamp() <= time.time():
-        past = moment.isoformat(" ", "minutes")
-        raise errors.SetupError(f"--deadline {past} is in the past: give a later one")
-    return moment.timestamp()
 
 
 async def _run(

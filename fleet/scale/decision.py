@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
@@ -34,6 +35,8 @@ class Goal:
     sample_seconds: float = 60
     min_replicas: int = 0
     """Kept with an empty queue, too, until the deadline."""
+    models: Collection[str] | None = None
+    """Of the jobs that name a model, those of these count; None: all."""
 
     def has_passed(self, now: float) -> bool:
         """True after the deadline: from then on the replicas only become fewer."""

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
-import os
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+from pydantic import TypeAdapter
+
+from fleet import console
 from imagefleet import errors, uptime
 
 _SECONDS_PER_HOUR = 3600
@@ -26,6 +26,9 @@ class Ledger:
     running: int
     dollars: float = 0.0
     price: float | None = None
+    boot: str | None = None
+    """The boot of the machine that wrote it, and its *uptime* then."""
+    uptime: float = 0.0
 
     def counted(self, now: float, running: int, price: float | None) -> Ledger:
         """The ledger at *now*, at the larger of the replicas running then and now.
@@ -41,6 +44,9 @@ class Ledger:
         return replace(self, at=at, running=running, dollars=dollars, price=price)
 
 
+_LEDGER = TypeAdapter(Ledger)
+
+
 def read(path: Path, fleet: str, now: float) -> Ledger:
     """The ledger in the file, or a new one.
 
@@ -52,24 +58,16 @@ def read(path: Path, fleet: str, now: float) -> Ledger:
             unknown.
     """
     try:
-        record = json.loads(path.read_text(encoding="utf-8"))
-        ledger = Ledger(
-            fleet=str(record["fleet"]),
-            began=float(record["began"]),
-            at=float(record["at"]),
-            running=int(record["running"]),
-            dollars=float(record["dollars"]),
-            price=None if record["price"] is None else float(record["price"]),
-        )
-        if record.get("boot") is not None and record["boot"] == uptime.boot_id():
-            ledger = replace(ledger, at=now - (uptime.seconds() - float(record["uptime"])))
+        ledger = _LEDGER.validate_json(path.read_bytes())
     except FileNotFoundError:
         return Ledger(fleet, now, now, 0)
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError) as error:
         raise errors.SetupError(
             f"the scaler's ledger {path} cannot be read ({error!r}), so the cost is unknown; delete"
             " it to start from zero"
         ) from None
+    if ledger.boot is not None and ledger.boot == uptime.boot_id():
+        ledger = replace(ledger, at=now - (uptime.seconds() - ledger.uptime))
     if ledger.fleet != fleet:
         raise errors.SetupError(
             f"the scaler's ledger {path} belongs to the fleet {ledger.fleet}, not {fleet}: use"
@@ -86,17 +84,5 @@ def read(path: Path, fleet: str, now: float) -> Ledger:
 
 def write(path: Path, ledger: Ledger) -> None:
     """Replaces the file atomically; raises SetupError if it cannot be written."""
-    record = {**asdict(ledger), "boot": uptime.boot_id(), "uptime": uptime.seconds()}
-    draft = path.with_name(path.name + ".new")
-    try:
-        with draft.open("w", encoding="utf-8") as file:
-            file.write(json.dumps(record) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
-        draft.replace(path)
-    except OSError as error:
-        with contextlib.suppress(OSError):
-            draft.unlink(missing_ok=True)
-        raise errors.SetupError(
-            f"the scaler's ledger {path} cannot be written: {error.strerror or error}"
-        ) from None
+    written = replace(ledger, boot=uptime.boot_id(), uptime=uptime.seconds())
+    console.write_file(path, _LEDGER.dump_json(written))

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -97,8 +97,7 @@ class Speeds:
         self.queue = QueueSpeed()
         self._given = given
         self._last = assumed
-        self._server = server
-        self._left_out: str | None = None
+        self._metrics = rates.Watch(server)
 
     async def find(self) -> Speed:
         """Finds the given speed, else the last measured, else the assumed one.
@@ -117,21 +116,14 @@ class Speeds:
         return self._last
 
     async def _measured(self) -> Speed | None:
-        if self._server is not None:
-            try:
-                fleet = await rates.fleet_rates(self._server)
-                jobs_per_second = fleet.jobs_per_second
-                if self.weights.differ:
-                    by_model = await rates.jobs_per_second_by_model(self._server)
-                    jobs_per_second = self.weights.total(by_model.items())
-            except errors.FleetError as error:
-                log.warning("no metrics: %s", error, extra={"action": "metrics_unknown"})
-            else:
-                if fleet.left_out and fleet.left_out != self._left_out:
-                    log.warning("%s", fleet.left_out, extra={"action": "workers_left_out"})
-                self._left_out = fleet.left_out
-                if fleet.replicas and jobs_per_second:
-                    return Speed(jobs_per_second / fleet.replicas, "measured by the metrics")
+        fleet = await self._metrics.fleet()
+        if fleet is not None and fleet.replicas:
+            jobs_per_second = fleet.jobs_per_second
+            if self.weights.differ:
+                by_model = await self._metrics.by_model()
+                jobs_per_second = self.weights.total(by_model.items())
+            if jobs_per_second:
+                return Speed(jobs_per_second / fleet.replicas, "measured by the metrics")
         by_queue = self.queue.jobs_per_second
         return Speed(by_queue, "measured by the queue (lower bound)") if by_queue else None
 
@@ -148,21 +140,16 @@ class Scaler:
         speeds: Speeds,
         *,
         is_dry_run: bool = False,
-        models: Collection[str] | None = None,
         clock: Callable[[], float] | None = None,
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
-        """*clock*, which nobody sets, counts the cost; *wall_clock* is for the deadline.
-
-        *models*: of the jobs that name a model, those of these count; None: all.
-        """
+        """*clock*, which nobody sets, counts the cost; *wall_clock* is for the deadline."""
         self._goal = goal
         self._fleet = fleet
         self._storage = storage
         self._ledger_path = ledger_path
         self._speeds = speeds
         self._is_dry_run = is_dry_run
-        self._models = models
         self._clock = clock or uptime.steady_clock()
         self._wall_clock = wall_clock
         self._ledger = ledger.read(ledger_path, fleet.fleet, self._clock())
@@ -281,7 +268,9 @@ class Scaler:
             counted = [
                 (each.model, each.messages)
                 for each in depth.by_queue.values()
-                if self._models is None or each.model is None or each.model in self._models
+                if self._goal.models is None
+                or each.model is None
+                or each.model in self._goal.models
             ]
             self._messages = sum(messages for _, messages in counted)
             self._jobs_of_first = self._speeds.weights.total(counted)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Iterable, Mapping
+from collections.abc import AsyncIterator, Iterable
 from datetime import UTC, datetime
 
 from fleet.webhooks import events
 from fleet.webhooks.events import Event
+from fleet.webhooks.state import State
 from imagefleet.records import reader
 from imagefleet.records.reader import Counts
 from imagefleet.storage.open import Storage
@@ -30,38 +31,32 @@ _MAX_ENDED = 10_000
 
 
 class CampaignEnds:
-    """Counts campaigns once nothing new comes from them.
+    """Counts the open campaigns of *state* once nothing new comes from them."""
 
-    *open* have records since their last end, *ended* has the id of each last end.
-    """
-
-    def __init__(
-        self, storage: Storage, fleet: str, open_: Iterable[str], ended: Mapping[str, str]
-    ) -> None:
-        self.open = set(open_)
-        self.ended = dict(ended)
+    def __init__(self, storage: Storage, fleet: str, state: State) -> None:
         self._storage = storage
         self._fleet = fleet
+        self._state = state
         self._due_at: dict[str, float] = {}
         self._pauses: dict[str, float] = {}
 
     def seen(self, campaigns: Iterable[str]) -> None:
         """New records have come from them."""
         for campaign in campaigns:
-            self.open.add(campaign)
+            self._state.open_campaigns.add(campaign)
             self._pauses[campaign] = SETTLE_SECONDS
             self._due_at[campaign] = time.monotonic() + SETTLE_SECONDS
 
     async def found(self, *, is_patient: bool) -> AsyncIterator[tuple[str, Event]]:
         """The campaigns that have ended since; *is_patient*: others are not counted each time."""
-        for campaign in sorted(self.open):
+        for campaign in sorted(self._state.open_campaigns):
             began_at = time.monotonic()
             if is_patient and began_at < self._due_at.get(campaign, 0.0):
                 continue
             counts = await reader.counts(self._storage, campaign)
             if await self._has_ended(counts):
                 event = events.campaign_completed(self._fleet, campaign, counts)
-                if self.ended.get(campaign) == event.id:
+                if self._state.ended.get(campaign) == event.id:
                     self.reported(campaign, event)
                 else:
                     yield campaign, event
@@ -73,13 +68,14 @@ class CampaignEnds:
 
     def reported(self, campaign: str, event: Event) -> None:
         """The event is sent, or waits."""
-        self.open.discard(campaign)
+        self._state.open_campaigns.discard(campaign)
         self._due_at.pop(campaign, None)
         self._pauses.pop(campaign, None)
-        self.ended.pop(campaign, None)
-        self.ended[campaign] = event.id
-        while len(self.ended) > _MAX_ENDED:
-            del self.ended[next(iter(self.ended))]
+        ended = self._state.ended
+        ended.pop(campaign, None)
+        ended[campaign] = event.id
+        while len(ended) > _MAX_ENDED:
+            del ended[next(iter(ended))]
 
     async def _has_ended(self, counts: Counts) -> bool:
         if counts.last_at is None:

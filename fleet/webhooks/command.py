@@ -5,25 +5,23 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import logging
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
+import aiohttp
 import typer
 
 from fleet import console, options
 from fleet.campaigns import target
+from fleet.monitor import service as monitored
+from fleet.webhooks import deliveries, endpoint, service
+from fleet.webhooks.events import Event
 from fleet.webhooks.settings import WebhookSettings
-from imagefleet.telemetry import logs
-
-if TYPE_CHECKING:
-    from fleet.webhooks import service
-    from fleet.webhooks.events import Event
-    from fleet.webhooks.signature import Signer
-    from fleet.webhooks.state import State
-
-log = logging.getLogger(__name__)
+from fleet.webhooks.signature import Signer
+from fleet.webhooks.state import State
+from imagefleet import errors, redaction
+from imagefleet.telemetry import exposition, logs
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,11 +73,6 @@ async def command(
 
     imagefleet webhooks --url https://example.com/hook --secret-file secret.txt --each-job --dry-run
     """
-    from fleet.webhooks import endpoint, service
-    from fleet.webhooks.signature import Signer
-    from fleet.webhooks.state import State
-    from imagefleet import errors, redaction
-
     logs.configure(settings.log_format)
     campaign = target.campaign(events.campaign)
     endpoint.checked_url(url)
@@ -111,45 +104,28 @@ async def _deliver(
     *,
     once: bool,
 ) -> None:
-    import aiohttp
-
-    from fleet.webhooks import deliveries, endpoint, service
-    from imagefleet.telemetry import exposition, probes, push
-
     registry = exposition.LabelledRegistry({"fleet": settings.fleet_name})
-    metrics = deliveries.Metrics(registry)
     async with aiohttp.ClientSession(trust_env=True) as session:
         to = endpoint.Endpoint(session, *receiver)
-        sending = deliveries.Deliveries(to, metrics, state.waiting, state.delivered)
+        sending = deliveries.Deliveries(to, registry, state)
         running = service.Service(source, sending, state, state_file)
         if once:
             await console.until_stopped(asyncio.create_task(running.run(once=True)))
             return
-        async with (
-            probes.serving(
-                registry,
-                is_live=lambda: True,
-                is_ready=lambda: True,
-                host=settings.host,
-                port=settings.port,
-            ) as port,
-            push.pushing(registry, settings, job="imagefleet-webhooks"),
-        ):
-            log.info(
-                "sending to %s; metrics at http://%s:%d/metrics",
-                to.address,
-                settings.host,
-                port,
-                extra={"action": "start", "port": port},
-            )
-            await console.until_stopped(asyncio.create_task(running.run(), name="webhooks"))
+        await monitored.run(
+            running.run,
+            registry,
+            settings,
+            name="imagefleet-webhooks",
+            doing=f"sending to {to.address}",
+        )
 
 
 async def _preview(source: service.Source, state: State) -> None:
     """Prints what would be sent."""
-    known = {each.event.id for each in state.waiting} | set(state.delivered)
-    for each in state.waiting:
-        _print(each.event)
+    known = state.waiting.keys() | state.delivered
+    for waiting in state.waiting.values():
+        _print(waiting.event)
     while await source.read():
         while (event := source.next_event()) is not None:
             if event.id not in known:

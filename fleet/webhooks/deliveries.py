@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from datetime import UTC, datetime
 
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
 from fleet.webhooks.endpoint import Answer, Endpoint
 from fleet.webhooks.events import Event
-from fleet.webhooks.state import Waiting
+from fleet.webhooks.state import State, Waiting
 from imagefleet import retry
 
 log = logging.getLogger(__name__)
@@ -37,39 +38,28 @@ PROBE_SECONDS = 300.0
 _JITTER = (1.0, 1.2)
 
 
-class Metrics:
-    """What the service counts."""
+class Deliveries:
+    """Delivers the events of *state* that wait, and counts what comes of it."""
 
-    def __init__(self, registry: CollectorRegistry) -> None:
-        self.attempts = Counter(
+    def __init__(self, endpoint: Endpoint, registry: CollectorRegistry, state: State) -> None:
+        self._endpoint = endpoint
+        self._state = state
+        self._attempts = Counter(
             "imagefleet_webhook_attempts",
             "Attempts to deliver an event, by outcome: delivered or failed.",
             ["outcome"],
             registry=registry,
         )
-        self.given_up = Counter(
+        for outcome in ("delivered", "failed"):
+            self._attempts.labels(outcome)
+        self._given_up = Counter(
             "imagefleet_webhooks_given_up",
             "Events that could not be delivered in three days, and are not tried again.",
             registry=registry,
         )
-        self.waiting = Gauge(
+        Gauge(
             "imagefleet_webhooks_waiting", "Events that are not delivered yet.", registry=registry
-        )
-        for outcome in ("delivered", "failed"):
-            self.attempts.labels(outcome)
-
-
-class Deliveries:
-    """The events that are not delivered yet, and those that were since the last `forget`."""
-
-    def __init__(
-        self, endpoint: Endpoint, metrics: Metrics, waiting: list[Waiting], delivered: list[str]
-    ) -> None:
-        self.waiting = {each.event.id: each for each in waiting}
-        self.delivered = set(delivered)
-        self.is_gone = False
-        self._endpoint = endpoint
-        self._metrics = metrics
+        ).set_function(lambda: len(state.waiting))
         self._in_flight: dict[asyncio.Task[Answer], Waiting] = {}
         self._paused_until = 0.0
         self._failing: set[str] = set()
@@ -77,7 +67,7 @@ class Deliveries:
 
     @property
     def has_room(self) -> bool:
-        return len(self.waiting) < MAX_WAITING
+        return len(self._state.waiting) < MAX_WAITING
 
     @property
     def is_idle(self) -> bool:
@@ -86,24 +76,20 @@ class Deliveries:
 
     def add(self, event: Event) -> None:
         """Takes an event, unless it was delivered or waits."""
-        if event.id not in self.delivered and event.id not in self.waiting:
-            self.waiting[event.id] = Waiting(event=event, since=time.time(), due_at=0.0)
-
-    def forget_delivered(self) -> None:
-        """The records that they came from are not read again."""
-        self.delivered.clear()
+        state = self._state
+        if event.id not in state.delivered and event.id not in state.waiting:
+            state.waiting[event.id] = Waiting(event=event, since=time.time(), due_at=0.0)
 
     def retry_now(self) -> None:
         """Makes all events due: the receiver may have been mended."""
-        for each in self.waiting.values():
-            each.due_at = 0.0
+        for waiting in self._state.waiting.values():
+            waiting.due_at = 0.0
 
     def start_due(self) -> None:
         """Sends the events that have waited long enough, some at a time."""
         now = time.time()
-        self._metrics.waiting.set(len(self.waiting))
-        if len(self._failing) >= DOWN_FROM and now >= self._probe_at and self.waiting:
-            min(self.waiting.values(), key=lambda each: each.since).due_at = 0.0
+        if len(self._failing) >= DOWN_FROM and now >= self._probe_at and self._state.waiting:
+            min(self._state.waiting.values(), key=lambda each: each.since).due_at = 0.0
             self._probe_at = now + retry.jitter(PROBE_SECONDS, *_JITTER)
         for each in self._due()[: CONCURRENCY - len(self._in_flight)]:
             task = asyncio.create_task(self._endpoint.send(each.event), name=each.event.id)
@@ -130,10 +116,10 @@ class Deliveries:
 
     def _due(self) -> list[Waiting]:
         now = time.time()
-        if self.is_gone or now < self._paused_until:
+        if self._state.gone_at is not None or now < self._paused_until:
             return []
         busy = {each.event.id for each in self._in_flight.values()}
-        due = (each for each in self.waiting.values() if each.due_at <= now)
+        due = (each for each in self._state.waiting.values() if each.due_at <= now)
         return [each for each in due if each.event.id not in busy]
 
     def _settle(self, done: set[asyncio.Task[Answer]]) -> None:
@@ -149,9 +135,9 @@ class Deliveries:
 
     def _succeeded(self, each: Waiting) -> None:
         event = each.event
-        self._metrics.attempts.labels("delivered").inc()
-        del self.waiting[event.id]
-        self.delivered.add(event.id)
+        self._attempts.labels("delivered").inc()
+        del self._state.waiting[event.id]
+        self._state.delivered.add(event.id)
         if len(self._failing) >= DOWN_FROM:
             log.info("%s answers again", self._endpoint.address, extra={"action": "recovered"})
             self.retry_now()
@@ -165,17 +151,18 @@ class Deliveries:
 
     def _failed(self, each: Waiting, answer: Answer, reason: str) -> None:
         event, now = each.event, time.time()
-        self._metrics.attempts.labels("failed").inc()
+        self._attempts.labels("failed").inc()
         if not self._failing:
             self._probe_at = now + retry.jitter(PROBE_SECONDS, *_JITTER)
         self._failing.add(event.id)
-        self.is_gone = self.is_gone or answer.is_gone
+        if answer.is_gone:
+            self._state.gone_at = datetime.now(UTC)
         each.attempts += 1
         extra = {"action": "webhook_failed", "webhook_id": event.id, "attempts": each.attempts}
         if now - each.since >= GIVE_UP_SECONDS and not answer.is_gone:
-            del self.waiting[event.id]
-            self.delivered.add(event.id)
-            self._metrics.given_up.inc()
+            del self._state.waiting[event.id]
+            self._state.delivered.add(event.id)
+            self._given_up.inc()
             log.error(
                 "%s of %s is given up after %d attempts: %s",
                 event.type,

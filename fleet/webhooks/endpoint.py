@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import time
-from datetime import UTC, datetime
-from email.utils import parsedate_to_datetime
 from http import HTTPStatus
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 from urllib.parse import urlsplit
+
+import aiohttp
 
 from fleet.webhooks.events import Event
 from fleet.webhooks.signature import Signer
-from imagefleet import errors, redaction
-
-if TYPE_CHECKING:
-    import aiohttp
+from imagefleet import errors, redaction, retry
 
 #: The specification recommends 15 to 30 seconds.
 TIMEOUT_SECONDS = 20.0
@@ -72,8 +69,6 @@ class Endpoint:
 
     async def send(self, event: Event) -> Answer:
         """Makes one attempt, with a signature of its own."""
-        import aiohttp
-
         body = event.body()
         headers = self._signer.headers(event.id, body, int(time.time()))
         headers["Content-Type"] = "application/json"
@@ -98,23 +93,7 @@ def _meaning(status: int, retry_after: str | None) -> Answer:
     failure = f"HTTP {status}"
     if HTTPStatus.MULTIPLE_CHOICES <= status < HTTPStatus.BAD_REQUEST:
         failure += ", a redirect, which is not followed: give the new address"
-    pause_seconds = _seconds(retry_after)
+    pause_seconds = retry.after_seconds(retry_after, _LONGEST_PAUSE_SECONDS)
     if status in _OVERLOADED and pause_seconds is None:
         pause_seconds = PAUSE_SECONDS
     return Answer(failure, status == HTTPStatus.GONE, pause_seconds or 0.0)
-
-
-def _seconds(retry_after: str | None) -> float | None:
-    """The header's seconds, which it gives as a number or a date; None if it does not."""
-    text = (retry_after or "").strip()
-    if text.isascii() and text.isdigit():
-        seconds = float(text[:10])
-    else:
-        try:
-            moment = parsedate_to_datetime(text)
-        except ValueError:
-            return None
-        if moment.tzinfo is None:
-            moment = moment.replace(tzinfo=UTC)
-        seconds = (moment - datetime.now(UTC)).total_seconds()
-    return min(max(seconds, 0.0), _LONGEST_PAUSE_SECONDS)

@@ -7,7 +7,7 @@ import time
 from collections import deque
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
-from datetime import UTC, datetime
+from datetime import datetime
 from pathlib import Path
 
 from fleet import console
@@ -53,17 +53,13 @@ class Source:
     """The events that records tell; each comes at least once, however often this is restarted."""
 
     def __init__(self, storage: Storage, wanted: Wanted, state: State) -> None:
-        self.ends = CampaignEnds(storage, wanted.fleet, state.open_campaigns, state.ended)
+        self._ends = CampaignEnds(storage, wanted.fleet, state)
+        self._state = state
         self._wanted = wanted
         self._damaged = Damaged()
         self._follower = Follower(storage, wanted.campaign, state.position, self._damaged)
         self._records = deque[Record]()
         self._has_read = False
-
-    @property
-    def is_used_up(self) -> bool:
-        """Whether all that was read is turned into events."""
-        return self._has_read and not self._records
 
     async def read(self) -> bool:
         """Reads the next new records; False if there are none."""
@@ -71,7 +67,7 @@ class Source:
         records = await self._follower.poll()
         if self._damaged.count > before:
             log.warning("%s", self._damaged, extra={"action": "record_damaged"})
-        self.ends.seen({each.campaign for each in records if self._may_end_a_campaign(each)})
+        self._ends.seen({each.campaign for each in records if self._may_end_a_campaign(each)})
         if self._wanted.each_job:
             self._records.extend(records)
         self._has_read = True
@@ -88,13 +84,18 @@ class Source:
 
     async def campaign_ends(self, *, is_patient: bool) -> AsyncIterator[Event]:
         """The campaigns that have ended."""
-        async for campaign, event in self.ends.found(is_patient=is_patient):
+        async for campaign, event in self._ends.found(is_patient=is_patient):
             yield event
-            self.ends.reported(campaign, event)
+            self._ends.reported(campaign, event)
 
-    def write_to(self, state: State) -> None:
-        """What a restart has to know; only when all records are used up."""
-        state.position = dict(self._follower.position)
+    def note_position(self) -> None:
+        """Notes in the state how far records are read, if all of them are turned into events.
+
+        Each of these events is delivered, or waits in the state.
+        """
+        if self._has_read and not self._records:
+            self._state.position = dict(self._follower.position)
+            self._state.delivered.clear()
 
     def _may_end_a_campaign(self, record: Record) -> bool:
         """Whether it is not merely an operator's note."""
@@ -126,7 +127,7 @@ class Service:
         deliveries = self._deliveries
         deliveries.retry_now()
         try:
-            while not deliveries.is_gone:
+            while self._state.gone_at is None:
                 await self._fill(once=once)
                 deliveries.start_due()
                 if once and deliveries.is_idle:
@@ -137,11 +138,11 @@ class Service:
         finally:
             await deliveries.finish(DRAIN_SECONDS)
             self._save()
-        if deliveries.is_gone:
+        if self._state.gone_at is not None:
             raise errors.SetupError(gone(self._state))
-        if once and deliveries.waiting:
+        if once and self._state.waiting:
             raise errors.TransientError(
-                f"{console.counted(len(deliveries.waiting), 'webhook')} could not be delivered to"
+                f"{console.counted(len(self._state.waiting), 'webhook')} could not be delivered to"
                 f" {self._state.address}: run it again"
             )
 
@@ -158,8 +159,7 @@ class Service:
     async def _read(self, *, once: bool) -> bool:
         """Reads new records; where there are none, asks which campaigns have ended."""
         try:
-            if self._source.is_used_up:
-                self._note_position()
+            self._source.note_position()
             if await self._source.read():
                 return True
             async for event in self._source.campaign_ends(is_patient=not once):
@@ -170,23 +170,10 @@ class Service:
             log.warning("trying again: %s", error, extra={"action": "storage_unavailable"})
         return False
 
-    def _note_position(self) -> None:
-        """Notes the position: all before the position is delivered, or waits in the state."""
-        self._source.write_to(self._state)
-        self._deliveries.forget_delivered()
-
     def _save(self) -> None:
         self._save_at = time.monotonic() + SAVE_SECONDS
-        if self._source.is_used_up:
-            self._note_position()
-        state, deliveries = self._state, self._deliveries
-        state.waiting = list(deliveries.waiting.values())
-        state.delivered = sorted(deliveries.delivered)
-        state.open_campaigns = sorted(self._source.ends.open)
-        state.ended = self._source.ends.ended
-        if deliveries.is_gone:
-            state.gone_at = datetime.now(UTC)
-        if (text := state.model_dump_json(exclude_defaults=True)) != self._saved:
+        self._source.note_position()
+        if (text := self._state.model_dump_json(exclude_defaults=True)) != self._saved:
             console.write_file(self._state_file, text)
             self._saved = text
 

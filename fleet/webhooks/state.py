@@ -34,9 +34,10 @@ class State(BaseModel):
     address: str
     campaign: str | None = None
     position: dict[str, int] = Field(default_factory=dict)
-    delivered: list[str] = Field(default_factory=list)
-    waiting: list[Waiting] = Field(default_factory=list)
-    open_campaigns: list[str] = Field(default_factory=list)
+    delivered: set[str] = Field(default_factory=set)
+    waiting: dict[str, Waiting] = Field(default_factory=dict)
+    """By the id of the event."""
+    open_campaigns: set[str] = Field(default_factory=set)
     """Campaigns with records since their last end."""
     ended: dict[str, str] = Field(default_factory=dict)
     """The id of each campaign's last end."""

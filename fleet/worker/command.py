@@ -6,19 +6,19 @@ import asyncio
 import os
 import signal
 import sys
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from fleet import console, options
+from fleet.worker import live
 from imagefleet.telemetry import logs
+from worker.gpus.member import Member
+from worker.models import checkpoints
 from worker.node import libraries
+from worker.progress import WorkerReport, duration
+from worker.salad import metadata
 from worker.settings import MachineSettings, WorkerSettings
-
-if TYPE_CHECKING:
-    from worker.gpus.choice import Gpu
-    from worker.gpus.member import Member
-    from worker.progress import WorkerReport
 
 
 @options.from_settings(MachineSettings)
@@ -51,54 +51,32 @@ def command(
     imagefleet worker --model ./model --gpus all
     """
     libraries.require()
-    from worker.gpus.member import Member
+    # Both need libraries of the extra `worker`.
+    from worker.gpus import choice, parent
 
     if member := Member.from_environment():
         logs.name_device(member.gpu)
         logs.configure(settings.log_format)
         report = _run(member.settings(settings), member)
     else:
-        gpus = _choose_gpus(settings)
+        gpus = choice.choose(settings) if settings.gpus is not None else []
+        if len(gpus) == 1:
+            os.environ.update(gpus[0].environment(1))  # the only one of this process
         if len(gpus) > 1 or not _has_terminal(settings):
             logs.configure(settings.log_format)
-        _refuse_wrong_model(settings)
+        if not _is_on_salad():  # there a worker waits for the operator instead
+            checkpoints.check(settings)
         if len(gpus) > 1:
-            raise typer.Exit(_run_several(settings, gpus))
-        report = _run_on_terminal(settings) if _has_terminal(settings) else _run(settings)
+            # Each is this same command, and finds which GPU is its own in its environment.
+            again = [sys.executable, *sys.orig_argv[1:]]
+            raise typer.Exit(console.run(parent.run_workers(settings, gpus, again)))
+        report = _run(settings)
     if report.stopped_by is not None:
         # With 0 a Kubernetes Job would not replace a worker that was evicted.
         was_terminated = report.stopped_by is signal.SIGTERM
         raise typer.Exit(console.EXIT_TERMINATED if was_terminated else console.EXIT_INTERRUPTED)
     if fail_on_failed and report.failed_jobs and not _is_on_salad():
         raise typer.Exit(console.EXIT_JOBS_FAILED)
-
-
-def _choose_gpus(settings: MachineSettings) -> list[Gpu]:
-    """The GPUs of --gpus, none without it; a single one is then the only one of this process."""
-    if settings.gpus is None:
-        return []
-    from worker.gpus import choice
-
-    gpus = choice.choose(settings)
-    if len(gpus) == 1:
-        os.environ.update(gpus[0].environment(1))
-    return gpus
-
-
-def _run_several(settings: MachineSettings, gpus: list[Gpu]) -> int:
-    from worker.gpus import parent
-
-    # Each is this same command, and finds which GPU is its own in its environment.
-    again = [sys.executable, *sys.orig_argv[1:]]
-    return console.run(parent.run_workers(settings, gpus, again))
-
-
-def _refuse_wrong_model(settings: WorkerSettings) -> None:
-    """Raises SetupError before anything heavy is imported."""
-    from worker.models import checkpoints
-
-    if not _is_on_salad():  # there a worker waits for the operator instead
-        checkpoints.check(settings)
 
 
 def _has_terminal(settings: WorkerSettings) -> bool:
@@ -113,21 +91,14 @@ def _has_terminal(settings: WorkerSettings) -> bool:
 
 def _is_on_salad() -> bool:
     """There, an exit code other than 0 says that the node is broken."""
-    from worker.salad import metadata
-
     return metadata.find_metadata() is not None
 
 
 def _run(settings: WorkerSettings, member: Member | None = None) -> WorkerReport:
-    from worker import process
+    from worker import process  # needs the extra `worker`
 
-    return console.run(process.run_worker(settings, member=member))
-
-
-def _run_on_terminal(settings: WorkerSettings) -> WorkerReport:
-    from fleet.worker import live
-    from worker import process
-
+    if member or not _has_terminal(settings):
+        return console.run(process.run_worker(settings, member=member))
     logs.configure("text", live.LogHandler(console.stderr))
     # An error is printed when the live line is gone.
     with console.one_line_errors(), live.showing(console.stderr) as show:
@@ -137,8 +108,6 @@ def _run_on_terminal(settings: WorkerSettings) -> WorkerReport:
 
 
 def _show(report: WorkerReport) -> None:
-    from worker.progress import duration
-
     seconds, start_up = duration(report.seconds), duration(report.start_up_seconds)
     per_dollar = report.images_per_dollar
     facts = {

@@ -6,15 +6,13 @@ import contextlib
 import logging
 import sys
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
 
 from rich.console import Console, ConsoleOptions
 from rich.live import Live
 from rich.spinner import Spinner
 from rich.text import Text
 
-if TYPE_CHECKING:
-    from worker.progress import Progress
+from worker.progress import Progress
 
 #: Often enough for a resized terminal, rarely enough for a slow connection.
 REFRESHES_PER_SECOND = 4

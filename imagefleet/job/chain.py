@@ -13,8 +13,9 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from imagefleet import errors
-from imagefleet.job import sizes, txt2img
+from imagefleet.job import sizes
 from imagefleet.job.passes import extras
+from imagefleet.job.passes import fields as passes
 
 #: The field of a message that says which stage of its job it asks for. It is not signed.
 STAGE_FIELD = "stage"
@@ -75,7 +76,7 @@ def fields_of_stage(number: int, payload: Mapping[str, Any]) -> dict[str, Any]:
             )
     try:
         # With an image, on which depends what its other fields mean.
-        fields = txt2img.fields_of_job({**payload, INPUT_FIELD: ["image.png"]})
+        fields = passes.fields_of_job({**payload, INPUT_FIELD: ["image.png"]})
     except ValueError as error:
         raise ValueError(f"stage {number}: {error}") from None
     del fields[INPUT_FIELD]

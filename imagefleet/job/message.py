@@ -25,7 +25,8 @@ from pydantic import (
 )
 
 from imagefleet import errors, signing, validation
-from imagefleet.job import chain, txt2img
+from imagefleet.job import chain
+from imagefleet.job.passes import fields as passes
 from imagefleet.job.passes import sources
 from imagefleet.job.passes.fields import PassFields
 from imagefleet.job.passes.first import MAX_IMAGES_PER_JOB, MAX_SIDE
@@ -129,8 +130,8 @@ class Job(PassFields):
     def _read_txt2img(cls, payload: object) -> object:
         if not isinstance(payload, dict):
             return payload
-        fields = txt2img.fields_of_job(payload)
-        if txt2img.only_upscales(fields):
+        fields = passes.fields_of_job(payload)
+        if passes.only_upscales(fields):
             fields.setdefault("prompt", "")
         return fields
 

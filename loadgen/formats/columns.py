@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from imagefleet import validation
-from imagefleet.job import txt2img
 from imagefleet.job.chain import THEN_FIELD
 from imagefleet.job.message import FAILURE_FIELD, Job
+from imagefleet.job.passes import fields as passes
 from loadgen.formats.entry import FormatError
 
 #: Fields whose cells are text as it stands: the prompts with their white space.
@@ -25,7 +25,7 @@ _TEXTS = _PROMPTS | {
 #: Fields whose cells are JSON objects; `metadata.NAME` is a column for one key of an object.
 _OBJECTS = frozenset({"alwayson_scripts", "metadata", "output", "override_settings"})
 
-_FOREIGN = {*txt2img.WITHOUT_EFFECT, *txt2img.NEUTRAL_VALUES}
+_FOREIGN = {*passes.WITHOUT_EFFECT, *passes.NEUTRAL_VALUES}
 
 _KNOWN = {*Job.model_fields, *_TEXTS, *_OBJECTS, *_FOREIGN}
 
@@ -95,7 +95,7 @@ def is_known(key: str) -> bool:
     field, dot, rest = key.partition(".")
     if dot:
         return field in _OBJECTS and bool(rest)
-    return field in _KNOWN or txt2img.is_foreign(field)
+    return field in _KNOWN or passes.is_foreign(field)
 
 
 def _key(name: str) -> str:

@@ -423,7 +423,7 @@ def test_the_ten_commands_lead_from_nothing_to_images(
         assert step.number == number
         assert step.lines
         for line in step.lines:
-            watched = until if "--watch" in line else None
+            watched = until if "--follow" in line else None
             typed = line.replace("SALAD_API_KEY=...", f"SALAD_API_KEY={salad_module.KEY}")
             printed[number] = printed.get(number, "") + operator.type(typed, watched)
         # What the document says a command costs is what the command says.

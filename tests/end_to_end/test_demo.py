@@ -15,7 +15,8 @@ from PIL import Image
 
 import forks
 import polling
-from fleet import demo_cascade
+from fleet import contact_sheet
+from fleet.demo import cascade
 from imagefleet.signing import SigningKey
 from pixel import tiny_cascade
 
@@ -94,21 +95,20 @@ def test_the_cascades_demo_draws_and_shows_both_stages(
     # The weights are random, and so is what they draw, in however many steps.
     program = """
 import pathlib
-from fleet import demo_cascade
-demo_cascade.TRAINED = pathlib.Path("cascade")
-demo_cascade._FIRST["steps"], demo_cascade._SECOND["steps"] = 4, 3
+from fleet.demo import cascade
+cascade.TRAINED = pathlib.Path("cascade")
+cascade._FIRST["steps"], cascade._SECOND["steps"] = 4, 3
 entry.main()
 """
     arguments = ("demo", "--cascade", "--json-file", "demo.json")
     result = worker_forks.run(*arguments, cwd=tmp_path, variables=os.environ, program=program)
 
     assert result.returncode == 0, result.stderr
-    assert "with loading both models" in result.stdout
     assert "failed jobs" not in result.stdout
     report = json.loads((tmp_path / "demo.json").read_text())
-    count = len(demo_cascade.PROMPTS)
+    count = len(cascade.PROMPTS)
     assert (report["jobs"], report["images"], report["failed"]) == (count, 2 * count, 0)
-    folder = tmp_path / "demo-output" / "storage" / "images" / demo_cascade.CAMPAIGN
+    folder = tmp_path / "demo-output" / "storage" / "images" / cascade.CAMPAIGN
     assert len(list(folder.iterdir())) == 2 * count
     with (
         Image.open(tmp_path / report["contact_sheet"]) as sheet,
@@ -116,17 +116,18 @@ entry.main()
         Image.open(folder / "01~2.png") as large,
     ):
         assert (small.size, large.size) == ((16, 16), (32, 32))
-        for left, image in ((12, small), (12 + 176, large)):
+        for left, name in ((12, "01.png"), (12 + 188, "01~2.png")):
             shown = sheet.crop((left, 12, left + 176, 12 + 176))
-            enlarged = image.convert("RGB").resize((176, 176), Image.Resampling.NEAREST)
-            assert shown.tobytes() == enlarged.tobytes()
+            tile, _ = contact_sheet.read_tile((folder / name).read_bytes())
+            assert shown.tobytes() == tile.tobytes()
 
 
 def test_without_its_weights_the_cascades_demo_says_so_in_one_line(tmp_path: Path) -> None:
     program = """
 import pathlib, sys
-from fleet import demo_cascade, main
-demo_cascade.TRAINED = pathlib.Path("nowhere")
+from fleet import main
+from fleet.demo import cascade
+cascade.TRAINED = pathlib.Path("nowhere")
 sys.argv = ["imagefleet", "demo", "--cascade"]
 main.main()
 """
@@ -141,11 +142,11 @@ def test_a_folder_that_is_not_the_demos_is_not_emptied(tmp_path: Path) -> None:
     precious.parent.mkdir()
     precious.write_text("keep me")
 
-    result = run(COMMAND, "demo", "--directory", ".", cwd=tmp_path)
+    result = run(COMMAND, "demo", "--output", ".", cwd=tmp_path)
 
     assert result.returncode == 2
     assert result.stderr == (
-        "error: storage exists and is not from a demo: choose another --directory\n"
+        "error: storage exists and is not from a demo: choose another --output\n"
     )
     assert precious.read_text() == "keep me"
 

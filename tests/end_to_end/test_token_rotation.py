@@ -17,7 +17,6 @@ import pytest
 from aiohttp import web
 
 import polling
-from fleet.keys import command as keys
 from fleet.keys import mint as keys_mint
 from imagefleet.storage.azure.roles import ROLES
 from imagefleet.storage.open import Storage, open_storage
@@ -55,7 +54,7 @@ Mint = Callable[[], str]
 @pytest.fixture
 def mint(azurite_settings: StorageSettings) -> Mint:
     minter = keys_mint.Minter(azurite_settings)
-    return lambda: json.dumps(keys.record(minter.mint(ROLES["worker"], LIFE)))
+    return lambda: json.dumps(minter.mint(ROLES["worker"], LIFE).record)
 
 
 @pytest.fixture

@@ -211,7 +211,7 @@ def test_a_page_that_cannot_be_written_leaves_the_old_one(mount: Mount) -> None:
 
 
 def test_a_demo_without_room_ends_before_it_begins(mount: Mount, imagefleet: Imagefleet) -> None:
-    code, said = imagefleet("demo", "--directory", str(mount(64).folder / "demo"))
+    code, said = imagefleet("demo", "--output", str(mount(64).folder / "demo"))
     assert code == 2
     line = said.splitlines()[-1]
-    assert "is full: free 20 MB, or choose another --directory" in line
+    assert "is full: free 20 MB, or choose another --output" in line

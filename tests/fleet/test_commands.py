@@ -24,7 +24,7 @@ from fleet.salad import gpus, groups, running
 from imagefleet import errors
 from imagefleet.job.message import read_job
 from imagefleet.records.record import Record
-from imagefleet.records.writer import RecordLog
+from imagefleet.records.shard import RecordLog
 from imagefleet.storage import dead_letter
 from imagefleet.storage.open import open_storage
 from imagefleet.storage.settings import StorageSettings
@@ -206,7 +206,7 @@ def test_an_error_leaves_stdout_empty_with_json_too(
 
 def test_a_watch_with_json_is_a_document_per_line(filled: Path) -> None:
     with subprocess.Popen(
-        [COMMAND, "status", "--watch", "--json"],
+        [COMMAND, "status", "--follow", "--json"],
         cwd=filled,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

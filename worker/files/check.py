@@ -163,30 +163,37 @@ def _is_sdxl(unet: Mapping[str, Any]) -> bool:
     return unet.get("addition_embed_type") is not None
 
 
-def read_header(path: Path) -> safetensors.Header:
-    """The header of a safetensors file; raises SetupError as `content_of`."""
+def read_header(path: Path, name: str = "", *, is_whole: bool = True) -> safetensors.Header:
+    """The header of a safetensors file; *name* is what messages call it, by default its path.
+
+    Raises:
+        SetupError: it is none, or is cut off; TruncatedError: its header is, and the file is not
+        *is_whole* yet.
+    """
+    name = name or str(path)
     with path.open("rb") as file:
         size = path.stat().st_size
         found = format_of(file.read(HEAD_BYTES))
         if found != "safetensors":
-            raise errors.SetupError(f"{str(path)!r} is {describe(found, str(path))}")
+            raise errors.SetupError(f"{name!r} is {describe(found, name)}")
         file.seek(0)
         try:
             header = safetensors.read_header(file)
         except safetensors.TruncatedError:
-            raise errors.SetupError(
-                f"{str(path)!r} is cut off: it has {size:,} bytes; download or copy it again"
-            ) from None
+            if not is_whole:
+                raise
+            expected = ""
         except safetensors.MalformedError:
             raise errors.SetupError(
-                f"{str(path)!r} is damaged: its header is not one of a safetensors file"
+                f"{name!r} is damaged: its header is not one of a safetensors file"
             ) from None
-    if size < header.file_bytes:
-        raise errors.SetupError(
-            f"{str(path)!r} is cut off: it has {size:,} of {header.file_bytes:,} bytes; download or"
-            " copy it again"
-        )
-    return header
+        else:
+            if not is_whole or size >= header.file_bytes:
+                return header
+            expected = f" of {header.file_bytes:,}"
+    raise errors.SetupError(
+        f"{name!r} is cut off: it has {size:,}{expected} bytes; download or copy it again"
+    )
 
 
 def format_of(head: bytes) -> str:

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path, PurePosixPath
 
 from imagefleet import errors, retry
-from imagefleet.files import contents, kinds, safetensors
+from imagefleet.files import kinds, safetensors
 from imagefleet.signing import trusted_keys
 from imagefleet.storage import protocol
 from worker.files import addresses, check
@@ -207,13 +207,11 @@ def find_fetched(folder: Path, address: Address) -> Path | None:
 def is_whole(path: Path) -> bool:
     """False if a power failure, or whoever copied it, left only a part of a model."""
     files = path.rglob(f"*{SUFFIX}") if path.is_dir() else [path]
-    for each in files:
-        try:
-            with each.open("rb") as file:
-                if safetensors.read_header(file).file_bytes > each.stat().st_size:
-                    return False
-        except safetensors.MalformedError:
-            return False
+    try:
+        for file in files:
+            check.read_header(file)
+    except errors.SetupError:
+        return False
     return not path.is_dir() or (path / "model_index.json").is_file()
 
 
@@ -255,29 +253,14 @@ def _final_name(address: Address, sent_name: str | None, *, is_tar: bool) -> str
 
 def _check_part(part: Path, label: str, wanted: kinds.FileKind, *, is_whole: bool) -> None:
     """Raises SetupError if what has arrived so far cannot become a file of that kind."""
-    found = check.format_of(_head(part))
-    if found not in {"safetensors", "tar"}:
-        raise errors.SetupError(f"{label!r} is {check.describe(found, PurePosixPath(label).name)}")
-    if found == "tar":
+    if check.format_of(_head(part)) == "tar":
         if ".tar" not in wanted.suffixes:
             raise errors.SetupError(f"{label!r} is a .tar archive, no file of {wanted.folder}/")
         return
     try:
-        with part.open("rb") as file:
-            header = safetensors.read_header(file)
+        kinds.check(wanted, label, check.read_header(part, label, is_whole=is_whole))
     except safetensors.TruncatedError:
-        if not is_whole:
-            return
-        raise errors.SetupError(f"{label!r} is cut off: not even its header is whole") from None
-    except safetensors.MalformedError:
-        raise errors.SetupError(f"{label!r} is not a readable .safetensors file") from None
-    if not kinds.accepts(wanted, content := contents.identify(header)):
-        raise errors.SetupError(kinds.refusal(label, content))
-    size = part.stat().st_size
-    if is_whole and size < header.file_bytes:
-        raise errors.SetupError(
-            f"{label!r} is cut off: it has {size:,} of {header.file_bytes:,} bytes"
-        )
+        return
 
 
 def _head(part: Path) -> bytes:

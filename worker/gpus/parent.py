@@ -8,11 +8,10 @@ The parent imports no torch and uses no GPU.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import signal
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import aiohttp
 
@@ -116,7 +115,7 @@ class _Parent:
     async def run(self) -> int:
         settings = self._settings
         metadata = salad_metadata.find_metadata()
-        with self._signals():
+        with tasks.on_signals(self._on_signal):
             async with (
                 probes.serving(
                     self._metrics.registry,
@@ -260,28 +259,15 @@ class _Parent:
         texts = await asyncio.gather(*(child.metrics() for child in self._children))
         return merged(self._metrics.registry, filter(None, texts))
 
-    @contextlib.contextmanager
-    def _signals(self) -> Iterator[None]:
-        loop = asyncio.get_running_loop()
-
-        def on_signal(number: signal.Signals) -> None:
-            self._stopped_by = self._stopped_by or number
-            (self._hurry if self._stop.is_set() else self._stop).set()
-            log.info(
-                "%s: the workers %s",
-                number.name,
-                "hand back jobs in flight" if self._hurry.is_set() else "finish what has begun",
-                extra={"action": "signal", "signal": number.name},
-            )
-
-        numbers = (signal.SIGTERM, signal.SIGINT)
-        for number in numbers:
-            loop.add_signal_handler(number, on_signal, number)
-        try:
-            yield
-        finally:
-            for number in numbers:
-                loop.remove_signal_handler(number)
+    def _on_signal(self, number: signal.Signals) -> None:
+        self._stopped_by = self._stopped_by or number
+        (self._hurry if self._stop.is_set() else self._stop).set()
+        log.info(
+            "%s: the workers %s",
+            number.name,
+            "hand back jobs in flight" if self._hurry.is_set() else "finish what has begun",
+            extra={"action": "signal", "signal": number.name},
+        )
 
 
 def _name(machine: str, gpu: Gpu) -> str:

@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from imagefleet.files.kinds import LORA
 from imagefleet.signing import TrustedKeys, trusted_keys
 from imagefleet.storage.open import Storage
-from worker.files.embeddings import EmbeddingLibrary
-from worker.files.hashes import FileHashes
-from worker.files.library import FileLibrary
+from worker.files.library import EmbeddingLibrary, FileLibrary
+from worker.files.manifest import FileHashes
 from worker.inputs.reader import InputReader
 from worker.settings import WorkerSettings
 

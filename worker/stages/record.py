@@ -15,7 +15,7 @@ from typing import NoReturn
 
 from imagefleet import errors
 from imagefleet.records.record import Record
-from imagefleet.records.writer import RecordLog
+from imagefleet.records.shard import RecordLog
 from imagefleet.storage.open import LOCAL_SCHEME
 from worker import tasks
 from worker.jobs.in_flight import InFlightJob

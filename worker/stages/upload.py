@@ -23,7 +23,7 @@ from worker.metrics import WorkerMetrics
 from worker.node.suspects import Suspects, file_name
 from worker.node.watchdog import NodeWatchdog
 from worker.settle import Settler
-from worker.stages import encode, infotext
+from worker.stages import encode
 
 #: Threads that encode: a PNG takes 2 ms, so two keep up with any GPU.
 ENCODERS = 2
@@ -112,10 +112,10 @@ class EncodeStage:
     async def _parameters(self, image: InFlightImage) -> str:
         """The image's text; waits for the hashes in it, which were begun before it was drawn."""
         if image.job.only_upscales:
-            return infotext.of_enlarged(image.job, image.owner.source_parameters)
+            return encode.of_enlarged(image.job, image.owner.source_parameters)
         model = await _result(self.model_hash)
         loras = {name: await _result(each) for name, each in image.owner.lora_hashes.items()}
-        return infotext.parameters(
+        return encode.parameters(
             image.job,
             image.index,
             image.size,

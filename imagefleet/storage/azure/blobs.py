@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
@@ -12,7 +12,7 @@ from azure.core import MatchConditions
 from azure.core.async_paging import AsyncItemPaged
 from azure.core.exceptions import HttpResponseError
 from azure.storage.blob import BlobProperties, ContentSettings
-from azure.storage.blob.aio import BlobClient, ContainerClient
+from azure.storage.blob.aio import ContainerClient
 
 from imagefleet import errors, retry
 from imagefleet.storage import protocol
@@ -70,7 +70,8 @@ class AzureBlobs:
             # By a blob that does not exist: a container's SAS token may not read the properties of
             # the container itself, and the error code would be that of Azure's firewall.
             try:
-                await self._is_readable(_NO_BLOB)
+                with azure_errors.tolerated({"BlobNotFound"}):
+                    await self._properties(_NO_BLOB)
             except HttpResponseError as error:
                 if azure_errors.code_of(error) not in LESS_PERMISSION:
                     raise
@@ -89,24 +90,14 @@ class AzureBlobs:
         protocol.check_blob_name(name)
         protocol.check_metadata(metadata)
 
-        async def request() -> bool:
-            try:
-                # The SDK raises the same exception for every conflict: only this code means that
-                # the blob exists, perhaps from an attempt whose reply was lost.
-                with azure_errors.tolerated(azure_errors.TAKEN):
-                    await self._client.upload_blob(
-                        name,
-                        data,
-                        overwrite=False,  # If-None-Match: *
-                        content_settings=ContentSettings(content_type=content_type),
-                        metadata=dict(metadata),
-                    )
-                    return True
-            except HttpResponseError as error:
-                # Not Azure's answer, whose roles and tokens need moments to reach all its servers.
-                if not azure_errors.is_azurites_overwrite(error) or not await self._may_create():
-                    raise
-            return False
+        async def request() -> object:
+            return await self._client.upload_blob(
+                name,
+                data,
+                overwrite=False,  # If-None-Match: *
+                content_settings=ContentSettings(content_type=content_type),
+                metadata=dict(metadata),
+            )
 
         return await self._create(request, on_doubt)
 
@@ -120,7 +111,7 @@ class AzureBlobs:
     ) -> bool:
         protocol.check_blob_name(name)
         protocol.check_metadata(metadata)
-        if await self._call("r", lambda: self._is_readable(name)):
+        if await self.record(name) is not None:
             return False
         client = self._client.get_blob_client(name)
         upload = BlockUpload(client, file, partial(self._call, "c"), on_progress)
@@ -132,26 +123,25 @@ class AzureBlobs:
         if version is None:
             return await self.create(name, data, content_type, {})
 
-        async def request() -> bool:
-            with azure_errors.tolerated({"ConditionNotMet", "BlobNotFound"}):
-                await self._client.upload_blob(
-                    name,
-                    data,
-                    overwrite=True,
-                    content_settings=ContentSettings(content_type=content_type),
-                    etag=version,
-                    match_condition=MatchConditions.IfNotModified,
-                )
-                return True
-            return False
+        async def request() -> object:
+            return await self._client.upload_blob(
+                name,
+                data,
+                overwrite=True,
+                content_settings=ContentSettings(content_type=content_type),
+                etag=version,
+                match_condition=MatchConditions.IfNotModified,
+            )
 
-        return await self._call("w", request)
+        return await self._found("w", request, {"ConditionNotMet", "BlobNotFound"}) is not None
 
     async def append(self, name: str, data: bytes, position: int) -> bool:
         protocol.check_blob_name(name)
         client = self._client.get_blob_client(name)
         if position == 0:
-            await self._create(lambda: self._create_appendable(client))
+            # The name may be taken by an earlier call whose append failed.
+            condition = MatchConditions.IfMissing
+            await self._create(lambda: client.create_append_blob(match_condition=condition))
 
         async def request() -> bool:
             with azure_errors.tolerated(_NOT_APPENDED | {"BlobNotFound"}):
@@ -178,25 +168,19 @@ class AzureBlobs:
     async def read(self, name: str, max_bytes: int | None = None) -> bytes | None:
         protocol.check_blob_name(name)
 
-        async def request() -> bytes | None:
-            with azure_errors.tolerated({"BlobNotFound"}):
-                # Fetches only the first part (32 MiB), with which comes the size.
-                download = await self._client.download_blob(name)
-                protocol.check_blob_size(name, download.size, max_bytes)
-                return await download.readall()
-            return None
+        async def request() -> bytes:
+            # Fetches only the first part (32 MiB), with which comes the size.
+            download = await self._client.download_blob(name)
+            protocol.check_blob_size(name, download.size, max_bytes)
+            return await download.readall()
 
-        return await self._call("r", request)
+        return await self._found("r", request)
 
     async def record(self, name: str) -> protocol.BlobRecord | None:
         protocol.check_blob_name(name)
 
-        async def request() -> protocol.BlobRecord | None:
-            with azure_errors.tolerated({"BlobNotFound"}):
-                return _record(await self._client.get_blob_client(name).get_blob_properties())
-            return None
-
-        return await self._call("r", request)
+        found = await self._found("r", lambda: self._properties(name))
+        return None if found is None else _record(found)
 
     async def metadata(self, name: str) -> Mapping[str, str] | None:
         found = await self.record(name)
@@ -217,18 +201,16 @@ class AzureBlobs:
     async def read_part(self, name: str, offset: int, max_bytes: int) -> protocol.BlobPart | None:
         protocol.check_blob_name(name)
 
-        async def request() -> protocol.BlobPart | None:
-            with azure_errors.tolerated({"BlobNotFound"}):
-                with azure_errors.tolerated({"InvalidRange"}):  # the offset is past its end
-                    part = await self._client.download_blob(name, offset=offset, length=max_bytes)
-                    # The SDK's `size` is that of the part.
-                    total = int((part.properties.content_range or "").rpartition("/")[2])
-                    return protocol.BlobPart(await part.readall(), total, part.properties.etag)
-                properties = await self._client.get_blob_client(name).get_blob_properties()
-                return protocol.BlobPart(b"", properties.size, properties.etag)
-            return None
+        async def request() -> protocol.BlobPart:
+            with azure_errors.tolerated({"InvalidRange"}):  # the offset is past its end
+                part = await self._client.download_blob(name, offset=offset, length=max_bytes)
+                # The SDK's `size` is that of the part.
+                total = int((part.properties.content_range or "").rpartition("/")[2])
+                return protocol.BlobPart(await part.readall(), total, part.properties.etag)
+            properties = await self._properties(name)
+            return protocol.BlobPart(b"", properties.size, properties.etag)
 
-        return await self._call("r", request)
+        return await self._found("r", request)
 
     def address(self, name: str) -> str:
         return f"{self._address}/{quote(name, safe='~/')}"
@@ -259,12 +241,8 @@ class AzureBlobs:
             async for blob in page:
                 yield blob
 
-    async def _is_readable(self, name: str) -> bool:
-        """Whether there is such a blob, for credentials that may read."""
-        with azure_errors.tolerated({"BlobNotFound"}):
-            await self._client.get_blob_client(name).get_blob_properties()
-            return True
-        return False
+    async def _properties(self, name: str) -> BlobProperties:
+        return await self._client.get_blob_client(name).get_blob_properties()
 
     async def _may_create(self) -> bool:
         """True if the credentials allow creating blobs; creates none."""
@@ -281,22 +259,25 @@ class AzureBlobs:
             return True
         return False
 
-    async def _create_appendable(self, client: BlobClient) -> bool:
-        """False if the name is taken, perhaps by an earlier call whose append failed."""
-        try:
-            with azure_errors.tolerated(azure_errors.TAKEN):
-                await client.create_append_blob(match_condition=MatchConditions.IfMissing)
-                return True
-        except HttpResponseError as error:
-            if not azure_errors.is_azurites_overwrite(error) or not await self._may_create():
-                raise
-        return False
-
     async def _create(
-        self, request: Callable[[], Awaitable[bool]], on_doubt: Callable[[], None] = lambda: None
+        self, request: Callable[[], Awaitable[object]], on_doubt: Callable[[], None] = lambda: None
     ) -> bool:
-        """Calls *request*, which returns False if the name is taken."""
-        return await self._retried_in_doubt("c", request, on_doubt)
+        """Calls *request*, which creates a blob; False if its name is taken."""
+
+        async def create() -> bool:
+            try:
+                # The SDK raises the same exception for every conflict: only these codes mean that
+                # the blob exists, perhaps from an attempt whose reply was lost.
+                with azure_errors.tolerated(azure_errors.TAKEN):
+                    await request()
+                    return True
+            except HttpResponseError as error:
+                # Not Azure's answer, whose roles and tokens need moments to reach all its servers.
+                if not azure_errors.is_azurites_overwrite(error) or not await self._may_create():
+                    raise
+            return False
+
+        return await self._retried_in_doubt("c", create, on_doubt)
 
     async def _retried_in_doubt(
         self,
@@ -327,6 +308,21 @@ class AzureBlobs:
 
     async def _call(self, permission: str, request: Callable[[], Awaitable[_Result]]) -> _Result:
         return await self._retry_policy.call(lambda: self._attempt(permission, request))
+
+    async def _found(
+        self,
+        permission: str,
+        request: Callable[[], Awaitable[_Result]],
+        codes: Collection[str] = frozenset({"BlobNotFound"}),
+    ) -> _Result | None:
+        """What *request* returns; None if the answer has one of the error *codes*."""
+
+        async def tolerant() -> _Result | None:
+            with azure_errors.tolerated(codes):
+                return await request()
+            return None
+
+        return await self._call(permission, tolerant)
 
     async def _attempt(self, permission: str, request: Callable[[], Awaitable[_Result]]) -> _Result:
         return await self._access.attempt(f"the container {self.name!r}", permission, request)

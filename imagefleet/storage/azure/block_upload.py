@@ -64,17 +64,14 @@ class BlockUpload:
             for task in running:
                 task.cancel()
 
-    async def commit(self, content_type: str, metadata: Mapping[str, str]) -> bool:
-        """One request; returns False if the name is taken."""
-        with azure_errors.tolerated(azure_errors.TAKEN):
-            await self._client.commit_block_list(
-                [BlobBlock(block_id=each) for each in self._ids],
-                content_settings=ContentSettings(content_type=content_type),
-                metadata=dict(metadata),
-                match_condition=MatchConditions.IfMissing,  # If-None-Match: *
-            )
-            return True
-        return False
+    async def commit(self, content_type: str, metadata: Mapping[str, str]) -> None:
+        """One request, which fails if the name is taken."""
+        await self._client.commit_block_list(
+            [BlobBlock(block_id=each) for each in self._ids],
+            content_settings=ContentSettings(content_type=content_type),
+            metadata=dict(metadata),
+            match_condition=MatchConditions.IfMissing,  # If-None-Match: *
+        )
 
     async def _find_blocks(self) -> bool:
         """Blocks of an earlier attempt."""

@@ -22,6 +22,7 @@ LESS_PERMISSION = frozenset(
 
 _REASONS: Mapping[str, str] = {
     "AccountIsDisabled": "the storage account is disabled",
+    "AuthorizationFailure": "the firewall of the storage account may exclude this machine",
     "AuthorizationProtocolMismatch": "the SAS token requires https",
     "AuthorizationSourceIPMismatch": "the SAS token is for another IP address",
     "KeyBasedAuthenticationNotPermitted": "the account permits neither its key nor SAS tokens"
@@ -54,12 +55,7 @@ def sentence(what: str, credential: Credential, permission: str, answer: Answer)
         return _of_identity(what, credential, permission, answer)
     if credential.token:
         return _of_token(what, credential, permission, answer)
-    reason = _REASONS.get(answer.code) or (
-        "the firewall of the storage account may exclude this machine"
-        if answer.code == "AuthorizationFailure"
-        else "the account key is wrong, or was regenerated"
-    )
-    return f"Azure refuses access to {what}: {reason}{_skew(answer)} ({_short(answer)})"
+    return _refused(what, answer, "the account key is wrong, or was regenerated")
 
 
 def missing_token(what: str, resource: Resource, permission: str) -> str:
@@ -80,7 +76,8 @@ def _of_token(what: str, credential: Credential, permission: str, answer: Answer
         return f"{token} may not {_doing(credential, permission)} ({_short(answer)})" + _remedy(
             credential.resource, permission
         )
-    if reason := _REASONS.get(answer.code):
+    is_known = answer.code != "AuthorizationFailure"  # of tokens, more can be said about it
+    if is_known and (reason := _REASONS.get(answer.code)):
         return f"Azure refuses access to {what}: {reason} ({_short(answer)})"
     reason = "it is not signed with the account's present key, or for another resource, or damaged"
     (policy,) = _fields(credential.token).get("si", [""])
@@ -98,11 +95,13 @@ def _of_identity(what: str, credential: Credential, permission: str, answer: Ans
             f"the pod's identity may not {_doing(credential, permission)} of {what}"
             f" ({_short(answer)}): assign it the Azure role {role!r}"
         )
-    reason = _REASONS.get(answer.code) or (
-        "the firewall of the storage account may exclude this machine"
-        if answer.code == "AuthorizationFailure"
-        else "the pod's identity is not accepted: does it belong to the account's tenant?"
-    )
+    reason = "the pod's identity is not accepted: does it belong to the account's tenant?"
+    return _refused(what, answer, reason)
+
+
+def _refused(what: str, answer: Answer, reason: str) -> str:
+    """Says the *reason*, unless the answer's code tells another."""
+    reason = _REASONS.get(answer.code, reason)
     return f"Azure refuses access to {what}: {reason}{_skew(answer)} ({_short(answer)})"
 
 

@@ -20,7 +20,7 @@ from collections.abc import (
 
 from imagefleet import concurrency, errors
 from imagefleet.storage import protocol
-from imagefleet.storage.routing import rule
+from imagefleet.storage.routing import route as routes
 from imagefleet.storage.routing.route import PolledRoute, PolledShard, Route
 
 
@@ -80,7 +80,7 @@ class RoutedQueue:
 
     def look_seconds(self, seconds: float) -> float:
         """Seconds between two looks at the sizes; *seconds* where all queues have one shard."""
-        return rule.look_seconds(seconds, max(len(route.order) for route in self.routes))
+        return routes.look_seconds(seconds, max(len(route.order) for route in self.routes))
 
     async def check(self) -> None:
         await self._main.route.first.check()
@@ -208,7 +208,7 @@ class RoutedQueue:
         ]
         # Of one priority, first the queue that has waited longest.
         in_turn = sorted(wanted, key=lambda polled: (polled.route.level, polled.last_receive))
-        if self._receives % rule.FAIR_EVERY == rule.FAIR_EVERY - 1:
+        if self._receives % routes.FAIR_EVERY == routes.FAIR_EVERY - 1:
             # With two that are never empty above it, the lowest would get nothing from the turns of
             # the lower queues.
             in_turn.sort(key=lambda polled: (polled.route.level == 0, polled.last_receive))
@@ -247,8 +247,8 @@ class RoutedQueue:
             if isinstance(answer, int) and answer:
                 shard.empty_receives, shard.due_at = 0, 0.0
                 continue
-            longest = rule.longest_pause_seconds(shards, is_home=shard.is_home, is_idle=is_idle)
-            shard.due_at = now + rule.pause_seconds(shard.empty_receives, longest)
+            longest = routes.longest_pause_seconds(shards, is_home=shard.is_home, is_idle=is_idle)
+            shard.due_at = now + routes.pause_seconds(shard.empty_receives, longest)
             shard.empty_receives += 1
         for polled in {shard.of for shard in answers}:
             polled.note(answers, self._receives)
@@ -256,7 +256,7 @@ class RoutedQueue:
             for polled in self._polled.values():
                 home = polled.shard(polled.route.order[0])
                 if not home.is_missing:
-                    home.due_at = min(home.due_at, now + rule.LONGEST_HOME_PAUSE_SECONDS)
+                    home.due_at = min(home.due_at, now + routes.LONGEST_HOME_PAUSE_SECONDS)
 
     async def _depth_if_any(self, polled: PolledRoute) -> protocol.QueueDepth | None:
         """The size of a route's queue; None if it is missing."""
@@ -302,7 +302,7 @@ class RoutedQueue:
             self._set_missing(shard, error)
 
     def _set_missing(self, shard: PolledShard, error: errors.FleetError) -> None:
-        shard.due_at = self._clock() + rule.MISSING_PAUSE_SECONDS
+        shard.due_at = self._clock() + routes.MISSING_PAUSE_SECONDS
         shard.of.route.set_missing(shard.number, error)
 
     def _shard_of(self, message: protocol.LeasedMessage) -> PolledShard:

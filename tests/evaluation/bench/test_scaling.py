@@ -54,7 +54,7 @@ signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
 server.serve_forever()
 """
 
-RUN = ("bench", "scaling", "--device", "cpu", "--seconds", "0.6", "--warm-seconds", "0.1")
+RUN = ("bench", "scaling", "--device", "cpu", "--seconds", "0.6")
 
 
 @pytest.fixture
@@ -64,6 +64,7 @@ def seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     program.write_text(STAND_IN)
     monkeypatch.setattr(workers, "COMMAND", (sys.executable, str(program)))
     monkeypatch.setattr(runs, "SAMPLE_SECONDS", 0.05)
+    monkeypatch.setitem(scaling.WARM_SECONDS, "cpu", 0.1)
     prepared = (tmp_path / "model", "a card", "a house", "ugly")
     monkeypatch.setattr(scaling, "_prepared", lambda *_: prepared)
     monkeypatch.setenv("SEEN", str(found))
@@ -127,7 +128,9 @@ def test_a_worker_that_ends_ends_the_measurement_with_its_reason(
 
 
 async def test_the_queue_never_runs_dry_and_its_jobs_are_of_one_campaign(tmp_path: Path) -> None:
-    work = runs.Work(tmp_path, 50, "PLMS", 1, 1, (), {}, "a house", "ugly")
+    work = runs.Work(
+        tmp_path, {"sampler_name": "PLMS", "steps": 50}, 1, 1, (), {}, "a house", "ugly"
+    )
     async with open_storage(StorageSettings(storage=f"local:{tmp_path}")) as storage:
         await storage.create()
         filling = asyncio.create_task(runs._keep_filled(storage, work, iter(range(9999)), 2))
@@ -149,7 +152,7 @@ async def test_the_queue_never_runs_dry_and_its_jobs_are_of_one_campaign(tmp_pat
         (("--workers", "0"), "--workers 0: should be numbers with commas"),
         (("--workers", "two"), "--workers two: should be numbers with commas"),
         (("--device", "tpu"), "--device tpu: should be auto or cpu"),
-        (("--sampler", "dimm"), "--sampler: unknown sampler 'dimm'"),
+        (("--set", "sampler_name=dimm"), "--set sampler_name: unknown sampler 'dimm'"),
         (("--model", "nowhere"), "the model 'nowhere' does not exist"),
         (("--device", "auto"), "no NVIDIA GPU, or no driver for it; .*--device cpu"),
     ],

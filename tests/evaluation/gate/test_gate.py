@@ -189,7 +189,7 @@ def test_images_of_other_programs_are_compared_by_name_in_any_format(
     [
         (("./a", "./no-such"), "the folder 'no-such' does not exist"),
         (("./a", "./a"), "A and B are the same: folder a"),
-        (("./a", "./b", "--captions", "x.txt"), "--captions is for two settings"),
+        (("./a", "./b", "--jobs", "x.txt"), "--jobs is for two settings"),
         (("./a", "./b", "--model", "x"), "--model is for settings that are drawn here"),
         (("./a", "./b", "--reference", "x.npz", *BY_PIXELS), "--reference needs an --extractor"),
         (("./a", "float16,floaty"), "'floaty' is no setting of the engine; did you mean 'float"),

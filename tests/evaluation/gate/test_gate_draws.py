@@ -46,7 +46,7 @@ def float16(in_process: Imagefleet, drawn: Path) -> tuple[int, dict[str, Any]]:
     if not result.exists():
         (drawn / "captions.jsonl").write_text(CAPTIONS)
         ended: subprocess.CompletedProcess[str] = in_process(
-            *("gate", "float32", "float16", "--captions", str(drawn / "captions.jsonl")),
+            *("gate", "float32", "float16", "--jobs", str(drawn / "captions.jsonl")),
             *("--steps", STEPS, "--keep", str(drawn / "kept"), "--json-file", str(result)),
         )
         assert result.exists(), ended.stderr
@@ -120,7 +120,7 @@ def test_a_job_that_cannot_be_drawn_is_named(
 ) -> None:
     (tmp_path / "fox.txt").write_text("a fox <lora:fox:1>\n")
 
-    ended = in_process("gate", "float32", "slots=1", "--captions", "fox.txt")
+    ended = in_process("gate", "float32", "slots=1", "--jobs", "fox.txt")
 
     assert ended.returncode == console.EXIT_OPERATOR_MUST_ACT
     assert "cannot be drawn" in ended.stderr
@@ -145,7 +145,7 @@ def test_a_job_that_takes_more_than_an_engine_is_refused(
 ) -> None:
     job = {"id": "fox", "prompt": "a fox", **fields}
     (tmp_path / "fox.jsonl").write_text(json.dumps(job))
-    ended = in_process("gate", "float32", "slots=1", "--captions", "fox.jsonl")
+    ended = in_process("gate", "float32", "slots=1", "--jobs", "fox.jsonl")
     assert ended.returncode == console.EXIT_OPERATOR_MUST_ACT
     assert f"error: {reason}" in ended.stderr
 

@@ -368,8 +368,8 @@ def test_the_token_file_is_private_and_replaced_atomically(
 def test_long_lived_tokens_come_with_a_warning(in_process: Imagefleet) -> None:
     arguments = ["keys", "mint", "worker", "--storage", REAL_ACCOUNT]
     assert "warning" not in in_process(*arguments).stderr
-    assert "warning: tokens for 30 days" in in_process(*arguments, "--hours", "720").stderr
-    assert in_process(*arguments, "--hours", "9000").returncode == 2
+    assert "warning: tokens for 30 days" in in_process(*arguments, "--token-hours", "720").stderr
+    assert in_process(*arguments, "--token-hours", "9000").returncode == 2
 
 
 @pytest.mark.parametrize(

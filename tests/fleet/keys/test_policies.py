@@ -13,7 +13,6 @@ from typing import Any
 from urllib.parse import parse_qs
 
 import pytest
-from azure.storage.queue import AccessPolicy as QueuePolicy
 from azure.storage.queue import QueueClient, QueueServiceClient
 
 from fleet.keys import mint
@@ -51,7 +50,7 @@ def test_a_policys_tokens_expire_by_themselves_and_are_revoked_at_once(
         "keys",
         "mint",
         "worker",
-        "--hours",
+        "--token-hours",
         "2",
         "--policy",
         "spring",
@@ -162,21 +161,6 @@ def test_a_token_of_a_policy_is_refused_after_its_own_expiry(
     )
 
 
-def test_a_policy_of_an_earlier_version_needs_another_name(
-    azurite_settings: StorageSettings, account: list[str], in_process: Imagefleet
-) -> None:
-    """It holds the expiry of tokens that are in use."""
-
-    def store(_: object, policies: dict[str, Any]) -> bool:
-        policies["spring"] = QueuePolicy(permission="rup", expiry=datetime.now(UTC) + ONE_HOUR)
-        return True
-
-    asyncio.run(mint._change_policies(azurite_settings, [mint.Place("queue")], store))
-    result = in_process("keys", "mint", "worker", "--policy", "spring", *account)
-    assert result.returncode == 2
-    assert "use another name" in result.stderr
-
-
 def test_a_policy_is_for_one_role(
     azurite_settings: StorageSettings, account: list[str], in_process: Imagefleet
 ) -> None:
@@ -208,7 +192,7 @@ async def _policies(settings: StorageSettings) -> list[Any]:
     return found
 
 
-def test_a_policy_makes_the_queues_that_a_deployment_of_an_earlier_version_lacks(
+def test_a_policy_makes_the_queues_of_other_priorities(
     azurite_settings: StorageSettings, account: list[str], in_process: Imagefleet
 ) -> None:
     """Its tokens for a queue that is made later would have no permissions."""

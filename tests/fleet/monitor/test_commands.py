@@ -35,16 +35,14 @@ def history(
     gpu: str,
     images_per_second: float,
     price: float,
-    fleet: str | None,
+    fleet: str,
     instance: str = "",
 ) -> str:
-    """A worker's pushes over the last 150 s, ten seconds apart; without *fleet*, an older one's."""
+    """A worker's pushes over the last 150 s, ten seconds apart."""
     now = int(time.time() * 1000)
-    labels = f'job="imagefleet-worker",instance="{instance or uuid.uuid4().hex}"'
+    labels = f'job="imagefleet-worker",instance="{instance or uuid.uuid4().hex}",fleet="{fleet}"'
     if instance:
         labels += f',device="{worker}"'
-    if fleet:
-        labels += f',fleet="{fleet}"'
     lines = []
     for ago in range(150, -1, -10):
         seconds = 150 - ago
@@ -244,24 +242,3 @@ async def test_the_exporter_serves_and_pushes_until_sigterm(
     await victoria_metrics.arrived()
     query = 'imagefleet_queue_messages{job="imagefleet-exporter",queue="jobs",state="visible"}'
     assert [each["value"][1] for each in await victoria_metrics.ask(query)] == ["2"]
-
-
-async def test_workers_of_an_older_version_are_not_silently_left_out(
-    victoria_metrics: Any, two_fleets: TwoFleets, tmp_path: Path, imagefleet: Imagefleet
-) -> None:
-    await pushed(victoria_metrics, history("old", "RTX 4090 24GB", 2.0, 0.1, fleet=None))
-    address = f"local:{tmp_path}/{two_fleets.folder}"
-    async with open_storage(StorageSettings(storage=address)) as storage:
-        await storage.create()
-    arguments = ("status", "--storage", address, "--prometheus", two_fleets.url)
-
-    found = json.loads((await asyncio.to_thread(imagefleet, *arguments, "--json")).stdout)
-    text = " ".join((await asyncio.to_thread(imagefleet, *arguments)).stdout.split())
-    everything = await asyncio.to_thread(imagefleet, *arguments, "--fleet", "all", "--json")
-
-    assert found["fleet"]["workers"] == 2
-    assert "1 worker without the label fleet" in found["fleet"]["left_out"]
-    assert found["fleet"]["left_out"] in text
-    added_up = json.loads(everything.stdout)["fleet"]
-    assert added_up["workers"] >= 4
-    assert added_up["left_out"] is None

@@ -82,7 +82,7 @@ def test_status_as_a_table(filled: str, imagefleet: Imagefleet) -> None:
 
 def test_ctrl_c_is_the_clean_end_of_a_watch(filled: str, tmp_path: Path) -> None:
     with subprocess.Popen(
-        [COMMAND, "status", "--watch", "--storage", filled],
+        [COMMAND, "status", "--follow", "--storage", filled],
         cwd=tmp_path,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

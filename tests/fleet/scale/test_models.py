@@ -37,7 +37,7 @@ async def test_jobs_of_models_that_the_fleet_does_not_serve_start_no_replicas(
     await storage.models.send(['{"prompt": "a"}'] * 2)
     fleet: Any = SimpleNamespace(fleet="f")
     speeds = scaler.Speeds(given=scaler.Speed(1.0, "given"))
-    found = scaler.Scaler(GOAL, fleet, storage, tmp_path / "ledger", speeds, models=models)
+    found = scaler.Scaler(replace(GOAL, models=models), fleet, storage, tmp_path / "ledger", speeds)
     assert await found._read_queue(0.0)
     assert found._messages == counted
 
@@ -79,13 +79,12 @@ async def test_a_job_of_sdxl_counts_by_its_seconds_of_work(
         fleet: Any = Deployment()
         speeds = scaler.Speeds(given=scaler.Speed(0.1, "given"), weights=SD1_AND_SDXL)
         scaling = scaler.Scaler(
-            goal,
+            replace(goal, models=[model]),
             fleet,
             storage,
             tmp_path / model,
             speeds,
             is_dry_run=True,
-            models=[model],
             wall_clock=lambda: 0.0,
         )
         wanted[model] = (await scaling.step())["wanted"]

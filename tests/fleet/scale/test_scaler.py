@@ -290,7 +290,7 @@ async def test_the_budget_is_watched_while_the_ledger_cannot_be_written(
     make, clock, _ = scaling
     scaler_ = make(replace(GOAL, max_dollars=0.5))
     (tmp_path / "ledger.json").mkdir()
-    with pytest.raises(errors.SetupError, match="cannot be written"):  # nothing has begun
+    with pytest.raises(errors.SetupError, match="cannot write"):  # nothing has begun
         await scaler_.try_once(lambda _: None)
     (tmp_path / "ledger.json").rmdir()
     await scaler_.step()

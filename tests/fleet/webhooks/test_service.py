@@ -22,7 +22,7 @@ from fleet.webhooks.signature import Signer
 from fleet.webhooks.state import State
 from imagefleet import errors
 from imagefleet.records.record import Record
-from imagefleet.records.writer import RecordLog
+from imagefleet.records.shard import RecordLog
 from imagefleet.storage.open import Storage
 from imagefleet.storage.settings import StorageSettings
 
@@ -64,10 +64,9 @@ def run(storage: Storage, receiver: Any, tmp_path: Path, times: pytest.MonkeyPat
         state = State.read(file, "receiver", wanted.get("campaign"))
         async with aiohttp.ClientSession() as session:
             to = Endpoint(session, receiver.url, Signer.read(key))
-            metrics = deliveries.Metrics(CollectorRegistry())
             running = service.Service(
                 service.Source(storage, service.Wanted("acme/jobs", **wanted), state),
-                deliveries.Deliveries(to, metrics, state.waiting, state.delivered),
+                deliveries.Deliveries(to, CollectorRegistry(), state),
                 state,
                 file,
             )
@@ -224,7 +223,7 @@ async def test_events_that_fail_are_tried_again_and_do_not_hold_up_others(
     state = await run(lambda: len(receiver.events) == 20, each_job=True)
     assert len(receiver.told("job.completed")) == 20
     assert receiver.requests.total() == 24
-    assert (max(receiver.requests.values()), state.waiting) == (2, [])
+    assert (max(receiver.requests.values()), state.waiting) == (2, {})
 
 
 async def test_the_schedule_of_attempts_takes_three_days() -> None:
@@ -239,7 +238,7 @@ async def test_an_event_is_given_up_after_its_time(
     await log.add([record(1)])
     receiver.always = 500
     state = await run(lambda: receiver.requests.total() == 3, each_job=True)
-    assert state.waiting == []
+    assert state.waiting == {}
 
 
 async def test_a_busy_receiver_is_left_alone_for_as_long_as_it_says(
@@ -252,7 +251,7 @@ async def test_a_busy_receiver_is_left_alone_for_as_long_as_it_says(
         await run(each_job=True)
     assert receiver.requests.total() <= deliveries.CONCURRENCY
     state = await run(each_job=True)  # the operator's next run does try
-    assert state.waiting == []
+    assert state.waiting == {}
 
 
 async def test_a_receiver_that_is_down_gets_everything_once_it_answers(

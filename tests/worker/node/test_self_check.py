@@ -23,9 +23,8 @@ from worker.gpu_thread import EngineThread
 from worker.metrics import WorkerMetrics
 from worker.node import quarantine, reference, self_check, suspects
 from worker.node.canary import Canary
-from worker.node.images import MOST_COPIES
 from worker.node.reference import Reference
-from worker.node.self_check import NodeSelfCheck
+from worker.node.self_check import MOST_COPIES, NodeSelfCheck
 from worker.node.suspects import Suspects
 from worker.settings import WorkerSettings
 from worker.testing import StandInEngine, draw_noise

@@ -159,7 +159,7 @@ def make_reference(folder: Path) -> Path:
         kind: likeness.to_text(
             likeness.fingerprint(picture(references.request(kind, SIZE, Path("lora"))))
         )
-        for kind in references.KINDS
+        for kind in references.CANARY_IMAGES
     }
     model = folder / "model.safetensors"
     content = references.Reference(

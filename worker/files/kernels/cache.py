@@ -269,16 +269,7 @@ async def find_sha256(
     Raises:
         TransientError: the storage does not answer; SetupError: the list is not signed as it must.
     """
-    listed = f"{KERNELS.folder}/{manifest.NAME}"
-    content = await blobs.read(listed, manifest.MAX_BYTES)
-    if content is None:
-        return None
-
-    async def read() -> bytes | None:
-        return content
-
-    where = f"{listed} in the container {blobs.name!r}"
     try:
-        return await Manifest(where, read, folder=KERNELS.folder, trusted=trusted).sha256(name)
+        return await Manifest.stored(blobs, KERNELS.folder, trusted).sha256(name)
     except errors.MissingFileError:
         return None

@@ -6,8 +6,9 @@ import ast
 import asyncio
 import json
 import os
+import subprocess
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,6 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-import forks
 from imagefleet import errors
 from imagefleet.storage.open import open_storage
 from imagefleet.storage.settings import StorageSettings
@@ -119,28 +119,22 @@ def pod(cloud: FakeCloud, tmp_path: Path) -> dict[str, str]:
     }
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[forks.Forks]:
-    """Of processes that have imported the console and the identities already."""
-    folder = tmp_path_factory.mktemp("forks")
-    with forks.running(
-        Path(sys.executable), folder, os.environ, "import azure.identity.aio"
-    ) as made:
-        yield made
-
-
 @pytest.fixture
-def run(server: forks.Forks, tmp_path: Path) -> Run:
+def run(tmp_path: Path) -> Run:
     """Runs the program with these environment variables."""
     warnings = tmp_path / "warnings"
     warnings.touch()
 
     async def run_program(**variables: str) -> dict[str, Any]:
-        environment = {**os.environ, **variables}
-        process = server.start(
-            cwd=tmp_path, variables=environment, errors=warnings, program=PROGRAM
-        )
-        output, _ = await asyncio.to_thread(process.communicate, 60)
+        # No fork of a process that has imported aiohttp, which read SSL_CERT_FILE as it did.
+        with warnings.open("a") as errors:
+            process = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-c", PROGRAM),
+                env={**os.environ, "PYTHONPATH": str(ROOT), **variables},
+                stdout=subprocess.PIPE,
+                stderr=errors,
+            )
+            output, _ = await process.communicate()
         return dict(json.loads(output))
 
     return run_program

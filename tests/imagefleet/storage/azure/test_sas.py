@@ -16,7 +16,6 @@ from aiohttp import web
 from pydantic import SecretStr, ValidationError
 
 import polling
-from fleet.keys import command as keys
 from fleet.keys import mint as keys_mint
 from imagefleet import errors, retry
 from imagefleet.storage.azure import credentials, sas
@@ -46,7 +45,7 @@ def mint(azurite_settings: StorageSettings) -> Mint:
     minter = keys_mint.Minter(azurite_settings)
 
     def mint_tokens(life: timedelta = ONE_HOUR) -> str:
-        return json.dumps(keys.record(minter.mint(ROLES["worker"], life)))
+        return json.dumps(minter.mint(ROLES["worker"], life).record)
 
     return mint_tokens
 

@@ -25,7 +25,7 @@ from imagefleet.storage.protocol import (
     Shards,
     Stamps,
 )
-from imagefleet.storage.routing import rule
+from imagefleet.storage.routing import route
 from imagefleet.storage.routing.queue import RoutedQueue
 from imagefleet.storage.routing.route import Route
 from imagefleet.storage.settings import PRIORITIES, Priority, StorageSettings
@@ -200,7 +200,7 @@ async def test_a_worker_does_without_queues_that_are_not_there_and_finds_them_la
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     caplog.set_level(logging.INFO, logger="imagefleet.storage.routing")
-    monkeypatch.setattr(rule, "MISSING_PAUSE_SECONDS", 0.5)
+    monkeypatch.setattr(route, "MISSING_PAUSE_SECONDS", 0.5)
     async with open_storage(azurite_settings) as storage:
         await storage.queues["normal"].main.create()
         await storage.poison.create()  # type: ignore[attr-defined]
@@ -350,7 +350,7 @@ async def test_after_an_idle_time_the_pauses_are_short_again() -> None:
     fleet.normal.jobs = None
     await fleet.receive()
     fleet.high.jobs = 1
-    fleet.clock.now += rule.LONGEST_HOME_PAUSE_SECONDS
+    fleet.clock.now += route.LONGEST_HOME_PAUSE_SECONDS
     assert "jobs-high" in await fleet.receive()
 
 
@@ -421,7 +421,7 @@ async def test_a_refused_token_of_one_queue_is_a_warning_and_not_the_end(
     fleet.high.error = errors.SetupError("the SAS token of the queue 'jobs-high' expired")
     for _ in range(2):
         assert await fleet.receive(1) == ["jobs"]
-        fleet.clock.now += rule.MISSING_PAUSE_SECONDS
+        fleet.clock.now += route.MISSING_PAUSE_SECONDS
     (record,) = caplog.records
     assert record.levelno == logging.WARNING
     assert "jobs-high: the SAS token" in record.getMessage()

@@ -1,10 +1,8 @@
-"""`imagefleet demo --cascade`: jobs in two stages, of a cascade in pixels, and their sheet."""
+"""The demo's cascade in pixels: its two models, and its jobs of two stages."""
 
 from __future__ import annotations
 
-import io
 import json
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +10,10 @@ from imagefleet import errors
 
 CAMPAIGN = "demo-cascade"
 
-_IN_WHEEL = Path(__file__).with_name("demo_cascade_model")
+_IN_WHEEL = Path(__file__).with_name("cascade_model")
 
 #: The cascade's two stages: inside the package, or in a checkout of the source.
-TRAINED = _IN_WHEEL if _IN_WHEEL.is_dir() else Path(__file__).resolve().parents[1] / "demo_cascade"
+TRAINED = _IN_WHEEL if _IN_WHEEL.is_dir() else Path(__file__).resolve().parents[2] / "demo_cascade"
 
 #: The folders of the stages, which are the names of their models.
 STAGES = ("base", "sr")
@@ -32,9 +30,6 @@ _FIRST = {"model": "base", "sampler_name": "DDPM", "steps": 30, "cfg_scale": 3}
 
 #: Little noise on the image that is enlarged does best (`demo_world/cascade/measure.py`).
 _SECOND = {"model": "sr", "steps": 20, "cfg_scale": 1, "denoising_strength": 0.05}
-
-#: Pairs of images in a row of the sheet.
-_COLUMNS = 3
 
 
 def find_stages() -> list[Path]:
@@ -57,25 +52,3 @@ def messages() -> list[str]:
         for number, prompt in enumerate(PROMPTS, start=1)
     ]
     return [json.dumps({**each, **_FIRST, "then": [_SECOND]}) for each in found]
-
-
-def draw_sheet(pairs: Sequence[tuple[bytes, bytes]]) -> bytes:
-    """A PNG of images of both stages side by side, the base's enlarged without smoothing."""
-    from PIL import Image  # the other commands start without it
-
-    from fleet import contact_sheet
-
-    tile, margin = contact_sheet.TILE_PIXELS, contact_sheet.MARGIN_PIXELS
-    width = margin + _COLUMNS * (2 * tile + margin)
-    rows = -(-len(pairs) // _COLUMNS)
-    sheet = Image.new("RGB", (width, margin + rows * (tile + margin)), "white")
-    for index, pair in enumerate(pairs):
-        row, column = divmod(index, _COLUMNS)
-        left, top = margin + column * (2 * tile + margin), margin + row * (tile + margin)
-        for place, data in enumerate(pair):
-            with Image.open(io.BytesIO(data)) as image:
-                shown = image.convert("RGB").resize((tile, tile), Image.Resampling.NEAREST)
-            sheet.paste(shown, (left + place * tile, top))
-    stored = io.BytesIO()
-    sheet.save(stored, "PNG", optimize=True)
-    return stored.getvalue()

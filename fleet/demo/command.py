@@ -6,14 +6,15 @@ import logging
 import shlex
 import shutil
 import sys
-import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
-from fleet import console, demo_cascade, options
+from fleet import console, contact_sheet, options
+from fleet.demo import cascade as demo_cascade
+from fleet.worker import live
 from imagefleet import aio, errors
 from imagefleet.files import demo
 from imagefleet.files.demo import INVALID_MESSAGE
@@ -22,10 +23,6 @@ from imagefleet.pricing import prices
 from imagefleet.storage.open import open_storage
 from worker.node import libraries
 from worker.settings import WorkerSettings
-
-if TYPE_CHECKING:
-    from worker.engine import contract
-    from worker.progress import WorkerReport
 
 #: The price in the report: the card with the most images per dollar in SaladCloud's benchmarks.
 PRICED_GPU = "RTX 3060 Ti"
@@ -57,8 +54,11 @@ class DemoReport:
 
 
 def command(
-    directory: Annotated[
-        Path, typer.Option(help="Folder for the queue, the images and the contact sheet.")
+    output: Annotated[
+        Path,
+        typer.Option(
+            metavar="FOLDER", help="Folder for the queue, the images and the contact sheet."
+        ),
     ] = Path("demo-output"),
     cascade: Annotated[
         bool,
@@ -74,7 +74,7 @@ def command(
 
     imagefleet demo
 
-    imagefleet demo --directory /tmp/demo --json-file /tmp/demo.json
+    imagefleet demo --output /tmp/demo --json-file /tmp/demo.json
 
     imagefleet demo --cascade
     """
@@ -89,7 +89,7 @@ def command(
             model, loras = str(checkpoint), checkpoint / "loras"
             valid = (checkpoint / "demo_jobs.jsonl").read_text(encoding="utf-8").splitlines()
             messages = demo.messages(valid)
-        storage = directory / "storage"
+        storage = output / "storage"
         given = {
             "storage": f"local:{storage}",
             "model": model,
@@ -101,10 +101,10 @@ def command(
         }
         # Its jobs are not signed, and one of them never could be.
         settings = options.read(WorkerSettings, given).model_copy(update={"trusted_key": None})
-        in_use = f"another `imagefleet demo` is at work in {directory}"
+        in_use = f"another `imagefleet demo` is at work in {output}"
         with console.only_one(storage, in_use):
             _prepare(storage)
-            report = console.run(_demo(settings, directory, messages))
+            report = console.run(_demo(settings, output, messages))
     record = asdict(report)
     if json_file is not None:
         with console.one_line_errors():
@@ -118,9 +118,7 @@ def command(
 def _prepare(storage: Path) -> None:
     """Creates an empty storage folder; refuses to empty one that is not a demo's."""
     if storage.exists() and not (storage / _MARKER).exists():
-        raise errors.SetupError(
-            f"{storage} exists and is not from a demo: choose another --directory"
-        )
+        raise errors.SetupError(f"{storage} exists and is not from a demo: choose another --output")
     try:
         if storage.exists():
             shutil.rmtree(storage)
@@ -132,107 +130,65 @@ def _prepare(storage: Path) -> None:
     if free < _LEAST_FREE_BYTES:
         raise errors.SetupError(
             f"the disk of {storage.parent} is full: free {_LEAST_FREE_BYTES / 1e6:.0f} MB, or"
-            " choose another --directory"
+            " choose another --output"
         )
 
 
-@dataclass(slots=True)
-class _Stopwatch:
-    """Monotonic times: `ready_at` is set by the engine's thread, the others by the event loop."""
-
-    ready_at: float = 0.0
-    ended_at: float = 0.0
-    ended_jobs: int = 0
-
-
-async def _demo(settings: WorkerSettings, directory: Path, messages: list[str]) -> DemoReport:
-    from fleet import contact_sheet
+async def _demo(settings: WorkerSettings, output: Path, messages: list[str]) -> DemoReport:
+    from worker import process  # needs the extra `worker`
 
     jobs = [Job.model_validate_json(each) for each in messages if each != INVALID_MESSAGE]
     async with aio.Fleet(open_storage(settings)) as fleet:
         batch = await fleet.submit(jobs, campaign=jobs[0].campaign)
         # The client would refuse it.
         await fleet.storage.queue.send([each for each in messages if each == INVALID_MESSAGE])
-        is_cascade = any(job.then for job in jobs)
-        log_file = directory / "worker.log"
-        watch, worker_report = await _work(settings, log_file, is_cascade=is_cascade)
-        drawn = sum(job.stages for job in jobs) + len(messages) - len(jobs)
-        if watch.ended_jobs < drawn:
-            console.print_note(f"stopped after {watch.ended_jobs} of {drawn} jobs")
+        # The demo shows a worker's figures; its log says too much for a first look.
+        logging.basicConfig(
+            filename=output / "worker.log",
+            filemode="w",
+            level=logging.INFO,
+            format="%(asctime)s %(levelname)s %(message)s",
+            force=True,
+        )
+        with live.showing(console.stderr) as show:
+            drawn = await process.run_worker(settings, on_progress=show)
+        wanted = sum(job.stages for job in jobs) + len(messages) - len(jobs)
+        ended = sum(drawn.jobs.get(outcome, 0) for outcome in _ENDED)
+        if ended < wanted:
+            console.print_note(f"stopped after {ended} of {wanted} jobs")
             raise typer.Exit(console.EXIT_INTERRUPTED)
         failed = (await fleet.depth()).failed.messages
         results = {result.id: result async for result in batch.results()}
         pairs = [(results[each], job) for each, job in zip(batch.ids, jobs, strict=True)]
         pairs = [(result, job) for result, job in pairs if result.blobs]
-        images = [await result.data() for result, _ in pairs]
-        firsts = [await fleet.storage.blobs.read(job.blob_name(0)) for _, job in pairs if job.then]
-    sheet = directory / "contact-sheet.png"
-    if is_cascade:
-        both = zip(firsts, images, strict=True)
-        drawn_sheet = demo_cascade.draw_sheet([(one, two) for one, two in both if one is not None])
-    else:
-        drawn_sheet = contact_sheet.draw_contact_sheet(images)
-    console.write_file(sheet, drawn_sheet)
-    seconds = watch.ended_at - watch.ready_at
+        images = []
+        for result, job in pairs:
+            if job.then and (first := await fleet.storage.blobs.read(job.blob_name(0))):
+                images.append(first)
+            images.append(await result.data())
+    sheet = output / "contact-sheet.png"
+    console.write_file(sheet, contact_sheet.draw_contact_sheet(images))
+    seconds = drawn.seconds - drawn.start_up_seconds
     dollars = seconds / 3600 * prices.gpu_dollars_per_hour(PRICED_GPU, PRICED_PRIORITY)
     return DemoReport(
         jobs=len(messages),
-        images=worker_report.images,
+        images=drawn.images,
         failed=failed,
         seconds=seconds,
-        images_per_second=worker_report.images / seconds,
-        engine_idle_fraction=worker_report.engine_idle_fraction,
+        images_per_second=drawn.images_per_second,
+        engine_idle_fraction=drawn.engine_idle_fraction,
         dollars=dollars,
-        images_per_dollar=worker_report.images / dollars,
+        images_per_dollar=drawn.images / dollars,
         contact_sheet=str(sheet),
     )
 
 
-async def _work(
-    settings: WorkerSettings, log: Path, *, is_cascade: bool
-) -> tuple[_Stopwatch, WorkerReport]:
-    from fleet.worker import live
-    from worker import process
-
-    watch = _Stopwatch()
-    # The demo shows a worker's figures; its log says too much for a first look.
-    log_format = "%(asctime)s %(levelname)s %(message)s"
-    logging.basicConfig(
-        filename=log, filemode="w", level=logging.INFO, format=log_format, force=True
-    )
-
-    def load() -> contract.Engine:
-        from worker.engine.load import load_engine
-
-        # Compiling takes longer than the whole demo.
-        engine = load_engine(Path(settings.model), settings.device, compile="off")
-        watch.ready_at = time.monotonic()
-        return engine
-
-    def on_settled(outcome: str) -> None:
-        if outcome in _ENDED:
-            watch.ended_at = time.monotonic()
-            watch.ended_jobs += 1
-
-    if is_cascade:  # the worker changes between its models, and loading them is part of that
-        watch.ready_at = time.monotonic()
-    with live.showing(console.stderr) as show:
-        report = await process.run_worker(
-            settings,
-            load=None if is_cascade else load,
-            on_settled=on_settled,
-            on_progress=show,
-        )
-    return watch, report
-
-
 def _show(report: DemoReport, settings: WorkerSettings, storage: Path, *, cascade: bool) -> None:
     price = prices.gpu_dollars_per_hour(PRICED_GPU, PRICED_PRIORITY)
-    loading = "with loading both models" if cascade else "without loading the model"
     facts = {
         "images": f"{report.images} in {storage / settings.container}",
         "contact sheet": report.contact_sheet,
-        "images/s": f"{report.images_per_second:.2f} ({report.seconds:.1f} s {loading})",
+        "images/s": f"{report.images_per_second:.2f} ({report.seconds:.1f} s after the start-up)",
         "engine idle": f"{console.percent(report.engine_idle_fraction)} of the time",
         "images per dollar": f"{report.images_per_dollar:,.0f}: this machine's speed at the price"
         f" of an {PRICED_GPU} ({PRICED_PRIORITY} priority, ${price:.2f}/h). The demo's model is a"

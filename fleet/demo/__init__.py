@@ -1,0 +1,1 @@
+"""`imagefleet demo`: jobs, worker and images on this machine, without an account or a GPU."""

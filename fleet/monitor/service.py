@@ -1,0 +1,50 @@
+"""A long-running service: it serves and pushes its metrics until SIGTERM or Ctrl-C."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+from prometheus_client import CollectorRegistry
+
+from fleet import console
+from fleet.monitor.settings import ServiceSettings
+from imagefleet.telemetry import probes, push
+
+log = logging.getLogger(__name__)
+
+
+async def run(
+    work: Callable[[], Coroutine[Any, Any, None]],
+    registry: CollectorRegistry,
+    settings: ServiceSettings,
+    *,
+    name: str,
+    doing: str,
+    is_ready: Callable[[], bool] = lambda: True,
+) -> None:
+    """Does *work*, which is logged as *doing*; *name* is the job of its metrics.
+
+    Raises:
+        SetupError: the port is in use or not permitted.
+    """
+    async with (
+        probes.serving(
+            registry,
+            is_live=lambda: True,
+            is_ready=is_ready,
+            host=settings.host,
+            port=settings.port,
+        ) as port,
+        push.pushing(registry, settings, job=name),
+    ):
+        log.info(
+            "%s; metrics at http://%s:%d/metrics",
+            doing,
+            settings.host,
+            port,
+            extra={"action": "start", "port": port},
+        )
+        await console.until_stopped(asyncio.create_task(work(), name=name))
