@@ -26,7 +26,7 @@ from imagefleet.storage.queue_names import MAX_SHARDS
 from imagefleet.storage.settings import checked_priority
 from loadgen import sources
 from loadgen.load import Load, Summary, default_path
-from loadgen.processes.refusals import Refusals
+from loadgen.processes.frames import Refusals
 from loadgen.settings import LoadSettings
 from loadgen.sources import Source
 

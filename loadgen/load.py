@@ -25,8 +25,8 @@ from loadgen.campaigns import LoadedCampaigns
 from loadgen.caption_sweep import SweepSource
 from loadgen.file_source import OnRead
 from loadgen.pace import seconds_left
+from loadgen.processes.frames import Refusals
 from loadgen.processes.pool import SenderProcesses
-from loadgen.processes.refusals import Refusals
 from loadgen.second_drawing import Sample
 from loadgen.settings import MOST_BATCHES, LoadSettings
 from loadgen.sources import Source

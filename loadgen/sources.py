@@ -12,7 +12,7 @@ from imagefleet.signing import SigningKey
 from loadgen import template
 from loadgen.file_source import FileSource, OnInvalid, OnRead, StreamSource, ignore
 from loadgen.formats import files
-from loadgen.formats.entry import Format
+from loadgen.formats.lines import Format
 from loadgen.template_source import TemplateSource
 
 #: Messages by position, None for a position without one; the same identity means the same messages.

@@ -22,7 +22,7 @@ from imagefleet.job.message import DEFAULT_CAMPAIGN, Job
 from imagefleet.signing import SigningKey
 from loadgen import sweep, template
 from loadgen.file_source import ID_BYTES, OnJob, OnRead, digest, ignore
-from loadgen.pattern import Draw, Patterns
+from loadgen.template import Draw, Patterns
 
 #: First jobs of a template that are checked before sending, besides each entry of each list.
 _SAMPLE_JOBS = 200

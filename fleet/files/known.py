@@ -10,7 +10,7 @@ from pathlib import Path
 from fleet import options
 from fleet.files.missing import comfyui_names
 from imagefleet import errors
-from imagefleet.files import embedding
+from imagefleet.files import kinds
 from imagefleet.job import prompt as prompts
 from imagefleet.job.chunks import Names, sections_of
 from imagefleet.storage.open import open_storage
@@ -73,7 +73,7 @@ def _named(texts: Sequence[prompts.Prompt], tokenise: Tokenise, names: Sequence[
 async def _read(library: EmbeddingLibrary, name: str, family: str | None) -> Known:
     try:
         path, sha256 = await library.resolve_hashed(name)
-        made_for, vectors = embedding.describe(path.name, check.read_header(path))
+        made_for, vectors = kinds.describe_embedding(path.name, check.read_header(path))
     except (errors.JobError, errors.SetupError) as error:
         return Known(name, reason=error.message)
     reason = None

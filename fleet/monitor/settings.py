@@ -5,8 +5,7 @@ from __future__ import annotations
 from pydantic import Field
 
 from imagefleet.redaction import WebAddress
-from imagefleet.telemetry import fleet as fleet_names
-from imagefleet.telemetry.settings import FleetSettings, TelemetrySettings
+from imagefleet.telemetry.settings import ALL_FLEETS, FleetSettings, TelemetrySettings
 
 
 class MonitorSettings(FleetSettings):
@@ -22,7 +21,7 @@ class MonitorSettings(FleetSettings):
     @property
     def queried_fleet(self) -> str | None:
         """The fleet whose metrics are read; None: every fleet's."""
-        return None if self.fleet == fleet_names.ALL else self.fleet_name
+        return None if self.fleet == ALL_FLEETS else self.fleet_name
 
 
 class ServiceSettings(TelemetrySettings):

@@ -198,7 +198,7 @@ def _source(
     """The jobs; raises SetupError for settings that cannot be drawn with."""
     from fleet.sweep import settings as sweep_settings
     from loadgen import caption_sweep
-    from loadgen.captions import CaptionFile
+    from loadgen.caption_sweep import CaptionFile
 
     groups, shared = sweep_settings.read(grid.fields or [], list(named) or [None])
     stages = shared.get("then", [])
@@ -231,7 +231,7 @@ def _send(
 ) -> Summary:
     from fleet.sweep import resume
     from loadgen.load import Load
-    from loadgen.processes.refusals import Refusals
+    from loadgen.processes.frames import Refusals
 
     chosen = checked_priority(sending.priority)
     models, restart = sending.model or [], sending.restart

@@ -13,7 +13,7 @@ from typing import Self, cast
 from imagefleet import errors
 from imagefleet.storage.settings import Priority, StorageSettings
 from loadgen.processes import frames
-from loadgen.processes.refusals import Refusals
+from loadgen.processes.frames import Refusals
 
 #: Seconds after which a process that was told to end is killed.
 END_SECONDS = 5.0

@@ -34,7 +34,7 @@ from header_files import LORA, REFINER, SD1
 from imagefleet import errors, redaction
 from imagefleet.files import contents, picture, safetensors
 from imagefleet.job import chunks, message, prompt, sizes
-from imagefleet.pricing import price_file, prices
+from imagefleet.pricing import prices
 from imagefleet.records.record import Record
 from imagefleet.storage import deliveries, protocol
 from imagefleet.storage.azure import account, roles, sas
@@ -236,7 +236,7 @@ def _deliveries(data: bytes) -> None:
 
 
 def _price_file(data: bytes) -> None:
-    table = price_file.read_table(InMemory(data, "prices.yaml"))  # type: ignore[arg-type]
+    table = prices.read_table(InMemory(data, "prices.yaml"))  # type: ignore[arg-type]
     for gpu in table.gpus.values():
         assert all(0 <= price <= 1000 for price in gpu.dollars_per_hour.values())
 
