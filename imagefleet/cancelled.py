@@ -162,9 +162,8 @@ async def cancel(storage: Storage, campaign: str) -> datetime:
     """Cancels what was sent of a campaign, and ends its running loads; returns until when.
 
     Workers obey within seconds. This returns after some twelve: a load that begins then runs.
-
-    Raises:
-        TransientError: others change the list all the time; SetupError: it is full or damaged.
+    Raises TransientError if others change the list all the time, and SetupError if it is full or
+    damaged.
     """
     at = (await storage.queue.stamps()).latest + timedelta(seconds=LOAD_SECONDS)
     new = Cancellation(queue=storage.queue.name, campaign=campaign, at=at)
@@ -195,11 +194,7 @@ async def _wait_until_later(storage: Storage, at: datetime) -> None:
 
 
 async def _read_list(files: BlobStore) -> _Version:
-    """The list and its version; an empty one if there is none.
-
-    Raises:
-        SetupError: something else is there.
-    """
+    """The list, empty if there is none, and its version; raises SetupError for anything else."""
     part = await files.read_part(BLOB, 0, MAX_BYTES)
     if part is None:
         return _Version(None, CancelledList())

@@ -52,10 +52,8 @@ class CaptionFile:
     """A file of captions, the first *count* of them.
 
     *one_per_image*: of COCO's annotations, the first of each image. The file is read once to count
-    and hash what it holds.
-
-    Raises:
-        SetupError: it cannot be read, or has a line or an annotation without a caption, or none.
+    and hash what it holds. Raises SetupError if it cannot be read, or has a line or an annotation
+    without a caption, or none.
     """
 
     def __init__(
@@ -163,8 +161,7 @@ def groups(
 ) -> tuple[Group, ...]:
     """All combinations; a group's name says the guidance, and what else differs between groups.
 
-    Raises:
-        SetupError: a value is not valid, comes twice, or there are too many groups.
+    Raises SetupError if a value is not valid, comes twice, or there are too many groups.
     """
     axes: Mapping[str, Sequence[Any]] = {
         "--models": models,
@@ -210,8 +207,7 @@ def groups(
 class SweepSource:
     """The jobs of a sweep, a source for `loadgen.load.Load`.
 
-    Raises:
-        SetupError: a field of its jobs is not valid.
+    Raises SetupError if a field of its jobs is not valid.
     """
 
     #: `check` reports bytes, not jobs.

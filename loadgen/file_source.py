@@ -176,8 +176,7 @@ class FileSource(_EntrySource):
     def check(self, start: int, on_read: OnRead = ignore, on_job: OnJob | None = None) -> None:
         """Checks each entry that is to be sent; calls *on_job* for each job.
 
-        Raises:
-            SetupError: some are not valid, and are not to be skipped.
+        Raises SetupError if some are not valid, and are not to be skipped.
         """
         if self._on_invalid is not None and on_job is None:
             return

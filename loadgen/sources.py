@@ -34,10 +34,8 @@ def open_source(
 
     *campaign* is for jobs without one. *form* overrides what the name tells about the format.
     *on_invalid* is called with the place of each invalid job, which is skipped; without it, the
-    first invalid job is an error. *on_read*: a file's jobs are counted before this returns.
-
-    Raises:
-        SetupError: the file cannot be read or has an unknown suffix.
+    first invalid job is an error. *on_read*: a file's jobs are counted before this returns. Raises
+    SetupError if the file cannot be read or has an unknown suffix.
     """
     path = Path(name)
     if form is None and path.suffix in template.SUFFIXES:

@@ -156,10 +156,8 @@ def read_template(path: Path) -> tuple[Template, str]:
     """Reads a template file and returns it with a canonical text of its content.
 
     Comments, layout, `count` and `seed` do not change that text, so a longer run of a template
-    begins with the jobs of a shorter one.
-
-    Raises:
-        SetupError: the file cannot be read or is not a valid template.
+    begins with the jobs of a shorter one. Raises SetupError if the file cannot be read or is not a
+    valid template.
     """
     document = _load(path)
     try:
@@ -238,9 +236,8 @@ class Patterns:
     def slot(self, choices: Sequence[Choice], place: str) -> int:
         """Adds a slot with these choices and returns its number.
 
-        Raises:
-            SetupError: an unknown list, a single brace, or lists that refer to each other in a
-                circle, or so often that their text is endless.
+        Raises SetupError for an unknown list, a single brace, and lists that refer to each other in
+        a circle, or so often that their text is endless.
         """
         words = tuple(_Word(self._parts(choice.text, place), choice) for choice in choices)
         size = max(sum(map(self._size, word.parts)) for word in words)

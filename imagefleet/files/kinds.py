@@ -167,8 +167,7 @@ BY_FOLDER: Mapping[str, FileKind] = {kind.folder: kind for kind in KINDS.values(
 def check(kind: FileKind, path: str, header: Header) -> str:
     """Describes a file of the *kind* by its header, as in 'SDXL LoRA'.
 
-    Raises:
-        SetupError: it is of another kind, or workers cannot use it.
+    Raises SetupError if it is of another kind, or workers cannot use it.
     """
     content = contents.identify(header)
     if not accepts(kind, content):
@@ -193,8 +192,7 @@ def refusal(what: str, content: Content) -> str:
 def describe_embedding(path: str, header: Header) -> tuple[str, int]:
     """The models that an embedding is for, and its number of vectors.
 
-    Raises:
-        SetupError: its tensors are not those of an embedding.
+    Raises SetupError if its tensors are not those of an embedding.
     """
     shapes = [shape if len(shape) > 1 else (1, *shape) for shape in header.shapes.values()]
     counts = {shape[0] for shape in shapes}

@@ -115,8 +115,7 @@ def cut_into_chunks(
 ) -> tuple[Chunk, ...]:
     """Cuts a prompt (text: one without LoRA tags) into chunks; *comma* is the comma's token id.
 
-    Raises:
-        JobError: it is too long, or a weight is not a number or out of range.
+    Raises JobError if it is too long, or a weight is not a number or out of range.
     """
     sections = sections_of(prompt)
     ids = iter(tokenise([part.text for section in sections for part in section]))

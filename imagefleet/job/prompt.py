@@ -103,9 +103,8 @@ def without_comments(prompt: str) -> str:
 def read_prompt(prompt: str, *, comments: bool = True) -> Prompt:
     """Splits a prompt into weighted words and LoRAs; without *comments*, `#` is a letter.
 
-    Raises:
-        JobError: a tag is malformed, its name unsafe or its kind unsupported; or the words use
-            AND, prompt editing or alternation, or a weight is not a number or out of range.
+    Raises JobError if a tag is malformed, its name unsafe or its kind unsupported; or the words use
+    AND, prompt editing or alternation, or a weight is not a number or out of range.
     """
     if comments:
         prompt = without_comments(prompt)
@@ -161,9 +160,8 @@ def _split_own_weight(text: str) -> tuple[str, float]:
 def read_negative_prompt(prompt: str, *, comments: bool = True) -> Prompt:
     """Reads it as `read_prompt` does, but takes AND, LoRA tags and `:1.3` at its end for words.
 
-    Raises:
-        JobError: it uses prompt editing or alternation, or a weight is not a number or out of
-            range.
+    Raises JobError if it uses prompt editing or alternation, or a weight is not a number or out of
+    range.
     """
     if comments:
         prompt = without_comments(prompt)
@@ -177,10 +175,8 @@ def weighted_parts(text: str) -> tuple[Section, ...]:
     `(x)` multiplies by 1.1, `[x]` divides by it, `(x:1.3)` multiplies by 1.3; they nest. An open
     bracket is closed at the end of the prompt; a closing one without a partner is a letter, and so
     is one after a backslash. BREAK ends its section outside brackets only: inside, AUTOMATIC1111
-    draws the word, with a negative weight.
-
-    Raises:
-        JobError: a weight is not a number or out of range.
+    draws the word, with a negative weight. Raises JobError if a weight is not a number or out of
+    range.
     """
     if not (_WEIGHTED.search(text) or "BREAK" in text):
         return ((Part(text, 1.0),) if text else (),)
@@ -272,10 +268,8 @@ class _Open:
 def refuse_editing(text: str) -> None:
     """Refuses prompt editing `[from:to:when]` and alternation `[a|b]`.
 
-    Unpaired brackets, and everything around them, are letters.
-
-    Raises:
-        JobError: the text uses one of them; quotes the place.
+    Unpaired brackets, and everything around them, are letters. Raises JobError if the text uses one
+    of them; quotes the place.
     """
     if ":" not in text and "|" not in text:
         return

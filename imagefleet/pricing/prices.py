@@ -104,11 +104,7 @@ def gpu_of_driver(name: str, memory_bytes: int, table: PriceTable = BUILT_IN) ->
 
 
 def find_gpu(name: str, known: Collection[str] = tuple(BUILT_IN.gpus)) -> str:
-    """A GPU class's full name for what people write.
-
-    Raises:
-        SetupError: the name is unknown or ambiguous.
-    """
+    """A GPU class's full name for what people write; raises SetupError if it is not clear."""
     found = matching_gpus(name, known)
     if len(found) == 1:
         return found[0]
@@ -119,11 +115,7 @@ def find_gpu(name: str, known: Collection[str] = tuple(BUILT_IN.gpus)) -> str:
 
 
 def gpu_dollars_per_hour(gpu: str, priority: Priority, table: PriceTable = BUILT_IN) -> float:
-    """$/h of one replica.
-
-    Raises:
-        SetupError: as for find_gpu, or the class has no price at that priority.
-    """
+    """$/h of one replica; raises SetupError as `find_gpu` does, or if there is no such price."""
     name = find_gpu(gpu, table.gpus)
     try:
         return table.gpus[name].dollars_per_hour[priority]
@@ -164,10 +156,8 @@ def read_table(path: Path | None) -> PriceTable:
     """The built-in table, overridden by the file's entries.
 
     YAML or JSON: `source` (where and when the prices are from), `gpus` ($/h by class and priority)
-    and `storage` (dollars per 10,000 operations).
-
-    Raises:
-        SetupError: the file cannot be read, or an entry is not valid.
+    and `storage` (dollars per 10,000 operations). Raises SetupError if the file cannot be read, or
+    an entry is not valid.
     """
     if path is None:
         return BUILT_IN

@@ -142,11 +142,7 @@ class Record(BaseModel):
 
     @classmethod
     def read(cls, line: bytes) -> Self:
-        """Parses a line of a shard.
-
-        Raises:
-            JobError: it is damaged; says why in one sentence.
-        """
+        """Parses a line of a shard; raises JobError, which says in a sentence why it is none."""
         try:
             return cls.model_validate_json(line)
         except ValidationError as error:

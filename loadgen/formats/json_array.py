@@ -100,8 +100,7 @@ class _Text:
 def members(stream: BinaryIO, name: str) -> Iterator[Entry]:
     """The elements of the array *name* of an object, whose other members are passed over.
 
-    Raises:
-        FormatError: it is no object, or has no such array.
+    Raises FormatError if it is no object, or has no such array.
     """
     text = _Text(stream)
     if text.peek() != "{":

@@ -43,8 +43,7 @@ _DECIMAL_COMMA = re.compile(r"-?\d+,\d+")
 class Columns:
     """Makes jobs of rows.
 
-    Raises:
-        FormatError: a column is no field of a job, is there twice, or `prompt` is missing.
+    Raises FormatError if a column is no field of a job, is there twice, or `prompt` is missing.
     """
 
     def __init__(self, names: Sequence[str]) -> None:

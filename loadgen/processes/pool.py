@@ -37,9 +37,7 @@ class SenderProcesses:
     async def send(self, bodies: Iterable[str]) -> None:
         """Sends jobs as `JobQueue.send` does, to the queues of their models.
 
-        Raises:
-            TransientError: the process has ended.
-            SetupError: all of them have.
+        Raises TransientError if the process has ended, and SetupError if all of them have.
         """
         running = [each for each in self._processes if each.is_running]
         if not running:

@@ -234,11 +234,7 @@ class PassFields(Hires, ControlNets, Extras):
 
 
 def fields_of_job(payload: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of a job that a payload sets.
-
-    Raises:
-        ValueError: an unsupported field would change the image; names it.
-    """
+    """The fields of a job that a payload sets; raises ValueError for one that is not supported."""
     if only_upscales(payload) and extras.IMAGE in payload:
         payload = _with_input(payload)
     begins_with_image, has_second_pass = _begins_with_image(payload), _has_second_pass(payload)
