@@ -113,10 +113,12 @@ def connect(storage: str | None = None, **settings: Unpack[ConnectOptions]) -> F
 
 
 class Fleet:
-    """A connection to a fleet's storage, for one event loop."""
+    """A connection to a fleet's storage, for one event loop.
+
+    Signs what it submits, and replays only what is signed, if *keys* say so.
+    """
 
     def __init__(self, storage: Storage, keys: signing.Keys = signing.NO_KEYS) -> None:
-        """Signs what it submits, and replays only what is signed, if *keys* say so."""
         self.storage = storage
         self.keys = keys
         self._sent = SentJobs(storage.blobs)
@@ -251,10 +253,7 @@ class Fleet:
 
         Nothing is moved or hidden meanwhile, unlike the messages in the poison queue.
         """
-        found = outcomes.failures(
-            self.storage, which.get("error"), which.get("campaign"), which.get("id")
-        )
-        return Results(self, self._each(found))
+        return Results(self, self._each(outcomes.failures(self.storage, **which)))
 
     async def preview_replay(
         self,

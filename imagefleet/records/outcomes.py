@@ -93,15 +93,14 @@ async def failures(
     storage: Storage,
     error: str | None = None,
     campaign: str | None = None,
-    job_id: str | None = None,
+    id: str | None = None,  # noqa: A002 - a job's field
 ) -> AsyncIterator[JobFacts]:
     """Jobs that have failed and were not replayed or discarded since, one for each message.
 
-    *error* is a part of the error's class or reason, ignoring case; *job_id* is the job's or the
-    message's.
+    *error* is part of the error's class or reason in any case, *id* the job's or the message's.
     """
     async for record in reader.ended(storage, campaign):
-        if record.outcome != "failed" or job_id not in {None, record.id, record.source}:
+        if record.outcome != "failed" or id not in {None, record.id, record.source}:
             continue
         if error is None or error.lower() in f"{record.error}: {record.reason}".lower():
             yield _known(record).ended(record)
