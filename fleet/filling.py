@@ -11,6 +11,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from loadgen.processes.frames import Refusals
 from rich import markup, progress
 
 from fleet import console
@@ -18,7 +19,6 @@ from imagefleet.storage.open import Storage, open_storage
 from loadgen.caption_sweep import SweepSource
 from loadgen.load import Load, Summary
 from loadgen.pace import Pace, duration
-from loadgen.processes.refusals import Refusals
 from loadgen.settings import LoadSettings
 from loadgen.sources import Source
 
