@@ -25,7 +25,7 @@ from pydantic import ValidationError
 
 import job_inputs
 from fleet import console, contact_sheet
-from fleet.broker import identity
+from fleet.broker import service as broker
 from fleet.monitor import prometheus
 from fleet.plan import estimate
 from fleet.report import figures, plot, records
@@ -292,7 +292,7 @@ def _address(data: bytes) -> None:
 def _broker() -> Callable[[bytes], None]:
     private = ec.generate_private_key(ec.SECP256R1())
     public = json.loads(jwt.algorithms.ECAlgorithm.to_jwk(private.public_key())) | {"kid": "k"}
-    identities = identity.Identities("organization", {"group"}, "http://127.0.0.1:1")
+    identities = broker.Identities("organization", {"group"}, "http://127.0.0.1:1")
     identities._keys.get_jwk_set = lambda *_, **__: jwt.PyJWKSet([public])  # type: ignore[method-assign]
 
     def read(data: bytes) -> None:
@@ -304,7 +304,7 @@ def _broker() -> Callable[[bytes], None]:
             pass  # not a token's content, but perhaps a token
         LOOP.run_until_complete(identities.verify(token))
 
-    read.declared = identity.RefusedError  # type: ignore[attr-defined]
+    read.declared = broker.RefusedError  # type: ignore[attr-defined]
     return read
 
 
