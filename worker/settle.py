@@ -22,11 +22,10 @@ from imagefleet.storage.deliveries import without_deliveries
 from imagefleet.storage.open import Storage
 from imagefleet.storage.routing.models import named
 from imagefleet.storage.settings import checked_priority
-from worker.cost import CostMeter
 from worker.jobs import chains, in_flight
 from worker.jobs.in_flight import FailedImage, InFlightImage, InFlightJob, PendingRecords
 from worker.leases import LeaseKeeper
-from worker.metrics import Outcome, WorkerMetrics
+from worker.metrics import CostMeter, Outcome, WorkerMetrics
 from worker.settings import WorkerSettings
 
 log = logging.getLogger(__name__)

@@ -22,8 +22,7 @@ from imagefleet.pricing import families
 from imagefleet.storage import protocol
 from worker import tasks
 from worker.engine import contract
-from worker.inputs.job_files import JobFiles
-from worker.inputs.reader import NO_INPUTS, Inputs
+from worker.inputs.reader import NO_INPUTS, Inputs, JobFiles
 from worker.jobs.in_flight import InFlightImage, InFlightJob
 from worker.node.watchdog import NodeWatchdog, Suspects
 from worker.pull import Puller
@@ -53,40 +52,18 @@ PREPARERS = 8
 
 
 class Isolation:
-    """A lock that many hold at once as `shared`, or one as `alone`, which goes first."""
+    """A lock that many hold at once as `shared`, or one as `alone`, in the order of their calls."""
 
     def __init__(self) -> None:
-        self._nobody_alone = asyncio.Event()
-        self._nobody_alone.set()
-        self._nobody_shares = asyncio.Event()
-        self._nobody_shares.set()
-        self._shared = 0
-
-    @contextlib.asynccontextmanager
-    async def shared(self) -> AsyncIterator[None]:
-        await self._wait_for_others()
-        self._shared += 1
-        self._nobody_shares.clear()
-        try:
-            yield
-        finally:
-            self._shared -= 1
-            if not self._shared:
-                self._nobody_shares.set()
+        self.shared = asyncio.Semaphore(PREPARERS)
+        self._one_alone = asyncio.Lock()
 
     @contextlib.asynccontextmanager
     async def alone(self) -> AsyncIterator[None]:
-        await self._wait_for_others()
-        self._nobody_alone.clear()
-        try:
-            await self._nobody_shares.wait()
+        async with self._one_alone, contextlib.AsyncExitStack() as places:
+            for _ in range(PREPARERS):
+                await places.enter_async_context(self.shared)
             yield
-        finally:
-            self._nobody_alone.set()
-
-    async def _wait_for_others(self) -> None:
-        while not self._nobody_alone.is_set():  # of those that wait, one goes first
-            await self._nobody_alone.wait()
 
 
 @dataclass(slots=True, eq=False)
@@ -221,14 +198,14 @@ class PrepareStage:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     async def _generate_with_others(self, entry: InFlightJob) -> None:
-        async with self._isolation.shared():
+        async with self._isolation.shared:
             job = await self._prepare(entry)
         if job is not None:
             await self._go_on(job)
 
     async def _go_on(self, job: BegunJob) -> None:
         """Gives the engine the next image of a job; the others have to wait for their turns."""
-        async with self._isolation.shared():
+        async with self._isolation.shared:
             await self._submit(job)
         if job.requests:
             self.turns.go_on(job)
