@@ -105,7 +105,7 @@ class InMemory:
     def __init__(self, data: bytes, name: str) -> None:
         self._data = data
         self.name = name
-        self.suffix = Path(name).suffix
+        self.suffix, self.parent = Path(name).suffix, Path()
 
     def __str__(self) -> str:
         return self.name
