@@ -138,12 +138,10 @@ def _end(limits: Limits) -> float | None:
     if limits.deadline is None and limits.dollars_per_hour is None:
         raise errors.SetupError("give a goal: --deadline, --dollars-per-hour or both")
     moment = options.read_moment("--deadline", limits.deadline)
-    if moment is None:
-        return None
-    if moment.timestamp() <= time.time():
+    if moment is not None and moment.timestamp() <= time.time():
         past = moment.isoformat(" ", "minutes")
         raise errors.SetupError(f"--deadline {past} is in the past: give a later one")
-    return moment.timestamp()
+    return moment.timestamp() if moment else None
 
 
 def _goal(
