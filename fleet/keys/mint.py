@@ -39,8 +39,6 @@ from imagefleet.storage.settings import Resource, StorageSettings
 #: Azure's limit of stored policies for a queue or container.
 MAX_POLICIES = 5
 
-_OPTIONS = {"api_version": API_VERSION}
-
 _NO_KEY = (
     "tokens are signed with the account key: set IMAGEFLEET_STORAGE to a connection string with"
     " AccountName and AccountKey"
@@ -59,6 +57,13 @@ class Place(NamedTuple):
 
     def name(self, settings: StorageSettings) -> str:
         return name_of(settings, *self)
+
+    def client(self, settings: StorageSettings, credential: Any = None, **terms: Any) -> Any:
+        """The client of the queue or container, with a credential or the account's key."""
+        address = account.read_address(settings.storage.strip())
+        is_blobs = is_container(self.resource)
+        open_client = address.container_client if is_blobs else address.queue_client
+        return open_client(self.name(settings), credential, api_version=API_VERSION, **terms)
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,8 +120,8 @@ class Minter:
         if not address.has_key or address.sas is not None:
             raise errors.SetupError(_NO_KEY)
         self._settings = settings
-        queue = address.queue_client(settings.queue, None, **_OPTIONS)
-        container = address.container_client(settings.container, None, **_OPTIONS)
+        queue = Place("queue").client(settings)
+        container = Place("blob").client(settings)
         key = getattr(queue.credential, "account_key", None)
         if key is None:  # a connection string with a SAS token
             raise errors.SetupError(_NO_KEY)
@@ -268,12 +273,10 @@ def _permission(resource: Resource, letters: str) -> QueueSasPermissions | Conta
 
 async def _create_queues(settings: StorageSettings, places: Iterable[Place]) -> None:
     """Creates those that do not exist."""
-    address = account.read_address(settings.storage.strip())
     for place in places:
-        name = place.name(settings)
-        async with address.queue_client(name, None, **_OPTIONS) as client:
+        async with place.client(settings) as client:
             with (
-                azure_errors.translated(f"the queue {name!r}"),
+                azure_errors.translated(f"the queue {client.queue_name!r}"),
                 azure_errors.tolerated({"QueueAlreadyExists"}),
             ):
                 await client.create_queue()
@@ -328,11 +331,8 @@ async def _policies_of(
     settings: StorageSettings, place: Place
 ) -> AsyncIterator[QueueClient | ContainerClient]:
     """The client to read and change them with, whose errors name them."""
-    address = account.read_address(settings.storage.strip())
-    name = place.name(settings)
-    open_client = address.container_client if is_container(place.resource) else address.queue_client
-    async with open_client(name, None, **_OPTIONS) as client:
-        with azure_errors.translated(f"the stored policies of {name!r}"):
+    async with place.client(settings) as client:
+        with azure_errors.translated(f"the stored policies of {place.name(settings)!r}"):
             yield client
 
 
