@@ -146,32 +146,14 @@ def from_settings(model: type[BaseSettings]) -> Callable[[Command[Result]], Comm
         @options.from_settings(StorageSettings)
         def failed(settings: StorageSettings, which: Selected, limit: Limit = 20) -> None: ...
     """
-    shared = list(_parameters(model))
-
-    def decorate(command: Command[Result]) -> Command[Result]:
-        first = next(iter(inspect.signature(command).parameters))
-
-        def with_settings(arguments: dict[str, Any], groups: dict[str, Any]) -> Result:
-            given = {each.name: _joined(arguments.pop(each.name)) for each in shared}
-            return command(**{first: read(model, given)}, **arguments, **groups)
-
-        return _flat(command, with_settings, leave_out=first, more=shared)
-
-    return decorate
+    return functools.partial(flat, model=model)
 
 
-def flat(command: Command[Result]) -> Command[Result]:
+def flat(command: Command[Result], model: type[BaseSettings] | None = None) -> Command[Result]:
     """A typer command, maybe a coroutine, whose dataclasses stand for one option a field."""
-    return _flat(command, lambda arguments, groups: command(**arguments, **groups))
-
-
-def _flat(
-    command: Command[Result],
-    call: Callable[[dict[str, Any], dict[str, Any]], Result],
-    leave_out: str = "",
-    more: Iterable[inspect.Parameter] = (),
-) -> Command[Result]:
-    parameters = inspect.signature(command, eval_str=True).parameters
+    parameters = dict(inspect.signature(command, eval_str=True).parameters)
+    settings = parameters.pop(next(iter(parameters))).name if model else ""
+    shared = list(_parameters(model)) if model else []
     groups: dict[str, Any] = {}
     flattened: list[inspect.Parameter] = []
     for name, parameter in parameters.items():
@@ -184,20 +166,21 @@ def _flat(
         elif isinstance(field := parameter.default, dataclasses.Field):
             field.name = name
             flattened.append(_as_typer_does(parameter.annotation, field))
-        elif name != leave_out:
+        else:
             flattened.append(parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY))
-    flattened += more
+    flattened += shared
 
     @functools.wraps(command)
-    def wrapper(**arguments: Any) -> Result:
-        made = {
-            name: group(
-                **{each.name: arguments.pop(each.name) for each in dataclasses.fields(group)}
-            )
-            for name, group in groups.items()
-        }
+    def wrapper(**given: Any) -> Result:
         with console.one_line_errors():
-            result = call(arguments, made)
+            made: dict[str, Any] = {}
+            if model is not None:
+                values = {each.name: _joined(given.pop(each.name)) for each in shared}
+                made[settings] = read(model, values)
+            for name, group in groups.items():
+                names = [each.name for each in dataclasses.fields(group)]
+                made[name] = group(**{each: given.pop(each) for each in names})
+            result = command(**made, **given)
             return asyncio.run(result) if inspect.iscoroutine(result) else result
 
     wrapper.__signature__ = inspect.Signature(flattened)  # type: ignore[attr-defined]
