@@ -15,7 +15,6 @@ import re
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from datetime import datetime
-from enum import Enum
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
@@ -339,8 +338,6 @@ def _bare_type(annotation: object) -> object:
 def _metavar(kind: object) -> str:
     if get_origin(kind) is Literal:
         return "|".join(str(each) for each in get_args(kind))
-    if isinstance(kind, type) and issubclass(kind, Enum):
-        return "|".join(str(each.value) for each in kind)
     return _METAVARS.get(kind, "TEXT")
 
 
@@ -348,10 +345,9 @@ def _default(field: FieldInfo) -> str:
     # A factory's value differs from machine to machine; the description says what it is.
     if field.is_required() or field.default_factory or field.default is None:
         return ""
-    value = field.default
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    return str(value.value if isinstance(value, Enum) else value)
+    if isinstance(field.default, bool):
+        return "yes" if field.default else "no"
+    return str(field.default)
 
 
 def _complaint(model: type[BaseSettings], detail: Mapping[str, Any]) -> str:
