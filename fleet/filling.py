@@ -18,7 +18,7 @@ from imagefleet.storage.open import Storage, open_storage
 from loadgen.caption_sweep import SweepSource
 from loadgen.load import Load, Summary
 from loadgen.pace import Pace, duration
-from loadgen.processes.refusals import Refusals
+from loadgen.processes.frames import Refusals
 from loadgen.settings import LoadSettings
 from loadgen.sources import Source
 

@@ -21,7 +21,7 @@ from fleet.options import argument, option
 from imagefleet import errors
 from imagefleet.job import clip
 from imagefleet.job import prompt as prompts
-from imagefleet.job.clip import Embedding, Insert, Names
+from imagefleet.job.chunks import Embedding, Insert, Names, cut_into_chunks
 from worker.files import check
 
 #: CLIP's pre-tokenization: words, digits and punctuation.
@@ -132,7 +132,7 @@ def _read(
         zip(tokenise([each.name for each in embeddings]), embeddings, strict=True)
     )
     try:
-        cut = prompts.cut_into_chunks(parsed, tokenise, tokenizer.token_to_id(",</w>"), names)
+        cut = cut_into_chunks(parsed, tokenise, tokenizer.token_to_id(",</w>"), names)
     except errors.JobError as error:
         return nothing | {"unsupported": error.message}
     inserts = [

@@ -11,8 +11,7 @@ from imagefleet.job.prompt import SAFE_NAME
 from imagefleet.redaction import WebAddress
 from imagefleet.storage.azure.roles import ROLES, Role
 from imagefleet.storage.settings import StorageSettings
-from imagefleet.telemetry import fleet as fleet_names
-from imagefleet.telemetry.settings import FleetSettings, TelemetrySettings
+from imagefleet.telemetry.settings import ALL_FLEETS, FleetSettings, TelemetrySettings
 
 _FLEET = re.compile(r"[a-z][a-z0-9-]{0,61}[a-z0-9]")
 
@@ -39,7 +38,7 @@ class MonitorSettings(FleetSettings):
     @property
     def queried_fleet(self) -> str | None:
         """The fleet whose metrics are read; None: every fleet's."""
-        return None if self.fleet == fleet_names.ALL else self.fleet_name
+        return None if self.fleet == ALL_FLEETS else self.fleet_name
 
 
 class ServiceSettings(TelemetrySettings):

@@ -16,8 +16,8 @@ from typing import NamedTuple
 from imagefleet import errors
 from imagefleet.job import prompt
 from imagefleet.records import reader, sweep
-from imagefleet.records.damaged import Damaged
 from imagefleet.records.record import Record
+from imagefleet.records.stored import Damaged
 from imagefleet.records.sweep import Group, Sweep
 from imagefleet.storage.open import Storage
 

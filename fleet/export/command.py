@@ -73,7 +73,7 @@ def command(
 async def _measure(settings: StorageSettings, plan: Plan) -> Plan:
     """The plan with its numbers, without writing anything."""
     from imagefleet.records import reader
-    from imagefleet.records.damaged import Damaged
+    from imagefleet.records.stored import Damaged
 
     damaged = Damaged()
     images = size = 0
@@ -123,7 +123,7 @@ async def _export(
 async def _plan(storage: Storage, folder: Path, wanted: Plan, *, quiet: bool) -> Plan:
     from fleet.export import plan
     from imagefleet.records import reader
-    from imagefleet.records.damaged import Damaged
+    from imagefleet.records.stored import Damaged
 
     await target.check_campaign(storage, wanted.campaign)
     counts = await reader.counts(storage, wanted.campaign)

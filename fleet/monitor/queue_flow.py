@@ -16,8 +16,7 @@ from imagefleet import concurrency, errors
 from imagefleet.storage.open import Storage
 from imagefleet.storage.protocol import JobQueue
 from imagefleet.telemetry import exposition
-from imagefleet.telemetry.queue_flow import QueueFlow
-from imagefleet.telemetry.queue_gauges import QueueGauges
+from imagefleet.telemetry.queue_gauges import QueueFlow, QueueGauges
 
 log = logging.getLogger(__name__)
 

@@ -15,7 +15,7 @@ from fleet.options import argument, option
 from fleet.plan import estimate
 from fleet.plan.work import Models, Work, of_count, of_source, read_models
 from imagefleet import errors
-from imagefleet.pricing import families, price_file, prices
+from imagefleet.pricing import families, prices
 from loadgen import sources
 
 _DEFAULT_GPU = "RTX 3060 Ti"
@@ -89,7 +89,7 @@ def command(batch: Batch, machines: Machines, as_json: options.AsJson = False) -
     works = _works(
         batch.file, batch.jobs, batch.images_per_job, read_models(batch.model or [], batch.family)
     )
-    table = price_file.read_table(machines.prices_path)
+    table = prices.read_table(machines.prices_path)
     mix = _mix(machines, works, table)
     images = sum(work.images for work in works)
     if machines.deadline is not None:

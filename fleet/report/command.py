@@ -18,7 +18,7 @@ from fleet.report import records as report_records
 from fleet.settings import MonitorSettings
 from imagefleet import errors
 from imagefleet.job.message import DEFAULT_CAMPAIGN
-from imagefleet.pricing import price_file, prices
+from imagefleet.pricing import prices
 from imagefleet.scoring import scores as campaign_scores
 from imagefleet.scoring.scores import Scores
 from imagefleet.storage.open import LOCAL_SCHEME
@@ -78,7 +78,7 @@ def command(
     imagefleet report spring --prometheus http://localhost:9090 --json-file spring.json
     """
     campaign = target.campaign(campaign)
-    table = price_file.read_table(price.prices_path)
+    table = prices.read_table(price.prices_path)
     if settings.storage.strip().startswith(LOCAL_SCHEME):
         table = replace(table, storage=prices.FREE_STORAGE)
     scored = _read_scores(scores, campaign)

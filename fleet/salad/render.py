@@ -16,7 +16,7 @@ from fleet.plan import estimate, work
 from fleet.salad import file as salad_file
 from fleet.salad import gpus, groups
 from imagefleet import errors
-from imagefleet.pricing import families, price_file
+from imagefleet.pricing import families, prices
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class Rendering:
 def render(file: Path | None, replicas: int | None, rendering: Rendering, *, as_json: bool) -> None:
     """Prints the groups of a fleet file, as `apply` creates them, and their price."""
     fleet_file, folder = salad_file.find(file)
-    table = price_file.read_table(rendering.prices_path)
+    table = prices.read_table(rendering.prices_path)
     classes = fleet_file.gpu_classes(gpus.built_in(table))
     served = fleet_file.served_models()
     benches = [estimate.read_bench(path, table) for path in rendering.bench or []]

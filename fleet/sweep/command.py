@@ -197,7 +197,7 @@ def _source(
     """The jobs; raises SetupError for settings that cannot be drawn with."""
     from fleet.sweep import settings as sweep_settings
     from loadgen import caption_sweep
-    from loadgen.captions import CaptionFile
+    from loadgen.caption_sweep import CaptionFile
 
     groups, shared = sweep_settings.read(grid.fields or [], list(named) or [None])
     stages = shared.get("then", [])

@@ -16,9 +16,9 @@ from fleet.webhooks.deliveries import Deliveries
 from fleet.webhooks.events import Event, State, job_ended
 from imagefleet import errors
 from imagefleet.records import reader
-from imagefleet.records.damaged import Damaged
 from imagefleet.records.reader import Counts, Follower
 from imagefleet.records.record import Record
+from imagefleet.records.stored import Damaged
 from imagefleet.storage.open import Storage
 
 #: A filler notes what it has sent a little later, and may be slower than the workers.

@@ -15,7 +15,7 @@ from prometheus_client import CollectorRegistry
 
 import polling
 from imagefleet import errors
-from imagefleet.pricing import price_file, prices
+from imagefleet.pricing import prices
 from imagefleet.storage.open import Storage
 from imagefleet.storage.protocol import Operations
 from worker import metrics, process
@@ -93,7 +93,7 @@ async def test_images_per_dollar_by_the_metrics_match_the_runs_records(
     most_dollars = seconds / 3600 * price
     least_dollars = 2 * JOBS / 4 * TICK_SECONDS / 3600 * price
     is_local = settings.storage.startswith("local:")
-    bill = 0 if is_local else prices.storage_dollars(JOBS, 2 * JOBS, price_file.read_table(path))
+    bill = 0 if is_local else prices.storage_dollars(JOBS, 2 * JOBS, prices.read_table(path))
     assert is_local or bill > least_dollars / 5, "storage weighs in"
 
     async def total(metric: str) -> float:
