@@ -54,9 +54,8 @@ def test_without_pyjwt_it_says_what_to_install(
     in_process: Imagefleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "jwt", None)
-    for name in ("identity", "service"):
-        monkeypatch.delitem(sys.modules, f"fleet.broker.{name}", raising=False)
-        monkeypatch.delattr(f"fleet.broker.{name}", raising=False)
+    monkeypatch.delitem(sys.modules, "fleet.broker.service", raising=False)
+    monkeypatch.delattr("fleet.broker.service", raising=False)
     result = in_process("broker", "--organization", "acme", "--storage", KEY)
     assert result.returncode == 2
     assert "pip install '.[broker]'" in result.stderr

@@ -31,7 +31,7 @@ class Blobs:
         return Path("lora").read_bytes()
 
 async def main():
-    library = FileLibrary.stored(Blobs(), LORA, cache=Path("cache"), cache_bytes=10**6)
+    library = FileLibrary(Blobs(), LORA, cache=Path("cache"), cache_bytes=10**6)
     print("ready", flush=True)
     await asyncio.to_thread(sys.stdin.readline)
     return await library.resolve(sys.argv[1])

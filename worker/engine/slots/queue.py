@@ -65,7 +65,7 @@ class AddedInputs(NamedTuple):
     pooled: torch.Tensor
     """[2, width]"""
     sizes: torch.Tensor
-    """[2, numbers]: see `families.sdxl.size_ids`."""
+    """[2, numbers]: see `families.table.size_ids`."""
 
 
 class NoiseLevel(NamedTuple):
