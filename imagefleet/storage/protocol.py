@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from pathlib import Path
 from typing import NamedTuple, Protocol, TypeVar
@@ -40,12 +40,21 @@ class Message:
     queue: str = field(default="", kw_only=True)
     shard: int = field(default=0, kw_only=True)
 
+    def leased(self, receipt: str) -> LeasedMessage:
+        """The same in flight."""
+        facts = self.id, self.body, self.delivery_count, self.enqueued_at
+        return LeasedMessage(*facts, receipt, queue=self.queue, shard=self.shard)
+
 
 @dataclass(frozen=True, slots=True)
 class LeasedMessage(Message):
     """A message in flight. Only its newest receipt renews, releases or deletes it."""
 
     receipt: str
+
+    def renewed(self, receipt: str, body: str | None) -> LeasedMessage:
+        """The same with its new receipt, and another text if there is one."""
+        return replace(self, receipt=receipt, body=self.body if body is None else body)
 
 
 AnyMessage = TypeVar("AnyMessage", bound=Message)

@@ -87,7 +87,7 @@ class AzureStorage:
             "retry_total": 0,
         }
         address = account.read_address(settings.storage.strip())
-        access = self._credentials = Credentials(address, settings, identity_token)
+        access = self._credentials = Credentials(address, settings, identity_token, retry_policy)
 
         def queue(resource: Resource, model: str | None = None, shard: int = 0) -> AzureQueue:
             of = access.of(resource, model, shard)
@@ -97,7 +97,7 @@ class AzureStorage:
             )
             count = self._count_queue_operation
             sender = MessageSender(client, self._transport, API_VERSION, count)
-            return AzureQueue(client, retry_policy, of, sender)
+            return AzureQueue(client, of, sender)
 
         def container(resource: Resource) -> AzureBlobs:
             of = access.of(resource)
@@ -107,7 +107,7 @@ class AzureStorage:
                 raw_request_hook=self._count_blob_operation,
                 **options,
             )
-            return AzureBlobs(client, retry_policy, of)
+            return AzureBlobs(client, of)
 
         self.poison = queue("poison")
         self.blobs = container("blob")
