@@ -159,9 +159,9 @@ class RotatingTokens:
         Raises:
             SetupError, TransientError: there are no tokens at all.
         """
-        if not self._has_tokens:
+        if self.tokens is None:
             await asyncio.shield(self._refresh())
-            if not self._has_tokens and self._failure is not None:
+            if self.tokens is None and self._failure is not None:
                 raise self._failure
         elif time.monotonic() >= self.source.due_at:
             self._refresh()
@@ -202,10 +202,6 @@ class RotatingTokens:
         if self._refreshing is not None:
             self._refreshing.cancel()
             await asyncio.gather(self._refreshing, return_exceptions=True)
-
-    @property
-    def _has_tokens(self) -> bool:
-        return any(each.signature for each in self.credentials.values())
 
     def _refresh(self) -> asyncio.Task[None]:
         if self._refreshing is None or self._refreshing.done():
