@@ -156,8 +156,7 @@ class RotatingTokens:
     async def refresh_if_due(self) -> None:
         """Waits for the first tokens; later ones are fetched while the request goes on.
 
-        Raises:
-            SetupError, TransientError: there are no tokens at all.
+        Raises SetupError or TransientError if there are none at all.
         """
         if self.tokens is None:
             await asyncio.shield(self._refresh())
@@ -175,8 +174,7 @@ class RotatingTokens:
     ) -> bool:
         """Reads the source until *credential* holds another token than *refused*; False if not.
 
-        Raises:
-            SetupError: the source will provide none.
+        Raises SetupError if the source will provide none.
         """
         ends_at = time.monotonic() + wait_seconds
         while True:
@@ -233,11 +231,7 @@ class RotatingTokens:
 
 
 class Credentials:
-    """The credentials of the queues and the containers.
-
-    Raises:
-        SetupError: there are no credentials, or two kinds of them.
-    """
+    """The credentials of the queues and containers; a SetupError without any, or with two kinds."""
 
     def __init__(
         self,

@@ -73,11 +73,7 @@ class MessageSender:
         self._signed_until = -1.0
 
     async def send(self, body: str) -> None:
-        """Adds one message.
-
-        Raises:
-            HttpResponseError, aiohttp.ClientError, OSError: as the SDK, to be translated.
-        """
+        """Adds one message; its errors are those of the SDK and of aiohttp, to be translated."""
         data = self.xml(body)
         signed = await self.signed(len(data))
         self._on_request()
