@@ -16,7 +16,7 @@ from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, ValidationErro
 
 from imagefleet import concurrency, errors
 from imagefleet.cancelled import CancelledCampaigns
-from imagefleet.records.shard import RecordLog
+from imagefleet.records.record import RecordLog
 from imagefleet.storage import enqueue
 from imagefleet.storage.open import Storage, absolute_url
 from imagefleet.storage.settings import Priority

@@ -19,7 +19,7 @@ from fleet.redo.jobs import JobFinder
 from imagefleet import concurrency, errors
 from imagefleet.job.message import DUPLICATES, MAX_IMAGE_BYTES, REPLACED
 from imagefleet.records import once
-from imagefleet.records.shard import RecordLog
+from imagefleet.records.record import RecordLog
 from imagefleet.storage.open import Storage
 
 #: The folder of journals; those of runs that were killed stay.
