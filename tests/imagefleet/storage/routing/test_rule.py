@@ -141,14 +141,14 @@ class StandIns:
         return route
 
     def queue(self, share: float) -> RoutedQueue:
-        return RoutedQueue([self.route(share)], clock=self.clock)
+        return RoutedQueue([self.route(share)])
 
     def worker(self, share: float) -> RoutedQueue:
         """As a worker of one model has them: jobs may name it, or none."""
         own, named = (
             [self.route(share, each, model) for each in PRIORITIES] for model in (None, "a")
         )
-        queue = RoutedQueue(own, main=own[1], clock=self.clock)
+        queue = RoutedQueue(own, main=own[1])
         queue.add([RoutedQueue(named)])
         return queue
 
