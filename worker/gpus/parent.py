@@ -17,12 +17,11 @@ import aiohttp
 from imagefleet import errors, retry
 from imagefleet.telemetry import probes, push
 from worker import tasks
-from worker.gpus.child import Child
+from worker.gpus.child import HURRY, STOP, Assignment, Child
 from worker.gpus.choice import Gpu
-from worker.gpus.member import HURRY, STOP, Assignment
 from worker.gpus.metrics import MachineMetrics, merged
 from worker.models.choice import share_of
-from worker.salad import metadata as salad_metadata
+from worker.node import salad
 from worker.settings import MachineSettings
 
 log = logging.getLogger(__name__)
@@ -110,7 +109,7 @@ class _Parent:
 
     async def run(self) -> int:
         settings = self._settings
-        metadata = salad_metadata.find_metadata()
+        metadata = salad.find_metadata()
         with tasks.on_signals(self._on_signal):
             async with (
                 probes.serving(
@@ -129,7 +128,7 @@ class _Parent:
                     job="imagefleet-worker",
                     instance=self._instance,
                 ),
-                salad_metadata.updating_deletion_cost(metadata, lambda: self._metrics.busy_slots),
+                salad.updating_deletion_cost(metadata, lambda: self._metrics.busy_slots),
             ):
                 log.info(
                     "starting %d workers, on GPU %s, metrics at http://%s:%d/metrics",

@@ -27,12 +27,11 @@ from imagefleet.storage import protocol
 from worker import tasks
 from worker.files import manifest, model
 from worker.files.disk_cache import DiskCache
-from worker.files.download import Download
+from worker.files.download import BlobSource, Download
 from worker.files.kernels import archive
 from worker.files.kernels.archive import Key
 from worker.files.kernels.machine import find_key
 from worker.files.manifest import Manifest
-from worker.files.sources import BlobSource
 from worker.settings import WorkerSettings
 
 log = logging.getLogger(__name__)
