@@ -21,6 +21,7 @@ from yarl import URL
 from imagefleet import errors, redaction, retry
 from imagefleet.files.kinds import BY_FOLDER, MODEL
 from imagefleet.storage import protocol
+from imagefleet.telemetry import logs
 from worker.files.disk_cache import DiskCache
 
 log = logging.getLogger(__name__)
@@ -70,7 +71,6 @@ class HttpSource:
     """A file at an http or https URL."""
 
     def __init__(self, address: str, *, requires_https: bool) -> None:
-        """*requires_https* refuses redirects to plain http."""
         self._url = URL(address)
         self._requires_https = requires_https
         self.label = redaction.address(address)
@@ -79,9 +79,7 @@ class HttpSource:
     async def opened(self, offset: int, version: str | None) -> AsyncIterator[Opened]:
         """Opens the file at *offset*, or at 0 if it no longer has that *version*.
 
-        Raises:
-            TransientError: a later try may succeed, also from inside the block; SetupError: none
-            will.
+        Raises TransientError, also from inside the block, or SetupError if no later try succeeds.
         """
         headers = {"Accept-Encoding": "identity"}
         if offset:
@@ -213,7 +211,7 @@ class Download:
         self._on_progress = on_progress
         self._stated_in = stated_in
         self._is_resumed = False
-        self._logged_at = -_SECONDS_BETWEEN_LOGS
+        self._occasion = logs.Occasion(_SECONDS_BETWEEN_LOGS)
 
     async def run(self, retry_policy: retry.RetryPolicy) -> None:
         """Raises SetupError if the file is another; TransientError after the last try."""
@@ -317,10 +315,8 @@ class Download:
                 raise FileChangedError(error.message) from error
 
     def _log_progress(self, size: int, total: int | None, bytes_per_second: float) -> None:
-        now = time.monotonic()
-        if now - self._logged_at < _SECONDS_BETWEEN_LOGS and size != total:
+        if not self._occasion.is_due() and size != total:
             return
-        self._logged_at = now
         log.info(
             "fetching %s: %d of %s MB, %.0f MB/s",
             self._source.label,

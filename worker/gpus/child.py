@@ -32,7 +32,6 @@ HUNG_SECONDS = 90.0
 #: that a minute.
 FIRST_ANSWER_SECONDS = 300.0
 
-
 #: Set by the parent; not a setting, and not passed on.
 VARIABLE = "_IMAGEFLEET_GPU"
 

@@ -187,7 +187,7 @@ class _Parent:
             if self._stop.is_set() or self._is_queue_empty():
                 self._codes.append(code)
                 return
-            self._metrics.restarts(gpu)
+            self._metrics.restarts.labels(gpu).inc()
 
     def _is_queue_empty(self) -> bool:
         """Whether a worker found nothing left, not even a lease of a dead worker."""
@@ -236,12 +236,11 @@ class _Parent:
 
     async def _probe(self) -> None:
         while True:
-            await asyncio.gather(*map(self._probe_one, self._children))
+            answers = await asyncio.gather(*(child.probe() for child in self._children))
+            for child, may_answer in zip(self._children, answers, strict=True):
+                if not may_answer:
+                    self._metrics.is_down(child.gpu.name)
             await asyncio.sleep(PROBE_SECONDS)
-
-    async def _probe_one(self, child: Child) -> None:
-        if not await child.probe():
-            self._metrics.is_down(child.gpu.name)
 
     async def _read(self) -> None:
         while True:

@@ -81,7 +81,7 @@ class SaladMetadata:
 
     async def token(self) -> str:
         """A JWT that identifies this container, valid for 2 to 5 minutes."""
-        jwt = _field(await self._request("GET", "/v1/token", None, _OK), "jwt")
+        jwt = _field(await self._request("GET", "/v1/token"), "jwt")
         if not isinstance(jwt, str) or not jwt:
             raise errors.TransientError("SaladCloud's metadata service answers without a token")
         return jwt
@@ -89,16 +89,14 @@ class SaladMetadata:
     async def set_deletion_cost(self, cost: int) -> None:
         """Replicas of the lowest cost are stopped first when the group is made smaller."""
         body = {"deletion_cost": max(0, min(cost, MAX_DELETION_COST))}
-        await self._request("PUT", "/v1/deletion-cost", body, _NO_CONTENT)
+        await self._request("PUT", "/v1/deletion-cost", body)
 
     async def reallocate(self, reason: str) -> None:
         """Requests another node; the *reason*, cut off, goes to SaladCloud's support."""
         body = {"reason": reason[:MAX_REASON_CHARACTERS]}
-        await self._request("POST", "/v1/reallocate", body, _NO_CONTENT)
+        await self._request("POST", "/v1/reallocate", body)
 
-    async def _request(
-        self, method: str, path: str, body: dict[str, Any] | None, expected: int
-    ) -> bytes:
+    async def _request(self, method: str, path: str, body: dict[str, Any] | None = None) -> bytes:
         try:
             # By default a session ignores proxies in the environment.
             async with (
@@ -120,7 +118,7 @@ class SaladMetadata:
                 f"SaladCloud's metadata service does not answer: {type(error).__name__}"
                 f" {redaction.reason(error)}"
             ) from None
-        if status != expected:
+        if status != (_OK if body is None else _NO_CONTENT):
             detail = _field(content, "detail")  # of its errors; any other page has none
             raise errors.TransientError(
                 f"SaladCloud's metadata service answers {path} with {status} {reason}"
