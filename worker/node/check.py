@@ -24,7 +24,7 @@ from prometheus_client.registry import Collector
 from imagefleet import errors, retry
 from imagefleet.storage import protocol
 from worker.engine import contract
-from worker.inputs import sample
+from worker.inputs import img2img
 from worker.metrics import NodeFault, WorkerMetrics
 from worker.node.watchdog import NodeLimits, standard_images
 from worker.settings import WorkerSettings
@@ -259,7 +259,7 @@ def plain_request(engine: contract.Engine, seed: int) -> contract.ImageRequest:
         seed=seed,
         width=width,
         height=height,
-        init=sample.init_of(engine.family, width, height),
+        init=img2img.sample(engine.family, width, height),
     )
 
 
