@@ -23,17 +23,16 @@ from worker.engine import contract
 from worker.files import check, model
 from worker.files.kernels import cache as kernels
 from worker.gpu_thread import THREAD_NAME, Take
-from worker.gpus.member import Member
+from worker.gpus.child import Member
 from worker.metrics import Outcome, WorkerMetrics
 from worker.models import checkpoints
 from worker.models.change import WorkerModels
 from worker.models.checkpoints import Checkpoint
 from worker.models.choice import share_of
+from worker.node import salad
 from worker.node.watchdog import limits_of
 from worker.pipeline import Machine, Pipeline
 from worker.progress import Counts, Phase, Progress, ProgressMeter, WorkerReport
-from worker.salad import metadata as salad_metadata
-from worker.salad import wait_for_operator
 from worker.settings import WorkerSettings
 
 log = logging.getLogger(__name__)
@@ -68,14 +67,14 @@ async def run_worker(
 
     On SaladCloud it does not end for what another node would meet as well: it goes on polling an
     empty queue (`until_empty` is ignored), and waits for storage, credentials and whatever else
-    only the operator can fix (`worker.salad.wait_for_operator`). A broken node is given up
-    (`worker.salad.metadata`). SIGTERM may not come before the end there; leases cover that.
+    only the operator can fix (`worker.node.salad`). A broken node is given up. SIGTERM may not come
+    before the end there; leases cover that.
 
     Raises:
         SetupError: a queue, a credential or the model is missing; NodeError: the machine is
         broken. Jobs in flight have been handed back by then.
     """
-    metadata = salad_metadata.find_metadata()
+    metadata = salad.find_metadata()
     if metadata is not None and settings.until_empty:
         log.warning(
             "--until-empty is ignored: SaladCloud restarts a worker that exits",
@@ -97,7 +96,7 @@ class _Worker:
     _load: Callable[[], contract.Engine] | None
     _on_settled: Callable[[Outcome], None]
     _on_progress: Callable[[Progress], None] | None
-    _metadata: salad_metadata.SaladMetadata | None
+    _metadata: salad.SaladMetadata | None
     _stop: asyncio.Event
     _hurry: asyncio.Event
     _member: Member | None = None
@@ -119,7 +118,7 @@ class _Worker:
         # The container is the parent's to give up: the other GPUs go on.
         self._container = None if member else self._metadata
         self._reallocation = (
-            salad_metadata.Reallocation(self._container, self._metrics.reallocations)
+            salad.Reallocation(self._container, self._metrics.reallocations)
             if self._container
             else None
         )
@@ -142,7 +141,7 @@ class _Worker:
                 job="imagefleet-worker",
                 instance=self._member.instance if self._member else None,
             ),
-            salad_metadata.updating_deletion_cost(self._container, self._jobs_in_flight),
+            salad.updating_deletion_cost(self._container, self._jobs_in_flight),
             tasks.background(self._show_progress(), "show progress"),
         ):
             if self._member is not None:
@@ -158,7 +157,7 @@ class _Worker:
 
     async def _run_on_salad(self) -> None:
         try:
-            await wait_for_operator.retry_until_fixed(
+            await salad.retry_until_fixed(
                 self._attempt,
                 stop=self._stop,
                 set_waiting=self._set_waiting,
@@ -167,9 +166,7 @@ class _Worker:
         except errors.NodeError as error:
             if self._reallocation and await self._reallocation.request(error.message):
                 self._waiting_for = "waiting for another node"
-                await tasks.first_of(
-                    self._stop.wait(), timeout_seconds=salad_metadata.REALLOCATION_SECONDS
-                )
+                await tasks.first_of(self._stop.wait(), timeout_seconds=salad.REALLOCATION_SECONDS)
             if not self._stop.is_set():
                 raise
 

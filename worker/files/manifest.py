@@ -17,7 +17,6 @@ import time
 from collections.abc import Awaitable, Callable, Collection, Hashable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from io import BufferedReader
 from pathlib import Path
 from typing import Any, Self
 
@@ -47,6 +46,15 @@ _THREADS = 2
 _NAMED = re.compile(rb'"sshs_model_hash" ?: ?"([0-9a-fA-F]{12,64})"')
 
 _SHA256 = re.compile(r"[0-9a-f]{64}")
+
+NAME = "manifest.json"
+
+#: The largest manifest: some 100 bytes a file.
+MAX_BYTES = 16 * 2**20
+MAX_FILES = 100_000
+
+#: A worker reads a manifest again after this time; a replaced file is fetched again by then.
+READ_AGAIN_SECONDS = 300.0
 
 
 class FileHashes:
@@ -100,16 +108,12 @@ class FileHashes:
         if not _SHA256.fullmatch(noted):
             with path.open("rb") as file:
                 noted = hashlib.file_digest(file, "sha256").hexdigest()
-            self._write(note, noted)
+            try:  # workers of one machine may write it at once; they write the same
+                note.parent.mkdir(parents=True, exist_ok=True)
+                note.write_text(noted + "\n", encoding="ascii")
+            except OSError as error:  # it is computed again after the next start
+                log.debug("%s cannot be written: %s", note, error)
         return noted[:MODEL_CHARACTERS]
-
-    def _write(self, note: Path, sha256: str) -> None:
-        """Workers of one machine may write it at once; they write the same."""
-        try:
-            note.parent.mkdir(parents=True, exist_ok=True)
-            note.write_text(sha256 + "\n", encoding="ascii")
-        except OSError as error:  # it is computed again after the next start
-            log.debug("%s cannot be written: %s", note, error)
 
 
 def _try(read: Callable[[Path], str | None], path: Path) -> str | None:
@@ -128,26 +132,12 @@ def _try(read: Callable[[Path], str | None], path: Path) -> str | None:
 def _hash_lora(path: Path) -> str:
     """The hash of all but the header, as kohya's additional networks have it."""
     with path.open("rb") as file:
-        named = _NAMED.search(_header(file))
+        size = int.from_bytes(file.read(safetensors.LENGTH_BYTES), "little")
+        if size > safetensors.MAX_HEADER_BYTES:
+            raise safetensors.MalformedError
+        named = _NAMED.search(file.read(size))
         sha256 = named[1].decode() if named else hashlib.file_digest(file, "sha256").hexdigest()
     return sha256[:LORA_CHARACTERS]
-
-
-def _header(file: BufferedReader) -> bytes:
-    size = int.from_bytes(file.read(safetensors.LENGTH_BYTES), "little")
-    if size > safetensors.MAX_HEADER_BYTES:
-        raise safetensors.MalformedError
-    return file.read(size)
-
-
-NAME = "manifest.json"
-
-#: The largest manifest: some 100 bytes a file.
-MAX_BYTES = 16 * 2**20
-MAX_FILES = 100_000
-
-#: A worker reads a manifest again after this time; a replaced file is fetched again by then.
-READ_AGAIN_SECONDS = 300.0
 
 
 class DamagedError(errors.TransientError):

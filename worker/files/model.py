@@ -22,9 +22,8 @@ from imagefleet.storage import protocol
 from worker.files import addresses, check
 from worker.files.addresses import STORE_SCHEME, Address
 from worker.files.disk_cache import SUFFIX, DiskCache
-from worker.files.download import Download
+from worker.files.download import BlobSource, Download, HttpSource, Source
 from worker.files.manifest import Manifest
-from worker.files.sources import BlobSource, HttpSource, Source
 from worker.settings import WorkerSettings
 
 log = logging.getLogger(__name__)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import copy
 import time
 from collections.abc import Iterable, Iterator
+from itertools import chain
 
 from prometheus_client import CollectorRegistry, Counter
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -28,7 +28,7 @@ class MachineMetrics(Collector):
         """*price_per_hour*: of one GPU; None: as its worker reports."""
         self.registry = exposition.LabelledRegistry({"fleet": fleet})
         self.registry.register(self)
-        self._restarts = Counter(
+        self.restarts = Counter(
             "imagefleet_gpu_restarts",
             "Workers started again after a crash, by GPU.",
             ["device"],
@@ -40,15 +40,12 @@ class MachineMetrics(Collector):
         self._prices = dict.fromkeys(self._down_since, price_per_hour)
         self._busy_slots = dict.fromkeys(self._down_since, 0.0)
         for gpu in self._down_since:
-            self._restarts.labels(gpu)
+            self.restarts.labels(gpu)
 
     @property
     def busy_slots(self) -> int:
         """Busy slots of all GPUs, when they were last read."""
         return int(sum(self._busy_slots.values()))
-
-    def restarts(self, gpu: str) -> None:
-        self._restarts.labels(gpu).inc()
 
     def is_up(self, gpu: str) -> None:
         self._down_seconds[gpu] = self._seconds_down(gpu)
@@ -102,19 +99,12 @@ class MachineMetrics(Collector):
 def merged(own: CollectorRegistry, texts: Iterable[str]) -> bytes:
     """The metrics of the parent and of its workers as one text, each family once."""
     families: dict[str, Metric] = {}
-    for text in texts:
-        _add(families, text_string_to_metric_families(text))
-    _add(families, own.collect())
-    return exposition.render(_Families(families.values()))
-
-
-def _add(families: dict[str, Metric], more: Iterable[Metric]) -> None:
-    for family in more:
+    for family in chain(*map(text_string_to_metric_families, texts), own.collect()):
         if family.name in families:
             families[family.name].samples += family.samples
         else:
-            families[family.name] = copy.copy(family)
-            families[family.name].samples = list(family.samples)
+            families[family.name] = family
+    return exposition.render(_Families(families.values()))
 
 
 class _Families(CollectorRegistry):

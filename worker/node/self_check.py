@@ -53,6 +53,33 @@ _TOO_FAST = 0.1
 #: Seconds a step below which the clock and the threads decide, not the GPU.
 _LEAST_STEP_SECONDS = 0.001
 
+#: Images between two canaries, at random: a node that goes wrong stores 200 images at most, with
+#: the 96 that may be in its engine and before its encoders. A canary of 4 steps costs up to 0.42 of
+#: an image of 15 (demo checkpoint, compiled, H100): 0.46 % of the work.
+LEAST_IMAGES, MOST_IMAGES = 80, 104
+
+#: Images between two that ask for a canary: a campaign may repeat itself rightly.
+LEAST_BETWEEN_ALARMS = 50
+
+#: Seconds between two checks of the weights, each 30 ms for SD1.5 on an H100.
+WEIGHTS_SECONDS = 300.0
+
+#: Failed checks that are too many, of so many recent ones; each was repeated, with success.
+MOST_FAILED, OF_RECENT = 2, 10
+
+#: The distance below which two images are one: the LoRA, or the seed, had no effect. The same image
+#: in another slot is 0.02 away.
+_NO_EFFECT_BELOW = 2.0
+
+_LORA = "canary.safetensors"
+
+#: Those drawn among the jobs: each has the LoRA.
+_AMONG_JOBS: tuple[CanaryImage, ...] = ("with_lora", "other_seed")
+
+#: Sizes of jobs, besides the checkpoint's own, that canaries are drawn in: a canary of another
+#: size than the jobs' would leave the engine's slots idle.
+_MOST_SIZES = 8
+
 
 @dataclass(slots=True)
 class ImageChecks:
@@ -108,34 +135,6 @@ class ImageChecks:
             f"an image of {steps} steps came in {1000 * seconds:.3g} ms, a tenth of what a canary"
             " takes"
         )
-
-
-#: Images between two canaries, at random: a node that goes wrong stores 200 images at most, with
-#: the 96 that may be in its engine and before its encoders. A canary of 4 steps costs up to 0.42 of
-#: an image of 15 (demo checkpoint, compiled, H100): 0.46 % of the work.
-LEAST_IMAGES, MOST_IMAGES = 80, 104
-
-#: Images between two that ask for a canary: a campaign may repeat itself rightly.
-LEAST_BETWEEN_ALARMS = 50
-
-#: Seconds between two checks of the weights, each 30 ms for SD1.5 on an H100.
-WEIGHTS_SECONDS = 300.0
-
-#: Failed checks that are too many, of so many recent ones; each was repeated, with success.
-MOST_FAILED, OF_RECENT = 2, 10
-
-#: The distance below which two images are one: the LoRA, or the seed, had no effect. The same image
-#: in another slot is 0.02 away.
-_NO_EFFECT_BELOW = 2.0
-
-_LORA = "canary.safetensors"
-
-#: Those drawn among the jobs: each has the LoRA.
-_AMONG_JOBS: tuple[CanaryImage, ...] = ("with_lora", "other_seed")
-
-#: Sizes of jobs, besides the checkpoint's own, that canaries are drawn in: a canary of another
-#: size than the jobs' would leave the engine's slots idle.
-_MOST_SIZES = 8
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,8 +1,9 @@
-"""SaladCloud's metadata service: identity, deletion cost and reallocation of this node.
+"""SaladCloud: its metadata service, and waiting there for what no other node would have either.
 
-As published (salad-cloud-docs, api-specs/salad-cloud-imds.yaml, 0.9.0-alpha.3). It answers only
-inside a container on SaladCloud; on Azure the same address is a different service. Requests carry
-`Metadata: true` and no X-Forwarded header, go through no proxy and follow no redirects.
+The service is as published (salad-cloud-docs, api-specs/salad-cloud-imds.yaml, 0.9.0-alpha.3). It
+answers only inside a container on SaladCloud; on Azure the same address is a different service.
+Requests carry `Metadata: true` and no X-Forwarded header, go through no proxy and follow no
+redirects.
 """
 
 from __future__ import annotations
@@ -12,8 +13,9 @@ import contextlib
 import json
 import logging
 import os
-from collections.abc import AsyncIterator, Callable
-from typing import Any, NoReturn
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any, NoReturn, TypeVar
 
 import aiohttp
 from prometheus_client import Counter
@@ -55,6 +57,16 @@ _MATERIAL_FACTOR = 2
 #: SaladCloud may take minutes to stop a container; one that is still running then exits.
 REALLOCATION_SECONDS = 600.0
 
+#: The first pause ends before anybody has read the log; the longest is short compared to renewing
+#: credentials, and a thousand workers' attempts in it do not harm the storage.
+FIRST_PAUSE_SECONDS = 5.0
+LONGEST_PAUSE_SECONDS = 300.0
+
+#: An operator who reads the alert has an hour; a fleet that waits longer costs more than a restart.
+GIVE_UP_SECONDS = 3600.0
+
+Result = TypeVar("Result")
+
 
 class SaladMetadata:
     """The metadata service of the node that this process runs on.
@@ -69,7 +81,7 @@ class SaladMetadata:
 
     async def token(self) -> str:
         """A JWT that identifies this container, valid for 2 to 5 minutes."""
-        jwt = _field(await self._request("GET", "/v1/token", None, _OK), "jwt")
+        jwt = _field(await self._request("GET", "/v1/token"), "jwt")
         if not isinstance(jwt, str) or not jwt:
             raise errors.TransientError("SaladCloud's metadata service answers without a token")
         return jwt
@@ -77,16 +89,14 @@ class SaladMetadata:
     async def set_deletion_cost(self, cost: int) -> None:
         """Replicas of the lowest cost are stopped first when the group is made smaller."""
         body = {"deletion_cost": max(0, min(cost, MAX_DELETION_COST))}
-        await self._request("PUT", "/v1/deletion-cost", body, _NO_CONTENT)
+        await self._request("PUT", "/v1/deletion-cost", body)
 
     async def reallocate(self, reason: str) -> None:
         """Requests another node; the *reason*, cut off, goes to SaladCloud's support."""
         body = {"reason": reason[:MAX_REASON_CHARACTERS]}
-        await self._request("POST", "/v1/reallocate", body, _NO_CONTENT)
+        await self._request("POST", "/v1/reallocate", body)
 
-    async def _request(
-        self, method: str, path: str, body: dict[str, Any] | None, expected: int
-    ) -> bytes:
+    async def _request(self, method: str, path: str, body: dict[str, Any] | None = None) -> bytes:
         try:
             # By default a session ignores proxies in the environment.
             async with (
@@ -108,7 +118,7 @@ class SaladMetadata:
                 f"SaladCloud's metadata service does not answer: {type(error).__name__}"
                 f" {redaction.reason(error)}"
             ) from None
-        if status != expected:
+        if status != (_OK if body is None else _NO_CONTENT):
             detail = _field(content, "detail")  # of its errors; any other page has none
             raise errors.TransientError(
                 f"SaladCloud's metadata service answers {path} with {status} {reason}"
@@ -206,3 +216,53 @@ class Reallocation:
             extra={"action": "reallocation", "reason": reason},
         )
         return True
+
+
+async def retry_until_fixed(
+    attempt: Callable[[], Awaitable[Result]],
+    *,
+    stop: asyncio.Event,
+    set_waiting: Callable[[bool], None],
+    has_worked: Callable[[], bool],
+) -> Result | None:
+    """Repeats *attempt* until it succeeds; None if *stop* or `GIVE_UP_SECONDS` ended the waiting.
+
+    An exit code is an instruction to SaladCloud: after any but 0 the node is blocked for the group
+    and its container moved, after 0 it may be restarted where it is. So workers that ended because
+    a SAS token expired or the storage is down would use up one node after the other, or restart in
+    a loop, all of them billed. They wait instead; meanwhile the probes' `/started` and `/live` are
+    true, `/ready` is not. In the end the code is 0: the node is not at fault.
+
+    If the last attempt got as far as working (*has_worked*), pauses and time start anew. A
+    NodeError is raised at once.
+    """
+    pauses, waiting_since = 0, time.monotonic()
+    while True:
+        try:
+            return await attempt()
+        except (errors.SetupError, errors.TransientError) as error:
+            if has_worked():
+                pauses, waiting_since = 0, time.monotonic()
+            waited_seconds = time.monotonic() - waiting_since
+            longest = min(FIRST_PAUSE_SECONDS * 2**pauses, LONGEST_PAUSE_SECONDS)
+            if waited_seconds + longest > GIVE_UP_SECONDS:
+                log.error(  # noqa: TRY400 - its message says it all
+                    "giving up after %.0f s: %s",
+                    waited_seconds,
+                    error,
+                    extra={"action": "setup_given_up"},
+                )
+                return None
+            seconds = retry.backoff(pauses, FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS)
+            log.error(  # noqa: TRY400
+                "no node could work like this, retrying in %.0f s: %s",
+                seconds,
+                error,
+                extra={"action": "setup_awaited", "error": type(error).__name__},
+            )
+        set_waiting(True)
+        await tasks.first_of(stop.wait(), timeout_seconds=seconds)
+        set_waiting(False)
+        if stop.is_set():
+            return None
+        pauses += 1
