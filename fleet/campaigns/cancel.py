@@ -4,18 +4,16 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from datetime import datetime
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from fleet import console, options
 from fleet.campaigns import target
 from imagefleet import cancelled, errors
+from imagefleet.records import reader
 from imagefleet.storage.open import Storage
 from imagefleet.storage.settings import StorageSettings
-
-if TYPE_CHECKING:
-    from imagefleet.records.reader import Counts
 
 
 @options.from_settings(StorageSettings)
@@ -60,8 +58,6 @@ def command(
 async def _cancel(
     settings: StorageSettings, campaign: str, *, dry_run: bool, yes: bool, as_json: bool
 ) -> None:
-    from imagefleet.records import reader
-
     async with console.connected(settings) as fleet:
         storage = fleet.storage
         if unsure := await target.check_campaign(storage, campaign):
@@ -87,7 +83,7 @@ async def _cancel(
 
 
 def _describe(
-    storage: Storage, campaign: str, found: Counts, messages: int, *, dry_run: bool
+    storage: Storage, campaign: str, found: reader.Counts, messages: int, *, dry_run: bool
 ) -> None:
     in_queue = f"the queue {storage.queue.name} holds {console.counted(messages, 'message')}"
     left = "an unknown number" if found.pending is None else console.counted(found.pending, "job")
@@ -105,7 +101,7 @@ def _describe(
 
 
 def _record(
-    storage: Storage, campaign: str, found: Counts, messages: int, at: datetime | None
+    storage: Storage, campaign: str, found: reader.Counts, messages: int, at: datetime | None
 ) -> dict[str, Any]:
     return {
         "campaign": campaign,

@@ -9,22 +9,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fleet.export import webdataset
-from fleet.export.sample import Sample
+from fleet.export.formats import OF_IMG2DATASET, Sample, ShardFiles
 from fleet.results.parquet import arrow, cells
 from imagefleet.records import columns
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
-#: Columns of a sample that say nothing here: what failed is not in the file.
-_LEFT_OUT = {"key", "status", "error_message", "original_width", "original_height"}
-
 
 def schema() -> pa.Schema:
     """The columns, with the features by which `datasets` decodes the images."""
     pa = arrow()
     image = pa.field("image", pa.struct([("bytes", pa.binary()), ("path", pa.string())]))
-    told = [field for field in webdataset.schema() if field.name not in _LEFT_OUT]
+    told = [field for field in webdataset.schema() if field.name not in OF_IMG2DATASET]
     features = {"image": {"_type": "Image"}} | {field.name: _feature(field.type) for field in told}
     metadata = {"huggingface": json.dumps({"info": {"features": features}})}
     return pa.schema([image, *told], metadata=metadata)
@@ -40,38 +37,19 @@ def _feature(kind: pa.DataType) -> Any:
     return {"dtype": names.get(kind, str(kind)), "_type": "Value"}
 
 
-class Parquet:
-    """The format."""
-
-    def __init__(self, shards: int) -> None:
-        arrow()
-        self._shards = shards
-
-    def writer(self, folder: Path, number: int, address: columns.Address) -> ParquetImages:
-        return ParquetImages(folder / self._name(number), address)
-
-    def entries(self, number: int) -> list[str]:
-        return [self._name(number)]
-
-    def digests(self, folder: Path, number: int) -> Iterator[str]:
-        with arrow().parquet.ParquetFile(folder / self._name(number)) as file:
-            for group in range(file.num_row_groups):
-                for image in file.read_row_group(group, ["image"])["image"]:
-                    yield hashlib.sha256(image["bytes"].as_buffer()).hexdigest()
-
-    def _name(self, number: int) -> str:
-        return f"data/train-{number:05}-of-{self._shards:05}.parquet"
-
-
-class ParquetImages:
+class Parquet(ShardFiles):
     """A file; each call of `add` is a row group, so that readers need not load all images."""
 
-    def __init__(self, path: Path, address: columns.Address) -> None:
-        path.parent.mkdir(exist_ok=True)
+    def __init__(self, folder: Path, number: int, shards: int) -> None:
+        super().__init__(folder, number, shards)
+        self.entries = [f"data/train-{number:05}-of-{shards:05}.parquet"]
+        self._path = folder / self.entries[0]
+
+    def open(self, address: columns.Address) -> None:
+        self._path.parent.mkdir(exist_ok=True)
         self._address = address
-        self._schema = schema()
         # The images are compressed already.
-        self._file = arrow().parquet.ParquetWriter(path, self._schema, compression="zstd")
+        self._file = arrow().parquet.ParquetWriter(self._path, schema(), compression="zstd")
 
     def add(self, samples: Sequence[Sample]) -> None:
         rows = [
@@ -83,7 +61,13 @@ class ParquetImages:
             if sample.data is not None
         ]
         if rows:
-            self._file.write_table(arrow().Table.from_pylist(rows, self._schema))
+            self._file.write_table(arrow().Table.from_pylist(rows, self._file.schema))
 
     def close(self) -> None:
         self._file.close()
+
+    def digests(self) -> Iterator[str]:
+        with arrow().parquet.ParquetFile(self._path) as file:
+            for group in range(file.num_row_groups):
+                for image in file.read_row_group(group, ["image"])["image"]:
+                    yield hashlib.sha256(image["bytes"].as_buffer()).hexdigest()

@@ -12,7 +12,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fleet.export.sample import FIELDS, SUCCESS, Sample
+from fleet.export.formats import FIELDS, SUCCESS, Sample, ShardFiles
 from fleet.results import parquet
 from fleet.results.parquet import arrow
 from imagefleet.records import columns
@@ -38,63 +38,44 @@ def schema() -> pa.Schema:
     )
 
 
-class Webdataset:
-    """The format."""
-
-    def __init__(self) -> None:
-        arrow()
-
-    def writer(self, folder: Path, number: int, address: columns.Address) -> TarWriter:
-        return TarWriter(folder / f"{number:05}", address)
-
-    def entries(self, number: int) -> list[str]:
-        # img2dataset, too, takes a shard for done once its statistics are there.
-        return [f"{number:05}{end}" for end in (".tar", ".parquet", "_stats.json")]
-
-    def digests(self, folder: Path, number: int) -> Iterator[str]:
-        with tarfile.open(folder / f"{number:05}.tar", "r|") as tar:
-            for member in tar:
-                is_image = member.name.rpartition(".")[2] not in _TEXTS
-                if is_image and (file := tar.extractfile(member)):
-                    yield hashlib.file_digest(file, "sha256").hexdigest()  # type: ignore[arg-type]
-
-
-class TarWriter:
+class Webdataset(ShardFiles):
     """A tar with KEY.png, KEY.txt and KEY.json for each image, and what is said of them."""
 
-    def __init__(self, stem: Path, address: columns.Address) -> None:
-        pa = arrow()
-        self._stem = stem
+    def __init__(self, folder: Path, number: int, shards: int) -> None:
+        super().__init__(folder, number, shards)
+        # img2dataset, too, takes a shard for done once its statistics are there.
+        self.entries = [f"{self.stem}{end}" for end in (".tar", ".parquet", "_stats.json")]
+        self._paths = [folder / entry for entry in self.entries]
+
+    def open(self, address: columns.Address) -> None:
+        tar, rows, _ = self._paths
         self._address = address
-        self._tar = tarfile.open(f"{stem}.tar", "w", format=tarfile.USTAR_FORMAT)  # noqa: SIM115
-        self._parquet = pa.parquet.ParquetWriter(f"{stem}.parquet", schema(), compression="zstd")
+        self._tar = tarfile.open(tar, "w", format=tarfile.USTAR_FORMAT)  # noqa: SIM115
+        self._rows = arrow().parquet.ParquetWriter(rows, schema(), compression="zstd")
         self._statuses = Counter[str]()
-        self._first: datetime | None = None
-        self._last: datetime | None = None
+        self._times: list[datetime] = []
 
     def add(self, samples: Sequence[Sample]) -> None:
         rows = [sample.row(self._address) for sample in samples]
+        times = [*self._times, *(sample.record.at for sample in samples)]
+        self._times = [min(times), max(times)]
         for sample, row in zip(samples, rows, strict=True):
-            at = sample.record.at
-            self._first = at if self._first is None else min(at, self._first)
-            self._last = at if self._last is None else max(at, self._last)
             self._statuses[str(row["error_message"] or SUCCESS)] += 1
             if sample.data is not None:
                 text = json.dumps(row, indent=4, default=datetime.isoformat)
-                self._write(sample, sample.suffix, sample.data)
+                self._write(sample, sample.name.rpartition(".")[2].lower(), sample.data)
                 self._write(sample, "txt", row["caption"].encode())
                 self._write(sample, "json", text.encode())
-        pa = arrow()
-        self._parquet.write_table(pa.Table.from_pylist([*map(parquet.cells, rows)], schema()))
+        told = [*map(parquet.cells, rows)]
+        self._rows.write_table(arrow().Table.from_pylist(told, schema()))
 
     def close(self) -> None:
         self._tar.close()
-        self._parquet.close()
+        self._rows.close()
         count, successes = self._statuses.total(), self._statuses[SUCCESS]
         # img2dataset has the times of its run here. These are of the images, so that the same
         # campaign gives the same shards.
-        first = self._first.timestamp() if self._first else 0.0
-        last = self._last.timestamp() if self._last else 0.0
+        first, last = [at.timestamp() for at in self._times] or [0.0, 0.0]
         stats = {
             "count": count,
             "successes": successes,
@@ -105,8 +86,14 @@ class TarWriter:
             "end_time": last,
             "status_dict": dict(sorted(self._statuses.items())),
         }
-        path = self._stem.with_name(f"{self._stem.name}_stats.json")
-        path.write_text(json.dumps(stats, indent=4), encoding="utf-8")
+        self._paths[2].write_text(json.dumps(stats, indent=4), encoding="utf-8")
+
+    def digests(self) -> Iterator[str]:
+        with tarfile.open(self._paths[0], "r|") as tar:
+            for member in tar:
+                is_image = member.name.rpartition(".")[2] not in _TEXTS
+                if is_image and (file := tar.extractfile(member)):
+                    yield hashlib.file_digest(file, "sha256").hexdigest()  # type: ignore[arg-type]
 
     def _write(self, sample: Sample, suffix: str, data: bytes) -> None:
         member = tarfile.TarInfo(f"{sample.key}.{suffix}")

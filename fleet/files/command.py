@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from fleet import console, options
-from fleet.files import add, arguments, canary, kernels, stored, texts
+from fleet.files import add, arguments, drawing, kernels, stored, texts
 from fleet.files.arguments import MADE, AddOptions, MakeOptions, MakeSettings
 from fleet.files.transfer import Report
 from imagefleet import errors, validation
@@ -190,7 +190,7 @@ def make_command(
     if kind == "kernels":
         made = kernels.make(settings, given.output, dry_run=dry_run)
     elif kind == "canary":
-        made = canary.make(Path(settings.model))
+        made = drawing.make_canary(Path(settings.model))
     else:
         if jobs is None:
             raise errors.SetupError("JOBS is missing: the file of jobs whose prompts are read")

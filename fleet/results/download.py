@@ -37,14 +37,14 @@ class Downloaded:
 
 
 @contextmanager
-def opened(folder: Path, blobs: BlobStore, campaign: str) -> Iterator[Download]:
+def opened(folder: Path, blobs: BlobStore) -> Iterator[Download]:
     """A download into *folder*, which no other process writes to meanwhile."""
     with files.writing(folder), console.only_one(folder, f"{folder} is being downloaded to"):
         partial = folder / _PARTIAL
         shutil.rmtree(partial, ignore_errors=True)  # of a download that was killed
         partial.mkdir(parents=True)
         try:
-            yield Download(folder, blobs, campaign, ignores_case=files.ignores_case(partial))
+            yield Download(folder, blobs, ignores_case=files.ignores_case(partial))
         finally:
             shutil.rmtree(partial, ignore_errors=True)
 
@@ -52,13 +52,10 @@ def opened(folder: Path, blobs: BlobStore, campaign: str) -> Iterator[Download]:
 class Download:
     """Images on their way into a folder, some at once."""
 
-    def __init__(
-        self, folder: Path, blobs: BlobStore, campaign: str, *, ignores_case: bool
-    ) -> None:
+    def __init__(self, folder: Path, blobs: BlobStore, *, ignores_case: bool) -> None:
         self.done = Downloaded()
         self._folder = folder
         self._blobs = blobs
-        self._campaign = campaign
         self._ignores_case = ignores_case
         self._numbers = itertools.count()
 
@@ -78,16 +75,16 @@ class Download:
         if record.size_bytes is not None and files.size_of(path) == record.size_bytes:
             self.done.already_there += 1
             return
-        image = await images.read(self._blobs, record)
-        if image.data is None:
+        data, fault = await images.read(self._blobs, record)
+        if data is None:
             self.done.missing += 1
             if len(self.done.first_missing) < _SHOWN:
                 self.done.first_missing.append(blob)
             return
-        await asyncio.to_thread(self._write, path, image.data)
+        await asyncio.to_thread(self._write, path, data)
         self.done.images += 1
-        self.done.bytes += len(image.data)
-        self.done.changed += image.fault == "changed"
+        self.done.bytes += len(data)
+        self.done.changed += fault == "changed"
 
     def _write(self, path: Path, data: bytes) -> None:
         # Not synced: a file that a power failure has emptied is not of its size.

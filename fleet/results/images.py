@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Literal
 
 from imagefleet import errors
@@ -17,22 +16,14 @@ CONCURRENCY = 32
 Fault = Literal["missing", "changed"]
 
 
-@dataclass(frozen=True, slots=True)
-class Image:
-    """An image's bytes; with a fault, None or not what a worker has stored."""
-
-    data: bytes | None
-    fault: Fault | None = None
-
-
-async def read(blobs: BlobStore, record: Record) -> Image:
-    """Reads the image of a record, which has to have the recorded size."""
+async def read(blobs: BlobStore, record: Record) -> tuple[bytes | None, Fault | None]:
+    """The image of a record; with a fault, None or not what a worker has stored."""
     assert record.blob is not None  # noqa: S101 - every record of an image names it
     name = record.blob
     try:
         data = await RETRIES.call(lambda: blobs.read(name, MAX_IMAGE_BYTES))
     except errors.UnusableFileError:  # larger than any image
-        return Image(None, "changed")
+        return None, "changed"
     if data is None:
-        return Image(None, "missing")
-    return Image(data, None if record.size_bytes in {None, len(data)} else "changed")
+        return None, "missing"
+    return data, None if record.size_bytes in {None, len(data)} else "changed"

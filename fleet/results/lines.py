@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from datetime import datetime
 from typing import Any
 
@@ -15,8 +15,6 @@ from imagefleet.redaction import printable
 
 #: A spreadsheet takes a cell that begins so for a formula.
 _FORMULA = ("=", "+", "-", "@", "\t")
-
-ToText = Callable[[Iterable[Record], columns.Address], str]
 
 
 def json_lines(records: Iterable[Record], address: columns.Address) -> str:

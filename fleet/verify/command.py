@@ -12,6 +12,8 @@ import typer
 from fleet import console, options
 from fleet.campaigns import target
 from fleet.options import Since
+from fleet.verify import pairs, verdict
+from fleet.verify import quarantine as quarantining
 from imagefleet.storage.settings import StorageSettings
 
 #: Lines of each table: about a screen.
@@ -43,8 +45,6 @@ def command(
 
     imagefleet verify --since 2026-12-01T08:00 --quarantine
     """
-    from fleet.verify import pairs, verdict
-
     named = target.read(job)
     moment = options.read_moment("--since", since)
     compared, newest = console.run(_compare(settings, named, moment, quiet=as_json))
@@ -81,8 +81,6 @@ async def _compare(
     settings: StorageSettings, named: target.Target, since: Any, *, quiet: bool
 ) -> tuple[list[Any], Any]:
     """The pairs, and when the newest second drawing was stored."""
-    from fleet.verify import pairs
-
     async with console.connected(settings) as fleet:
         storage = fleet.storage
         await target.check_campaign(storage, named.campaign)
@@ -93,11 +91,9 @@ async def _compare(
 
 
 async def _quarantine(settings: StorageSettings, workers: Sequence[str]) -> list[str]:
-    from fleet.verify import quarantine
-
     async with console.connected(settings) as fleet:
         reason = "its images differ from those of other workers (imagefleet verify)"
-        return await quarantine.add(fleet.storage.files, workers, reason)
+        return await quarantining.add(fleet.storage.files, workers, reason)
 
 
 @dataclass(frozen=True, slots=True)
