@@ -11,12 +11,11 @@ import typer
 
 from fleet import console, options
 from fleet.campaigns import target
-from fleet.export import manifest
-from fleet.export.manifest import Manifest
-from fleet.export.plan import WORK, Format, Plan, Work, check_empty
+from fleet.export import plan as plans
+from fleet.export.plan import WORK, Format, Manifest, Plan, Work
 from fleet.export.shards import Exporter
 from fleet.results import files
-from fleet.results.parquet import arrow
+from fleet.results.forms import arrow
 from imagefleet import errors
 from imagefleet.records import reader
 from imagefleet.records.damaged import Damaged
@@ -97,7 +96,7 @@ async def _export(
         storage = fleet.storage
         wanted = wanted.model_copy(update={"storage": absolute_url(storage)})
         with files.writing(folder):
-            found = manifest.read(folder)
+            found = plans.read_manifest(folder)
             if found is None:
                 found = await _make(storage, folder, wanted, quiet=quiet)
             else:
@@ -118,14 +117,14 @@ async def _make(storage: Storage, folder: Path, wanted: Plan, *, quiet: bool) ->
             raise errors.SetupError(
                 f"campaign {wanted.campaign} has no images yet: nothing to export"
             )
-        check_empty(folder)
+        plans.check_empty(folder)
     with contextlib.closing(Work(folder)) as work:
         plan = work.plan() or await _plan(storage, folder, work, wanted, quiet=quiet)
         _check_same(plan, wanted, folder)
         with console.counting("exported", plan.images, quiet=quiet) as on_images:
             shards = await Exporter(folder, work, plan, storage.blobs).run(on_images)
-    made = manifest.of(plan, shards)
-    manifest.write(folder, made)
+    made = plans.manifest_of(plan, shards)
+    plans.write_manifest(folder, made)
     return made
 
 

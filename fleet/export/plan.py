@@ -1,4 +1,4 @@
-"""What goes into which shard, decided once: a resumed export goes on with the same plan.
+"""What goes into which shard, decided once, and what was made of it: `manifest.json`.
 
 The records are sorted by the names of their images, so that the shards of a campaign are the same
 whoever exports it. SQLite sorts them on the disk: memory is flat.
@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import asyncio
 import sqlite3
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from importlib import metadata
 from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from fleet.results import files
 from imagefleet import errors
 from imagefleet.records.damaged import Damaged
 from imagefleet.records.record import Record
@@ -140,3 +142,109 @@ class Work:
     def _list(self, records: Sequence[Record]) -> None:
         rows = ((each.blob, each.at.timestamp(), each.size_bytes, each.line()) for each in records)
         self._db.executemany("INSERT INTO listed VALUES(?, ?, ?, ?)", rows)
+
+
+MANIFEST = "manifest.json"
+
+#: Named of the images that are missing or changed; a shard's Parquet file has all of them.
+_NAMED = 1_000
+
+
+class File(BaseModel):
+    """A file of a shard."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    bytes: int
+    sha256: str
+
+
+class Shard(BaseModel):
+    """A shard that is complete."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    name: str
+    images: int
+    bytes: int
+    """Bytes of all images together."""
+    files: dict[str, File]
+    """Files by their path in the folder; of an image folder, its metadata with all hashes."""
+    missing: list[str]
+    changed: list[str]
+
+
+class Manifest(BaseModel):
+    """The whole export."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    format: Format
+    campaign: str
+    storage: str
+    imagefleet: str
+    shard_size: int
+    images: int
+    bytes: int
+    missing: int
+    changed: int
+    left_out: int
+    """Records that are damaged, or whose image is none of the campaign's."""
+    first_missing: list[str]
+    first_changed: list[str]
+    shards: list[Shard]
+
+    @property
+    def is_whole(self) -> bool:
+        """Every image that the records promise is there, as it was recorded."""
+        return not (self.missing or self.changed or self.left_out)
+
+
+def manifest_of(plan: Plan, shards: Iterable[Shard]) -> Manifest:
+    """The manifest of the shards of a plan."""
+    done = list(shards)
+    missing = [name for shard in done for name in shard.missing]
+    changed = [name for shard in done for name in shard.changed]
+    return Manifest(
+        format=plan.format,
+        campaign=plan.campaign,
+        storage=plan.storage,
+        imagefleet=metadata.version("imagefleet"),
+        shard_size=plan.shard_size,
+        images=sum(shard.images for shard in done),
+        bytes=sum(shard.bytes for shard in done),
+        missing=len(missing),
+        changed=len(changed),
+        left_out=plan.left_out,
+        first_missing=missing[:_NAMED],
+        first_changed=changed[:_NAMED],
+        shards=[each.model_copy(update={"missing": [], "changed": []}) for each in done],
+    )
+
+
+def write_manifest(folder: Path, manifest: Manifest) -> None:
+    with files.whole(folder / MANIFEST) as draft:
+        draft.write_text(manifest.model_dump_json(indent=2) + "\n", encoding="utf-8")
+
+
+def read_manifest(folder: Path) -> Manifest | None:
+    """The manifest of a finished export; None if there is none.
+
+    Raises:
+        SetupError: it is none of an export, or some of its files are not there any more.
+    """
+    try:
+        found = Manifest.model_validate_json((folder / MANIFEST).read_bytes())
+    except FileNotFoundError:
+        return None
+    except ValidationError:
+        raise errors.SetupError(
+            f"{folder / MANIFEST} is not of this version of imagefleet: choose another folder"
+        ) from None
+    for shard in found.shards:
+        for name, file in shard.files.items():
+            if files.size_of(folder / name) != file.bytes:
+                raise errors.SetupError(
+                    f"{folder / name} is not as {MANIFEST} says: export into another folder"
+                )
+    return found

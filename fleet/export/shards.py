@@ -15,13 +15,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from fleet.export.formats import Sample, ShardFiles
-from fleet.export.imagefolder import METADATA, Imagefolder
-from fleet.export.manifest import File, Shard
-from fleet.export.parquet import Parquet
-from fleet.export.plan import WORK, Plan, Work
-from fleet.export.webdataset import Webdataset
-from fleet.results import files, images
+from fleet.export.formats import METADATA, Imagefolder, Parquet, Sample, ShardFiles, Webdataset
+from fleet.export.plan import WORK, File, Plan, Shard, Work
+from fleet.results import download, files
 from imagefleet import concurrency, errors
 from imagefleet.records.record import Record
 from imagefleet.storage.protocol import BlobStore
@@ -93,11 +89,11 @@ class Exporter:
         return shard
 
     async def _fetch(self, batch: Sequence[tuple[str, Record]]) -> list[Sample]:
-        turn = asyncio.Semaphore(images.CONCURRENCY)
+        turn = asyncio.Semaphore(download.CONCURRENCY)
 
         async def read(key: str, record: Record) -> Sample:
             async with turn:
-                data, fault = await images.read(self.blobs, record)
+                data, fault = await download.read(self.blobs, record)
             return Sample(key, record, None if fault else data, fault)
 
         return list(await concurrency.gather(*(read(*each) for each in batch)))

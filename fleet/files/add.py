@@ -11,12 +11,14 @@ import io
 import tarfile
 import tempfile
 from collections.abc import AsyncIterator, Callable
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Annotated
+
+import typer
 
 from fleet import console
 from fleet.files import drawing, kernels, transfer
-from fleet.files.arguments import AddOptions
 from fleet.files.stored import Listing
 from fleet.files.transfer import Ready, Report
 from imagefleet import errors
@@ -28,6 +30,15 @@ from imagefleet.storage.settings import SignerSettings
 from worker.files import addresses, check
 from worker.node import reference
 
+Manifest = Annotated[
+    bool,
+    typer.Option(
+        "--manifest",
+        help="List its hash in the folder's manifest.json even if there is none yet; with a"
+        " signing key, also sign one that is not signed, with all that it lists.",
+    ),
+]
+
 #: Marks a folder in diffusers format; one without it is a checkpoint all the same.
 _INDEX = "model_index.json"
 _LEAST_INDEX = b'{"_class_name": "StableDiffusionPipeline"}'
@@ -37,6 +48,36 @@ _PARTS = (
     *("unet", "vae", "text_encoder", "text_encoder_2", "tokenizer", "tokenizer_2", "scheduler"),
 )
 _SUFFIXES = frozenset({".json", ".txt", ".safetensors"})
+
+
+@dataclass(frozen=True, slots=True)
+class AddOptions:
+    """The options of `files add`; some are for certain kinds alone."""
+
+    name: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="Its name for jobs or workers; by default the file's."),
+    ] = None
+    sha256: Annotated[
+        str | None,
+        typer.Option(
+            "--sha256",
+            "--model-sha256",
+            metavar="HEX",
+            help="The SHA-256 that the file must have; required for plain http://.",
+        ),
+    ] = None
+    cache: Annotated[
+        Path, typer.Option(metavar="FOLDER", help="Where a download is kept until it is stored.")
+    ] = Path("~/.cache/imagefleet")
+    test: Annotated[
+        bool,
+        typer.Option("--test/--no-test", help="Draw a model's images first, if torch is there."),
+    ] = True
+    replace: Annotated[
+        bool, typer.Option("--replace", help="Replace other kernels for the same GPU.")
+    ] = False
+    manifest: Manifest = False
 
 
 async def add(

@@ -13,7 +13,6 @@ from fleet import console, options
 from fleet.campaigns import target
 from fleet.options import Since
 from fleet.redo import replace, select
-from fleet.redo.jobs import JobFinder, by_key
 from fleet.verify import quarantine
 from imagefleet import errors
 from imagefleet.storage.open import Storage
@@ -99,7 +98,8 @@ def command(
     wanted = which.wanted()
     given = {}
     if jobs is not None:
-        given = by_key(sources.open_source(str(jobs), key=settings.keys().signing).bodies(0))
+        source = sources.open_source(str(jobs), key=settings.keys().signing)
+        given = replace.by_key(source.bodies(0))
     result = console.run(_run(settings, wanted, given, dry_run=dry_run, yes=yes, quiet=as_json))
     if as_json:
         console.print_json(result)
@@ -143,7 +143,7 @@ async def _run(
         cost = "" if found.dollars is None else f", which took about ${found.dollars:,.2f}"
         images = console.counted(len(found.images), "image")
         console.confirm(f"Have {images} drawn again{cost}?", yes=yes)
-        finder = JobFinder(storage.blobs, given, fleet.keys.trusted)
+        finder = replace.JobFinder(storage.blobs, given, fleet.keys.trusted)
         await finder.list_duplicates(wanted.named.prefix)
         replaced = replace.Replaced()
         with console.counting("replaced", len(found.images), quiet=quiet) as on_image:

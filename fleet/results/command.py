@@ -15,7 +15,7 @@ import typer
 
 from fleet import console, options
 from fleet.campaigns import target
-from fleet.results import download, files, lines, parquet, table
+from fleet.results import download, files, forms
 from imagefleet import errors
 from imagefleet.job.message import DEFAULT_CAMPAIGN
 from imagefleet.records import reader
@@ -43,7 +43,7 @@ class Output:
     as_json: options.AsJsonLines = False
     form: Annotated[
         Literal["csv", "parquet"] | None,
-        typer.Option("--format", help="Rows of CSV, or a file of Parquet; not a table."),
+        typer.Option("--format", help="Rows of CSV, or a file of Parquet; not a forms."),
     ] = None
     output: Annotated[
         Path | None,
@@ -59,7 +59,7 @@ class Output:
         bool,
         typer.Option("--follow", help="Go on with new results until the campaign's end or Ctrl-C."),
     ] = False
-    outcome: Annotated[list[Outcome] | None, typer.Option(help="Only these; repeatable.")] = None
+    outcome: Annotated[list[Outcome] | None, typer.Option(help="Only these; repeaforms.")] = None
     limit: Annotated[
         int | None,
         typer.Option(min=1, metavar="COUNT", help="At most so many [default: all; table: 20]."),
@@ -178,7 +178,7 @@ async def _run(settings: StorageSettings, campaign: str, to: Output) -> bool:
                 elif to.form == "parquet" and to.output is not None:
                     with console.counting("written", await results.total()) as on_records:
                         address = fleet.storage.blobs.address
-                        await parquet.write(results.records(), to.output, address, on_records)
+                        await forms.write_parquet(results.records(), to.output, address, on_records)
                 elif to.as_json or to.form == "csv":
                     await _write_lines(results)
                 else:
@@ -191,11 +191,11 @@ async def _run(settings: StorageSettings, campaign: str, to: Output) -> bool:
 
 async def _write_lines(results: _Results) -> None:
     is_csv, path = results.to.form == "csv", results.to.output
-    to_text = lines.csv_lines if is_csv else lines.json_lines
+    to_text = forms.csv_lines if is_csv else forms.json_lines
     total = None if path is None else await results.total()
     with _text_file(path) as file, console.counting("written", total, quiet=path is None) as on:
         if is_csv:
-            file.write(lines.csv_header())
+            file.write(forms.csv_header())
         async for records in results.records():
             file.write(to_text(records, results.storage.blobs.address))
             on(len(records))
@@ -248,12 +248,12 @@ async def _show(results: _Results) -> None:
     # Before the tables, so that none is in neither.
     shown_until = await reader.end(storage, campaign) if to.follow else None
     counts = await reader.counts(storage, campaign)
-    console.print_tables(table.counts_table(counts))
+    console.print_tables(forms.counts_table(counts))
     limit = to.limit or _SHOWN
     shown = 0
     for outcomes, to_table in (
-        (to.outcomes & {"completed"}, table.images_table),
-        (to.outcomes - {"completed"}, table.ended_table),
+        (to.outcomes & {"completed"}, forms.images_table),
+        (to.outcomes - {"completed"}, forms.ended_table),
     ):
         found = reader.results(storage, campaign, outcomes, results.damaged, limit)
         records = [record async for some in found for record in some]
@@ -269,4 +269,4 @@ async def _show(results: _Results) -> None:
         left = None if to.limit is None else to.limit - shown
         async for batch in results.followed(left, shown_until):
             for record in batch:
-                console.print_plain(table.line(record))
+                console.print_plain(forms.line(record))

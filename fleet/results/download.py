@@ -1,4 +1,4 @@
-"""Downloads the images of results into a folder; what is there already is not read again."""
+"""Reads images by their records, and downloads them; what is there already is not read again."""
 
 from __future__ import annotations
 
@@ -9,12 +9,34 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
 from fleet import console
-from fleet.results import files, images
-from imagefleet import concurrency
+from fleet.results import files
+from imagefleet import concurrency, errors
+from imagefleet.job.message import MAX_IMAGE_BYTES
 from imagefleet.records.record import Record
 from imagefleet.storage.protocol import BlobStore
+from imagefleet.submit import RETRIES
+
+#: Reads at the same time: an image has some 400 KB.
+CONCURRENCY = 32
+
+Fault = Literal["missing", "changed"]
+
+
+async def read(blobs: BlobStore, record: Record) -> tuple[bytes | None, Fault | None]:
+    """The image of a record; with a fault, None or not what a worker has stored."""
+    assert record.blob is not None  # noqa: S101 - every record of an image names it
+    name = record.blob
+    try:
+        data = await RETRIES.call(lambda: blobs.read(name, MAX_IMAGE_BYTES))
+    except errors.UnusableFileError:  # larger than any image
+        return None, "changed"
+    if data is None:
+        return None, "missing"
+    return data, None if record.size_bytes in {None, len(data)} else "changed"
+
 
 #: Below the folder: what is not yet whole.
 _PARTIAL = ".partial"
@@ -66,7 +88,7 @@ class Download:
             await self._fetch(record)
             on_image()
 
-        await concurrency.for_each(records, fetch, images.CONCURRENCY)
+        await concurrency.for_each(records, fetch, CONCURRENCY)
 
     async def _fetch(self, record: Record) -> None:
         blob = record.blob or ""
@@ -75,7 +97,7 @@ class Download:
         if record.size_bytes is not None and files.size_of(path) == record.size_bytes:
             self.done.already_there += 1
             return
-        data, fault = await images.read(self._blobs, record)
+        data, fault = await read(self._blobs, record)
         if data is None:
             self.done.missing += 1
             if len(self.done.first_missing) < _SHOWN:

@@ -260,7 +260,7 @@ async def test_a_disk_that_changes_what_it_stores_is_noticed(
     def lie(*_: object) -> Iterator[str]:
         yield "0" * 64
 
-    monkeypatch.setattr("fleet.export.webdataset.Webdataset.digests", lie)
+    monkeypatch.setattr("fleet.export.formats.Webdataset.digests", lie)
 
     result = await export(code=1)
 
