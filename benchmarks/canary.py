@@ -33,7 +33,7 @@ from imagefleet.files import demo
 from imagefleet.likeness import Fingerprint
 from worker.engine import contract, load
 from worker.engine import device as devices
-from worker.node import images, reference
+from worker.node import reference, self_check
 
 MODEL = demo.TRAINED
 THINGS = ("star", "heart", "house", "tree", "boat", "car", "mushroom", "cup", "apple", "cat")
@@ -233,8 +233,8 @@ def row(one: list[Fingerprint], other: list[Fingerprint], *, is_right: bool) -> 
 
 def fingerprint_milliseconds() -> dict[str, float]:
     pixels = np.random.default_rng(0).integers(0, 256, (512, 512, 3)).astype(np.uint8)
-    found, checks = likeness.fingerprint(pixels), images.ImageChecks()
-    for seed in range(images.RECENT):
+    found, checks = likeness.fingerprint(pixels), self_check.ImageChecks()
+    for seed in range(self_check.RECENT):
         checks.repetition(found + seed, seed, (512, 512))
     return {
         "fingerprint": round(median(lambda: likeness.fingerprint(pixels)), 3),

@@ -21,11 +21,10 @@ from imagefleet.storage.open import open_storage
 from imagefleet.storage.settings import StorageSettings
 from worker.engine import contract, load
 from worker.engine import device as devices
-from worker.files.embeddings import EmbeddingLibrary
-from worker.files.library import FileLibrary
+from worker.files.library import EmbeddingLibrary, FileLibrary
 from worker.inputs.img2img import Overlay
 from worker.inputs.reader import InputReader, Inputs
-from worker.stages import encode, infotext
+from worker.stages import encode
 from worker.stages.prepare import PREPARERS, requests_of
 
 
@@ -108,7 +107,7 @@ def _write(image: _Image, pixels: contract.Pixels, model: str, folder: Path) -> 
         pixels = overlay.put_over(pixels)
     size = request.width, request.height
     is_cut_out = overlay is not None and overlay.box is not None
-    text = infotext.parameters(job, image.index, size, model, is_cut_out=is_cut_out)
+    text = encode.parameters(job, image.index, size, model, is_cut_out=is_cut_out)
     encoded = encode.encode(pixels, job.output, text, text_for_image(job.to_message(), job))
     name = job.blob_name(image.index).partition("/")[2]
     console.write_file(folder / name, encoded.data)
@@ -120,7 +119,7 @@ async def _images(jobs: Sequence[Job], setup: Setup, engine: contract.Engine) ->
         address = f"local:{empty}/storage"
         async with open_storage(StorageSettings(storage=address)) as storage:
             await storage.create()
-            loras = FileLibrary.stored(
+            loras = FileLibrary(
                 storage.files,
                 LORA,
                 directory=setup.lora_directory,

@@ -2,83 +2,25 @@
 
 from __future__ import annotations
 
-import os
-import re
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.table import Table
 
-from evaluation.score import metrics, session, table
+from evaluation.score import metrics, session
 from evaluation.score.extractors import DEMO
+from evaluation.score.session import Computing, Networks
 from fleet import console, options
 from fleet.campaigns import target
 from imagefleet import errors
 from imagefleet.scoring import curve as drawing
-from imagefleet.scoring.scores import Scores, facts
+from imagefleet.scoring.scores import GroupScores, Scores, facts
 from imagefleet.storage.settings import StorageSettings
 
-#: More only wait for the storage, and each has the networks in memory.
-_MOST_PROCESSES = 4
-
-_PART = re.compile(r"([1-9]\d{0,3})/([1-9]\d{0,3})")
-
-
-@dataclass(frozen=True, slots=True)
-class Networks:
-    """What the images are compared with, and by which networks."""
-
-    reference: Annotated[
-        str | None,
-        typer.Option(
-            metavar="FOLDER|STATISTICS",
-            help="Pictures to compare with, or an .npz of theirs: of --write-reference, or with"
-            " `mu` and `sigma` of pytorch-fid or clean-fid, for FID alone.",
-        ),
-    ] = None
-    extractor: Annotated[
-        str | None,
-        typer.Option(
-            metavar="FILE",
-            help="Network for FID and KID: TorchScript (Inception's, say) or ONNX. `demo`: that of"
-            " the demo checkpoint, for all figures.",
-        ),
-    ] = None
-    clip: Annotated[
-        str | None,
-        typer.Option(
-            metavar="FOLDER", help="CLIP of transformers or open_clip, for CLIP score and CMMD."
-        ),
-    ] = None
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto"
-
-
-@dataclass(frozen=True, slots=True)
-class Work:
-    """How the features are computed."""
-
-    processes: Annotated[
-        int | None,
-        typer.Option(min=1, max=256, help="At the same time. [default: the cores, at most 4]"),
-    ] = None
-    state: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FOLDER", help="Features, to go on after an interruption [default: NAME-score]."
-        ),
-    ] = None
-    part: Annotated[
-        str | None,
-        typer.Option(
-            metavar="K/N",
-            help="Only one of N parts of the features: for several machines, whose folders --state"
-            " are then copied into one.",
-        ),
-    ] = None
-    follow: Annotated[bool, typer.Option("--follow", help="Wait until the campaign has ended.")] = (
-        False
-    )
+#: Facts of a group that differ in one sweep and not in another.
+_VARIED = ("sampler", "steps", "model", "lora", "lora_strength")
 
 
 @options.from_settings(StorageSettings)
@@ -87,7 +29,7 @@ def command(
     settings: StorageSettings,
     campaign: target.Campaign,
     networks: Networks,
-    work: Work,
+    computing: Computing,
     write_reference: Annotated[
         Path | None,
         typer.Option(metavar="STATISTICS", help="Write those of the folder --reference."),
@@ -115,22 +57,9 @@ def command(
     _check(reference, extractor, clip, write_reference)
     for path in (write_reference, output, json_file):
         console.check_writable(path)
-    folder = work.state or Path(f"{campaign}-score")
-    asked = session.Asked(
-        settings,
-        campaign,
-        reference,
-        extractor,
-        clip,
-        networks.device,
-        folder,
-        work.processes or min(os.cpu_count() or 1, _MOST_PROCESSES),
-        _read_part(work.part),
-        write_reference,
-        work.follow,
-        quiet=as_json,
-    )
-    with console.only_one(folder, f"{folder} is being scored in"):
+    networks = replace(networks, reference=reference, clip=clip)
+    asked = session.Asked(settings, campaign, networks, computing, write_reference, quiet=as_json)
+    with console.only_one(asked.folder, f"{asked.folder} is being scored in"):
         scores = session.run(asked)
     if scores is None:
         return
@@ -154,17 +83,6 @@ def _check(
         raise errors.SetupError("--write-reference needs --reference with a folder of pictures")
 
 
-def _read_part(text: str | None) -> tuple[int, int]:
-    if text is None:
-        return 1, 1
-    found = _PART.fullmatch(text)
-    if found is None or int(found[1]) > int(found[2]):
-        raise errors.SetupError(
-            f"--part {text[:20]}: should be K/N, such as 2/3 for the second third"
-        )
-    return int(found[1]), int(found[2])
-
-
 def _show(scores: Scores, curve: Path | None, json_file: Path | None, *, as_json: bool) -> None:
     figures = scores.model_dump()
     if json_file is not None:
@@ -180,9 +98,41 @@ def _show(scores: Scores, curve: Path | None, json_file: Path | None, *, as_json
     if as_json:
         console.print_json(figures)
         return
-    console.print_tables(table.table(scores))
+    console.print_tables(_table(scores))
     console.print_plain("")
     console.print_facts(facts(scores))
+
+
+def _table(scores: Scores) -> Table:
+    """The figures by group, with those of its facts that differ from group to group."""
+    varied = [name for name in _VARIED if len({getattr(g, name) for g in scores.groups}) > 1]
+    rows = console.table(
+        console.name_column("group"),
+        console.number_column("guidance"),
+        *map(console.name_column, (name.replace("_", " ") for name in varied)),
+        *map(console.number_column, ("images", "FID", "KID", "CLIP", "CMMD")),
+    )
+    for group in scores.groups:
+        facts = (
+            "" if getattr(group, name) is None else str(getattr(group, name)) for name in varied
+        )
+        rows.add_row(
+            console.untrusted(group.group),
+            "-" if group.cfg_scale is None else f"{group.cfg_scale:g}",
+            *map(console.untrusted, facts),
+            f"{group.images:,}",
+            *_figures(group),
+        )
+    return rows
+
+
+def _figures(group: GroupScores) -> tuple[str, ...]:
+    return (
+        console.number(group.fid, 3),
+        console.number(group.kid, 5),
+        console.number(group.clip, 3),
+        console.number(group.cmmd, 4),
+    )
 
 
 def _warn(scores: Scores) -> None:

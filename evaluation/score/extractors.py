@@ -3,25 +3,52 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any, Protocol, runtime_checkable
+from typing import Annotated, Any, Literal, Protocol, runtime_checkable
 
+import numpy as np
 from PIL import Image
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic.dataclasses import dataclass as validated
 
-from evaluation.score.resize import DESCRIPTIONS, Preparation
 from evaluation.score.statistics import Features
 from imagefleet import errors, validation
 
 #: The extractor that needs no file.
 DEMO = "demo"
 
-#: Inception's, where no JSON beside the file says otherwise.
-_INCEPTION_SIZE = 299
-_INCEPTION_CENTRE = 128.0
+#: For people, by the name of the resize.
+DESCRIPTIONS = {
+    "clean-fid": "PIL bicubic with antialiasing in float32, as clean-fid",
+    "clip": "PIL bicubic with antialiasing of the shorter side, then the centre, as CLIP",
+}
+
+_WHITE = 255.0
+
+_Positive = Annotated[float, Field(gt=0)]
+
+
+@validated(frozen=True, config=ConfigDict(extra="forbid", hide_input_in_errors=True))
+class Preparation:
+    """What is done to an image before a network sees it; *mean* and *std* are out of 255.
+
+    By default what clean-fid does for Inception: 299 pixels, -1 to 1.
+    """
+
+    size: Annotated[int, Field(ge=8, le=4096)] = 299
+    mean: tuple[float, float, float] = (128.0,) * 3
+    std: tuple[_Positive, _Positive, _Positive] = (128.0,) * 3
+    resize: Literal["clean-fid", "clip"] = "clean-fid"
+
+    def array(self, images: Sequence[Image.Image]) -> Features:
+        """[images, 3, size, size], normalised."""
+        resized = clean_fid if self.resize == "clean-fid" else clip_crop
+        stacked = np.stack([resized(image, self.size) for image in images])
+        mean, std = (np.array(each, np.float32) for each in (self.mean, self.std))
+        normalised = (stacked - mean) / std
+        return np.ascontiguousarray(normalised.transpose(0, 3, 1, 2), np.float32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,20 +86,8 @@ class TextExtractor(Extractor, Protocol):
         """[texts, dimensions]."""
 
 
-class _Input(BaseModel):
-    """The JSON beside a file: `inception.pt.json`."""
-
-    model_config = ConfigDict(extra="forbid", hide_input_in_errors=True)
-
-    size: Annotated[int, Field(ge=8, le=4096)] = _INCEPTION_SIZE
-    mean: tuple[float, float, float] = (_INCEPTION_CENTRE,) * 3
-    std: tuple[
-        Annotated[float, Field(gt=0)], Annotated[float, Field(gt=0)], Annotated[float, Field(gt=0)]
-    ] = (_INCEPTION_CENTRE,) * 3
-
-
 def read_preparation(path: Path) -> Preparation | None:
-    """What the JSON beside a file says of its input; None if there is none.
+    """What the JSON beside a file, such as `inception.pt.json`, says; None if there is none.
 
     Raises:
         SetupError: it is not valid.
@@ -81,17 +96,11 @@ def read_preparation(path: Path) -> Preparation | None:
     if not beside.exists():
         return None
     try:
-        found = _Input.model_validate(json.loads(beside.read_text(encoding="utf-8")))
+        return TypeAdapter(Preparation).validate_json(beside.read_bytes())
     except ValidationError as error:
         raise errors.SetupError(f"{beside}: {validation.sentence(error)}") from None
-    except (OSError, ValueError) as error:
+    except OSError as error:
         raise errors.SetupError(f"cannot read {beside}: {error}") from None
-    return Preparation(found.size, found.mean, found.std)
-
-
-def inception_preparation() -> Preparation:
-    """That of Inception as clean-fid uses it: 299 pixels, -1 to 1."""
-    return Preparation(_INCEPTION_SIZE, (_INCEPTION_CENTRE,) * 3, (_INCEPTION_CENTRE,) * 3)
 
 
 def sha256_of(path: Path) -> str:
@@ -101,3 +110,28 @@ def sha256_of(path: Path) -> str:
             return hashlib.file_digest(file, "sha256").hexdigest()
     except OSError as error:
         raise errors.SetupError(f"cannot read {path}: {error.strerror or error}") from None
+
+
+def clean_fid(image: Image.Image, size: int) -> Features:
+    """[size, size, 3] in 0..255: each channel resized in float32, without rounding to 8 bits.
+
+    https://github.com/GaParmar/clean-fid, `make_resizer("PIL", False, "bicubic", ...)`
+    """
+    pixels = np.asarray(image.convert("RGB"), np.float32)
+    channels = [
+        np.asarray(
+            Image.fromarray(pixels[..., channel]).resize((size, size), Image.Resampling.BICUBIC)
+        )
+        for channel in range(3)
+    ]
+    return np.stack(channels, axis=2).clip(0, _WHITE)
+
+
+def clip_crop(image: Image.Image, size: int) -> Features:
+    """[size, size, 3] in 0..255: the shorter side resized in 8 bits, and the centre of the rest."""
+    image = image.convert("RGB")
+    short = min(image.size)
+    width, height = (max(size, int(size * side / short)) for side in image.size)
+    image = image.resize((width, height), Image.Resampling.BICUBIC)
+    left, top = (width - size) // 2, (height - size) // 2
+    return np.asarray(image.crop((left, top, left + size, top + size)), np.float32)

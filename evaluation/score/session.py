@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import re
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
+
+import typer
 
 from evaluation.score import plan, reference, scores
 from evaluation.score import run as running
@@ -15,28 +20,99 @@ from evaluation.score.plan import Chunk, Plan
 from evaluation.score.reference import Reference
 from fleet import console
 from fleet.campaigns import target
+from imagefleet import errors
 from imagefleet.records import reader
 from imagefleet.scoring.scores import Scores
 from imagefleet.storage.settings import StorageSettings
 
+#: More only wait for the storage, and each has the networks in memory.
+_MOST_PROCESSES = 4
+
+_PART = re.compile(r"([1-9]\d{0,3})/([1-9]\d{0,3})")
+
+
+@dataclass(frozen=True, slots=True)
+class Networks:
+    """What the images are compared with, and by which networks."""
+
+    reference: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FOLDER|STATISTICS",
+            help="Pictures to compare with, or an .npz of theirs: of --write-reference, or with"
+            " `mu` and `sigma` of pytorch-fid or clean-fid, for FID alone.",
+        ),
+    ] = None
+    extractor: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE",
+            help="Network for FID and KID: TorchScript (Inception's, say) or ONNX. `demo`: that of"
+            " the demo checkpoint, for all figures.",
+        ),
+    ] = None
+    clip: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FOLDER", help="CLIP of transformers or open_clip, for CLIP score and CMMD."
+        ),
+    ] = None
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto"
+
+
+@dataclass(frozen=True, slots=True)
+class Computing:
+    """How the features are computed."""
+
+    processes: Annotated[
+        int | None,
+        typer.Option(min=1, max=256, help="At the same time. [default: the cores, at most 4]"),
+    ] = None
+    state: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FOLDER", help="Features, to go on after an interruption [default: NAME-score]."
+        ),
+    ] = None
+    part: Annotated[
+        str | None,
+        typer.Option(
+            metavar="K/N",
+            help="Only one of N parts of the features: for several machines, whose folders --state"
+            " are then copied into one.",
+        ),
+    ] = None
+    follow: Annotated[bool, typer.Option("--follow", help="Wait until the campaign has ended.")] = (
+        False
+    )
+
+    @property
+    def chosen_part(self) -> tuple[int, int]:
+        """The second number of parts, of which this run computes the first; raises SetupError."""
+        if self.part is None:
+            return 1, 1
+        found = _PART.fullmatch(self.part)
+        if found is None or int(found[1]) > int(found[2]):
+            raise errors.SetupError(
+                f"--part {self.part[:20]}: should be K/N, such as 2/3 for the second third"
+            )
+        return int(found[1]), int(found[2])
+
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """What the options ask for."""
+    """What the options ask for; *folder* keeps the features."""
 
     settings: StorageSettings
     campaign: str
-    reference: str | None
-    extractor: str | None
-    clip: str | None
-    device: str
-    folder: Path
-    processes: int
-    part: tuple[int, int]
-    """The second number of parts, of which this run computes the first."""
+    networks: Networks
+    computing: Computing
     write_reference: Path | None
-    follow: bool
     quiet: bool
+
+    @property
+    def folder(self) -> Path:
+        return self.computing.state or Path(f"{self.campaign}-score")
 
 
 def run(asked: Asked) -> Scores | None:
@@ -45,10 +121,11 @@ def run(asked: Asked) -> Scores | None:
     Raises:
         FleetError: an extractor, the reference or the storage cannot be used.
     """
-    device = load.find_device((asked.extractor, asked.clip), asked.device)
-    work = running.Work(asked.settings, (), asked.extractor, asked.clip, device)
-    extractor, clip = (each.facts if each else None for each in work.loaded)
-    number, parts = asked.part
+    networks = asked.networks
+    number, parts = asked.computing.chosen_part
+    device = load.find_device((networks.extractor, networks.clip), networks.device)
+    work = running.Work(asked.settings, (), networks.extractor, networks.clip, device)
+    extractor, clip = (network.facts if network else None for network in work.loaded)
     # A part has no figures: what it would be compared with is not needed yet.
     compared = _compared(asked, work, extractor, clip) if parts == 1 else None
     if asked.write_reference and compared:
@@ -73,11 +150,12 @@ def _compared(
     asked: Asked, work: running.Work, extractor: ExtractorFacts | None, clip: ExtractorFacts | None
 ) -> Reference | None:
     """The reference; a folder's is computed first, as it is what the rest is compared with."""
-    if asked.reference is None:
+    named = asked.networks.reference
+    if named is None:
         return None
-    folder = Path(asked.reference)
+    folder = Path(named)
     if not folder.is_dir():
-        return reference.read(asked.reference, extractor, clip)
+        return reference.read(named, extractor, clip)
     chunks = plan.of_folder(folder, asked.folder)
     _extract(asked, running.on_chunks(work, chunks), "reference")
     return reference.of_chunks(folder, chunks, extractor, clip)
@@ -87,7 +165,7 @@ async def _plan(asked: Asked) -> Plan:
     async with console.connected(asked.settings) as fleet:
         storage = fleet.storage
         await target.check_campaign(storage, asked.campaign)
-        if asked.follow:
+        if asked.computing.follow:
             console.print_note(f"waiting for the end of {asked.campaign}")
             follower = reader.Follower(storage, asked.campaign)
             warn = console.print_warning
@@ -106,9 +184,10 @@ async def _plan(asked: Asked) -> Plan:
 def _extract(asked: Asked, work: running.Work, verb: str) -> None:
     """Computes the features that are not there yet, with a bar and the speed."""
     done = running.Done()
+    processes = asked.computing.processes or min(os.cpu_count() or 1, _MOST_PROCESSES)
     began_at = time.monotonic()
     with console.counting(verb, _images(work.chunks), quiet=asked.quiet) as on_images:
-        running.extract(work, asked.processes, on_images, done)
+        running.extract(work, processes, on_images, done)
     seconds = time.monotonic() - began_at
     if done.images and seconds > 0:
         kept = f", {done.kept:,} were done already" if done.kept else ""

@@ -18,7 +18,7 @@ from fleet.results import files
 from fleet.results.forms import arrow
 from imagefleet import errors
 from imagefleet.records import reader
-from imagefleet.records.damaged import Damaged
+from imagefleet.records.stored import Damaged
 from imagefleet.storage.open import Storage, absolute_url
 from imagefleet.storage.settings import StorageSettings
 
@@ -48,7 +48,7 @@ def command(
     shard_size: Annotated[
         int, typer.Option(min=1, max=1_000_000, metavar="IMAGES", help="Images in each shard.")
     ] = _SHARD_SIZE,
-    dry_run: Annotated[bool, options.dry_run("what would be written, and its size")] = False,
+    dry_run: bool = options.dry_run("what would be written, and its size"),
     as_json: options.AsJson = False,
 ) -> None:
     """Writes a campaign's images as a verified data set, in shards.

@@ -17,7 +17,7 @@ from imagefleet import errors, likeness
 from imagefleet.likeness import Fingerprint
 from worker.engine import contract, load
 from worker.files import check
-from worker.inputs import sample
+from worker.inputs import img2img
 from worker.node import libraries, reference
 from worker.node.reference import CanaryImage, Reference
 
@@ -74,7 +74,7 @@ def test_image(model: Path, target: Path) -> dict[str, object]:
         seed=1,
         width=width,
         height=height,
-        init=sample.init_of(engine.family, width, height),
+        init=img2img.sample(engine.family, width, height),
     )
     (pixels,) = finish(model, engine, [request])
     try:

@@ -25,7 +25,7 @@ from imagefleet.job import prompt
 from imagefleet.job.message import MAX_IMAGE_BYTES
 from imagefleet.scoring import curve
 from imagefleet.scoring import scores as campaign_scores
-from imagefleet.scoring.axes import number_text
+from imagefleet.scoring.curve import number_text
 from imagefleet.scoring.scores import Scores
 from imagefleet.storage.protocol import BlobStore
 

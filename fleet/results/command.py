@@ -19,8 +19,8 @@ from fleet.results import download, files, forms
 from imagefleet import errors
 from imagefleet.job.message import DEFAULT_CAMPAIGN
 from imagefleet.records import reader
-from imagefleet.records.damaged import Damaged
 from imagefleet.records.record import Record
+from imagefleet.records.stored import Damaged
 from imagefleet.storage.open import Storage
 from imagefleet.storage.settings import StorageSettings
 

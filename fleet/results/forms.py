@@ -99,7 +99,9 @@ _FORMULA = ("=", "+", "-", "@", "\t")
 
 def json_lines(records: Iterable[Record], address: columns.Address) -> str:
     """One JSON object per line."""
-    return "".join(console.json_line(columns.row(record, address)) for record in records)
+    return "".join(
+        console.json_text(columns.row(record, address), indent=None) for record in records
+    )
 
 
 def csv_header() -> str:

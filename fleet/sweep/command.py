@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from fleet import console, load, load_progress, options
+from fleet import console, filling, options
 from fleet.campaigns import target
 from fleet.plan.estimate import Plan
 from fleet.plan.work import Models
@@ -18,12 +18,9 @@ from fleet.sweep import price, resume
 from fleet.sweep import settings as sweep_settings
 from imagefleet import errors
 from imagefleet.pricing import families
-from imagefleet.storage.open import open_storage
 from imagefleet.storage.settings import checked_priority
-from loadgen.caption_sweep import SweepSource
-from loadgen.captions import CaptionFile
-from loadgen.load import Load, Summary
-from loadgen.processes.refusals import Refusals
+from loadgen.caption_sweep import CaptionFile, SweepSource
+from loadgen.load import Summary
 from loadgen.settings import LoadSettings
 
 #: Groups that the table shows; `--json` has all.
@@ -104,7 +101,7 @@ class Sending:
             help="One of --models that workers have from elsewhere than the storage; repeatable.",
         ),
     ] = None
-    dry_run: Annotated[bool, options.dry_run("the groups, the hours and the price")] = False
+    dry_run: bool = options.dry_run("the groups, the hours and the price")
     restart: Annotated[
         bool, typer.Option("--restart", help="Send all jobs again, whatever was sent before.")
     ] = False
@@ -132,7 +129,7 @@ def command(
     """
     target.check_name("--campaign", captions.campaign)
     is_shown = not (sending.quiet or as_json)
-    reading = functools.partial(load.reading, captions.file, is_shown=is_shown)
+    reading = functools.partial(filling.reading, captions.file, is_shown=is_shown)
     named = _models(grid.models)
     of_models = Models(
         {name: families.find(slug or grid.family) for name, slug in named.items()},
@@ -201,26 +198,15 @@ def _send(
         source.sent_before = console.run(
             resume.prepare(settings, source, path, chosen, models, restart=restart)
         )
-        refusals = Refusals()
-        storage = open_storage(settings, refusals.policy)
-        filling = Load(
-            storage,
-            source,
-            settings,
-            path,
+        summary, _ = filling.fill(
+            *(settings, source, str(source.path), path),
+            quiet=quiet,
             restart=restart,
             priority=chosen,
             models=models,
-            refusals=refusals,
-            on_notice=console.print_note,
         )
-        if not quiet:
-            load.announce(filling, str(source.path), path)
-        is_live = console.stderr.is_terminal
-        with load_progress.showing(filling, source.count, is_live=is_live, quiet=quiet) as show:
-            summary: Summary = console.run(load.send(storage, filling, show))
     if not quiet:
-        load.print_summary(summary, 0, path, 0)
+        filling.print_summary(summary, 0, path, 0)
     return summary
 
 

@@ -12,7 +12,7 @@ from fleet import options
 from fleet.plan import estimate
 from fleet.plan.work import Models, Work, add_stages
 from imagefleet import errors
-from imagefleet.pricing import price_file, prices
+from imagefleet.pricing import prices
 from loadgen.caption_sweep import SweepSource
 
 DEFAULT_GPU = "RTX 3060 Ti"
@@ -52,7 +52,7 @@ def plan(source: SweepSource, machines: Machines, models: Models) -> estimate.Pl
     Raises:
         SetupError: the class or its speed is not known, or a file cannot be read.
     """
-    table = price_file.read_table(machines.prices_path)
+    table = prices.read_table(machines.prices_path)
     benches = [estimate.read_bench(machines.bench, table)] if machines.bench else []
     gpu = machines.gpu or (benches[0].gpu if benches else DEFAULT_GPU)
     if machines.images_per_second is None or machines.price_per_hour is None:

@@ -13,8 +13,9 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from imagefleet import errors
-from imagefleet.job import sizes, txt2img
+from imagefleet.job import sizes
 from imagefleet.job.passes import extras
+from imagefleet.job.passes import fields as passes
 
 #: The field of a message that says which stage of its job it asks for. It is not signed.
 STAGE_FIELD = "stage"
@@ -63,11 +64,7 @@ class StageField(BaseModel):
 
 
 def fields_of_stage(number: int, payload: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of a job that a stage sets.
-
-    Raises:
-        ValueError: one of them is not a stage's, or is not supported.
-    """
+    """The fields of a job that a stage sets; raises ValueError for one that a stage has not."""
     for name in (INPUT_FIELD, extras.IMAGE):
         if payload.get(name):
             raise ValueError(
@@ -75,7 +72,7 @@ def fields_of_stage(number: int, payload: Mapping[str, Any]) -> dict[str, Any]:
             )
     try:
         # With an image, on which depends what its other fields mean.
-        fields = txt2img.fields_of_job({**payload, INPUT_FIELD: ["image.png"]})
+        fields = passes.fields_of_job({**payload, INPUT_FIELD: ["image.png"]})
     except ValueError as error:
         raise ValueError(f"stage {number}: {error}") from None
     del fields[INPUT_FIELD]
@@ -113,8 +110,7 @@ def check_size(text: str) -> None:
 def own_fields(fields: dict[str, Any], place: object) -> dict[str, Any]:
     """The fields of the stage that a message asks for: the job's, or one of its list's.
 
-    Raises:
-        InvalidMessageError: it has no such stage.
+    Raises InvalidMessageError if it has no such stage.
     """
     if place is None:
         return fields

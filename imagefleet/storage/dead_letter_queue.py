@@ -24,7 +24,7 @@ from imagefleet import concurrency, errors
 from imagefleet.job.change import Change
 from imagefleet.job.message import DEFAULT_CAMPAIGN, SafeId
 from imagefleet.records.record import Record
-from imagefleet.records.writer import RecordLog
+from imagefleet.records.shard import RecordLog
 from imagefleet.storage import protocol
 from imagefleet.storage.dead_letter import Check, Entry, FailedJob, Selection
 from imagefleet.storage.open import Storage

@@ -20,7 +20,7 @@ from aiolimiter import AsyncLimiter
 import forks
 from imagefleet.job.message import Output
 from imagefleet.pricing import prices
-from imagefleet.records import writer
+from imagefleet.records import shard
 from imagefleet.records.record import Record
 from imagefleet.storage.open import Storage
 from imagefleet.storage.settings import StorageSettings
@@ -186,7 +186,7 @@ def store_images() -> StoreImages:
             record = Record.model_validate(known | fields)
             await storage.blobs.create(str(record.blob), data, "image/png", {"job": name})
             records.append(record)
-        await writer.RecordLog(storage.blobs, "w1").add(records)
+        await shard.RecordLog(storage.blobs, "w1").add(records)
         return records
 
     return store
@@ -208,7 +208,7 @@ def add_job() -> Callable[..., Awaitable[Record]]:
             "reason": "there is no LoRA fox",
         }
         record = Record.model_validate(known | fields)
-        await writer.RecordLog(storage.blobs, "w1").add([record])
+        await shard.RecordLog(storage.blobs, "w1").add([record])
         return record
 
     return add

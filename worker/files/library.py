@@ -5,20 +5,25 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
-from collections import Counter, OrderedDict
-from collections.abc import Callable, Sequence
+import time
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from io import BufferedReader, BytesIO
 from pathlib import Path
-from typing import Self
+from urllib.parse import urlparse
+from urllib.request import url2pathname
+
+from cachetools import LRUCache
 
 from imagefleet import errors
 from imagefleet.files import safetensors
-from imagefleet.files.kinds import FileKind
+from imagefleet.files.kinds import EMBEDDING, FileKind
+from imagefleet.job.prompt import SAFE_NAME
 from imagefleet.signing import TrustedKeys
 from imagefleet.storage import protocol
-from worker.files import manifest
+from worker.files import addresses, manifest
 from worker.files.disk_cache import SUFFIX, DiskCache
 from worker.files.manifest import Manifest
 
@@ -42,10 +47,15 @@ def check_content(what: str, file: BufferedReader | BytesIO, size: int, sha256: 
     """Checks that a file is complete and matches the manifest; *what* it is, for messages.
 
     Raises:
-        TransientError: it is truncated, or has another hash.
-        UnusableFileError: it is not a safetensors file.
+        TransientError: it is truncated, or has another hash; UnusableFileError: it is not a
+        safetensors file.
     """
-    expected = _expected_bytes(what, file)
+    try:
+        expected: int | None = safetensors.read_header(file).file_bytes
+    except safetensors.TruncatedError:
+        expected = None
+    except safetensors.MalformedError as error:
+        raise errors.UnusableFileError(f"{what} is not a safetensors file") from error
     if expected is None or size < expected:
         raise errors.TransientError(
             f"{what} is truncated: it has {size:,} bytes"
@@ -58,16 +68,6 @@ def check_content(what: str, file: BufferedReader | BytesIO, size: int, sha256: 
         raise errors.TransientError(f"the SHA-256 of {what} is not the one in its manifest.json")
 
 
-def _expected_bytes(what: str, file: BufferedReader | BytesIO) -> int | None:
-    """The file's size according to its header, or None if not even the header is complete."""
-    try:
-        return safetensors.read_header(file).file_bytes
-    except safetensors.TruncatedError:
-        return None
-    except safetensors.MalformedError as error:
-        raise errors.UnusableFileError(f"{what} is not a safetensors file") from error
-
-
 class FileLibrary:
     """Resolves names to files. A name is one safe path segment, checked with the prompt."""
 
@@ -75,39 +75,23 @@ class FileLibrary:
         self,
         blobs: protocol.BlobStore,
         kind: FileKind,
-        stored: Manifest,
-        *,
-        folders: Sequence[Folder],
-        cache: Path,
-        cache_bytes: int,
-    ) -> None:
-        """*folders* come before the storage, which has the manifest *stored*."""
-        self.lookups: Counter[str] = Counter()
-        self._blobs = blobs
-        self._kind = kind
-        self._folders = folders
-        self._cache = DiskCache(cache, cache_bytes)
-        self._fetches: dict[str, asyncio.Task[Path]] = {}
-        self._room = asyncio.Semaphore(kind.fetched_at_once)
-        self._storage_manifest = stored
-        # What was checked in full, and against which hash: by path, modification time and size.
-        self._checked: OrderedDict[Path, tuple[int, int, str | None]] = OrderedDict()
-
-    @classmethod
-    def stored(
-        cls,
-        blobs: protocol.BlobStore,
-        kind: FileKind,
         *,
         cache: Path,
         cache_bytes: int,
         directory: Path | None = None,
         trusted: TrustedKeys | None = None,
-    ) -> Self:
-        """The files of *directory*, then the storage's, which a *trusted* key must list."""
-        listed = Manifest.stored(blobs, kind.folder, trusted)
-        folders = [own_folder(kind, directory)] if directory else []
-        return cls(blobs, kind, listed, folders=folders, cache=cache, cache_bytes=cache_bytes)
+    ) -> None:
+        """*directory* comes before the storage, whose files one of the *trusted* keys must list."""
+        self.lookups: Counter[str] = Counter()
+        self._blobs = blobs
+        self._kind = kind
+        self._folders = [own_folder(kind, directory)] if directory else []
+        self._cache = DiskCache(cache, cache_bytes)
+        self._fetches: dict[str, asyncio.Task[Path]] = {}
+        self._room = asyncio.Semaphore(kind.fetched_at_once)
+        self._storage_manifest = Manifest.stored(blobs, kind.folder, trusted)
+        # What was checked in full, and against which hash: by path, modification time and size.
+        self._checked: LRUCache[Path, tuple[int, int, str | None]] = LRUCache(REMEMBERED)
 
     async def resolve(self, name: str) -> Path:
         """The file of that name, complete and matching its manifest.
@@ -216,8 +200,6 @@ class FileLibrary:
                 f"the {self._kind.noun} {path.name} cannot be read: {error.strerror or error}"
             ) from error
         self._checked[path] = seen
-        if len(self._checked) > REMEMBERED:
-            self._checked.popitem(last=False)
 
 
 def own_folder(kind: FileKind, path: Path) -> Folder:
@@ -237,3 +219,151 @@ def own_folder(kind: FileKind, path: Path) -> Folder:
 
 def unreadable(kind: FileKind, path: Path, reason: str | None) -> errors.SetupError:
     return errors.SetupError(f"{kind.flag} {path} cannot be read: {reason}")
+
+
+#: Bytes of fetched embeddings kept on disk: thousands of them.
+CACHE_BYTES = 256 * 2**20
+
+#: The names are listed again after this time.
+LIST_SECONDS = 300.0
+
+#: The longest that a job waits for that: a storage that hangs must not hold up the GPU.
+READ_SECONDS = 5.0
+
+
+class EmbeddingLibrary(FileLibrary):
+    """The embeddings of a folder, and of `embeddings/` in the storage."""
+
+    def __init__(
+        self,
+        blobs: protocol.BlobStore,
+        *,
+        directory: Path | None,
+        cache: Path,
+        trusted: TrustedKeys | None = None,
+    ) -> None:
+        super().__init__(
+            blobs,
+            EMBEDDING,
+            cache=cache,
+            cache_bytes=CACHE_BYTES,
+            directory=directory,
+            trusted=trusted,
+        )
+        if path := _local_path(blobs):
+            self._folders.append(Folder(path, self._storage_manifest, must_exist=False))
+        self._own = directory
+        # With a trusted key, only the manifest counts.
+        self._listed = [each for each in (directory, None if trusted else path) if each]
+        self._names: tuple[str, ...] = ()
+        self._pickles: dict[str, Path] = {}
+        self._ignored: set[str] = set()
+        self._listed_at: float | None = None
+        self._listing = asyncio.Lock()
+
+    async def names(self) -> tuple[str, ...]:
+        """All names, sorted; the same object as before if none is new or gone.
+
+        Listed anew every few minutes; where that fails, what was listed last stays in force.
+
+        Raises:
+            TransientError: they could not be listed yet; SetupError: the operator has to act.
+        """
+        async with self._listing:
+            now = time.monotonic()
+            if self._listed_at is not None and now - self._listed_at <= LIST_SECONDS:
+                return self._names
+            is_first = self._listed_at is None
+            try:
+                async with asyncio.timeout(None if is_first else READ_SECONDS):
+                    found = await self._list()
+            except (errors.TransientError, TimeoutError) as error:
+                if is_first:
+                    # Every job needs the list: retrying them would fail them all.
+                    if isinstance(error, manifest.DamagedError):
+                        raise errors.SetupError(error.message) from error
+                    raise
+                log.warning(
+                    "embeddings cannot be listed, new ones are not used yet: %s",
+                    error if isinstance(error, errors.FleetError) else "no answer",
+                    extra={"action": "embeddings_unlisted"},
+                )
+            else:
+                if found != self._names:
+                    self._names = found
+                    log.info(
+                        "embeddings that prompts may name: %d",
+                        len(found),
+                        extra={"action": "embeddings_listed", "embeddings": len(found)},
+                    )
+            self._listed_at = now
+            return self._names
+
+    async def resolve_hashed(self, name: str) -> tuple[Path, str]:
+        """The file and its SHA-256; raises as `resolve`, and UnusableFileError for a pickle."""
+        if pickle := self._pickles.get(name):
+            raise errors.UnusableFileError(
+                f"the embedding {name!r}, which the prompt names, is {pickle.name},"
+                f" {addresses.pickle_advice(str(pickle), is_embedding=True)}"
+            )
+        path = await self.resolve(name)
+        return path, await asyncio.to_thread(self._sha256, path)
+
+    async def _list(self) -> tuple[str, ...]:
+        listed = set(await self._storage_manifest.names())
+        files: list[Path] = []
+        for folder in self._listed:
+            files += await asyncio.to_thread(self._files, folder)
+        names = {name for name in listed if self._is_safe(name)}
+        names |= {path.stem for path in files if path.suffix == SUFFIX}
+        self._pickles = {
+            path.stem: path
+            for path in files
+            if path.suffix in addresses.PICKLE_SUFFIXES and path.stem not in names
+        }
+        return tuple(sorted(names | self._pickles.keys()))
+
+    def _files(self, folder: Path) -> list[Path]:
+        try:
+            files = list(folder.iterdir())
+        except FileNotFoundError:
+            if folder != self._own:
+                return []
+            raise unreadable(EMBEDDING, folder, "it does not exist") from None
+        except OSError as error:
+            raise unreadable(EMBEDDING, folder, error.strerror) from error
+        wanted = {SUFFIX, *addresses.PICKLE_SUFFIXES}
+        return [each for each in files if each.suffix in wanted and self._is_safe(each.stem)]
+
+    def _is_safe(self, name: str) -> bool:
+        is_safe = SAFE_NAME.fullmatch(name) is not None
+        if not is_safe and name not in self._ignored:
+            self._ignored.add(name)
+            log.warning(
+                "the embedding %r is left out: its name may have letters, digits, spaces and"
+                " _ . + ( ) - only",
+                name[:80],
+                extra={"action": "embedding_left_out"},
+            )
+        return is_safe
+
+    def _sha256(self, path: Path) -> str:
+        try:
+            status = path.stat()
+            return _hash(path, status.st_mtime_ns, status.st_size)
+        except OSError as error:
+            raise errors.TransientError(
+                f"the embedding {path.name} cannot be read: {error.strerror or error}"
+            ) from error
+
+
+@lru_cache(REMEMBERED)
+def _hash(path: Path, _modified_at: int, _size: int) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _local_path(blobs: protocol.BlobStore) -> Path | None:
+    """The folder of embeddings of a local storage."""
+    address = urlparse(blobs.address(EMBEDDING.folder))
+    return Path(url2pathname(address.path)) if address.scheme == "file" else None

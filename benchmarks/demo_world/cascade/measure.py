@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
 from demo_world import answers, world
 from demo_world.cascade import networks, pictures
-from evaluation.score import resize
+from evaluation.score import extractors
 from evaluation.score.demo import judge as judges
 from fleet.contact_sheet import TILE_PIXELS
 from worker.engine import contract, load
@@ -97,15 +97,15 @@ def _request(
     )
 
 
-def judged(images: Sequence[np.ndarray], judge: judges.Judge) -> list[list[judges.Finding]]:
+def judged(images: Sequence[np.ndarray], judge: judges.Judge) -> list[list[answers.Finding]]:
     """What each image shows; resized as `imagefleet score` does it for the judge."""
     found = []
     for first in range(0, len(images), _BATCH):
         resized = [
-            resize.clean_fid(Image.fromarray(each), judges.IMAGE_PX)
+            extractors.clean_fid(Image.fromarray(each), judges.IMAGE_PX)
             for each in images[first : first + _BATCH]
         ]
-        found += judge.find(torch.from_numpy(np.stack(resized)).permute(0, 3, 1, 2) / 255)
+        found += answers.find(judge, torch.from_numpy(np.stack(resized)).permute(0, 3, 1, 2) / 255)
     return found
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
@@ -10,13 +11,26 @@ from PIL import Image
 from torch import Tensor
 
 from evaluation.score import extractors
-from evaluation.score.demo import judge, words
-from evaluation.score.extractors import ExtractorFacts
-from evaluation.score.resize import Preparation
+from evaluation.score.demo import judge
+from evaluation.score.extractors import ExtractorFacts, Preparation
 from evaluation.score.statistics import Features
 
 #: 0 to 1 is what the judge takes.
 _PREPARATION = Preparation(judge.IMAGE_PX, (0.0, 0.0, 0.0), (255.0, 255.0, 255.0))
+
+
+#: Other words for an object.
+_SYNONYMS = {
+    "ball": "circle", "box": "square", "home": "house", "cottage": "house", "sailboat": "boat",
+    "ship": "boat", "automobile": "car", "mug": "cup", "kitten": "cat", "crescent": "moon",
+    "toadstool": "mushroom", "leaves": "leaf", "butterflies": "butterfly", "boxes": "square",
+}  # fmt: skip
+
+#: Places whose words are also those of objects or colours.
+_PLACES = re.compile(r"under the stars|on a green field|crescent moon")
+
+_PART = re.compile(r"[,;.]")
+_WORD = re.compile(r"[a-z]+")
 
 
 class _Judging:
@@ -73,10 +87,42 @@ class DemoTextExtractor(_Judging):
     def _row(self, text: str) -> Features:
         objects, colours = self._judge.shapes, self._judge.colours
         shares = np.zeros((len(objects), len(colours)), np.float32)
-        for name, colour in words.named(text, objects, colours):
+        for name, colour in named(text, objects, colours):
             columns = slice(None) if colour is None else colours.index(colour)
             shares[objects.index(name), columns] += 1 / len(colours) if colour is None else 1
         if not shares.any():  # it names no object, so that all are alike
             shares[:] = 1
         roots: Features = np.sqrt(shares / shares.sum()).ravel()
         return roots
+
+
+def named(
+    caption: str, objects: Sequence[str], colours: Sequence[str]
+) -> list[tuple[str, str | None]]:
+    """Each object of a caption, and its colour; None where the caption leaves it open."""
+    text = _PLACES.sub(lambda found: "moon" if "moon" in found[0] else "", caption.lower())
+    return [
+        pair
+        for part in _PART.split(text)
+        for pair in _of_part(_WORD.findall(part), frozenset(objects), frozenset(colours))
+    ]
+
+
+def _of_part(
+    words: Sequence[str], objects: frozenset[str], colours: frozenset[str]
+) -> Iterator[tuple[str, str | None]]:
+    colour: str | None = None
+    for place, word in enumerate(words):
+        if word in colours:
+            colour = word
+            continue
+        name = _SYNONYMS.get(word, word)
+        name = name if name in objects else name.removesuffix("s")
+        name = _SYNONYMS.get(name, name)
+        if name not in objects:
+            continue
+        after = words[place + 1 : place + 4]
+        if after[:1] == ["that"] and after[-1] in colours:  # "a star that is red"
+            colour = after[-1]
+        yield name, colour
+        colour = None

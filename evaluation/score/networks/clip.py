@@ -14,9 +14,8 @@ from safetensors import SafetensorError
 from transformers import AutoTokenizer, CLIPModel
 
 from evaluation.score import extractors
-from evaluation.score.extractors import ExtractorFacts
+from evaluation.score.extractors import ExtractorFacts, Preparation
 from evaluation.score.networks import open_clip
-from evaluation.score.resize import Preparation
 from evaluation.score.statistics import Features
 from imagefleet import errors
 from imagefleet.job.clip import TOKENIZER

@@ -4,19 +4,29 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 
-from evaluation.score.extractors import DEMO, Extractor, TextExtractor
-from evaluation.score.networks.onnx import OnnxExtractor
+import numpy as np
+from PIL import Image
+
+from evaluation.score import extractors
+from evaluation.score.extractors import (
+    DEMO,
+    Extractor,
+    ExtractorFacts,
+    Preparation,
+    TextExtractor,
+)
+from evaluation.score.statistics import Features
 from imagefleet import errors
 
 _TORCHSCRIPT = frozenset({".pt", ".pth", ".jit", ".ts", ".torchscript"})
 
 
-def find_device(extractors: Collection[str | None], device: str) -> str:
+def find_device(names: Collection[str | None], device: str) -> str:
     """The device of these extractors: ONNX runs on the CPU, and without torch the others fail."""
-    needs_torch = any(name and not name.endswith(".onnx") for name in extractors)
+    needs_torch = any(name and not name.endswith(".onnx") for name in names)
     if not needs_torch or importlib.util.find_spec("torch") is None:
         return "cpu"
     from worker.engine import device as devices
@@ -83,3 +93,32 @@ def _needs_extra() -> Iterator[None]:
         raise errors.SetupError(
             f"{error.name} is not installed; to score images: pip install '.[evaluation]'"
         ) from None
+
+
+class OnnxExtractor:
+    """An ONNX file, run by onnxruntime on the CPU: its first output, more axes flattened."""
+
+    def __init__(self, path: Path) -> None:
+        import onnxruntime
+
+        self._preparation = extractors.read_preparation(path) or Preparation()
+        options = onnxruntime.SessionOptions()
+        # Several processes share the machine, and several threads might round differently.
+        options.intra_op_num_threads = options.inter_op_num_threads = 1
+        try:
+            self._session = onnxruntime.InferenceSession(
+                str(path), options, providers=["CPUExecutionProvider"]
+            )
+            self._input = self._session.get_inputs()[0].name
+            size = self._preparation.size
+            dimensions = self.features([Image.new("RGB", (size, size))]).shape[1]
+        except Exception as error:  # noqa: BLE001 - onnxruntime's own errors share no class
+            line = str(error).strip().splitlines()[0]
+            raise errors.SetupError(f"{path} cannot be used as an ONNX extractor: {line}") from None
+        self.facts = ExtractorFacts(
+            path.name, "ONNX", extractors.sha256_of(path), dimensions, self._preparation
+        )
+
+    def features(self, images: Sequence[Image.Image]) -> Features:
+        found = self._session.run(None, {self._input: self._preparation.array(images)})[0]
+        return np.ascontiguousarray(np.reshape(found, (len(images), -1)), np.float32)

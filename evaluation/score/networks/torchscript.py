@@ -12,8 +12,7 @@ import torch
 from PIL import Image
 
 from evaluation.score import extractors
-from evaluation.score.extractors import ExtractorFacts
-from evaluation.score.resize import Preparation
+from evaluation.score.extractors import ExtractorFacts, Preparation
 from evaluation.score.statistics import Features
 from imagefleet import errors
 
@@ -52,7 +51,7 @@ class TorchScriptExtractor:
         if stated is None and hasattr(network, "layers"):
             # As a whole, that file resizes without antialiasing; clean-fid takes this part of it.
             network = network.layers
-        return network, stated or extractors.inception_preparation()
+        return network, stated or Preparation()
 
     @torch.inference_mode()
     def features(self, images: Sequence[Image.Image]) -> Features:

@@ -13,9 +13,8 @@ from PIL import Image
 from evaluation.gate import compare, run, verdict
 from evaluation.gate.compare import Measures
 from evaluation.gate.images import FolderImages
-from evaluation.score.extractors import ExtractorFacts
+from evaluation.score.extractors import ExtractorFacts, Preparation
 from evaluation.score.metrics import clip_score, frechet_distance, unit
-from evaluation.score.resize import Preparation
 from evaluation.score.statistics import Features, Statistics
 from imagefleet import errors
 

@@ -21,7 +21,7 @@ from evaluation.score.statistics import Statistics
 from fleet import console
 from imagefleet.records import reader, sweep
 from imagefleet.records.record import Record
-from imagefleet.records.writer import RecordLog
+from imagefleet.records.shard import RecordLog
 from imagefleet.storage.open import Storage, open_storage
 from imagefleet.storage.protocol import BlobStore
 from imagefleet.storage.settings import StorageSettings
@@ -120,8 +120,9 @@ killed, whole = map(Path, sys.argv[4:])
 
 
 def run(folder):
-    asked = session.Asked(settings, "curve", reference, extractor, None, "cpu", folder, 1, (1, 1),
-                          None, False, True)
+    networks = session.Networks(reference, extractor)
+    computing = session.Computing(processes=1, state=folder)
+    asked = session.Asked(settings, "curve", networks, computing, None, quiet=True)
     return session.run(asked).model_dump_json()
 
 

@@ -17,7 +17,7 @@ from header_files import LORA, file_of, shaped
 from imagefleet.signing import SigningKey, TrustedKeys
 from imagefleet.storage.open import open_storage
 from imagefleet.storage.settings import StorageSettings
-from worker.files.embeddings import EmbeddingLibrary
+from worker.files.library import EmbeddingLibrary
 
 Imagefleet = Callable[..., "subprocess.CompletedProcess[str]"]  # the fixture of conftest.py
 

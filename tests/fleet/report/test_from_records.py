@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from fleet.report import records as report_records
-from imagefleet.records import shard, writer
+from imagefleet.records import shard
 from imagefleet.records.record import Record
 from imagefleet.records.shard import Totals
 from imagefleet.storage.open import Storage, open_storage
@@ -99,7 +99,7 @@ async def test_a_workers_cost_is_split_between_its_models(
         for number, line in enumerate(lines)
     ]
     await storage.create()
-    await writer.RecordLog(storage.blobs, "w9").add(records)
+    await shard.RecordLog(storage.blobs, "w9").add(records)
 
     figures, page, _ = await report(in_process, storage_settings, "--limit", "0")
 

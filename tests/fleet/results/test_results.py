@@ -18,7 +18,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from fleet.results import forms
-from imagefleet.records import reader, shard, writer
+from imagefleet.records import reader, shard
 from imagefleet.records.record import Record
 from imagefleet.records.shard import Totals
 from imagefleet.storage.open import Storage, open_storage
@@ -42,7 +42,7 @@ async def stored(
         await add_job(storage, "0005", "cancelled", error=None, reason=None)
         await add_job(storage, "0006", "failed")
         await add_job(storage, "0006", "replayed")
-        await writer.RecordLog(storage.blobs, "filler").sent("spring", 7)
+        await shard.RecordLog(storage.blobs, "filler").sent("spring", 7)
         yield storage
 
 
@@ -273,7 +273,7 @@ async def test_operations_do_not_grow_with_the_images(storage: Storage, store_im
     (record,) = await store_images(storage, "0001")
     more = [record.model_copy(update={"id": f"{number}"}) for number in range(1_000)]
     failed = record.model_copy(update={"outcome": "failed", "id": "0002", "blob": None})
-    await writer.RecordLog(storage.blobs, "w2").add([*more, failed])
+    await shard.RecordLog(storage.blobs, "w2").add([*more, failed])
     before = dataclasses.replace(storage.operations)
 
     found = [each async for each in reader.images(storage, "spring")]

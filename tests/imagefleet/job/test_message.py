@@ -10,9 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from imagefleet import errors
-from imagefleet.job import override_settings, prompt, samplers, sizes, txt2img
+from imagefleet.job import override_settings, prompt, samplers, sizes
 from imagefleet.job.message import Job, read_job
 from imagefleet.job.noise import Noise
+from imagefleet.job.passes import fields
 from imagefleet.job.passes.first import MAX_IMAGES_PER_JOB
 
 json_values = st.recursive(
@@ -89,7 +90,7 @@ def test_any_values_of_known_fields_raise_only_invalid_message(
     assert refusal(json.dumps({"prompt": "", **fields})) != ""
 
 
-@given(st.dictionaries(st.sampled_from(sorted(txt2img.NEUTRAL_VALUES)), json_values, min_size=1))
+@given(st.dictionaries(st.sampled_from(sorted(fields.NEUTRAL_VALUES)), json_values, min_size=1))
 def test_any_values_of_foreign_fields_raise_only_invalid_message(
     fields: dict[str, object],
 ) -> None:
@@ -246,10 +247,10 @@ def test_a_field_that_would_change_the_image_is_refused_by_name(field: str, valu
 
 
 def test_fields_that_do_not_change_the_image_are_accepted() -> None:
-    neutral = {name: values[-1] for name, values in txt2img.NEUTRAL_VALUES.items()}
+    neutral = {name: values[-1] for name, values in fields.NEUTRAL_VALUES.items()}
 
     assert read(**neutral, save_images=True, hr_scale=2, denoising_strength=0.3) == read()
-    nothing = dict.fromkeys([*txt2img.NEUTRAL_VALUES, "eta", "s_churn", "s_tmax", "subseed"])
+    nothing = dict.fromkeys([*fields.NEUTRAL_VALUES, "eta", "s_churn", "s_tmax", "subseed"])
     assert read(**nothing) == read()
 
 

@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 import pytest
 
 from imagefleet import errors
-from imagefleet.job import override_settings, txt2img
+from imagefleet.job import override_settings
 from imagefleet.job.message import Job, read_job
-from imagefleet.job.passes import controlnet, extras, hires, img2img
+from imagefleet.job.passes import controlnet, extras, fields, hires, img2img
 
 PAGE = Path(__file__).parents[3] / "docs" / "a1111.md"
 
@@ -113,12 +113,12 @@ def test_the_page_has_every_field_of_the_api() -> None:
 
 
 def test_the_page_tells_what_the_code_does_with_each_field() -> None:
-    assert documented(FIELDS) == neutral(txt2img.NEUTRAL_VALUES)
+    assert documented(FIELDS) == neutral(fields.NEUTRAL_VALUES)
     honoured = {name for name, row in FIELDS.items() if row.verdict == "honoured"}
     assert honoured - ALIASES <= Job.model_fields.keys()
     without = {name for name, row in FIELDS.items() if row.verdict == "no effect"}
-    assert without >= txt2img.WITHOUT_EFFECT
-    with_second_pass = without - txt2img.WITHOUT_EFFECT
+    assert without >= fields.WITHOUT_EFFECT
+    with_second_pass = without - fields.WITHOUT_EFFECT
     assert with_second_pass == hires.NEUTRAL_VALUES.keys()
 
 

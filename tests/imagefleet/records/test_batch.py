@@ -12,8 +12,7 @@ import pytest
 from imagefleet import Job, aio, errors, retry
 from imagefleet.records import reader, shard
 from imagefleet.records.record import Record
-from imagefleet.records.shard import Totals
-from imagefleet.records.writer import RecordLog
+from imagefleet.records.shard import RecordLog, Totals
 from imagefleet.storage.protocol import BlobPart
 from imagefleet.storage.settings import StorageSettings
 

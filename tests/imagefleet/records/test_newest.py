@@ -8,8 +8,7 @@ import pytest
 
 from imagefleet.records import reader, shard, stored
 from imagefleet.records.record import Record
-from imagefleet.records.shard import Totals
-from imagefleet.records.writer import RecordLog
+from imagefleet.records.shard import RecordLog, Totals
 from imagefleet.storage.open import Storage
 
 NOON = datetime(2026, 11, 22, 12, tzinfo=UTC)

@@ -15,7 +15,7 @@ import pytest
 from imagefleet import errors
 from imagefleet.job.message import Job, read_job
 from imagefleet.records.record import Record
-from imagefleet.records.writer import RecordLog
+from imagefleet.records.shard import RecordLog
 from imagefleet.storage import dead_letter, dead_letter_queue
 from imagefleet.storage.dead_letter import Selection
 from imagefleet.storage.open import Storage, open_storage
@@ -300,7 +300,7 @@ def test_sigkill_in_the_middle_of_a_replay_loses_no_job(tmp_path: Path) -> None:
 
         asyncio.run(main())
     """)
-    killed = subprocess.run([sys.executable, "-c", program], check=False, timeout=60)
+    killed = subprocess.run([sys.executable, "-c", program], check=False, timeout=280)
 
     queued, failed_left = asyncio.run(count())
     assert killed.returncode == -signal.SIGKILL

@@ -15,7 +15,7 @@ import polling
 from imagefleet import errors
 from imagefleet.job.message import Job, read_job
 from imagefleet.records.record import Record
-from imagefleet.records.writer import RecordLog
+from imagefleet.records.shard import RecordLog
 from imagefleet.storage import dead_letter, dead_letter_queue
 from imagefleet.storage.dead_letter import Selection
 from imagefleet.storage.open import Storage, open_storage

@@ -24,7 +24,7 @@ from imagefleet.signing import SigningKey, TrustedKeys
 from imagefleet.storage import dead_letter
 from imagefleet.storage.open import LOCAL_SCHEME, Storage
 from worker.files import addresses, manifest
-from worker.files.embeddings import EmbeddingLibrary
+from worker.files.library import EmbeddingLibrary
 
 Library = Callable[..., EmbeddingLibrary]
 FileBytes = Callable[[str], bytes]  # the fixture lora_bytes of conftest.py: any safetensors file
@@ -115,7 +115,7 @@ async def test_the_list_is_read_once_in_a_while_and_a_new_or_replaced_file_is_th
         await found.resolve_hashed("mist")
     assert storage.operations.blob_reads == reads, "no job costs a request"
     await put(storage, mist=lora_bytes("new"), ash=lora_bytes("x"))
-    monkeypatch.setattr("worker.files.embeddings.LIST_SECONDS", -1.0)
+    monkeypatch.setattr("worker.files.library.LIST_SECONDS", -1.0)
     assert await found.names() == ("ash", "mist")
     assert (await found.resolve_hashed("mist"))[1] == sha256(lora_bytes("new"))
 
@@ -124,7 +124,7 @@ async def test_a_list_that_cannot_be_read_leaves_the_last_one_in_force(
     storage: Storage, library: Library, lora_bytes: FileBytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await put(storage, mist=lora_bytes("a"))
-    monkeypatch.setattr("worker.files.embeddings.LIST_SECONDS", -1.0)
+    monkeypatch.setattr("worker.files.library.LIST_SECONDS", -1.0)
     found = library()
     names = await found.names()
     await replace(storage, "embeddings/manifest.json", b"{")
@@ -140,8 +140,8 @@ async def test_a_storage_that_hangs_holds_up_no_job(
     await put(storage, mist=lora_bytes("a"))
     found = library()
     names = await found.names()
-    monkeypatch.setattr("worker.files.embeddings.LIST_SECONDS", -1.0)
-    monkeypatch.setattr("worker.files.embeddings.READ_SECONDS", 0.01)
+    monkeypatch.setattr("worker.files.library.LIST_SECONDS", -1.0)
+    monkeypatch.setattr("worker.files.library.READ_SECONDS", 0.01)
 
     async def hang(*_: object) -> None:
         await asyncio.Event().wait()
@@ -172,7 +172,7 @@ async def test_a_listed_file_that_is_missing_too_large_or_another_is_not_used(
     await replace(storage, "embeddings/other.safetensors", lora_bytes("a"))
     await replace(storage, "embeddings/large.safetensors", lora_bytes("a" * 2000))
     monkeypatch.setattr(
-        "worker.files.embeddings.EMBEDDING", dataclasses.replace(EMBEDDING, max_bytes=1000)
+        "worker.files.library.EMBEDDING", dataclasses.replace(EMBEDDING, max_bytes=1000)
     )
     found = library()
     with pytest.raises(errors.MissingFileError, match=r"no embedding gone\.safetensors in .*embed"):

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from worker.files import hashes
-from worker.files.hashes import FileHashes
+from worker.files import manifest
+from worker.files.manifest import FileHashes
 
 WEIGHTS = bytes(range(256)) * 8
 
@@ -68,8 +68,8 @@ def test_a_file_is_hashed_once_until_it_changes(
     files: FileHashes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     read = []
-    original = hashes._hash_lora
-    monkeypatch.setattr(hashes, "_hash_lora", lambda path: read.append(path) or original(path))
+    original = manifest._hash_lora
+    monkeypatch.setattr(manifest, "_hash_lora", lambda path: read.append(path) or original(path))
     path = safetensors_file(tmp_path / "a.safetensors")
     first = files.of_lora(path).result()
     assert files.of_lora(path).result() == first

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from imagefleet import likeness
-from worker.node.images import RECENT, ImageChecks
+from worker.node.self_check import RECENT, ImageChecks
 
 
 def test_similar_images_of_a_campaign_are_not_copies() -> None:

@@ -14,7 +14,7 @@ from PIL import Image
 from sd_parsers import ParserManager
 
 from imagefleet.job.message import Job, read_job
-from worker.stages import encode, infotext
+from worker.stages import encode
 
 VERSION = f"Version: imagefleet {metadata.version('imagefleet')}"
 
@@ -26,7 +26,7 @@ def job_of(**fields: Any) -> Job:
 
 
 def facts_of(**fields: Any) -> str:
-    return infotext.parameters(job_of(**fields), 0, (512, 512), "m").split("\n")[-1]
+    return encode.parameters(job_of(**fields), 0, (512, 512), "m").split("\n")[-1]
 
 
 def test_the_text_has_the_three_parts_that_viewers_expect() -> None:
@@ -39,7 +39,7 @@ def test_the_text_has_the_three_parts_that_viewers_expect() -> None:
         batch_size=2,
         clip_skip=2,
     )
-    assert infotext.parameters(job, 1, (512, 768), "dreamy").split("\n") == [
+    assert encode.parameters(job, 1, (512, 768), "dreamy").split("\n") == [
         "a house, <lora:x:0.5>",
         "Negative prompt: people",
         (
@@ -64,23 +64,23 @@ def test_the_text_of_an_enlarged_image_begins_with_that_of_the_image(
 ) -> None:
     given = {"init_images": ["a.png"], "upscaler_1": "4x_Sharp", "upscaling_resize": 1.5}
     facts = "Postprocess upscale by: 1.5, Postprocess upscaler: 4x_Sharp"
-    assert infotext.of_enlarged(job_of(**given), source) == before + facts
+    assert encode.of_enlarged(job_of(**given), source) == before + facts
     both = {"upscaler_2": "Lanczos", "extras_upscaler_2_visibility": 0.5, "resize_mode": 1}
-    assert infotext.of_enlarged(job_of(**given, **both), source) == (
+    assert encode.of_enlarged(job_of(**given, **both), source) == (
         f"{before}Postprocess upscale to: 512x512, Postprocess crop to: 512x512, Postprocess"
         " upscaler: 4x_Sharp, Postprocess upscaler 2: Lanczos"
     )
 
 
 def test_unset_fields_are_not_written() -> None:
-    assert infotext.parameters(job_of(sampler_name="DDIM"), 0, (64, 64), "m").split("\n") == [
+    assert encode.parameters(job_of(sampler_name="DDIM"), 0, (64, 64), "m").split("\n") == [
         "a house",
         (
             "Steps: 20, Sampler: DDIM, CFG scale: 7, Seed: 1, Size: 64x64, Model: m, RNG: CPU,"
             f" {VERSION}"
         ),
     ]
-    assert infotext.parameters(job_of(prompt=""), 0, (64, 64), "m").startswith("Steps: 20")
+    assert encode.parameters(job_of(prompt=""), 0, (64, 64), "m").startswith("Steps: 20")
 
 
 @pytest.mark.parametrize(
@@ -116,7 +116,7 @@ def test_each_option_is_stated_in_a1111s_words_and_place() -> None:
         s_min_uncond=1.5,
         batch_size=2,
     )
-    text = infotext.parameters(
+    text = encode.parameters(
         job,
         1,
         (64, 64),
@@ -175,7 +175,7 @@ def test_the_version_is_none_that_a1111_would_be_compatible_with() -> None:
     ],
 )
 def test_a_value_that_would_break_the_line_is_quoted(model: str, written: str) -> None:
-    text = infotext.parameters(job_of(), 0, (64, 64), model)
+    text = encode.parameters(job_of(), 0, (64, 64), model)
     assert written in text.split("\n")[1]
 
 
@@ -201,7 +201,7 @@ def test_sd_parsers_reads_the_jobs_values_back(prompt: str, negative: str, name:
     # Not read from a message: what the words mean, and whether they are allowed, is not asked here.
     words = {"prompt": prompt, "negative_prompt": negative, "enable_prompt_comments": False}
     job = job.model_copy(update=words)
-    text = infotext.parameters(job, 0, (512, 768), "dreamy")
+    text = encode.parameters(job, 0, (512, 768), "dreamy")
     file = encode.encode(NOISE, job.output.model_copy(update={"format": name}), text)
 
     read = ParserManager().parse(opened(file.data))

@@ -4,7 +4,7 @@ A slot's weights are the checkpoint's with its LoRAs merged in, so a call only h
 weights, whatever the LoRAs' rank. Two thin products per layer for the low-rank term would move ten
 times the memory, since their inputs and outputs are as wide as the layer's.
 
-Changes of any kind are merged, those of all layers of one shape at once (`lora/stacked.py`).
+Changes of any kind are merged, those of all layers of one shape at once (`lora/kinds.py`).
 
 Where the memory is too short for the copies (SDXL's take 3.7 GB per slot), there is one slot, and
 LoRAs are merged into the layers themselves. These are loaded again from the host's memory for other
@@ -23,7 +23,7 @@ import torch.nn.functional as F  # noqa: N812 - its name everywhere
 from torch import nn
 
 from imagefleet import errors
-from worker.engine.lora import safetensors
+from worker.engine.files import safetensors
 from worker.engine.lora.kinds import StackedChange
 from worker.engine.lora.layout import Network, adaptable_layers
 from worker.engine.lora.merge import Group

@@ -25,7 +25,7 @@ from imagefleet.storage.protocol import (
     Shards,
     Stamps,
 )
-from imagefleet.storage.routing import rule
+from imagefleet.storage.routing import route
 from imagefleet.storage.routing.queue import RoutedQueue
 from imagefleet.storage.routing.route import Route
 from imagefleet.storage.settings import PRIORITIES, Priority, StorageSettings
@@ -124,7 +124,7 @@ class StandIns:
         self.normal = StandInQueue("jobs", normal)
         self.low = StandInQueue("jobs-low", low)
         routes = [self._route(each) for each in enumerate((self.high, self.normal, self.low))]
-        self.queue = RoutedQueue(routes, main=routes[1], clock=self.clock)
+        self.queue = RoutedQueue(routes, main=routes[1])
 
     def _route(self, queue: tuple[int, StandInQueue]) -> Route:
         return Route(lambda _: queue[1], level=queue[0], clock=self.clock)
@@ -200,7 +200,7 @@ async def test_a_worker_does_without_queues_that_are_not_there_and_finds_them_la
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     caplog.set_level(logging.INFO, logger="imagefleet.storage.routing")
-    monkeypatch.setattr(rule, "MISSING_PAUSE_SECONDS", 0.5)
+    monkeypatch.setattr(route, "MISSING_PAUSE_SECONDS", 0.5)
     async with open_storage(azurite_settings) as storage:
         await storage.queues["normal"].main.create()
         await storage.poison.create()  # type: ignore[attr-defined]
@@ -215,30 +215,16 @@ async def test_a_worker_does_without_queues_that_are_not_there_and_finds_them_la
 
         with pytest.raises(errors.MissingResourceError, match="-high' does not exist"):
             await storage.queues["high"].send(["urgent"])
-        await storage.create()
-        await storage.queues["high"].send(["urgent"])
+        async with open_storage(azurite_settings) as other:
+            await other.create()
+            await other.queues["high"].send(["urgent"])
         assert await storage.queue.receive(32, LEASE_SECONDS) == [], "not asked again so soon"
         async with asyncio.timeout(10):
             found = await polling.until(lambda: storage.queue.receive(32, LEASE_SECONDS))
         assert [each.body for each in found] == ["urgent"]
 
 
-async def test_a_local_storage_of_an_earlier_version_lacks_two_queues_until_the_next_load(
-    local_settings: StorageSettings,
-) -> None:
-    async with open_storage(local_settings) as storage:
-        await storage._file.create(["jobs", "jobs-poison"])  # type: ignore[attr-defined]
-        await storage.queue.check()
-        assert (await storage.queue.depth()).messages == 0
-        with pytest.raises(errors.MissingResourceError, match="there is no queue 'jobs-high'"):
-            await storage.queues["high"].send(["urgent"])
-        await storage.create()
-        await storage.queues["high"].send(["urgent"])
-        assert (await storage.queue.depth()).messages == 1
-        assert len(await storage.queue.receive(32, LEASE_SECONDS)) == 1
-
-
-async def test_tokens_of_an_earlier_version_serve_the_queue_that_they_are_for(
+async def test_tokens_for_one_priority_serve_the_queue_that_they_are_for(
     azurite_settings: StorageSettings,
 ) -> None:
     minted = mint.Minter(azurite_settings).mint(ROLES["worker"], timedelta(hours=1))
@@ -350,7 +336,7 @@ async def test_after_an_idle_time_the_pauses_are_short_again() -> None:
     fleet.normal.jobs = None
     await fleet.receive()
     fleet.high.jobs = 1
-    fleet.clock.now += rule.LONGEST_HOME_PAUSE_SECONDS
+    fleet.clock.now += route.LONGEST_HOME_PAUSE_SECONDS
     assert "jobs-high" in await fleet.receive()
 
 
@@ -421,7 +407,7 @@ async def test_a_refused_token_of_one_queue_is_a_warning_and_not_the_end(
     fleet.high.error = errors.SetupError("the SAS token of the queue 'jobs-high' expired")
     for _ in range(2):
         assert await fleet.receive(1) == ["jobs"]
-        fleet.clock.now += rule.MISSING_PAUSE_SECONDS
+        fleet.clock.now += route.MISSING_PAUSE_SECONDS
     (record,) = caplog.records
     assert record.levelno == logging.WARNING
     assert "jobs-high: the SAS token" in record.getMessage()

@@ -22,12 +22,11 @@ from imagefleet.storage.protocol import (
     Shards,
     Stamps,
 )
-from imagefleet.storage.routing import rule
+from imagefleet.storage.routing import route
 from imagefleet.storage.routing.queue import RoutedQueue
 from imagefleet.storage.routing.route import Route
 from imagefleet.storage.settings import PRIORITIES, Priority
-from worker import pull
-from worker.jobs import depth
+from worker import metrics, pull
 from worker.models import change, choice
 
 LEASE_SECONDS = 30
@@ -142,14 +141,14 @@ class StandIns:
         return route
 
     def queue(self, share: float) -> RoutedQueue:
-        return RoutedQueue([self.route(share)], clock=self.clock)
+        return RoutedQueue([self.route(share)])
 
     def worker(self, share: float) -> RoutedQueue:
         """As a worker of one model has them: jobs may name it, or none."""
         own, named = (
             [self.route(share, each, model) for each in PRIORITIES] for model in (None, "a")
         )
-        queue = RoutedQueue(own, main=own[1], clock=self.clock)
+        queue = RoutedQueue(own, main=own[1])
         queue.add([RoutedQueue(named)])
         return queue
 
@@ -173,19 +172,19 @@ some_shards = st.integers(1, queue_names.MAX_SHARDS).flatmap(
 def test_a_worker_asks_every_shard_and_its_home_is_one_that_jobs_are_sent_to(
     share: float, shards: Shards
 ) -> None:
-    order = rule.in_order(share, shards)
+    order = route.in_order(share, shards)
     assert sorted(order) == list(range(shards.made))
     assert order[0] < shards.used
-    assert order == rule.in_order(share, shards), "a worker's restart changes nothing"
+    assert order == route.in_order(share, shards), "a worker's restart changes nothing"
 
 
 def test_homes_and_helpers_are_spread() -> None:
-    orders = [rule.in_order(choice.share_of(f"worker-{n}"), Shards(8, 8)) for n in range(WORKERS)]
+    orders = [route.in_order(choice.share_of(f"worker-{n}"), Shards(8, 8)) for n in range(WORKERS)]
     for place in (0, 1):
         count = Counter(order[place] for order in orders)
         assert len(count) == 8
         assert max(count.values()) < 1.4 * WORKERS / 8
-    processes = [rule.in_order(choice.share_of("host", n, 8), Shards(8, 8))[0] for n in range(8)]
+    processes = [route.in_order(choice.share_of("host", n, 8), Shards(8, 8))[0] for n in range(8)]
     assert sorted(processes) == list(range(8)), "those of one machine have a home each"
 
 
@@ -193,7 +192,7 @@ def test_homes_and_helpers_are_spread() -> None:
 def test_messages_are_dealt_evenly_and_none_is_lost(
     bodies: list[str], shards: int, first: int
 ) -> None:
-    dealt = rule.spread(bodies, shards, first % shards)
+    dealt = route.spread(bodies, shards, first % shards)
     assert sorted(body for some in dealt.values() for body in some) == sorted(bodies)
     sizes = [len(dealt.get(number, [])) for number in range(shards)]
     assert max(sizes) - min(sizes) <= 1
@@ -208,7 +207,7 @@ async def test_a_shard_that_is_nobodys_home_is_emptied_although_the_home_never_i
     while fleet.shard(1).jobs:
         assert len(await queue.receive(32, LEASE_SECONDS)) == 32
         receives += 1
-        assert receives <= 4 * rule.FAIR_EVERY + 1
+        assert receives <= 4 * route.FAIR_EVERY + 1
 
 
 async def test_a_shard_that_no_jobs_are_sent_to_any_more_is_emptied() -> None:
@@ -216,7 +215,7 @@ async def test_a_shard_that_no_jobs_are_sent_to_any_more_is_emptied() -> None:
     fleet.shard(0).trickle = fleet.shard(1).trickle = 32
     fleet.shard(2).jobs = fleet.shard(3).jobs = 64
     workers = [fleet.queue(share) for share in (0.1, 0.9)]
-    for _ in range(6 * rule.FAIR_EVERY):
+    for _ in range(6 * route.FAIR_EVERY):
         for queue in workers:
             await queue.receive(32, LEASE_SECONDS)
     assert fleet.shard(2).jobs == fleet.shard(3).jobs == 0
@@ -231,7 +230,7 @@ async def test_a_full_home_costs_one_receive_a_page_and_a_look_elsewhere_now_and
         fleet.clock.now += 2.0
     asked = [fleet.shard(number).asked for number in range(8)]
     assert asked[0] == 800
-    assert sum(asked[1:]) <= 800 / rule.FAIR_EVERY + 7
+    assert sum(asked[1:]) <= 800 / route.FAIR_EVERY + 7
 
 
 async def test_who_helps_finds_his_homes_new_jobs_within_two_seconds() -> None:
@@ -242,7 +241,7 @@ async def test_who_helps_finds_his_homes_new_jobs_within_two_seconds() -> None:
         assert await queue.receive(8, LEASE_SECONDS)
         fleet.clock.now += 0.1
     fleet.shard(0).jobs = 8
-    fleet.clock.now += rule.LONGEST_HOME_PAUSE_SECONDS
+    fleet.clock.now += route.LONGEST_HOME_PAUSE_SECONDS
     for _ in range(2):  # the second, where this receive was one that looks elsewhere first
         await queue.receive(8, LEASE_SECONDS)
     assert fleet.shard(0).jobs == 0
@@ -285,7 +284,7 @@ async def test_idle_workers_cost_what_the_page_says() -> None:
         fleet = StandIns(int(shards))
         asked = await fleet.idle_receives(fleet.worker(0.3)) / PART
         sizes = len(fleet.stored) + 1  # the poison queue's as well; an empty one is one request
-        looks = 24 * 3600 / rule.look_seconds(depth.DEPTH_SECONDS, int(shards))
+        looks = 24 * 3600 / route.look_seconds(metrics.DEPTH_SECONDS, int(shards))
         operations = asked + sizes * looks
         assert operations == pytest.approx(int(stated.replace(",", "")), rel=0.03)
         assert WORKERS * operations / 1e6 == pytest.approx(int(millions), rel=0.03)
@@ -300,7 +299,7 @@ async def test_a_shard_that_does_not_answer_holds_up_no_other_and_is_asked_later
     fleet.shard(1).error = errors.TransientError("down")
     fleet.shard(2).jobs = 1
     assert len(await queue.receive(32, LEASE_SECONDS)) == 1
-    fleet.clock.now += rule.LONGEST_HOME_PAUSE_SECONDS
+    fleet.clock.now += route.LONGEST_HOME_PAUSE_SECONDS
     with pytest.raises(errors.TransientError):  # an outage is no empty queue
         await queue.receive(32, LEASE_SECONDS)
     fleet.shard(1).error = None
@@ -318,7 +317,7 @@ async def test_jobs_that_a_look_at_the_sizes_shows_are_received_at_once() -> Non
 
 
 def test_sizes_are_looked_at_less_often_with_more_shards() -> None:
-    assert [rule.look_seconds(60, shards) for shards in (1, 3, 8, 32)] == [60, 180, 300, 300]
+    assert [route.look_seconds(60, shards) for shards in (1, 3, 8, 32)] == [60, 180, 300, 300]
 
 
 def test_an_idle_worker_of_several_models_looks_less_and_less_often_at_the_others() -> None:

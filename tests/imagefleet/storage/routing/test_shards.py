@@ -16,7 +16,7 @@ from imagefleet import errors
 from imagefleet.storage import queue_names
 from imagefleet.storage.open import Storage, open_storage
 from imagefleet.storage.protocol import JobQueue, LeasedMessage, Shards
-from imagefleet.storage.routing import rule
+from imagefleet.storage.routing import route
 from imagefleet.storage.settings import PRIORITIES, StorageSettings
 
 LEASE_SECONDS = 30
@@ -111,7 +111,7 @@ async def test_a_sender_that_runs_all_day_uses_shards_that_were_made_meanwhile(
         await storage.models.set_shards(SHARDS)
         await sender.queue.send(["not a minute later"])
         assert await counts(storage.queues["normal"]) == [2, 0, 0, 0]
-        monkeypatch.setattr(rule, "SENDERS_LOOK_SECONDS", 0.0)
+        monkeypatch.setattr(route, "SENDERS_LOOK_SECONDS", 0.0)
         await sender.queue.send([f"of four {number}" for number in range(8)])
     assert await counts(storage.queues["normal"]) == [4, 2, 2, 2]
 

@@ -1,0 +1,129 @@
+"""Which records of images count: each image once, and none of a drawing that was replaced."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import UTC, datetime
+
+from pydantic import ValidationError
+
+from imagefleet import errors
+from imagefleet.job.message import ASIDE
+from imagefleet.records.record import Record, hashed
+
+#: How the line of an image's record begins.
+_BEFORE_NAME = b'{"outcome":"completed","blob":"'
+
+
+def note(name: str, metadata: Mapping[str, str], journal: str) -> Record | None:
+    """The note that a drawing of image *name* was replaced; None if it can have no record.
+
+    *metadata* is the drawing's own. *journal* names the replacement: noted twice, it counts once.
+    """
+    if name.startswith(ASIDE):
+        return None
+    campaign = name.rpartition("/")[0]
+    try:
+        return Record.model_validate(
+            {
+                "outcome": "replaced",
+                "blob": name,
+                "id": metadata.get("job"),
+                "campaign": campaign,
+                "at": datetime.now(UTC),
+                "source": journal,
+                "worker": metadata.get("worker", "?"),
+                "started_at": metadata.get("started_at"),
+            }
+        )
+    except ValidationError:  # somebody has changed it
+        return None
+
+
+class Replaced:
+    """A campaign's notes of images that `imagefleet redo` has replaced; some 150 bytes each."""
+
+    def __init__(self) -> None:
+        self._noted: set[int] = set()
+        self._left: Counter[int] = Counter()
+        """How often each drawing was replaced, less its records that were left out."""
+
+    def add(self, notes: Iterable[Record]) -> None:
+        for each in notes:
+            drawing = _drawing(each)
+            if (noted := hashed(f"{each.source} {drawing}")) not in self._noted:
+                self._noted.add(noted)
+                self._left[hashed(drawing)] += 1
+
+    def without(self, records: list[Record], *, once: bool) -> list[Record]:
+        """*records* without those of drawings that were replaced.
+
+        *once*: for each note only the first of them, since the same worker may draw an image again.
+        """
+        if not self._left:
+            return records
+        return [each for each in records if not self._is_replaced(each, once=once)]
+
+    def _is_replaced(self, record: Record, *, once: bool) -> bool:
+        drawing = hashed(_drawing(record))
+        left = self._left.get(drawing)
+        if left is None or (once and not left):
+            return False
+        self._left[drawing] = left - once
+        return True
+
+
+def _drawing(record: Record) -> str:
+    """Names a drawing of an image by who has drawn it; metadata of images are in ASCII."""
+    worker = record.worker.encode("ascii", "replace").decode()
+    started = "" if record.started_at is None else f"{record.started_at.timestamp():.3f}"
+    return f"{record.blob} {worker} {started}"
+
+
+class MissingRecords:
+    """Names of images that may have no record of their own, by hash: some 60 bytes each.
+
+    A worker that has died may have stored one, and written none.
+    """
+
+    def __init__(self) -> None:
+        self._hashes: set[int] = set()
+
+    @property
+    def any(self) -> bool:
+        return bool(self._hashes)
+
+    def add(self, names: Iterable[str]) -> None:
+        self._hashes.update(map(hashed, names))
+
+    def found(self, names: Iterable[str]) -> None:
+        """Notes that these names have records."""
+        if self._hashes:
+            self._hashes.difference_update(map(hashed, names))
+
+    def found_in(self, lines: Sequence[bytes]) -> list[int]:
+        """Notes the records in these lines of shards; returns the hash of each one's name.
+
+        The rest of a line is not read, which takes a tenth of the time.
+        """
+        hashes = [hashed(_name(line)) for line in lines]
+        self._hashes.difference_update(hashes)
+        return hashes
+
+    def take(self, name: str) -> bool:
+        """True for the first who asks for a name that is missing."""
+        is_missing = hashed(name) in self._hashes
+        self._hashes.discard(hashed(name))
+        return is_missing
+
+
+def _name(line: bytes) -> str:
+    """The image that a line is of; empty if it is none."""
+    if line.startswith(_BEFORE_NAME):
+        end = line.find(b'"', len(_BEFORE_NAME))
+        return line[len(_BEFORE_NAME) : end].decode(errors="replace")
+    try:
+        return Record.read(line).blob or ""
+    except errors.JobError:
+        return ""

@@ -1,0 +1,241 @@
+"""Every image has one record, every record an image, and no job ends before its records."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import threading
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+import polling
+from imagefleet import errors
+from imagefleet.records import reader
+from imagefleet.records.record import Record
+from imagefleet.storage import dead_letter
+from imagefleet.storage.open import Storage
+from imagefleet.storage.protocol import BlobStore
+from worker.engine import contract
+from worker.jobs import in_flight as records
+from worker.metrics import WorkerMetrics
+from worker.testing import StandInEngine, draw_noise
+
+Message = Callable[..., str]
+RunPipeline = Callable[..., Any]  # the fixture of conftest.py
+
+
+async def stored_images(storage: Storage) -> list[str]:
+    return sorted([name async for name in storage.blobs.names() if not name.startswith("-")])
+
+
+async def recorded(storage: Storage, campaign: str = "default") -> list[Record]:
+    return [record async for record in reader.images(storage, campaign)]
+
+
+async def ended(storage: Storage) -> list[Record]:
+    return [record async for record in reader.ended(storage)]
+
+
+class Appending:
+    """Blobs whose appends fail, at first or always, with *error*."""
+
+    def __init__(self, blobs: BlobStore, error: BaseException, faults: int) -> None:
+        self._blobs = blobs
+        self._error = error
+        self.faults = faults
+        self.appends = 0
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._blobs, name)
+
+    async def append(self, name: str, data: bytes, position: int) -> bool:
+        if self.faults:
+            self.faults -= 1
+            raise self._error
+        self.appends += 1
+        return await self._blobs.append(name, data, position)
+
+
+class WithBlobs:
+    """A storage with other blobs."""
+
+    def __init__(self, storage: Storage, blobs: Appending) -> None:
+        self._storage = storage
+        self.blobs = blobs
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._storage, name)
+
+
+async def test_each_image_has_a_record_and_each_record_an_image(
+    storage: Storage, run_pipeline: RunPipeline, message: Message
+) -> None:
+    await storage.blobs.create("default/taken.png", b"another's", "image/png", {})
+    await storage.queue.send(
+        [
+            message(id="one", prompt="a house", seed=7, metadata={"order": 5}),
+            message(id="three", batch_size=3, campaign="spring"),
+            message(id="taken"),
+            message(id="bad", stepz=1),
+        ]
+    )
+    await run_pipeline()
+
+    found = await recorded(storage) + await recorded(storage, "spring")
+    assert sorted(str(record.blob) for record in found) == await stored_images(storage)
+    (one,) = [record for record in found if record.id == "one"]
+    assert (one.prompt, one.seed, one.metadata) == ("a house", 7, {"order": 5})
+    assert (one.worker, one.attempts, one.images, one.index) == ("test-worker", 1, 1, 0)
+    assert one.size_bytes == len(await storage.blobs.read("default/one.png") or b"")
+    assert one.started_at is not None
+    assert one.seconds is not None
+    seeds = [record.seed for record in found if record.id == "three"]
+    assert sorted(seeds) == [min(seeds) + number for number in range(3)]
+    (failed,) = await ended(storage)
+    assert (failed.outcome, failed.error) == ("failed", "InvalidMessageError")
+    assert "stepz" in (failed.reason or "")
+    assert failed.id == "bad"
+    assert json.loads(failed.body or "")["stepz"] == 1
+
+
+async def test_an_image_whose_worker_died_before_its_record_gets_one(
+    storage: Storage, run_pipeline: RunPipeline, message: Message
+) -> None:
+    await storage.queue.send(message(id=f"j{number}") for number in range(4))
+    dies = Appending(storage.blobs, errors.SetupError("as good as killed"), faults=1)
+    with pytest.raises(errors.SetupError, match="as good as killed"):
+        await run_pipeline(opened=WithBlobs(storage, dies), lease_seconds=2)
+    assert await stored_images(storage)
+    assert await recorded(storage) == []
+
+    pipeline = await run_pipeline(lease_seconds=2)
+    assert pipeline.settler.outcomes["duplicate"]
+    names = sorted(str(record.blob) for record in await recorded(storage))
+    assert names == await stored_images(storage)
+    assert len(names) == 4
+
+
+async def test_an_image_that_is_being_stored_while_another_of_its_job_fails_has_a_record(
+    storage: Storage, run_pipeline: RunPipeline, message: Message, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    is_storing, has_failed = threading.Event(), asyncio.Event()
+    create, add = storage.blobs.create, dead_letter.add
+
+    async def slow(name: str, *arguments: Any, **options: Any) -> bool:
+        if name.startswith("-"):  # no image
+            return await create(name, *arguments, **options)
+        is_storing.set()
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(has_failed.wait(), 0.5)
+        return await create(name, *arguments, **options)
+
+    async def noted(*arguments: Any, **options: Any) -> dead_letter.FailedJob:
+        has_failed.set()
+        return await add(*arguments, **options)
+
+    def draw(request: contract.ImageRequest) -> contract.Pixels:
+        if request.seed == 8:
+            assert is_storing.wait(10)
+            raise errors.JobError("it cannot be drawn")
+        return draw_noise(request)
+
+    monkeypatch.setattr(storage.blobs, "create", slow)
+    monkeypatch.setattr(dead_letter, "add", noted)
+    await storage.queue.send([message(id="j", seed=7, batch_size=2)])
+    pipeline = await run_pipeline(StandInEngine(capacity=1, draw=draw))
+    assert pipeline.settler.outcomes == {"failed": 1}
+    assert [record.blob for record in await recorded(storage)] == await stored_images(storage)
+    assert await stored_images(storage) == ["default/j-0.png"]
+
+
+async def test_a_job_whose_record_cannot_be_stored_is_delivered_again(
+    storage: Storage, run_pipeline: RunPipeline, message: Message
+) -> None:
+    await storage.queue.send([message(id="j")])
+    down = Appending(storage.blobs, errors.TransientError("503 server busy"), faults=7)
+    pipeline = await run_pipeline(opened=WithBlobs(storage, down), lease_seconds=2)
+    assert pipeline.settler.outcomes == {"lost": 1, "duplicate": 1}
+    assert [record.blob for record in await recorded(storage)] == ["default/j.png"]
+
+
+async def test_records_are_written_in_batches_while_more_images_are_in_the_making(
+    storage: Storage, run_pipeline: RunPipeline, message: Message
+) -> None:
+    await storage.queue.send(message(id=f"j{number}") for number in range(60))
+    counted = Appending(storage.blobs, errors.TransientError(), faults=0)
+    await run_pipeline(
+        StandInEngine(capacity=4, tick_seconds=0.005), opened=WithBlobs(storage, counted)
+    )
+    assert len(await recorded(storage)) == 60
+    assert counted.appends < 30
+
+
+async def test_a_record_waits_for_others_only_while_there_can_be_others() -> None:
+    ended: Counter[str] = Counter()
+    in_flight = 2
+
+    class Log:
+        async def add(self, _records: object, *, again: bool = False) -> None:
+            ended["again" if again else "written"] += 1
+
+    pending = records.PendingRecords(
+        Log(),  # type: ignore[arg-type]
+        WorkerMetrics(),
+        flush_seconds=60,
+        in_flight=lambda: in_flight,
+    )
+
+    async def finish(_: object) -> None:
+        ended["finished"] += 1
+
+    tasks = [asyncio.create_task(each()) for each in (pending.run, pending.finish)]
+    record = Record.model_validate({"outcome": "failed", "id": "a", "at": "2026-11-22T12:00:00Z"})
+    await pending.put(finish, [record])
+    await polling.turn(20)
+    assert not ended["finished"], "the other job may end soon"
+    await pending.put(finish, [record])
+    await polling.until(lambda: ended["finished"] == 2)
+    assert ended == {"written": 1, "again": 1, "finished": 2}
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def test_jobs_that_wait_to_be_acknowledged_are_told_from_jobs_that_wait_for_records() -> None:
+    class Log:
+        async def add(self, _records: object, *, again: bool = False) -> None:
+            pass
+
+    pending = records.PendingRecords(
+        Log(),  # type: ignore[arg-type]
+        WorkerMetrics(),
+        flush_seconds=0.05,
+        in_flight=lambda: 100,
+    )
+    answers = asyncio.Event()
+
+    async def finish(_: object) -> None:
+        await answers.wait()
+
+    tasks = [asyncio.create_task(each()) for each in (pending.run, pending.finish)]
+    record = Record.model_validate({"outcome": "failed", "id": "a", "at": "2026-11-22T12:00:00Z"})
+    await pending.put(finish, [record])
+    await pending.put(finish, [record])
+    assert pending.behind_seconds == 0
+    await polling.until(lambda: pending.behind_seconds > 0)
+    answers.set()
+    await polling.until(lambda: not pending.jobs)
+    assert pending.behind_seconds == 0
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def test_records_of_short_leases_wait_no_longer_than_the_leases_allow() -> None:
+    assert records.flush_seconds("https://a.blob.core.windows.net", 120) == 15
+    assert records.flush_seconds("https://a.blob.core.windows.net", 4) == 0.5
+    assert records.flush_seconds("local:./data", 120) == 1

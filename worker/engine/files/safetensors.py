@@ -1,0 +1,367 @@
+"""Reads .safetensors files of LoRAs into one buffer each, of which their tensors are views.
+
+The library's own `load` takes a second copy of it all; its `safe_open` maps the file, and a mapped
+file that is truncated meanwhile kills the process. Format:
+https://huggingface.co/docs/safetensors/index#format
+
+The host memory that is read into, and that a GPU copies from, is used again: a new page is zeroed
+at its first use. A LoRA of rank 128 takes 108 MB as a file and 108 MB packed. With some 15 of them
+a second, on a virtual machine, handing out new pages took longer than everything else.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import math
+import mmap
+import os
+import re
+import sys
+import threading
+import weakref
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from imagefleet import errors
+from imagefleet.telemetry import host
+
+log = logging.getLogger(__name__)
+
+#: Unused memory that is kept: a share of the machine's, up to what a round of 16 jobs gives back
+#: at once with LoRAs of rank 256.
+SPARE_SHARE, MAX_SPARE_BYTES = 1 / 12, 4 * 2**30
+
+#: A spare buffer is used for no less than this share of it.
+_LEAST_SHARE = 0.5
+
+
+@dataclass(slots=True, eq=False)
+class _Memory:
+    content: npt.NDArray[np.uint8]
+    is_locked: bool = False
+
+
+class Buffers:
+    """Lends memory and keeps what comes back; thread-safe."""
+
+    def __init__(
+        self, spare_bytes: int | None = None, *, lockable_bytes: int | None = None
+    ) -> None:
+        """*spare_bytes* are kept, and as many *lockable_bytes* may be locked, if not given."""
+        self.locks_pages = False
+        """Whether new memory is locked: a GPU copies from it three to ten times as fast."""
+        self._spare_bytes = _default_spare_bytes() if spare_bytes is None else spare_bytes
+        self._lockable_bytes = self._spare_bytes if lockable_bytes is None else lockable_bytes
+        self._spare: list[_Memory] = []
+        self._locked_bytes = 0
+        # Memory may come back while this thread holds the lock: the collector runs at any time.
+        self._lock = threading.RLock()
+
+    def take(self, size: int) -> torch.Tensor:
+        """[size] bytes of any content, which come back once no tensor refers to them."""
+        if size == 0:
+            return torch.empty(0, dtype=torch.uint8)
+        with self._lock:
+            memory = self._find(size)
+            if memory is not None:
+                self._spare.remove(memory)
+        if memory is None:
+            memory = _allocate(size)
+            if self.locks_pages:
+                self._lock_pages(memory)
+        lent = memory.content[:size]
+        weakref.finalize(lent, self._give_back, memory).atexit = False
+        return torch.from_numpy(lent)
+
+    @property
+    def spare_bytes(self) -> int:
+        return sum(each.content.nbytes for each in self._spare)
+
+    def _find(self, size: int) -> _Memory | None:
+        fitting = [
+            each
+            for each in self._spare
+            if _LEAST_SHARE * each.content.nbytes <= size <= each.content.nbytes
+        ]
+        return min(fitting, key=lambda each: each.content.nbytes, default=None)
+
+    def _give_back(self, memory: _Memory) -> None:
+        with self._lock:
+            self._spare.append(memory)
+            while self.spare_bytes > self._spare_bytes:
+                self._unlock_pages(self._spare.pop(0))
+
+    def _lock_pages(self, memory: _Memory) -> None:
+        """Tries to: some systems let a process lock little memory, or none."""
+        size = memory.content.nbytes
+        with self._lock:
+            if self._locked_bytes + size > self._lockable_bytes:
+                return
+            self._locked_bytes += size
+        error = int(_cuda().cudaHostRegister(memory.content.ctypes.data, size, 0))
+        memory.is_locked = not error
+        if error:
+            with self._lock:
+                self._locked_bytes -= size
+            self.locks_pages = False
+            log.info(
+                "copies to the GPU are from pageable memory: this system locks no more than %d MB"
+                " (CUDA error %d)",
+                self._locked_bytes // 10**6,
+                error,
+                extra={"action": "pages_not_locked"},
+            )
+
+    def _unlock_pages(self, memory: _Memory) -> None:
+        if memory.is_locked:
+            _cuda().cudaHostUnregister(memory.content.ctypes.data)
+            memory.is_locked = False
+            self._locked_bytes -= memory.content.nbytes
+
+
+def _allocate(size: int) -> _Memory:
+    memory = mmap.mmap(-1, size)
+    with contextlib.suppress(AttributeError, OSError):
+        # On Linux, unless it has been built without them.
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return _Memory(np.frombuffer(memory, np.uint8))
+
+
+def _cuda() -> Any:
+    return torch.cuda.cudart()  # type: ignore[no-untyped-call]
+
+
+def _default_spare_bytes() -> int:
+    return int(min(host.memory_bytes() * SPARE_SHARE, MAX_SPARE_BYTES))
+
+
+#: The buffers of this process: what files hold, and what is copied to a device.
+files, packs = Buffers(), Buffers()
+
+#: Buffers of a checkpoint's layers without room on the device: they stay as long as their engine.
+layers = Buffers(spare_bytes=0, lockable_bytes=sys.maxsize)
+
+
+#: The longest header that is read, as in the library of safetensors.
+_MAX_HEADER_BYTES = 100_000_000
+
+_LENGTH_BYTES = 8
+
+_TYPES: Mapping[str, torch.dtype] = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+
+#: The metadata come first in files of the library's.
+_METADATA = re.compile(r'\{\s*"__metadata__"\s*:\s*')
+
+_DECODER = json.JSONDecoder()
+
+
+Identity = tuple[str, int, int]
+"""Path, modification time in ns and size in bytes: a replaced file is another file."""
+
+
+class UnusableError(Exception):
+    """What is wrong with a file, as a sentence that lacks its subject."""
+
+
+@contextlib.contextmanager
+def named(file: str) -> Iterator[None]:
+    """Raises what is wrong with a *file*, such as "the LoRA 'x'", as an error that names it.
+
+    Raises:
+        UnusableFileError: it is not what it should be, or not for this model.
+        TransientError: it could not be read, or was evicted from the disk meanwhile.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise errors.TransientError(f"{file} cannot be read: {error.strerror or error}") from error
+    except UnusableError as error:
+        raise errors.UnusableFileError(f"{file} {error}") from error
+
+
+def identify(path: Path) -> Identity:
+    """Identifies a file's content; raises OSError if it cannot be read."""
+    status = path.stat()
+    return (str(path), status.st_mtime_ns, status.st_size)
+
+
+@dataclass(frozen=True, slots=True)
+class Content:
+    """A file's three parts."""
+
+    header: str
+    """JSON: each tensor's type, shape and place."""
+    metadata: Mapping[str, str]
+    data: torch.Tensor
+    """[bytes]"""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A tensor's place in the data."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+    def of(self, data: torch.Tensor) -> torch.Tensor:
+        """The tensor as a view of *data*, or as a copy if it is not aligned."""
+        part = data[self.begin : self.end]
+        if part.storage_offset() % self.dtype.itemsize:
+            part = part.clone()
+        return part.view(self.dtype).view(self.shape)
+
+
+def read(path: Path) -> Content:
+    """Reads a whole file; `places` then reads its header. For `named`, as all that follows."""
+    with path.open("rb", buffering=0) as file:
+        start = file.read(_LENGTH_BYTES)
+        if len(start) < _LENGTH_BYTES:
+            raise _incomplete("it ends within its first 8 bytes")
+        header_bytes = int.from_bytes(start, "little")
+        data_bytes = os.fstat(file.fileno()).st_size - _LENGTH_BYTES - header_bytes
+        if header_bytes > _MAX_HEADER_BYTES or data_bytes < 0:
+            raise _incomplete("it ends within its header, or begins with something else")
+        header = file.read(header_bytes)
+        data = files.take(data_bytes)
+        room, at = data.numpy().data, 0
+        while read := file.readinto(room[at:]):
+            at += read
+    try:
+        text, metadata = _split(header.decode())
+    except (ValueError, TypeError, AttributeError, RecursionError) as error:
+        raise _incomplete(f"its header is damaged ({error})") from error
+    return Content(text, metadata, data[:at])
+
+
+def places(header: str, data_bytes: int) -> dict[str, Place]:
+    """Each tensor's place by its name, sorted by name."""
+    try:
+        entries: dict[str, Any] = json.loads(header)
+        found = {name: _place(entry) for name, entry in sorted(entries.items())}
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise _incomplete(f"its header is damaged ({error})") from error
+    end = max((each.end for each in found.values()), default=0)
+    if end > data_bytes:
+        raise _incomplete(f"it ends {end - data_bytes} bytes before its last tensor does")
+    if end < data_bytes:
+        raise _incomplete(f"{data_bytes - end} bytes follow its last tensor")
+    return found
+
+
+def tensors_of(path: Path) -> dict[str, torch.Tensor]:
+    """A file's tensors by name, as views of one buffer."""
+    content = read(path)
+    return {
+        name: place.of(content.data)
+        for name, place in places(content.header, len(content.data)).items()
+    }
+
+
+def _incomplete(why: str) -> UnusableError:
+    return UnusableError(f"is not a complete .safetensors file: {why}")
+
+
+def _split(header: str) -> tuple[str, dict[str, str]]:
+    """The tensors' part of the header and the metadata."""
+    metadata: Any = {}
+    tensors = header
+    if match := _METADATA.match(header):
+        metadata, end = _DECODER.raw_decode(header, match.end())
+        tensors = "{" + header[end:].lstrip(" ,\n\r\t")
+    elif "__metadata__" in header:
+        entries = json.loads(header)
+        metadata = entries.pop("__metadata__", None) or {}
+        tensors = json.dumps(entries)
+    if not all(isinstance(value, str) for value in metadata.values()):
+        raise ValueError("its metadata are not texts")
+    return tensors.rstrip(), dict(metadata)  # padded to multiples of 8 bytes
+
+
+def _place(entry: Mapping[str, Any]) -> Place:
+    if (dtype := _TYPES.get(entry["dtype"])) is None:
+        unknown = repr(entry["dtype"])
+        raise UnusableError(f"holds numbers of the type {unknown}, which is not supported")
+    shape, (begin, end) = entry["shape"], entry["data_offsets"]
+    if not all(type(size) is int and size >= 0 for size in (*shape, begin, end)):
+        raise ValueError("a size is not a whole number")
+    if end - begin != math.prod(shape) * dtype.itemsize:
+        raise ValueError("a tensor's shape does not fit its place")
+    return Place(dtype, tuple(shape), begin, end)
+
+
+Value = TypeVar("Value")
+
+
+class ReadOnce(Generic[Value]):
+    """The values used last, each read once for all threads; thread-safe.
+
+    Not cachetools: where one read fails, all the threads that wait for it must fail with it, or
+    each would read the bad file again.
+    """
+
+    def __init__(self, room: int, size: Callable[[Value], int] = lambda _: 1) -> None:
+        """*room*: the most of the *size* of all values; a larger one is read each time."""
+        self.lookups: Counter[str] = Counter()
+        """Values that were here ('hit') and were read ('miss')."""
+        self._room, self._size = room, size
+        self._futures: OrderedDict[Hashable, Future[Value]] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def get(self, key: Hashable, read: Callable[[], Value]) -> Value:
+        """What *read* returns, unless it is here, or another thread is reading it."""
+        with self._lock:
+            future = self._futures.get(key)
+            is_new = future is None
+            if future is None:
+                future = self._futures[key] = Future()
+            self._futures.move_to_end(key)
+            self.lookups["miss" if is_new else "hit"] += 1
+        if is_new:
+            self._fill(future, key, read)
+        return future.result()
+
+    def _fill(self, future: Future[Value], key: Hashable, read: Callable[[], Value]) -> None:
+        try:
+            future.set_result(read())
+        except BaseException as error:  # noqa: BLE001 - other threads wait for it
+            with self._lock:
+                del self._futures[key]
+            future.set_exception(error)
+            return
+        with self._lock:
+            sizes = {
+                key: self._size(future.result())
+                for key, future in self._futures.items()
+                if future.done()
+            }
+            total = sum(sizes.values())
+            for oldest, size in sizes.items():
+                if total <= self._room:
+                    break
+                total -= size
+                del self._futures[oldest]
