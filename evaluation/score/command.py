@@ -24,7 +24,6 @@ _VARIED = ("sampler", "steps", "model", "lora", "lora_strength")
 
 
 @options.from_settings(StorageSettings)
-@console.one_line_errors()
 def command(
     settings: StorageSettings,
     campaign: target.Campaign,
