@@ -229,7 +229,8 @@ class Load:
         )
         signing_key = settings.keys().signing
         sample = Sample(settings.second_drawings, self._start.sample_key, signing_key)
-        self._to = enqueue.JobSender(storage, priority, elsewhere=models, through=self._processes)
+        send = self._processes.send if self._processes else None
+        self._to = enqueue.JobSender(storage, priority, elsewhere=models, send=send)
         self._sender = BulkSender(
             self._to,
             self._campaigns.wanted(

@@ -391,7 +391,7 @@ class Settler:
         except (errors.LeaseLost, errors.TransientError) as fault:
             self._lost(entry, fault)
         else:
-            record = self.record(entry, "failed", **failed.facts())
+            record = self.record(entry, **failed.model_dump(exclude_unset=True))
             await self.pending.put(finish, [*entry.records, record], entry.again)
 
     async def _retry(self, entry: InFlightJob, error: errors.FleetError, attempts: int) -> None:

@@ -144,7 +144,7 @@ async def test_a_job_that_it_cannot_draw_fails_with_what_to_change(
         ]
     )
     await run_pipeline(upscaler)
-    failed = [dead_letter.FailedJob.read(each.body) async for each in storage.poison.browse()]
+    failed = [dead_letter.FailedJob.parse(each.body) async for each in storage.poison.browse()]
     reasons = {each.id: each.reason for each in failed if each is not None}
     assert "the job needs init_images" in reasons["text"]
     assert "makes 96x64 pixels of an image of 24x16" in reasons["small"]
