@@ -1,7 +1,6 @@
 """The list of cancelled campaigns, `cancelled.json` among the files, which workers and `load` obey.
 
-A job is cancelled if its message was sent before its campaign was: both times are by the clock of
-the storage. Whatever is sent later runs.
+A job is cancelled if its message was sent before its campaign was, by the clock of the storage.
 """
 
 from __future__ import annotations
@@ -65,10 +64,7 @@ class CancelledList(BaseModel):
     campaigns: tuple[Cancellation, ...] = ()
 
     def with_entry(self, new: Cancellation, *, forget: bool) -> Self:
-        """The list with *new* in place of what it says of that campaign.
-
-        *forget*: without what is too old to matter, since the queue is empty.
-        """
+        """With *new* in place of an older entry; *forget*: without what is too old to matter."""
         kept = [
             each
             for each in self.campaigns
@@ -101,10 +97,7 @@ class CancelledCampaigns:
         return cancelled_at is not None and sent_at <= cancelled_at
 
     async def refresh(self, older_than_seconds: float | None = None) -> None:
-        """Reads the list, if the last reading is older (by default five seconds), and it changed.
-
-        Where it cannot be read, what was read last stays in force.
-        """
+        """Reads the list, if it was last read longer ago (by default five seconds)."""
         async with self._reading:
             now = time.monotonic()
             seconds = PERIOD_SECONDS if older_than_seconds is None else older_than_seconds
@@ -149,9 +142,8 @@ class CancelledCampaigns:
 async def cancel(storage: Storage, campaign: str) -> datetime:
     """Cancels what was sent of a campaign, and ends its running loads; returns until when.
 
-    Workers obey within seconds. This returns after some twelve: a load that begins then runs.
-    Raises TransientError if others change the list all the time, and SetupError if it is full or
-    damaged.
+    Returns after some twelve seconds: a load that begins then runs. Raises TransientError if others
+    change the list all the time, and SetupError if it is full or damaged.
     """
     at = (await storage.queue.stamps()).latest + timedelta(seconds=LOAD_SECONDS)
     new = Cancellation(queue=storage.queue.name, campaign=campaign, at=at)

@@ -134,8 +134,8 @@ class Batches(Generic[Item, Result]):
     ) -> None:
         """*work* returns each item's result or error, or raises what all of them get.
 
-        A batch has at most *most* items, and at most *at_once* batches are in the threads: more
-        than one only where calls would wait for longer than a thread takes to wake.
+        At most *most* items a batch, and *at_once* batches in the threads: more than one only where
+        calls would wait for longer than a thread takes to wake.
         """
         self._work = work
         self._threads = threads

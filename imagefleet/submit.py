@@ -67,11 +67,10 @@ async def keep_noting(note: Callable[[], Awaitable[None]]) -> NoReturn:
 
 
 class BulkSender:
-    """Sends messages to a queue; None in *bodies* is a position without one.
+    """Sends messages to a queue; None in *bodies* is a position without one, from *start* on.
 
-    *start* is the position of the first of them. *second_drawing* returns a second message for
-    some of the bodies, which is sent with the same batch. *before_send* is awaited before each
-    batch is sent.
+    *second_drawing* returns a second message for some of the bodies, which is sent with the same
+    batch. *before_send* is awaited before each batch is sent.
     """
 
     def __init__(
@@ -107,7 +106,7 @@ class BulkSender:
         """Sends until the source ends or `stop` is called; returns what is stored.
 
         *on_confirmed* is called for each batch, in order, once it and all before it are stored.
-        Raises FleetError if a send failed for good, or the source contains an invalid job.
+        Raises FleetError if a send failed for good, or the source has an invalid job.
         """
         self._on_confirmed = on_confirmed
         try:

@@ -54,8 +54,7 @@ class LoadedCampaigns:
     ) -> Iterator[str | None]:
         """*bodies* from position *start* on, with None for those of cancelled campaigns.
 
-        *only* is the campaign of all of them, if they have only one: nothing follows then. A
-        position without a body is a job of it that was sent before.
+        *only* is the campaign of all, if there is one: nothing follows. None is a job sent before.
         """
         position = start
         for body in bodies:

@@ -1,7 +1,4 @@
-"""A sweep's jobs: each caption of a file in each group. The jobs of one caption are neighbours.
-
-So a sweep that is half drawn has about the same captions in all groups.
-"""
+"""A sweep's jobs: each caption of a file in each group; those of one caption are neighbours."""
 
 from __future__ import annotations
 
@@ -49,11 +46,10 @@ _OWN_WEIGHT = re.compile(r":\s*[+-]?[\d.]+\s*$")
 
 
 class CaptionFile:
-    """A file of captions, the first *count* of them.
+    """A file of captions, the first *count* of them; it is read once to count and hash them.
 
-    *one_per_image*: of COCO's annotations, the first of each image. The file is read once to count
-    and hash what it holds. Raises SetupError if it cannot be read, or has a line or an annotation
-    without a caption, or none.
+    *one_per_image*: the first of each image in COCO's annotations. Raises SetupError for a file
+    with none, or with a line or an annotation without one.
     """
 
     def __init__(
@@ -161,7 +157,7 @@ def groups(
 ) -> tuple[Group, ...]:
     """All combinations; a group's name says the guidance, and what else differs between groups.
 
-    Raises SetupError if a value is not valid, comes twice, or there are too many groups.
+    Raises SetupError if a value is not valid or comes twice.
     """
     axes: Mapping[str, Sequence[Any]] = {
         "--models": models,
@@ -205,10 +201,7 @@ def groups(
 
 
 class SweepSource:
-    """The jobs of a sweep, a source for `loadgen.load.Load`.
-
-    Raises SetupError if a field of its jobs is not valid.
-    """
+    """The jobs of a sweep, a source of `Load`; raises SetupError for an invalid field."""
 
     #: `check` reports bytes, not jobs.
     jobs_to_make = None

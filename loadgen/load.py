@@ -165,10 +165,7 @@ class Summary:
 
 
 class Load:
-    """Fills a job queue; resumes at *checkpoint_path*, if there is one and *restart* is false.
-
-    Raises SetupError if the checkpoint belongs to another load, or cannot be read.
-    """
+    """Fills a job queue; resumes at *checkpoint_path*, unless *restart*, or raises SetupError."""
 
     def __init__(
         self,
@@ -186,8 +183,7 @@ class Load:
     ) -> None:
         """*on_notice* is told what the operator should know, while the load goes on.
 
-        *models* are what workers have from elsewhere than the storage. *refusals* are the
-        storage's. *shards* is the number of each queue's from now on.
+        *models* are what workers have from elsewhere. *shards* is the number of each queue's.
         """
         self._storage = storage
         self._queue = storage.queues[priority]
@@ -254,10 +250,7 @@ class Load:
         self._sender.stop()
 
     async def run(self, on_confirmed: Callable[[int], None]) -> Summary:
-        """Sends what is left to the opened storage; calls `on_confirmed` with the positions stored.
-
-        Raises FleetError if the storage cannot be used, or a job of the source is not valid.
-        """
+        """Sends what is left, or raises FleetError; *on_confirmed* gets the positions stored."""
         began = time.monotonic()
         progress = Progress(self.confirmed, 0, finished=True)
         try:

@@ -118,10 +118,7 @@ class Sweep:
         return {name: chosen[name] for name in self.values}
 
     def drawn(self, seed: int, index: int) -> Fields:
-        """The fields of job *index*, each drawn by itself.
-
-        Draws use SHAKE-256, as those of the prompts do, but a stream of their own.
-        """
+        """The fields of job *index*, each drawn by itself from a stream of their own."""
         data = struct.pack(">QQ", seed, index) + b"fields"
         stream = hashlib.shake_256(data).digest(16 * len(self.values))
         numbers = (int.from_bytes(stream[at : at + 16]) for at in range(0, len(stream), 16))
@@ -137,10 +134,7 @@ class Sweep:
 
 
 def read(fields: Mapping[str, Any]) -> tuple[Fields, Sweep]:
-    """The fields of `job:` that are the same for all jobs, and those with several values.
-
-    Raises ValueError if a value is none of its field; names it.
-    """
+    """The fields of `job:` that all jobs share, and those with several values; or ValueError."""
     fixed: Fields = {}
     swept: dict[str, Sequence[Any]] = {}
     for name, value in fields.items():

@@ -153,11 +153,9 @@ _FIELDS = {*Template.model_fields, *Choice.model_fields}
 
 
 def read_template(path: Path) -> tuple[Template, str]:
-    """Reads a template file and returns it with a canonical text of its content.
+    """Reads a template file and returns it with a canonical text of its content; or SetupError.
 
-    Comments, layout, `count` and `seed` do not change that text, so a longer run of a template
-    begins with the jobs of a shorter one. Raises SetupError if the file cannot be read or is not a
-    valid template.
+    `count`, `seed` and layout do not change that text: a longer run begins with the same jobs.
     """
     document = _load(path)
     try:
@@ -236,8 +234,7 @@ class Patterns:
     def slot(self, choices: Sequence[Choice], place: str) -> int:
         """Adds a slot with these choices and returns its number.
 
-        Raises SetupError for an unknown list, a single brace, and lists that refer to each other in
-        a circle, or so often that their text is endless.
+        Raises SetupError for an unknown list, a single brace, and lists without end.
         """
         words = tuple(_Word(self._parts(choice.text, place), choice) for choice in choices)
         size = max(sum(map(self._size, word.parts)) for word in words)

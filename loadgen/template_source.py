@@ -1,8 +1,7 @@
 """Jobs from a template: job n is a function of the file's content, the seed and n.
 
 A template with lists of fields is a sweep: job n has combination n modulo their number, and the
-words that are drawn for the n divided by it. So each drawn prompt comes in every combination, with
-one seed.
+words and the seed of n divided by it.
 """
 
 from __future__ import annotations

@@ -165,10 +165,7 @@ BY_FOLDER: Mapping[str, FileKind] = {kind.folder: kind for kind in KINDS.values(
 
 
 def check(kind: FileKind, path: str, header: Header) -> str:
-    """Describes a file of the *kind* by its header, as in 'SDXL LoRA'.
-
-    Raises SetupError if it is of another kind, or workers cannot use it.
-    """
+    """What a file is, as in 'SDXL LoRA'; raises SetupError if it is no usable one of the *kind*."""
     content = contents.identify(header)
     if not accepts(kind, content):
         raise errors.SetupError(refusal(path, content))
@@ -190,10 +187,7 @@ def refusal(what: str, content: Content) -> str:
 
 
 def describe_embedding(path: str, header: Header) -> tuple[str, int]:
-    """The models that an embedding is for, and its number of vectors.
-
-    Raises SetupError if its tensors are not those of an embedding.
-    """
+    """The models that an embedding is for, and its number of vectors; SetupError if it is none."""
     shapes = [shape if len(shape) > 1 else (1, *shape) for shape in header.shapes.values()]
     counts = {shape[0] for shape in shapes}
     widths = {shape[-1] for shape in shapes}

@@ -35,10 +35,7 @@ class Picture:
 
 @contextlib.contextmanager
 def opened(data: bytes) -> Iterator[Image.Image]:
-    """An image's file, which may be anything; its pixels are decoded in the block.
-
-    Raises DamagedImageError if it is no image of a worker, or larger than one can be.
-    """
+    """An image in a file, which may be anything: raises DamagedImageError, in the block as well."""
     if len(data) > MAX_IMAGE_BYTES:
         raise DamagedImageError(f"has {len(data):,} bytes; {MAX_IMAGE_BYTES:,} at most are read")
     try:
@@ -80,10 +77,7 @@ def read(data: bytes) -> Picture | None:
 
 
 def job_in(data: bytes, trusted: TrustedKeys | None = None) -> tuple[str, Job] | None:
-    """The message in an image's file and its job; None if there is none that is valid.
-
-    With *trusted* keys, only one that is signed with one of them is.
-    """
+    """The valid message in an image's file, signed by one of the *trusted* keys, and its job."""
     message = embedded.find(data)
     try:
         return None if message is None else (message, read_job(message, "none", trusted))

@@ -1,7 +1,6 @@
 """The header of a safetensors file: names and shapes, without the weights.
 
-It is untrusted: whoever made the file wrote it. Its size, the number of tensors and their shapes
-are bounded.
+It is untrusted: its size, the number of tensors and their shapes are bounded.
 """
 
 from __future__ import annotations
@@ -42,10 +41,7 @@ class Header:
 
 
 def read_header(file: BinaryIO) -> Header:
-    """Reads the header at the start of *file*, no more.
-
-    Raises TruncatedError if even the header is incomplete, and MalformedError if it is none.
-    """
+    """Reads no more than the header; TruncatedError if it is incomplete, MalformedError if none."""
     start = file.read(LENGTH_BYTES)
     if len(start) < LENGTH_BYTES:
         raise TruncatedError

@@ -48,10 +48,10 @@ T_co = TypeVar("T_co", covariant=True)
 
 
 class Names(Generic[T_co]):
-    """What names stand for, by the token ids of each name, found as AUTOMATIC1111 finds them.
+    """What names stand for, by the token ids of each, found as AUTOMATIC1111 finds them.
 
-    So capitals do not matter, and a name that is the beginning of a word is none. Of names that
-    begin alike the longest is found, by its tokens, and of names with the same tokens the first.
+    Capitals do not matter, and the beginning of a word is no name. The longest name is found, by
+    its tokens, and of names with the same tokens the first.
     """
 
     def __init__(self, named: Iterable[tuple[Sequence[int], T_co]]) -> None:
@@ -115,7 +115,7 @@ def cut_into_chunks(
 ) -> tuple[Chunk, ...]:
     """Cuts a prompt (text: one without LoRA tags) into chunks; *comma* is the comma's token id.
 
-    Raises JobError if it is too long, or a weight is not a number or out of range.
+    Raises JobError if it is too long, or a weight is not valid.
     """
     sections = sections_of(prompt)
     ids = iter(tokenise([part.text for section in sections for part in section]))

@@ -21,10 +21,7 @@ VOCABULARY_SIZE = 49_408
 
 
 def tokenizer_of(folder: Path, vocabulary_size: int) -> Path:
-    """The tokenizer of a checkpoint in *folder*: its own, else CLIP's where it fits.
-
-    It may not exist: then there is none.
-    """
+    """A checkpoint's tokenizer: its own, else CLIP's where it fits. It may not exist."""
     own = folder / "tokenizer"
     has_own = any((own / name).is_file() for name in ("vocab.json", "tokenizer.json"))
     return TOKENIZER if vocabulary_size == VOCABULARY_SIZE and not has_own else own
@@ -59,9 +56,9 @@ _REPLACED = {
 def cleaned(text: str) -> str:
     """A prompt's words as AUTOMATIC1111's tokenizers clean them, with ftfy.
 
-    Curly quotes are straight, wide signs (as of Chinese and Japanese keyboards) and ligatures the
-    usual ones, control characters are dropped, and HTML's names of characters (`&amp;`) are read,
-    unless a `<` is in the same line or before. What was decoded wrongly is not repaired.
+    Straightens quotes, makes wide signs and ligatures the usual ones, drops control characters, and
+    reads HTML's names of characters (`&amp;`), unless a `<` is in the same line or before. What was
+    decoded wrongly is not repaired.
     """
     if _CLEAN.fullmatch(text):
         return text

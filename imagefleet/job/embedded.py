@@ -1,7 +1,6 @@
 """The job in its image's file, so that the image can be drawn again from the file alone.
 
-PNG has it in a text chunk, JPEG and WebP in the Exif data. It is untrusted, like the whole file:
-whoever may store an image writes what he likes.
+PNG has it in a text chunk, JPEG and WebP in the Exif data. It is untrusted.
 """
 
 from __future__ import annotations
@@ -9,7 +8,7 @@ from __future__ import annotations
 import io
 import json
 import struct
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from imagefleet.job import sizes
 
@@ -44,15 +43,15 @@ def find(data: bytes) -> str | None:
         return None
     if not isinstance(fields, dict):
         return None
-    forms = (_json(fields, ascii_only=ascii_only) for ascii_only in (True, False))
-    return next(filter(sizes.fits, forms), None)
+    for ascii_only in (True, False):
+        text = json.dumps(fields, ensure_ascii=ascii_only, separators=(",", ":"))
+        if sizes.fits(text):
+            return text
+    return None
 
 
 def parameters(image: Image.Image, max_characters: int) -> str:
-    """AUTOMATIC1111's text: a chunk of a PNG, a comment in the Exif data of other formats.
-
-    Of an open image; at most so many characters, and empty if there is none.
-    """
+    """AUTOMATIC1111's text in an open image; at most so many characters, empty if there is none."""
     from PIL import ExifTags
 
     if (text := image.info.get("parameters")) is not None:
@@ -62,10 +61,6 @@ def parameters(image: Image.Image, max_characters: int) -> str:
         text = comment[len(_UNICODE) : len(_UNICODE) + 2 * max_characters]
         return text.decode("utf-16-be", errors="replace")
     return ""
-
-
-def _json(fields: dict[str, Any], *, ascii_only: bool) -> str:
-    return json.dumps(fields, ensure_ascii=ascii_only, separators=(",", ":"))
 
 
 def _in_png(data: bytes) -> bytes | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import base64
-import binascii
+import contextlib
 import functools
 import hashlib
 import json
@@ -169,10 +169,7 @@ class Job(PassFields):
         )
 
     def at_stage(self, number: int, message: str | None = None) -> Job:
-        """The job that draws stage *number* of this whole job, from 1.
-
-        Raises ValueError if the stage, or one before, is not valid.
-        """
+        """The job of stage *number* of this job, from 1; raises ValueError if there is none."""
         known: Job = self
         input_size = self.final_size
         for place, given in enumerate(self.then[: number - 1], start=2):
@@ -195,10 +192,7 @@ class Job(PassFields):
         return known
 
     def stage_of_message(self, field: object) -> Job:
-        """The stage of this whole job that its message asks for in its *field* `stage`.
-
-        Raises InvalidMessageError if it is none of its stages.
-        """
+        """The stage that a message asks for in its *field* `stage`; raises InvalidMessageError."""
         try:
             asked = chain.StageField.model_validate(field)
         except ValidationError as error:
@@ -263,8 +257,7 @@ class Job(PassFields):
     def source(self, message_id: str) -> str:
         """The sending that a record is of: of a later stage, the message of the first one.
 
-        A worker that dies may send a stage twice; that both messages fail, or that two stages are
-        cancelled, is one end of one job.
+        A worker that dies may send a stage twice; that both end is one end of one job.
         """
         return (self.place and self.place.message) or message_id
 
@@ -284,11 +277,7 @@ class Job(PassFields):
         return f"{folder}{job_key(self.campaign, self.id)}{number}.{suffix}"
 
     def to_message(self, key: SigningKey | None = None) -> str:
-        """One line of JSON without defaults, for `read_job`; signed with *key*.
-
-        Of a later stage, the whole job's with the number of the stage. Raises ValueError if a job
-        to be signed has no id.
-        """
+        """The whole job in a line of JSON, with the stage's number; signed with *key*."""
         job = self.whole
         fields = job.model_dump(mode="json", exclude_defaults=True)
         if key is not None:
@@ -326,9 +315,7 @@ def read_job(body: str, message_id: str, trusted: TrustedKeys | None = None) -> 
         reason = f"is not JSON: {error}" if body.strip() else "is empty"
         raise errors.InvalidMessageError(f"the message {reason}") from None
     if not isinstance(fields, dict):
-        raise errors.InvalidMessageError(
-            f"the message is a JSON {_JSON_TYPES[type(fields)]}, not an object"
-        )
+        raise errors.InvalidMessageError("the message is JSON, but no object")
     fields.pop(DELIVERIES_FIELD, None)
     signature = fields.pop(SIGNATURE_FIELD, None)
     stage = fields.pop(chain.STAGE_FIELD, None)
@@ -345,19 +332,12 @@ def read_job(body: str, message_id: str, trusted: TrustedKeys | None = None) -> 
     return job if stage is None else job.stage_of_message(stage)
 
 
-_JSON_TYPES: Mapping[type, str] = {
-    bool: "boolean",
-    float: "number",
-    int: "number",
-    list: "array",
-    str: "string",
-    type(None): "null",
-}
-
-
 def message_fields(body: str) -> Any:
     """The JSON of a message, plain or in base64; raises ValueError or RecursionError for others."""
-    return json.loads(_without_base64(body))
+    if body.lstrip()[:1] not in {"{", "["}:
+        with contextlib.suppress(ValueError):
+            body = base64.b64decode(body.strip(), validate=True).decode()
+    return json.loads(body)
 
 
 def message_text(fields: Mapping[str, Any]) -> str:
@@ -369,10 +349,7 @@ def message_text(fields: Mapping[str, Any]) -> str:
 
 
 def text_for_image(body: str, job: Job) -> str:
-    """A job's message for its image's file (`imagefleet.job.embedded`), in ASCII.
-
-    As it was received, its signature included, with its id, and without its deliveries.
-    """
+    """The message as it was received, with the job's id, in ASCII for its image's file."""
     fields = message_fields(body)
     fields.pop(DELIVERIES_FIELD, None)
     if not fields.get("id"):  # which no signed job lacks
@@ -419,15 +396,6 @@ def split_job_key(name: str, campaign: str | None = None) -> tuple[str, str]:
     if campaign is None and "/" in name:
         campaign, _, name = name.partition("/")
     return campaign or DEFAULT_CAMPAIGN, name
-
-
-def _without_base64(body: str) -> str:
-    if body.lstrip()[:1] in {"{", "["}:
-        return body
-    try:
-        return base64.b64decode(body.strip(), validate=True).decode()
-    except (binascii.Error, ValueError):
-        return body
 
 
 def _seed_from(job_id: str) -> int:

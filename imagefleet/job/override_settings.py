@@ -130,8 +130,7 @@ def fields(
 ) -> dict[str, Any]:
     """The fields of a job that *settings* set; *payload* has those that are given as well.
 
-    *neutral* has neutral values of further settings that change the job's image. Raises ValueError
-    if a setting is not supported, or contradicts a field; names it.
+    *neutral* has neutral values of further settings. Raises ValueError, which names the setting.
     """
     if not isinstance(settings, dict):
         raise ValueError("override_settings: must be an object")  # noqa: TRY004 - for pydantic
@@ -140,7 +139,11 @@ def fields(
         if field := FIELDS.get(name):
             if value not in _UNSET and not _is_others_eta(name, payload):
                 found[field] = name_of_title(value) if field == "model" else value
-                _refuse_conflict(name, field, found[field], payload)
+                if payload.get(field) not in (None, found[field]):
+                    raise ValueError(
+                        f"override_settings.{name} contradicts the field {field}: keep one of the"
+                        " two"
+                    )
         elif name in neutral:
             _refuse_change(name, value, neutral)
         elif name not in WITHOUT_EFFECT and not name.startswith(WITHOUT_EFFECT_PREFIXES):
@@ -161,14 +164,6 @@ def name_of_title(title: object) -> object:
     """The name of a checkpoint's file or folder, by which workers know it."""
     match = _TITLE.fullmatch(title) if isinstance(title, str) else None
     return match["name"] if match else title
-
-
-def _refuse_conflict(name: str, field: str, value: object, payload: Mapping[str, Any]) -> None:
-    given = payload.get(field)
-    if given not in (None, value):
-        raise ValueError(
-            f"override_settings.{name} contradicts the field {field}: keep one of the two"
-        )
 
 
 def _refuse_change(name: str, value: object, neutral: Mapping[str, tuple[object, ...]]) -> None:

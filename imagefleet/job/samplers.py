@@ -73,6 +73,7 @@ _ALL = (
 #: DeepFloyd IF's lists of timesteps.
 _LISTS = ["fast27", "smart27", "smart50", "smart100", "smart185", "super27", "super40", "super100"]
 
+#: Those of stages of DeepFloyd IF, which draw in pixels.
 _OF_PIXELS = (
     Sampler("ddpm", "DDPM", None),
     Sampler("edm", "EDM", None),
@@ -81,9 +82,6 @@ _OF_PIXELS = (
 
 #: Samplers by the engine's key.
 SAMPLERS: Mapping[str, Sampler] = {sampler.key: sampler for sampler in _ALL}
-
-#: The same of those that only stages of DeepFloyd IF have, which draw in pixels.
-PIXEL_SAMPLERS: Mapping[str, Sampler] = {sampler.key: sampler for sampler in _OF_PIXELS}
 
 #: Samplers by every accepted name, in lower case.
 NAMES: Mapping[str, Sampler] = {

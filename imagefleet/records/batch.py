@@ -17,7 +17,6 @@ from imagefleet.records import reader
 from imagefleet.records.outcomes import JobFacts
 from imagefleet.records.record import Record
 from imagefleet.records.sent import SentJobs
-from imagefleet.records.shard import ShardName
 from imagefleet.storage.open import Storage
 
 if TYPE_CHECKING:
@@ -50,10 +49,7 @@ class Submission:
     def messages(
         self, jobs: Iterable[Job], campaign: str | None, key: SigningKey | None = None
     ) -> Iterator[str]:
-        """The jobs' messages; adds each job to `jobs`.
-
-        Raises JobError if two jobs have one id, or a job is too large for a message.
-        """
+        """The jobs' messages; adds each job to `jobs`. Raises JobError for two with one id."""
         for number, given in enumerate(jobs, start=1):
             job = given.identified(f"{self._token}-{number:06}", campaign)
             if job.verify:
@@ -94,13 +90,12 @@ class Submission:
     def positions(self) -> dict[str, dict[str, int]]:
         """The positions at which to begin to look for results, by campaign.
 
-        Images count whenever they were made, so those of ids that may have been used before are
-        looked for from the start; failures count only from now on.
+        Images of ids that may have been used before are looked for from the start.
         """
         return {
             campaign: end
             if campaign not in self._with_own_ids
-            else {name: size for name, size in end.items() if _is_of_jobs(name)}
+            else {name: size for name, size in end.items() if name.endswith(".jobs.jsonl.gz")}
             for campaign, end in self._ends.items()
         }
 
@@ -149,10 +144,7 @@ class Watch:
         self._replayed: set[_Failure] = set()
 
     async def poll(self) -> None:
-        """Moves jobs from `waiting` to `found`; after an error, it can run again.
-
-        A listing for each campaign, and a read for each shard that has grown.
-        """
+        """Moves jobs from `waiting` to `found`: a listing, and a read for each grown shard."""
         self.is_behind = False
         for follower in self._followers:
             for record in await follower.poll():
@@ -180,8 +172,3 @@ class Watch:
             if len(images) == len(job.blobs):
                 del self._images[job.key], self.waiting[job.key]
                 self.found.append(job.completed(images.values()))
-
-
-def _is_of_jobs(shard: str) -> bool:
-    name = ShardName.read(shard)
-    return name is not None and name.kind == "jobs"

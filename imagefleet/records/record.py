@@ -44,10 +44,7 @@ _Moment = Annotated[
 _Seconds = Annotated[float, Field(ge=0, le=_LONGEST_SECONDS)]
 
 Outcome = Literal["completed", "failed", "cancelled", "replayed", "discarded", "replaced"]
-"""`completed` is one stored image, `replaced` one that `imagefleet redo` has put aside.
-
-The others are of a whole job; the last three are by an operator.
-"""
+"""`completed` and `replaced` are of one image, the others of a job: the last two an operator's."""
 
 
 #: What the metadata of an image's blob have by the same names.
@@ -150,10 +147,7 @@ class Record(BaseModel):
 
     @classmethod
     def of_blob(cls, known: Mapping[str, Any], metadata: Mapping[str, str]) -> Self:
-        """The record of an image as the *metadata* of its blob tell it, beside what is *known*.
-
-        They are untrusted: of damaged ones, only what is known.
-        """
+        """The record of an image, of which *known* is certain, from the *metadata* of its blob."""
         try:
             told: dict[str, Any] = {name: metadata[name] for name in _OF_BLOB if name in metadata}
             if "attempt" in metadata:
@@ -175,10 +169,7 @@ def hashed(text: str) -> int:
 
 
 def of_job(job: Job) -> dict[str, object]:
-    """The fields of a record that a job's own tell.
-
-    A stage that only enlarges an image has the settings by which its chain has drawn it.
-    """
+    """The fields that a job tells; one that only enlarges has those that its chain has drawn by."""
     is_drawn = not job.only_upscales or job.stage > 1
     return {
         "id": job.id,

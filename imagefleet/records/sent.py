@@ -1,7 +1,6 @@
 """How many jobs one program has sent to each campaign, noted in the campaigns' records.
 
-The sums of all its submissions are in one shard for each campaign: a program that submits a million
-jobs one by one must not leave a million shards, each of which is listed and read.
+All its submissions have one shard for each campaign: each shard is listed and read.
 """
 
 from __future__ import annotations
@@ -47,11 +46,7 @@ class SentJobs:
         self._campaigns[campaign].sent += jobs
 
     async def note(self, campaign: str) -> None:
-        """Notes a campaign's sum; those who ask at the same time share a write.
-
-        Raises TransientError if it cannot be written now (the next note has it), and SetupError if
-        it may not be written.
-        """
+        """Notes a campaign's sum, or raises FleetError; those who ask at once share a write."""
         known = self._campaigns.get(campaign)
         wanted = known.sent if known else 0
         while known and known.noted < wanted:

@@ -1,7 +1,6 @@
-"""The format of a shard: gzip members of JSON lines, each followed by an empty one with totals.
+"""Shards of records: gzip members of JSON lines, each followed by an empty one with totals.
 
-`zcat` reads it. The totals lie in the extra field of the empty member's header, so that the end of
-a shard tells what is in it.
+`zcat` reads them. The totals are in the extra field of the empty member's header.
 """
 
 from __future__ import annotations
@@ -114,10 +113,7 @@ class Decoder:
     _text: bytes = b""
 
     def lines(self, data: bytes) -> list[bytes]:
-        """The lines of the members that *data*, the next bytes of the shard, completes.
-
-        Where it is damaged, they end, and `is_damaged` is set.
-        """
+        """The lines of the members that *data*, the next bytes, completes; or sets `is_damaged`."""
         found: list[bytes] = []
         while data and not self.is_damaged:
             if self._member is None:
@@ -187,11 +183,7 @@ class RecordLog:
         self._load = secrets.token_hex(8)
 
     async def add(self, records: Iterable[Record], *, again: bool = False) -> None:
-        """Adds records, those of images as `images` or *again*: somebody had taken their names.
-
-        Raises TransientError if the storage does not answer (some records may be stored), and
-        SetupError if access is refused.
-        """
+        """Adds records, those of images as `images`, or as *again*: their names were taken."""
         grouped: dict[tuple[str, Kind], list[Record]] = {}
         for record in records:
             kind: Kind = "jobs"
@@ -216,10 +208,7 @@ class RecordLog:
         await self._append(campaign, kind, [], jobs=0)
 
     async def sent(self, campaign: str, jobs: int, load: str | None = None) -> None:
-        """Notes how many jobs of a campaign have been sent so far.
-
-        *load* names what sends them across restarts; by default this object.
-        """
+        """Notes how many jobs *load*, a name across restarts, or this object has sent so far."""
         line = json.dumps({"load": load or self._load, "jobs": jobs}).encode() + b"\n"
         await self._append(campaign, "sent", [line], jobs=0)
 

@@ -87,10 +87,7 @@ async def shards_of(blobs: BlobStore, campaign: str | None) -> list[StoredShard]
 
 
 def image_name(blob: str, campaign: str) -> str | None:
-    """The name of a campaign's image in its folder; None for a blob that is none of its images.
-
-    Records are untrusted: a name might lead out of a folder.
-    """
+    """An image's name in its campaign's folder; None for one that leads out of it, or is none."""
     folder, _, name = blob.partition("/")
     return name if folder == campaign and _IMAGE_NAME.fullmatch(name) else None
 
@@ -142,10 +139,7 @@ async def lines(
     part: BlobPart | None = None,
     part_bytes: int = PART_BYTES,
 ) -> AsyncGenerator[list[bytes]]:
-    """A shard's lines from the decoder's position on, part by part, up to where it is damaged.
-
-    *part* is the first one, if it has been read already.
-    """
+    """A shard's lines from the decoder's position on; *part*, if it was read, is the first."""
     name, offset = each.blob.name, decoder.position
     part = part or await blobs.read_part(name, offset, part_bytes)
     while part and part.data:

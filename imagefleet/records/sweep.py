@@ -124,14 +124,20 @@ def digest(captions: Iterable[str]) -> Captions:
 async def read(storage: Storage, campaign: str) -> Sweep | None:
     """The sweep that a campaign is, or None; raises SetupError if its manifest is damaged."""
     part = await storage.blobs.read_part(_name(campaign), 0, MAX_BYTES)
-    return None if part is None else _parse(campaign, part.data)
+    if part is None:
+        return None
+    try:
+        found = Sweep.model_validate_json(part.data)
+    except ValidationError as error:
+        reason = validation.sentence(error)
+        raise errors.SetupError(f"{_name(campaign)} is not a sweep's manifest: {reason}") from None
+    if found.campaign != campaign:
+        raise errors.SetupError(f"{_name(campaign)} is the manifest of another campaign")
+    return found
 
 
 async def write(storage: Storage, sweep: Sweep) -> bool:
-    """Stores a sweep's manifest, before its first job is sent; False if it is there already.
-
-    Raises SetupError if the campaign is another sweep already.
-    """
+    """Stores a manifest; False if it is there already, SetupError if that is another one."""
     data = sweep.model_dump_json(indent=1, exclude_none=True).encode() + b"\n"
     if await storage.blobs.create(_name(sweep.campaign), data, "application/json", {}):
         return True
@@ -146,17 +152,6 @@ async def write(storage: Storage, sweep: Sweep) -> bool:
 
 def _name(campaign: str) -> str:
     return f"{shard.folder(campaign)}{_FILE}"
-
-
-def _parse(campaign: str, data: bytes) -> Sweep:
-    try:
-        found = Sweep.model_validate_json(data)
-    except ValidationError as error:
-        reason = validation.sentence(error)
-        raise errors.SetupError(f"{_name(campaign)} is not a sweep's manifest: {reason}") from None
-    if found.campaign != campaign:
-        raise errors.SetupError(f"{_name(campaign)} is the manifest of another campaign")
-    return found
 
 
 def _difference(one: Sweep, other: Sweep) -> str:

@@ -34,8 +34,8 @@ _VERBOSE = ("azure", "aiohttp.access")
 class JsonLines(logging.Formatter):
     """One JSON object per line: time, severity, action, message, and the fields of `extra`.
 
-    SaladCloud's log collector reads `severity`. `action` is a slug that stays the same when the
-    message is reworded; `job_id` is present if the line is about one job.
+    `action` stays the same when the message is reworded; SaladCloud's log collector reads
+    `severity`.
     """
 
     def format(self, record: logging.LogRecord) -> str:
@@ -96,8 +96,8 @@ class Occasion:
 def configure(log_format: LogFormat, handler: logging.Handler | None = None) -> None:
     """Logs to stderr (or *handler*); `auto` is text on a terminal and JSON lines elsewhere.
 
-    Python's warnings are log records as well. With JSON lines, so are unhandled exceptions: a log
-    collector understands nothing else on stderr.
+    Warnings are log records, and with JSON lines so are unhandled exceptions: collectors read
+    nothing else.
     """
     handler = handler or _StandardError()
     if log_format == "text" or (log_format == "auto" and sys.stderr.isatty()):

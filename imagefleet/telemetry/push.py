@@ -1,8 +1,7 @@
 """Metrics pushed as text to VictoriaMetrics or vmagent, for nodes that cannot be scraped.
 
-A node behind a home router is out of Prometheus' reach. Each push carries the total of every
-counter, so nothing is buffered: the push after a failed one makes up for it. When a node dies, its
-series go stale.
+Each push carries the total of every counter, so the one after a failed one makes up for it. When a
+node dies, its series go stale.
 """
 
 from __future__ import annotations
@@ -49,8 +48,7 @@ async def pushing(
 ) -> AsyncIterator[None]:
     """Pushes *registry* while the block runs and once more at its end, if `push_url` is set.
 
-    Every series gets the labels that a scrape would add: `job`, and *instance*, by default a new
-    one.
+    Every series gets the labels of a scrape: `job`, and *instance*, by default a new one.
     """
     if settings.push_url is None:
         yield
@@ -123,11 +121,7 @@ class Pusher:
         return True
 
     async def push(self) -> None:
-        """Sends one request.
-
-        Raises TransientError if the server is unreachable, overloaded or broken, and SetupError if
-        the address or the token is wrong.
-        """
+        """Sends one request; raises TransientError, or SetupError for a wrong address or token."""
         body = gzip.compress(exposition.render(self._registry), compresslevel=1)
         headers = {"Content-Type": exposition.CONTENT_TYPE, "Content-Encoding": "gzip"}
         where = redaction.address(str(self._url))

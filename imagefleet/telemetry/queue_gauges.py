@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, deque
+from functools import partial
 
 from prometheus_client import CollectorRegistry, Gauge
 
@@ -17,46 +18,38 @@ OTHER_MODELS = "(others)"
 class QueueGauges:
     """Depth and oldest age of queues by name.
 
-    The states add up to the messages in the queue: `visible` and `leased` on the local storage,
-    `any` on Azure, which reports only the sum.
+    All messages are `visible` or `leased` on the local storage, and `any` on Azure.
     """
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        self._messages = Gauge(
-            "imagefleet_queue_messages",
-            "Messages in a queue by state.",
-            ["queue", "state"],
-            registry=registry,
+        gauge = partial(Gauge, registry=registry)
+        self._messages = gauge(
+            "imagefleet_queue_messages", "Messages in a queue by state.", ["queue", "state"]
         )
-        self._oldest_age = Gauge(
+        self._oldest_age = gauge(
             "imagefleet_queue_oldest_age_seconds",
             "Age of the oldest visible message; 0 if there is none.",
             ["queue"],
-            registry=registry,
         )
-        self._shards = Gauge(
+        self._shards = gauge(
             "imagefleet_queue_shards",
             "Queues of the storage that a queue consists of, where it is several.",
             ["queue"],
-            registry=registry,
         )
-        self._fullest = Gauge(
+        self._fullest = gauge(
             "imagefleet_queue_fullest_shard_messages",
             "Messages in the fullest shard of a queue.",
             ["queue"],
-            registry=registry,
         )
-        self._model_messages = Gauge(
+        self._model_messages = gauge(
             "imagefleet_model_queue_messages",
             "Messages in the queues of a model's jobs; of those without a model, model is empty.",
             ["model"],
-            registry=registry,
         )
-        self._model_age = Gauge(
+        self._model_age = gauge(
             "imagefleet_model_queue_oldest_age_seconds",
             "Age of the oldest visible message of a model's; 0 if there is none.",
             ["model"],
-            registry=registry,
         )
         self._models: set[str] = set()
 

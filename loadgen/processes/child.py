@@ -1,7 +1,4 @@
-"""A sending process: `python -m loadgen.processes.child`, started by a load.
-
-It ends with the load, however that one ends: its standard input is then closed.
-"""
+"""A sending process, `python -m loadgen.processes.child`; it ends with its standard input."""
 
 from __future__ import annotations
 

@@ -22,8 +22,7 @@ END_SECONDS = 5.0
 class SenderProcesses:
     """Processes that send batches, each to the one with the fewest in flight.
 
-    A batch of a process that ended is sent by another: what it had sent of it is there twice, which
-    an image's name makes one again.
+    A batch of a process that ended is sent by another, maybe twice, which gives the same image.
     """
 
     def __init__(

@@ -17,7 +17,7 @@ from imagefleet.job.passes import controlnet, extras, hires, img2img
 from imagefleet.job.passes.controlnet import ControlNets, Unit
 from imagefleet.job.passes.extras import Extras
 from imagefleet.job.passes.hires import Hires
-from imagefleet.job.prompt import Prompt, without_comments
+from imagefleet.job.prompt import Prompt
 
 #: Fields about saving, sending and the web page's settings.
 WITHOUT_EFFECT = frozenset(
@@ -147,10 +147,7 @@ class PassFields(Hires, ControlNets, Extras):
     @property
     def shown_hires_prompts(self) -> tuple[str, str]:
         """The `shown_prompts` of the second pass; an empty one is the first pass' own."""
-        texts = self.hr_prompt, self.hr_negative_prompt
-        if not self.enable_prompt_comments:
-            return texts
-        return without_comments(texts[0]), without_comments(texts[1])
+        return self._shown(self.hr_prompt), self._shown(self.hr_negative_prompt)
 
     @property
     def all_prompts(self) -> tuple[Prompt, ...]:
@@ -207,8 +204,7 @@ class PassFields(Hires, ControlNets, Extras):
     def passes(self, width: int, height: int, *, enlarges: bool = False) -> list[Pass]:
         """The passes of each image, of which the first has this size.
 
-        Of a job that only enlarges an image of this size, one without a drawing. *enlarges*: its
-        model draws all steps of an image that it begins with.
+        Or the image that is only enlarged. *enlarges*: the model draws all steps of a given image.
         """
         size = width, height
         if self.only_upscales:

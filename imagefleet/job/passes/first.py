@@ -85,31 +85,19 @@ class FirstPass(BaseModel):
         return name
 
     @model_validator(mode="after")
-    def _images_are_bounded(self) -> Self:
+    def _draws_images(self) -> Self:
         if self.images > MAX_IMAGES_PER_JOB:
             raise ValueError(
                 f"batch_size x n_iter is {self.images}; a job makes {MAX_IMAGES_PER_JOB} images"
                 " at most, so send more jobs"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _steps_draw_an_image(self) -> Self:
         if self.steps < samplers.least_steps(self.sampler):
             raise ValueError(samplers.too_few_steps(self.sampler))
-        return self
-
-    @model_validator(mode="after")
-    def _seeds_do_not_wrap(self) -> Self:
         if self.randn_source in noise.PHILOX and self.seed + self.images > 2**32:
             raise ValueError(
                 f"seed: the seeds of {self.images} images from {self.seed} on go beyond 32 bits,"
                 f" which with randn_source {self.randn_source} are no longer those of this job"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _parse_prompts(self) -> Self:
         for field in ("prompt", "negative_prompt"):
             try:
                 getattr(self, f"parsed_{field}")
@@ -135,9 +123,10 @@ class FirstPass(BaseModel):
     @property
     def shown_prompts(self) -> tuple[str, str]:
         """The prompt and the negative prompt without comments, as an image's parameters have it."""
-        if not self.enable_prompt_comments:
-            return self.prompt, self.negative_prompt
-        return prompts.without_comments(self.prompt), prompts.without_comments(self.negative_prompt)
+        return self._shown(self.prompt), self._shown(self.negative_prompt)
+
+    def _shown(self, text: str) -> str:
+        return prompts.without_comments(text) if self.enable_prompt_comments else text
 
     @property
     def guidance(self) -> float:

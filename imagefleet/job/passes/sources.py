@@ -5,8 +5,7 @@ from __future__ import annotations
 import base64
 import binascii
 import re
-from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, Literal, NamedTuple
 
 from pydantic import AfterValidator
 
@@ -28,8 +27,7 @@ _DATA_URL = re.compile(r"data:image/[a-z]{3,4};base64,", re.IGNORECASE)
 _IMAGE = re.compile(rb"\x89PNG\r\n\x1a\n|\xff\xd8\xff|RIFF....WEBP", re.DOTALL)
 
 
-@dataclass(frozen=True, slots=True)
-class Named:
+class Named(NamedTuple):
     """A blob of the container of files, or of images."""
 
     container: Literal["files", "images"]
@@ -47,7 +45,8 @@ def place(source: str) -> Named | None:
 
 def content(source: str) -> bytes:
     """The file of an image within the message."""
-    return base64.b64decode(_without_prefix(source), validate=True)
+    prefix = _DATA_URL.match(source)
+    return base64.b64decode(source[prefix.end() :] if prefix else source, validate=True)
 
 
 def _check(source: str) -> str:
@@ -77,11 +76,6 @@ def _check(source: str) -> str:
     if not _IMAGE.match(data):
         raise ValueError("is no PNG, JPEG or WebP image in base64")
     return source
-
-
-def _without_prefix(source: str) -> str:
-    prefix = _DATA_URL.match(source)
-    return source[prefix.end() :] if prefix else source
 
 
 ImageSource = Annotated[str, AfterValidator(_check)]
