@@ -6,6 +6,7 @@ overrides the default. An invalid value is one line that names the setting both 
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import functools
 import inspect
@@ -24,9 +25,7 @@ from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings
 
 from fleet import console
-from fleet.broker.settings import BrokerSettings
-from fleet.monitor.settings import ExporterSettings, MonitorSettings
-from fleet.webhooks.settings import WebhookSettings
+from fleet.settings import BrokerSettings, ExporterSettings, MonitorSettings, WebhookSettings
 from imagefleet import errors, redaction, validation
 from imagefleet.storage import settings as storage_settings
 from imagefleet.storage.settings import SignerSettings, StorageSettings
@@ -113,6 +112,30 @@ Value = TypeVar("Value")
 Command = Callable[..., Result]
 
 
+def option(text: str, default: Any = None, *flags: str, **terms: Any) -> Any:
+    """An option of a command or of its dataclass: the help, the default (...: none), typer's terms.
+
+    For `flat` and `from_settings`.
+    """
+    return _field(typer.Option, text, default, flags, terms)
+
+
+def argument(text: str, default: Any = ..., **terms: Any) -> Any:
+    """The same for an argument."""
+    return _field(typer.Argument, text, default, (), terms)
+
+
+def dry_run(what: str) -> Any:
+    """The option --dry-run, which means the same everywhere; *what* it shows differs."""
+    return option(f"Show {what}; change nothing.", default=False)
+
+
+def _field(make: Any, text: str, default: Any, flags: Iterable[str], terms: Any) -> Any:
+    found = dataclasses.MISSING if default is ... else default
+    metadata = {"make": make, "flags": flags, "terms": {"help": text, **terms}}
+    return dataclasses.field(default=found, metadata=metadata)
+
+
 def from_settings(model: type[BaseSettings]) -> Callable[[Command[Result]], Command[Result]]:
     """Gives a typer command one option for each field of *model*.
 
@@ -130,8 +153,7 @@ def from_settings(model: type[BaseSettings]) -> Callable[[Command[Result]], Comm
 
         def with_settings(arguments: dict[str, Any], groups: dict[str, Any]) -> Result:
             given = {each.name: _joined(arguments.pop(each.name)) for each in shared}
-            with console.one_line_errors():
-                return command(**{first: read(model, given)}, **arguments, **groups)
+            return command(**{first: read(model, given)}, **arguments, **groups)
 
         return _flat(command, with_settings, leave_out=first, more=shared)
 
@@ -139,7 +161,7 @@ def from_settings(model: type[BaseSettings]) -> Callable[[Command[Result]], Comm
 
 
 def flat(command: Command[Result]) -> Command[Result]:
-    """A typer command whose dataclasses of options stand for one option a field."""
+    """A typer command, maybe a coroutine, whose dataclasses stand for one option a field."""
     return _flat(command, lambda arguments, groups: command(**arguments, **groups))
 
 
@@ -153,12 +175,16 @@ def _flat(
     groups: dict[str, Any] = {}
     flattened: list[inspect.Parameter] = []
     for name, parameter in parameters.items():
-        if name == leave_out:
-            continue
-        if dataclasses.is_dataclass(parameter.annotation):
-            groups[name] = parameter.annotation
-            flattened += _of_fields(parameter.annotation)
-        else:
+        if dataclasses.is_dataclass(group := parameter.annotation):
+            groups[name] = group
+            hints = get_type_hints(group, include_extras=True)
+            flattened += [
+                _as_typer_does(hints[each.name], each) for each in dataclasses.fields(group)
+            ]
+        elif isinstance(field := parameter.default, dataclasses.Field):
+            field.name = name
+            flattened.append(_as_typer_does(parameter.annotation, field))
+        elif name != leave_out:
             flattened.append(parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY))
     flattened += more
 
@@ -170,23 +196,26 @@ def _flat(
             )
             for name, group in groups.items()
         }
-        return call(arguments, made)
+        with console.one_line_errors():
+            result = call(arguments, made)
+            return asyncio.run(result) if inspect.iscoroutine(result) else result
 
     wrapper.__signature__ = inspect.Signature(flattened)  # type: ignore[attr-defined]
     wrapper.__annotations__ = {each.name: each.annotation for each in flattened}
     return wrapper
 
 
-def _of_fields(group: Any) -> Iterator[inspect.Parameter]:
-    annotations = get_type_hints(group, include_extras=True)
-    for field in dataclasses.fields(group):
-        is_required = field.default is dataclasses.MISSING
-        yield inspect.Parameter(
-            field.name,
-            inspect.Parameter.KEYWORD_ONLY,
-            default=inspect.Parameter.empty if is_required else field.default,
-            annotation=annotations[field.name],
-        )
+def _as_typer_does(hint: Any, field: dataclasses.Field[Any]) -> inspect.Parameter:
+    if field.metadata:
+        flags = field.metadata["flags"] or ([flag(field.name)] if hint is bool else [])
+        hint = Annotated[hint, field.metadata["make"](*flags, **field.metadata["terms"])]
+    is_required = field.default is dataclasses.MISSING
+    return inspect.Parameter(
+        field.name,
+        inspect.Parameter.KEYWORD_ONLY,
+        default=inspect.Parameter.empty if is_required else field.default,
+        annotation=hint,
+    )
 
 
 def read(model: type[Settings], given: Mapping[str, Any]) -> Settings:
@@ -232,11 +261,6 @@ def by_setting(
         if name.upper() in own and variables[name] not in (None, ""):
             given[own[name.upper()]] = variables[name]
     return given
-
-
-def dry_run(what: str) -> Any:
-    """The option --dry-run, which means the same everywhere; *what* it shows differs."""
-    return typer.Option("--dry-run", help=f"Show {what}; change nothing.")
 
 
 def read_moment(flag: str, text: str | None) -> datetime | None:

@@ -40,12 +40,13 @@ class CostMeter(Collector):
         self._replica = replica
         self._operations = operations
         self._began_at = time.monotonic() if began_at is None else began_at
-        self._record = {
+        #: This replica's part of each image's metadata, in ASCII (`fleet.report.records`).
+        self.record = {
             "started_at": datetime.now(UTC).isoformat(timespec="milliseconds"),
             "gpu": replica.gpu.encode("ascii", "replace").decode(),
         }
         if replica.dollars_per_hour is not None:
-            self._record["price_per_hour"] = f"{replica.dollars_per_hour:g}"
+            self.record["price_per_hour"] = f"{replica.dollars_per_hour:g}"
         self._ready_at: float | None = None
         self._idle_seconds = 0.0
         self._lost_seconds: dict[str, float] = dict.fromkeys(get_args(LostImage), 0.0)
@@ -65,15 +66,10 @@ class CostMeter(Collector):
             + self._operations.blob_reads * prices.blob_read
         )
 
-    @property
-    def record(self) -> dict[str, str]:
-        """This replica's part of each image's metadata, in ASCII; see fleet.report.records."""
-        return self._record
-
     def ready(self) -> None:
         """The start-up is over: the engine is loaded."""
         self._ready_at = time.monotonic()
-        self._record["start_up_seconds"] = f"{self._ready_at - self._began_at:.3f}"
+        self.record["start_up_seconds"] = f"{self._ready_at - self._began_at:.3f}"
 
     def lost(self, reason: LostImage) -> None:
         """A generated image is no job's: counts the mean time of one."""

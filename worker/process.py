@@ -12,7 +12,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from importlib import metadata
 from typing import NoReturn
 
 from imagefleet import errors
@@ -24,7 +23,6 @@ from worker.engine import contract
 from worker.files import check, model
 from worker.files.kernels import cache as kernels
 from worker.gpu_thread import THREAD_NAME, Take
-from worker.gpus import compiling
 from worker.gpus.member import Member
 from worker.metrics import Outcome, WorkerMetrics
 from worker.models import checkpoints
@@ -32,11 +30,10 @@ from worker.models.change import WorkerModels
 from worker.models.checkpoints import Checkpoint
 from worker.models.choice import share_of
 from worker.node.watchdog import limits_of
-from worker.pipeline import Machine, Pipeline, version
+from worker.pipeline import Machine, Pipeline
 from worker.progress import Counts, Phase, Progress, ProgressMeter, WorkerReport
-from worker.salad import deletion_cost, wait_for_operator
 from worker.salad import metadata as salad_metadata
-from worker.salad.reallocation import Reallocation
+from worker.salad import wait_for_operator
 from worker.settings import WorkerSettings
 
 log = logging.getLogger(__name__)
@@ -72,7 +69,7 @@ async def run_worker(
     On SaladCloud it does not end for what another node would meet as well: it goes on polling an
     empty queue (`until_empty` is ignored), and waits for storage, credentials and whatever else
     only the operator can fix (`worker.salad.wait_for_operator`). A broken node is given up
-    (`worker.salad.reallocation`). SIGTERM may not come before the end there; leases cover that.
+    (`worker.salad.metadata`). SIGTERM may not come before the end there; leases cover that.
 
     Raises:
         SetupError: a queue, a credential or the model is missing; NodeError: the machine is
@@ -121,7 +118,11 @@ class _Worker:
         self._metrics = WorkerMetrics(self._settings.fleet_name, member.gpu if member else None)
         # The container is the parent's to give up: the other GPUs go on.
         self._container = None if member else self._metadata
-        self._reallocation = Reallocation(self._container, self._metrics)
+        self._reallocation = (
+            salad_metadata.Reallocation(self._container, self._metrics.reallocations)
+            if self._container
+            else None
+        )
         self._first_model = self._settings
 
     async def run(self) -> WorkerReport:
@@ -141,7 +142,7 @@ class _Worker:
                 job="imagefleet-worker",
                 instance=self._member.instance if self._member else None,
             ),
-            deletion_cost.updating(self._container, self._jobs_in_flight),
+            salad_metadata.updating_deletion_cost(self._container, self._jobs_in_flight),
             tasks.background(self._show_progress(), "show progress"),
         ):
             if self._member is not None:
@@ -164,9 +165,11 @@ class _Worker:
                 has_worked=lambda: self._pipeline is not None and self._pipeline.started,
             )
         except errors.NodeError as error:
-            if await self._reallocation.request(error.message):
+            if self._reallocation and await self._reallocation.request(error.message):
                 self._waiting_for = "waiting for another node"
-                await tasks.run_until(self._stop, self._reallocation.wait())
+                await tasks.first_of(
+                    self._stop.wait(), timeout_seconds=salad_metadata.REALLOCATION_SECONDS
+                )
             if not self._stop.is_set():
                 raise
 
@@ -369,7 +372,7 @@ class _Worker:
             slots=settings.slots,
             compile="off" if settings.compile == "off" else "background",
             fp16_accumulate=settings.fp16_accumulate,
-            around_compiling=self._compiling,
+            around_compiling=self._kernels and self._kernels.compiling,
         )
         return self._engine
 
@@ -388,21 +391,6 @@ class _Worker:
             config=checkpoint.settings.config,
             prediction_type=check.prediction_type(path),
         )
-
-    @contextlib.contextmanager
-    def _compiling(self, graph: str) -> Iterator[None]:
-        """Waits for stored kernels; then one of a machine's workers compiles a graph first."""
-        settings = self._settings
-        with contextlib.ExitStack() as stack:
-            if self._kernels is not None:
-                self._kernels.wait(graph)
-            versions = metadata.version("torch"), version(), self._gpu
-            depends_on = (*versions, settings.precision, settings.fp16_accumulate, graph)
-            folder = compiling.kernel_cache()
-            stack.enter_context(compiling.by_one_first(folder, repr(depends_on)))
-            if self._kernels is not None:
-                stack.enter_context(self._kernels.compiling(graph))
-            yield
 
 
 @contextlib.contextmanager

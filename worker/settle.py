@@ -27,6 +27,8 @@ from worker.jobs import chains, stored
 from worker.jobs.in_flight import FailedImage, InFlightImage, InFlightJob
 from worker.leases import LeaseKeeper
 from worker.metrics import Outcome, WorkerMetrics
+from worker.settings import WorkerSettings
+from worker.stages import record
 from worker.stages.record import PendingRecords
 
 log = logging.getLogger(__name__)
@@ -47,26 +49,24 @@ class Settler:
     keeper: LeaseKeeper
     metrics: WorkerMetrics
     cost: CostMeter
-    max_attempts: int
-    worker_name: str
+    settings: WorkerSettings
     retry_policy: retry.RetryPolicy
     on_settled: Callable[[InFlightJob, Outcome], None]
     cancelled_campaigns: CancelledCampaigns
-    flush_seconds: float
-    """Seconds after which the records of jobs that have ended are stored at the latest."""
     pending: PendingRecords = field(init=False)
     outcomes: Counter[str] = field(default_factory=Counter, init=False)
     model_name: str = field(default="", init=False)
     """The model whose jobs are in flight."""
+    images_written: int = field(default=0, init=False)
     in_flight: dict[InFlightJob, None] = field(default_factory=dict, init=False)  # in order
     nothing_in_flight: asyncio.Event = field(default_factory=asyncio.Event, init=False)
 
     def __post_init__(self) -> None:
         self.nothing_in_flight.set()
         self.pending = PendingRecords(
-            RecordLog(self.storage.blobs, self.worker_name, self.retry_policy),
+            RecordLog(self.storage.blobs, self.settings.name, self.retry_policy),
             self.metrics,
-            self.flush_seconds,
+            record.flush_seconds(self.storage.url, self.settings.lease_seconds),
             lambda: len(self.in_flight),
         )
 
@@ -108,7 +108,7 @@ class Settler:
             "at": datetime.now(UTC),
             "source": entry.source,
             "attempts": message.delivery_count,
-            "worker": self.worker_name[:MAX_NAME_CHARACTERS],
+            "worker": self.settings.name[:MAX_NAME_CHARACTERS],
         }
         return Record.model_validate(known | self.cost.record | facts)
 
@@ -287,7 +287,7 @@ class Settler:
         found = [each.error for each in failures]
         error = next((each for each in found if isinstance(each, errors.JobError)), found[0])
         attempts = entry.deliveries.failed + 1
-        is_final = isinstance(error, errors.JobError) or attempts >= self.max_attempts
+        is_final = isinstance(error, errors.JobError) or attempts >= self.settings.max_attempts
         if is_final and entry.is_second_drawing:
             # Not a failed job: whoever waits for the job must not be told that it failed.
             await self._end_unverified(entry, error.message)
@@ -404,7 +404,7 @@ class Settler:
                     entry.lease.message,
                     entry.job,
                     error,
-                    self.worker_name,
+                    self.settings.name,
                     reason=reason,
                     stored=entry.stored,
                 )
@@ -429,7 +429,7 @@ class Settler:
             "job %s failed, attempt %d of %d, retrying in %.0f s: %s",
             entry.id,
             attempts,
-            self.max_attempts,
+            self.settings.max_attempts,
             delay_seconds,
             error,
             extra={"action": "job_retried", "job_id": entry.id, "error": type(error).__name__},

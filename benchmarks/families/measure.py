@@ -42,7 +42,7 @@ from families import tiny_families
 from imagefleet import errors
 from worker.engine import contract, load
 from worker.engine import device as devices
-from worker.engine.families import find
+from worker.engine.families import table
 from worker.engine.slots import memory
 from worker.engine.slots.engine import SlotEngine
 
@@ -78,7 +78,7 @@ def build_model(arguments: argparse.Namespace, family: tiny_families.FamilyName)
             if arguments.tiny:
                 tiny_families.build(folder, family, prediction_type=kind)
             else:
-                (found,) = (each for each in find.FAMILIES if each.slug == family)
+                (found,) = (each for each in table.FAMILIES if each.slug == family)
                 random_model.build_random_checkpoint(
                     folder, arguments.device, found, prediction_type=kind
                 )

@@ -18,8 +18,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import CLIPTextConfig, CLIPTextModel
 
 from worker.engine import checkpoint, text
-from worker.engine.families import find, reading
-from worker.engine.families.sd1 import SD1
+from worker.engine.families import reading, table
+from worker.engine.families.table import SD1
 
 _LIBRARIES = ("imagefleet", "torch", "diffusers", "transformers", "peft", "triton")
 
@@ -87,7 +87,7 @@ def count_image_flops(model: Path, width: int, height: int, unet_calls: int) -> 
     else counts as SD1.5.
     """
     unet_config = reading.network_config(model / "unet", SD1.unet_config)
-    family = find.of_folder(unet_config, reading.network_config(model / "text_encoder", {}))
+    family = table.of_folder(unet_config, reading.network_config(model / "text_encoder", {}))
     with torch.device("meta"):
         unet = UNet2DConditionModel.from_config(unet_config)
         vae = AutoencoderKL.from_config(reading.network_config(model / "vae", family.vae_config))

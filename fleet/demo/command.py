@@ -8,12 +8,12 @@ import shutil
 import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated
 
 import typer
 
 from fleet import console, contact_sheet, options
 from fleet.demo import cascade as demo_cascade
+from fleet.options import option
 from fleet.worker import live
 from imagefleet import aio, errors
 from imagefleet.files import demo
@@ -53,17 +53,14 @@ class DemoReport:
     contact_sheet: str
 
 
+@options.flat
 def command(
-    output: Annotated[
-        Path,
-        typer.Option(
-            metavar="FOLDER", help="Folder for the queue, the images and the contact sheet."
-        ),
-    ] = Path("demo-output"),
-    cascade: Annotated[
-        bool,
-        typer.Option("--cascade", help="Jobs in two stages instead: a cascade in pixels."),
-    ] = False,
+    output: Path = option(
+        "Folder for the queue, the images and the contact sheet.",
+        Path("demo-output"),
+        metavar="FOLDER",
+    ),
+    cascade: bool = option("Jobs in two stages instead: a cascade in pixels.", default=False),
     json_file: options.JsonFile = None,
     as_json: options.AsJson = False,
 ) -> None:
@@ -78,37 +75,35 @@ def command(
 
     imagefleet demo --cascade
     """
-    with console.one_line_errors():
-        console.check_writable(json_file)
-        libraries.require()
-        if cascade:
-            model = ",".join(map(str, demo_cascade.find_stages()))
-            loras, messages = None, demo_cascade.messages()
-        else:
-            checkpoint = demo.find_checkpoint()
-            model, loras = str(checkpoint), checkpoint / "loras"
-            valid = (checkpoint / "demo_jobs.jsonl").read_text(encoding="utf-8").splitlines()
-            messages = demo.messages(valid)
-        storage = output / "storage"
-        given = {
-            "storage": f"local:{storage}",
-            "model": model,
-            "lora_directory": loras,
-            "compile": "off",  # it takes longer than the whole demo
-            "until_empty": True,
-            "cache": storage / "cache",
-            "name": "demo",
-        }
-        # Its jobs are not signed, and one of them never could be.
-        settings = options.read(WorkerSettings, given).model_copy(update={"trusted_key": None})
-        in_use = f"another `imagefleet demo` is at work in {output}"
-        with console.only_one(storage, in_use):
-            _prepare(storage)
-            report = console.run(_demo(settings, output, messages))
+    console.check_writable(json_file)
+    libraries.require()
+    if cascade:
+        model = ",".join(map(str, demo_cascade.find_stages()))
+        loras, messages = None, demo_cascade.messages()
+    else:
+        checkpoint = demo.find_checkpoint()
+        model, loras = str(checkpoint), checkpoint / "loras"
+        valid = (checkpoint / "demo_jobs.jsonl").read_text(encoding="utf-8").splitlines()
+        messages = demo.messages(valid)
+    storage = output / "storage"
+    given = {
+        "storage": f"local:{storage}",
+        "model": model,
+        "lora_directory": loras,
+        "compile": "off",  # it takes longer than the whole demo
+        "until_empty": True,
+        "cache": storage / "cache",
+        "name": "demo",
+    }
+    # Its jobs are not signed, and one of them never could be.
+    settings = options.read(WorkerSettings, given).model_copy(update={"trusted_key": None})
+    in_use = f"another `imagefleet demo` is at work in {output}"
+    with console.only_one(storage, in_use):
+        _prepare(storage)
+        report = console.run(_demo(settings, output, messages))
     record = asdict(report)
     if json_file is not None:
-        with console.one_line_errors():
-            console.write_file(json_file, console.json_text(record))
+        console.write_file(json_file, console.json_text(record))
     if as_json:
         console.print_json(record)
     else:

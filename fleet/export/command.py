@@ -44,7 +44,7 @@ def command(
     shard_size: Annotated[
         int, typer.Option(min=1, max=1_000_000, metavar="IMAGES", help="Images in each shard.")
     ] = _SHARD_SIZE,
-    dry_run: Annotated[bool, options.dry_run("what would be written, and its size")] = False,
+    dry_run: bool = options.dry_run("what would be written, and its size"),
     as_json: options.AsJson = False,
 ) -> None:
     """Writes a campaign's images as a verified data set, in shards.

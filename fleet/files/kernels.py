@@ -34,7 +34,7 @@ def archives(sources: list[str]) -> list[Ready]:
             )
         for path in inside:
             try:
-                key = archive.check(path).key
+                key, _ = archive.check(path)
             except archive.UnusableArchiveError as error:
                 raise errors.SetupError(error.message) from None
             found.append(
@@ -74,7 +74,7 @@ def make(settings: WorkerSettings, output: Path, *, dry_run: bool) -> Report:
     _compile(settings, folder)
     try:
         with transfer.showing("packing") as show:
-            files = archive.pack(folder, key, target, show).files
+            files = archive.pack(folder, key, target, show)
         size = target.stat().st_size
     except OSError as error:
         raise errors.SetupError(

@@ -72,15 +72,6 @@ class Minted:
     policy: str | None = None
 
     @property
-    def tokens(self) -> Mapping[Resource, str]:
-        """The tokens of what every storage has: no model's, and of no shard but the first."""
-        return {
-            place.resource: token
-            for place, token in self.by_place.items()
-            if place.model is None and not place.shard
-        }
-
-    @property
     def sas(self) -> str:
         """The tokens as the value of IMAGEFLEET_SAS."""
         return json.dumps(self.fields, separators=(",", ":"))

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Annotated, Any
+from typing import Any
 
-import typer
 from rich.console import Group
 from rich.table import Table
 from rich.text import Text
@@ -21,7 +20,8 @@ from fleet.monitor import prometheus, rates, service
 from fleet.monitor import watch as watching
 from fleet.monitor import workers as workers_of
 from fleet.monitor.queue_flow import Exporter
-from fleet.monitor.settings import ExporterSettings, MonitorSettings
+from fleet.options import option
+from fleet.settings import ExporterSettings, MonitorSettings
 from imagefleet import aio, concurrency, errors
 from imagefleet.storage.protocol import QueueDepth
 from imagefleet.telemetry import logs, serving
@@ -79,16 +79,11 @@ class FleetStatus:
 
 
 @options.from_settings(MonitorSettings)
-def status_command(
+async def status_command(
     settings: MonitorSettings,
     campaign: target.OnlyCampaign = None,
-    workers: Annotated[
-        bool,
-        typer.Option("--workers", help="Only the workers by their metrics, the slowest first."),
-    ] = False,
-    count: Annotated[
-        int, typer.Option(min=1, metavar="COUNT", help="Campaigns or workers shown.")
-    ] = 20,
+    workers: bool = option("Only the workers by their metrics, the slowest first.", default=False),
+    count: int = option("Campaigns or workers shown.", 20, min=1, metavar="COUNT"),
     watch: watching.Watch = False,
     as_json: options.AsJson = False,
 ) -> None:
@@ -104,16 +99,33 @@ def status_command(
     imagefleet status --workers --prometheus http://localhost:9090
     """
     only = target.campaign(campaign)
-    if workers and only:
-        raise errors.SetupError("--workers shows those of all campaigns: leave out CAMPAIGN")
     if workers:
-        console.run(workers_of.show(settings, count, watch=watch, as_json=as_json))
-    else:
-        console.run(_show_status(settings, only, count, watch=watch, as_json=as_json))
+        if only:
+            raise errors.SetupError("--workers shows those of all campaigns: leave out CAMPAIGN")
+        await workers_of.show(settings, count, watch=watch, as_json=as_json)
+        return
+    async with (
+        console.connected(settings) as client,
+        prometheus.connected_if(settings.prometheus, settings.queried_fleet) as server,
+    ):
+        await target.check_campaign(client.storage, only)
+        campaigns = Campaigns(client.storage, only)
+
+        async def read() -> FleetStatus:
+            status = await read_status(client, server)
+            return replace(status, campaigns=await campaigns.read())
+
+        await watching.show(
+            read,
+            lambda status: _status_screen(status, count),
+            FleetStatus.as_record,
+            is_live=watch,
+            as_json=as_json,
+        )
 
 
 @options.from_settings(ExporterSettings)
-def exporter_command(settings: ExporterSettings) -> None:
+async def exporter_command(settings: ExporterSettings) -> None:
     """Exports queue depths, and the time and cost to empty them.
 
     A fleet needs one. It serves /metrics on --port and pushes them to --push-url if given. With
@@ -123,7 +135,20 @@ def exporter_command(settings: ExporterSettings) -> None:
     imagefleet exporter --prometheus http://localhost:9090
     """
     logs.configure(settings.log_format)
-    console.run(_export(settings))
+    async with (
+        console.connected(settings) as client,
+        prometheus.connected_if(settings.prometheus, settings.queried_fleet) as server,
+    ):
+        storage = client.storage
+        exporter = Exporter(storage, settings, server)
+        await service.run(
+            exporter.run,
+            exporter.registry,
+            settings,
+            name="imagefleet-exporter",
+            doing=f"sampling {storage.queue.name} of {storage.url}",
+            is_ready=lambda: exporter.has_sampled,
+        )
 
 
 async def read_status(
@@ -157,46 +182,6 @@ async def _without_worker(client: aio.Fleet, depth: QueueDepth) -> list[WaitingM
         for (model, messages), is_one in zip(waiting.items(), served, strict=True)
         if not is_one
     ]
-
-
-async def _show_status(
-    settings: MonitorSettings, only: str | None, count: int, *, watch: bool, as_json: bool
-) -> None:
-    async with (
-        console.connected(settings) as client,
-        prometheus.connected_if(settings.prometheus, settings.queried_fleet) as server,
-    ):
-        await target.check_campaign(client.storage, only)
-        campaigns = Campaigns(client.storage, only)
-
-        async def read() -> FleetStatus:
-            status = await read_status(client, server)
-            return replace(status, campaigns=await campaigns.read())
-
-        await watching.show(
-            read,
-            lambda status: _status_screen(status, count),
-            FleetStatus.as_record,
-            is_live=watch,
-            as_json=as_json,
-        )
-
-
-async def _export(settings: ExporterSettings) -> None:
-    async with (
-        console.connected(settings) as client,
-        prometheus.connected_if(settings.prometheus, settings.queried_fleet) as server,
-    ):
-        storage = client.storage
-        exporter = Exporter(storage, settings, server)
-        await service.run(
-            exporter.run,
-            exporter.registry,
-            settings,
-            name="imagefleet-exporter",
-            doing=f"sampling {storage.queue.name} of {storage.url}",
-            is_ready=lambda: exporter.has_sampled,
-        )
 
 
 def _queue_status(name: str, depth: QueueDepth) -> QueueStatus:

@@ -11,7 +11,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from fleet.monitor import prometheus, rates
-from fleet.monitor.settings import ExporterSettings
+from fleet.settings import ExporterSettings
 from imagefleet import concurrency, errors
 from imagefleet.storage.open import Storage
 from imagefleet.storage.protocol import JobQueue

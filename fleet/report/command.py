@@ -12,10 +12,10 @@ import typer
 from fleet import console, options
 from fleet.campaigns import target
 from fleet.monitor import prometheus
-from fleet.monitor.settings import MonitorSettings
 from fleet.report import figures as report_figures
 from fleet.report import metrics as report_metrics
 from fleet.report import records as report_records
+from fleet.settings import MonitorSettings
 from imagefleet import errors
 from imagefleet.job.message import DEFAULT_CAMPAIGN
 from imagefleet.pricing import prices

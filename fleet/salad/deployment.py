@@ -6,15 +6,21 @@ Each step checks the actual state first, so an interrupted command can be run ag
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+import aiohttp
+
 from fleet import console
+from fleet.salad import client as salad_client
 from fleet.salad import groups as salad_groups
 from fleet.salad.client import SaladClient
+from fleet.salad.file import FleetFile
 from fleet.salad.groups import Group, Quota
 from imagefleet import errors
 
@@ -227,6 +233,16 @@ class Deployment:
                     " `imagefleet deploy status`, and run the same command again to continue"
                 )
             await asyncio.sleep(POLL_SECONDS)
+
+
+@contextlib.asynccontextmanager
+async def connected(file: FleetFile, folder: Path) -> AsyncIterator[Deployment]:
+    """The fleet that *file* describes, as deployed on SaladCloud."""
+    key = file.api_key.read(folder).get_secret_value()
+    timeout = aiohttp.ClientTimeout(total=salad_client.TIMEOUT_SECONDS)
+    async with aiohttp.ClientSession(timeout=timeout, trust_env=True) as session:
+        salad = salad_client.SaladClient(session, file.api, key, file.organization, file.project)
+        yield Deployment(salad, file.name, console.print_note)
 
 
 def _refuse_drift(body: Mapping[str, Any], group: Group) -> None:

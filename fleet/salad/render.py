@@ -5,18 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-import typer
 from pydantic import SecretStr
 from rich.table import Table
 
 from fleet import console
-from fleet.options import BenchReports, PriceFile
+from fleet.options import BenchReports, PriceFile, option
 from fleet.plan import estimate, work
 from fleet.salad import file as salad_file
-from fleet.salad import gpus, groups, models
-from fleet.salad import options as salad_options
+from fleet.salad import gpus, groups
 from imagefleet import errors
 from imagefleet.pricing import families, prices
 
@@ -25,25 +23,19 @@ from imagefleet.pricing import families, prices
 class Rendering:
     """The options of `deploy apply --render`."""
 
-    render: Annotated[
-        bool,
-        typer.Option(
-            "--render",
-            help="Print the groups of the file and their price, by the built-in table or"
-            " --price-file: makes no call and needs no API key.",
-        ),
-    ] = False
+    render: bool = option(
+        "Print the groups of the file and their price, by the built-in table or"
+        " --price-file: makes no call and needs no API key.",
+        default=False,
+    )
     bench: BenchReports = None
     prices_path: PriceFile = None
-    show_secrets: Annotated[bool, typer.Option("--show-secrets", help="Do not mask secrets.")] = (
-        False
-    )
+    show_secrets: bool = option("Do not mask secrets.", default=False)
 
 
-@console.one_line_errors()
 def render(file: Path | None, replicas: int | None, rendering: Rendering, *, as_json: bool) -> None:
     """Prints the groups of a fleet file, as `apply` creates them, and their price."""
-    fleet_file, folder = salad_options.read_file(file)
+    fleet_file, folder = salad_file.find(file)
     table = prices.read_table(rendering.prices_path)
     classes = fleet_file.gpu_classes(gpus.built_in(table))
     served = fleet_file.served_models()
@@ -103,7 +95,7 @@ def _row(
     gpu: gpus.GpuClass,
     priority: str,
     benches: Sequence[estimate.Bench],
-    served: Sequence[models.Model],
+    served: Sequence[salad_file.Model],
 ) -> dict[str, Any]:
     """The price and the speed of one replica of a class; None for what is not known.
 

@@ -14,9 +14,9 @@ from typing import Any
 from fleet.monitor import prometheus, rates
 from fleet.salad import deployment
 from fleet.salad import groups as salad_groups
+from fleet.salad.file import Model
 from fleet.salad.gpus import GpuClass
 from fleet.salad.groups import Group
-from fleet.salad.models import Model
 from fleet.scale import ledger
 from fleet.scale.decision import SETTLE_SECONDS, Decision, Goal, Known, decide
 from imagefleet import errors, uptime

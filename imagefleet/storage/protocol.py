@@ -282,6 +282,8 @@ class BlobStore(Protocol):
 
     async def metadata(self, name: str) -> Mapping[str, str] | None:
         """A blob's metadata; None if it does not exist."""
+        found = await self.record(name)
+        return None if found is None else found.metadata
 
     async def delete(self, name: str) -> bool:
         """Deletes a blob if it exists; False if the credentials do not allow that."""

@@ -137,7 +137,6 @@ def is_close(values: Values, to: Values, name: str) -> bool:
     return values == {labels: pytest.approx(value, **tolerance) for labels, value in to.items()}
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("name", queries())
 def test_the_panel_has_data_unless_nothing_is_wrong(seen: Seen, name: str) -> None:
     assert bool(seen.everything[name]) is (name not in EMPTY), queries()[name]

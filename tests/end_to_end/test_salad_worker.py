@@ -40,7 +40,7 @@ from imagefleet import errors
 from imagefleet.storage.routing import queue
 from imagefleet.telemetry import logs
 from worker import gpu_thread, process, pull
-from worker.salad import reallocation, wait_for_operator
+from worker.salad import metadata, wait_for_operator
 from worker.settings import WorkerSettings
 from worker.testing import StandInEngine
 
@@ -147,7 +147,7 @@ async def local_storage(local_settings: StorageSettings) -> AsyncIterator[Storag
 
 
 async def end(worker: forks.Fork) -> str:
-    output, _ = await asyncio.to_thread(worker.communicate, timeout=30)
+    output, _ = await asyncio.to_thread(worker.communicate, timeout=280)
     return output
 
 
@@ -310,7 +310,7 @@ async def test_a_broken_node_that_is_not_stopped_in_time_exits_with_the_code_for
     local_storage: Storage, start: Program, salad_metadata_service: Any
 ) -> None:
     await local_storage.queue.send(['{"prompt": "a house", "id": "j"}'])
-    worker = start("reallocation.WAIT_SECONDS = 0.2", engine="StandInEngine(draw=broken)")
+    worker = start("metadata.REALLOCATION_SECONDS = 0.2", engine="StandInEngine(draw=broken)")
     output = await end(worker)
 
     assert worker.returncode == 3, output
@@ -323,7 +323,7 @@ async def test_a_gpu_that_hangs_is_not_live_and_its_node_is_reallocated(
 ) -> None:
     await local_storage.queue.send(['{"prompt": "a house", "id": "j"}'])
     worker = start(
-        "reallocation.WAIT_SECONDS = gpu_thread.STALL_SECONDS = 1",
+        "metadata.REALLOCATION_SECONDS = gpu_thread.STALL_SECONDS = 1",
         engine="StandInEngine(tick_seconds=60)",
         port=str(port),
     )
@@ -357,7 +357,7 @@ async def test_the_deletion_cost_follows_the_jobs_in_flight(
         f'{{"prompt": "a house", "id": "j{number}"}}' for number in range(12)
     )
     start(
-        "from worker.salad import deletion_cost; deletion_cost.EVERY_SECONDS = 0.1",
+        "from worker.salad import metadata; metadata.COST_SECONDS = 0.1",
         engine="StandInEngine(capacity=4, tick_seconds=0.3)",
     )
     await until(lambda: salad_metadata_service.deletion_costs[-1:] == [0])
@@ -399,7 +399,7 @@ async def test_a_metadata_service_that_fails_costs_no_image(
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("worker.salad.deletion_cost.EVERY_SECONDS", 0.02)
+    monkeypatch.setattr("worker.salad.metadata.COST_SECONDS", 0.02)
     monkeypatch.setattr(
         "worker.salad.metadata.find_metadata",
         lambda: metadata.SaladMetadata(salad_metadata_service.url, timeout_seconds=0.1),

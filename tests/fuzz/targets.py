@@ -25,7 +25,7 @@ from pydantic import ValidationError
 
 import job_inputs
 from fleet import console, contact_sheet
-from fleet.broker import identity
+from fleet.broker import service as broker
 from fleet.monitor import prometheus
 from fleet.plan import estimate
 from fleet.report import figures, plot, records
@@ -33,7 +33,7 @@ from fleet.salad import file as salad_file
 from header_files import LORA, REFINER, SD1
 from imagefleet import errors, redaction
 from imagefleet.files import contents, picture, safetensors
-from imagefleet.job import chunks, message, prompt, sizes
+from imagefleet.job import clip, message, prompt, sizes
 from imagefleet.pricing import prices
 from imagefleet.records.record import Record
 from imagefleet.storage import deliveries, protocol
@@ -153,8 +153,8 @@ def _prompt(data: bytes) -> None:
         weights = [part.weight for section in parsed.sections for part in section]
         assert all(abs(weight) <= prompt.EMPHASIS_LIMIT for weight in weights)
         assert all(prompt.SAFE_NAME.fullmatch(lora.name) for lora in parsed.loras)
-        cut = chunks.cut_into_chunks(parsed, job_inputs.tokenise, 7)
-        assert len(cut) <= chunks.MAX_CHUNKS
+        cut = clip.cut_into_chunks(parsed, job_inputs.tokenise, 7)
+        assert len(cut) <= clip.MAX_CHUNKS
 
 
 def _safetensors(data: bytes) -> None:
@@ -291,7 +291,7 @@ def _address(data: bytes) -> None:
 def _broker() -> Callable[[bytes], None]:
     private = ec.generate_private_key(ec.SECP256R1())
     public = json.loads(jwt.algorithms.ECAlgorithm.to_jwk(private.public_key())) | {"kid": "k"}
-    identities = identity.Identities("organization", {"group"}, "http://127.0.0.1:1")
+    identities = broker.Identities("organization", {"group"}, "http://127.0.0.1:1")
     identities._keys.get_jwk_set = lambda *_, **__: jwt.PyJWKSet([public])  # type: ignore[method-assign]
 
     def read(data: bytes) -> None:
@@ -303,7 +303,7 @@ def _broker() -> Callable[[bytes], None]:
             pass  # not a token's content, but perhaps a token
         LOOP.run_until_complete(identities.verify(token))
 
-    read.declared = identity.RefusedError  # type: ignore[attr-defined]
+    read.declared = broker.RefusedError  # type: ignore[attr-defined]
     return read
 
 

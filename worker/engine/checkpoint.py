@@ -18,6 +18,7 @@ from diffusers import AutoencoderKL, UNet2DConditionModel
 from diffusers.loaders.single_file_utils import (
     convert_ldm_unet_checkpoint,
     convert_ldm_vae_checkpoint,
+    convert_open_clip_checkpoint,
 )
 from diffusers.utils import logging as diffusers_logging
 from safetensors import SafetensorError
@@ -35,10 +36,9 @@ from imagefleet import errors
 from imagefleet.job import clip
 from imagefleet.telemetry import logs
 from worker.engine import checksums
-from worker.engine.families import find, noise, reading, x4_upscaler
+from worker.engine.families import noise, reading, table
 from worker.engine.families import vae as vaes
-from worker.engine.families.family import Family, TextEncoder
-from worker.engine.families.sd1 import SD1
+from worker.engine.families.table import SD1, Family, TextEncoder
 from worker.engine.lora.layout import Network
 from worker.engine.slots import memory
 
@@ -274,7 +274,7 @@ def _read_folder(folder: Path) -> _Read:
     configs = [
         reading.read_json(folder / part / "config.json") for part in ("unet", "text_encoder")
     ]
-    family = find.of_folder(*configs)
+    family = table.of_folder(*configs)
     networks: _Networks = {
         "unet": reading.read_network(UNet2DConditionModel, folder / "unet"),
         "vae": reading.read_network(AutoencoderKL, folder / "vae"),
@@ -317,9 +317,9 @@ def _read_file(path: Path, config: Path) -> _Read:
             f"{str(path)!r} is not a readable .safetensors file (pickled checkpoints are never"
             f" loaded): {reading.brief(error)}"
         ) from error
-    family = find.of_file(weights)
+    family = table.of_file(weights)
     if family is None:
-        known = " or ".join(each.name for each in find.FAMILIES)
+        known = " or ".join(each.name for each in table.FAMILIES)
         raise errors.SetupError(f"{str(path)!r} is not a {known} checkpoint")
     try:
         with torch.device("meta"):
@@ -352,12 +352,15 @@ def _read_text_encoder(
         )
         network = _text_model(encoder)(text_config)
     reading.number_positions(network)
-    own = {
-        key.removeprefix(encoder.prefix): weight
-        for key, weight in weights.items()
-        if key.startswith(encoder.prefix)
-    }
-    _fill(network, encoder.convert(own, text_config))
+    if encoder.is_open_clip:
+        own = convert_open_clip_checkpoint(network, weights, encoder.prefix)
+    else:
+        own = {
+            key.removeprefix(encoder.prefix): weight
+            for key, weight in weights.items()
+            if key.startswith(encoder.prefix)
+        }
+    _fill(network, own)
     return network
 
 
@@ -398,10 +401,10 @@ def _check_architecture(
     ):
         raise errors.SetupError(f"{str(model)!r} does not have {family.name}'s architecture")
     latents, inputs = unet.config.out_channels, unet.config.in_channels
-    if family.enlarges_image and inputs != latents + x4_upscaler.IMAGE_CHANNELS:
+    if family.enlarges_image and inputs != latents + table.IMAGE_CHANNELS:
         raise errors.SetupError(
             f"the UNet of {str(model)!r} has {inputs} inputs: the {family.name}'s has"
-            f" {latents + x4_upscaler.IMAGE_CHANNELS}"
+            f" {latents + table.IMAGE_CHANNELS}"
         )
     if not family.enlarges_image and inputs not in (latents, 2 * latents + 1):
         raise errors.SetupError(

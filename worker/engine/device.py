@@ -11,7 +11,7 @@ import pynvml
 import torch
 
 from imagefleet import concurrency, errors
-from worker.engine.lora import safetensors
+from worker.engine.files import safetensors
 
 log = logging.getLogger(__name__)
 

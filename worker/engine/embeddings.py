@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
-import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import safetensors.torch
 import torch
-from cachetools import LRUCache
 from safetensors import SafetensorError
 
 from imagefleet import errors
-from imagefleet.job.chunks import CHUNK_TOKENS
+from imagefleet.job.clip import CHUNK_TOKENS
 from worker.engine import contract
+from worker.engine.files.safetensors import ReadOnce, UnusableError, named
 
 #: The text encoder that each tensor is for, in the file of an embedding for several.
 CLIP_L, CLIP_G = "clip_l", "clip_g"
@@ -51,7 +49,7 @@ class Embedding:
 
 
 class EmbeddingCache:
-    """An LRU cache of embeddings for the text encoders of one checkpoint; thread-safe."""
+    """The embeddings used last, for the text encoders of one checkpoint; thread-safe."""
 
     def __init__(
         self, widths: Mapping[str, int], dtype: torch.dtype, cache_bytes: int = CACHE_BYTES
@@ -59,10 +57,7 @@ class EmbeddingCache:
         """*widths* are those of the text encoders' token vectors, of the type *dtype*."""
         self._widths = widths
         self._dtype = dtype
-        self._lock = threading.Lock()
-        self._cache: LRUCache[str, Embedding] = LRUCache(
-            cache_bytes, getsizeof=lambda embedding: embedding.size_bytes
-        )
+        self._kept = ReadOnce[Embedding](cache_bytes, lambda embedding: embedding.size_bytes)
 
     def get(self, embedding: contract.Embedding) -> Embedding:
         """Reads a file, unless it is cached.
@@ -71,53 +66,41 @@ class EmbeddingCache:
             UnusableFileError: it is no embedding, or none for this model.
             TransientError: it could not be read, or has changed meanwhile.
         """
-        with self._lock:
-            cached = self._cache.get(embedding.sha256)
-        if cached is not None:
-            return cached
-        read = read_embedding(embedding, self._widths, self._dtype)
-        with self._lock, contextlib.suppress(ValueError):  # larger than the cache
-            self._cache[embedding.sha256] = read
-        return read
+        with named(f"the embedding {embedding.name!r}, which the prompt names,"):
+            return self._kept.get(
+                embedding.sha256, lambda: _read(embedding, self._widths, self._dtype)
+            )
 
 
-def read_embedding(
+def _read(
     embedding: contract.Embedding, widths: Mapping[str, int], dtype: torch.dtype
 ) -> Embedding:
-    """Reads and checks one file; raises as `EmbeddingCache.get`."""
-    name = embedding.name
-    try:
-        content = embedding.path.read_bytes()
-    except OSError as error:
-        raise errors.TransientError(
-            f"the embedding {name!r} cannot be read: {error.strerror or error}"
-        ) from error
+    content = embedding.path.read_bytes()
     if hashlib.sha256(content).hexdigest() != embedding.sha256:
-        raise errors.TransientError(f"the file of the embedding {name!r} has just changed")
+        raise errors.TransientError(
+            f"the file of the embedding {embedding.name!r} has just changed"
+        )
     try:
         tensors = safetensors.torch.load(content)
     except _DAMAGED as error:
-        raise errors.UnusableFileError(
-            f"the embedding {name!r} is not a complete .safetensors file: {error}"
-        ) from error
-    found = _by_encoder(name, tensors, widths)
+        raise UnusableError(f"is not a complete .safetensors file: {error}") from error
+    found = _by_encoder(tensors, widths)
     lengths = {len(each) for each in found.values()}
     if len(lengths) > 1:
         shapes = ", ".join(f"{key} {list(each.shape)}" for key, each in found.items())
-        raise _unusable(name, f"its text encoders get different numbers of vectors ({shapes})")
+        raise UnusableError(f"gives text encoders different numbers of vectors ({shapes})")
     (length,) = lengths
     if not 0 < length <= CHUNK_TOKENS:
-        raise _unusable(name, f"it has {length:,} vectors; a prompt's chunk holds {CHUNK_TOKENS}")
+        raise UnusableError(f"has {length:,} vectors; a prompt's chunk holds {CHUNK_TOKENS}")
     vectors = {key: each.to(dtype) for key, each in found.items()}
     if not all(each.isfinite().all() for each in vectors.values()):
-        raise _unusable(
-            name, f"it holds NaN, infinity or numbers too large for {str(dtype).split('.')[-1]}"
-        )
-    return Embedding(name, embedding.sha256, length, vectors)
+        number_type = str(dtype).split(".")[-1]
+        raise UnusableError(f"holds NaN, infinity or numbers too large for {number_type}")
+    return Embedding(embedding.name, embedding.sha256, length, vectors)
 
 
 def _by_encoder(
-    name: str, tensors: Mapping[str, torch.Tensor], widths: Mapping[str, int]
+    tensors: Mapping[str, torch.Tensor], widths: Mapping[str, int]
 ) -> dict[str, torch.Tensor]:
     """The vectors for each text encoder, as [length, width]."""
     named = {_ALIASES.get(key, key): each for key, each in tensors.items()}
@@ -126,38 +109,30 @@ def _by_encoder(
     elif named.keys() == widths.keys():
         found = {key: named[key] for key in widths}
     else:
-        raise _unfit(name, named, widths)
+        raise _unfit(named, widths)
     found = {key: each[None] if each.dim() == 1 else each for key, each in found.items()}
     for key, each in found.items():
         if each.dim() != 2 or not each.is_floating_point():  # noqa: PLR2004 - [vectors, width]
-            raise _unusable(name, f"it holds {each.dtype} of the shape {list(each.shape)}")
+            raise UnusableError(f"holds {each.dtype} of the shape {list(each.shape)}")
         if each.shape[1] != widths[key]:
-            raise _unfit(name, named, widths)
+            raise _unfit(named, widths)
     return found
 
 
-def _unfit(
-    name: str, tensors: Mapping[str, torch.Tensor], widths: Mapping[str, int]
-) -> errors.UnusableFileError:
+def _unfit(tensors: Mapping[str, torch.Tensor], widths: Mapping[str, int]) -> UnusableError:
     """Says what the embedding was made for, and what this model needs."""
     if {CLIP_L, CLIP_G} <= tensors.keys():
-        origin = "it was made for SDXL"
+        origin = "was made for SDXL"
     elif len(tensors) == 1:
         (tensor,) = tensors.values()
         width = tensor.shape[-1] if tensor.dim() else 0
         made_for = f", as for {_MADE_FOR[width]}" if width in _MADE_FOR else ""
-        origin = f"its vectors have {width:,} numbers{made_for}"
+        origin = f"has vectors of {width:,} numbers{made_for}"
     else:
         keys = ", ".join(sorted(repr(key[:40]) for key in tensors)[:3])
-        origin = f"it holds {len(tensors):,} tensors ({keys})" if tensors else "it is empty"
+        origin = f"holds {len(tensors):,} tensors ({keys})" if tensors else "is empty"
     needed = " and ".join(
         f"{width:,} numbers" + (f" for {key}" if len(widths) > 1 else "")
         for key, width in widths.items()
     )
-    return _unusable(name, f"{origin}; this model takes vectors of {needed}")
-
-
-def _unusable(name: str, reason: str) -> errors.UnusableFileError:
-    return errors.UnusableFileError(
-        f"the embedding {name!r}, which the prompt names, cannot be used: {reason}"
-    )
+    return UnusableError(f"{origin}; this model takes vectors of {needed}")

@@ -117,10 +117,10 @@ def load_any_engine(model: Path, device: str = "auto", **settings: Any) -> Engin
         SetupError: as `load_engine`.
     """
     import_libraries()
-    from worker.engine.families import find
+    from worker.engine.families import table
     from worker.engine.pixel import checkpoint as pixel_checkpoint
 
-    if find.pipeline_of(model) not in pixel_checkpoint.FAMILIES:
+    if table.pipeline_of(model) not in pixel_checkpoint.FAMILIES:
         return load_engine(model, device, **settings)
     return _load_pixel_engine(model, device, **settings)
 

@@ -11,7 +11,7 @@ from imagefleet import errors
 from worker.engine import contract
 from worker.engine.control.held import ControlNets
 from worker.engine.decoder import Decoder
-from worker.engine.lora.file import Identity
+from worker.engine.files.safetensors import Identity
 from worker.engine.slots import memory
 from worker.engine.slots.lane import Lane, Lanes
 from worker.engine.slots.queue import BatchKey, SlotJob

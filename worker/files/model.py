@@ -47,7 +47,7 @@ def local_path(settings: WorkerSettings) -> Path:
     Raises:
         SetupError: it is neither a path nor an address to fetch a model from.
     """
-    address = _address(settings)
+    address = addresses.of_model(settings)
     if address is None:
         return Path(settings.model).expanduser()
     folder = _folder(settings, address)
@@ -66,7 +66,7 @@ def name_of(settings: WorkerSettings) -> str:
 
 def has_known_name(settings: WorkerSettings) -> bool:
     """False for an address of which only the server tells the file's name, until it is fetched."""
-    address = _address(settings)
+    address = addresses.of_model(settings)
     if address is None or address.file_name is not None:
         return True
     return find_fetched(_folder(settings, address), address) is not None
@@ -74,7 +74,7 @@ def has_known_name(settings: WorkerSettings) -> bool:
 
 def stored_blob(settings: WorkerSettings) -> str | None:
     """The name of the model's blob in the container of files; None: it is elsewhere."""
-    address = _address(settings)
+    address = addresses.of_model(settings)
     return f"{kinds.MODEL.folder}/{address.blob}" if address and address.blob else None
 
 
@@ -116,7 +116,7 @@ async def fetch(
         disk has no room for the model; TransientError: nothing has arrived for minutes, whatever
         the reason.
     """
-    address = _address(settings)
+    address = addresses.of_model(settings)
     if address is None:
         return
     folder = _folder(settings, address)
@@ -176,7 +176,7 @@ async def fetch_to(
         )
         await download.run(retry_policy)
         with cache.errors():
-            is_tar = check.format_of(_head(download.part)) == "tar"
+            is_tar = check.format_of(download.part) == "tar"
             path = folder / _final_name(address, download.file_name, is_tar=is_tar)
             if is_tar:
                 await asyncio.to_thread(_unpack, download.part, path, cache)
@@ -225,11 +225,6 @@ def _remove_leftovers(folder: Path) -> None:
                 each.unlink()
 
 
-def _address(settings: WorkerSettings) -> Address | None:
-    storage = f"{settings.storage} {settings.files_container}"
-    return addresses.read_address(settings.model, settings.model_sha256, storage)
-
-
 def _folder(settings: WorkerSettings, address: Address) -> Path:
     sha256 = settings.model_sha256
     name = address.folder_name(sha256.lower() if sha256 else None)
@@ -253,7 +248,7 @@ def _final_name(address: Address, sent_name: str | None, *, is_tar: bool) -> str
 
 def _check_part(part: Path, label: str, wanted: kinds.FileKind, *, is_whole: bool) -> None:
     """Raises SetupError if what has arrived so far cannot become a file of that kind."""
-    if check.format_of(_head(part)) == "tar":
+    if check.format_of(part) == "tar":
         if ".tar" not in wanted.suffixes:
             raise errors.SetupError(f"{label!r} is a .tar archive, no file of {wanted.folder}/")
         return
@@ -261,11 +256,6 @@ def _check_part(part: Path, label: str, wanted: kinds.FileKind, *, is_whole: boo
         kinds.check(wanted, label, check.read_header(part, label, is_whole=is_whole))
     except safetensors.TruncatedError:
         return
-
-
-def _head(part: Path) -> bytes:
-    with part.open("rb") as file:
-        return file.read(check.HEAD_BYTES)
 
 
 def _extract(tar: tarfile.TarFile, member: tarfile.TarInfo, folder: Path) -> None:

@@ -20,10 +20,9 @@ from imagefleet.telemetry import probes, push
 from worker import tasks
 from worker.gpus.child import Child
 from worker.gpus.choice import Gpu
-from worker.gpus.member import Assignment
+from worker.gpus.member import HURRY, STOP, Assignment
 from worker.gpus.metrics import MachineMetrics, merged
 from worker.models.choice import share_of
-from worker.salad import deletion_cost
 from worker.salad import metadata as salad_metadata
 from worker.settings import MachineSettings
 
@@ -37,7 +36,6 @@ FINISHED = frozenset({DONE, JOBS_FAILED, INTERRUPTED, TERMINATED})
 
 #: The first of them that a worker ended with is the parent's.
 _BY_WEIGHT = (JOBS_FAILED, DONE, NODE, SETUP)
-_CLASSES = frozenset(_BY_WEIGHT)
 
 _STOPPED = frozenset({-signal.SIGTERM, -signal.SIGINT})
 
@@ -133,7 +131,7 @@ class _Parent:
                     job="imagefleet-worker",
                     instance=self._instance,
                 ),
-                deletion_cost.updating(metadata, lambda: self._metrics.busy_slots),
+                salad_metadata.updating_deletion_cost(metadata, lambda: self._metrics.busy_slots),
             ):
                 log.info(
                     "starting %d workers, on GPU %s, metrics at http://%s:%d/metrics",
@@ -214,7 +212,7 @@ class _Parent:
     def _exit_code(self) -> int:
         """The code of workers that did what they were told, else the class of what ended them."""
         codes = set(self._codes)
-        if self._settings.until_empty and self._stop.is_set() and codes - _CLASSES:
+        if self._settings.until_empty and self._stop.is_set() and codes.difference(_BY_WEIGHT):
             return INTERRUPTED if self._stopped_by is signal.SIGINT else TERMINATED
         found = next((code for code in _BY_WEIGHT if code in codes), UNEXPECTED)
         # A signal that came before the worker could take it.
@@ -223,11 +221,11 @@ class _Parent:
     async def _pass_on(self) -> None:
         await self._stop.wait()
         for child in self._children:
-            child.stop()
+            child.say(STOP)
         seconds = self._settings.grace_seconds + LAST_SECONDS
         await tasks.first_of(self._hurry.wait(), timeout_seconds=seconds)
         for child in self._children:
-            child.hurry()
+            child.say(HURRY)
         await asyncio.sleep(LAST_SECONDS)
         for _ in range(KILLS):
             for child in self._children:

@@ -30,7 +30,7 @@ class JobFiles:
         cache, cache_bytes = settings.cache, settings.cache_megabytes * 2**20
         trusted = trusted_keys(settings.trusted_key)
         return cls(
-            loras=FileLibrary.stored(
+            loras=FileLibrary(
                 storage.files,
                 LORA,
                 directory=settings.lora_directory,

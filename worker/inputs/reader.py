@@ -64,7 +64,7 @@ class InputReader:
         """*cache_bytes* for each kind of file, which one of the *trusted* keys must list."""
         self._containers = {"files": files_of_jobs, "images": images}
         self._upscalers, self._controlnets, self._text_states = (
-            FileLibrary.stored(
+            FileLibrary(
                 files_of_jobs,
                 kind,
                 cache=cache / kind.folder,

@@ -36,7 +36,7 @@ from worker.metrics import NodeFault, WorkerMetrics
 from worker.node import reference as references
 from worker.node.canary import Canary
 from worker.node.reference import CanaryImage, Reference
-from worker.node.suspects import Check, Suspects
+from worker.node.watchdog import Check, Suspects
 
 #: Images that a new one is compared with. One fingerprint of 512x512 takes 0.8 ms, and
 #: all the comparisons 0.1 ms.

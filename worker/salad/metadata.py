@@ -7,13 +7,21 @@ inside a container on SaladCloud; on Azure the same address is a different servi
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import json
+import logging
 import os
-from typing import Any
+from collections.abc import AsyncIterator, Callable
+from typing import Any, NoReturn
 
 import aiohttp
+from prometheus_client import Counter
 
-from imagefleet import errors, redaction
+from imagefleet import errors, redaction, retry
+from worker import tasks
+
+log = logging.getLogger(__name__)
 
 ADDRESS = "http://169.254.169.254"
 
@@ -37,6 +45,16 @@ _MAX_ANSWER_BYTES = 65_536
 
 _OK, _NO_CONTENT = 200, 204
 
+#: Seconds between two updates of the deletion cost, sent only when it has changed: a group is made
+#: smaller every quarter of an hour at most.
+COST_SECONDS = 15.0
+
+#: A smaller change does not matter when replicas are compared.
+_MATERIAL_FACTOR = 2
+
+#: SaladCloud may take minutes to stop a container; one that is still running then exits.
+REALLOCATION_SECONDS = 600.0
+
 
 class SaladMetadata:
     """The metadata service of the node that this process runs on.
@@ -51,11 +69,7 @@ class SaladMetadata:
 
     async def token(self) -> str:
         """A JWT that identifies this container, valid for 2 to 5 minutes."""
-        body = await self._request("GET", "/v1/token", None, _OK)
-        try:
-            jwt = json.loads(body)["jwt"]
-        except (ValueError, KeyError, TypeError):
-            jwt = None
+        jwt = _field(await self._request("GET", "/v1/token", None, _OK), "jwt")
         if not isinstance(jwt, str) or not jwt:
             raise errors.TransientError("SaladCloud's metadata service answers without a token")
         return jwt
@@ -63,17 +77,15 @@ class SaladMetadata:
     async def set_deletion_cost(self, cost: int) -> None:
         """Replicas of the lowest cost are stopped first when the group is made smaller."""
         body = {"deletion_cost": max(0, min(cost, MAX_DELETION_COST))}
-        await self._send("PUT", "/v1/deletion-cost", body)
+        await self._request("PUT", "/v1/deletion-cost", body, _NO_CONTENT)
 
     async def reallocate(self, reason: str) -> None:
         """Requests another node; this one is kept from the group for 48 hours.
 
         *reason* goes to SaladCloud's support, cut off after 1,000 characters.
         """
-        await self._send("POST", "/v1/reallocate", {"reason": reason[:MAX_REASON_CHARACTERS]})
-
-    async def _send(self, method: str, path: str, body: dict[str, Any]) -> None:
-        await self._request(method, path, body, _NO_CONTENT)
+        body = {"reason": reason[:MAX_REASON_CHARACTERS]}
+        await self._request("POST", "/v1/reallocate", body, _NO_CONTENT)
 
     async def _request(
         self, method: str, path: str, body: dict[str, Any] | None, expected: int
@@ -100,9 +112,10 @@ class SaladMetadata:
                 f" {redaction.reason(error)}"
             ) from None
         if status != expected:
+            detail = _field(content, "detail")  # of its errors; any other page has none
             raise errors.TransientError(
                 f"SaladCloud's metadata service answers {path} with {status} {reason}"
-                f"{_detail(content)}"
+                + (f": {str(detail)[:200]}" if detail else "")
             )
         return content
 
@@ -115,10 +128,85 @@ def find_metadata() -> SaladMetadata | None:
     return SaladMetadata() if os.environ.get(_MACHINE_VARIABLE) else None
 
 
-def _detail(content: bytes) -> str:
-    """The text of one of the service's errors; empty for any other page."""
+def _field(answer: bytes, name: str) -> Any:
     try:
-        detail = json.loads(content)["detail"]
+        return json.loads(answer)[name]
     except (ValueError, KeyError, TypeError):
-        return ""
-    return f": {str(detail)[:200]}"
+        return None
+
+
+@contextlib.asynccontextmanager
+async def updating_deletion_cost(
+    metadata: SaladMetadata | None, jobs_in_flight: Callable[[], int]
+) -> AsyncIterator[None]:
+    """Keeps the deletion cost at the number of jobs in flight while the block runs.
+
+    It matters only for intended reductions; an owner who returns stops any replica.
+    """
+    if metadata is None:
+        yield
+        return
+    async with tasks.background(_update(metadata, jobs_in_flight), "deletion cost"):
+        yield
+
+
+async def _update(metadata: SaladMetadata, jobs_in_flight: Callable[[], int]) -> NoReturn:
+    current = 0  # a new container's
+    has_failed = False
+    while True:
+        cost = jobs_in_flight()
+        if cost != current and max(cost, current) >= _MATERIAL_FACTOR * min(cost, current):
+            try:
+                await metadata.set_deletion_cost(cost)
+            except errors.TransientError as error:
+                if not has_failed:
+                    log.warning(
+                        "the deletion cost is not updated, the work goes on: %s",
+                        error,
+                        extra={"action": "deletion_cost_failed"},
+                    )
+                has_failed = True
+            else:
+                current, has_failed = cost, False
+        await asyncio.sleep(retry.jitter(COST_SECONDS, 0.8, 1.2))
+
+
+class Reallocation:
+    """Requests another node for this container, once.
+
+    SaladCloud moves a container that ends with a code other than 0 as well, but without a reason.
+    Either way the node is kept from the group for 48 hours. So a worker requests, then waits to be
+    stopped: if it exited too, that could count against this node, or the next one, a second time.
+    """
+
+    def __init__(self, metadata: SaladMetadata, requests: Counter) -> None:
+        self._metadata = metadata
+        self._requests = requests
+        self._is_granted = False
+
+    async def request(self, reason: str) -> bool:
+        """Requests another node unless that is granted already; returns whether it is granted.
+
+        A request whose reply is lost counts as refused: the next one comes a quarter of an hour
+        later, if this container is still running.
+        """
+        if self._is_granted:
+            return True
+        try:
+            await self._metadata.reallocate(reason)
+        except errors.TransientError as error:
+            self._requests.labels("refused").inc()
+            log.error(  # noqa: TRY400 - its message says it all
+                "requesting another node failed: %s",
+                error,
+                extra={"action": "reallocation_failed", "reason": reason},
+            )
+            return False
+        self._is_granted = True
+        self._requests.labels("granted").inc()
+        log.warning(
+            "requested another node, waiting to be stopped: %s",
+            reason,
+            extra={"action": "reallocation", "reason": reason},
+        )
+        return True

@@ -1,4 +1,7 @@
-"""The prepare stage: a message becomes requests that the engine can take at once."""
+"""The prepare stage: a message becomes requests that the engine can take at once.
+
+It is the first of one model's stages, and is made with those after it.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ import contextlib
 import logging
 from collections import OrderedDict, deque
 from collections.abc import AsyncIterator, Collection, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from typing import NoReturn
@@ -16,13 +19,15 @@ from imagefleet import cancelled, concurrency, errors, retry
 from imagefleet.job.message import Job, job_key, read_job
 from imagefleet.pricing import families
 from imagefleet.storage import protocol
+from worker import tasks
 from worker.engine import contract
 from worker.inputs.job_files import JobFiles
 from worker.inputs.reader import NO_INPUTS, Inputs
 from worker.jobs.in_flight import BegunJob, InFlightJob, Turns
-from worker.metrics import WorkerMetrics
+from worker.node.watchdog import NodeWatchdog, Suspects
+from worker.pull import Puller
 from worker.settle import Settler
-from worker.stages.generate import GenerateStage
+from worker.stages.image import ENCODING, UPLOADS, EncodeStage, GenerateStage, UploadStage
 
 log = logging.getLogger(__name__)
 
@@ -87,12 +92,10 @@ class Isolation:
 class PrepareStage:
     """Reads jobs, resolves their files and cuts their prompts; feeds the generate stage."""
 
-    engine: contract.Engine
     generate: GenerateStage
     files: JobFiles
-    settler: Settler
-    metrics: WorkerMetrics
-    until_empty: bool
+    engine: contract.Engine = field(init=False)
+    settler: Settler = field(init=False)
     turns: Turns = field(default_factory=lambda: Turns(protocol.MAX_RECEIVE), init=False)
     _isolation: Isolation = field(default_factory=Isolation, init=False)
     _drawn_here: OrderedDict[str, None] = field(default_factory=OrderedDict, init=False)
@@ -104,12 +107,40 @@ class PrepareStage:
     )
 
     def __post_init__(self) -> None:
+        self.engine, self.settler = self.generate.engine, self.generate.settler
         self._prepared = concurrency.Batches(
             concurrency.one_by_one(self.engine.prepare),
             self._threads,
             most=1,
             at_once=PREPARERS,
         )
+
+    @classmethod
+    def of(
+        cls,
+        engine: contract.Engine,
+        model_hash: Future[str | None],
+        files: JobFiles,
+        puller: Puller,
+        watchdog: NodeWatchdog,
+    ) -> PrepareStage:
+        """The stages for an engine whose model's file has *model_hash*."""
+        settler = puller.settler
+        suspects = Suspects(
+            settler.settings.name, settler.storage.blobs, settler.metrics, settler.retry_policy
+        )
+        upload = UploadStage(settler, watchdog, suspects)
+        return cls(GenerateStage(engine, EncodeStage(model_hash, upload), puller), files)
+
+    def start(self, side_tasks: tasks.SideTasks) -> None:
+        """Starts the tasks of all stages."""
+        encode, pending = self.generate.encode, self.settler.pending
+        side_tasks.start("prepare", self.run, PREPARERS)
+        side_tasks.start("generate", self.generate.run)
+        side_tasks.start("encode", encode.run, ENCODING)
+        side_tasks.start("upload", encode.upload.run, UPLOADS)
+        side_tasks.start("record", pending.run)
+        side_tasks.start("acknowledge", pending.finish, UPLOADS)
 
     async def run(self) -> NoReturn:
         while True:
@@ -119,11 +150,13 @@ class PrepareStage:
                 continue
             entry = turn
             # After hours without work the list is as old.
-            await self.generate.cancelled.refresh(MAX_LIST_AGE_SECONDS)
+            await self.settler.cancelled_campaigns.refresh(MAX_LIST_AGE_SECONDS)
             work = self._generate_alone if entry.is_suspect else self._generate_with_others
             await self.settler.attempt(entry, partial(work, entry))
 
     def close(self) -> None:
+        """Ends the threads of all stages, whose tasks have ended."""
+        self.generate.encode.close()
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     async def _generate_with_others(self, entry: InFlightJob) -> None:
@@ -172,7 +205,7 @@ class PrepareStage:
 
     async def _prepare(self, entry: InFlightJob) -> BegunJob | None:
         """Prepares a job; None: none of its images is drawn here."""
-        with self.metrics.stage_seconds["prepare"].time():
+        with self.settler.metrics.stage_seconds["prepare"].time():
             job = self._read(entry)
             if self._is_others(job):
                 self.generate.puller.not_ahead(entry)
@@ -218,7 +251,8 @@ class PrepareStage:
         if job_key(job.campaign, job.id) not in self._drawn_here:
             return False
         if entry.lease.message.delivery_count - entry.deliveries.failed <= HAND_BACKS:
-            seconds = HAND_BACK_SECONDS_UNTIL_EMPTY if self.until_empty else HAND_BACK_SECONDS
+            until_empty = self.settler.settings.until_empty
+            seconds = HAND_BACK_SECONDS_UNTIL_EMPTY if until_empty else HAND_BACK_SECONDS
             await self.settler.hand_back(entry, retry.jitter(seconds))
         else:
             await self.settler.unverified(entry, "no other worker has taken it")

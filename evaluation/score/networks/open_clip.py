@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Annotated, Any, Literal
 
 import torch
+from diffusers.loaders.single_file_utils import convert_open_clip_checkpoint
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from safetensors.torch import load_file
 from transformers import CLIPConfig, CLIPModel
 
 from imagefleet import errors, validation
 from imagefleet.job import clip
-from worker.engine.families import open_clip
+from worker.engine.families.table import OPEN_CLIP_PADDING
 
 WEIGHTS = "open_clip_model.safetensors"
 _CONFIG = "open_clip_config.json"
@@ -116,7 +118,7 @@ def _configuration(stated: _Model) -> CLIPConfig:
             "max_position_embeddings": text.context_length,
             "bos_token_id": _START,
             "eos_token_id": _END,  # its state is that of the text
-            "pad_token_id": open_clip.PADDING,
+            "pad_token_id": OPEN_CLIP_PADDING,
             **activation,
         },
     )
@@ -134,8 +136,14 @@ def _converted(weights: dict[str, torch.Tensor], configuration: Any) -> dict[str
         "visual_projection.weight": visual["proj"].T,
         **{f"vision_model.{name}": visual[key] for key, name in _VISION.items()},
     }
-    layers = open_clip.read(visual, configuration.vision_config)
-    found |= {f"vision_model.{name}": weight for name, weight in layers.items()}
-    for name, weight in open_clip.read(weights, configuration.text_config).items():
-        found[name if name == "text_projection.weight" else f"text_model.{name}"] = weight
+    for name, weight in _in_transformers_names(visual, configuration.vision_config).items():
+        found[name.replace("text_model.", "vision_model.")] = weight
+    return found | _in_transformers_names(weights, configuration.text_config)
+
+
+def _in_transformers_names(
+    weights: dict[str, torch.Tensor], configuration: Any
+) -> dict[str, torch.Tensor]:
+    of = SimpleNamespace(config=configuration)
+    found: dict[str, torch.Tensor] = convert_open_clip_checkpoint(of, weights, prefix="")
     return found

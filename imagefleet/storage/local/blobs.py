@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import os
 import time
 import uuid
@@ -16,6 +15,8 @@ from itertools import islice
 from pathlib import Path
 from typing import BinaryIO, TypeVar
 from urllib.parse import quote
+
+from pydantic import BaseModel
 
 from imagefleet.concurrency import Batches
 from imagefleet.storage import protocol
@@ -52,7 +53,14 @@ _MOST_AT_ONCE = 16
 _Result = TypeVar("_Result")
 
 
-class LocalBlobs:
+class _Details(BaseModel):
+    """The sidecar of a blob."""
+
+    content_type: str = ""
+    metadata: dict[str, str]
+
+
+class LocalBlobs(protocol.BlobStore):
     """A folder of files, each written once and atomically."""
 
     def __init__(self, folder: Path, operations: protocol.Operations) -> None:
@@ -85,11 +93,7 @@ class LocalBlobs:
         metadata: Mapping[str, str],
         on_doubt: Callable[[], None] = lambda: None,  # noqa: ARG002 - a disk leaves none
     ) -> bool:
-        protocol.check_blob_name(name)
-        protocol.check_metadata(metadata)
-        details = json.dumps({"content_type": content_type, "metadata": dict(metadata)})
-        self._operations.blob_writes += 1
-        return await self._creations(NewBlob(name, data, details.encode()))
+        return await self._creations(self._new_blob(name, data, content_type, metadata))
 
     async def upload(
         self,
@@ -99,84 +103,121 @@ class LocalBlobs:
         metadata: Mapping[str, str],
         on_progress: Callable[[int], None] = lambda _: None,
     ) -> bool:
-        protocol.check_blob_name(name)
-        protocol.check_metadata(metadata)
-        details = json.dumps({"content_type": content_type, "metadata": dict(metadata)})
-        self._operations.blob_writes += 1
-        new = NewBlob(name, partial(_copy, file, on_progress), details.encode())
+        new = self._new_blob(name, partial(_copy, file, on_progress), content_type, metadata)
         (outcome,) = await asyncio.to_thread(self._new.create, [new])
         if isinstance(outcome, Exception):
             raise outcome
         return outcome
 
     async def replace(self, name: str, data: bytes, content_type: str, version: str | None) -> bool:
-        protocol.check_blob_name(name)
         if version is None:
             return await self.create(name, data, content_type, {})
-        self._operations.blob_writes += 1
-        return await self._in_thread(self._replace, name, data, version)
+        path = self._path(name)
+        temporary = self.folder / TEMPORARY_FOLDER / uuid.uuid4().hex
+
+        def replace() -> bool:
+            try:
+                with temporary.open("wb") as file:
+                    _write_durably(file, data)
+                if not path.is_file() or _version(path.stat()) != version:
+                    return False
+                temporary.replace(path)
+            finally:
+                temporary.unlink(missing_ok=True)
+            sync_folder(path.parent)
+            return True
+
+        return await self._writing(replace)
 
     async def append(self, name: str, data: bytes, position: int) -> bool:
-        protocol.check_blob_name(name)
-        self._operations.blob_writes += 1
-        return await self._in_thread(self._append, name, data, position)
+        path = self._path(name)
+
+        def append() -> bool:
+            if position == 0:
+                if not self.folder.is_dir():
+                    raise no_folder(self.folder)
+                make_durable_folder(path.parent, self.folder)
+            elif not path.is_file():
+                return False
+            with path.open("ab") as file:
+                if file.tell() != position:
+                    return False
+                try:
+                    _write_durably(file, data)
+                except OSError:
+                    file.truncate(position)
+                    raise
+            if position == 0:
+                sync_folder(path.parent)
+            return True
+
+        return await self._writing(append)
 
     async def exists(self, name: str) -> bool:
-        protocol.check_blob_name(name)
-        self._operations.blob_writes += 1
-        return await self._in_thread((self.folder / name).is_file)
+        return await self._writing(self._path(name).is_file)
 
     async def read(self, name: str, max_bytes: int | None = None) -> bytes | None:
-        protocol.check_blob_name(name)
-        self._operations.blob_reads += 1
-        return await self._in_thread(self._read, name, max_bytes)
+        path = self._path(name)
+
+        def read() -> bytes:
+            with path.open("rb") as file:
+                protocol.check_blob_size(name, os.fstat(file.fileno()).st_size, max_bytes)
+                return file.read()
+
+        return await self._reading(read)
 
     async def record(self, name: str) -> protocol.BlobRecord | None:
-        protocol.check_blob_name(name)
-        self._operations.blob_reads += 1
-
-        def read() -> protocol.BlobRecord | None:
-            try:
-                return self._record(name) if (self.folder / name).is_file() else None
-            except _NOT_THERE:  # deleted in between
-                return None
-
-        return await self._in_thread(read)
-
-    async def metadata(self, name: str) -> Mapping[str, str] | None:
-        found = await self.record(name)
-        return None if found is None else found.metadata
+        path = self._path(name)
+        return await self._reading(lambda: self._record(name) if path.is_file() else None)
 
     async def delete(self, name: str) -> bool:
-        protocol.check_blob_name(name)
-        await self._in_thread(self._delete, name)
+        path = self._path(name)
+
+        def delete() -> None:
+            path.unlink(missing_ok=True)
+            self._sidecar(name).unlink(missing_ok=True)
+
+        await self._in_thread(delete)
         return True
 
     async def read_part(self, name: str, offset: int, max_bytes: int) -> protocol.BlobPart | None:
-        protocol.check_blob_name(name)
-        self._operations.blob_reads += 1
-        return await self._in_thread(self._read_part, name, offset, max_bytes)
+        path = self._path(name)
+
+        def read() -> protocol.BlobPart:
+            with path.open("rb") as file:
+                status = os.fstat(file.fileno())
+                file.seek(offset)
+                return protocol.BlobPart(file.read(max_bytes), status.st_size, _version(status))
+
+        return await self._reading(read)
 
     def address(self, name: str) -> str:
         return f"{self._address}/{quote(name)}"
 
     async def names(self, prefix: str = "") -> AsyncIterator[str]:
-        self._operations.blob_writes += 1
-        with _closing(self._walk("", prefix)) as names:
-            while page := await self._in_thread(lambda: list(islice(names, _NAMES_PAGE))):
-                for name in page:
-                    yield name
+        async for page in self._pages(prefix):
+            for name in page:
+                yield name
 
     async def records(self, prefix: str = "") -> AsyncIterator[protocol.BlobRecord]:
-        self._operations.blob_writes += 1
-        with _closing(self._walk("", prefix)) as names:
-            while page := await self._in_thread(lambda: list(islice(names, _NAMES_PAGE))):
-                for record in await self._in_thread(lambda: [self._record(name) for name in page]):
-                    yield record
+        def read(page: list[str]) -> list[protocol.BlobRecord]:
+            return [self._record(name) for name in page]
+
+        async for page in self._pages(prefix):
+            for record in await self._in_thread(partial(read, page)):
+                yield record
 
     async def folders(self, prefix: str) -> AsyncIterator[str]:
-        self._operations.blob_writes += 1
-        for name in await self._in_thread(self._folders, prefix):
+        def folders() -> list[str]:
+            with contextlib.suppress(*_NOT_THERE), os.scandir(self.folder / prefix) as entries:
+                return sorted(
+                    entry.name
+                    for entry in entries
+                    if entry.is_dir(follow_symlinks=False) and not entry.name.startswith(".")
+                )
+            return []
+
+        for name in await self._writing(folders):
             yield name
 
     def _create_folder(self) -> None:
@@ -188,72 +229,25 @@ class LocalBlobs:
                 if abs(time.time() - leftover.stat().st_mtime) > _ABANDONED_SECONDS:
                     leftover.unlink()
 
-    def _replace(self, name: str, data: bytes, version: str) -> bool:
-        path = self.folder / name
-        temporary = self.folder / TEMPORARY_FOLDER / uuid.uuid4().hex
-        try:
-            _write_durably(temporary, data)
-            if not path.is_file() or _version(path.stat()) != version:
-                return False
-            temporary.replace(path)
-        finally:
-            temporary.unlink(missing_ok=True)
-        sync_folder(path.parent)
-        return True
+    def _path(self, name: str) -> Path:
+        protocol.check_blob_name(name)
+        return self.folder / name
 
-    def _append(self, name: str, data: bytes, position: int) -> bool:
-        path = self.folder / name
-        if position == 0:
-            if not self.folder.is_dir():
-                raise no_folder(self.folder)
-            make_durable_folder(path.parent, self.folder)
-        elif not path.is_file():
-            return False
-        with path.open("ab") as file:
-            if file.tell() != position:
-                return False
-            try:
-                file.write(data)
-                file.flush()
-                os.fsync(file.fileno())
-            except OSError:
-                file.truncate(position)
-                raise
-        if position == 0:
-            sync_folder(path.parent)
-        return True
+    def _sidecar(self, name: str) -> Path:
+        return self.folder / METADATA_FOLDER / f"{name}.json"
 
-    def _folders(self, prefix: str) -> list[str]:
-        try:
-            with os.scandir(self.folder / prefix) as entries:
-                return sorted(
-                    entry.name
-                    for entry in entries
-                    if entry.is_dir(follow_symlinks=False) and not entry.name.startswith(".")
-                )
-        except _NOT_THERE:
-            return []
-
-    def _read(self, name: str, max_bytes: int | None) -> bytes | None:
-        try:
-            with (self.folder / name).open("rb") as file:
-                protocol.check_blob_size(name, os.fstat(file.fileno()).st_size, max_bytes)
-                return file.read()
-        except _NOT_THERE:
-            return None
-
-    def _read_part(self, name: str, offset: int, max_bytes: int) -> protocol.BlobPart | None:
-        try:
-            with (self.folder / name).open("rb") as file:
-                status = os.fstat(file.fileno())
-                file.seek(offset)
-                return protocol.BlobPart(file.read(max_bytes), status.st_size, _version(status))
-        except _NOT_THERE:
-            return None
-
-    def _delete(self, name: str) -> None:
-        (self.folder / name).unlink(missing_ok=True)
-        (self.folder / METADATA_FOLDER / f"{name}.json").unlink(missing_ok=True)
+    def _new_blob(
+        self,
+        name: str,
+        content: bytes | Callable[[BinaryIO], None],
+        content_type: str,
+        metadata: Mapping[str, str],
+    ) -> NewBlob:
+        protocol.check_blob_name(name)
+        protocol.check_metadata(metadata)
+        self._operations.blob_writes += 1
+        details = _Details(content_type=content_type, metadata=dict(metadata))
+        return NewBlob(name, content, details.model_dump_json().encode())
 
     def _record(self, name: str) -> protocol.BlobRecord:
         status = (self.folder / name).stat()
@@ -263,15 +257,21 @@ class LocalBlobs:
 
     def _metadata(self, name: str) -> dict[str, str]:
         try:
-            sidecar = self.folder / METADATA_FOLDER / f"{name}.json"
-            metadata = json.loads(sidecar.read_bytes())["metadata"]
-        except (FileNotFoundError, ValueError, KeyError, TypeError, RecursionError):
+            return _Details.model_validate_json(self._sidecar(name).read_bytes()).metadata
+        except (FileNotFoundError, ValueError):
             # A file that was copied here, or whose metadata a power failure erased.
             return {}
-        is_whole = isinstance(metadata, dict) and all(
-            isinstance(each, str) for each in metadata.values()
-        )
-        return metadata if is_whole else {}
+
+    async def _pages(self, prefix: str) -> AsyncIterator[list[str]]:
+        self._operations.blob_writes += 1
+        names = self._walk("", prefix)
+        try:
+            while page := await self._in_thread(lambda: list(islice(names, _NAMES_PAGE))):
+                yield page
+        finally:
+            # If the caller was cancelled while a thread lists them, the thread closes them.
+            with contextlib.suppress(ValueError):
+                names.close()
 
     def _walk(self, folder: str, prefix: str) -> Generator[str]:
         """The names below *folder* ("" or ending in a slash) that start with *prefix*."""
@@ -287,21 +287,27 @@ class LocalBlobs:
                 elif name.startswith(prefix):
                     yield name
 
-    async def _in_thread(self, work: Callable[..., _Result], *arguments: object) -> _Result:
+    async def _writing(self, work: Callable[[], _Result]) -> _Result:
+        self._operations.blob_writes += 1
+        return await self._in_thread(work)
+
+    async def _reading(self, work: Callable[[], _Result]) -> _Result | None:
+        """None where the file is not there."""
+        self._operations.blob_reads += 1
+
+        def read() -> _Result | None:
+            try:
+                return work()
+            except _NOT_THERE:
+                return None
+
+        return await self._in_thread(read)
+
+    async def _in_thread(self, work: Callable[[], _Result]) -> _Result:
         try:
-            return await asyncio.to_thread(work, *arguments)
+            return await asyncio.to_thread(work)
         except OSError as error:
             raise translated(error, self.folder) from error
-
-
-@contextlib.contextmanager
-def _closing(names: Generator[str]) -> Generator[Generator[str]]:
-    """Closes *names* at the end, also where the caller was cancelled while a thread lists them."""
-    try:
-        yield names
-    finally:
-        with contextlib.suppress(ValueError):  # the thread goes on, and closes them
-            names.close()
 
 
 def _version(status: os.stat_result) -> str:
@@ -317,8 +323,7 @@ def _copy(source: Path, on_progress: Callable[[int], None], file: BinaryIO) -> N
             on_progress(copied)
 
 
-def _write_durably(path: Path, data: bytes) -> None:
-    with path.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
+def _write_durably(file: BinaryIO, data: bytes) -> None:
+    file.write(data)
+    file.flush()
+    os.fsync(file.fileno())

@@ -1,21 +1,15 @@
-"""The SQLite file: how it is created and opened, its clock, and what is said of a damaged one.
-
-Its clock is the machine's uptime plus a constant that the first process after a start of the
-machine writes into it: a lease ends when it should although somebody sets the time meanwhile.
-"""
+"""The SQLite file: its schema and statements, how it is created and opened, and its errors."""
 
 from __future__ import annotations
 
 import contextlib
-import errno
-import os
 import shutil
 import sqlite3
-import time
 import uuid
 from pathlib import Path
 
-from imagefleet import errors, uptime
+from imagefleet import errors
+from imagefleet.storage.local.new_blobs import DISK_FULL, sync_folder
 
 #: Seconds to wait for another process's transaction: milliseconds, unless the machine is busy.
 BUSY_TIMEOUT_SECONDS = 30
@@ -24,53 +18,75 @@ BUSY_TIMEOUT_SECONDS = 30
 #: SQLite's default, 1,000, means one every few hundred messages.
 CHECKPOINT_PAGES = 4_000
 
-_CLOCK = "CREATE TABLE IF NOT EXISTS clock (boot TEXT PRIMARY KEY, ahead REAL NOT NULL)"
+#: Tells the file from those of other programs; another schema takes another number.
+_APPLICATION = 0x1F1EE700
 
-SHARDS = """
-CREATE TABLE IF NOT EXISTS shards (
-    queue TEXT PRIMARY KEY, used INTEGER NOT NULL, made INTEGER NOT NULL
-) WITHOUT ROWID
+#: The number of a queue's shards is kept with the first one.
+_SCHEMA = f"""
+PRAGMA journal_mode = WAL;
+PRAGMA application_id = {_APPLICATION};
+CREATE TABLE queues (
+    name TEXT PRIMARY KEY, used INTEGER NOT NULL DEFAULT 1, made INTEGER NOT NULL DEFAULT 1
+) WITHOUT ROWID;
+CREATE TABLE messages (
+    sequence INTEGER PRIMARY KEY AUTOINCREMENT,
+    queue TEXT NOT NULL REFERENCES queues (name),
+    visible_at REAL NOT NULL DEFAULT 0,
+    version INTEGER NOT NULL DEFAULT 0,
+    delivery_count INTEGER NOT NULL DEFAULT 0,
+    enqueued_at REAL NOT NULL,
+    id TEXT NOT NULL,
+    body TEXT NOT NULL
+);
+CREATE INDEX messages_in_order ON messages (queue, visible_at, sequence);
+CREATE TABLE clock (boot TEXT PRIMARY KEY, ahead REAL NOT NULL);
 """
 
-_SCHEMA = (
-    "CREATE TABLE queues (name TEXT PRIMARY KEY) WITHOUT ROWID",
-    """
-    CREATE TABLE messages (
-        sequence INTEGER PRIMARY KEY AUTOINCREMENT,
-        queue TEXT NOT NULL REFERENCES queues (name),
-        visible_at REAL NOT NULL DEFAULT 0,
-        version INTEGER NOT NULL DEFAULT 0,
-        delivery_count INTEGER NOT NULL DEFAULT 0,
-        enqueued_at REAL NOT NULL,
-        id TEXT NOT NULL,
-        body TEXT NOT NULL
-    )
-    """,
-    "CREATE INDEX messages_in_order ON messages (queue, visible_at, sequence)",
-    _CLOCK,
+SEND = "INSERT INTO messages (queue, enqueued_at, id, body) VALUES (?, ?, ?, ?)"
+ANY_VISIBLE = "SELECT 1 FROM messages WHERE queue = ? AND visible_at <= ? LIMIT 1"
+ANY_EXPIRED = """
+SELECT 1 FROM messages WHERE queue = ? AND visible_at > 0 AND visible_at <= ? LIMIT 1
+"""
+SWEEP = "UPDATE messages SET visible_at = 0 WHERE queue = ? AND visible_at > 0 AND visible_at <= ?"
+LEASE = """
+UPDATE messages
+SET visible_at = ?, version = version + 1, delivery_count = delivery_count + 1
+WHERE sequence IN (
+    SELECT sequence FROM messages WHERE queue = ? AND visible_at = 0 ORDER BY sequence LIMIT ?
 )
-
-_COLUMNS = frozenset(
-    {"sequence", "queue", "visible_at", "version", "delivery_count", "enqueued_at", "id", "body"}
-)
+RETURNING sequence, version, id, body, delivery_count, enqueued_at
+"""
+UPDATE = """
+UPDATE messages SET visible_at = ?, body = coalesce(?, body), version = version + 1
+WHERE sequence = ? AND version = ? AND id = ?
+"""
+DELETE = "DELETE FROM messages WHERE sequence = ? AND version = ? AND id = ?"
+CLEAR = "DELETE FROM messages WHERE queue = ?"
+BROWSE = """
+SELECT sequence, id, body, delivery_count, enqueued_at FROM messages
+WHERE queue = ? AND visible_at = 0 AND sequence > ? ORDER BY sequence LIMIT ?
+"""
+# Messages in base64, as Azure Functions send them, are the caller's to read.
+FIND = """
+SELECT sequence, id, body, delivery_count, enqueued_at, visible_at > 0 FROM messages
+WHERE queue = ? AND sequence > ?
+AND (id = ? OR instr(body, ?) OR substr(ltrim(body), 1, 1) <> '{')
+ORDER BY sequence LIMIT ?
+"""
+OLDEST = """
+SELECT enqueued_at FROM messages WHERE queue = ? AND visible_at = 0 ORDER BY sequence LIMIT 1
+"""
+# Scans the index: 50 ms for a million messages, which blocks no writer.
+COUNT = "SELECT count(*), count(nullif(visible_at, 0)) FROM messages WHERE queue = ?"
+RECORD_SHARDS = "UPDATE queues SET used = ?, made = ? WHERE name = ?"
+SHARDS = "SELECT used, made FROM queues WHERE name = ?"
 
 #: An I/O error with less room than this is one of a full disk.
 _LEAST_FREE_BYTES = 2**18
 
-_BUSY = frozenset({sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED})
-#: A write failed for want of space.
-DISK_FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
-
 _NO_ROOM = frozenset({sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_CANTOPEN})
-_MISSING_QUEUE = frozenset({sqlite3.SQLITE_ERROR, sqlite3.SQLITE_CONSTRAINT})
-_NO_DATABASE = frozenset({sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_CORRUPT})
 _NO_ACCESS = frozenset(
-    {
-        sqlite3.SQLITE_READONLY,
-        sqlite3.SQLITE_PERM,
-        sqlite3.SQLITE_AUTH,
-        sqlite3.SQLITE_CANTOPEN,
-    }
+    {sqlite3.SQLITE_READONLY, sqlite3.SQLITE_PERM, sqlite3.SQLITE_AUTH, sqlite3.SQLITE_CANTOPEN}
 )
 
 _START_ANEW = (
@@ -85,35 +101,31 @@ def create(path: Path) -> None:
     Raises:
         SetupError: its folder cannot be written, or the log of a lost file is there.
     """
+    log = log_of(path)
+    draft = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
+        if path.exists():
+            return
+        if log.exists() and log.stat().st_size and not path.exists():
+            # SQLite would delete it, with what was sent last.
+            raise errors.SetupError(
+                f"{path} is missing, but its log {log.name} is there: put the file back, or remove"
+                " the log to begin with an empty queue"
+            )
+        try:
+            with contextlib.closing(_connect(draft, "rwc")) as connection:
+                connection.executescript(_SCHEMA)
+            with contextlib.suppress(FileExistsError):  # of another process
+                path.hardlink_to(draft)
+            sync_folder(path.parent)
+        finally:
+            for leftover in (draft, log_of(draft), draft.with_name(f"{draft.name}-shm")):
+                leftover.unlink(missing_ok=True)
     except (FileExistsError, NotADirectoryError):
         raise errors.SetupError(f"{path.parent} is a file, not a folder") from None
     except OSError as error:
-        raise errors.SetupError(f"cannot create {path.parent}: {error.strerror}") from error
-    if exists(path):
-        return
-    log = log_of(path)
-    if log.exists() and log.stat().st_size and not path.exists():
-        # SQLite would delete it, with what was sent last.
-        raise errors.SetupError(
-            f"{path} is missing, but its log {log.name} is there: put the file back, or remove"
-            " the log to begin with an empty queue"
-        )
-    draft = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
-    try:
-        with contextlib.closing(_connect(draft, "rwc")) as connection:
-            connection.execute("PRAGMA journal_mode = WAL")
-            for statement in _SCHEMA:
-                connection.execute(statement)
-        with contextlib.suppress(FileExistsError):  # of another process
-            path.hardlink_to(draft)
-        _sync(path.parent)
-    except OSError as error:
         raise _translated_os_error(error, path) from error
-    finally:
-        for leftover in (draft, log_of(draft), draft.with_name(f"{draft.name}-shm")):
-            leftover.unlink(missing_ok=True)
 
 
 def connect(path: Path) -> sqlite3.Connection:
@@ -124,7 +136,7 @@ def connect(path: Path) -> sqlite3.Connection:
     """
     try:
         size = path.stat().st_size
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         raise _missing(path) from None
     except OSError as error:
         raise _translated_os_error(error, path) from error
@@ -135,7 +147,7 @@ def connect(path: Path) -> sqlite3.Connection:
         raise errors.SetupError(f"{path} is damaged: it has 0 bytes; {_START_ANEW}")
     connection = _connect(path, "rw")
     try:
-        _check_schema(connection, path)
+        _check_application(connection, path)
         connection.execute("PRAGMA journal_mode = WAL")
         connection.execute(f"PRAGMA wal_autocheckpoint = {CHECKPOINT_PAGES}")
         connection.execute("PRAGMA foreign_keys = ON")
@@ -145,44 +157,12 @@ def connect(path: Path) -> sqlite3.Connection:
     return connection
 
 
-def clock_ahead(connection: sqlite3.Connection) -> float:
-    """What the file's clock is ahead of the machine's uptime.
-
-    After a restart of the machine nobody holds the leases any more: they end.
-    """
-    boot = uptime.boot_id()
-    if boot is None:
-        return time.time() - uptime.seconds()
-    find = "SELECT ahead FROM clock WHERE boot = ?"
-    with contextlib.suppress(sqlite3.OperationalError):  # a file of an older version has no clock
-        if found := connection.execute(find, (boot,)).fetchone():
-            return float(found[0])
-    connection.execute("BEGIN IMMEDIATE")
-    try:
-        connection.execute(_CLOCK)
-        found = connection.execute(find, (boot,)).fetchone()
-        ahead = float(found[0]) if found else time.time() - uptime.seconds()
-        if not found:
-            if connection.execute("DELETE FROM clock").rowcount:
-                connection.execute("UPDATE messages SET visible_at = 0 WHERE visible_at > 0")
-            connection.execute("INSERT INTO clock VALUES (?, ?)", (boot, ahead))
-        connection.execute("COMMIT")
-    except BaseException:
-        if connection.in_transaction:
-            connection.execute("ROLLBACK")
-        raise
-    return ahead
-
-
-def exists(path: Path) -> bool:
-    """Raises SetupError where that cannot be told."""
-    try:
-        path.stat()
-    except (FileNotFoundError, NotADirectoryError):
-        return False
-    except OSError as error:
-        raise _translated_os_error(error, path) from error
-    return True
+def _check_application(connection: sqlite3.Connection, path: Path) -> None:
+    if connection.execute("PRAGMA application_id").fetchone() != (_APPLICATION,):
+        raise errors.SetupError(
+            f"{path} is not a queue file, but the database of another program or version:"
+            " choose another folder with --storage, or move it away"
+        )
 
 
 def log_of(path: Path) -> Path:
@@ -196,27 +176,24 @@ def translated(error: sqlite3.Error, path: Path) -> errors.FleetError:
         return _full(path)
     if code == sqlite3.SQLITE_CANTOPEN and not path.exists():
         return _missing(path)
-    if code in _BUSY:
+    if code in {sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED}:
         seconds = f"{BUSY_TIMEOUT_SECONDS:g} s"
         return errors.TransientError(f"another process has kept {path} locked for {seconds}")
-    if code in _MISSING_QUEUE:
-        message = f"{path} lacks this queue: {error}"
-    elif code in _NO_DATABASE:
+    if code in {sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_CORRUPT}:
         message = f"{path} is damaged or not a queue file ({error}): {_START_ANEW}"
     elif code in _NO_ACCESS:
         message = f"no access to {path} ({error}): it and its folder must be writable"
+    elif code == sqlite3.SQLITE_ERROR:
+        message = f"{path} is not used as it should be: {error}"
     else:
         return errors.TransientError(f"{path}: {error}")
     return errors.SetupError(message)
 
 
-def _check_schema(connection: sqlite3.Connection, path: Path) -> None:
-    columns = connection.execute("SELECT name FROM pragma_table_info('messages')")
-    if not {name for (name,) in columns} >= _COLUMNS:
-        raise errors.SetupError(
-            f"{path} is not a queue file, but the database of another program or version:"
-            " choose another folder with --storage, or move it away"
-        )
+def _translated_os_error(error: OSError, path: Path) -> errors.FleetError:
+    if error.errno in DISK_FULL:
+        return _full(path)
+    return errors.SetupError(f"no access to {path}: {error.strerror or error}")
 
 
 def _connect(path: Path, mode: str) -> sqlite3.Connection:
@@ -228,8 +205,10 @@ def _connect(path: Path, mode: str) -> sqlite3.Connection:
     )
 
 
-def _missing(path: Path) -> errors.SetupError:
-    return errors.SetupError(f"there is no queue in {path.parent}: {path.name} is missing")
+def _missing(path: Path) -> errors.MissingResourceError:
+    return errors.MissingResourceError(
+        f"there is no queue in {path.parent}: {path.name} is missing; `imagefleet load` makes it"
+    )
 
 
 def _full(path: Path) -> errors.StorageFullError:
@@ -241,17 +220,3 @@ def _is_full(folder: Path) -> bool:
         return shutil.disk_usage(folder).free < _LEAST_FREE_BYTES
     except OSError:
         return False
-
-
-def _translated_os_error(error: OSError, path: Path) -> errors.FleetError:
-    if error.errno in DISK_FULL:
-        return _full(path)
-    return errors.SetupError(f"no access to {path}: {error.strerror or error}")
-
-
-def _sync(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

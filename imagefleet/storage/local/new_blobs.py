@@ -18,11 +18,13 @@ from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
 from imagefleet import errors
-from imagefleet.storage.local.file import DISK_FULL
 
 #: Folders beside the blobs in their folder; no segment of a blob's name starts with a dot.
 METADATA_FOLDER = ".metadata"
 TEMPORARY_FOLDER = ".temporary"
+
+#: A write failed for want of space.
+DISK_FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 
 _IN_THE_WAY = (FileExistsError, IsADirectoryError, NotADirectoryError)
 _REFUSED = frozenset({errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTSUP})

@@ -4,13 +4,16 @@
 are read in the order of the sends, expired leases are reset to 0 through the same index, so that a
 returned message comes first again. No frequent statement reads more rows than it returns. A receipt
 is the sequence number and version of the row; each lease increments the version.
+
+The clock of the leases is the machine's uptime plus a constant that the first process after a start
+of the machine writes into the file: a lease ends when it should although somebody sets the time.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import dataclasses
-import functools
 import itertools
 import sqlite3
 import time
@@ -19,7 +22,7 @@ from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequenc
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar
 
 from imagefleet import errors, uptime
 from imagefleet.concurrency import Batches
@@ -29,63 +32,20 @@ from imagefleet.storage.local import file as sqlite_file
 
 _Result = TypeVar("_Result")
 
-SEND = "INSERT INTO messages (queue, enqueued_at, id, body) VALUES (?, ?, ?, ?)"
-ANY_VISIBLE = "SELECT 1 FROM messages WHERE queue = ? AND visible_at <= ? LIMIT 1"
-ANY_EXPIRED = """
-SELECT 1 FROM messages WHERE queue = ? AND visible_at > 0 AND visible_at <= ? LIMIT 1
-"""
-SWEEP = "UPDATE messages SET visible_at = 0 WHERE queue = ? AND visible_at > 0 AND visible_at <= ?"
-LEASE = """
-UPDATE messages
-SET visible_at = ?, version = version + 1, delivery_count = delivery_count + 1
-WHERE sequence IN (
-    SELECT sequence FROM messages WHERE queue = ? AND visible_at = 0 ORDER BY sequence LIMIT ?
-)
-RETURNING sequence, version, id, body, delivery_count, enqueued_at
-"""
-UPDATE = """
-UPDATE messages SET visible_at = ?, body = coalesce(?, body), version = version + 1
-WHERE sequence = ? AND version = ? AND id = ?
-"""
-DELETE = "DELETE FROM messages WHERE sequence = ? AND version = ? AND id = ?"
-CLEAR = "DELETE FROM messages WHERE queue = ?"
-BROWSE = """
-SELECT sequence, id, body, delivery_count, enqueued_at FROM messages
-WHERE queue = ? AND visible_at = 0 AND sequence > ? ORDER BY sequence LIMIT ?
-"""
-# Messages in base64, as Azure Functions send them, are the caller's to read.
-FIND = """
-SELECT sequence, visible_at > ?, id, body, delivery_count, enqueued_at FROM messages
-WHERE queue = ? AND sequence > ?
-AND (id = ? OR instr(body, ?) OR substr(ltrim(body), 1, 1) <> '{')
-ORDER BY sequence LIMIT ?
-"""
-OLDEST = """
-SELECT enqueued_at FROM messages WHERE queue = ? AND visible_at = 0 ORDER BY sequence LIMIT 1
-"""
-# Scans the index: 50 ms for a million messages, which blocks no writer.
-COUNT = "SELECT count(*) FROM messages WHERE queue = ?"
-COUNT_LEASED = "SELECT count(*) FROM messages WHERE queue = ? AND visible_at > 0"
-
-RECORD_SHARDS = "INSERT OR REPLACE INTO shards VALUES (?, ?, ?)"
-SHARDS = "SELECT used, made FROM shards WHERE queue = ?"
-
 _BROWSE_PAGE = 100
-
 
 #: Changes of single messages in one transaction, which takes a millisecond then.
 _MOST_CHANGES = 64
 
 
 class _Change(NamedTuple):
-    """A statement that changes one message, and its values at the time when it is executed."""
+    """Work that shares a transaction with what else waits."""
 
-    statement: str
-    values: Callable[[], Sequence[object]]
+    work: Callable[[sqlite3.Connection], object]
 
 
 class QueueFile:
-    """Runs transactions on a SQLite file that many processes share; opens it on first use."""
+    """Runs transactions on a SQLite file in a thread of its own; opens it on first use."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -104,60 +64,54 @@ class QueueFile:
             TransientError: another process locks the file for too long, or the disk is full.
             SetupError: the file or queue does not exist or cannot be used.
         """
-        return await self._in_thread(lambda: work(self._open()))
+        done: _Result = await self._calls(lambda: work(self._open()))
+        return done
 
-    async def change(self, statement: str, values: Callable[[], Sequence[object]]) -> bool:
-        """Executes *statement*, in one transaction with what else waits; whether it met a row.
+    async def change(self, work: Callable[[sqlite3.Connection], _Result]) -> _Result:
+        """Does *work* in one transaction with what else waits.
 
         Raises:
             TransientError, SetupError: as for `run`; no change of the transaction was made.
         """
-        return bool(await self._calls(_Change(statement, values)))
+        done: _Result = await self._calls(_Change(work))
+        return done
 
-    async def create(self, queues: Iterable[str]) -> None:
-        """Creates the file and the queues if they do not exist."""
-        names = list(queues)
-        await self._in_thread(lambda: self._create(names))
+    async def create(self, queue: str) -> None:
+        """Creates the file and the queue if they do not exist."""
 
-    async def has_queue(self, name: str) -> bool:
-        find = "SELECT 1 FROM queues WHERE name = ?"
+        def work() -> None:
+            sqlite_file.create(self.path)
+            connection = self._open()
+            if (queue,) not in connection.execute("SELECT name FROM queues"):
+                with transaction(connection, durable=True):
+                    connection.execute("INSERT OR IGNORE INTO queues (name) VALUES (?)", (queue,))
 
-        def has(connection: sqlite3.Connection) -> bool:
-            return connection.execute(find, (name,)).fetchone() is not None
-
-        return await self._in_thread(lambda: sqlite_file.exists(self.path) and has(self._open()))
+        await self._calls(work)
 
     def now(self) -> float:
-        """The clock of the leases; only for *work* in `run`."""
+        """The clock of the leases; only for *work*."""
         return self._clock_ahead + time.clock_gettime(uptime.CLOCK)
 
     async def close(self) -> None:
-        await self._in_thread(self._close)
+        await asyncio.get_running_loop().run_in_executor(self._thread, self._close)
         self._thread.shutdown()
-
-    async def _in_thread(self, work: Callable[[], _Result]) -> _Result:
-        done: _Result = await self._calls(work)
-        return done
 
     def _do(self, calls: Sequence[_Change | Callable[[], object]]) -> list[object]:
         outcomes: list[object] = []
         for is_change, group in itertools.groupby(calls, lambda each: isinstance(each, _Change)):
             if is_change:
-                outcomes += self._change(cast("list[_Change]", list(group)))
+                outcomes += self._change([each for each in group if isinstance(each, _Change)])
             else:
-                outcomes += [self._outcome(cast("Callable[[], object]", each)) for each in group]
+                outcomes += [self._outcome(each) for each in group if callable(each)]
         return outcomes
 
     def _change(self, changes: Sequence[_Change]) -> Sequence[object]:
-        def change() -> list[bool]:
+        def work() -> list[object]:
             connection = self._open()
             with transaction(connection):
-                return [
-                    connection.execute(each.statement, each.values()).rowcount > 0
-                    for each in changes
-                ]
+                return [change.work(connection) for change in changes]
 
-        outcome = self._outcome(change)
+        outcome = self._outcome(work)
         return [outcome] * len(changes) if isinstance(outcome, Exception) else outcome
 
     def _outcome(self, work: Callable[[], _Result]) -> _Result | Exception:
@@ -170,14 +124,6 @@ class QueueFile:
         except Exception as error:  # noqa: BLE001 - raised again by the call
             return error
 
-    def _create(self, queues: Iterable[str]) -> None:
-        sqlite_file.create(self.path)
-        connection = self._open()
-        known = set(connection.execute("SELECT name FROM queues"))
-        if rows := [(name,) for name in queues if (name,) not in known]:
-            with transaction(connection, durable=True):
-                connection.executemany("INSERT OR IGNORE INTO queues (name) VALUES (?)", rows)
-
     def _open(self) -> sqlite3.Connection:
         identity = _identity(self.path)
         if self._connection is not None and identity != self._identity:
@@ -186,7 +132,7 @@ class QueueFile:
         if self._connection is None:
             connection = sqlite_file.connect(self.path)
             try:
-                self._clock_ahead = sqlite_file.clock_ahead(connection)
+                self._clock_ahead = _clock_ahead(connection)
             except BaseException:
                 connection.close()
                 raise
@@ -217,17 +163,10 @@ def transaction(connection: sqlite3.Connection, *, durable: bool = False) -> Ite
         raise
 
 
-def _identity(path: Path) -> tuple[int, int] | None:
-    """Tells a file from another of its name; None if there is none."""
-    try:
-        status = path.stat()
-    except OSError:
-        return None
-    return status.st_dev, status.st_ino
-
-
 class LocalQueue:
     """A job queue in a SQLite file, in the order of the sends."""
+
+    finds_all = True
 
     def __init__(
         self,
@@ -246,13 +185,11 @@ class LocalQueue:
         self.shards: protocol.Shards | None = None
 
     async def create(self) -> bool:
-        await self._file.create([self.name])
+        await self._file.create(self.name)
         await self._file.run(self._read_shards)
         return True
 
     async def check(self) -> None:
-        if not await self._file.has_queue(self.name):
-            raise self._missing()
         await self._file.run(self._read_shards)
 
     async def read_shards(self) -> protocol.Shards:
@@ -260,35 +197,58 @@ class LocalQueue:
 
     async def record_shards(self, shards: protocol.Shards) -> None:
         def record(connection: sqlite3.Connection) -> None:
-            connection.execute(sqlite_file.SHARDS)
             with transaction(connection, durable=True):
                 now = shards.with_made(self._read_shards(connection).made)
-                connection.execute(RECORD_SHARDS, (self.name, *now))
+                connection.execute(sqlite_file.RECORD_SHARDS, (*now, self.name))
             self.shards = now
 
         await self._run(record)
 
     async def send(self, bodies: Iterable[str]) -> None:
-        checked = sizes.checked_messages(bodies)
-        await self._run(lambda connection: self._send(connection, checked), len(checked))
+        messages = sizes.checked_messages(bodies)
+
+        def send(connection: sqlite3.Connection) -> None:
+            now = self._clock()
+            rows = ((self.name, now, uuid.uuid4().hex, body) for body in messages)
+            try:
+                with transaction(connection, durable=True):
+                    connection.executemany(sqlite_file.SEND, rows)
+            except sqlite3.IntegrityError:
+                raise self._missing() from None
+
+        await self._run(send, len(messages))
 
     async def receive(
         self, max_messages: int, lease_seconds: float
     ) -> list[protocol.LeasedMessage]:
         protocol.check_receive(max_messages, lease_seconds)
-        return await self._run(
-            lambda connection: self._receive(connection, max_messages, lease_seconds)
-        )
+
+        def receive(connection: sqlite3.Connection) -> list[Any]:
+            now = self._lease_clock()
+            # An idle worker polls, and must not take the write lock each time.
+            if connection.execute(sqlite_file.ANY_VISIBLE, (self.name, now)).fetchone() is None:
+                return []
+            with transaction(connection):
+                connection.execute(sqlite_file.SWEEP, (self.name, now))
+                values = now + lease_seconds, self.name, max_messages
+                return connection.execute(sqlite_file.LEASE, values).fetchall()
+
+        # RETURNING guarantees no order; each row starts with its sequence.
+        rows = sorted(await self._run(receive))
+        return [
+            protocol.LeasedMessage(**self._fields(*row), receipt=f"{sequence}.{version}")
+            for sequence, version, *row in rows
+        ]
 
     async def renew(
         self, message: protocol.LeasedMessage, lease_seconds: float, body: str | None = None
     ) -> protocol.LeasedMessage:
         protocol.check_lease(lease_seconds)
-        sequence, version = _row(message)
+        sequence, version, _ = _key(message)
         await self._update(message, lease_seconds, body)
         return dataclasses.replace(
             message,
-            receipt=_receipt(sequence, version + 1),
+            receipt=f"{sequence}.{version + 1}",
             body=message.body if body is None else body,
         )
 
@@ -298,53 +258,42 @@ class LocalQueue:
         await self._update(message, delay_seconds, body)
 
     async def delete(self, message: protocol.LeasedMessage) -> None:
-        await self._change(DELETE, lambda: _key(message))
+        await self._change(sqlite_file.DELETE, lambda: _key(message))
 
     async def browse(self) -> AsyncIterator[protocol.Message]:
-        self._operations.queue += 1
-        last = 0
-        while page := await self._file.run(functools.partial(self._page, after=last)):
-            for _, message in page:
-                yield message
-            last, _ = page[-1]
-
-    @property
-    def finds_all(self) -> bool:
-        return True
+        async for _, *row in self._pages(sqlite_file.BROWSE):
+            yield protocol.Message(**self._fields(*row))
 
     async def find(self, text: str) -> AsyncIterator[protocol.FoundMessage]:
-        self._operations.queue += 1
-        last = 0
-        while True:
-            values = (self._lease_clock(), self.name, last, text, text, _BROWSE_PAGE)
-            page = await self._file.run(functools.partial(self._found, values))
-            for _, is_leased, *fields in page:
-                yield protocol.FoundMessage(_message(self.name, *fields), bool(is_leased))
-            if len(page) < _BROWSE_PAGE:
-                return
-            last = page[-1][0]
+        async for _, *row, is_leased in self._pages(sqlite_file.FIND, text, text):
+            message = protocol.Message(**self._fields(*row))
+            yield protocol.FoundMessage(message, bool(is_leased))
 
     async def depth(self) -> protocol.QueueDepth:
-        depth = await self._run(self._depth)
-        if depth.messages:
-            self._operations.queue += 1  # on Azure: a peek for the age
-        return depth
+        def depth(connection: sqlite3.Connection) -> protocol.QueueDepth:
+            self._sweep(connection)
+            self._read_shards(connection)
+            messages, leased = connection.execute(sqlite_file.COUNT, (self.name,)).fetchone()
+            oldest = connection.execute(sqlite_file.OLDEST, (self.name,)).fetchone()
+            age_seconds = max(0.0, self._clock() - oldest[0]) if oldest else None
+            return protocol.QueueDepth(messages, leased, age_seconds)
 
-    def _missing(self) -> errors.MissingResourceError:
-        return errors.MissingResourceError(
-            f"there is no queue {self.name!r} in {self._file.path.parent};"
-            " `imagefleet load` creates and fills it"
-        )
+        found = await self._run(depth)
+        if found.messages:
+            self._operations.queue += 1  # on Azure: a peek for the age
+        return found
 
     async def clear(self) -> None:
         def clear(connection: sqlite3.Connection) -> None:
             with transaction(connection, durable=True):
-                connection.execute(CLEAR, (self.name,))
+                connection.execute(sqlite_file.CLEAR, (self.name,))
 
         await self._run(clear)
 
     async def stamps(self) -> protocol.Stamps:
-        now = _time(self._clock())  # the processes that share the file share a clock
+        now = datetime.fromtimestamp(
+            self._clock(), UTC
+        )  # the processes that share the file share a clock
         return protocol.Stamps(now, now)
 
     async def _run(
@@ -353,116 +302,102 @@ class LocalQueue:
         self._operations.queue += operations
         return await self._file.run(work)
 
-    def _send(self, connection: sqlite3.Connection, bodies: Iterable[str]) -> None:
-        now = self._clock()
-        rows = ((self.name, now, uuid.uuid4().hex, body) for body in bodies)
-        try:
-            with transaction(connection, durable=True):
-                connection.executemany(SEND, rows)
-        except sqlite3.IntegrityError:
-            raise self._missing() from None
-
-    def _receive(
-        self, connection: sqlite3.Connection, max_messages: int, lease_seconds: float
-    ) -> list[protocol.LeasedMessage]:
-        now = self._lease_clock()
-        # An idle worker polls, and must not take the write lock each time.
-        if connection.execute(ANY_VISIBLE, (self.name, now)).fetchone() is None:
-            return []
-        with transaction(connection):
-            connection.execute(SWEEP, (self.name, now))
-            leased = connection.execute(LEASE, (now + lease_seconds, self.name, max_messages))
-            rows = leased.fetchall()
-        rows.sort()  # RETURNING guarantees no order; each row starts with its sequence
-        return [_leased(self.name, *row) for row in rows]
-
     async def _update(
         self, message: protocol.LeasedMessage, seconds: float, body: str | None
     ) -> None:
-        def values() -> Sequence[object]:
+        def values() -> tuple[object, ...]:
             visible_at = self._lease_clock() + seconds if seconds > 0 else 0
             return visible_at, body, *_key(message)
 
-        await self._change(UPDATE, values)
+        await self._change(sqlite_file.UPDATE, values)
 
-    async def _change(self, statement: str, values: Callable[[], Sequence[object]]) -> None:
+    async def _change(self, statement: str, values: Callable[[], tuple[object, ...]]) -> None:
+        """*values* are those at the time when the statement is executed."""
         self._operations.queue += 1
-        if not await self._file.change(statement, values):
+        if not await self._file.change(lambda each: each.execute(statement, values()).rowcount):
             raise errors.LeaseLost
 
-    def _page(
-        self, connection: sqlite3.Connection, *, after: int
-    ) -> list[tuple[int, protocol.Message]]:
-        self._sweep(connection)
-        rows = connection.execute(BROWSE, (self.name, after, _BROWSE_PAGE)).fetchall()
-        return [(sequence, _message(self.name, *fields)) for sequence, *fields in rows]
+    async def _pages(self, statement: str, *texts: str) -> AsyncIterator[Any]:
+        """The rows of a statement, read by pages; each row starts with its sequence."""
+        last = 0
 
-    def _found(
-        self, values: tuple[object, ...], connection: sqlite3.Connection
-    ) -> list[tuple[Any, ...]]:
-        return connection.execute(FIND, values).fetchall()
+        def page(connection: sqlite3.Connection) -> list[Any]:
+            self._sweep(connection)
+            values = self.name, last, *texts, _BROWSE_PAGE
+            return connection.execute(statement, values).fetchall()
 
-    def _depth(self, connection: sqlite3.Connection) -> protocol.QueueDepth:
-        self._sweep(connection)
-        self._read_shards(connection)
-        (messages,) = connection.execute(COUNT, (self.name,)).fetchone()
-        (leased,) = connection.execute(COUNT_LEASED, (self.name,)).fetchone()
-        oldest = connection.execute(OLDEST, (self.name,)).fetchone()
-        age_seconds = max(0.0, self._clock() - oldest[0]) if oldest else None
-        return protocol.QueueDepth(messages, leased, age_seconds)
+        self._operations.queue += 1
+        while rows := await self._file.run(page):
+            for row in rows:
+                yield row
+            last = rows[-1][0]
+
+    def _fields(self, message_id: str, body: str, count: int, at: float) -> dict[str, Any]:
+        """The fields that every message has."""
+        return {
+            "id": message_id,
+            "body": body,
+            "delivery_count": count,
+            "enqueued_at": datetime.fromtimestamp(at, UTC),
+            "queue": self.name,
+        }
 
     def _read_shards(self, connection: sqlite3.Connection) -> protocol.Shards:
-        row = None
-        with contextlib.suppress(sqlite3.OperationalError):  # a file that never had shards
-            row = connection.execute(SHARDS, (self.name,)).fetchone()
-        self.shards = protocol.Shards(*row) if row else protocol.Shards()
+        row = connection.execute(sqlite_file.SHARDS, (self.name,)).fetchone()
+        if row is None:
+            raise self._missing()
+        self.shards = protocol.Shards(*row)
         return self.shards
+
+    def _missing(self) -> errors.MissingResourceError:
+        return errors.MissingResourceError(
+            f"there is no queue {self.name!r} in {self._file.path.parent};"
+            " `imagefleet load` creates and fills it"
+        )
 
     def _sweep(self, connection: sqlite3.Connection) -> None:
         """Makes messages with expired leases visible, for reads that lease nothing."""
         now = self._lease_clock()
-        if connection.execute(ANY_EXPIRED, (self.name, now)).fetchone() is not None:
+        if connection.execute(sqlite_file.ANY_EXPIRED, (self.name, now)).fetchone() is not None:
             try:
                 with transaction(connection):
-                    connection.execute(SWEEP, (self.name, now))
+                    connection.execute(sqlite_file.SWEEP, (self.name, now))
             except sqlite3.OperationalError as error:
                 # On a full disk the rest can be read all the same.
                 if error.sqlite_errorcode != sqlite3.SQLITE_FULL:
                     raise
 
 
-def _leased(
-    queue: str,
-    sequence: int,
-    version: int,
-    message_id: str,
-    body: str,
-    delivery_count: int,
-    enqueued_at: float,
-) -> protocol.LeasedMessage:
-    at, receipt = _time(enqueued_at), _receipt(sequence, version)
-    return protocol.LeasedMessage(message_id, body, delivery_count, at, receipt, queue=queue)
-
-
-def _message(
-    queue: str, message_id: str, body: str, delivery_count: int, enqueued_at: float
-) -> protocol.Message:
-    return protocol.Message(message_id, body, delivery_count, _time(enqueued_at), queue=queue)
-
-
-def _time(seconds: float) -> datetime:
-    return datetime.fromtimestamp(seconds, UTC)
-
-
-def _receipt(sequence: int, version: int) -> str:
-    return f"{sequence}.{version}"
-
-
-def _row(message: protocol.LeasedMessage) -> tuple[int, int]:
-    sequence, _, version = message.receipt.partition(".")
-    return int(sequence), int(version)
-
-
 def _key(message: protocol.LeasedMessage) -> tuple[int, int, str]:
     """Row, version and id: in a file that replaced another, the row may be another message's."""
-    return *_row(message), message.id
+    sequence, _, version = message.receipt.partition(".")
+    return int(sequence), int(version), message.id
+
+
+def _clock_ahead(connection: sqlite3.Connection) -> float:
+    """What the file's clock is ahead of the machine's uptime.
+
+    After a restart of the machine nobody holds the leases any more: they end.
+    """
+    ahead = time.time() - uptime.seconds()
+    if (boot := uptime.boot_id()) is None:
+        return ahead
+    find = "SELECT ahead FROM clock WHERE boot = ?"
+    if found := connection.execute(find, (boot,)).fetchone():
+        return float(found[0])
+    with transaction(connection):
+        if found := connection.execute(find, (boot,)).fetchone():
+            return float(found[0])
+        if connection.execute("DELETE FROM clock").rowcount:
+            connection.execute("UPDATE messages SET visible_at = 0 WHERE visible_at > 0")
+        connection.execute("INSERT INTO clock VALUES (?, ?)", (boot, ahead))
+    return ahead
+
+
+def _identity(path: Path) -> tuple[int, int] | None:
+    """Tells a file from another of its name; None if there is none."""
+    try:
+        status = path.stat()
+    except OSError:
+        return None
+    return status.st_dev, status.st_ino

@@ -34,8 +34,8 @@ class LocalStorage:
         self.queue = self.models.all
 
     async def create(self) -> None:
-        await self._file.create([*(each.name for each in self.queues.values()), self.poison.name])
         await self.models.create()
+        await self.poison.create()
         await self.blobs.create_folder()
         await self.files.create_folder()
 

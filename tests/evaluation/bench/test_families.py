@@ -16,8 +16,7 @@ from imagefleet import errors
 from imagefleet.job.passes.fields import Pass
 from imagefleet.pricing import families
 from worker.engine import contract
-from worker.engine.families.sdxl import SDXL
-from worker.engine.families.x4_upscaler import X4_UPSCALER
+from worker.engine.families.table import SDXL, X4_UPSCALER
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ import polling
 from fleet.monitor import queue_flow
 from fleet.monitor.queue_flow import Exporter
 from fleet.monitor.rates import FleetRates
-from fleet.monitor.settings import ExporterSettings
+from fleet.settings import ExporterSettings
 from imagefleet import errors
 from imagefleet.storage.open import Storage, open_storage
 from imagefleet.storage.protocol import QueueDepth

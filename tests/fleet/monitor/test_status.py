@@ -13,7 +13,7 @@ from prometheus_client import CollectorRegistry
 from rich.console import Console
 
 from fleet.monitor import command, watch
-from fleet.monitor.settings import MonitorSettings
+from fleet.settings import MonitorSettings
 from imagefleet import aio, errors
 from imagefleet.storage.open import Storage, open_storage
 from imagefleet.storage.protocol import QueueDepth

@@ -22,7 +22,6 @@ from fleet import console
 from fleet.salad import file as salad_file
 from fleet.salad import gpus
 from fleet.salad import groups as salad_groups
-from fleet.salad import options as salad_options
 from imagefleet import errors
 from imagefleet.pricing import prices
 from imagefleet.signing import SigningKey
@@ -272,4 +271,4 @@ def test_a_missing_fleet_file_is_reported_with_the_paths_tried(
     ended = in_process("deploy", "apply", "--render")
 
     assert ended.returncode == 2
-    assert all(str(path) in ended.stderr for path in salad_options.DEFAULT_FILES)
+    assert all(str(path) in ended.stderr for path in salad_file.DEFAULT_FILES)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
-from fleet.monitor.settings import ExporterSettings, MonitorSettings
+from fleet.settings import ExporterSettings, MonitorSettings
 from imagefleet.telemetry import exposition, settings
 from imagefleet.telemetry.settings import FleetSettings
 from worker.settings import WorkerSettings

@@ -21,7 +21,7 @@ import key_names
 import tiny_model
 from imagefleet import errors
 from worker.engine import checkpoint as checkpoints
-from worker.engine.families import sd1
+from worker.engine.families.table import SD1
 from worker.files import check, model
 from worker.settings import WorkerSettings
 
@@ -77,7 +77,11 @@ def test_a_single_file_alone_is_enough(
     with_clips_vocabulary: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its tokenizer is the package's, its configuration SD1.5's: here with the tiny widths."""
-    parts = {"unet": sd1.UNET_CONFIG, "vae": sd1.VAE_CONFIG, "text_encoder": sd1.TEXT_CONFIG}
+    parts = {
+        "unet": SD1.unet_config,
+        "vae": SD1.vae_config,
+        "text_encoder": SD1.text_encoders[0].config,
+    }
     for part, built_in in parts.items():
         config = json.loads((with_clips_vocabulary / part / "config.json").read_text())
         for name, value in config.items():
@@ -378,7 +382,7 @@ def test_the_command_that_refuses_a_pickle_converts_it(single_file: Path, tmp_pa
     with pytest.raises(errors.SetupError) as refused:
         check.check_path(path)
     command = shlex.split(refused.value.message.partition("convert it: ")[2])
-    subprocess.run([sys.executable, *command[1:]], check=True, timeout=60)
+    subprocess.run([sys.executable, *command[1:]], check=True, timeout=280)
     check.check_path(path.with_suffix(".safetensors"))
 
 
@@ -453,9 +457,9 @@ def test_a_single_files_built_in_configuration_is_sd15s() -> None:
     """The published sizes: 859.5, 83.7 and 123.1 million weights."""
     with torch.device("meta"):
         networks = (
-            UNet2DConditionModel.from_config(sd1.UNET_CONFIG),
-            AutoencoderKL.from_config(sd1.VAE_CONFIG),
-            CLIPTextModel(CLIPTextConfig(**sd1.TEXT_CONFIG)),
+            UNet2DConditionModel.from_config(SD1.unet_config),
+            AutoencoderKL.from_config(SD1.vae_config),
+            CLIPTextModel(CLIPTextConfig(**SD1.text_encoders[0].config)),
         )
     sizes = [sum(weight.numel() for weight in network.parameters()) for network in networks]
     assert sizes == [859_520_964, 83_653_863, 123_060_480]

@@ -17,7 +17,7 @@ from safetensors.torch import save, save_file
 
 from imagefleet import errors
 from imagefleet.job import prompt
-from imagefleet.job.chunks import Chunk
+from imagefleet.job.clip import Chunk
 from worker.engine import contract, embeddings, text
 
 START, END, COMMA = 49406, 49407, 267
@@ -274,14 +274,14 @@ BROKEN: dict[str, tuple[Any, str]] = {
     ),
     "of SD2": ({"v": torch.ones(2, 1024)}, "1,024 numbers, as for Stable Diffusion 2.x; this"),
     "of SDXL's second": ({"clip_g": torch.ones(2, 1280)}, "1,280 numbers, as for SDXL"),
-    "of any width": ({"v": torch.ones(9)}, "vectors have 9 numbers; this model takes"),
+    "of any width": ({"v": torch.ones(9)}, "vectors of 9 numbers; this model takes"),
     "two tensors": ({"a": torch.ones(8), "b": torch.ones(8)}, r"holds 2 tensors \('a', 'b'\)"),
-    "no tensor": ({}, "it is empty"),
-    "no number": ({"v": torch.tensor(1.0)}, "shape|vectors have 0 numbers"),
+    "no tensor": ({}, "is empty"),
+    "no number": ({"v": torch.tensor(1.0)}, "shape|vectors of 0 numbers"),
     "three dimensions": ({"v": torch.ones(1, 2, 8)}, r"torch.float32 of the shape \[1, 2, 8\]"),
-    "whole numbers": ({"v": torch.ones(2, 8, dtype=torch.int64)}, "it holds torch.int64"),
-    "no vectors": ({"v": torch.ones(0, 8)}, "it has 0 vectors"),
-    "76 vectors": ({"v": torch.ones(76, 8)}, "it has 76 vectors; a prompt's chunk holds 75"),
+    "whole numbers": ({"v": torch.ones(2, 8, dtype=torch.int64)}, "holds torch.int64"),
+    "no vectors": ({"v": torch.ones(0, 8)}, "has 0 vectors"),
+    "76 vectors": ({"v": torch.ones(76, 8)}, "has 76 vectors; a prompt's chunk holds 75"),
     "NaN": ({"v": torch.tensor([[1.0] * 7 + [float("nan")]])}, "NaN, infinity"),
     "a pickle": (b"PK\x03\x04", "not a complete .safetensors file"),
     "a page": (b"<html>not found</html>", "not a complete .safetensors file"),
@@ -294,11 +294,17 @@ BROKEN: dict[str, tuple[Any, str]] = {
 }
 
 
+def read(
+    embedding: contract.Embedding, widths: dict[str, int], dtype: torch.dtype
+) -> embeddings.Embedding:
+    return embeddings.EmbeddingCache(widths, dtype).get(embedding)
+
+
 @pytest.mark.parametrize("content", BROKEN)
 def test_what_cannot_be_used_is_refused_by_name(write: Write, content: str) -> None:
     data, message = BROKEN[content]
     with pytest.raises(errors.UnusableFileError, match=message) as raised:
-        embeddings.read_embedding(write("mist", data), WIDTHS, torch.float32)
+        read(write("mist", data), WIDTHS, torch.float32)
     assert "'mist'" in raised.value.message
 
 
@@ -312,7 +318,7 @@ def test_no_bytes_raise_anything_but_a_refusal(write: Write) -> None:
             at = dice.randrange(len(data) - 64 if dice.random() < 0.8 else len(data))
             data[at] = dice.choice([data[at] ^ 1 << dice.randrange(8), dice.randrange(256)])
         try:
-            embeddings.read_embedding(write("mist", bytes(data)), WIDTHS, torch.float32)
+            read(write("mist", bytes(data)), WIDTHS, torch.float32)
         except errors.UnusableFileError as error:
             refusals.append(len(error.message))
     assert 0 < len(refusals) < 500
@@ -329,7 +335,7 @@ def test_no_bytes_raise_anything_but_a_refusal(write: Write) -> None:
     ],
 )
 def test_files_of_all_known_forms_are_read(write: Write, tensors: dict[str, torch.Tensor]) -> None:
-    found = embeddings.read_embedding(write("mist", tensors), WIDTHS, torch.float32)
+    found = read(write("mist", tensors), WIDTHS, torch.float32)
     (tensor,) = tensors.values()
     assert found.length == tensor.numel() // 8
     assert torch.equal(found.vectors["clip_l"], torch.ones(found.length, 8))
@@ -338,31 +344,31 @@ def test_files_of_all_known_forms_are_read(write: Write, tensors: dict[str, torc
 @pytest.mark.parametrize("names", [("clip_l", "clip_g"), ("text_encoders_0", "text_encoders_1")])
 def test_sdxls_have_vectors_for_both_text_encoders(write: Write, names: tuple[str, str]) -> None:
     both = dict(zip(names, (vectors(2, 8), vectors(2, 12)), strict=True))
-    found = embeddings.read_embedding(write("mist", both), SDXL, torch.float32)
+    found = read(write("mist", both), SDXL, torch.float32)
     assert [tuple(each.shape) for each in found.vectors.values()] == [(2, 8), (2, 12)]
     shorter = {names[0]: vectors(2, 8), names[1]: vectors(3, 12)}
     with pytest.raises(errors.UnusableFileError, match="different numbers of vectors"):
-        embeddings.read_embedding(write("mist", shorter), SDXL, torch.float32)
+        read(write("mist", shorter), SDXL, torch.float32)
     for one in ({"v": vectors(2, 8)}, {"clip_g": vectors(2, 12)}):
         with pytest.raises(errors.UnusableFileError, match="8 numbers for clip_l and 12 numbers"):
-            embeddings.read_embedding(write("mist", one), SDXL, torch.float32)
+            read(write("mist", one), SDXL, torch.float32)
 
 
 def test_numbers_that_overflow_in_the_models_precision_are_refused(write: Write) -> None:
     large = write("mist", {"v": torch.full((2, 8), 1e5)})
-    embeddings.read_embedding(large, WIDTHS, torch.float32)
+    read(large, WIDTHS, torch.float32)
     with pytest.raises(errors.UnusableFileError, match="too large for float16"):
-        embeddings.read_embedding(large, WIDTHS, torch.float16)
+        read(large, WIDTHS, torch.float16)
 
 
 def test_a_file_that_changes_or_goes_away_meanwhile_is_tried_again(write: Write) -> None:
     found = write("mist", {"v": torch.ones(2, 8)})
     save_file({"v": torch.zeros(2, 8)}, found.path)
     with pytest.raises(errors.TransientError, match="has just changed"):
-        embeddings.read_embedding(found, WIDTHS, torch.float32)
+        read(found, WIDTHS, torch.float32)
     found.path.unlink()
     with pytest.raises(errors.TransientError, match="cannot be read: No such file"):
-        embeddings.read_embedding(found, WIDTHS, torch.float32)
+        read(found, WIDTHS, torch.float32)
 
 
 def test_the_cache_holds_what_its_size_allows(write: Write) -> None:
@@ -370,8 +376,8 @@ def test_the_cache_holds_what_its_size_allows(write: Write) -> None:
     files = [write(f"mist{seed}", {"v": vectors(2, 8, seed)}) for seed in range(3)]
     first = cache.get(files[0])
     assert cache.get(files[0]) is first
-    for each in files:
-        cache.get(each)
-    assert cache._cache.currsize == 2 * 2 * 8 * 4
+    last = [cache.get(each) for each in files][-1]
+    assert cache.get(files[-1]) is last
+    assert cache.get(files[0]) is not first
     huge = write("huge", {"v": vectors(75, 8)})
     assert cache.get(huge).length == 75, "larger than the cache, and drawn all the same"

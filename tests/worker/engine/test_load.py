@@ -5,7 +5,6 @@ import re
 import shutil
 import sys
 from collections.abc import Callable
-from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,15 +13,14 @@ import pynvml
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch._inductor.runtime.cache_dir_utils import cache_dir
 
 from imagefleet import errors
+from imagefleet.files import contents
 from worker import process
 from worker.engine import device, load
 from worker.engine.checkpoint import load_checkpoint
 from worker.engine.slots import memory
 from worker.files import check
-from worker.gpus import compiling
 from worker.models.checkpoints import Checkpoint
 from worker.settings import WorkerSettings
 
@@ -147,7 +145,7 @@ def test_a_worker_takes_such_a_gpu_for_broken_if_its_parent_chose_it(
 ) -> None:
     gpu("13.0", "580.95.05", works=False)
     settings = WorkerSettings(model=str(checkpoint), device="cuda")
-    worker: Any = SimpleNamespace(_settings=settings, _member=member, _compiling=nullcontext)
+    worker: Any = SimpleNamespace(_settings=settings, _member=member, _kernels=None)
     with pytest.raises(fault, match="CUDA GPU"):
         process._Worker._load_engine(worker, Checkpoint("tiny", settings))
 
@@ -207,15 +205,6 @@ def test_auto_precision_is_float32_on_a_cpu(
     assert engine._checkpoint.unet.dtype == torch.float32
 
 
-def test_workers_wait_for_each_other_at_torchs_own_folder_of_kernels(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
-    assert str(compiling.kernel_cache()) == cache_dir()
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-    assert str(compiling.kernel_cache()) == cache_dir() == str(tmp_path)
-
-
 @pytest.mark.slow
 def test_the_programs_in_the_documents_convert_and_complete_checkpoints(
     single_file: Path, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -235,7 +224,9 @@ def test_the_programs_in_the_documents_convert_and_complete_checkpoints(
     for program in (convert, complete, state_v):
         exec(compile(program, "models.md", "exec"), {})
 
-    assert check.content_of(Path("model.safetensors")).name.endswith("without its VAE")
+    assert contents.identify(check.read_header(Path("model.safetensors"))).name.endswith(
+        "without its VAE"
+    )
     check.check_path(whole_path)
     load_checkpoint(whole_path, CPU, torch.float32, checkpoint)
     assert check.prediction_type(Path("model-v.safetensors")) == "v_prediction"

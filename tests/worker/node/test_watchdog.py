@@ -18,8 +18,7 @@ from worker.metrics import WorkerMetrics
 from worker.node import watchdog
 from worker.node.watchdog import NodeLimits, NodeWatchdog
 from worker.pipeline import Machine, Pipeline
-from worker.salad.metadata import SaladMetadata
-from worker.salad.reallocation import Reallocation
+from worker.salad.metadata import Reallocation, SaladMetadata
 from worker.settings import WorkerSettings
 from worker.testing import StandInEngine, draw_noise
 
@@ -217,7 +216,9 @@ def run_watched(
             metrics=metrics,
             machine=Machine(
                 limits=NodeLimits(images_per_second=1.0),
-                reallocation=Reallocation(SaladMetadata(salad_metadata_service.url), metrics),
+                reallocation=Reallocation(
+                    SaladMetadata(salad_metadata_service.url), metrics.reallocations
+                ),
             ),
         )
         return pipeline, asyncio.create_task(pipeline.run(stop, asyncio.Event()))

@@ -18,10 +18,8 @@ import torch
 from diffusers import ControlNetModel
 from diffusers.loaders.single_file_utils import convert_controlnet_checkpoint
 
-from imagefleet import errors
-from worker.engine.lora import file as lora_file
-from worker.engine.lora import safetensors
-from worker.engine.lora.file import Identity
+from worker.engine.files import safetensors
+from worker.engine.files.safetensors import UnusableError
 
 Weights = Mapping[str, torch.Tensor]
 
@@ -43,18 +41,6 @@ _CROSS_ATTENTION = "attn2.to_k.weight"
 _CONVERSION_ERRORS = (KeyError, ValueError, IndexError, TypeError, AttributeError, RuntimeError)
 
 
-def identify(name: str, path: Path) -> Identity:
-    """Identifies the file's content.
-
-    Raises:
-        TransientError: it cannot be read, or was evicted from the disk meanwhile.
-    """
-    try:
-        return lora_file.identity_of(path)
-    except OSError as error:
-        raise _unreadable(name, error) from error
-
-
 def pools(path: Path) -> bool:
     """Whether its outputs are averaged over the image: "shuffle" ones, which only the name tells.
 
@@ -63,37 +49,21 @@ def pools(path: Path) -> bool:
     return "shuffle" in path.stem.lower()
 
 
-def read(
-    name: str, path: Path, unet_config: Mapping[str, Any], dtype: torch.dtype
-) -> ControlNetModel:
+def read(path: Path, unet_config: Mapping[str, Any], dtype: torch.dtype) -> ControlNetModel:
     """Reads and checks one file, for a UNet of that configuration; on the CPU, in *dtype*.
 
-    Raises:
-        UnusableFileError: it is not a ControlNet, not one for this model, or damaged; names it.
-        TransientError: it could not be read.
+    For `safetensors.named`.
     """
-    try:
-        content = safetensors.read(path)
-        places = safetensors.places(content.header, content.data.nbytes)
-    except OSError as error:
-        raise _unreadable(name, error) from error
-    except safetensors.MalformedError as error:
-        raise _unusable(name, f"is not a complete .safetensors file: {error}") from error
-    except safetensors.UnknownTypeError as error:
-        reason = f"holds numbers of the type {error}, which is not supported"
-        raise _unusable(name, reason) from error
-    tensors = {each: place.of(content.data) for each, place in places.items()}
-    found = _in_diffusers_names(name, tensors, unet_config)
-    _check_family(name, found, unet_config)
+    found = _in_diffusers_names(safetensors.tensors_of(path), unet_config)
+    _check_family(found, unet_config)
     with torch.device("meta"):
         network = ControlNetModel(**_config(found, unet_config))
-    weights = _fitting(name, found, network.state_dict(), dtype)
-    network.load_state_dict(weights, assign=True)
+    network.load_state_dict(_fitting(found, network.state_dict(), dtype), assign=True)
     return network.requires_grad_(requires_grad=False).eval()
 
 
 def _in_diffusers_names(
-    name: str, tensors: Weights, unet_config: Mapping[str, Any]
+    tensors: Weights, unet_config: Mapping[str, Any]
 ) -> dict[str, torch.Tensor]:
     own = {
         each.removeprefix(_PREFIX): tensor
@@ -103,18 +73,18 @@ def _in_diffusers_names(
     if _HINT in own:
         return own
     if _ORIGINAL_HINT not in own or "time_embed.0.weight" not in own:
-        raise _unusable(name, "is not a ControlNet")
+        raise UnusableError("is not a ControlNet")
     try:
         converted = convert_controlnet_checkpoint(own, unet_config)
     except _CONVERSION_ERRORS as error:
-        raise _unusable(name, f"is damaged: its tensors cannot be named ({error!r})") from error
+        raise UnusableError(f"is damaged: its tensors cannot be named ({error!r})") from error
     for original, ours in _ADDED.items():
         for part in ("weight", "bias"):
             converted[ours + part] = own.get(original + part)
     return {each: tensor for each, tensor in converted.items() if tensor is not None}
 
 
-def _check_family(name: str, tensors: Weights, unet_config: Mapping[str, Any]) -> None:
+def _check_family(tensors: Weights, unet_config: Mapping[str, Any]) -> None:
     own = unet_config["cross_attention_dim"]
     widths = {each.shape[-1] for key, each in tensors.items() if key.endswith(_CROSS_ATTENTION)}
     has_added = "add_embedding.linear_1.weight" in tensors
@@ -125,8 +95,8 @@ def _check_family(name: str, tensors: Weights, unet_config: Mapping[str, Any]) -
     made_for = "SDXL" if has_added else _MADE_FOR.get(width, "another model")
     if width:
         made_for += f", whose prompts have vectors of {width:,} numbers"
-    raise _unusable(
-        name, f"was made for {made_for}; this model's prompts have vectors of {own:,} numbers"
+    raise UnusableError(
+        f"was made for {made_for}; this model's prompts have vectors of {own:,} numbers"
     )
 
 
@@ -171,43 +141,31 @@ def _sizes(names: Collection[str], unet_config: Mapping[str, Any]) -> dict[str, 
     return {**found, "transformer_layers_per_block": layers}
 
 
-def _fitting(
-    name: str, tensors: Weights, wanted: Weights, dtype: torch.dtype
-) -> dict[str, torch.Tensor]:
+def _fitting(tensors: Weights, wanted: Weights, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     """The tensors in *dtype*, which are as many and as large as *wanted*."""
     missing, others = sorted(wanted.keys() - tensors.keys()), sorted(tensors.keys() - wanted.keys())
     if missing:
-        raise _unusable(name, f"lacks {len(missing)} of its tensors, for example {missing[0]}")
+        raise UnusableError(f"lacks {len(missing)} of its tensors, for example {missing[0]}")
     if others:
         example = repr(others[0][:80])
-        raise _unusable(
-            name, f"has {len(others)} tensors that are no ControlNet's, for example {example}"
+        raise UnusableError(
+            f"has {len(others)} tensors that are no ControlNet's, for example {example}"
         )
-    found, type_name = {}, str(dtype).split(".")[-1]
+    found = {}
     for key, like in wanted.items():
         tensor = tensors[key]
         # Projections are linear layers in some files, and 1x1 convolutions in others.
         if tensor.shape != like.shape and tensor.squeeze().shape == like.squeeze().shape:
             tensor = tensor.reshape(like.shape)
         if tensor.shape != like.shape or not tensor.is_floating_point():
-            raise _unusable(
-                name,
+            raise UnusableError(
                 f"does not fit this model: {key} is {tensor.dtype} of {list(tensor.shape)}, and"
-                f" should have the shape {list(like.shape)}",
+                f" should have the shape {list(like.shape)}"
             )
         found[key] = tensor.to(dtype)
         if not found[key].isfinite().all():
-            raise _unusable(
-                name, f"holds NaN, infinity or numbers too large for {type_name} in {key}"
+            number_type = str(dtype).split(".")[-1]
+            raise UnusableError(
+                f"holds NaN, infinity or numbers too large for {number_type} in {key}"
             )
     return found
-
-
-def _unreadable(name: str, error: OSError) -> errors.TransientError:
-    return errors.TransientError(
-        f"the ControlNet {name!r} cannot be read: {error.strerror or error}"
-    )
-
-
-def _unusable(name: str, reason: str) -> errors.UnusableFileError:
-    return errors.UnusableFileError(f"the ControlNet {name!r} {reason}")

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from cachetools import LRUCache
 from diffusers import ControlNetModel
 from torch import nn
 
@@ -20,8 +21,9 @@ from worker.engine import errors as engine_errors
 from worker.engine.control import file
 from worker.engine.control.network import SlotControlNet
 from worker.engine.control.request import PreparedControl
+from worker.engine.files import safetensors
+from worker.engine.files.safetensors import Identity, UnusableError
 from worker.engine.kernels import layers
-from worker.engine.lora.file import Identity
 
 log = logging.getLogger(__name__)
 
@@ -52,8 +54,8 @@ class ControlNets:
         self._dtype: torch.dtype = unet.dtype
         self._is_compiled = is_compiled
         self._sound: set[Identity] = set()
-        self._refused: OrderedDict[Identity, str] = OrderedDict()
-        self._read: OrderedDict[Identity, ControlNetModel] = OrderedDict()
+        self._refused: LRUCache[Identity, str] = LRUCache(_MOST_REFUSED)
+        self._read: LRUCache[Identity, ControlNetModel] = LRUCache(_MOST_READ)
         # One at a time: each takes gigabytes meanwhile.
         self._reading = threading.Lock()
         self._kept: OrderedDict[Identity, SlotControlNet] = OrderedDict()
@@ -68,29 +70,23 @@ class ControlNets:
     def check(self, control: contract.Control) -> Identity:
         """The identity of a file that this checkpoint can use; from several threads.
 
-        Raises:
-            UnusableFileError: it is not a ControlNet, not one for this model, or damaged.
-            TransientError: it could not be read.
+        Raises as `safetensors.named`.
         """
-        identity = file.identify(control.name, control.path)
-        if identity in self._sound:
+        with safetensors.named(f"the ControlNet {control.name!r}"):
+            identity = safetensors.identify(control.path)
+            if identity in self._sound:
+                return identity
+            with self._reading:
+                if identity in self._refused:
+                    raise UnusableError(self._refused[identity])
+                if identity not in self._sound:
+                    try:
+                        self._read[identity] = self._read_file(control.path)
+                    except UnusableError as error:
+                        self._refused[identity] = str(error)
+                        raise
+                    self._sound.add(identity)
             return identity
-        with self._reading:
-            if identity in self._refused:
-                raise errors.UnusableFileError(self._refused[identity])
-            if identity not in self._sound:
-                try:
-                    network = self._read_file(control.name, control.path)
-                except errors.UnusableFileError as error:
-                    self._refused[identity] = error.message
-                    if len(self._refused) > _MOST_REFUSED:
-                        self._refused.popitem(last=False)
-                    raise
-                self._read[identity] = network
-                if len(self._read) > _MOST_READ:
-                    self._read.popitem(last=False)
-                self._sound.add(identity)
-        return identity
 
     def get(self, identity: Identity) -> SlotControlNet:
         """A checked ControlNet, on the device once this returns.
@@ -147,8 +143,8 @@ class ControlNets:
     def _count(self) -> None:
         self.held_bytes = sum(each.size_bytes for each in list(self._alive.values()))
 
-    def _read_file(self, name: str, path: Path) -> ControlNetModel:
-        return file.read(name, path, self._config, self._dtype)
+    def _read_file(self, path: Path) -> ControlNetModel:
+        return file.read(path, self._config, self._dtype)
 
     def _place(self, identity: Identity) -> SlotControlNet:
         try:
@@ -163,14 +159,14 @@ class ControlNets:
 
     def _copy(self, identity: Identity) -> SlotControlNet:
         path = Path(identity[0])
-        with self._reading:
+        with safetensors.named(f"the ControlNet {path.stem!r}"), self._reading:
             original = self._read.pop(identity, None)
             if original is None:
-                if file.identify(path.stem, path) != identity:
+                if safetensors.identify(path) != identity:
                     raise errors.TransientError(
                         f"the file of the ControlNet {path.stem!r} has just changed"
                     )
-                original = self._read_file(path.stem, path)
+                original = self._read_file(path)
         nn.Module.to(original, device=self._device)
         if self._device.type == "cuda":
             original.to(memory_format=torch.channels_last)

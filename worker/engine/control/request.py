@@ -17,7 +17,7 @@ from PIL import Image, ImageOps
 
 from imagefleet import errors
 from worker.engine import contract
-from worker.engine.lora.file import Identity
+from worker.engine.files.safetensors import Identity
 
 #: The most ControlNets of one request, as many as sd-webui-controlnet shows at first.
 MOST_CONTROLS = 3

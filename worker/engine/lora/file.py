@@ -8,29 +8,32 @@ another image.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
-import math
-import re
-import threading
-from collections import Counter, OrderedDict
-from collections.abc import Iterator, Mapping
-from concurrent.futures import Future
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, get_args
+from typing import Annotated, Any, get_args
 
 import torch
+from pydantic import BaseModel, Field, FiniteFloat
 
-from imagefleet import errors
 from worker.engine import contract
-from worker.engine.lora import kinds, layout, safetensors
+from worker.engine.files import safetensors
+from worker.engine.files.safetensors import Identity, ReadOnce, UnusableError
+from worker.engine.lora import kinds, layout
 from worker.engine.lora.layout import Network
 
 log = logging.getLogger(__name__)
 
 Tensors = Mapping[str, torch.Tensor]
+
+#: A key of peft's alpha_pattern: formally a regular expression, in practice a layer's name. Never
+#: matched as an expression: a malicious one could block all threads for years.
+_LayerName = Annotated[str, Field(pattern=r"^\^?[\w.]+$")]
+
+#: The most characters of what is wrong with metadata.
+_SHOWN_CHARACTERS = 300
 
 #: Tensors whose first dimension is the rank; without any of them, alpha means nothing.
 _RANKED = ("down", "hada_w1_b", "lokr_w2_b", "lokr_w1_b")
@@ -76,10 +79,6 @@ def make_delta(tensors: Tensors, alpha: float | None, *, by_root: bool = False) 
     return WeightDelta(tensors, alpha / (rank**0.5 if by_root else rank))
 
 
-Identity = tuple[str, int, int]
-"""Path, modification time in ns and size in bytes: a replaced file is another file."""
-
-
 @dataclass(frozen=True, slots=True)
 class LoraFile:
     """A LoRA's weight changes, by network and layer path."""
@@ -94,203 +93,77 @@ class LoraFile:
         return all(delta.is_zero for by_path in self.deltas.values() for delta in by_path.values())
 
 
-@dataclass(frozen=True, slots=True)
-class _PeftConfig:
+class _PeftConfig(BaseModel):
     """A network's peft configuration: alphas, for which kohya's files have tensors."""
 
-    alpha: float | None
-    alphas: Mapping[str, float]
-    by_root: bool
+    lora_alpha: FiniteFloat | None = None
+    alpha_pattern: dict[_LayerName, FiniteFloat] | None = None
+    use_rslora: bool = False
 
     def alpha_of(self, path: str) -> float | None:
         """The alpha of the first pattern that is the path's end, or with ^ the whole path."""
         whole = (path, f"text_model.{path}")  # transformers 5.6 dropped the level
-        for name, alpha in self.alphas.items():
+        for name, alpha in (self.alpha_pattern or {}).items():
             bare = name.removeprefix("^")
             if bare in whole or (bare == name and path.endswith(f".{name}")):
                 return alpha
-        return self.alpha
+        return self.lora_alpha
 
 
-def identify(lora: contract.Lora) -> Identity:
-    """Identifies the file's content.
-
-    Raises:
-        TransientError: it cannot be read, or was evicted from the disk meanwhile.
-    """
-    try:
-        return identity_of(lora.path)
-    except OSError as error:
-        raise _unreadable(lora, error) from error
-
-
-def identity_of(path: Path) -> Identity:
-    """Identifies a file's content; raises OSError if it cannot be read."""
-    status = path.stat()
-    return (str(path), status.st_mtime_ns, status.st_size)
-
-
-def read_lora(lora: contract.Lora, identity: Identity, layouts: layout.Layouts) -> LoraFile:
-    """Reads and checks one file.
-
-    Raises:
-        UnusableFileError: it is not a LoRA, or not one for this model; names the file.
-        TransientError: it could not be read.
-    """
+def read_lora(path: Path, identity: Identity, layouts: layout.Layouts) -> LoraFile:
+    """Reads and checks one file; for `safetensors.named`."""
     deltas: dict[Network, dict[str, WeightDelta]] = {network: {} for network in get_args(Network)}
-    with _named_errors(lora):
-        content = _read(lora)
-        configs = _peft_configs(lora, content.metadata)
-        for (network, path), tensors, alpha in layouts.find(content).tensors(content.data):
-            config = configs[network]
-            strength = config.alpha_of(path) if alpha is None else alpha
-            deltas[network][path] = make_delta(tensors, strength, by_root=config.by_root)
+    content = safetensors.read(path)
+    configs = _peft_configs(content.metadata)
+    for (network, layer), tensors, alpha in layouts.find(content).tensors(content.data):
+        config = configs[network]
+        strength = config.alpha_of(layer) if alpha is None else alpha
+        deltas[network][layer] = make_delta(tensors, strength, by_root=config.use_rslora)
     return LoraFile(identity, deltas, content.data.nbytes)
 
 
-def _read(lora: contract.Lora) -> safetensors.Content:
-    try:
-        return safetensors.read(lora.path)
-    except OSError as error:
-        raise _unreadable(lora, error) from error
-
-
-def _unreadable(lora: contract.Lora, error: OSError) -> errors.TransientError:
-    return errors.TransientError(
-        f"the LoRA {lora.name!r} cannot be read: {error.strerror or error}"
-    )
-
-
-@contextlib.contextmanager
-def _named_errors(lora: contract.Lora) -> Iterator[None]:
-    """Raises what is wrong with a file as an UnusableFileError that names it."""
-    try:
-        yield
-    except safetensors.MalformedError as error:
-        raise errors.UnusableFileError(
-            f"the LoRA {lora.name!r} is not a complete .safetensors file: {error}"
-        ) from error
-    except safetensors.UnknownTypeError as error:
-        raise errors.UnusableFileError(
-            f"the LoRA {lora.name!r} holds numbers of the type {error}, which is not supported"
-        ) from error
-    except layout.UnusableError as error:
-        raise errors.UnusableFileError(f"the LoRA {lora.name!r} {error}") from error
-
-
-def _peft_configs(lora: contract.Lora, metadata: Mapping[str, str]) -> dict[Network, _PeftConfig]:
+def _peft_configs(metadata: Mapping[str, str]) -> dict[Network, _PeftConfig]:
     """Each network's peft configuration, which diffusers writes into the header."""
-    configs: dict[Network, _PeftConfig] = {}
     try:
         stated: dict[str, Any] = json.loads(metadata.get("lora_adapter_metadata", "{}"))
-        for network in get_args(Network):
-            own = {
-                key.removeprefix(f"{network}."): value
-                for key, value in stated.items()
-                if key.startswith(f"{network}.") or "." not in key
-            }
-            alpha = own.get("lora_alpha")
-            configs[network] = _PeftConfig(
-                alpha=None if alpha is None else _finite(alpha),
-                alphas={
-                    _layer_name(name): _finite(each)
-                    for name, each in (own.get("alpha_pattern") or {}).items()
-                },
-                by_root=bool(own.get("use_rslora")),
+        return {
+            network: _PeftConfig.model_validate(
+                {
+                    key.removeprefix(f"{network}."): value
+                    for key, value in stated.items()
+                    if key.startswith(f"{network}.") or "." not in key
+                }
             )
-    except (ValueError, TypeError, AttributeError, OverflowError, RecursionError) as error:
-        raise errors.UnusableFileError(
-            f"the LoRA {lora.name!r} has damaged metadata: {error}"
-        ) from error
-    return configs
-
-
-def _finite(alpha: Any) -> float:
-    if not math.isfinite(number := float(alpha)):
-        raise ValueError(f"{alpha!r} is not a valid alpha")
-    return number
-
-
-def _layer_name(pattern: str) -> str:
-    """A key of peft's alpha_pattern: formally a regular expression, in practice a layer's name.
-
-    Never matched as an expression: a malicious one could block all threads for years.
-    """
-    if not re.fullmatch(r"\^?[\w.]+", pattern):
-        raise ValueError(f"{pattern[:80]!r} in its alpha_pattern is not a layer's name")
-    return pattern
+            for network in get_args(Network)
+        }
+    except (ValueError, AttributeError, RecursionError) as error:
+        raise UnusableError(f"has damaged metadata: {str(error)[:_SHOWN_CHARACTERS]}") from error
 
 
 class LoraCache:
-    """An LRU cache of *cache_bytes*: each file is read once for all threads; thread-safe.
-
-    Not cachetools: where one read fails, all the threads that wait for it must fail with it, or
-    each would read the bad file again.
-    """
+    """The LoRA files used last, for one model; thread-safe."""
 
     def __init__(self, layers: layout.Layers, cache_bytes: int) -> None:
-        self.lookups: Counter[str] = Counter()
         self._layouts = layout.Layouts(layers)
-        self._cache_bytes = cache_bytes
-        self._files: OrderedDict[Identity, Future[LoraFile]] = OrderedDict()
-        self._lock = threading.Lock()
+        self._files = ReadOnce[LoraFile](cache_bytes, lambda file: file.size_bytes)
+        self.lookups = self._files.lookups
         self._without_effect: set[Identity] = set()
 
     def get(self, lora: contract.Lora) -> LoraFile:
-        """Reads a file, unless it is cached or another thread is reading it.
+        """Reads a file, unless it is cached or another thread is reading it; raises as `named`."""
+        with safetensors.named(f"the LoRA {lora.name!r}"):
+            identity = safetensors.identify(lora.path)
+            return self._files.get(identity, lambda: self._read(lora, identity))
 
-        Raises:
-            UnusableFileError: it is not a LoRA, or not one for this model.
-            TransientError: it could not be read.
-        """
-        identity = identify(lora)
-        with self._lock:
-            future = self._files.get(identity)
-            is_new = future is None
-            if future is None:
-                future = self._files[identity] = Future()
-            self._files.move_to_end(identity)
-            self.lookups["miss" if is_new else "hit"] += 1
-        if is_new:
-            self._fill(future, identity, lora)
-        return future.result()
-
-    def _fill(
-        self,
-        future: Future[LoraFile],
-        identity: Identity,
-        lora: contract.Lora,
-    ) -> None:
-        try:
-            file = read_lora(lora, identity, self._layouts)
-            self._report_no_effect(lora, file)
-            future.set_result(file)
-        except BaseException as error:  # noqa: BLE001 - other threads wait for it
-            with self._lock:
-                del self._files[identity]
-            future.set_exception(error)
-            return
-        with self._lock:
-            self._evict()
-
-    def _report_no_effect(self, lora: contract.Lora, file: LoraFile) -> None:
+    def _read(self, lora: contract.Lora, identity: Identity) -> LoraFile:
         """Warns of a LoRA that changes nothing, once; its images are right."""
-        with self._lock:
-            if not file.is_zero or file.identity in self._without_effect:
-                return
-            self._without_effect.add(file.identity)
-            self.lookups["no_effect"] += 1
-        log.warning(
-            "the LoRA %r changes nothing: all its deltas are zero",
-            lora.name,
-            extra={"action": "lora_without_effect", "lora": lora.name},
-        )
-
-    def _evict(self) -> None:
-        read = {key: future for key, future in self._files.items() if future.done()}
-        total = sum(future.result().size_bytes for future in read.values())
-        for identity, future in read.items():
-            if total <= self._cache_bytes:
-                return
-            total -= future.result().size_bytes
-            del self._files[identity]
+        file = read_lora(lora.path, identity, self._layouts)
+        if file.is_zero and identity not in self._without_effect:
+            self._without_effect.add(identity)
+            self.lookups["no_effect"] = len(self._without_effect)
+            log.warning(
+                "the LoRA %r changes nothing: all its deltas are zero",
+                lora.name,
+                extra={"action": "lora_without_effect", "lora": lora.name},
+            )
+        return file

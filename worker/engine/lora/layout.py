@@ -16,9 +16,10 @@ from typing import Literal
 import torch
 from torch import nn
 
-from worker.engine.lora import kinds, safetensors
+from worker.engine.files import safetensors
+from worker.engine.files.safetensors import Place, UnusableError
+from worker.engine.lora import kinds
 from worker.engine.lora.original_names import original_names
-from worker.engine.lora.safetensors import Place
 
 Network = Literal["unet", "text_encoder", "text_encoder_2"]
 LayerId = tuple[Network, str]
@@ -182,10 +183,6 @@ _MAX_LAYOUTS = 64
 _MAX_KEPT_CHARACTERS = 1024**2
 
 
-class UnusableError(Exception):
-    """What is wrong with a file, as a sentence that lacks its subject."""
-
-
 class _UnfitError(Exception):
     """What does not fit the model."""
 
@@ -205,11 +202,7 @@ class Layout:
     """What the tensors of a file mean to a model."""
 
     def __init__(self, places: Mapping[str, Place], layers: Layers) -> None:
-        """*places* by the tensors' names in the file.
-
-        Raises:
-            UnusableError: see there.
-        """
+        """*places* by the tensors' names in the file."""
         self._places = places
         self._runs = list(_runs(places))
         by_layer = _by_layer(places, layers)
@@ -223,11 +216,7 @@ class Layout:
     def tensors(
         self, data: torch.Tensor
     ) -> Iterator[tuple[LayerId, dict[str, torch.Tensor], float | None]]:
-        """Each layer's tensors as views of a file's *data*, but for its alpha, which is read.
-
-        Raises:
-            UnusableError: see there.
-        """
+        """Each layer's tensors as views of a file's *data*, but for its alpha, which is read."""
         self._check_numbers(data)
         numbers = {run.dtype: _as_numbers(data, run.dtype) for run in self._runs}
         alphas = {dtype: numbers[dtype][at].tolist() for dtype, at in self._alphas.items()}
@@ -262,11 +251,7 @@ class Layouts:
         self._found = functools.lru_cache(_MAX_LAYOUTS)(self._make)
 
     def find(self, content: safetensors.Content) -> Layout:
-        """The layout of a file.
-
-        Raises:
-            MalformedError, UnknownTypeError, UnusableError: see there.
-        """
+        """The layout of a file; for `safetensors.named`."""
         find = self._found if len(content.header) <= _MAX_KEPT_CHARACTERS else self._make
         try:
             return find(content.header, len(content.data))

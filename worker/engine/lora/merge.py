@@ -14,11 +14,11 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from worker.engine.lora import safetensors
+from worker.engine.files import safetensors
+from worker.engine.files.safetensors import Place
 from worker.engine.lora.file import LoraFile, WeightDelta
 from worker.engine.lora.kinds import Factors, Stack, StackedChange
 from worker.engine.lora.layout import LayerId, Network, adaptable_layers
-from worker.engine.lora.safetensors import Place
 
 LoraKey = tuple[object, ...]
 """What identifies LoRAs with their strengths; () for none."""

@@ -3,14 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection
 
-_RESNET = {
-    "conv1": "in_layers.2",
-    "time_emb_proj": "emb_layers.1",
-    "conv2": "out_layers.3",
-    "conv_shortcut": "skip_connection",
-}
 _OUTER = {
     "time_embedding.linear_1": "time_embed.0",
     "time_embedding.linear_2": "time_embed.2",
@@ -24,54 +18,35 @@ _MIDDLE = {
     "mid_block.attentions.0": "middle_block.1",
     "mid_block.resnets.1": "middle_block.2",
 }
+_RESNET = {
+    "conv1": "in_layers.2",
+    "time_emb_proj": "emb_layers.1",
+    "conv2": "out_layers.3",
+    "conv_shortcut": "skip_connection",
+}
+_PART = re.compile(r"((?:(down|up)_blocks\.(\d+)|mid_block)\.(\w+)\.(\d+))\.(.+)")
 
 
-def original_names(paths: Iterable[str]) -> dict[str, str]:
+def original_names(paths: Collection[str]) -> dict[str, str]:
     """The original name of each of a UNet's layers, by its path in diffusers."""
-    layers = list(paths)
-    places = {**_MIDDLE, **dict(_sides(layers))}
-    names = {}
-    for path in layers:
-        if path in _OUTER:
-            names[path] = _OUTER[path]
-            continue
-        place = next((each for each in places if path.startswith(f"{each}.")), None)
-        if place is None:
-            continue
-        inner = path.removeprefix(f"{place}.")
-        if ".resnets." in place:
-            inner = _RESNET.get(inner, inner)
-        elif "downsamplers" in place:
-            inner = "op"
-        names[path] = f"{places[place]}.{inner}"
+    names = {path: _OUTER[path] for path in paths if path in _OUTER}
+    found = {path: match.groups() for path in paths if (match := _PART.fullmatch(path))}
+    # On the way up, each block has one resnet more.
+    layers = max(
+        (int(at) for _, _, _, part, at, _ in found.values() if part == "resnets"), default=0
+    )
+    attending = {
+        (side, block) for _, side, block, part, _, _ in found.values() if part == "attentions"
+    }
+    for path, (place, side, block, part, at, inner) in found.items():
+        # Samplers are numbered after a block's last resnet, or with it.
+        number = int(block or 0) * (layers + 1) + (layers if "samplers" in part else int(at))
+        after = "2" if (side, block) in attending else "1"
+        within = {"attentions": "1", "upsamplers": after}.get(part, "0")
+        outer = {"down": f"input_blocks.{number + 1}", "up": f"output_blocks.{number}"}
+        own = {"resnets": _RESNET.get(inner, inner), "downsamplers": "op"}.get(part, inner)
+        if side is not None:
+            names[path] = f"{outer[side]}.{within}.{own}"
+        elif place in _MIDDLE:
+            names[path] = f"{_MIDDLE[place]}.{own}"
     return names
-
-
-def _sides(layers: list[str]) -> Iterator[tuple[str, str]]:
-    """The parts of the blocks on the way down and up: numbered through by resnets and samplers."""
-    sides = (("down_blocks", "input_blocks", 1), ("up_blocks", "output_blocks", 0))
-    for side, name, first in sides:
-        number = first
-        for block, parts in _by_block(layers, side):
-            for at in range(parts["resnets"]):
-                yield f"{block}.resnets.{at}", f"{name}.{number}.0"
-                yield f"{block}.attentions.{at}", f"{name}.{number}.1"
-                number += 1
-            if "downsamplers" in parts:
-                yield f"{block}.downsamplers.0", f"{name}.{number}.0"
-                number += 1
-            if "upsamplers" in parts:
-                # After the last layer's resnet and, if there is one, its attention.
-                place = 2 if "attentions" in parts else 1
-                yield f"{block}.upsamplers.0", f"{name}.{number - 1}.{place}"
-
-
-def _by_block(layers: list[str], side: str) -> Iterator[tuple[str, Mapping[str, int]]]:
-    """Each block of a side, and how many resnets, attentions and samplers it has."""
-    blocks: dict[int, dict[str, int]] = {}
-    for path in layers:
-        if match := re.match(rf"{side}\.(\d+)\.(\w+)\.(\d+)\.", path):
-            parts = blocks.setdefault(int(match[1]), {})
-            parts[match[2]] = max(parts.get(match[2], 0), int(match[3]) + 1)
-    for number, parts in sorted(blocks.items()):
-        yield f"{side}.{number}", parts

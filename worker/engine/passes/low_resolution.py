@@ -14,7 +14,7 @@ from imagefleet import errors
 from imagefleet.job.passes.first import MAX_SIDE, MIN_SIDE
 from worker.engine import contract
 from worker.engine.families.noise import ImageNoise
-from worker.engine.families.x4_upscaler import IMAGE_CHANNELS
+from worker.engine.families.table import IMAGE_CHANNELS
 from worker.engine.noise import NoiseStream
 
 #: diffusers' default, and that of DeepFloyd IF's third stage there, as shares of all timesteps.

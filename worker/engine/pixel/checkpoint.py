@@ -18,7 +18,7 @@ from torch import nn
 from imagefleet import errors
 from imagefleet.telemetry import logs
 from worker.engine import checkpoint
-from worker.engine.families import find, reading
+from worker.engine.families import reading, table
 from worker.engine.pixel import schedules, text_stage
 from worker.engine.pixel.schedules import NoiseSchedule
 from worker.engine.pixel.step import CHANNELS
@@ -59,7 +59,7 @@ def load_checkpoint(folder: Path, device: torch.device, dtype: torch.dtype) -> P
     if text_stage.has_encoder(folder):
         text_stage.require_libraries(folder)
     name = folder.resolve().name
-    pipeline = find.pipeline_of(folder)
+    pipeline = table.pipeline_of(folder)
     if pipeline not in FAMILIES:
         raise errors.SetupError(f"{str(folder)!r} is not a stage of DeepFloyd IF")
     upscales = FAMILIES[pipeline] == "if_sr"

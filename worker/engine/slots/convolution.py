@@ -21,8 +21,9 @@ import torch.nn.functional as F  # noqa: N812 - its name everywhere
 from torch import nn
 
 from imagefleet import errors
+from worker.engine.files import safetensors
 from worker.engine.kernels.layers import Upsampler
-from worker.engine.lora import low_rank, safetensors
+from worker.engine.lora import low_rank
 from worker.engine.lora.merge import AppliedLora
 
 #: The highest rank, that of one job's LoRAs added up, of a 3x3 convolution (where 128 should cost a

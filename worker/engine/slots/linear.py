@@ -23,7 +23,7 @@ import torch.nn.functional as F  # noqa: N812 - its name everywhere
 from torch import nn
 
 from imagefleet import errors
-from worker.engine.lora import safetensors
+from worker.engine.files import safetensors
 from worker.engine.lora.kinds import StackedChange
 from worker.engine.lora.layout import Network, adaptable_layers
 from worker.engine.lora.merge import Group

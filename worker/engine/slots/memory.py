@@ -12,7 +12,7 @@ import torch
 
 from imagefleet import errors
 from imagefleet.telemetry import host
-from worker.engine.lora import safetensors
+from worker.engine.files import safetensors
 
 log = logging.getLogger(__name__)
 

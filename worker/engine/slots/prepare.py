@@ -12,12 +12,13 @@ from types import MappingProxyType
 import torch
 
 from imagefleet import errors
-from imagefleet.job.chunks import MAX_CHUNKS, Chunk
+from imagefleet.job.clip import MAX_CHUNKS, Chunk
 from worker.engine import contract, embeddings, sampler, text
 from worker.engine.checkpoint import Checkpoint
 from worker.engine.control import request as control_request
 from worker.engine.control.held import ControlNets
 from worker.engine.control.request import PreparedControl
+from worker.engine.files.safetensors import Identity
 from worker.engine.lora import file as lora_file
 from worker.engine.lora import layout, merge
 from worker.engine.noise import NoiseStream
@@ -318,8 +319,8 @@ class RequestPreparer:
         if len(loras) > _MAX_LORAS:
             raise errors.JobError(f"the prompt has {len(loras)} LoRAs; at most {_MAX_LORAS} work")
         networks = self._checkpoint.family.networks
-        files: dict[lora_file.Identity, lora_file.LoraFile] = {}
-        weights: dict[lora_file.Identity, dict[layout.Network, float]] = {}
+        files: dict[Identity, lora_file.LoraFile] = {}
+        weights: dict[Identity, dict[layout.Network, float]] = {}
         for lora in loras:
             self._may_go_on.wait()
             file = self._lora_cache.get(lora)

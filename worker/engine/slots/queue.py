@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple
 
 import torch
 
-from worker.engine.lora.file import Identity
+from worker.engine.files.safetensors import Identity
 from worker.engine.lora.kinds import StackedChange
 from worker.engine.lora.layout import Network
 from worker.engine.lora.merge import Group, LoraKey
@@ -65,7 +65,7 @@ class AddedInputs(NamedTuple):
     pooled: torch.Tensor
     """[2, width]"""
     sizes: torch.Tensor
-    """[2, numbers]: see `families.sdxl.size_ids`."""
+    """[2, numbers]: see `families.table.size_ids`."""
 
 
 class NoiseLevel(NamedTuple):

@@ -18,12 +18,12 @@ from typing import NamedTuple
 
 import torch
 
-from imagefleet.job.chunks import Chunk
+from imagefleet.job.clip import Chunk
 from worker.engine import contract, embeddings, text
 from worker.engine import errors as engine_errors
 from worker.engine.checkpoint import Checkpoint
 from worker.engine.control.held import ControlNets
-from worker.engine.families import sdxl
+from worker.engine.families import table
 from worker.engine.lora import merge
 from worker.engine.lora.kinds import StackedChange
 from worker.engine.lora.layout import Network
@@ -351,7 +351,7 @@ class Stager:
             pooled = None if pooled is None else pooled * kept.to(pooled)[:, None]
         if pooled is None:
             return vectors, None
-        sizes = sdxl.size_ids(*prepared.told_size).expand(2, -1)
+        sizes = table.size_ids(*prepared.told_size).expand(2, -1)
         return vectors, AddedInputs(pooled.to(self._device, self._dtype), self._copy(sizes))
 
     @contextlib.contextmanager

@@ -7,19 +7,18 @@ its colours differ a little.
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from cachetools import LRUCache
 
 from imagefleet import errors
 from worker.engine import contract
 from worker.engine import errors as engine_errors
-from worker.engine.lora import safetensors
+from worker.engine.files import safetensors
+from worker.engine.files.safetensors import ReadOnce, UnusableError
 from worker.engine.upscalers import library, tiles
 
 log = logging.getLogger(__name__)
@@ -91,8 +90,7 @@ class UpscalerCache:
 
     def __init__(self, device: torch.device, kept: int = KEPT) -> None:
         self._device = device
-        self._lock = threading.Lock()
-        self._cache: LRUCache[tuple[str, int, int], Upscaler] = LRUCache(kept)
+        self._kept = ReadOnce[Upscaler](kept)
 
     def load(self, path: Path) -> Callable[[contract.Pixels, float], contract.Pixels]:
         """The same, as a function that takes and ignores a factor: the network has its own."""
@@ -101,62 +99,38 @@ class UpscalerCache:
 
     def get(self, path: Path) -> Upscaler:
         """Reads a file, unless it is kept; raises as `read_upscaler`."""
-        name = path.stem
-        try:
-            status = path.stat()
-        except OSError as error:
-            raise _unreadable(name, error) from error
-        identity = (str(path), status.st_mtime_ns, status.st_size)
-        with self._lock:
-            if identity not in self._cache:
-                self._cache[identity] = read_upscaler(name, path, self._device)
-            return self._cache[identity]
+        with safetensors.named(f"the upscaler {path.stem!r}"):
+            identity = safetensors.identify(path)
+            return self._kept.get(identity, lambda: read_upscaler(path, self._device))
 
 
-def read_upscaler(name: str, path: Path, device: torch.device) -> Upscaler:
-    """Reads and checks one file.
+def read_upscaler(path: Path, device: torch.device) -> Upscaler:
+    """Reads and checks one file, of a network that enlarges RGB images; for `safetensors.named`.
 
     Raises:
-        UnusableFileError: it is no .safetensors file of a network that enlarges RGB images.
-        TransientError: it could not be read.
         JobError: this worker has no spandrel.
     """
     try:
         spandrel = library.spandrel()
     except ImportError as error:
         raise errors.JobError(
-            f"the upscaler {name!r} needs what `pip install '.[upscalers]'` installs ({error})"
+            f"the upscaler {path.stem!r} needs what `pip install '.[upscalers]'` installs ({error})"
         ) from error
-    try:
-        content = safetensors.read(path)
-        places = safetensors.places(content.header, len(content.data))
-    except OSError as error:
-        raise _unreadable(name, error) from error
-    except (safetensors.MalformedError, safetensors.UnknownTypeError) as error:
-        raise errors.UnusableFileError(
-            f"the upscaler {name!r} is not a complete .safetensors file: {error}"
-        ) from error
-    tensors = {key: place.of(content.data).float() for key, place in places.items()}
+    tensors = {key: each.float() for key, each in safetensors.tensors_of(path).items()}
     if not all(bool(each.isfinite().all()) for each in tensors.values()):
-        raise _unusable(name, "it holds NaN or infinity")
+        raise UnusableError("holds NaN or infinity")
     tensors = spandrel.canonicalize_state_dict(tensors)
     try:
         network = spandrel.MAIN_REGISTRY.load(tensors)
     except spandrel.UnsupportedModelError as error:
-        raise _unusable(name, "its architecture is none that spandrel knows") from error
+        raise UnusableError("has an architecture that spandrel does not know") from error
     except Exception as error:  # spandrel's architectures raise what they like for such a file
-        raise _unusable(name, f"its tensors do not fit its architecture ({error})"[:300]) from error
+        raise UnusableError(f"has tensors that do not fit its architecture ({error})"[:300]) from (
+            error
+        )
     channels = (network.input_channels, network.output_channels)
     if not isinstance(network, spandrel.ImageModelDescriptor) or channels != (_RGB, _RGB):
-        raise _unusable(name, f"{network.architecture.name} does not enlarge RGB images")
+        raise UnusableError(f"is {network.architecture.name}, which does not enlarge RGB images")
     if network.tiling is spandrel.ModelTiling.INTERNAL:
-        raise _unusable(name, f"{network.architecture.name} works on whole images only")
-    return Upscaler(name, network, device)
-
-
-def _unusable(name: str, why: str) -> errors.UnusableFileError:
-    return errors.UnusableFileError(f"the upscaler {name!r} cannot be used: {why}")
-
-
-def _unreadable(name: str, error: OSError) -> errors.TransientError:
-    return errors.TransientError(f"the upscaler {name!r} cannot be read: {error.strerror or error}")
+        raise UnusableError(f"is {network.architecture.name}, which works on whole images only")
+    return Upscaler(path.stem, network, device)

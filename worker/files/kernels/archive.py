@@ -6,42 +6,40 @@ programs there.
 
 from __future__ import annotations
 
-import contextlib
 import io
+import itertools
 import json
 import lzma
 import os
+import re
 import tarfile
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path, PurePosixPath
-from typing import Any
 
 from imagefleet import errors
 from imagefleet.files.kinds import KERNELS
 from worker.files.disk_cache import DiskCache, appearing
-from worker.files.kernels.key import Key
 
 (SUFFIX,) = KERNELS.suffixes
 
-#: The first entry: the key, and how much follows.
+#: The first entry: the key.
 HEADER = "kernels.json"
 
 #: A UNet's kernels have some 100 MB; far more would be meant to fill the disk.
 MAX_BYTES = 8 * 2**30
 
-_MAX_HEADER_BYTES = 2**16
-
 #: Stands for the folder in Triton's lists of files, which have absolute paths.
 _FOLDER = b"[KERNELS]"
 
 #: What torch and the workers keep beside the kernels.
-_LEFT_OUT_FOLDERS = frozenset({"locks"})
+_LEFT_OUT = frozenset({"locks", "lock"})
 _LEFT_OUT_SUFFIXES = frozenset({".lock", ".part", ".ready", ".pyc"})
-_LOCK = "lock"
 
 #: The most characters of an entry's name in a message.
 _SHOWN_CHARACTERS = 80
+
+_NOT_IN_NAMES = re.compile(r"[^a-z0-9.]+")
 
 
 class UnusableArchiveError(errors.FleetError):
@@ -49,132 +47,134 @@ class UnusableArchiveError(errors.FleetError):
 
 
 @dataclass(frozen=True, slots=True)
-class Header:
-    """What an archive says of itself: its key, and the files behind the header."""
+class Key:
+    """All that kernels depend on, as text; those with another key are never loaded.
 
-    key: Key
-    files: int
-    bytes: int
+    Sizes, slots and precision are none of it: kernels for several are kept together, and torch
+    finds those it needs.
+    """
+
+    gpu: str
+    capability: str
+    driver: str
+    cuda: str
+    torch: str
+    triton: str
+    diffusers: str
+    python: str
+    engine: str
+    """A hash of the engine's source."""
+    unet: str
+    """A hash of the shapes of the UNet's weights, the same for all fine-tunes of a model."""
+
+    @property
+    def name(self) -> str:
+        """The key as a file name without its suffix."""
+        return "-".join(
+            (
+                _NOT_IN_NAMES.sub("-", self.gpu.removeprefix("NVIDIA ").lower()).strip("-"),
+                f"sm{self.capability.replace('.', '')}",
+                f"driver{self.driver}",
+                f"cuda{self.cuda}",
+                f"torch{self.torch}",
+                f"triton{self.triton}",
+                f"diffusers{self.diffusers}",
+                f"py{self.python}",
+                f"engine{self.engine}",
+                f"unet{self.unet}",
+            )
+        )
+
+    def differences(self, other: Key) -> list[str]:
+        """The values in which *other* is another key, as in 'torch 2.11.0'."""
+        mine, theirs = asdict(self), asdict(other)
+        return [f"{name} {theirs[name]}" for name in mine if mine[name] != theirs[name]]
 
 
 def pack(
     folder: Path, key: Key, target: Path, on_progress: Callable[[int, int], None] = lambda *_: None
-) -> Header:
-    """Writes *target* in one step; *on_progress* gets the bytes packed so far, and in all."""
+) -> int:
+    """Writes *target* in one step; returns the number of files.
+
+    *on_progress* gets the bytes packed so far, and in all.
+    """
     files = list(_files(folder))
-    sizes = [len(_read(path, folder)) if _has_paths(path) else _size(path) for path in files]
-    header = Header(key, len(files), sum(sizes))
+    total = sum(len(_read(path, folder)) for path in files)
     packed = 0
     with appearing(target) as part:
         # Without times and owners, which would make each archive another.
         with tarfile.open(part, "w:xz", format=tarfile.GNU_FORMAT) as tar:
-            _add(tar, HEADER, json.dumps(asdict(header), indent=2, sort_keys=True).encode())
+            _add(tar, HEADER, json.dumps(asdict(key), indent=2, sort_keys=True).encode())
             for path in files:
                 content = _read(path, folder)
                 _add(tar, path.relative_to(folder).as_posix(), content)
                 packed += len(content)
-                on_progress(packed, header.bytes)
+                on_progress(packed, total)
         part.chmod(0o644)
-    return header
+    return len(files)
 
 
-def read_header(path: Path) -> Header:
-    """What an archive is for; raises UnusableArchiveError if it is none."""
-    with _opened(path) as archive:
-        return archive.header
+def check(path: Path) -> tuple[Key, int]:
+    """Reads all of an archive; returns its key, and the bytes of its files.
+
+    Raises:
+        UnusableArchiveError: it is none, or any of it is damaged.
+    """
+    entries = _entries(path)
+    name, content = next(entries, ("", b""))
+    try:
+        key = Key(**json.loads(content)) if name == HEADER else None
+    except (ValueError, TypeError, RecursionError):
+        key = None
+    if key is None:
+        raise UnusableArchiveError(f"{path} has no key of kernels that this version reads")
+    return key, sum(len(content) for _, content in entries)
 
 
-def check(path: Path) -> Header:
-    """Reads all of an archive; raises UnusableArchiveError if any of it is damaged."""
-    with _opened(path) as archive:
-        for _ in archive.files():
-            pass
-        return archive.header
-
-
-def unpack(path: Path, folder: Path, key: Key) -> Header:
+def unpack(path: Path, folder: Path, key: Key) -> None:
     """Unpacks into *folder*, each file in one step; those that are there already stay.
 
     Raises:
         UnusableArchiveError: it is damaged or for another key, and nothing was unpacked; NodeError,
         SetupError: the disk is full, or the folder not writable.
     """
-    if others := key.differences(read_header(path).key):
+    found, size = check(path)
+    if others := key.differences(found):
         raise UnusableArchiveError(f"{path} is for {', '.join(others)}")
-    check(path)
     cache = DiskCache(folder)
-    with _opened(path) as archive:
-        with cache.errors():
-            folder.mkdir(parents=True, exist_ok=True)
-            cache.check_room(archive.header.bytes)
-        for name, content in archive.files():
-            with cache.errors():
-                _write(folder / name, content, folder)
-        return archive.header
+    with cache.errors():
+        folder.mkdir(parents=True, exist_ok=True)
+        cache.check_room(size)
+        for name, content in itertools.islice(_entries(path), 1, None):
+            _write(folder / name, content, folder)
 
 
-@contextlib.contextmanager
-def _opened(path: Path) -> Iterator[_Archive]:
+def _entries(path: Path) -> Iterator[tuple[str, bytes]]:
+    """Names and contents, the header first; raises UnusableArchiveError, perhaps at the end."""
+    size = 0
     try:
         with lzma.open(path) as data, tarfile.open(fileobj=data, mode="r|") as tar:
-            yield _Archive(path, data, tar)
+            for entry in tar:
+                name = PurePosixPath(entry.name)
+                is_inside = not name.is_absolute() and ".." not in name.parts
+                file = tar.extractfile(entry) if entry.isfile() and is_inside else None
+                if file is None:
+                    shown = entry.name[:_SHOWN_CHARACTERS]
+                    raise UnusableArchiveError(f"{path} has an entry not its own: {shown!r}")
+                size += entry.size
+                if size > MAX_BYTES:
+                    raise UnusableArchiveError(f"{path} is too large: over {MAX_BYTES:,} bytes")
+                yield entry.name, file.read()
+            while data.read(io.DEFAULT_BUFFER_SIZE):  # to the checksum
+                pass
     except (tarfile.TarError, lzma.LZMAError, EOFError, OSError) as error:
         raise UnusableArchiveError(f"{path} is damaged, or no archive: {error}") from None
 
 
-class _Archive:
-    """An archive, read from its start to its end."""
-
-    def __init__(self, path: Path, data: lzma.LZMAFile, tar: tarfile.TarFile) -> None:
-        self._path = path
-        self._data = data
-        self._tar = tar
-        self._entries = iter(tar)
-        self.header = self._read_header()
-
-    def files(self) -> Iterator[tuple[str, bytes]]:
-        """Names and contents of the files behind the header."""
-        files = size = 0
-        for entry in self._entries:
-            name = PurePosixPath(entry.name)
-            files, size = files + 1, size + entry.size
-            is_inside = not name.is_absolute() and ".." not in name.parts
-            if not (is_inside and entry.isfile() and size <= self.header.bytes):
-                shown = entry.name[:_SHOWN_CHARACTERS]
-                raise UnusableArchiveError(f"{self._path} has an entry not its own: {shown!r}")
-            yield entry.name, self._content(entry)
-        while self._data.read(io.DEFAULT_BUFFER_SIZE):  # to the checksum
-            pass
-        if (files, size) != (self.header.files, self.header.bytes):
-            raise UnusableArchiveError(
-                f"{self._path} has {files} of {self.header.files} files: copy it again"
-            )
-
-    def _read_header(self) -> Header:
-        unreadable = f"{self._path} has no key of kernels that this version reads"
-        entry = next(self._entries, None)
-        if entry is None or entry.name != HEADER or entry.size > _MAX_HEADER_BYTES:
-            raise UnusableArchiveError(unreadable)
-        try:
-            found: dict[str, Any] = json.loads(self._content(entry))
-            header = Header(Key(**found.pop("key")), int(found["files"]), int(found["bytes"]))
-        except (ValueError, TypeError, AttributeError, KeyError, RecursionError):
-            raise UnusableArchiveError(unreadable) from None
-        if header.bytes > MAX_BYTES:
-            raise UnusableArchiveError(f"{self._path} is too large: {header.bytes:,} bytes")
-        return header
-
-    def _content(self, entry: tarfile.TarInfo) -> bytes:
-        file = self._tar.extractfile(entry)
-        return file.read() if file is not None else b""
-
-
 def _files(folder: Path) -> Iterator[Path]:
     for path in sorted(folder.rglob("*")):
-        is_left_out = (
-            path.suffix in _LEFT_OUT_SUFFIXES
-            or path.name == _LOCK
-            or path.relative_to(folder).parts[0] in _LEFT_OUT_FOLDERS
+        is_left_out = path.suffix in _LEFT_OUT_SUFFIXES or not _LEFT_OUT.isdisjoint(
+            path.relative_to(folder).parts
         )
         if not is_left_out and path.is_file() and not path.is_symlink():
             yield path
@@ -191,10 +191,6 @@ def _write(path: Path, content: bytes, folder: Path) -> None:
     with appearing(path) as part:
         own = content.replace(_FOLDER, os.fsencode(folder)) if _has_paths(path) else content
         part.write_bytes(own)
-
-
-def _size(path: Path) -> int:
-    return path.stat().st_size
 
 
 def _has_paths(path: Path) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 import logging
 import os
 import tempfile
@@ -15,6 +16,8 @@ import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Literal
+
+from filelock import FileLock, Timeout
 
 from imagefleet import errors, retry
 from imagefleet.files.kinds import KERNELS
@@ -26,7 +29,7 @@ from worker.files import manifest, model
 from worker.files.disk_cache import DiskCache
 from worker.files.download import Download
 from worker.files.kernels import archive
-from worker.files.kernels.key import Key
+from worker.files.kernels.archive import Key
 from worker.files.kernels.machine import find_key
 from worker.files.manifest import Manifest
 from worker.files.sources import BlobSource
@@ -54,11 +57,19 @@ class KernelCache:
     """The folder with the kernels of one key, which this machine's workers share."""
 
     def __init__(
-        self, folder: Path, key: Key, on_origin: Callable[[Origin], None] = lambda _: None
+        self,
+        folder: Path,
+        key: Key,
+        on_origin: Callable[[Origin], None] = lambda _: None,
+        variant: object = None,
     ) -> None:
-        """*on_origin* is told where the kernels are from as soon as that is known."""
+        """*on_origin* is told where the kernels are from as soon as that is known.
+
+        Workers of another *variant* compile others, and are not waited for.
+        """
         self.folder = folder
         self.key = key
+        self._variant = variant
         self.origin: Origin | None = None
         self._on_origin = on_origin
         self._is_settled = threading.Event()
@@ -92,8 +103,12 @@ class KernelCache:
         finally:
             self.give_up()
 
-    def wait(self, what: str) -> None:
-        """Waits for what is being fetched, before *what* is compiled; for any thread."""
+    @contextlib.contextmanager
+    def compiling(self, what: str) -> Iterator[None]:
+        """Waits for what is being fetched and for other workers, then the block compiles *what*.
+
+        As far as its kernels are not there; for any thread.
+        """
         if not self._is_settled.wait(LONGEST_WAIT_SECONDS):
             self._is_settled.set()  # once is enough
             log.info(
@@ -102,16 +117,12 @@ class KernelCache:
                 LONGEST_WAIT_SECONDS,
                 extra={"action": "kernels_late"},
             )
-
-    @contextlib.contextmanager
-    def compiling(self, what: str) -> Iterator[None]:
-        """Waits, then the block compiles *what*, as far as its kernels are not there; as `wait`."""
-        self.wait(what)
-        before = self._graphs()
-        yield
-        if self._graphs() - before:
-            self._settle("compiled")
-        self._mark()
+        with by_one_first(self.folder, repr((self.key.name, self._variant, what))):
+            before = self._graphs()
+            yield
+            if self._graphs() - before:
+                self._settle("compiled")
+            self._mark()
 
     def give_up(self) -> None:
         """Fetches nothing any more, and lets no compiler wait for it."""
@@ -226,7 +237,8 @@ def open_cache(
         key = find_key(model.local_path(settings), settings.device)
         if key is None:
             return None
-        return KernelCache(use_folder(settings.cache, key), key, on_origin)
+        variant = settings.precision, settings.fp16_accumulate
+        return KernelCache(use_folder(settings.cache, key), key, on_origin, variant)
     except (OSError, MalformedError):  # the engine says what is wrong with the model
         return None
     except errors.FleetError as error:
@@ -273,3 +285,38 @@ async def find_sha256(
         return await Manifest.stored(blobs, KERNELS.folder, trusted).sha256(name)
     except errors.MissingFileError:
         return None
+
+
+@contextlib.contextmanager
+def by_one_first(folder: Path, what: str) -> Iterator[None]:
+    """Runs the block, which compiles *what* into *folder*, in one process before any other.
+
+    The system frees the lock of a worker that dies; the next one then compiles.
+    """
+    name = hashlib.blake2b(what.encode(), digest_size=12).hexdigest()
+    done = folder / f"imagefleet-{name}.compiled"
+    lock = FileLock(folder / f"imagefleet-{name}.lock")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if not done.exists():
+            _acquire(lock)
+    except OSError as error:
+        log.warning(
+            "compiling without waiting for other workers: %s", error, extra={"action": "no_lock"}
+        )
+    try:
+        if done.exists():
+            lock.release()  # all others go on at once
+        yield
+        with contextlib.suppress(OSError):
+            done.touch()
+    finally:
+        lock.release()
+
+
+def _acquire(lock: FileLock) -> None:
+    try:
+        lock.acquire(blocking=False)
+    except Timeout:
+        log.info("waiting for another worker's kernels", extra={"action": "compile_awaited"})
+        lock.acquire()

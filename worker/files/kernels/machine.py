@@ -7,7 +7,6 @@ import importlib.util
 import platform
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
@@ -16,7 +15,7 @@ import pynvml
 import worker
 from imagefleet.files import safetensors
 from worker import replica
-from worker.files.kernels.key import Key
+from worker.files.kernels.archive import Key
 
 #: UNet weights in a single file; in diffusers format they have a folder of their own.
 _UNET_PREFIX = "model.diffusion_model."
@@ -24,28 +23,29 @@ _UNET_PREFIX = "model.diffusion_model."
 _HASH_CHARACTERS = 8
 
 
-@dataclass(frozen=True, slots=True)
-class Gpu:
-    """A GPU by its driver: the card's name, its compute capability, the driver's major version."""
-
-    name: str
-    capability: str
-    driver: str
-
-
 def find_key(model: Path, device: str) -> Key | None:
     """The key of this machine and the checkpoint *model*; None if nothing is compiled here.
 
     Imports no torch; blocks on the driver.
     """
-    gpu = find_gpu(device)
     torch = _torch_versions()
-    if gpu is None or torch is None or torch[1] is None:
+    if device == "cpu" or torch is None or torch[1] is None:
         return None
+
+    def ask() -> tuple[str, str, str]:
+        handle = replica.card_handle(device)
+        major, minor = pynvml.nvmlDeviceGetCudaComputeCapability(handle)
+        driver = str(pynvml.nvmlSystemGetDriverVersion())
+        return str(pynvml.nvmlDeviceGetName(handle)), f"{major}.{minor}", driver
+
+    answer = replica.ask_driver(ask)
+    if isinstance(answer, Exception):
+        return None
+    gpu, capability, driver = answer
     return Key(
-        gpu=gpu.name,
-        capability=gpu.capability,
-        driver=gpu.driver,
+        gpu=gpu,
+        capability=capability,
+        driver=driver.partition(".")[0],
         cuda=torch[1],
         torch=torch[0],
         triton=_version("triton"),
@@ -54,22 +54,6 @@ def find_key(model: Path, device: str) -> Key | None:
         engine=hash_sources(Path(worker.__file__).parent / "engine"),
         unet=hash_unet(model),
     )
-
-
-def find_gpu(device: str) -> Gpu | None:
-    """The GPU that *device* means; None for a CPU, or where no driver answers."""
-    if device == "cpu":
-        return None
-
-    def ask() -> Gpu:
-        handle = replica.card_handle(device)
-        major, minor = pynvml.nvmlDeviceGetCudaComputeCapability(handle)
-        driver = str(pynvml.nvmlSystemGetDriverVersion())
-        name = str(pynvml.nvmlDeviceGetName(handle))
-        return Gpu(name, f"{major}.{minor}", driver.partition(".")[0])
-
-    answer = replica.ask_driver(ask)
-    return None if isinstance(answer, Exception) else answer
 
 
 def hash_sources(folder: Path) -> str:

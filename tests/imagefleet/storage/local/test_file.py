@@ -44,7 +44,7 @@ async def opened(path: Path) -> AsyncIterator[Opened]:
 
 async def filled(path: Path, jobs: int) -> None:
     file = QueueFile(path)
-    await file.create(["jobs"])
+    await file.create("jobs")
     await LocalQueue(file, "jobs", Operations()).send(f"job {number}" for number in range(jobs))
     await file.close()
 
@@ -96,7 +96,7 @@ async def test_a_damaged_file_is_neither_used_nor_replaced_by_an_empty_queue(
     with pytest.raises(errors.SetupError, match=r"is damaged.*move it away"):
         await queue.receive(32, LEASE_SECONDS)
     with pytest.raises(errors.SetupError, match=r"is damaged.*load --restart"):
-        await file.create(["jobs"])
+        await file.create("jobs")
     assert content_of(path) == content
 
 
@@ -117,7 +117,7 @@ async def test_the_database_of_another_program_is_left_as_it_is(
     with pytest.raises(errors.SetupError, match="not a queue file"):
         await queue.check()
     with pytest.raises(errors.SetupError, match="not a queue file"):
-        await file.create(["jobs"])
+        await file.create("jobs")
     assert content_of(path) == content
 
 
@@ -130,23 +130,23 @@ def folder_in_the_way(path: Path) -> None:
 async def test_a_folder_in_the_place_of_the_file_is_named(opened: Opened) -> None:
     file, _ = opened()
     with pytest.raises(errors.SetupError, match="is a folder"):
-        await file.create(["jobs"])
+        await file.create("jobs")
 
 
 async def test_the_log_of_a_lost_file_is_not_deleted_with_the_jobs_in_it(
     path: Path, opened: Opened
 ) -> None:
     file, queue = opened()
-    await file.create(["jobs"])
+    await file.create("jobs")
     await queue.send(["a job"])
     log = sqlite_file.log_of(path)
     content = content_of(log)
     saved = move(path, "saved")
     with pytest.raises(errors.SetupError, match="missing, but its log"):
-        await opened()[0].create(["jobs"])
+        await opened()[0].create("jobs")
     overwrite(path, offset=0, size=0)
     with pytest.raises(errors.SetupError, match="0 bytes"):
-        await opened()[0].create(["jobs"])
+        await opened()[0].create("jobs")
     assert content_of(log) == content
     move(saved, path.name)
     _, other = opened()
@@ -155,7 +155,7 @@ async def test_the_log_of_a_lost_file_is_not_deleted_with_the_jobs_in_it(
 
 async def test_a_new_file_appears_in_one_step_with_nothing_beside_it(path: Path) -> None:
     files = [QueueFile(path) for _ in range(8)]
-    await asyncio.gather(*(file.create(["jobs"]) for file in files))
+    await asyncio.gather(*(file.create("jobs") for file in files))
     await LocalQueue(files[0], "jobs", Operations()).send(["a job"])
     depth = await LocalQueue(files[-1], "jobs", Operations()).depth()
     assert depth.messages == 1
@@ -167,7 +167,7 @@ async def test_a_new_file_appears_in_one_step_with_nothing_beside_it(path: Path)
 async def deleted_in_use(path: Path, opened: Opened) -> tuple[LocalQueue, Message]:
     """A queue whose file is gone, and a message that was leased from it."""
     file, queue = opened()
-    await file.create(["jobs"])
+    await file.create("jobs")
     await queue.send(["an old job"])
     (message,) = await queue.receive(1, LEASE_SECONDS)
     delete_files(path.parent)
@@ -208,11 +208,11 @@ async def test_whoever_still_had_the_deleted_file_open_leaves_the_log_of_the_new
 ) -> None:
     """The last connection deletes the log by its name."""
     old = QueueFile(path)
-    await old.create(["jobs"])
+    await old.create("jobs")
     await LocalQueue(old, "jobs", Operations()).send(["an old job"])
     delete_files(path.parent)
     file, queue = opened()
-    await file.create(["jobs"])
+    await file.create("jobs")
     await queue.send(["a new job"])
     await old.close()
     assert sqlite_file.log_of(path).exists()
@@ -249,7 +249,7 @@ async def test_a_clock_that_is_set_neither_ends_a_lease_nor_prolongs_it(
     opened: Opened, wall: Wall, jump: float
 ) -> None:
     file, queue = opened()
-    await file.create(["jobs"])
+    await file.create("jobs")
     await queue.send(["held", "dropped"])
     (held,) = await queue.receive(1, LEASE_SECONDS)
     (dropped,) = await queue.receive(1, 1)
@@ -266,7 +266,7 @@ async def test_after_a_restart_of_the_machine_the_leases_of_dead_workers_are_ove
 ) -> None:
     monkeypatch.setattr(uptime, "boot_id", lambda: "first")
     file, queue = opened()
-    await file.create(["jobs"])
+    await file.create("jobs")
     await queue.send(["held", "waiting"])
     await queue.receive(1, 7 * 24 * HOUR)
     monkeypatch.setattr(uptime, "boot_id", lambda: "second")
@@ -274,18 +274,6 @@ async def test_after_a_restart_of_the_machine_the_leases_of_dead_workers_are_ove
     _, after = opened()
     assert [each.body for each in await after.receive(2, LEASE_SECONDS)] == ["held", "waiting"]
     assert await opened()[1].receive(2, LEASE_SECONDS) == []
-
-
-async def test_a_file_of_an_older_version_gets_a_clock_and_keeps_its_leases(
-    path: Path, opened: Opened
-) -> None:
-    file, queue = opened()
-    await file.create(["jobs"])
-    await queue.send(["held", "waiting"])
-    await queue.receive(1, LEASE_SECONDS)
-    make_database(path, "DROP TABLE clock")
-    _, newer = opened()
-    assert [each.body for each in await newer.receive(2, LEASE_SECONDS)] == ["waiting"]
 
 
 # Access

@@ -10,7 +10,7 @@ import torch
 
 from worker.engine import text
 from worker.engine.control.held import ControlNets
-from worker.engine.families import sdxl
+from worker.engine.families.table import size_ids
 from worker.engine.slots.staging import Stager
 from worker.engine.slots.unet import SlotUnet
 
@@ -124,7 +124,7 @@ def test_unet_output_is_diffusers(family_checkpoint: Any) -> None:
         added, extra = None, {}
         if family == "sdxl":
             pooled = torch.randn((6, 48), generator=generator)
-            sizes = torch.stack([sdxl.size_ids(64, 96)] * 2 + [sdxl.size_ids(80, 64)] * 4)
+            sizes = torch.stack([size_ids(64, 96)] * 2 + [size_ids(80, 64)] * 4)
             extra["added_cond_kwargs"] = {"text_embeds": pooled, "time_ids": sizes}
         rows = x.repeat_interleave(2, dim=0)
         expected = original(rows, times.repeat_interleave(2), vectors, **extra).sample

@@ -37,8 +37,7 @@ from imagefleet import errors
 from worker.engine import checkpoint as checkpoints
 from worker.engine import contract, load
 from worker.engine.families import reading
-from worker.engine.families.sd1 import SD1
-from worker.engine.families.sd2 import find_prediction
+from worker.engine.families.table import SD1, find_prediction
 from worker.engine.passes import init_image, steps
 from worker.engine.slots import engine as slots
 

@@ -14,9 +14,8 @@ from safetensors.torch import load_file, save_file
 import key_names
 from families import tiny_families
 from imagefleet import errors
-from worker.engine.families import noise, sd1, sd2, sdxl
-from worker.engine.families.find import FAMILIES
-from worker.engine.families.x4_upscaler import UNET_CONFIG, X4_UPSCALER
+from worker.engine.families import noise
+from worker.engine.families.table import FAMILIES, SD1, SD2, SDXL, X4_UPSCALER
 from worker.engine.lora import original_names
 from worker.engine.lora.layout import adaptable_layers
 from worker.files import check
@@ -149,11 +148,11 @@ def test_the_built_in_configurations_are_the_published_ones() -> None:
 
     with torch.device("meta"):
         networks = [
-            UNet2DConditionModel.from_config(sd2.UNET_CONFIG),
-            CLIPTextModel(CLIPTextConfig(**sd2.TEXT_CONFIG)),
-            UNet2DConditionModel.from_config(sdxl.UNET_CONFIG),
-            CLIPTextModelWithProjection(CLIPTextConfig(**sdxl.SECOND_TEXT_CONFIG)),
-            UNet2DConditionModel.from_config(UNET_CONFIG),
+            UNet2DConditionModel.from_config(SD2.unet_config),
+            CLIPTextModel(CLIPTextConfig(**SD2.text_encoders[0].config)),
+            UNet2DConditionModel.from_config(SDXL.unet_config),
+            CLIPTextModelWithProjection(CLIPTextConfig(**SDXL.text_encoders[1].config)),
+            UNet2DConditionModel.from_config(X4_UPSCALER.unet_config),
             AutoencoderKL.from_config(X4_UPSCALER.vae_config),
         ]
     sizes = [sum(each.numel() for each in network.parameters()) for network in networks]
@@ -251,8 +250,8 @@ def test_what_an_unmarked_sd2_predicts_shows_in_its_answer(
 
 
 def test_sd2s_native_size_follows_from_what_it_predicts() -> None:
-    assert sd2.SD2.native_sides == {"epsilon": 512, "v_prediction": 768}
-    assert all(not family.native_sides for family in FAMILIES if family is not sd2.SD2)
+    assert SD2.native_sides == {"epsilon": 512, "v_prediction": 768}
+    assert all(not family.native_sides for family in FAMILIES if family is not SD2)
 
 
 @pytest.mark.parametrize(
@@ -289,4 +288,4 @@ def test_a_unet_with_another_familys_text_encoders_is_refused(
     save_file(weights, path)
     with pytest.raises(errors.SetupError, match=r"Stable Diffusion 1.x"):
         family_checkpoint("sd1", path=path, config=family_folder("sdxl"))
-    assert sd1.SD1.networks == ("text_encoder",)
+    assert SD1.networks == ("text_encoder",)

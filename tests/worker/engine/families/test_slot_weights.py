@@ -12,7 +12,7 @@ import torch
 from evaluation.bench import random_model
 from worker.engine import checkpoint as checkpoints
 from worker.engine import contract
-from worker.engine.families.find import FAMILIES
+from worker.engine.families.table import FAMILIES
 from worker.engine.slots import memory
 from worker.engine.slots.engine import SlotEngine
 

@@ -10,7 +10,7 @@ from diffusers import AutoencoderKL
 
 import tiny_model
 from worker.engine import decoder
-from worker.engine.families import sdxl, vae
+from worker.engine.families import vae
 
 
 @pytest.fixture(scope="module")
@@ -70,6 +70,6 @@ def test_what_overflows_in_float16_is_drawn_right(
 
 
 def test_only_sdxls_vae_is_changed() -> None:
-    from worker.engine.families.find import FAMILIES
+    from worker.engine.families.table import FAMILIES, SDXL
 
-    assert [each for each in FAMILIES if each.overflows_in_float16] == [sdxl.SDXL]
+    assert [each for each in FAMILIES if each.overflows_in_float16] == [SDXL]

@@ -33,8 +33,7 @@ from imagefleet.job.noise import Noise
 from worker.engine import checkpoint as checkpoints
 from worker.engine import contract, load
 from worker.engine import noise as noises
-from worker.engine.families import find
-from worker.engine.families.x4_upscaler import X4_UPSCALER
+from worker.engine.families.table import X4_UPSCALER, of_folder
 from worker.engine.slots import engine as slots
 from worker.engine.slots.unet import SlotUnet
 
@@ -397,4 +396,4 @@ def test_the_published_sizes_make_four_times_the_image() -> None:
         slot_unet = SlotUnet(unet)
     assert checkpoints.vae_factor(vae) == 4
     assert slot_unet.added_width == 1024
-    assert find.of_folder(unet.config, {"hidden_act": "gelu"}) is X4_UPSCALER
+    assert of_folder(unet.config, {"hidden_act": "gelu"}) is X4_UPSCALER

@@ -172,7 +172,7 @@ def test_a_tensor_of_an_absurd_shape_is_the_files_fault(
     for part in ("lora_down.weight", "alpha", "hada_w1_b", "lokr_w2", "diff", "dora_scale"):
         save_file({f"{UNET_KEY}.{part}": torch.zeros(shape)}, path)
         with pytest.raises(errors.UnusableFileError, match="some-style"):
-            lora_file.read_lora(named(path), lora_file.identify(named(path)), cache._layouts)
+            cache.get(named(path))
 
 
 def test_finite_numbers_whose_sum_is_infinite_are_no_damage(
@@ -198,10 +198,10 @@ def test_a_number_type_unknown_to_torch_is_refused(
     ("config", "reason"),
     [
         ('{"text_encoder.alpha_pattern": {"fc1": "much"}}', "damaged metadata"),
-        ('{"unet.lora_alpha": 1e999}', "inf is not a valid alpha"),
+        ('{"unet.lora_alpha": 1e999}', "should be a finite number"),
         (f'{{"lora_alpha": {"9" * 400}}}', "damaged metadata"),
-        ('{"unet.alpha_pattern": {"(": 3}}', "'(' in its alpha_pattern is not a layer's name"),
-        (r'{"unet.alpha_pattern": {"(\\w+)+!": 3}}', "in its alpha_pattern is not a layer's name"),
+        ('{"unet.alpha_pattern": {"(": 3}}', "alpha_pattern.("),
+        (r'{"unet.alpha_pattern": {"(\\w+)+!": 3}}', "should match pattern"),
         ('{"unet.alpha_pattern": ["to_k"]}', "damaged metadata"),
         ("[" * 100_000, "damaged metadata"),
         ('{"unet.lora_alpha": "much"}', "damaged metadata"),

@@ -6,7 +6,7 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
-from worker.files.kernels.key import Key
+from worker.files.kernels.archive import Key
 
 KEY = Key(
     gpu="NVIDIA H200",

@@ -39,7 +39,7 @@ def picture(height: int, width: int) -> contract.Pixels:
 
 def test_an_image_is_enlarged_by_the_network_itself(build: Build) -> None:
     path, network = build()
-    upscaler = model.read_upscaler("4x-tiny", path, CPU)
+    upscaler = model.UpscalerCache(CPU).get(path)
     pixels = picture(24, 40)
     assert upscaler.scale == 4
     assert np.array_equal(upscaler.enlarge(pixels), esrgan.enlarge(network, pixels))
@@ -49,7 +49,7 @@ def test_tiles_become_smaller_while_the_memory_is_short(
     build: Build, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     path, network = build()
-    upscaler = model.read_upscaler("4x-tiny", path, CPU)
+    upscaler = model.UpscalerCache(CPU).get(path)
     run, sizes, longest = model.tiles.run, [], 128
 
     def short(network: Network, image: torch.Tensor, scale: int, tile: int) -> torch.Tensor:
@@ -82,7 +82,7 @@ def test_an_image_for_which_no_tile_is_small_enough_is_tried_again_elsewhere(
 
     monkeypatch.setattr(model.tiles, "run", fail)
     with pytest.raises(errors.TransientError, match="ran out of memory"):
-        model.read_upscaler("4x-tiny", path, CPU).enlarge(picture(8, 8))
+        model.UpscalerCache(CPU).get(path).enlarge(picture(8, 8))
 
 
 def test_a_file_is_read_once_unless_it_is_replaced(build: Build) -> None:
@@ -104,14 +104,14 @@ def test_a_damaged_file_is_refused(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "damaged.safetensors"
     path.write_bytes(content)
     with pytest.raises(errors.UnusableFileError, match=r"not a complete \.safetensors file"):
-        model.read_upscaler("damaged", path, CPU)
+        model.UpscalerCache(CPU).get(path)
 
 
 def test_a_file_of_something_else_is_refused_by_name(tmp_path: Path) -> None:
     path = tmp_path / "lora.safetensors"
     save_file({"lora_unet_down.weight": torch.zeros(4, 4)}, path)
-    with pytest.raises(errors.UnusableFileError, match="'lora' cannot be used: its architecture"):
-        model.read_upscaler("lora", path, CPU)
+    with pytest.raises(errors.UnusableFileError, match="'lora' has an architecture"):
+        model.UpscalerCache(CPU).get(path)
 
 
 def test_a_network_with_a_layer_missing_is_refused(build: Build, tmp_path: Path) -> None:
@@ -119,14 +119,14 @@ def test_a_network_with_a_layer_missing_is_refused(build: Build, tmp_path: Path)
     tensors = network.state_dict()
     del tensors["model.1.sub.0.RDB2.conv3.0.weight"]
     save_file(tensors, path)
-    with pytest.raises(errors.UnusableFileError, match="'x' cannot be used"):
-        model.read_upscaler("x", path, CPU)
+    with pytest.raises(errors.UnusableFileError, match="has tensors"):
+        model.UpscalerCache(CPU).get(path)
 
 
 def test_a_network_for_grey_images_is_refused(build: Build) -> None:
     path, _ = build(channels=1)
     with pytest.raises(errors.UnusableFileError, match="does not enlarge RGB images"):
-        model.read_upscaler("grey", path, CPU)
+        model.UpscalerCache(CPU).get(path)
 
 
 def test_weights_that_are_not_numbers_are_refused(build: Build) -> None:
@@ -135,7 +135,7 @@ def test_weights_that_are_not_numbers_are_refused(build: Build) -> None:
     next(iter(tensors.values()))[0] = torch.nan
     save_file(tensors, path)
     with pytest.raises(errors.UnusableFileError, match="NaN or infinity"):
-        model.read_upscaler("x", path, CPU)
+        model.UpscalerCache(CPU).get(path)
 
 
 def test_a_worker_without_spandrel_says_what_to_install(

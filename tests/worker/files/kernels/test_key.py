@@ -14,7 +14,7 @@ import pytest
 
 from kernel_files import KEY
 from worker.files import addresses
-from worker.files.kernels import archive, key, machine
+from worker.files.kernels import archive, machine
 
 ROOT = Path(__file__).parents[4]
 DEMO = ROOT / "demo_model"
@@ -61,7 +61,7 @@ def test_the_key_is_one_plain_name_that_any_storage_takes() -> None:
         assert len(f"{each.name}{archive.SUFFIX}.part.json") < 200
 
 
-@pytest.mark.parametrize("field", [each.name for each in fields(key.Key)])
+@pytest.mark.parametrize("field", [each.name for each in fields(archive.Key)])
 def test_whatever_differs_gives_another_name(field: str) -> None:
     other = replace(KEY, **{field: "9.9"})
     assert other.name != KEY.name

@@ -11,6 +11,7 @@ a second, on a virtual machine, handing out new pages took longer than everythin
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import math
@@ -20,16 +21,18 @@ import re
 import sys
 import threading
 import weakref
-from collections.abc import Mapping
-from contextlib import suppress
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from imagefleet import errors
 from imagefleet.telemetry import host
 
 log = logging.getLogger(__name__)
@@ -128,7 +131,8 @@ class Buffers:
 
 def _allocate(size: int) -> _Memory:
     memory = mmap.mmap(-1, size)
-    with suppress(AttributeError, OSError):  # on Linux, unless it has been built without them
+    with contextlib.suppress(AttributeError, OSError):
+        # On Linux, unless it has been built without them.
         memory.madvise(mmap.MADV_HUGEPAGE)
     return _Memory(np.frombuffer(memory, np.uint8))
 
@@ -174,12 +178,34 @@ _METADATA = re.compile(r'\{\s*"__metadata__"\s*:\s*')
 _DECODER = json.JSONDecoder()
 
 
-class MalformedError(Exception):
-    """The file is damaged or incomplete; says how."""
+Identity = tuple[str, int, int]
+"""Path, modification time in ns and size in bytes: a replaced file is another file."""
 
 
-class UnknownTypeError(Exception):
-    """A tensor holds numbers of a type that is not read; names the type."""
+class UnusableError(Exception):
+    """What is wrong with a file, as a sentence that lacks its subject."""
+
+
+@contextlib.contextmanager
+def named(file: str) -> Iterator[None]:
+    """Raises what is wrong with a *file*, such as "the LoRA 'x'", as an error that names it.
+
+    Raises:
+        UnusableFileError: it is not what it should be, or not for this model.
+        TransientError: it could not be read, or was evicted from the disk meanwhile.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise errors.TransientError(f"{file} cannot be read: {error.strerror or error}") from error
+    except UnusableError as error:
+        raise errors.UnusableFileError(f"{file} {error}") from error
+
+
+def identify(path: Path) -> Identity:
+    """Identifies a file's content; raises OSError if it cannot be read."""
+    status = path.stat()
+    return (str(path), status.st_mtime_ns, status.st_size)
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,19 +237,15 @@ class Place:
 
 
 def read(path: Path) -> Content:
-    """Reads a whole file; `places` then reads its header.
-
-    Raises:
-        OSError: it cannot be read; MalformedError: see there.
-    """
+    """Reads a whole file; `places` then reads its header. For `named`, as all that follows."""
     with path.open("rb", buffering=0) as file:
         start = file.read(_LENGTH_BYTES)
         if len(start) < _LENGTH_BYTES:
-            raise MalformedError("it ends within its first 8 bytes")
+            raise _incomplete("it ends within its first 8 bytes")
         header_bytes = int.from_bytes(start, "little")
         data_bytes = os.fstat(file.fileno()).st_size - _LENGTH_BYTES - header_bytes
         if header_bytes > _MAX_HEADER_BYTES or data_bytes < 0:
-            raise MalformedError("it ends within its header, or begins with something else")
+            raise _incomplete("it ends within its header, or begins with something else")
         header = file.read(header_bytes)
         data = files.take(data_bytes)
         room, at = data.numpy().data, 0
@@ -232,27 +254,36 @@ def read(path: Path) -> Content:
     try:
         text, metadata = _split(header.decode())
     except (ValueError, TypeError, AttributeError, RecursionError) as error:
-        raise MalformedError(f"its header is damaged ({error})") from error
+        raise _incomplete(f"its header is damaged ({error})") from error
     return Content(text, metadata, data[:at])
 
 
 def places(header: str, data_bytes: int) -> dict[str, Place]:
-    """Each tensor's place by its name, sorted by name.
-
-    Raises:
-        MalformedError, UnknownTypeError: see there.
-    """
+    """Each tensor's place by its name, sorted by name."""
     try:
         entries: dict[str, Any] = json.loads(header)
         found = {name: _place(entry) for name, entry in sorted(entries.items())}
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        raise MalformedError(f"its header is damaged ({error})") from error
+        raise _incomplete(f"its header is damaged ({error})") from error
     end = max((each.end for each in found.values()), default=0)
     if end > data_bytes:
-        raise MalformedError(f"it ends {end - data_bytes} bytes before its last tensor does")
+        raise _incomplete(f"it ends {end - data_bytes} bytes before its last tensor does")
     if end < data_bytes:
-        raise MalformedError(f"{data_bytes - end} bytes follow its last tensor")
+        raise _incomplete(f"{data_bytes - end} bytes follow its last tensor")
     return found
+
+
+def tensors_of(path: Path) -> dict[str, torch.Tensor]:
+    """A file's tensors by name, as views of one buffer."""
+    content = read(path)
+    return {
+        name: place.of(content.data)
+        for name, place in places(content.header, len(content.data)).items()
+    }
+
+
+def _incomplete(why: str) -> UnusableError:
+    return UnusableError(f"is not a complete .safetensors file: {why}")
 
 
 def _split(header: str) -> tuple[str, dict[str, str]]:
@@ -273,10 +304,64 @@ def _split(header: str) -> tuple[str, dict[str, str]]:
 
 def _place(entry: Mapping[str, Any]) -> Place:
     if (dtype := _TYPES.get(entry["dtype"])) is None:
-        raise UnknownTypeError(repr(entry["dtype"]))
+        unknown = repr(entry["dtype"])
+        raise UnusableError(f"holds numbers of the type {unknown}, which is not supported")
     shape, (begin, end) = entry["shape"], entry["data_offsets"]
     if not all(type(size) is int and size >= 0 for size in (*shape, begin, end)):
         raise ValueError("a size is not a whole number")
     if end - begin != math.prod(shape) * dtype.itemsize:
         raise ValueError("a tensor's shape does not fit its place")
     return Place(dtype, tuple(shape), begin, end)
+
+
+Value = TypeVar("Value")
+
+
+class ReadOnce(Generic[Value]):
+    """The values used last, each read once for all threads; thread-safe.
+
+    Not cachetools: where one read fails, all the threads that wait for it must fail with it, or
+    each would read the bad file again.
+    """
+
+    def __init__(self, room: int, size: Callable[[Value], int] = lambda _: 1) -> None:
+        """*room*: the most of the *size* of all values; a larger one is read each time."""
+        self.lookups: Counter[str] = Counter()
+        """Values that were here ('hit') and were read ('miss')."""
+        self._room, self._size = room, size
+        self._futures: OrderedDict[Hashable, Future[Value]] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def get(self, key: Hashable, read: Callable[[], Value]) -> Value:
+        """What *read* returns, unless it is here, or another thread is reading it."""
+        with self._lock:
+            future = self._futures.get(key)
+            is_new = future is None
+            if future is None:
+                future = self._futures[key] = Future()
+            self._futures.move_to_end(key)
+            self.lookups["miss" if is_new else "hit"] += 1
+        if is_new:
+            self._fill(future, key, read)
+        return future.result()
+
+    def _fill(self, future: Future[Value], key: Hashable, read: Callable[[], Value]) -> None:
+        try:
+            future.set_result(read())
+        except BaseException as error:  # noqa: BLE001 - other threads wait for it
+            with self._lock:
+                del self._futures[key]
+            future.set_exception(error)
+            return
+        with self._lock:
+            sizes = {
+                key: self._size(future.result())
+                for key, future in self._futures.items()
+                if future.done()
+            }
+            total = sum(sizes.values())
+            for oldest, size in sizes.items():
+                if total <= self._room:
+                    break
+                total -= size
+                del self._futures[oldest]

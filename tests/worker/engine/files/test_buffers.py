@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from worker.engine.lora.safetensors import Buffers
+from worker.engine.files.safetensors import Buffers
 
 
 def test_memory_is_used_again_once_no_tensor_refers_to_it() -> None:

@@ -1,0 +1,279 @@
+"""The model families: all that differs between Stable Diffusion's versions.
+
+The configurations are those of single files without a configuration folder, as published.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from worker.engine import text
+from worker.engine.lora.layout import Network
+
+Config = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class TextEncoder:
+    """One of a family's text encoders: a CLIPTextModel, or one with a projection."""
+
+    network: Network
+    """The encoder's name, which is that of its folder in diffusers' format."""
+    config: Config
+    prefix: str
+    """The prefix of the encoder's keys in single files."""
+    rules: text.Rules
+    is_open_clip: bool = False
+    """Single files have OpenCLIP's names for its weights, not transformers'."""
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """What a model family says of itself; the rest of the engine is the same for all."""
+
+    name: str
+    slug: str
+    """The family's name for programs."""
+    unet_config: Config
+    vae_config: Config
+    text_encoders: tuple[TextEncoder, ...]
+    has_size_ids: bool = False
+    """The UNet takes the image's size and the last text encoder's pooled vector."""
+    zeroes_empty_negative: bool = False
+    """An empty negative prompt is zeros, as AUTOMATIC1111 has it, not the encoding of no words."""
+    overflows_in_float16: bool = False
+    """The VAE's activations exceed float16: they are computed at a fraction of their size."""
+    has_large_layers: bool = False
+    """A copy of all linear layers per slot fits large GPUs only; on others much has to be saved."""
+    find_prediction: Callable[[Any], str] = field(default=lambda _: "epsilon")
+    """What a UNet predicts, where nothing states it."""
+    enlarges_image: bool = False
+    """The UNet takes an image in the size of the latents, with noise, and that noise's level."""
+    scheduler_config: Config = field(default_factory=dict)
+    """The noise where the scheduler has no configuration; empty for SD's usual one."""
+    native_sides: Mapping[str, int] = field(default_factory=dict)
+    """Pixels, by what the UNet predicts; otherwise the UNet's configuration says."""
+
+    @property
+    def skips_layers(self) -> bool:
+        """Whether a job's clip_skip means anything."""
+        return any(encoder.rules.layer is None for encoder in self.text_encoders)
+
+    @property
+    def networks(self) -> tuple[Network, ...]:
+        """The names of its text encoders."""
+        return tuple(encoder.network for encoder in self.text_encoders)
+
+
+#: What fills a chunk for OpenCLIP, where CLIP repeats the end; the token "!" of their tokenizer.
+OPEN_CLIP_PADDING = 0
+
+_CLIP = TextEncoder(
+    network="text_encoder",
+    config={
+        "hidden_size": 768,
+        "intermediate_size": 3072,
+        "num_hidden_layers": 12,
+        "num_attention_heads": 12,
+        "projection_dim": 768,
+    },
+    prefix="cond_stage_model.transformer.",
+    rules=text.Rules(),
+)
+SD1 = Family(
+    name="Stable Diffusion 1.x",
+    slug="sd1",
+    unet_config={"sample_size": 64, "cross_attention_dim": 768, "attention_head_dim": 8},
+    vae_config={
+        "down_block_types": ["DownEncoderBlock2D"] * 4,
+        "up_block_types": ["UpDecoderBlock2D"] * 4,
+        "block_out_channels": [128, 256, 512, 512],
+        "layers_per_block": 2,
+        "sample_size": 512,
+        "scaling_factor": 0.18215,
+    },
+    text_encoders=(_CLIP,),
+)
+
+
+@torch.no_grad()
+def find_prediction(unet: Any) -> str:
+    """What SD2's UNet predicts, by AUTOMATIC1111's rule: its answer to grey at the last timestep.
+
+    Of v-prediction it is the image's negative, far below the input. Inpainting checkpoints predict
+    epsilon, as there.
+    """
+    if unet.config.in_channels != unet.config.out_channels:
+        return "epsilon"
+    grey = torch.full((1, unet.config.in_channels, 8, 8), 0.5)
+    context = torch.full((1, 2, unet.config.cross_attention_dim), 0.5)
+    # On the CPU and in float32, where float16 may overflow or be missing.
+    answer = unet.float()(grey, torch.tensor([999.0]), context).sample
+    return "v_prediction" if (answer - grey).mean() < -1 else "epsilon"
+
+
+#: OpenCLIP-H up to its penultimate layer. Configurations ask for attention in float32, since its
+#: scores overflow in float16; the kernels here keep them in float32 anyway.
+SD2 = Family(
+    name="Stable Diffusion 2.x",
+    slug="sd2",
+    unet_config={
+        "sample_size": 64,
+        "cross_attention_dim": 1024,
+        "attention_head_dim": [5, 10, 20, 20],
+        "use_linear_projection": True,
+    },
+    vae_config=SD1.vae_config,
+    text_encoders=(
+        TextEncoder(
+            network="text_encoder",
+            # Without the last of its 24 layers, as in diffusers' format.
+            config={
+                "hidden_size": 1024,
+                "intermediate_size": 4096,
+                "num_hidden_layers": 23,
+                "num_attention_heads": 16,
+                "hidden_act": "gelu",
+                "projection_dim": 512,
+            },
+            prefix="cond_stage_model.model.",
+            is_open_clip=True,
+            # AUTOMATIC1111 ignores clip_skip here.
+            rules=text.Rules(padding=OPEN_CLIP_PADDING, layer=1),
+        ),
+    ),
+    find_prediction=find_prediction,
+    native_sides={"epsilon": 512, "v_prediction": 768},
+)
+
+#: Both text encoders give their penultimate layer as it is, whatever `clip_skip` says, as in
+#: AUTOMATIC1111.
+_SDXL_RULES = text.Rules(layer=2, is_normalised=False)
+
+SDXL = Family(
+    name="SDXL",
+    slug="sdxl",
+    unet_config={
+        "sample_size": 128,
+        "cross_attention_dim": 2048,
+        "attention_head_dim": [5, 10, 20],
+        "block_out_channels": [320, 640, 1280],
+        "down_block_types": ["DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D"],
+        "up_block_types": ["CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"],
+        "transformer_layers_per_block": [1, 2, 10],
+        "use_linear_projection": True,
+        "addition_embed_type": "text_time",
+        "addition_time_embed_dim": 256,
+        "projection_class_embeddings_input_dim": 2816,
+    },
+    vae_config={**SD1.vae_config, "sample_size": 1024, "scaling_factor": 0.13025},
+    text_encoders=(
+        replace(_CLIP, prefix="conditioner.embedders.0.transformer.", rules=_SDXL_RULES),
+        TextEncoder(
+            network="text_encoder_2",
+            config={
+                "hidden_size": 1280,
+                "intermediate_size": 5120,
+                "num_hidden_layers": 32,
+                "num_attention_heads": 20,
+                "hidden_act": "gelu",
+                "projection_dim": 1280,
+            },
+            prefix="conditioner.embedders.1.model.",
+            is_open_clip=True,
+            rules=replace(_SDXL_RULES, padding=OPEN_CLIP_PADDING, has_pooled=True),
+        ),
+    ),
+    has_size_ids=True,
+    zeroes_empty_negative=True,
+    overflows_in_float16=True,
+    has_large_layers=True,
+)
+
+
+def size_ids(width: int, height: int) -> torch.Tensor:
+    """SDXL's original size, crop's corner and target size, as AUTOMATIC1111 sends them."""
+    return torch.tensor([height, width, 0, 0, height, width], dtype=torch.float32)
+
+
+#: What an upscaler's UNet takes beside the latents: red, green and blue.
+IMAGE_CHANNELS = 3
+
+#: Stable Diffusion's x4 upscaler: SD2's text encoder, and a UNet that sees the image it enlarges,
+#: of the latents' size and with some noise. Its VAE makes four times the width and height of them.
+X4_UPSCALER = replace(
+    SD2,
+    name="Stable Diffusion x4 upscaler",
+    slug="x4_upscaler",
+    unet_config={
+        "sample_size": 128,
+        "in_channels": 4 + IMAGE_CHANNELS,
+        "cross_attention_dim": 1024,
+        "attention_head_dim": 8,
+        "block_out_channels": [256, 512, 512, 1024],
+        "down_block_types": ["DownBlock2D", *["CrossAttnDownBlock2D"] * 3],
+        "up_block_types": [*["CrossAttnUpBlock2D"] * 3, "UpBlock2D"],
+        "num_class_embeds": 1000,
+        "only_cross_attention": [True, True, True, False],
+        "use_linear_projection": True,
+    },
+    vae_config={
+        "down_block_types": ["DownEncoderBlock2D"] * 3,
+        "up_block_types": ["UpDecoderBlock2D"] * 3,
+        "block_out_channels": [128, 256, 512],
+        "layers_per_block": 2,
+        "sample_size": 256,
+        "scaling_factor": 0.08333,
+    },
+    # Of the latents, and of the image.
+    scheduler_config={"beta_start": 0.0001, "beta_end": 0.02, "beta_schedule": "scaled_linear"},
+    # "The decoder seems to break in half precision", says its own configuration (x4-upscaling.yaml
+    # in Stability-AI/stablediffusion); diffusers' pipeline decodes in float32.
+    overflows_in_float16=True,
+    find_prediction=lambda _: "v_prediction",
+    native_sides={},
+    enlarges_image=True,
+)
+
+#: Families of single files, told by their text encoders; the x4 upscaler has SD2's.
+FAMILIES = (SD1, SD2, SDXL)
+
+#: A tensor of a single file whose UNet knows levels of noise on an image.
+_LEVELS = "model.diffusion_model.label_emb.weight"
+
+
+def of_file(keys: Iterable[str]) -> Family | None:
+    """The family of a single file: the one whose text encoders' keys it has."""
+    names = list(keys)
+    for family in FAMILIES:
+        prefixes = [encoder.prefix for encoder in family.text_encoders]
+        if all(any(name.startswith(prefix) for name in names) for prefix in prefixes):
+            return X4_UPSCALER if family is SD2 and _LEVELS in names else family
+    return None
+
+
+def of_folder(unet: Config, text_encoder: Config) -> Family:
+    """The family of a folder in diffusers' format, by these parts' configurations.
+
+    SD2 is told from SD1 by its text encoder: OpenCLIP has another activation than CLIP.
+    """
+    if unet.get("num_class_embeds") is not None:
+        return X4_UPSCALER
+    if unet.get("addition_embed_type") is not None:
+        return SDXL
+    return SD2 if text_encoder.get("hidden_act") == "gelu" else SD1
+
+
+def pipeline_of(model: Path) -> str:
+    """The class of a folder's pipeline by its model_index.json; '' for a file or without one."""
+    try:
+        index = json.loads((model / "model_index.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return ""
+    return str(index.get("_class_name", "")) if isinstance(index, dict) else ""

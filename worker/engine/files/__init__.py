@@ -1,0 +1,1 @@
+"""Reading the files that jobs name: each once, and untrusted."""
