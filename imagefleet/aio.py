@@ -26,10 +26,9 @@ from imagefleet import cancelled, concurrency, errors, retry, signing, validatio
 from imagefleet.job.change import Change
 from imagefleet.job.message import Job, SafeId, split_job_key
 from imagefleet.records import columns, outcomes, reader
-from imagefleet.records.batch import Submission, Watch
+from imagefleet.records.batch import SentJobs, Submission, Watch
 from imagefleet.records.outcomes import JobFacts, Status
 from imagefleet.records.reader import Counts
-from imagefleet.records.sent import SentJobs
 from imagefleet.storage import dead_letter_queue, enqueue, protocol
 from imagefleet.storage.dead_letter import Check, Selection
 from imagefleet.storage.dead_letter_queue import OnProgress, Preview, Swept

@@ -21,13 +21,12 @@ from imagefleet.storage import enqueue
 from imagefleet.storage.open import Storage, absolute_url
 from imagefleet.storage.settings import Priority
 from imagefleet.submit import BulkSender, Progress, keep_noting
-from loadgen.campaigns import LoadedCampaigns
+from loadgen.campaigns import LoadedCampaigns, Sample
 from loadgen.caption_sweep import SweepSource
 from loadgen.file_source import OnRead
 from loadgen.pace import seconds_left
 from loadgen.processes.frames import Refusals
 from loadgen.processes.pool import SenderProcesses
-from loadgen.second_drawing import Sample
 from loadgen.settings import MOST_BATCHES, LoadSettings
 from loadgen.sources import Source
 

@@ -14,10 +14,9 @@ from fleet.report.figures import Figures
 from fleet.report.metrics import Metrics
 from fleet.report.plot import Bar, Line, bars, histogram, time_plot
 from fleet.report.samples import Sample
-from imagefleet.scoring import curve
-from imagefleet.scoring import scores as campaign_scores
-from imagefleet.scoring.curve import number_text
-from imagefleet.scoring.scores import Scores
+from imagefleet import scores as campaign_scores
+from imagefleet import scores as curve
+from imagefleet.scores import Scores, number_text
 
 #: Rows of the table of workers, the slowest first.
 _MAX_WORKERS = 15

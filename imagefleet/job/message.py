@@ -27,7 +27,7 @@ from pydantic import (
 from imagefleet import errors, signing, validation
 from imagefleet.job import chain
 from imagefleet.job.passes import fields as passes
-from imagefleet.job.passes import sources
+from imagefleet.job.passes import img2img
 from imagefleet.job.passes.fields import PassFields
 from imagefleet.job.passes.first import MAX_IMAGES_PER_JOB, MAX_SIDE
 from imagefleet.job.prompt import SAFE_NAME
@@ -178,7 +178,7 @@ class Job(PassFields):
             )
             fields = chain.inherited(before, given) | given
             fields |= {"id": self.id, "campaign": self.campaign}
-            fields[chain.INPUT_FIELD] = [f"{sources.IMAGES}{known.blob_name(0)}"]
+            fields[chain.INPUT_FIELD] = [f"{img2img.IMAGES}{known.blob_name(0)}"]
             try:
                 known = Job.model_validate(fields)
             except ValidationError as error:

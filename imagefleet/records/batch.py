@@ -6,8 +6,9 @@ import asyncio
 import itertools
 import logging
 import uuid
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from imagefleet import errors
@@ -16,8 +17,9 @@ from imagefleet.job.message import DEFAULT_CAMPAIGN, Job, job_key
 from imagefleet.records import reader
 from imagefleet.records.outcomes import JobFacts
 from imagefleet.records.record import Record
-from imagefleet.records.sent import SentJobs
+from imagefleet.records.shard import RecordLog
 from imagefleet.storage.open import Storage
+from imagefleet.storage.protocol import BlobStore
 
 if TYPE_CHECKING:
     from imagefleet.signing import SigningKey
@@ -26,6 +28,73 @@ log = logging.getLogger(__name__)
 
 _Failure = tuple[str, str | None]
 """A job, and the message that it failed with."""
+
+
+#: Campaigns whose sums are kept: those that were sent to last.
+_MAX_CAMPAIGNS = 1_000
+
+
+@dataclass(slots=True, eq=False)
+class _Campaign:
+    """One campaign's jobs so far; *log* counts as a filler of its own."""
+
+    log: RecordLog
+    sent: int = 0
+    noted: int = 0
+    writing: asyncio.Task[None] | None = None
+
+
+class SentJobs:
+    """The jobs of one program's submissions by campaign, noted in the campaigns' records.
+
+    A campaign's sum of all of them is in one shard, since each shard is listed and read.
+    """
+
+    def __init__(self, blobs: BlobStore) -> None:
+        self._blobs = blobs
+        self._campaigns: OrderedDict[str, _Campaign] = OrderedDict()
+
+    def add(self, campaign: str, jobs: int) -> None:
+        """Counts so many more of a campaign's jobs as sent."""
+        if campaign not in self._campaigns:
+            self._campaigns[campaign] = _Campaign(RecordLog(self._blobs, "client"))
+        self._campaigns.move_to_end(campaign)
+        self._campaigns[campaign].sent += jobs
+
+    async def note(self, campaign: str) -> None:
+        """Notes a campaign's sum, or raises FleetError; those who ask at once share a write."""
+        known = self._campaigns.get(campaign)
+        wanted = known.sent if known else 0
+        while known and known.noted < wanted:
+            if known.writing is None:
+                known.writing = asyncio.create_task(self._write(campaign, known))
+            # One who is cancelled must not end it: nobody would know how long the shard is.
+            await asyncio.shield(known.writing)
+
+    async def close(self) -> None:
+        """Ends what nobody waits for any more."""
+        tasks = [each.writing for each in self._campaigns.values() if each.writing]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _write(self, campaign: str, known: _Campaign) -> None:
+        jobs = known.sent
+        try:
+            await known.log.sent(campaign, jobs)
+        except errors.SetupError:
+            self._campaigns.pop(campaign, None)
+            raise
+        finally:
+            known.writing = None
+        known.noted = jobs
+        self._forget()
+
+    def _forget(self) -> None:
+        too_many = max(0, len(self._campaigns) - _MAX_CAMPAIGNS)
+        for name, each in list(itertools.islice(self._campaigns.items(), too_many)):
+            if each.noted == each.sent and each.writing is None:
+                del self._campaigns[name]
 
 
 class Submission:

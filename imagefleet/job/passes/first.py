@@ -16,8 +16,8 @@ from pydantic import (
 )
 
 from imagefleet import errors
-from imagefleet.job import noise, samplers
 from imagefleet.job import prompt as prompts
+from imagefleet.job import samplers
 from imagefleet.job.prompt import Prompt
 
 #: The shortest and the longest side of an image, in pixels.
@@ -64,7 +64,7 @@ class FirstPass(BaseModel):
     """0: no limit."""
     s_noise: float = Field(default=1.0, ge=0, le=10)
     s_min_uncond: float = Field(default=0.0, ge=0, le=1000)
-    randn_source: noise.Source = "CPU"
+    randn_source: samplers.NoiseSource = "CPU"
     eta_noise_seed_delta: int = Field(default=0, ge=-(2**32), le=2**32)
     subseed: int = Field(default=-1, ge=-1, le=2**32 - 1)
     subseed_strength: float = Field(default=0.0, ge=0, le=1)
@@ -93,7 +93,7 @@ class FirstPass(BaseModel):
             )
         if self.steps < samplers.least_steps(self.sampler):
             raise ValueError(samplers.too_few_steps(self.sampler))
-        if self.randn_source in noise.PHILOX and self.seed + self.images > 2**32:
+        if self.randn_source in samplers.PHILOX and self.seed + self.images > 2**32:
             raise ValueError(
                 f"seed: the seeds of {self.images} images from {self.seed} on go beyond 32 bits,"
                 f" which with randn_source {self.randn_source} are no longer those of this job"
@@ -166,8 +166,8 @@ class FirstPass(BaseModel):
         size = self.seed_resize_from_w, self.seed_resize_from_h
         return size if min(size) > 0 else None
 
-    def image_noise(self, index: int) -> noise.Noise:
-        return noise.Noise(
+    def image_noise(self, index: int) -> samplers.Noise:
+        return samplers.Noise(
             self.randn_source,
             self.eta_noise_seed_delta,
             self.image_subseed(index) if self.subseed_strength else 0,

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from imagefleet import errors
 from imagefleet.job import override_settings, prompt, samplers, sizes
 from imagefleet.job.message import Job, read_job
-from imagefleet.job.noise import Noise
 from imagefleet.job.passes import fields
 from imagefleet.job.passes.first import MAX_IMAGES_PER_JOB
+from imagefleet.job.samplers import Noise
 
 json_values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20),
