@@ -174,11 +174,7 @@ class Fleet:
         return await self.run(self._submit(jobs, campaign, checked_priority(priority), models))
 
     async def _submit(
-        self,
-        jobs: Iterable[Job],
-        campaign: str | None,
-        priority: Priority,
-        models: Collection[str],
+        self, jobs: Iterable[Job], campaign: str | None, priority: Priority, models: Collection[str]
     ) -> Batch:
         if not self._created:
             await self.storage.create()

@@ -9,14 +9,7 @@ import os
 import threading
 import time
 from collections import defaultdict, deque
-from collections.abc import (
-    AsyncIterator,
-    Awaitable,
-    Callable,
-    Coroutine,
-    Iterable,
-    Sequence,
-)
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Sequence
 from concurrent.futures import Executor
 from pathlib import Path
 from typing import Any, Generic, NamedTuple, TypeVar, overload

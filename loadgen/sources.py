@@ -60,13 +60,7 @@ def open_source(
             f" standard input; or choose --format {'|'.join(files.FORMATS)}"
         )
     return FileSource(
-        path,
-        found,
-        count=count,
-        on_invalid=on_invalid,
-        on_read=on_read,
-        key=key,
-        campaign=campaign,
+        path, found, count=count, on_invalid=on_invalid, on_read=on_read, key=key, campaign=campaign
     )
 
 

@@ -92,10 +92,7 @@ _TELLING_NAMES: tuple[tuple[Content, str], ...] = (
     ),
     (_DIFFUSERS_PARTS, r"^unet\.(conv_in|down_blocks)\."),
     (Content("a Stable Diffusion 3 checkpoint"), r"^(model\.diffusion_model\.)?joint_blocks\."),
-    (
-        Content("a HunyuanVideo checkpoint"),
-        r"(^|\.)txt_in\.individual_token_refiner\.",
-    ),
+    (Content("a HunyuanVideo checkpoint"), r"(^|\.)txt_in\.individual_token_refiner\."),
     (
         Content("a Flux checkpoint"),
         r"^(model\.diffusion_model\.)?(double_blocks\.|single_transformer_blocks\.)",

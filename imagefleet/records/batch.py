@@ -195,10 +195,7 @@ class Watch:
     """Finds the ends of many jobs in the records of their campaigns."""
 
     def __init__(
-        self,
-        storage: Storage,
-        jobs: Iterable[JobFacts],
-        positions: Mapping[str, dict[str, int]],
+        self, storage: Storage, jobs: Iterable[JobFacts], positions: Mapping[str, dict[str, int]]
     ) -> None:
         self.found: list[JobFacts] = []
         self.waiting = {job.key: job for job in jobs}

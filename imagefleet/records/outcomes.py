@@ -179,10 +179,7 @@ def _is_of_its_job(record: Record) -> bool:
 
 
 async def _image(
-    storage: Storage,
-    job: JobFacts,
-    name: str,
-    suffixes: Iterable[str] = tuple(SUFFIXES.values()),
+    storage: Storage, job: JobFacts, name: str, suffixes: Iterable[str] = tuple(SUFFIXES.values())
 ) -> Record | None:
     """The record of the image that has this name in any format; a read for each."""
     for suffix in suffixes:

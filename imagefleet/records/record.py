@@ -38,8 +38,7 @@ _Text = Annotated[str, StringConstraints(max_length=MAX_MESSAGE_BYTES)]
 #: What columns of tables and plots hold; a clock that was never set is in 1970.
 _Number = Annotated[int, Field(ge=0, lt=2**53)]
 _Moment = Annotated[
-    AwareDatetime,
-    Field(ge=datetime(1970, 1, 1, tzinfo=UTC), lt=datetime(3000, 1, 1, tzinfo=UTC)),
+    AwareDatetime, Field(ge=datetime(1970, 1, 1, tzinfo=UTC), lt=datetime(3000, 1, 1, tzinfo=UTC))
 ]
 _Seconds = Annotated[float, Field(ge=0, le=_LONGEST_SECONDS)]
 

@@ -41,10 +41,7 @@ _RETRYABLE = frozenset({408, 425, 429})
 
 @contextlib.asynccontextmanager
 async def pushing(
-    registry: CollectorRegistry,
-    settings: TelemetrySettings,
-    job: str,
-    instance: str | None = None,
+    registry: CollectorRegistry, settings: TelemetrySettings, job: str, instance: str | None = None
 ) -> AsyncIterator[None]:
     """Pushes *registry* while the block runs and once more at its end, if `push_url` is set.
 
