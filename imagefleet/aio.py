@@ -137,7 +137,6 @@ class Fleet:
         for task in self._running:
             task.cancel()
         await asyncio.gather(*self._running, return_exceptions=True)
-        await self._sent.close()
         await self.storage.__aexit__(None, None, None)
 
     async def run(self, operation: Coroutine[Any, Any, _Result]) -> _Result:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from datetime import datetime, timedelta
 from typing import NoReturn, Self
 
-from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AwareDatetime, BaseModel, Field, ValidationError
 
 from imagefleet import errors, retry, validation
 from imagefleet.job.message import DEFAULT_CAMPAIGN, SafeId
@@ -46,20 +46,16 @@ _TRIES = 10
 _CLOCK_SECONDS = 0.5
 
 
-class Cancellation(BaseModel):
+class Cancellation(BaseModel, extra="allow", frozen=True):
     """One campaign of one queue, and until when its messages were sent."""
-
-    model_config = ConfigDict(extra="allow", frozen=True)
 
     queue: str = Field(max_length=200)
     campaign: SafeId
     at: AwareDatetime
 
 
-class CancelledList(BaseModel):
+class CancelledList(BaseModel, extra="allow", frozen=True):
     """The whole list; several fleets, each with a queue of its own, may share it."""
-
-    model_config = ConfigDict(extra="allow", frozen=True)
 
     campaigns: tuple[Cancellation, ...] = ()
 

@@ -8,7 +8,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ValidationError
 
 from imagefleet import errors, validation
 
@@ -26,10 +26,8 @@ _LOOK = 'role="img" font-family="system-ui, sans-serif" font-size="14" fill="cur
 _MARGIN = 0.08
 
 
-class GroupScores(BaseModel):
+class GroupScores(BaseModel, extra="ignore", frozen=True, allow_inf_nan=False):
     """One group of a sweep: one point of a curve. What cannot be computed is None."""
-
-    model_config = ConfigDict(extra="ignore", frozen=True, allow_inf_nan=False)
 
     group: str
     cfg_scale: float | None = None
@@ -49,10 +47,8 @@ class GroupScores(BaseModel):
     cmmd: float | None = None
 
 
-class Scores(BaseModel):
+class Scores(BaseModel, extra="ignore", frozen=True):
     """All groups, and all that the figures depend on."""
-
-    model_config = ConfigDict(extra="ignore", frozen=True)
 
     campaign: str
     reference: str | None

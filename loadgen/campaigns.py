@@ -68,7 +68,9 @@ class LoadedCampaigns:
         """
         position = start
         for body in bodies:
-            campaign = only or (None if body is None else _campaign_of(body))
+            campaign = only
+            if campaign is None and body is not None:
+                campaign = message_fields(body).get("campaign") or DEFAULT_CAMPAIGN
             if campaign is not None and self.is_cancelled(campaign):
                 if campaign not in self.left_out:
                     self.notice(f"campaign {campaign} was cancelled: no more of its jobs are sent")
@@ -125,10 +127,6 @@ class LoadedCampaigns:
                 f"these are jobs of more than {MAX_CAMPAIGNS:,} campaigns: how many are sent is not"
                 " recorded for the others"
             )
-
-
-def _campaign_of(body: str) -> str:
-    return message_fields(body).get("campaign") or DEFAULT_CAMPAIGN
 
 
 class Sample:

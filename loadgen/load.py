@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
-from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AwareDatetime, BaseModel, Field, ValidationError
 
 from imagefleet import concurrency, errors
 from imagefleet.cancelled import CancelledCampaigns
@@ -36,10 +36,8 @@ POSITIONS_BETWEEN_CHECKPOINTS = 256
 SECONDS_BETWEEN_CHECKPOINTS = 0.05
 
 
-class Checkpoint(BaseModel):
+class Checkpoint(BaseModel, extra="forbid", frozen=True):
     """One load of one source into one queue; `confirmed` counts the positions that are stored."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     source: str
     storage: str

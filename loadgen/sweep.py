@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, PlainValidator, ValidationError, model_validator
+from pydantic import BaseModel, Field, PlainValidator, ValidationError, model_validator
 
 from imagefleet import validation
 from imagefleet.job import samplers
@@ -61,10 +61,8 @@ def _number(value: Any) -> Any:
 Number = Annotated[int | float, PlainValidator(_number)]
 
 
-class Range(BaseModel):
+class Range(BaseModel, extra="forbid", frozen=True, allow_inf_nan=False):
     """Numbers from the first to the last, both included."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     first: Number = Field(alias="from")
     last: Number = Field(alias="to")

@@ -24,7 +24,6 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import (
     BaseModel,
     BeforeValidator,
-    ConfigDict,
     Field,
     JsonValue,
     StringConstraints,
@@ -47,12 +46,10 @@ ListName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")
 Strength = Annotated[float, Field(ge=-prompt.WEIGHT_LIMIT, le=prompt.WEIGHT_LIMIT)]
 
 
-class Choice(BaseModel):
+class Choice(
+    BaseModel, extra="forbid", frozen=True, allow_inf_nan=False, hide_input_in_errors=True
+):
     """An entry of a list: words, or a LoRA and its trigger words."""
-
-    model_config = ConfigDict(
-        extra="forbid", frozen=True, allow_inf_nan=False, hide_input_in_errors=True
-    )
 
     text: str = ""
     lora: SafeFileName | None = None
@@ -92,17 +89,15 @@ class Choice(BaseModel):
         return self
 
 
-def _as_list(value: object) -> object:
-    return [value] if isinstance(value, str | Mapping) else value
+Choices = Annotated[
+    tuple[Choice, ...],
+    BeforeValidator(lambda value: [value] if isinstance(value, str | Mapping) else value),
+    Field(min_length=1),
+]
 
 
-Choices = Annotated[tuple[Choice, ...], BeforeValidator(_as_list), Field(min_length=1)]
-
-
-class Template(BaseModel):
+class Template(BaseModel, extra="forbid", frozen=True, hide_input_in_errors=True):
     """A validated template file; `Patterns` reads its patterns."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, hide_input_in_errors=True)
 
     prompt: Choices
     negative_prompt: Choices = (Choice(text=""),)

@@ -188,13 +188,10 @@ class TemplateSource:
         labels = [*(each.label(word) for each, word in words), sweep.label(told)]
         fields = sweep.as_job_fields(chosen)
         if not self._is_random and "seed" not in {*fields, *self._fixed}:
-            fields["seed"] = self._shared_seed(index // self.combinations)
+            # One seed for all points of a turn: pictures differ by what is swept alone.
+            data = f"{self.identity} seed {index // self.combinations}".encode()
+            fields["seed"] = int.from_bytes(hashlib.blake2b(data, digest_size=4).digest())
         return fields, "-".join(filter(None, labels))
-
-    def _shared_seed(self, turn: int) -> int:
-        """The seed of all points of a turn, so that pictures differ by what is swept alone."""
-        data = f"{self.identity} seed {turn}".encode()
-        return int.from_bytes(hashlib.blake2b(data, digest_size=4).digest())
 
     def _job(self, index: int, draws: list[Draw]) -> Job:
         render = self._patterns.render

@@ -67,21 +67,9 @@ class FileKind:
         return file_name if self.lists_suffixes else self.stem(file_name)
 
 
-def _describe_by_family(_path: str, _header: Header, content: Content) -> str:
-    return content.family
-
-
-def _describe_lora(_path: str, _header: Header, content: Content) -> str:
-    return f"{content.family} LoRA"
-
-
 def _describe_embedding(path: str, header: Header, _content: Content) -> str:
     family, vectors = describe_embedding(path, header)
     return f"{family} embedding, {vectors} vector{'s' * (vectors != 1)}"
-
-
-def _describe_text_states(_path: str, header: Header, _content: Content) -> str:
-    return header.metadata.get("encoder", "")
 
 
 MODEL = FileKind(
@@ -90,7 +78,7 @@ MODEL = FileKind(
     "models",
     "a worker draws with it by the flags",
     "--model store:{name} --model-sha256 {sha256}",
-    _describe_by_family,
+    lambda _path, _header, content: content.family,
     suffixes=(".safetensors", ".tar"),
     stops_without_list=True,
     lists_suffixes=True,
@@ -102,7 +90,7 @@ LORA = FileKind(
     "loras",
     "prompts use it by the tag",
     "<lora:{stem}:1>",
-    _describe_lora,
+    lambda _path, _header, content: f"{content.family} LoRA",
     max_bytes=2**30,
     stops_without_list=True,
 )
@@ -141,7 +129,7 @@ TEXT = FileKind(
     "text states",
     "text-states",
     "stages without a text encoder draw from them",
-    describe=_describe_text_states,
+    describe=lambda _path, header, _content: header.metadata.get("encoder", ""),
     max_bytes=2**22,
 )
 #: Programs, whose key `worker.files.kernels` reads.

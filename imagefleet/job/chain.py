@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, Field, ValidationError
 
 from imagefleet import errors
 from imagefleet.job import sizes
@@ -54,10 +54,8 @@ OF_JOB = frozenset({"id", "campaign", "verify", THEN_FIELD})
 _OF_IMAGES = frozenset({"batch_size", "n_iter"})
 
 
-class StageField(BaseModel):
+class StageField(BaseModel, extra="forbid", frozen=True, hide_input_in_errors=True):
     """The field `stage` of a message. It is untrusted: only a job is signed."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, hide_input_in_errors=True)
 
     number: int = Field(ge=2, le=MAX_STAGES)
     message: str | None = Field(default=None, max_length=200)

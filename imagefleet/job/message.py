@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 from pydantic import (
     AfterValidator,
     BaseModel,
-    ConfigDict,
     Field,
     JsonValue,
     ValidationError,
@@ -99,21 +98,15 @@ ASIDE = "-"
 SUFFIXES = {"png": "png", "jpeg": "jpg", "webp": "webp"}
 
 
-class Output(BaseModel):
+class Output(BaseModel, extra="forbid", frozen=True):
     """How images are stored; `quality` is for JPEG and WebP."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     format: Literal["png", "jpeg", "webp"] = "png"
     quality: int = Field(default=90, ge=1, le=100)
 
 
-class Job(PassFields):
+class Job(PassFields, extra="forbid", frozen=True, allow_inf_nan=False, hide_input_in_errors=True):
     """A validated job; one that `read_job` returned has an `id` and a `seed`."""
-
-    model_config = ConfigDict(
-        extra="forbid", frozen=True, allow_inf_nan=False, hide_input_in_errors=True
-    )
 
     model: SafeFileName | None = None
     id: SafeId | None = None

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, Field, ValidationError
 
 from imagefleet import errors, validation, yaml_file
 
@@ -133,8 +133,10 @@ def _key(name: str) -> str:
 _Dollars = Annotated[float, Field(ge=0, le=1000, allow_inf_nan=False)]
 
 
-class _Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True)
+class _Strict(BaseModel, extra="forbid", strict=True):
+    """Takes no number for a text, or a text for a number."""
+
+    """Takes no number for a text, or a text for a number."""
 
 
 class _Storage(_Strict):

@@ -8,7 +8,7 @@ import logging
 import uuid
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from imagefleet import errors
@@ -41,7 +41,7 @@ class _Campaign:
     log: RecordLog
     sent: int = 0
     noted: int = 0
-    writing: asyncio.Task[None] | None = None
+    writing: asyncio.Lock = field(default_factory=asyncio.Lock)
 
 
 class SentJobs:
@@ -63,37 +63,22 @@ class SentJobs:
 
     async def note(self, campaign: str) -> None:
         """Notes a campaign's sum, or raises FleetError; those who ask at once share a write."""
-        known = self._campaigns.get(campaign)
-        wanted = known.sent if known else 0
-        while known and known.noted < wanted:
-            if known.writing is None:
-                known.writing = asyncio.create_task(self._write(campaign, known))
-            # One who is cancelled must not end it: nobody would know how long the shard is.
-            await asyncio.shield(known.writing)
-
-    async def close(self) -> None:
-        """Ends what nobody waits for any more."""
-        tasks = [each.writing for each in self._campaigns.values() if each.writing]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-
-    async def _write(self, campaign: str, known: _Campaign) -> None:
-        jobs = known.sent
-        try:
-            await known.log.sent(campaign, jobs)
-        except errors.SetupError:
-            self._campaigns.pop(campaign, None)
-            raise
-        finally:
-            known.writing = None
-        known.noted = jobs
-        self._forget()
-
-    def _forget(self) -> None:
+        if (known := self._campaigns.get(campaign)) is None:
+            return
+        wanted = known.sent
+        async with known.writing:
+            if known.noted >= wanted:
+                return
+            jobs = known.sent
+            try:
+                await known.log.sent(campaign, jobs)
+            except errors.SetupError:
+                self._campaigns.pop(campaign, None)
+                raise
+            known.noted = jobs
         too_many = max(0, len(self._campaigns) - _MAX_CAMPAIGNS)
         for name, each in list(itertools.islice(self._campaigns.items(), too_many)):
-            if each.noted == each.sent and each.writing is None:
+            if each.noted == each.sent and not each.writing.locked():
                 del self._campaigns[name]
 
 

@@ -10,7 +10,7 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from datetime import datetime
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, Field, ValidationError
 
 from imagefleet import concurrency, errors
 from imagefleet.job.message import RECORDS
@@ -65,9 +65,7 @@ class Counts:
         return max(0, self.sent - ended)
 
 
-class _Sent(BaseModel):
-    model_config = ConfigDict(hide_input_in_errors=True)
-
+class _Sent(BaseModel, hide_input_in_errors=True):
     load: str = Field(max_length=200)
     jobs: int = Field(ge=0, lt=2**53)
 

@@ -14,7 +14,6 @@ import pydantic_core
 from pydantic import (
     AwareDatetime,
     BaseModel,
-    ConfigDict,
     Field,
     JsonValue,
     StringConstraints,
@@ -67,12 +66,8 @@ class Embedding(NamedTuple):
     sha256: _Name
 
 
-class Record(BaseModel):
+class Record(BaseModel, frozen=True, allow_inf_nan=False, hide_input_in_errors=True):
     """One line of a shard: an image, or a job that ended otherwise."""
-
-    model_config = ConfigDict(
-        extra="ignore", frozen=True, allow_inf_nan=False, hide_input_in_errors=True
-    )
 
     outcome: Outcome
     blob: Annotated[str, StringConstraints(max_length=MAX_BLOB_NAME)] | None = None

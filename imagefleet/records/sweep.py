@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterable
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, JsonValue, StringConstraints, ValidationError
+from pydantic import BaseModel, Field, JsonValue, StringConstraints, ValidationError
 
 from imagefleet import errors, validation
 from imagefleet.job.message import SafeFileName, SafeId
@@ -40,19 +40,15 @@ GroupName = Annotated[
 _Count = Annotated[int, Field(ge=0, lt=2**53)]
 
 
-class Captions(BaseModel):
+class Captions(BaseModel, extra="ignore", frozen=True):
     """What all groups draw, in order; the SHA-256 is that of the captions as lines of UTF-8."""
-
-    model_config = ConfigDict(extra="ignore", frozen=True)
 
     count: _Count
     sha256: Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
 
 
-class Group(BaseModel):
+class Group(BaseModel, extra="ignore", frozen=True, allow_inf_nan=False):
     """The images that differ by their captions alone."""
-
-    model_config = ConfigDict(extra="ignore", frozen=True, allow_inf_nan=False)
 
     name: GroupName
     guidance: float
@@ -64,10 +60,8 @@ class Group(BaseModel):
     lora_strength: float | None = None
 
 
-class Sweep(BaseModel):
+class Sweep(BaseModel, extra="ignore", frozen=True):
     """The captions and groups of a campaign: each group has one image of each caption."""
-
-    model_config = ConfigDict(extra="ignore", frozen=True)
 
     version: Literal[1] = 1
     campaign: SafeId

@@ -40,10 +40,12 @@ class JsonLines(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         extra = {name: value for name, value in vars(record).items() if name not in _STANDARD}
+        # asyncio, for one, logs what nothing has handled as an error with its traceback.
+        is_failure = record.exc_info and record.levelname in {"ERROR", "CRITICAL"}
         line: dict[str, Any] = {
             "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
             "severity": record.levelname,
-            "action": extra.pop("action", _other_action(record)),
+            "action": extra.pop("action", UNEXPECTED_ACTION if is_failure else OTHER_ACTION),
             "message": record.getMessage(),
             **extra,
         }
@@ -148,12 +150,6 @@ def log_unhandled(error: BaseException, where: str = "", *, exit_code: int | Non
         exc_info=error,
         extra={"action": UNEXPECTED_ACTION, "exit_code": exit_code},
     )
-
-
-def _other_action(record: logging.LogRecord) -> str:
-    """asyncio, for one, logs what nothing has handled as an error with its traceback."""
-    is_failure = record.exc_info and record.levelname in {"ERROR", "CRITICAL"}
-    return UNEXPECTED_ACTION if is_failure else OTHER_ACTION
 
 
 def _log_unhandled(

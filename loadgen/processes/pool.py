@@ -28,7 +28,7 @@ class SenderProcesses:
     def __init__(
         self, settings: StorageSettings, priority: Priority, count: int, refusals: Refusals
     ) -> None:
-        self._start = frames.Start(settings, priority)
+        self._start = settings, priority
         self._count = count
         self._refusals = refusals
         self._processes: list[_Process] = []
@@ -111,8 +111,9 @@ class _Process:
         number = next(self._numbers)
         answered = self._waiting[number] = asyncio.get_running_loop().create_future()
         try:
-            self._write(frames.Batch(number, messages))
-            (await answered).raise_error()
+            self._write((number, messages))
+            if error := (await answered).error:
+                raise error
         finally:
             del self._waiting[number]
 

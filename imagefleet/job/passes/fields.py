@@ -64,19 +64,12 @@ _OF_SECOND_PASS = frozenset({"enable_hr", *hires.NEUTRAL_VALUES})
 
 #: Fields of a job for which AUTOMATIC1111 takes null as not given.
 _NULL_IS_DEFAULT = frozenset(
-    {
-        "eta_noise_seed_delta",
-        "s_churn",
-        "s_min_uncond",
-        "s_noise",
-        "s_tmax",
-        "s_tmin",
-        "seed_resize_from_h",
-        "seed_resize_from_w",
-        "subseed",
-        "subseed_strength",
+    (
+        *("s_churn", "s_min_uncond", "s_noise", "s_tmax", "s_tmin"),
+        *("eta_noise_seed_delta", "subseed", "subseed_strength"),
+        *("seed_resize_from_h", "seed_resize_from_w"),
         *(img2img.FIELDS | hires.FIELDS | extras.FIELDS),
-    }
+    )
 )
 
 
@@ -109,7 +102,13 @@ class PassFields(Hires, ControlNets, Extras):
         if not self.init_images and (unused := self.model_fields_set & img2img.OWN_FIELDS):
             raise ValueError(f"{min(unused)}: is for img2img; init_images is missing")
         if self.controls:
-            self._check_controls()
+            if self.enable_hr:
+                raise ValueError("alwayson_scripts: ControlNets with enable_hr are not supported")
+            if self.mask is not None and self.inpaint_full_res:
+                raise ValueError(
+                    "alwayson_scripts: ControlNets with inpaint_full_res are not supported: set it"
+                    " to false"
+                )
         if self.enable_hr:
             if self.init_images:
                 raise ValueError("enable_hr: is for txt2img; remove it, or init_images")
@@ -119,15 +118,6 @@ class PassFields(Hires, ControlNets, Extras):
             given = {"enable_hr": self.enable_hr, "alwayson_scripts": self.controls}
             extras.check(self, {name for name, value in given.items() if value})
         return self
-
-    def _check_controls(self) -> None:
-        if self.enable_hr:
-            raise ValueError("alwayson_scripts: ControlNets with enable_hr are not supported")
-        if self.mask is not None and self.inpaint_full_res:
-            raise ValueError(
-                "alwayson_scripts: ControlNets with inpaint_full_res are not supported: set it to"
-                " false"
-            )
 
     @property
     def controls(self) -> tuple[Unit, ...]:

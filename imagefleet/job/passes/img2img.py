@@ -103,15 +103,13 @@ def _resize_mode(value: object) -> object:
     return value
 
 
-def _one_is_a_list(value: object) -> object:
-    return [value] if isinstance(value, str) else value
-
-
 class Img2Img(FirstPass):
     """The fields that matter with `init_images`; blurs in pixels."""
 
     init_images: Annotated[
-        tuple[ImageSource, ...], BeforeValidator(_one_is_a_list), Field(max_length=1)
+        tuple[ImageSource, ...],
+        BeforeValidator(lambda value: [value] if isinstance(value, str) else value),
+        Field(max_length=1),
     ] = ()
     denoising_strength: float = Field(default=0.75, ge=0, le=1)
     """Strength of the noise on the image, from 0 to 1; it is the second pass' strength as well."""
