@@ -9,7 +9,7 @@ from aiohttp import web
 from prometheus_client import CollectorRegistry
 
 from imagefleet import errors
-from imagefleet.telemetry import exposition
+from imagefleet.telemetry import metrics
 
 
 @contextlib.asynccontextmanager
@@ -29,12 +29,12 @@ async def serving(
     metrics in place of those of *registry* alone. Raises SetupError as `listening`.
     """
 
-    async def metrics(_: web.Request) -> web.Response:
-        body = exposition.render(registry) if render is None else await render()
-        return web.Response(body=body, headers={"Content-Type": exposition.CONTENT_TYPE})
+    async def scraped(_: web.Request) -> web.Response:
+        body = metrics.render(registry) if render is None else await render()
+        return web.Response(body=body, headers={"Content-Type": metrics.CONTENT_TYPE})
 
     app = web.Application()
-    app.router.add_get("/metrics", metrics)
+    app.router.add_get("/metrics", scraped)
     app.router.add_get(
         "/started", _probe(is_started, "started", "loading the model and checking the node")
     )

@@ -18,7 +18,7 @@ from prometheus_client import CollectorRegistry
 from yarl import URL
 
 from imagefleet import errors, redaction, retry
-from imagefleet.telemetry import exposition
+from imagefleet.telemetry import metrics
 from imagefleet.telemetry.settings import TelemetrySettings
 
 log = logging.getLogger(__name__)
@@ -119,8 +119,8 @@ class Pusher:
 
     async def push(self) -> None:
         """Sends one request; raises TransientError, or SetupError for a wrong address or token."""
-        body = gzip.compress(exposition.render(self._registry), compresslevel=1)
-        headers = {"Content-Type": exposition.CONTENT_TYPE, "Content-Encoding": "gzip"}
+        body = gzip.compress(metrics.render(self._registry), compresslevel=1)
+        headers = {"Content-Type": metrics.CONTENT_TYPE, "Content-Encoding": "gzip"}
         where = redaction.address(str(self._url))
         try:
             async with self._client.post(
