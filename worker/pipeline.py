@@ -21,14 +21,12 @@ from imagefleet import errors, retry
 from imagefleet.cancelled import CancelledCampaigns
 from imagefleet.storage.open import Storage
 from worker import leases, tasks
-from worker.cost import CostMeter
 from worker.engine import contract
 from worker.files import model
 from worker.gpu_thread import EngineThread
-from worker.inputs.job_files import JobFiles
-from worker.jobs.depth import measure_depth
+from worker.inputs.reader import JobFiles
 from worker.jobs.in_flight import InFlightJob
-from worker.metrics import EngineCollector, Outcome, WorkerMetrics
+from worker.metrics import CostMeter, EngineCollector, Outcome, WorkerMetrics, measure_depth
 from worker.models.change import Following, WorkerModels, make_queues, note_served
 from worker.node import reference
 from worker.node.check import NodeCheck

@@ -14,6 +14,7 @@ from pydantic import (
     BaseModel,
     ConfigDict,
     Field,
+    PrivateAttr,
     SecretStr,
     ValidationError,
     create_model,
@@ -226,6 +227,15 @@ class FleetFile(_Strict):
     logging: dict[str, _Provider] | None = Field(default=None, min_length=1, max_length=1)
     registry: dict[str, _Provider] | None = Field(default=None, min_length=1, max_length=1)
 
+    _folder: Path = PrivateAttr(default=Path())
+
+    def model_post_init(self, folder: Path | None) -> None:
+        self._folder = folder or Path()
+
+    def secret(self, source: SecretSource) -> SecretStr:
+        """The secret, whose path is relative to the file; raises SetupError if there is none."""
+        return source.read(self._folder)
+
     def served_models(self) -> list[Model]:
         """The models of its workers, that of jobs without a model first; none if it names none."""
         return models_of(self.models, self.environment.get("IMAGEFLEET_QUEUE"))
@@ -279,25 +289,16 @@ class FleetFile(_Strict):
         return self
 
 
-def find(path: Path | None) -> tuple[FleetFile, Path]:
-    """The fleet file, and the folder that the paths of its secrets are relative to.
-
-    Raises:
-        SetupError: the file is missing or invalid.
-    """
+def read_file(path: Path | None) -> FleetFile:
+    """The file at *path*, or the one there is; raises SetupError that names the wrong key."""
     if path is None:
         path = next((each for each in DEFAULT_FILES if each.is_file()), None)
     if path is None:
         raise errors.SetupError(
             f"neither {' nor '.join(map(str, DEFAULT_FILES))} exists: give the fleet file as --file"
         )
-    return read_file(path), path.parent
-
-
-def read_file(path: Path) -> FleetFile:
-    """Raises SetupError with a sentence that names the wrong key."""
     try:
-        return FleetFile.model_validate(yaml_file.parse(path.read_bytes()))
+        return FleetFile.model_validate(yaml_file.parse(path.read_bytes()), context=path.parent)
     except OSError as error:
         raise errors.SetupError(
             f"the fleet file {path}: {error.strerror or error}; start from a copy of"

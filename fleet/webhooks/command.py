@@ -113,7 +113,7 @@ async def _preview(source: service.Source, state: State) -> None:
         while (event := source.next_event()) is not None:
             if event.id not in known:
                 _print(event)
-    async for event in source.campaign_ends(is_patient=False):
+    async for event in source.ends.found(is_patient=False):
         _print(event)
 
 

@@ -105,7 +105,7 @@ class InMemory:
     def __init__(self, data: bytes, name: str) -> None:
         self._data = data
         self.name = name
-        self.suffix = Path(name).suffix
+        self.suffix, self.parent = Path(name).suffix, Path()
 
     def __str__(self) -> str:
         return self.name
@@ -268,7 +268,8 @@ def _metrics_reply(data: bytes) -> None:
         reply = prometheus._REPLY.validate_json(data)
     except ValidationError:  # its text is not shown
         raise errors.SetupError("not a reply of Prometheus") from None
-    for series in prometheus._series(reply.data) if isinstance(reply, prometheus._Success) else ():
+    results = reply.data.result if isinstance(reply, prometheus._Success) else ()
+    for series in filter(None, map(prometheus._series, results)):
         line = plot.Line("x", series.points)
         plot.time_plot([line], "images/s")
         plot.bars([plot.Bar(name, series.last, name) for name in series.labels], "x")

@@ -69,10 +69,9 @@ class Address:
 
 
 def read_address(text: str, sha256: str | None, storage: str) -> Address | None:
-    """The address in *text*; None if it is a path. *storage* identifies the fleet's storage.
+    """The address in *text*, None if it is a path; raises SetupError if it can be neither.
 
-    Raises:
-        SetupError: it can be no address of a model.
+    *storage* identifies the fleet's storage.
     """
     if _IS_URL.match(text):
         address = _read_url(text)

@@ -126,11 +126,7 @@ def refuse_address(path: Path) -> None:
 
 
 def family(path: Path) -> str:
-    """The title of a checkpoint's family (`imagefleet.pricing.families`), as in 'SD 1.x'.
-
-    Raises:
-        SetupError: it is none, or cut off.
-    """
+    """A checkpoint's family by its title, as in 'SD 1.x'; raises as `read_header`."""
     if not path.is_dir():
         return contents.identify(read_header(path)).family
     pipeline = str(_read_json(path / "model_index.json").get("_class_name", ""))
@@ -209,8 +205,7 @@ def _describe(found: str, name: str) -> str:
 def prediction_type(path: Path) -> str | None:
     """What a single file's UNet predicts, by a .yaml beside it or its header; None: unknown.
 
-    Raises:
-        SetupError: the .yaml cannot be read.
+    Raises SetupError if the .yaml cannot be read.
     """
     if not path.is_file():
         return None

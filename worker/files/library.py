@@ -300,10 +300,7 @@ class EmbeddingLibrary(FileLibrary):
             return self._names
 
     async def resolve_hashed(self, name: str) -> tuple[Path, str]:
-        """The file of that name and its SHA-256; raises as `resolve`.
-
-        Also UnusableFileError: it is a pickle.
-        """
+        """The file and its SHA-256; raises as `resolve`, and UnusableFileError for a pickle."""
         if pickle := self._pickles.get(name):
             raise errors.UnusableFileError(
                 f"the embedding {name!r}, which the prompt names, is {pickle.name},"

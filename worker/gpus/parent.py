@@ -1,8 +1,7 @@
 """The parent of a machine's workers, one for each GPU: starts them, and ends when they have ended.
 
 A worker that crashes is started again, after ever longer pauses. One that ends because its node or
-its setup is wrong is not: its GPU is left out, and the others go on. A stop is passed on to all.
-The parent imports no torch and uses no GPU.
+its setup is wrong is not: the other GPUs go on. The parent imports no torch and uses no GPU.
 """
 
 from __future__ import annotations
@@ -69,8 +68,7 @@ async def run_workers(
 ) -> int:
     """Runs a worker for each of *gpus* by *command*; returns the exit code of them all.
 
-    Raises:
-        SetupError: the port is in use; NodeError: a worker cannot be ended.
+    Raises SetupError if the port is in use, NodeError if a worker cannot be ended.
     """
     async with aiohttp.ClientSession(trust_env=False) as client:
         return await _Parent(settings, gpus, command, client).run()
