@@ -41,7 +41,6 @@ class GroupScores(BaseModel, extra="ignore", frozen=True, allow_inf_nan=False):
     fid: float | None = None
     kid: float | None = None
     kid_std: float | None = None
-    """Over its subsets."""
     kid_subset_size: int | None = None
     clip: float | None = None
     cmmd: float | None = None
@@ -74,7 +73,6 @@ def read(path: Path) -> Scores:
 
 
 def facts(scores: Scores) -> dict[str, str]:
-    """What the figures depend on."""
     found = {}
     if scores.reference is not None:
         count = scores.reference_images
@@ -142,8 +140,6 @@ def svg(scores: Scores) -> str:
 
 
 class _Axis:
-    """A scale around some values, with its marks."""
-
     def __init__(self, values: Sequence[float], low: float, high: float) -> None:
         spread = max(values) - min(values) or abs(values[0]) or 1.0
         begin, end = min(values) - _MARGIN * spread, max(values) + _MARGIN * spread

@@ -131,7 +131,6 @@ class TrustedKeys:
 
 
 def trusted_keys(text: str | None) -> TrustedKeys | None:
-    """The keys in a setting's text; None where it has none."""
     return TrustedKeys.read(text) if text else None
 
 

@@ -48,7 +48,6 @@ class LoadedCampaigns:
     sent: Counter[str]
     """Jobs sent by campaign, earlier runs of this load included."""
     left_out: Counter[str] = field(default_factory=Counter, init=False)
-    """Jobs that were not sent, since their campaigns were cancelled."""
     _runs: deque[_Run] = field(default_factory=deque, init=False)
     _noted: dict[str, int] = field(default_factory=dict, init=False)
     _is_refused: bool = field(default=False, init=False)

@@ -249,7 +249,6 @@ class SweepSource:
                 yield self._body(group, number, caption)
 
     def jobs(self, start: int = 0) -> Iterator[Job]:
-        """The jobs from position *start* on."""
         return itertools.starmap(self._job, self._images(start))
 
     def first_jobs(self) -> Iterator[Job]:

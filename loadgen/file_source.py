@@ -99,7 +99,6 @@ class _EntrySource(abc.ABC):
         return self._read(start, self._on_invalid or _refuse, self._message)
 
     def examples(self, most: int) -> Iterator[str]:
-        """The first messages."""
         return itertools.islice((body for body in self.bodies(0) if body is not None), most)
 
     def _message(self, entry: Entry, id_text: str) -> str:

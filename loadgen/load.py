@@ -243,7 +243,6 @@ class Load:
             self._source.check(self.confirmed, on_read)
 
     def stop(self) -> None:
-        """Ends `run` once the sends in flight are done."""
         self._sender.stop()
 
     async def run(self, on_confirmed: Callable[[int], None]) -> Summary:

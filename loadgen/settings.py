@@ -56,7 +56,6 @@ class LoadSettings(SignerSettings):
 
     @property
     def second_drawings(self) -> float:
-        """The share that is drawn a second time."""
         if self.verify_share is not None:
             return self.verify_share
         return 0.0 if self._is_local else DEFAULT_VERIFY_SHARE

@@ -186,7 +186,6 @@ def _spelt(name: str, value: Any) -> str:
 
 
 def slug(text: str) -> str:
-    """*text* in the characters of an id."""
     return re.sub(r"[^A-Za-z0-9.]+", "_", text).strip("_.")
 
 

@@ -139,7 +139,6 @@ class Template(BaseModel, extra="forbid", frozen=True, hide_input_in_errors=True
 
     @property
     def choices(self) -> dict[str, Choices]:
-        """All that can be drawn from, by name."""
         return {"prompt": self.prompt, "negative_prompt": self.negative_prompt, **self.lists}
 
 
@@ -247,11 +246,9 @@ class Patterns:
         return max(len(slot.words) for slot in self._slots)
 
     def slot_of(self, name: str) -> int | None:
-        """The slot of the placeholder `{name}`, if there is one."""
         return self._numbers.get(name)
 
     def with_word(self, draws: Sequence[Draw], slot: int, word: int) -> list[Draw]:
-        """*draws*, but with choice *word* in *slot*."""
         changed = list(draws)
         changed[slot] = (self._slots[slot].fraction_of(word), draws[slot][1])
         return changed

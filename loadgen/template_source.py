@@ -49,8 +49,6 @@ class _EveryWord:
 
 
 class TemplateSource:
-    """Jobs from a template."""
-
     def __init__(
         self,
         path: Path,

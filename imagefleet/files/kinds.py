@@ -25,9 +25,7 @@ class FileKind:
     name: str
     """Its word on the command line."""
     noun: str
-    """A file of the kind in messages."""
     folder: str
-    """Its folder in the container of files."""
     use: str
     """How stored files are used, as the end of a sentence."""
     handle: str = "{stem}"
@@ -35,7 +33,6 @@ class FileKind:
     describe: Describe = lambda _path, _header, content: content.name
     suffixes: tuple[str, ...] = (".safetensors",)
     max_bytes: int | None = None
-    """The largest file that workers take."""
     fetched_at_once: int = 8
     """The most files that a worker fetches at once; they are in memory meanwhile."""
     needs_list: bool = False
@@ -49,7 +46,6 @@ class FileKind:
 
     @property
     def add_command(self) -> str:
-        """The command that stores a file."""
         return f"imagefleet files add {self.name}"
 
     @property
@@ -58,12 +54,10 @@ class FileKind:
         return f"--{self.name}-directory"
 
     def stem(self, file_name: str) -> str:
-        """A file's name without its suffix."""
         suffix = next((each for each in self.suffixes if file_name.endswith(each)), "")
         return file_name.removesuffix(suffix)
 
     def listed_name(self, file_name: str) -> str:
-        """A file's name in the manifest."""
         return file_name if self.lists_suffixes else self.stem(file_name)
 
 

@@ -32,12 +32,9 @@ class TruncatedError(MalformedError):
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """What a safetensors file says of its content."""
-
     shapes: Mapping[str, tuple[int, ...]]
     metadata: Mapping[str, str]
     file_bytes: int
-    """The size of the whole file."""
 
 
 def read_header(file: BinaryIO) -> Header:

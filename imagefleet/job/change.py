@@ -101,7 +101,6 @@ class Change:
         return fields
 
     def differences(self, body: str) -> dict[str, tuple[Any, Any]]:
-        """What it changes in a job: each field's value before and after."""
         before = _fields(body)
         if chain.STAGE_FIELD in before:
             before = read_job(body, "none").model_dump(mode="json")

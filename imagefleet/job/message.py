@@ -198,7 +198,6 @@ class Job(PassFields, extra="forbid", frozen=True, allow_inf_nan=False, hide_inp
         return self.at_stage(asked.number, asked.message)
 
     def placed(self, place: Place) -> Job:
-        """This as a later stage of a job."""
         job = self.model_copy()
         job.__dict__["place"] = place
         return job if place.job.id is None else job.identified(place.job.id)
@@ -224,18 +223,15 @@ class Job(PassFields, extra="forbid", frozen=True, allow_inf_nan=False, hide_inp
 
     @property
     def stages(self) -> int:
-        """The stages of the whole job, 1 without a chain."""
         return 1 + len(self.whole.then)
 
     def stages_left(self) -> Iterator[Job]:
-        """This stage and those after it."""
         yield self
         for number in range(self.stage + 1, self.stages + 1):
             yield self.whole.at_stage(number)
 
     @property
     def last_stage(self) -> Job:
-        """The stage whose image is the job's result."""
         return self if self.stage == self.stages else self.whole.at_stage(self.stages)
 
     @property
@@ -287,7 +283,6 @@ class Place:
     """A later stage's place in its job: `number` counts from 1."""
 
     job: Job
-    """The whole job, as its message has it."""
     number: int
     message: str | None
     """The id of the message of the first stage, or of the one that was replayed."""

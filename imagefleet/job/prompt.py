@@ -67,8 +67,6 @@ class LoraTag:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Words with one weight."""
-
     text: str
     weight: float
 
@@ -251,8 +249,6 @@ def _merge(texts: list[list[str]], weights: list[float]) -> Section:
 
 @dataclass(slots=True)
 class _Open:
-    """An open bracket, and the signs directly inside it."""
-
     start: int
     colons: int = 0
     last_colon: int = 0

@@ -142,7 +142,6 @@ async def stored_images(storage: Storage, job: JobFacts) -> list[Record]:
 
 
 def are_all(images: Sequence[Record]) -> bool:
-    """Whether *images* are all of a job's."""
     if not images or images[-1].stage < images[-1].stages:
         return False
     return len(images) >= images[0].images

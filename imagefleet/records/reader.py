@@ -52,9 +52,7 @@ class Counts:
     first_at: datetime | None
     """The time at which the first process began to write records."""
     last_at: datetime | None
-    """The time at which the latest record was written."""
     discarded: int = 0
-    """Failed jobs that an operator has discarded."""
 
     @property
     def pending(self) -> int | None:
@@ -155,7 +153,6 @@ async def newest(storage: Storage, campaign: str, most: int) -> list[Record]:
 
 
 async def _end(blobs: BlobStore, each: StoredShard, most: int) -> list[Record]:
-    """The records of the last members of a shard, *most* at most."""
     lines = await stored.last_lines(blobs, each, Damaged())
     return await asyncio.to_thread(stored.parsed, lines[-most:], each, Damaged())
 

@@ -53,8 +53,6 @@ _OF_BLOB = (
 
 
 class Lora(NamedTuple):
-    """A LoRA that a prompt names, and its weight."""
-
     name: _Name
     weight: float
 
@@ -83,7 +81,6 @@ class Record(BaseModel, frozen=True, allow_inf_nan=False, hide_input_in_errors=T
     worker: _Name = "?"
     gpu: _Name | None = None
     started_at: _Moment | None = None
-    """The time at which the worker started."""
     start_up_seconds: _Seconds = 0
     price_per_hour: float | None = Field(default=None, ge=0, le=1_000)
     """US dollars."""
@@ -103,7 +100,6 @@ class Record(BaseModel, frozen=True, allow_inf_nan=False, hide_input_in_errors=T
     prompt: _Text | None = None
     negative_prompt: _Text | None = None
     seed: int | None = Field(default=None, ge=0, lt=2**32)
-    """The image's own."""
     model: _Name | None = None
     sampler: _Name | None = None
     steps: _Number | None = None
@@ -116,7 +112,6 @@ class Record(BaseModel, frozen=True, allow_inf_nan=False, hide_input_in_errors=T
     metadata: dict[str, JsonValue] = Field(default_factory=dict)
 
     error: _Name | None = None
-    """The class of the error that the job failed with."""
     reason: _Text | None = None
     body: _Text | None = None
     """The message that replays a failed job."""

@@ -59,8 +59,6 @@ NOTHING = Totals(0, 0)
 
 
 class ShardName(NamedTuple):
-    """What a shard's name says."""
-
     campaign: str
     kind: Kind
 
@@ -72,7 +70,6 @@ class ShardName(NamedTuple):
 
 
 def folder(campaign: str) -> str:
-    """The folder of a campaign's shards."""
     return f"{RECORDS}{campaign}/"
 
 
@@ -149,8 +146,6 @@ RETRIES = retry.RetryPolicy(tries=8, first_wait_seconds=0.5, longest_wait_second
 
 @dataclass(slots=True)
 class _Shard:
-    """The open shard of one campaign and kind."""
-
     folder: str
     writer: str
     kind: Kind

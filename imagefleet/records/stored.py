@@ -156,7 +156,6 @@ async def lines(
 async def lines_of_all(
     blobs: BlobStore, shards: Iterable[StoredShard], damaged: Damaged
 ) -> AsyncGenerator[tuple[StoredShard, list[bytes]]]:
-    """The lines of each shard, part by part, in order."""
     async with aclosing(_starts(blobs, shards)) as starts:
         async for each, part in starts:
             async with aclosing(lines(blobs, each, shard.Decoder(), damaged, part)) as parts:
@@ -196,7 +195,6 @@ def parsed(found: Iterable[bytes], each: StoredShard, damaged: Damaged) -> list[
 
 
 async def last_lines(blobs: BlobStore, each: StoredShard, damaged: Damaged) -> list[bytes]:
-    """The lines of the last members of a shard."""
     start = max(0, each.blob.size_bytes - _END_BYTES)
     part = await blobs.read_part(each.blob.name, start, _END_BYTES)
     if part is None:

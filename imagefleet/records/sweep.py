@@ -70,7 +70,6 @@ class Sweep(BaseModel, extra="ignore", frozen=True):
     seed: _Count = 0
     """Another one gives each caption another seed (`seed_of`)."""
     job: dict[str, JsonValue] = Field(default_factory=dict)
-    """Fields that all jobs share, such as the size and the negative prompt."""
 
     @property
     def images(self) -> int:

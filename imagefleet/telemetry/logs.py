@@ -128,7 +128,6 @@ def name_device(device: str) -> None:
 
 
 def are_json() -> bool:
-    """Whether this process logs JSON lines."""
     return any(isinstance(each.formatter, JsonLines) for each in logging.getLogger().handlers)
 
 

@@ -142,7 +142,6 @@ def _array(text: _Text) -> Iterator[tuple[int, str]]:
 
 
 def _elements(text: _Text) -> Iterator[tuple[int, str]]:
-    """Each element with its line."""
     first = text.peek()
     if first == "{":
         yield text.line, text.value()

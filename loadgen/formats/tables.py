@@ -236,7 +236,6 @@ class ParquetRows(Format):
 
 
 def _plain(value: Any) -> Any:
-    """A value as JSON has it."""
     match value:
         case decimal.Decimal():
             return float(value)

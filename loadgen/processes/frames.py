@@ -52,7 +52,6 @@ class Refusals:
         self.policy = dataclasses.replace(retry.PATIENT, on_retry=self._note)
 
     def take(self) -> int:
-        """The number of refusals since the last call."""
         taken, self.count = self.count, 0
         return taken
 

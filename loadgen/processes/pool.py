@@ -69,8 +69,6 @@ class SenderProcesses:
 
 
 class _Process:
-    """One of them."""
-
     def __init__(self, process: asyncio.subprocess.Process, refusals: Refusals) -> None:
         self._process = process
         self._to = cast("asyncio.StreamWriter", process.stdin)

@@ -65,7 +65,6 @@ class Extras(Img2Img):
     """The first upscaler; None: the job draws."""
     upscaler_2: Annotated[_Upscaler, BeforeValidator(_none_is_off)] = None
     extras_upscaler_2_visibility: float = Field(default=0.0, ge=0, le=1)
-    """The second upscaler's share in the image, from 0 to 1."""
     upscaling_resize: float = Field(default=2.0, gt=0, le=8)
     upscaling_resize_w: _Target = 512
     upscaling_resize_h: _Target = 512

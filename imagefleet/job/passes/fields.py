@@ -81,7 +81,6 @@ class Pass:
     height: int
     calls: int
     controls: int = 0
-    """ControlNets in each call."""
     encodes: bool = False
     """Whether the pass begins with pixels, which the VAE encodes."""
     decodes: bool = True
@@ -121,7 +120,6 @@ class PassFields(Hires, ControlNets, Extras):
 
     @property
     def controls(self) -> tuple[Unit, ...]:
-        """The ControlNets that are enabled."""
         return self.alwayson_scripts.controlnet.args
 
     @property
@@ -141,7 +139,6 @@ class PassFields(Hires, ControlNets, Extras):
 
     @property
     def all_prompts(self) -> tuple[Prompt, ...]:
-        """The prompts of all passes, the negative ones too."""
         given = (self.parsed_prompt, self.parsed_negative_prompt, *self.hires_prompts)
         return tuple(each for each in given if each is not None)
 
@@ -164,7 +161,6 @@ class PassFields(Hires, ControlNets, Extras):
 
     @property
     def upscaler_files(self) -> tuple[str, ...]:
-        """The names of the files of its upscalers."""
         named = (self.upscaler_file, *self.upscalers)
         return tuple(each for each in named if each and each not in hires.RESAMPLING)
 

@@ -139,7 +139,6 @@ class FirstPass(BaseModel):
 
     @property
     def sampler(self) -> str:
-        """The sampler's key (`imagefleet.job.samplers`)."""
         return samplers.find(self.sampler_name, self.scheduler).key
 
     @property

@@ -92,7 +92,6 @@ class Hires(FirstPass):
 
     @property
     def upscaler_file(self) -> str | None:
-        """The name of the upscaler's file, where it has one."""
         is_file = self.enable_hr and self.upscaler not in {*LATENT, *RESAMPLING}
         return self.upscaler if is_file else None
 
@@ -148,7 +147,6 @@ def steps(job: Hires) -> int:
 
 
 def sampler(job: Hires) -> str:
-    """The key of the second pass's sampler."""
     name = job.hr_sampler_name or job.sampler_name
     return samplers.find(name, job.hr_scheduler or job.scheduler).key
 

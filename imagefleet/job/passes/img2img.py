@@ -49,7 +49,6 @@ def place(source: str) -> Named | None:
 
 
 def content(source: str) -> bytes:
-    """The file of an image within the message."""
     prefix = _DATA_URL.match(source)
     return base64.b64decode(source[prefix.end() :] if prefix else source, validate=True)
 
@@ -126,7 +125,6 @@ class Img2Img(FirstPass):
 
     @property
     def blur(self) -> tuple[int, int]:
-        """Blur of the mask in pixels, horizontally and vertically."""
         if self.mask_blur is not None:
             return self.mask_blur, self.mask_blur
         return self.mask_blur_x, self.mask_blur_y
