@@ -20,7 +20,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypedDict, TypeVar, Unpack
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import TypeAdapter
 
 from imagefleet import cancelled, concurrency, errors, retry, signing, validation
 from imagefleet.job.change import Change
@@ -100,12 +100,9 @@ class Result(JobFacts):
 def connect(storage: str | None = None, **settings: Unpack[ConnectOptions]) -> Fleet:
     """Connects as `imagefleet.connect` does, to be entered with `async with`."""
     given: dict[str, Any] = {**settings} if storage is None else {"storage": storage, **settings}
-    try:
+    with validation.as_error(errors.SetupError, known=SignerSettings.model_fields):
         all_settings = SignerSettings(**given)
         return Fleet(open_storage(all_settings), all_settings.keys())
-    except ValidationError as error:
-        reason = validation.sentence(error, SignerSettings.model_fields)
-        raise errors.SetupError(reason) from None
 
 
 class Fleet:
@@ -430,7 +427,5 @@ def decode(data: bytes) -> Image.Image:
 
 
 def _checked(what: str, name: str) -> str:
-    try:
+    with validation.as_error(errors.JobError, f"{what} {name[:80]!r}: "):
         return TypeAdapter(SafeId).validate_python(name)
-    except ValidationError as error:
-        raise errors.JobError(f"{what} {name[:80]!r}: {validation.sentence(error)}") from None

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from datetime import datetime, timedelta
 from typing import NoReturn, Self
 
-from pydantic import AwareDatetime, BaseModel, Field, ValidationError
+from pydantic import AwareDatetime, BaseModel, Field
 
 from imagefleet import errors, retry, validation
 from imagefleet.job.message import DEFAULT_CAMPAIGN, SafeId
@@ -174,10 +174,6 @@ async def _read_list(files: BlobStore) -> tuple[str | None, CancelledList]:
     part = await files.read_part(BLOB, 0, MAX_BYTES)
     if part is None:
         return None, CancelledList()
-    try:
+    before = f"correct or delete {BLOB} in {files.name}, which is not a list of campaigns: "
+    with validation.as_error(errors.SetupError, before):
         return part.version, CancelledList.model_validate_json(part.data)
-    except ValidationError as error:
-        raise errors.SetupError(
-            f"{BLOB} in {files.name} is not a list of campaigns: correct or delete it"
-            f" ({validation.sentence(error)})"
-        ) from None

@@ -8,7 +8,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel
 
 from imagefleet import errors, validation
 
@@ -64,12 +64,11 @@ class Scores(BaseModel, extra="ignore", frozen=True):
 def read(path: Path) -> Scores:
     """The JSON of `imagefleet score`; raises SetupError if the file is none."""
     try:
-        return Scores.model_validate_json(path.read_bytes())
-    except ValidationError as error:
-        reason = validation.sentence(error)
-        raise errors.SetupError(f"{path} is no JSON of `imagefleet score`: {reason}") from None
+        data = path.read_bytes()
     except OSError as error:
         raise errors.SetupError(f"cannot read {path}: {error.strerror or error}") from None
+    with validation.as_error(errors.SetupError, f"{path} is no JSON of `imagefleet score`: "):
+        return Scores.model_validate_json(data)
 
 
 def facts(scores: Scores) -> dict[str, str]:

@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from pydantic import JsonValue, ValidationError
+from pydantic import JsonValue
 
 from imagefleet import errors, validation
 from imagefleet.job import samplers, sizes
@@ -182,7 +182,7 @@ def groups(
             f"lora-{_decimal(strength)}" if len(strengths) > 1 else "",
             f"cfg-{_decimal(scale)}",
         ]
-        try:
+        with validation.as_error(errors.SetupError):
             group = Group(
                 name="-".join(filter(None, parts)),
                 guidance=scale,
@@ -192,8 +192,6 @@ def groups(
                 lora=lora,
                 lora_strength=strength,
             )
-        except ValidationError as error:
-            raise errors.SetupError(validation.sentence(error)) from None
         if group.name in found:
             raise errors.SetupError(f"two groups would have the name {group.name}")
         found[group.name] = group
@@ -289,13 +287,9 @@ class SweepSource:
             fields["prompt"] += f" <lora:{group.lora}:{group.lora_strength:g}>"
         if fields["prompt"] != caption:
             fields["metadata"] = {sweep.CAPTION: caption}
-        try:
+        before = f"group {group.name}, caption {number} ({caption[:60]!r}): "
+        with validation.as_error(errors.SetupError, before, Job.model_fields):
             return Job.model_validate(fields)
-        except ValidationError as error:
-            reason = validation.sentence(error, Job.model_fields)
-            raise errors.SetupError(
-                f"group {group.name}, caption {number} ({caption[:60]!r}): {reason}"
-            ) from None
 
     def _body(self, group: Group, number: int, caption: str) -> str:
         body = self._job(group, number, caption).to_message(self._key)

@@ -82,34 +82,6 @@ class Checkpoint(BaseModel, extra="forbid", frozen=True):
             ) from None
 
 
-class _Keeper:
-    """Writes the checkpoint of *start* to *path*, unless that is None."""
-
-    def __init__(self, path: Path | None, start: Checkpoint, sent: Mapping[str, int]) -> None:
-        self._path = path
-        self._start = start
-        self._sent = sent
-        self._confirmed = self._written = start.confirmed
-        self._written_at = 0.0
-
-    def note(self, confirmed: int) -> None:
-        """Positions below *confirmed* are stored: writes that soon."""
-        self._confirmed = confirmed
-        if (
-            confirmed - self._written >= POSITIONS_BETWEEN_CHECKPOINTS
-            or time.monotonic() - self._written_at >= SECONDS_BETWEEN_CHECKPOINTS
-        ):
-            self.write()
-
-    def write(self) -> None:
-        if self._path is None:
-            return
-        changes = {"confirmed": self._confirmed, "sent": dict(self._sent)}
-        self._start.model_copy(update=changes).write(self._path)
-        self._written = self._confirmed
-        self._written_at = time.monotonic()
-
-
 def default_path(source: Path, queue: str) -> Path:
     return source.with_name(f".{source.name}.{queue}.checkpoint.json")
 
@@ -196,7 +168,8 @@ class Load:
         )
         self._start = resume(checkpoint_path, new) if checkpoint_path and not restart else new
         #: Positions that earlier runs have sent.
-        self.confirmed = self._start.confirmed
+        self.confirmed = self._written = self._start.confirmed
+        self._written_at = 0.0
         #: Whether earlier runs have sent everything.
         self.is_done = source.count is not None and self.confirmed >= source.count
         self._on_notice = on_notice
@@ -293,25 +266,35 @@ class Load:
             known = dict(self._cancelled.times)
             self._start = self._start.model_copy(update={"cancelled": known})
             self._campaigns.known = known
-        campaigns = self._campaigns
-        keeper = _Keeper(self._path, self._start, campaigns.sent)
 
         def confirm(progress: Progress) -> None:
-            campaigns.confirm(progress.confirmed)
+            self._campaigns.confirm(progress.confirmed)
             self._say_what_is_unreadable()
-            keeper.note(progress.confirmed)
+            if (
+                progress.confirmed - self._written >= POSITIONS_BETWEEN_CHECKPOINTS
+                or time.monotonic() - self._written_at >= SECONDS_BETWEEN_CHECKPOINTS
+            ):
+                self._write_checkpoint(progress.confirmed)
             on_confirmed(progress.confirmed)
 
-        keeper.write()  # fails before anything is sent if the path is not writable
+        self._write_checkpoint(
+            self.confirmed
+        )  # fails before anything is sent if the path is not writable
         watching = self._cancelled.watch(lambda: True)
         async with (
-            concurrency.beside(watching, keep_noting(campaigns.note)),
+            concurrency.beside(watching, keep_noting(self._campaigns.note)),
             self._processes or contextlib.nullcontext(),
         ):
             try:
                 return await self._sender.run(confirm)
             finally:
-                keeper.write()
+                self._write_checkpoint(self._sender.progress.confirmed)
+
+    def _write_checkpoint(self, confirmed: int) -> None:
+        if self._path is not None:
+            changes = {"confirmed": confirmed, "sent": dict(self._campaigns.sent)}
+            self._start.model_copy(update=changes).write(self._path)
+            self._written, self._written_at = confirmed, time.monotonic()
 
     def _say_what_is_unreadable(self) -> None:
         """Once, and not before something is sent: what cannot be sent has an error of its own."""

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-from pydantic import BaseModel, Field, PlainValidator, ValidationError, model_validator
+from pydantic import BaseModel, Field, PlainValidator, model_validator
 
 from imagefleet import validation
 from imagefleet.job import samplers
@@ -190,15 +190,11 @@ def slug(text: str) -> str:
 
 
 def _range(name: str, value: Mapping[str, Any]) -> Sequence[int | float]:
-    try:
+    before = f"{name}: a range is {{from: 20, to: 40, step: 5}}: "
+    with validation.as_error(ValueError, before, ("from", "to", "step")):
         return Range.model_validate(value).values()
-    except ValidationError as error:
-        reason = validation.sentence(error, ("from", "to", "step"))
-        raise ValueError(f"{name}: a range is {{from: 20, to: 40, step: 5}}: {reason}") from None
 
 
 def _check(fields: Fields) -> None:
-    try:
+    with validation.as_error(ValueError, known={*Job.model_fields, SIZE}):
         Job.model_validate({"prompt": "", **fields})
-    except ValidationError as error:
-        raise ValueError(validation.sentence(error, {*Job.model_fields, SIZE})) from None

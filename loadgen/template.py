@@ -27,7 +27,6 @@ from pydantic import (
     Field,
     JsonValue,
     StringConstraints,
-    ValidationError,
     field_validator,
     model_validator,
 )
@@ -152,10 +151,8 @@ def read_template(path: Path) -> tuple[Template, str]:
     `count`, `seed` and layout do not change that text: a longer run begins with the same jobs.
     """
     document = _load(path)
-    try:
+    with validation.as_error(errors.SetupError, f"{path}: ", _FIELDS):
         template = Template.model_validate(document)
-    except ValidationError as error:
-        raise errors.SetupError(f"{path}: {validation.sentence(error, _FIELDS)}") from None
     content = {key: value for key, value in document.items() if key not in {"count", "seed"}}
     return template, json.dumps(content, sort_keys=True, separators=(",", ":"), default=str)
 

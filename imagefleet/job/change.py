@@ -76,13 +76,9 @@ class Change:
         for name in (DELIVERIES_FIELD, SIGNATURE_FIELD):
             fields.pop(name, None)
         place = fields.pop(chain.STAGE_FIELD, None)
-        try:
+        before = "its job is not valid even with the change: "
+        with validation.as_error(errors.InvalidMessageError, before, Job.model_fields):
             job = Job.model_validate(self._changed(fields, place))
-        except ValidationError as error:
-            reason = validation.sentence(error, Job.model_fields)
-            raise errors.InvalidMessageError(
-                f"its job is not valid even with the change: {reason}"
-            ) from None
         job = job.identified(job_id)
         if place is not None:
             job = job.stage_of_message(place)

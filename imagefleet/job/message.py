@@ -172,11 +172,8 @@ class Job(PassFields, extra="forbid", frozen=True, allow_inf_nan=False, hide_inp
             fields = chain.inherited(before, given) | given
             fields |= {"id": self.id, "campaign": self.campaign}
             fields[chain.INPUT_FIELD] = [f"{img2img.IMAGES}{known.blob_name(0)}"]
-            try:
+            with validation.as_error(ValueError, f"stage {place}: ", Job.model_fields):
                 known = Job.model_validate(fields)
-            except ValidationError as error:
-                reason = validation.sentence(error, Job.model_fields)
-                raise ValueError(f"stage {place}: {reason}") from None
             known = known.placed(Place(self, place, message, input_size))
             try:
                 input_size = known.final_size
@@ -186,11 +183,8 @@ class Job(PassFields, extra="forbid", frozen=True, allow_inf_nan=False, hide_inp
 
     def stage_of_message(self, field: object) -> Job:
         """The stage that a message asks for in its *field* `stage`; raises InvalidMessageError."""
-        try:
+        with validation.as_error(errors.InvalidMessageError, f"{chain.STAGE_FIELD}: "):
             asked = chain.StageField.model_validate(field)
-        except ValidationError as error:
-            reason = validation.sentence(error)
-            raise errors.InvalidMessageError(f"{chain.STAGE_FIELD}: {reason}") from None
         if asked.number > len(self.then) + 1:
             raise errors.InvalidMessageError(
                 f"{chain.STAGE_FIELD}: the job has no stage {asked.number} to be drawn"

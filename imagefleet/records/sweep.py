@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterable
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, Field, JsonValue, StringConstraints, ValidationError
+from pydantic import BaseModel, Field, JsonValue, StringConstraints
 
 from imagefleet import errors, validation
 from imagefleet.job.message import SafeFileName, SafeId
@@ -119,11 +119,8 @@ async def read(storage: Storage, campaign: str) -> Sweep | None:
     part = await storage.blobs.read_part(_name(campaign), 0, MAX_BYTES)
     if part is None:
         return None
-    try:
+    with validation.as_error(errors.SetupError, f"{_name(campaign)} is not a sweep's manifest: "):
         found = Sweep.model_validate_json(part.data)
-    except ValidationError as error:
-        reason = validation.sentence(error)
-        raise errors.SetupError(f"{_name(campaign)} is not a sweep's manifest: {reason}") from None
     if found.campaign != campaign:
         raise errors.SetupError(f"{_name(campaign)} is the manifest of another campaign")
     return found
