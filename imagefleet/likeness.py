@@ -76,8 +76,8 @@ def distance(a: Fingerprint, b: Fingerprint) -> float:
 def repeats(a: Fingerprint, b: Fingerprint) -> bool:
     """True for the same picture, with added noise as well.
 
-    Only images of different seeds tell anything: those of one seed may be the same rightly, as
-    when their prompts differ in what changes nothing.
+    Images of one seed may be the same rightly, as when their prompts differ in what changes
+    nothing.
     """
     return float(np.sqrt((_colour_distances(a, b) ** 2).mean())) < REPEATED_BELOW
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, Field, ValidationError
 
 from imagefleet import errors, validation, yaml_file
 
@@ -92,10 +92,7 @@ def matching_gpus(name: str, gpus: Collection[str]) -> list[str]:
 
 
 def gpu_of_driver(name: str, memory_bytes: int, table: PriceTable = BUILT_IN) -> str:
-    """The GPU class for a driver's name of a card; the card's short name if it has no class.
-
-    Some names exist with several memory sizes, so name and memory are tried before the name alone.
-    """
+    """A card's GPU class by its driver's name, with its memory first; else its short name."""
     short = name.strip().removeprefix("NVIDIA ").removeprefix("GeForce ")
     for candidate in (f"{short} {round(memory_bytes / 2**30)}GB", short):
         if len(found := matching_gpus(candidate, table.gpus)) == 1:
@@ -136,8 +133,10 @@ def _key(name: str) -> str:
 _Dollars = Annotated[float, Field(ge=0, le=1000, allow_inf_nan=False)]
 
 
-class _Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True)
+class _Strict(BaseModel, extra="forbid", strict=True):
+    """Takes no number for a text, or a text for a number."""
+
+    """Takes no number for a text, or a text for a number."""
 
 
 class _Storage(_Strict):
@@ -153,11 +152,10 @@ class _File(_Strict):
 
 
 def read_table(path: Path | None) -> PriceTable:
-    """The built-in table, overridden by the file's entries.
+    """The built-in table, overridden by the file's entries; raises SetupError if it is not valid.
 
     YAML or JSON: `source` (where and when the prices are from), `gpus` ($/h by class and priority)
-    and `storage` (dollars per 10,000 operations). Raises SetupError if the file cannot be read, or
-    an entry is not valid.
+    and `storage` (dollars per 10,000 operations).
     """
     if path is None:
         return BUILT_IN

@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from imagefleet.job.noise import PHILOX, Noise
+from imagefleet.job.samplers import PHILOX, Noise
 
 Shape = tuple[int, int, int]
 

@@ -14,7 +14,7 @@ from PIL import Image
 
 import tiny_model
 from imagefleet import errors
-from imagefleet.job import embedded
+from imagefleet.files.picture import message_in, parameters
 from imagefleet.records import reader
 from imagefleet.records.record import Record
 from imagefleet.storage import dead_letter, dead_letter_queue
@@ -136,10 +136,10 @@ async def test_a_first_job_enlarges_a_file_of_the_storage_and_keeps_its_text(
     assert plain.size == kept.size == (256, 192)
     facts = "Postprocess upscale by: 4, Postprocess upscaler: 4x_Tiny"
     assert plain.info["parameters"] == facts
-    assert embedded.parameters(kept, 1000) == f"a hut\nSteps: 9, {facts}"
+    assert parameters(kept, 1000) == f"a hut\nSteps: 9, {facts}"
     data = await storage.blobs.read("default/a.png")
     assert data is not None
-    again = embedded.find(data)
+    again = message_in(data)
     assert again is not None
     assert json.loads(again)["upscaler_1"] == "4x_Tiny"
     for record in await records(storage):
