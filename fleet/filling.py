@@ -11,7 +11,6 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from loadgen.processes.frames import Refusals
 from rich import markup, progress
 
 from fleet import console
@@ -19,6 +18,7 @@ from imagefleet.storage.open import Storage, open_storage
 from loadgen.caption_sweep import SweepSource
 from loadgen.load import Load, Summary
 from loadgen.pace import Pace, duration
+from loadgen.processes.frames import Refusals
 from loadgen.settings import LoadSettings
 from loadgen.sources import Source
 

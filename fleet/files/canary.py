@@ -92,11 +92,13 @@ def _draw(
     from worker.engine import load
 
     engine = load.load_engine(
-        model,
-        slots=len(reference.CANARY_IMAGES),
-        precision=precision,
-        compile="off",
-        prediction_type=check.prediction_type(model),
+        load.EngineSettings(
+            model,
+            slots=len(reference.CANARY_IMAGES),
+            precision=precision,
+            compile="off",
+            prediction_type=check.prediction_type(model),
+        )
     )
     if (self_check := engine.self_check) is None:
         engine.close()

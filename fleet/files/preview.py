@@ -40,8 +40,10 @@ def draw(model: Path, target: Path) -> dict[str, object]:
     began = time.monotonic()
     device = devices.find_device("auto").type
     on_cpu = device == "cpu"
-    engine = load.load_any_engine(
-        model, slots=1, compile="off", prediction_type=check.prediction_type(model)
+    engine = load.load_engine(
+        load.EngineSettings(
+            model, slots=1, compile="off", prediction_type=check.prediction_type(model)
+        )
     )
     width, height = (min(side, _CPU_SIDE) if on_cpu else side for side in engine.default_size)
     request = contract.ImageRequest(
