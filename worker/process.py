@@ -19,7 +19,7 @@ from imagefleet.pricing import families
 from imagefleet.storage.open import Storage, open_storage
 from imagefleet.telemetry import probes, push
 from worker import progress, replica, tasks
-from worker.engine import contract
+from worker.engine import contract, load
 from worker.files import check, model
 from worker.files.kernels import cache as kernels
 from worker.gpu_thread import THREAD_NAME, Take
@@ -341,10 +341,8 @@ class _Worker:
         """Imports torch while the storage answers and the model comes; a failure shows later."""
 
         def run() -> None:
-            from worker.engine.load import import_libraries
-
             with contextlib.suppress(errors.SetupError):
-                import_libraries()
+                load.import_libraries()
 
         threading.Thread(target=run, name=f"{THREAD_NAME} import", daemon=True).start()
 
@@ -356,38 +354,34 @@ class _Worker:
             from worker.engine import device
 
             device.check_listed_gpu()
-        # Imported on the engine's thread: torch takes seconds to load, and the port answers.
-        from worker.engine.load import load_any_engine
-
         self._engine = None  # its memory is the next one's
-        self._engine = load_any_engine(
-            path,
-            settings.device,
-            precision=settings.precision,
-            config=settings.config,
-            prediction_type=check.prediction_type(path),
-            slots=settings.slots,
-            compile="off" if settings.compile == "off" else "background",
-            fp16_accumulate=settings.fp16_accumulate,
-            around_compiling=self._kernels and self._kernels.compiling,
-        )
+        around = self._kernels.compiling if self._kernels else None
+        own = replace(_engine_settings(checkpoint), around_compiling=around)
+        self._engine = load.load_engine(own)
         return self._engine
 
     def _read_weights(self, checkpoint: Checkpoint) -> Take | None:
         """Another model's, for the engine as it is."""
-        from worker.engine.load import read_beside
-
         path = model.local_path(checkpoint.settings)
         check.check_path(path)
         family = families.of_title(check.family(path)).slug
         if self._engine is None or self._engine.family != family:
             return None  # nothing is read that could not be used
-        return read_beside(
-            self._engine,
-            path,
-            config=checkpoint.settings.config,
-            prediction_type=check.prediction_type(path),
-        )
+        return load.read_beside(self._engine, _engine_settings(checkpoint))
+
+
+def _engine_settings(checkpoint: Checkpoint) -> load.EngineSettings:
+    settings, path = checkpoint.settings, model.local_path(checkpoint.settings)
+    return load.EngineSettings(
+        path,
+        settings.device,
+        precision=settings.precision,
+        config=settings.config,
+        prediction_type=check.prediction_type(path),
+        slots=settings.slots,
+        compile="off" if settings.compile == "off" else "background",
+        fp16_accumulate=settings.fp16_accumulate,
+    )
 
 
 @contextlib.contextmanager

@@ -22,7 +22,7 @@ import torch
 
 from imagefleet.job.samplers import PHILOX, Noise
 
-Shape = tuple[int, int, int]
+Shape = tuple[int, ...]
 
 _Numbers = npt.NDArray[np.float32]
 _Doubles = npt.NDArray[np.float64]
