@@ -119,12 +119,12 @@ def measure_captions(painter: Painter, judge: Judge, cases: list[Case]) -> dict[
     contexts = painter.encode_plain([case.caption for case in cases])
     seeds = [case.seed for case in cases]
     plain = painter.draw(contexts, painter.encode_plain([""] * len(cases)), seeds)
-    found = list(zip(cases, judge.find(plain), strict=True))
+    found = list(zip(cases, answers.find(judge, plain), strict=True))
     places = [answers.places_right(case.scene, findings) for case, findings in found]
 
     def both_right_against(negatives: list[str]) -> float:
         pictures = painter.draw(contexts, painter.encode_plain(negatives), seeds)
-        pairs = zip(cases, judge.find(pictures), strict=True)
+        pairs = zip(cases, answers.find(judge, pictures), strict=True)
         return answers.share([answers.both_right(case.scene, findings) for case, findings in pairs])
 
     return {
@@ -155,7 +155,7 @@ def measure_emphasis(painter: Painter, judge: Judge, cases: list[Case]) -> float
         pictures = painter.draw(contexts, negatives, [case.seed for case in cases])
         rows = torch.arange(len(cases))
         columns = [judge.shapes.index(case.scene.things[0].shape) for case in cases]
-        scores.append(judge.object_scores(pictures)[rows, columns])
+        scores.append(answers.object_scores(judge, pictures)[rows, columns])
     return answers.share((scores[0] > scores[1]).tolist())
 
 
@@ -167,7 +167,9 @@ def _style_score(name: str, pictures: Tensor, judge: Judge) -> float:
     if name == "night-palette":
         return float(1 - (0.299 * red + 0.587 * green + 0.114 * blue).mean())
     if name == NEW_OBJECT:
-        return float(judge.object_scores(pictures)[:, judge.shapes.index(NEW_OBJECT)].mean())
+        return float(
+            answers.object_scores(judge, pictures)[:, judge.shapes.index(NEW_OBJECT)].mean()
+        )
     glow = (torch.minimum(green, blue) - red).clamp_min(0)
     return float(glow.mean())
 

@@ -37,10 +37,11 @@ import aiohttp
 import pynvml
 
 from evaluation.bench.runs import until_warm
-from evaluation.bench.workers import DONE, Machine, Sample, running
+from evaluation.bench.workers import DONE, Machine, running
 from imagefleet.storage.open import Storage, open_storage
 from imagefleet.storage.settings import StorageSettings
 from one_machine import far_azurite, figures
+from one_machine.figures import DetailedSample
 from worker.gpus import choice
 from worker.gpus.choice import Gpu
 from worker.settings import MachineSettings
@@ -71,9 +72,9 @@ class Setup:
 
 def prepare(folder: Path, model: Path | None, count: int, *, is_tiny: bool) -> Setup:
     """Writes a LoRA and links it once for each job: to a worker they are as many files."""
+    import lora_kinds
     import tiny_model
     from evaluation.bench import engine as bench_engine
-    from evaluation.bench import random_model
     from worker.engine import device
 
     name = "cpu" if is_tiny else "auto"
@@ -81,9 +82,7 @@ def prepare(folder: Path, model: Path | None, count: int, *, is_tiny: bool) -> S
         model = tiny_model.build_tiny_checkpoint(folder / "tiny")
     setup = bench_engine.prepare(model, folder, name, loras=0)
     directory = setup.workload.lora_directory
-    (first,) = random_model.build_random_loras(
-        directory, setup.model, 1, device.find_device(name), rank=RANK
-    )
+    (first,) = lora_kinds.build(directory, setup.model, 1, device.find_device(name), rank=RANK)
     names = [f"{first}-{number}" for number in range(count)]
     for each in names:
         (directory / f"{each}.safetensors").hardlink_to(directory / f"{first}.safetensors")
@@ -155,13 +154,13 @@ class Benchmark:
 
     async def _samples(
         self, machine: Machine, client: aiohttp.ClientSession, gpus: Sequence[Gpu]
-    ) -> tuple[list[Sample], dict[str, Any]]:
+    ) -> tuple[list[DetailedSample], dict[str, Any]]:
         """The samples of the measured time, and each card's mean clock and power."""
-        samples = [await machine.sample(client)]
+        samples = [await machine.sample(client, DetailedSample)]
         seen: dict[str, list[tuple[int, float]]] = defaultdict(list)
         while samples[-1].at - samples[0].at < self.arguments.seconds:
             await asyncio.sleep(SAMPLE_SECONDS)
-            samples.append(await machine.sample(client))
+            samples.append(await machine.sample(client, DetailedSample))
             for gpu in gpus:
                 if gpu.uuid:
                     seen[gpu.name].append(await asyncio.to_thread(_clock_and_power, gpu.uuid))
@@ -174,7 +173,7 @@ class Benchmark:
         }
         return samples, clocks
 
-    def _check(self, last: Sample, names: Sequence[str], jobs: int) -> None:
+    def _check(self, last: DetailedSample, names: Sequence[str], jobs: int) -> None:
         if sum(last.images.values()) >= 0.95 * jobs:
             sys.exit(
                 f"the queue ran low: more than --jobs {self.arguments.jobs} per GPU are needed"
@@ -194,7 +193,7 @@ class Benchmark:
         if self.arguments.until - time.monotonic() < KILL_SECONDS:
             say("too little time is left to kill a worker: see --limit")
             return None
-        before = await machine.sample(client)
+        before = await machine.sample(client, DetailedSample)
         killed = machine.process_ids(gpu)[-1]
         os.kill(killed, signal.SIGKILL)
         killed_at = time.monotonic()
@@ -202,7 +201,7 @@ class Benchmark:
         draws_again = False
         while not draws_again and time.monotonic() - killed_at < KILL_SECONDS / 2:
             await asyncio.sleep(SAMPLE_SECONDS)  # its successor draws from the same queue
-            sample = await machine.sample(client)
+            sample = await machine.sample(client, DetailedSample)
             is_new = machine.process_ids(gpu)[-1] != killed
             draws_again = is_new and sample.images.get(gpu, 0) > 0
         drawing_again_seconds = time.monotonic() - killed_at if draws_again else None
@@ -216,7 +215,7 @@ class Benchmark:
         return {
             "gpu": gpu,
             "slots_busy_when_killed": before.busy_slots.get(gpu),
-            "restarts": (await machine.sample(client)).restarts,
+            "restarts": (await machine.sample(client, DetailedSample)).restarts,
             "drawing_again_seconds": drawing_again_seconds,
             "jobs": len(expected),
             "jobs_stored": len(expected & stored),

@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import hashlib
 import json
 import logging
 import os
-import re
 import signal
 import sys
 import tempfile
 import threading
 import traceback
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
-from contextlib import asynccontextmanager, contextmanager
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, ParamSpec, TypeVar
@@ -80,6 +77,9 @@ _UNLIMITED_WIDTH = 10_000
 Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
 
+#: What is said on the way must not end the work: the disk of a log may be full.
+_LOSES_NOTES = contextlib.suppress(OSError)
+
 stdout = Console()
 stderr = Console(stderr=True)
 
@@ -90,19 +90,7 @@ def run(coroutine: Coroutine[Any, Any, Result]) -> Result:
         return asyncio.run(coroutine)
 
 
-def synchronous(
-    command: Callable[Parameters, Coroutine[Any, Any, Result]],
-) -> Callable[Parameters, Result]:
-    """The function that runs a command's coroutine, as typer calls it."""
-
-    @functools.wraps(command)
-    def wrapper(*arguments: Parameters.args, **options: Parameters.kwargs) -> Result:
-        return run(command(*arguments, **options))
-
-    return wrapper
-
-
-@contextmanager
+@contextlib.contextmanager
 def one_line_errors() -> Iterator[None]:
     """Turns a FleetError into one line on stderr and an exit code; bugs keep their traceback."""
     try:
@@ -119,7 +107,7 @@ def one_line_errors() -> Iterator[None]:
         raise typer.Exit(EXIT_INTERRUPTED) from None
 
 
-@asynccontextmanager
+@contextlib.asynccontextmanager
 async def connected(settings: StorageSettings) -> AsyncIterator[aio.Fleet]:
     """The client of the settings' storage.
 
@@ -138,9 +126,9 @@ async def connected(settings: StorageSettings) -> AsyncIterator[aio.Fleet]:
         yield fleet
 
 
-async def until_stopped(task: asyncio.Task[None]) -> None:
-    """Waits for *task*, which SIGTERM and Ctrl-C cancel; raises what it raises."""
-    loop = asyncio.get_running_loop()
+async def until_stopped(work: Coroutine[Any, Any, Any] | asyncio.Task[Any]) -> None:
+    """Does *work*, which SIGTERM and Ctrl-C cancel; raises what it raises."""
+    task, loop = asyncio.ensure_future(work), asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, task.cancel)
     with contextlib.suppress(asyncio.CancelledError):
@@ -166,7 +154,7 @@ def report_bug(error: Exception) -> None:
 
 def print_error(message: str) -> None:
     """Prints each line of *message* in red on stderr."""
-    with _unless_lost():
+    with _LOSES_NOTES:
         for line in redaction.message(message).splitlines():
             stderr.print(untrusted(f"error: {line}", "red"), soft_wrap=True)
 
@@ -176,19 +164,14 @@ def print_warning(message: str) -> None:
     if logs.are_json():
         log.warning("%s", message, extra={"action": "warning"})
         return
-    with _unless_lost():
+    with _LOSES_NOTES:
         stderr.print(untrusted(f"warning: {redaction.message(message)}", "yellow"), soft_wrap=True)
 
 
 def print_note(text: str) -> None:
     """Prints text on stderr, next to the command's own output: progress, hints."""
-    with _unless_lost():
+    with _LOSES_NOTES:
         print_plain(redaction.message(text), stderr)
-
-
-def _unless_lost() -> contextlib.suppress:
-    """What is said on the way must not end the work: the disk of a log may be full."""
-    return contextlib.suppress(OSError)
 
 
 def print_plain(text: str, to: Console = stdout) -> None:
@@ -243,36 +226,22 @@ def untrusted(text: str, style: str = "") -> Text:
     return Text(printable(text), style)
 
 
-def json_text(record: Any) -> str:
-    """*record* as indented JSON, times as ISO 8601."""
-    return _escaped(json.dumps(record, ensure_ascii=False, indent=2, default=datetime.isoformat))
+def json_text(record: Any, indent: int | None = 2) -> str:
+    """*record* as JSON with its end, times as ISO 8601; no string controls a terminal."""
+    text = json.dumps(record, ensure_ascii=False, indent=indent, default=datetime.isoformat)
+    return redaction.CONTROLS.sub(lambda found: json.dumps(found[0])[1:-1], text) + "\n"
 
 
-def json_line(record: Mapping[str, Any]) -> str:
-    """*record* as one line of JSON, with its end."""
-    return _escaped(json.dumps(record, ensure_ascii=False, default=datetime.isoformat))
-
-
-def print_json(record: Mapping[str, Any] | Sequence[Any]) -> None:
+def print_json(record: Mapping[str, Any] | Sequence[Any], indent: int | None = 2) -> None:
     """Prints one JSON object (or list), whatever the terminal's width and colours."""
-    sys.stdout.write(json_text(record))
+    sys.stdout.write(json_text(record, indent))
     # A closed pipe (`| head`) must show here, not as noise when Python exits.
     sys.stdout.flush()
 
 
 def print_json_line(record: Mapping[str, Any]) -> None:
     """Prints one JSON object as one line, the form of each document of a stream."""
-    sys.stdout.write(json_line(record))
-    sys.stdout.flush()
-
-
-def _escaped(text: str) -> str:
-    """JSON as a line whose strings can be encoded, and control no terminal that shows them."""
-    return redaction.CONTROLS.sub(_escape, text) + "\n"
-
-
-def _escape(found: re.Match[str]) -> str:
-    return json.dumps(found[0])[1:-1]
+    print_json(record, indent=None)
 
 
 def write_file(path: Path, content: str | bytes, *, private: bool = False) -> None:
@@ -305,20 +274,17 @@ def check_writable(path: Path | None) -> None:
         raise errors.SetupError(f"cannot write {path}: no permission to write in {folder}")
 
 
-@contextmanager
+@contextlib.contextmanager
 def only_one(path: Path, what: str) -> Iterator[None]:
     """Raises SetupError if another process of this user on this machine has *path* to itself."""
     digest = hashlib.blake2b(str(path.resolve()).encode(), digest_size=12).hexdigest()
     lock = Path(tempfile.gettempdir(), f"imagefleet-{os.getuid()}-{digest}.lock")
-    held = FileLock(lock, timeout=0)
     try:
-        held.acquire()
+        held = FileLock(lock).acquire(timeout=0)
     except Timeout:
         raise errors.SetupError(f"{what}: wait for it or end it first") from None
-    try:
+    with held:
         yield
-    finally:
-        held.release()
 
 
 def confirm(question: str, *, yes: bool) -> None:
@@ -350,21 +316,27 @@ def totals(rows: Mapping[str, str]) -> Table:
     return table
 
 
-@contextmanager
-def counting(verb: str, total: int | None, *, quiet: bool = False) -> Iterator[Callable[..., None]]:
-    """A bar on a terminal, which each call of the function moves on by one, or by its argument."""
+@contextlib.contextmanager
+def counting(
+    verb: str,
+    total: int | None,
+    *,
+    quiet: bool = False,
+    unit: progress.ProgressColumn | None = None,
+) -> Iterator[Callable[..., None]]:
+    """A bar on a terminal, which each call moves on by one or by its argument, or to *done*."""
     if quiet or not stderr.is_terminal:
-        yield lambda _count=1: None
+        yield lambda _count=1, **_to: None
         return
     columns = (
         progress.TextColumn("{task.description}"),
         progress.BarColumn(),
-        progress.MofNCompleteColumn(),
+        unit or progress.MofNCompleteColumn(),
         progress.TimeRemainingColumn(),
     )
     with progress.Progress(*columns, console=stderr, transient=True) as bar:
         task = bar.add_task(verb, total=total)
-        yield lambda count=1: bar.advance(task, count)
+        yield lambda count=1, done=None: bar.update(task, completed=done, advance=count)
 
 
 def counted(number: int, noun: str) -> str:

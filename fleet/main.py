@@ -98,8 +98,7 @@ class Console(Group):
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:  # noqa: ARG002 - click's signature
         rows = [
-            (name, COMMANDS[name].summary if name in COMMANDS else self.commands[name].help or "")
-            for name in self.commands
+            (name, COMMANDS.get(name) or self.commands[name].help or "") for name in self.commands
         ]
         with formatter.section("Commands"):
             formatter.write_dl(rows)

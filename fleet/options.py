@@ -6,6 +6,7 @@ overrides the default. An invalid value is one line that names the setting both 
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import functools
 import inspect
@@ -14,7 +15,6 @@ import re
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from datetime import datetime
-from enum import Enum
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
@@ -24,9 +24,7 @@ from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings
 
 from fleet import console
-from fleet.broker.settings import BrokerSettings
-from fleet.monitor.settings import ExporterSettings, MonitorSettings
-from fleet.webhooks.settings import WebhookSettings
+from fleet.settings import BrokerSettings, ExporterSettings, MonitorSettings, WebhookSettings
 from imagefleet import errors, redaction, validation
 from imagefleet.storage import settings as storage_settings
 from imagefleet.storage.settings import SignerSettings, StorageSettings
@@ -113,6 +111,30 @@ Value = TypeVar("Value")
 Command = Callable[..., Result]
 
 
+def option(text: str, default: Any = None, *flags: str, **terms: Any) -> Any:
+    """An option of a command or of its dataclass: the help, the default (...: none), typer's terms.
+
+    For `flat` and `from_settings`.
+    """
+    return _field(typer.Option, text, default, flags, terms)
+
+
+def argument(text: str, default: Any = ..., **terms: Any) -> Any:
+    """The same for an argument."""
+    return _field(typer.Argument, text, default, (), terms)
+
+
+def dry_run(what: str) -> Any:
+    """The option --dry-run, which means the same everywhere; *what* it shows differs."""
+    return option(f"Show {what}; change nothing.", default=False)
+
+
+def _field(make: Any, text: str, default: Any, flags: Iterable[str], terms: Any) -> Any:
+    found = dataclasses.MISSING if default is ... else default
+    metadata = {"make": make, "flags": flags, "terms": {"help": text, **terms}}
+    return dataclasses.field(default=found, metadata=metadata)
+
+
 def from_settings(model: type[BaseSettings]) -> Callable[[Command[Result]], Command[Result]]:
     """Gives a typer command one option for each field of *model*.
 
@@ -123,70 +145,59 @@ def from_settings(model: type[BaseSettings]) -> Callable[[Command[Result]], Comm
         @options.from_settings(StorageSettings)
         def failed(settings: StorageSettings, which: Selected, limit: Limit = 20) -> None: ...
     """
-    shared = list(_parameters(model))
-
-    def decorate(command: Command[Result]) -> Command[Result]:
-        first = next(iter(inspect.signature(command).parameters))
-
-        def with_settings(arguments: dict[str, Any], groups: dict[str, Any]) -> Result:
-            given = {each.name: _joined(arguments.pop(each.name)) for each in shared}
-            with console.one_line_errors():
-                return command(**{first: read(model, given)}, **arguments, **groups)
-
-        return _flat(command, with_settings, leave_out=first, more=shared)
-
-    return decorate
+    return functools.partial(flat, model=model)
 
 
-def flat(command: Command[Result]) -> Command[Result]:
-    """A typer command whose dataclasses of options stand for one option a field."""
-    return _flat(command, lambda arguments, groups: command(**arguments, **groups))
-
-
-def _flat(
-    command: Command[Result],
-    call: Callable[[dict[str, Any], dict[str, Any]], Result],
-    leave_out: str = "",
-    more: Iterable[inspect.Parameter] = (),
-) -> Command[Result]:
-    parameters = inspect.signature(command, eval_str=True).parameters
+def flat(command: Command[Result], model: type[BaseSettings] | None = None) -> Command[Result]:
+    """A typer command, maybe a coroutine, whose dataclasses stand for one option a field."""
+    parameters = dict(inspect.signature(command, eval_str=True).parameters)
+    settings = parameters.pop(next(iter(parameters))).name if model else ""
+    shared = list(_parameters(model)) if model else []
     groups: dict[str, Any] = {}
     flattened: list[inspect.Parameter] = []
     for name, parameter in parameters.items():
-        if name == leave_out:
-            continue
-        if dataclasses.is_dataclass(parameter.annotation):
-            groups[name] = parameter.annotation
-            flattened += _of_fields(parameter.annotation)
+        if dataclasses.is_dataclass(group := parameter.annotation):
+            groups[name] = group
+            hints = get_type_hints(group, include_extras=True)
+            flattened += [
+                _as_typer_does(hints[each.name], each) for each in dataclasses.fields(group)
+            ]
+        elif isinstance(field := parameter.default, dataclasses.Field):
+            field.name = name
+            flattened.append(_as_typer_does(parameter.annotation, field))
         else:
             flattened.append(parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY))
-    flattened += more
+    flattened += shared
 
     @functools.wraps(command)
-    def wrapper(**arguments: Any) -> Result:
-        made = {
-            name: group(
-                **{each.name: arguments.pop(each.name) for each in dataclasses.fields(group)}
-            )
-            for name, group in groups.items()
-        }
-        return call(arguments, made)
+    def wrapper(**given: Any) -> Result:
+        with console.one_line_errors():
+            made: dict[str, Any] = {}
+            if model is not None:
+                values = {each.name: _joined(given.pop(each.name)) for each in shared}
+                made[settings] = read(model, values)
+            for name, group in groups.items():
+                names = [each.name for each in dataclasses.fields(group)]
+                made[name] = group(**{each: given.pop(each) for each in names})
+            result = command(**made, **given)
+            return asyncio.run(result) if inspect.iscoroutine(result) else result
 
     wrapper.__signature__ = inspect.Signature(flattened)  # type: ignore[attr-defined]
     wrapper.__annotations__ = {each.name: each.annotation for each in flattened}
     return wrapper
 
 
-def _of_fields(group: Any) -> Iterator[inspect.Parameter]:
-    annotations = get_type_hints(group, include_extras=True)
-    for field in dataclasses.fields(group):
-        is_required = field.default is dataclasses.MISSING
-        yield inspect.Parameter(
-            field.name,
-            inspect.Parameter.KEYWORD_ONLY,
-            default=inspect.Parameter.empty if is_required else field.default,
-            annotation=annotations[field.name],
-        )
+def _as_typer_does(hint: Any, field: dataclasses.Field[Any]) -> inspect.Parameter:
+    if field.metadata:
+        flags = field.metadata["flags"] or ([flag(field.name)] if hint is bool else [])
+        hint = Annotated[hint, field.metadata["make"](*flags, **field.metadata["terms"])]
+    is_required = field.default is dataclasses.MISSING
+    return inspect.Parameter(
+        field.name,
+        inspect.Parameter.KEYWORD_ONLY,
+        default=inspect.Parameter.empty if is_required else field.default,
+        annotation=hint,
+    )
 
 
 def read(model: type[Settings], given: Mapping[str, Any]) -> Settings:
@@ -232,11 +243,6 @@ def by_setting(
         if name.upper() in own and variables[name] not in (None, ""):
             given[own[name.upper()]] = variables[name]
     return given
-
-
-def dry_run(what: str) -> Any:
-    """The option --dry-run, which means the same everywhere; *what* it shows differs."""
-    return typer.Option("--dry-run", help=f"Show {what}; change nothing.")
 
 
 def read_moment(flag: str, text: str | None) -> datetime | None:
@@ -332,8 +338,6 @@ def _bare_type(annotation: object) -> object:
 def _metavar(kind: object) -> str:
     if get_origin(kind) is Literal:
         return "|".join(str(each) for each in get_args(kind))
-    if isinstance(kind, type) and issubclass(kind, Enum):
-        return "|".join(str(each.value) for each in kind)
     return _METAVARS.get(kind, "TEXT")
 
 
@@ -341,10 +345,9 @@ def _default(field: FieldInfo) -> str:
     # A factory's value differs from machine to machine; the description says what it is.
     if field.is_required() or field.default_factory or field.default is None:
         return ""
-    value = field.default
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    return str(value.value if isinstance(value, Enum) else value)
+    if isinstance(field.default, bool):
+        return "yes" if field.default else "no"
+    return str(field.default)
 
 
 def _complaint(model: type[BaseSettings], detail: Mapping[str, Any]) -> str:

@@ -8,7 +8,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any, cast
+from typing import Any, cast
 
 import tokenizers
 import typer
@@ -17,10 +17,11 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers
 from fleet import console, options
 from fleet.files import known
 from fleet.files.known import Known
+from fleet.options import argument, option
 from imagefleet import errors
 from imagefleet.job import clip
 from imagefleet.job import prompt as prompts
-from imagefleet.job.embeddings import Embedding, Insert, Names
+from imagefleet.job.chunks import Embedding, Insert, Names, cut_into_chunks
 from worker.files import check
 
 #: CLIP's pre-tokenization: words, digits and punctuation.
@@ -30,30 +31,23 @@ _WORD = (
 )
 
 
+@options.flat
 def command(
-    text: Annotated[str, typer.Argument(metavar="TEXT", help="The prompt.", show_default=False)],
-    negative: Annotated[str, typer.Option(help="The negative prompt.")] = "",
-    model: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="PATH",
-            help="A checkpoint or its tokenizer folder; by default CLIP's tokenizer.",
-        ),
-    ] = None,
-    embedding_directory: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="PATH",
-            help="A folder of textual inversion embeddings, as the worker's."
-            f" [env: {options.variable('embedding_directory')}]",
-            envvar=options.variable("embedding_directory"),
-            show_envvar=False,
-        ),
-    ] = None,
-    storage: Annotated[
-        str | None,
-        typer.Option(metavar="URL", help="Also the embeddings in this storage, local:PATH say."),
-    ] = None,
+    text: str = argument("The prompt.", metavar="TEXT", show_default=False),
+    negative: str = option("The negative prompt.", ""),
+    model: Path | None = option(
+        "A checkpoint or its tokenizer folder; by default CLIP's tokenizer.", metavar="PATH"
+    ),
+    embedding_directory: Path | None = option(
+        "A folder of textual inversion embeddings, as the worker's."
+        f" [env: {options.variable('embedding_directory')}]",
+        metavar="PATH",
+        envvar=options.variable("embedding_directory"),
+        show_envvar=False,
+    ),
+    storage: str | None = option(
+        "Also the embeddings in this storage, local:PATH say.", metavar="URL"
+    ),
     as_json: options.AsJson = False,
 ) -> None:
     """Shows a prompt's tokens, weights, LoRAs and embeddings.
@@ -65,14 +59,13 @@ def command(
 
     imagefleet prompt 'a castle' --negative 'EasyNegative' --storage local:./imagefleet-data
     """
-    with console.one_line_errors():
-        tokenizer = _load_tokenizer(_find_tokenizer(model))
-        parsed = {
-            "prompt": _parse(text, prompts.read_prompt),
-            "negative": _parse(negative, prompts.read_negative_prompt),
-        }
-        found = _embeddings(parsed, tokenizer, model, embedding_directory, storage)
-        readings = {name: _read(each, tokenizer, found) for name, each in parsed.items()}
+    tokenizer = _load_tokenizer(_find_tokenizer(model))
+    parsed = {
+        "prompt": _parse(text, prompts.read_prompt),
+        "negative": _parse(negative, prompts.read_negative_prompt),
+    }
+    found = _embeddings(parsed, tokenizer, model, embedding_directory, storage)
+    readings = {name: _read(each, tokenizer, found) for name, each in parsed.items()}
     if as_json:
         console.print_json(readings)
     else:
@@ -126,22 +119,15 @@ def _read(
 ) -> dict[str, Any]:
     """The prompt as JSON, or the reason why it is not supported."""
     tokenise = functools.partial(_tokenise, tokenizer)
-    nothing: dict[str, Any] = {
-        "tokens": 0,
-        "chunks": [],
-        "loras": [],
-        "embeddings": [],
-        "weight": 1.0,
-    }
-    if isinstance(parsed, errors.JobError):
-        return nothing | {"unsupported": parsed.message}
-    names = Names[Embedding](
-        zip(tokenise([each.name for each in embeddings]), embeddings, strict=True)
-    )
+    named = zip(tokenise([each.name for each in embeddings]), embeddings, strict=True)
     try:
-        cut = prompts.cut_into_chunks(parsed, tokenise, tokenizer.token_to_id(",</w>"), names)
+        if isinstance(parsed, errors.JobError):
+            raise parsed
+        comma = tokenizer.token_to_id(",</w>")
+        cut = cut_into_chunks(parsed, tokenise, comma, Names[Embedding](named))
     except errors.JobError as error:
-        return nothing | {"unsupported": error.message}
+        nothing: dict[str, Any] = {name: [] for name in ("chunks", "loras", "embeddings")}
+        return nothing | {"tokens": 0, "weight": 1.0, "unsupported": error.message}
     inserts = [
         (number, insert) for number, chunk in enumerate(cut, start=1) for insert in chunk.inserts
     ]

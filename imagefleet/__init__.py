@@ -33,25 +33,24 @@ __all__ = [
     "errors",
 ]
 
-_CLIENT = "imagefleet.client"
-_MESSAGE = "imagefleet.job.message"
-
 #: Loaded on first use: pydantic and asyncio would slow down every start of the command.
 _MODULES = {
-    "Batch": _CLIENT,
-    "Fleet": _CLIENT,
-    "Job": _MESSAGE,
-    "JobHandle": _CLIENT,
-    "Output": _MESSAGE,
-    "Result": _CLIENT,
-    "Results": _CLIENT,
-    "connect": _CLIENT,
+    **dict.fromkeys(__all__, "imagefleet.client"),
+    **dict.fromkeys(("Job", "Output"), "imagefleet.job.message"),
+    "aio": None,
+    "errors": None,
 }
 
 
 def __getattr__(name: str) -> Any:
-    if name in _MODULES:
-        return getattr(importlib.import_module(_MODULES[name]), name)
-    if name in {"aio", "errors"}:
+    if name not in _MODULES:
+        raise AttributeError(f"module 'imagefleet' has no attribute {name!r}")
+    module = _MODULES[name]
+    if module is None:
         return importlib.import_module(f"imagefleet.{name}")
-    raise AttributeError(f"module 'imagefleet' has no attribute {name!r}")
+    return getattr(importlib.import_module(module), name)
+
+
+def __dir__() -> list[str]:
+    """All names, loaded or not, as `help(imagefleet)` looks for them."""
+    return sorted({*globals(), *__all__})

@@ -88,8 +88,7 @@ class Result(JobFacts):
     async def data(self, index: int = 0) -> bytes:
         """The image's file: PNG, JPEG or WebP.
 
-        Raises:
-            JobError: there is none, because the job failed, say.
+        Raises JobError if there is none, because the job failed, say.
         """
         if not self.blobs:
             raise errors.JobError(f"job {self.id} has no image: {self.reason or self.status}")
@@ -114,10 +113,12 @@ def connect(storage: str | None = None, **settings: Unpack[ConnectOptions]) -> F
 
 
 class Fleet:
-    """A connection to a fleet's storage, for one event loop."""
+    """A connection to a fleet's storage, for one event loop.
+
+    Signs what it submits, and replays only what is signed, if *keys* say so.
+    """
 
     def __init__(self, storage: Storage, keys: signing.Keys = signing.NO_KEYS) -> None:
-        """Signs what it submits, and replays only what is signed, if *keys* say so."""
         self.storage = storage
         self.keys = keys
         self._sent = SentJobs(storage.blobs)
@@ -144,11 +145,7 @@ class Fleet:
         await self.storage.__aexit__(None, None, None)
 
     async def run(self, operation: Coroutine[Any, Any, _Result]) -> _Result:
-        """Awaits *operation*, which `close` ends.
-
-        Raises:
-            FleetError: the fleet is closed.
-        """
+        """Awaits *operation*, which `close` ends; raises FleetError if the fleet is closed."""
         if self._closed:
             operation.close()
             raise errors.FleetError("this fleet is closed")
@@ -173,13 +170,10 @@ class Fleet:
         """Sends jobs; creates the queues and the containers if there are none.
 
         A job without an id gets one. *campaign* is for jobs without one. Workers take jobs of high
-        *priority* first and of low priority last. Jobs before an invalid one are sent. *models*
-        are what workers have from elsewhere than `models/` in the storage.
-
-        Raises:
-            JobError: two jobs have one id, a job is too large for a message, or no worker can have
-            the model that it names.
-            FleetError: the storage cannot be used.
+        *priority* first and of low priority last. Jobs before an invalid one are sent. *models* are
+        what workers have from elsewhere than `models/` in the storage. Raises JobError if two jobs
+        have one id, a job is too large for a message, or no worker can have the model that it
+        names, and FleetError if the storage cannot be used.
         """
         campaign = campaign and _checked("campaign", campaign)
         return await self.run(self._submit(jobs, campaign, checked_priority(priority), models))
@@ -259,10 +253,7 @@ class Fleet:
 
         Nothing is moved or hidden meanwhile, unlike the messages in the poison queue.
         """
-        found = outcomes.failures(
-            self.storage, which.get("error"), which.get("campaign"), which.get("id")
-        )
-        return Results(self, self._each(found))
+        return Results(self, self._each(outcomes.failures(self.storage, **which)))
 
     async def preview_replay(
         self,
@@ -289,10 +280,7 @@ class Fleet:
 
         *set* has new values of some fields of each job: `{"steps": 20}`. With a key only jobs that
         are signed; those that are changed are signed again. *invalid*: also jobs that this version
-        takes for invalid, for newer workers.
-
-        Raises:
-            SetupError: no job can have these values.
+        takes for invalid, for newer workers. Raises SetupError if no job can have these values.
         """
         check = self._replay_check(set, takes_invalid=invalid)
         selection = Selection(**which)
@@ -352,16 +340,10 @@ class Results:
     async def frame(self) -> pd.DataFrame:
         """The results as a data frame: a row for each image, and for each job without.
 
-        Its columns are those of `imagefleet results`.
-
-        Raises:
-            SetupError: pandas is not installed.
+        Its columns are those of `imagefleet results`. Raises SetupError if pandas is not installed.
         """
-        builder = columns.FrameBuilder(self._fleet.storage.blobs.address)
-        async for result in self:
-            for record in result.records:
-                builder.add(record)
-        return builder.frame()
+        records = (record async for result in self for record in result.records)
+        return await columns.frame(records, self._fleet.storage.blobs.address)
 
 
 class Batch:
@@ -379,8 +361,7 @@ class Batch:
     def results(self, timeout: float | None = None) -> Results:
         """Each job's result once, as they end; called again, all of them again.
 
-        Raises:
-            TimeoutError: not all have ended after *timeout* seconds.
+        Raises TimeoutError if not all have ended after *timeout* seconds.
         """
         return Results(self._fleet, self._results(timeout))
 
@@ -422,9 +403,8 @@ class JobHandle:
     async def result(self, timeout: float | None = None) -> Result:  # noqa: ASYNC109 - as above
         """Waits until the job has completed or failed, or was cancelled.
 
-        Raises:
-            TimeoutError: it is not done after *timeout* seconds.
-            FleetError: the job is not in this storage.
+        Raises TimeoutError if it is not done after *timeout* seconds, and FleetError if the job is
+        not in this storage.
         """
         pace = _Pace(self._fleet, timeout)
         while (job := await pace.poll(self._look_up)).status == "pending":

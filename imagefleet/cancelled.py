@@ -11,7 +11,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 from datetime import datetime, timedelta
-from typing import NamedTuple, NoReturn, Self
+from typing import NoReturn, Self
 
 from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, ValidationError
 
@@ -64,10 +64,6 @@ class CancelledList(BaseModel):
 
     campaigns: tuple[Cancellation, ...] = ()
 
-    def of_queue(self, queue: str) -> dict[str, datetime]:
-        """The time at which each campaign was cancelled."""
-        return {each.campaign: each.at for each in self.campaigns if each.queue == queue}
-
     def with_entry(self, new: Cancellation, *, forget: bool) -> Self:
         """The list with *new* in place of what it says of that campaign.
 
@@ -82,11 +78,6 @@ class CancelledList(BaseModel):
         return self.model_copy(update={"campaigns": (*kept, new)})
 
 
-class _Version(NamedTuple):
-    version: str | None
-    found: CancelledList
-
-
 class CancelledCampaigns:
     """The cancelled campaigns of one queue, as read last."""
 
@@ -97,20 +88,16 @@ class CancelledCampaigns:
         self._files = files
         self._queue = queue
         self._on_unreadable = on_unreadable or self._log
-        self._times: Mapping[str, datetime] = {}
+        self.times: Mapping[str, datetime] = {}
+        """The time at which each campaign was cancelled."""
         self._version: str | None = None
         self._read_at: float | None = None
         self._reading = asyncio.Lock()
         self._warning = Occasion()
 
-    @property
-    def times(self) -> Mapping[str, datetime]:
-        """The time at which each campaign was cancelled."""
-        return self._times
-
     def includes(self, campaign: str | None, sent_at: datetime) -> bool:
         """Whether a job is cancelled whose message was sent then."""
-        cancelled_at = self._times.get(campaign or DEFAULT_CAMPAIGN)
+        cancelled_at = self.times.get(campaign or DEFAULT_CAMPAIGN)
         return cancelled_at is not None and sent_at <= cancelled_at
 
     async def refresh(self, older_than_seconds: float | None = None) -> None:
@@ -142,10 +129,11 @@ class CancelledCampaigns:
     async def _read(self) -> None:
         start = await self._files.read_part(BLOB, 0, 1)  # a byte tells whether it has changed
         if start is None:
-            self._times, self._version = {}, None
+            self.times, self._version = {}, None
         elif start.version != self._version:
-            version, found = await _read_list(self._files)
-            self._times, self._version = found.of_queue(self._queue), version
+            self._version, found = await _read_list(self._files)
+            own = (entry for entry in found.campaigns if entry.queue == self._queue)
+            self.times = {entry.campaign: entry.at for entry in own}
 
     def _log(self, why: str) -> None:
         if self._warning.is_due():
@@ -162,9 +150,8 @@ async def cancel(storage: Storage, campaign: str) -> datetime:
     """Cancels what was sent of a campaign, and ends its running loads; returns until when.
 
     Workers obey within seconds. This returns after some twelve: a load that begins then runs.
-
-    Raises:
-        TransientError: others change the list all the time; SetupError: it is full or damaged.
+    Raises TransientError if others change the list all the time, and SetupError if it is full or
+    damaged.
     """
     at = (await storage.queue.stamps()).latest + timedelta(seconds=LOAD_SECONDS)
     new = Cancellation(queue=storage.queue.name, campaign=campaign, at=at)
@@ -194,17 +181,13 @@ async def _wait_until_later(storage: Storage, at: datetime) -> None:
         await asyncio.sleep(_CLOCK_SECONDS)
 
 
-async def _read_list(files: BlobStore) -> _Version:
-    """The list and its version; an empty one if there is none.
-
-    Raises:
-        SetupError: something else is there.
-    """
+async def _read_list(files: BlobStore) -> tuple[str | None, CancelledList]:
+    """The list, empty if there is none, and its version; raises SetupError for anything else."""
     part = await files.read_part(BLOB, 0, MAX_BYTES)
     if part is None:
-        return _Version(None, CancelledList())
+        return None, CancelledList()
     try:
-        return _Version(part.version, CancelledList.model_validate_json(part.data))
+        return part.version, CancelledList.model_validate_json(part.data)
     except ValidationError as error:
         raise errors.SetupError(
             f"{BLOB} in {files.name} is not a list of campaigns: correct or delete it"

@@ -195,10 +195,8 @@ class Fleet:
 def connect(storage: str | None = None, **settings: Unpack[ConnectOptions]) -> Fleet:
     """The fleet behind a storage address; a context manager, or `close` it.
 
-    *storage* is `local:FOLDER`, an Azure connection string or `https://ACCOUNT.blob...`; it and
-    the settings default to the `IMAGEFLEET_` variables.
-
-    Raises:
-        SetupError: the address or a setting is not valid.
+    *storage* is `local:FOLDER`, an Azure connection string or `https://ACCOUNT.blob...`; it and the
+    settings default to the `IMAGEFLEET_` variables. Raises SetupError if the address or a setting
+    is not valid.
     """
     return Fleet(aio.connect(storage, **settings))

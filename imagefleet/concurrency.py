@@ -52,8 +52,6 @@ def cores() -> int:
 async def gather(
     first: Coroutine[Any, Any, First], second: Coroutine[Any, Any, Second], /
 ) -> tuple[First, Second]: ...
-
-
 @overload
 async def gather(
     first: Coroutine[Any, Any, First],
@@ -61,18 +59,10 @@ async def gather(
     third: Coroutine[Any, Any, Third],
     /,
 ) -> tuple[First, Second, Third]: ...
-
-
 @overload
 async def gather(*works: Coroutine[Any, Any, Result]) -> tuple[Result, ...]: ...
-
-
 async def gather(*works: Coroutine[Any, Any, Any]) -> tuple[Any, ...]:
-    """The results of *works*; the first error cancels the others and is raised alone.
-
-    After an error `asyncio.gather` leaves the others running: they then log that their connector
-    is closed, before the error itself is printed.
-    """
+    """The results of *works*; the first error cancels the others, and is raised once they ended."""
     task = asyncio.current_task()
     cancels = task.cancelling() if task else 0
     parts = [asyncio.ensure_future(work) for work in works]
@@ -179,10 +169,6 @@ class Batches(Generic[Item, Result]):
                 self._waiting.clear()
             _answer((call, error) for call in calls)
 
-    def _wake(self) -> None:
-        self._threads.submit(self._run)
-        self._running += 1
-
     def _look_later(self, loop: asyncio.AbstractEventLoop) -> None:
         self._looks_at = time.monotonic() + _PATIENCE_SECONDS
         loop.call_later(_PATIENCE_SECONDS, self._look, loop)
@@ -194,7 +180,8 @@ class Batches(Generic[Item, Result]):
                 return
             if self._waiting[0].at <= time.monotonic() - _PATIENCE_SECONDS:
                 with contextlib.suppress(RuntimeError):  # they are shut down: nobody waits
-                    self._wake()
+                    self._threads.submit(self._run)
+                    self._running += 1
             self._look_later(loop)
 
     def _run(self) -> None:

@@ -82,11 +82,7 @@ class RetryPolicy:
     on_retry: Callable[[errors.TransientError], None] = log_retry
 
     async def call(self, operation: Callable[[], Awaitable[_Result]]) -> _Result:
-        """Awaits *operation* until it succeeds, fails permanently, or the attempts are used up.
-
-        Raises:
-            FleetError: the error of the last attempt.
-        """
+        """Awaits *operation* until it succeeds; raises the error of the last attempt."""
         # Almost every call succeeds at once; to count its attempts costs as much as to sign it.
         began_at = time.monotonic()
         try:

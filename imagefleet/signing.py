@@ -48,8 +48,7 @@ class SigningKey:
     def create(cls, path: Path) -> Self:
         """Makes a new key in a new file, which only its owner may read.
 
-        Raises:
-            FileExistsError: there is a file; OSError: it cannot be written.
+        Raises FileExistsError if there is a file, and OSError if it cannot be written.
         """
         from cryptography.hazmat.primitives import serialization
         from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
@@ -69,9 +68,8 @@ class SigningKey:
     def read(cls, path: Path) -> Self:
         """The key in a PEM file.
 
-        Raises:
-            SetupError: it cannot be read, or is not an Ed25519 key. It does not say what was
-            given for the path: that may be the key itself.
+        Raises SetupError if it cannot be read, or is not an Ed25519 key. It does not say what was
+        given for the path: that may be the key itself.
         """
         from cryptography.exceptions import UnsupportedAlgorithm
         from cryptography.hazmat.primitives import serialization
@@ -110,9 +108,8 @@ class TrustedKeys:
     def read(cls, text: str) -> Self:
         """Reads public keys, separated by commas.
 
-        Raises:
-            ValueError: one of them is not a public key. The key is not quoted: it may be the
-            private one.
+        Raises ValueError if one of them is not a public key. The key is not quoted: it may be the
+        private one.
         """
         from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 

@@ -107,9 +107,7 @@ class BulkSender:
         """Sends until the source ends or `stop` is called; returns what is stored.
 
         *on_confirmed* is called for each batch, in order, once it and all before it are stored.
-
-        Raises:
-            FleetError: a send failed for good, or the source contains an invalid job.
+        Raises FleetError if a send failed for good, or the source contains an invalid job.
         """
         self._on_confirmed = on_confirmed
         try:

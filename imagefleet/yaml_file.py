@@ -18,11 +18,7 @@ class YamlError(ValueError):
 
 
 def parse(content: str | bytes) -> Any:
-    """The content of a document.
-
-    Raises:
-        YamlError: it is not YAML, or its aliases make it huge or endless.
-    """
+    """The content of a document; raises YamlError for no YAML, and for aliases without end."""
     try:
         # Not libyaml's loader: lists nested thousands deep overflow its stack, and crash Python.
         document = yaml.safe_load(content)

@@ -12,7 +12,6 @@ import uuid
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
@@ -30,7 +29,7 @@ from imagefleet.job.message import (
 from imagefleet.signing import SIGNATURE_CHARACTERS, SigningKey
 from imagefleet.storage.deliveries import without_deliveries
 from loadgen.formats import files
-from loadgen.formats.entry import Entry, Format, FormatError
+from loadgen.formats.lines import Entry, Format, FormatError
 
 #: 96 bits: a collision among a hundred million jobs has a chance of 10^-13.
 ID_BYTES = 12
@@ -76,48 +75,8 @@ def digest(data: bytes) -> str:
     return hashlib.blake2b(data, digest_size=ID_BYTES).hexdigest()
 
 
-@dataclass(slots=True)
-class _Maker:
-    """Makes messages of entries: signed with *key*, of *campaign* where a job has none."""
-
-    key: SigningKey | None
-    campaign: str | None
-    mended: int = 0
-    """Messages made of jobs that had failed."""
-
-    def message(self, entry: Entry, id_text: str) -> str:
-        text = _without_failure(entry.text)
-        message = _to_message(text, self._job(text, id_text), self.key)
-        self.mended += text is not entry.text
-        return message
-
-    def checked(self, entry: Entry, id_text: str, on_job: OnJob | None) -> str:
-        """Makes its `message` with spaces for a signature: to sign takes as long as to read."""
-        text = _without_failure(entry.text)
-        job = self._job(text, id_text)
-        body = _to_message(text, job, None)
-        if self.key is not None:
-            sizes.checked_messages([body + " " * SIGNATURE_BYTES])
-        if on_job is not None:
-            on_job(entry.place, job)
-        return body
-
-    def _job(self, text: str, id_text: str) -> Job:
-        job_id = digest(id_text.encode())
-        job = read_job(text, job_id)
-        return job if self.campaign is None else job.identified(job_id, self.campaign)
-
-
-def _to_message(text: str, job: Job, key: SigningKey | None) -> str:
-    # Without a key, a job that somebody has signed stays as it was signed.
-    is_theirs = key is None and is_signed(text)
-    body = without_deliveries(text) if is_theirs else job.to_message(key)
-    sizes.checked_messages([body])
-    return body
-
-
 class _EntrySource(abc.ABC):
-    """Jobs from the entries of a format."""
+    """Jobs from the entries of a format: signed with *key*, of *campaign* where a job has none."""
 
     #: `check` reports bytes, not jobs.
     jobs_to_make = None
@@ -130,24 +89,52 @@ class _EntrySource(abc.ABC):
         campaign: str | None,
     ) -> None:
         self._form = form
-        self._maker = _Maker(key, campaign)
         self._on_invalid = on_invalid
+        self._key = key
+        self._campaign = campaign
+        self.mended = 0
+        """Jobs of the messages so far that had failed, as `imagefleet failed --export` notes it."""
 
     def bodies(self, start: int) -> Iterator[str | None]:
-        return self._read(start, self._on_invalid or _refuse, self._maker.message)
-
-    @property
-    def mended(self) -> int:
-        """Jobs of the messages so far that had failed, as `imagefleet failed --export` notes it."""
-        return self._maker.mended
+        return self._read(start, self._on_invalid or _refuse, self._message)
 
     def examples(self, most: int) -> Iterator[str]:
         """The first messages."""
         return itertools.islice((body for body in self.bodies(0) if body is not None), most)
 
+    def _message(self, entry: Entry, id_text: str) -> str:
+        text = _without_failure(entry.text)
+        message = _to_message(text, self._job(text, id_text), self._key)
+        self.mended += text is not entry.text
+        return message
+
+    def _checked(self, entry: Entry, id_text: str, on_job: OnJob | None) -> str:
+        """Makes its message with spaces for a signature: to sign takes as long as to read."""
+        text = _without_failure(entry.text)
+        job = self._job(text, id_text)
+        body = _to_message(text, job, None)
+        if self._key is not None:
+            sizes.checked_messages([body + " " * SIGNATURE_BYTES])
+        if on_job is not None:
+            on_job(entry.place, job)
+        return body
+
+    def _job(self, text: str, id_text: str) -> Job:
+        job_id = digest(id_text.encode())
+        job = read_job(text, job_id)
+        return job if self._campaign is None else job.identified(job_id, self._campaign)
+
     @abc.abstractmethod
     def _read(self, start: int, on_invalid: OnInvalid, read: _ReadEntry) -> Iterator[str | None]:
         """The messages from position *start* on, as *read* makes them."""
+
+
+def _to_message(text: str, job: Job, key: SigningKey | None) -> str:
+    # Without a key, a job that somebody has signed stays as it was signed.
+    is_theirs = key is None and is_signed(text)
+    body = without_deliveries(text) if is_theirs else job.to_message(key)
+    sizes.checked_messages([body])
+    return body
 
 
 class FileSource(_EntrySource):
@@ -189,8 +176,7 @@ class FileSource(_EntrySource):
     def check(self, start: int, on_read: OnRead = ignore, on_job: OnJob | None = None) -> None:
         """Checks each entry that is to be sent; calls *on_job* for each job.
 
-        Raises:
-            SetupError: some are not valid, and are not to be skipped.
+        Raises SetupError if some are not valid, and are not to be skipped.
         """
         if self._on_invalid is not None and on_job is None:
             return
@@ -199,7 +185,7 @@ class FileSource(_EntrySource):
         def note(place: str, reason: str) -> None:
             invalid.append(f"{place}: {reason}")
 
-        read = partial(self._maker.checked, on_job=on_job)
+        read = partial(self._checked, on_job=on_job)
         for _ in self._read(start, self._on_invalid or note, read, on_read):
             if len(invalid) == MAX_REPORTED:
                 break
@@ -278,7 +264,7 @@ class StreamSource(_EntrySource):
     def check(self, start: int, _on_read: OnRead = ignore, on_job: OnJob | None = None) -> None:
         """Checks nothing without *on_job*: an entry that was read is gone."""
         if on_job is not None:
-            read = partial(self._maker.checked, on_job=on_job)
+            read = partial(self._checked, on_job=on_job)
             for _ in self._read(start, self._on_invalid or _refuse_unsent, read):
                 pass
 

@@ -25,8 +25,8 @@ from loadgen.campaigns import LoadedCampaigns
 from loadgen.caption_sweep import SweepSource
 from loadgen.file_source import OnRead
 from loadgen.pace import seconds_left
+from loadgen.processes.frames import Refusals
 from loadgen.processes.pool import SenderProcesses
-from loadgen.processes.refusals import Refusals
 from loadgen.second_drawing import Sample
 from loadgen.settings import MOST_BATCHES, LoadSettings
 from loadgen.sources import Source
@@ -167,8 +167,7 @@ class Summary:
 class Load:
     """Fills a job queue; resumes at *checkpoint_path*, if there is one and *restart* is false.
 
-    Raises:
-        SetupError: the checkpoint belongs to another load, or cannot be read.
+    Raises SetupError if the checkpoint belongs to another load, or cannot be read.
     """
 
     def __init__(
@@ -257,8 +256,7 @@ class Load:
     async def run(self, on_confirmed: Callable[[int], None]) -> Summary:
         """Sends what is left to the opened storage; calls `on_confirmed` with the positions stored.
 
-        Raises:
-            FleetError: the storage cannot be used, or a job of the source is not valid.
+        Raises FleetError if the storage cannot be used, or a job of the source is not valid.
         """
         began = time.monotonic()
         progress = Progress(self.confirmed, 0, finished=True)

@@ -12,7 +12,7 @@ from imagefleet.signing import SigningKey
 from loadgen import template
 from loadgen.file_source import FileSource, OnInvalid, OnRead, StreamSource, ignore
 from loadgen.formats import files
-from loadgen.formats.entry import Format
+from loadgen.formats.lines import Format
 from loadgen.template_source import TemplateSource
 
 #: Messages by position, None for a position without one; the same identity means the same messages.
@@ -34,10 +34,8 @@ def open_source(
 
     *campaign* is for jobs without one. *form* overrides what the name tells about the format.
     *on_invalid* is called with the place of each invalid job, which is skipped; without it, the
-    first invalid job is an error. *on_read*: a file's jobs are counted before this returns.
-
-    Raises:
-        SetupError: the file cannot be read or has an unknown suffix.
+    first invalid job is an error. *on_read*: a file's jobs are counted before this returns. Raises
+    SetupError if the file cannot be read or has an unknown suffix.
     """
     path = Path(name)
     if form is None and path.suffix in template.SUFFIXES:

@@ -139,8 +139,7 @@ class Sweep:
 def read(fields: Mapping[str, Any]) -> tuple[Fields, Sweep]:
     """The fields of `job:` that are the same for all jobs, and those with several values.
 
-    Raises:
-        ValueError: a value is none of its field; names it.
+    Raises ValueError if a value is none of its field; names it.
     """
     fixed: Fields = {}
     swept: dict[str, Sequence[Any]] = {}
@@ -180,11 +179,7 @@ def _values(name: str, value: Any) -> Sequence[Any] | None:
 
 
 def as_job_fields(fields: Mapping[str, Any]) -> Fields:
-    """*fields* with a size as the two fields of a job.
-
-    Raises:
-        ValueError: it is no size.
-    """
+    """*fields* with a size as the two fields of a job; raises ValueError if it is no size."""
     if SIZE not in fields:
         return dict(fields)
     others = {name: value for name, value in fields.items() if name != SIZE}

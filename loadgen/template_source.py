@@ -22,7 +22,7 @@ from imagefleet.job.message import DEFAULT_CAMPAIGN, Job
 from imagefleet.signing import SigningKey
 from loadgen import sweep, template
 from loadgen.file_source import ID_BYTES, OnJob, OnRead, digest, ignore
-from loadgen.pattern import Draw, Patterns
+from loadgen.template import Draw, Patterns
 
 #: First jobs of a template that are checked before sending, besides each entry of each list.
 _SAMPLE_JOBS = 200
@@ -137,11 +137,7 @@ class TemplateSource:
             yield self.body(example * self.count // number if self.is_sweep else example)
 
     def body(self, index: int) -> str:
-        """Message *index*, independent of those before it.
-
-        Raises:
-            SetupError: the template generates an invalid job.
-        """
+        """Message *index*, whatever comes before it; raises SetupError for an invalid job."""
         return self._body(index, self._draws(index))
 
     def _every_word(self, name: str, choices: tuple[template.Choice, ...]) -> _EveryWord:

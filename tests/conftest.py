@@ -271,12 +271,17 @@ def pytest_configure() -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Marks what is in `SLOW`; for several processes, files of many tests come first."""
+    """Marks what is in `SLOW`; for several processes, files of many tests come first.
+
+    Slow tests may take long on a busy machine: only what hangs is ended.
+    """
     root = Path(__file__).parent
     for item in items:
         path = item.path.relative_to(root)
         if not {str(part) for part in (path, *path.parents)}.isdisjoint(SLOW):
             item.add_marker(pytest.mark.slow)
+        if item.get_closest_marker("slow") and not item.get_closest_marker("timeout"):
+            item.add_marker(pytest.mark.timeout(1200))
     if "PYTEST_XDIST_WORKER" in os.environ:
         tests = Counter(item.path for item in items)
         items.sort(key=lambda item: (-tests[item.path], str(item.path)))

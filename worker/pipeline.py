@@ -21,31 +21,26 @@ from imagefleet import errors, retry
 from imagefleet.cancelled import CancelledCampaigns
 from imagefleet.storage.open import Storage
 from worker import leases, tasks
-from worker.cost import CostMeter
 from worker.engine import contract
 from worker.files import model
 from worker.gpu_thread import EngineThread
-from worker.inputs.job_files import JobFiles
-from worker.jobs.depth import measure_depth
+from worker.inputs.reader import JobFiles
 from worker.jobs.in_flight import InFlightJob
-from worker.metrics import EngineCollector, Outcome, WorkerMetrics
+from worker.metrics import CostMeter, EngineCollector, Outcome, WorkerMetrics, measure_depth
 from worker.models.change import Following, WorkerModels, make_queues, note_served
-from worker.node import reference, suspects
+from worker.node import reference
 from worker.node.check import NodeCheck
 from worker.node.quarantine import Quarantine
 from worker.node.self_check import NodeSelfCheck
-from worker.node.suspects import Suspects
 from worker.node.watchdog import NO_LIMITS, Diagnose, NodeLimits, NodeWatchdog
 from worker.progress import Phase
 from worker.pull import Puller
 from worker.replica import UNKNOWN, Replica
 from worker.salad.metadata import Reallocation
-from worker.settings import WorkerSettings
+from worker.settings import WorkerSettings, machine_name
 from worker.settle import Settler
-from worker.stages import record
-from worker.stages.generate import GenerateStage
-from worker.stages.model_run import ModelRun, Shared
-from worker.stages.upload import STORAGE_RETRIES, UploadStage
+from worker.stages.image import STORAGE_RETRIES, GenerateStage
+from worker.stages.prepare import PrepareStage
 
 log = logging.getLogger(__name__)
 
@@ -129,32 +124,15 @@ class Pipeline:
             self._keeper,
             self.metrics,
             self.cost,
-            max_attempts=settings.max_attempts,
-            worker_name=settings.name,
-            retry_policy=retry_policy,
-            on_settled=self._settled,
-            cancelled_campaigns=self._cancelled,
-            flush_seconds=record.flush_seconds(storage.url, settings.lease_seconds),
+            settings,
+            retry_policy,
+            self._settled,
+            self._cancelled,
         )
         self._watchdog = NodeWatchdog(self.engine_thread, machine.limits, self.metrics)
         self._reallocation = machine.reallocation
-        self._puller = Puller(
-            self._queue, self._keeper, self.settler, self.engine_thread, self.metrics, settings
-        )
+        self._puller = Puller(self._queue, self.settler, self.engine_thread)
         self._files = JobFiles.of(storage, settings)
-        self._shared = Shared(
-            storage,
-            settings,
-            self._files,
-            self.engine_thread,
-            self._puller,
-            self.settler,
-            self.metrics,
-            self.cost,
-            self._watchdog,
-            self._cancelled,
-            retry_policy,
-        )
         self.metrics.collect_from(
             EngineCollector(self.engine_thread, self._files.loras), self.cost, self._check
         )
@@ -165,14 +143,12 @@ class Pipeline:
             group=settings.group,
             priority=settings.priority,
         )
-        self._quarantine = Quarantine(storage.files, frozenset({settings.name, suspects.machine()}))
-        self._upload: UploadStage | None = None
-        self._earlier_images = 0  # of the models before
+        self._quarantine = Quarantine(storage.files, frozenset({settings.name, machine_name()}))
         self._is_draining = False
 
     @property
     def images_written(self) -> int:
-        return self._earlier_images + (self._upload.images_written if self._upload else 0)
+        return self.settler.images_written
 
     @property
     def phase(self) -> Phase:
@@ -284,10 +260,12 @@ class Pipeline:
         if self.models:
             self._queue.receive_only(self.models.served_now())
         self.settler.model_name = engine.model_name
-        self._earlier_images = self.images_written
-        run = ModelRun.of(self._shared, engine, self._hash_model())
-        self._upload, generate, checks = run.upload, run.generate, run.checks
-        side_tasks = self._start_side_tasks(run)
+        prepare = PrepareStage.of(
+            engine, self._hash_model(), self._files, self._puller, self._watchdog
+        )
+        generate, checks = prepare.generate, prepare.generate.checks
+        side_tasks = self._start_side_tasks(checks)
+        prepare.start(side_tasks)
         pull: asyncio.Task[None] | None = None
         following: asyncio.Future[Following] | None = None
         try:
@@ -295,7 +273,7 @@ class Pipeline:
             if self.models and changed_at is not None:
                 self.models.changed(time.monotonic() - changed_at, self.metrics)
             self._puller.restart()
-            pull = asyncio.create_task(self._puller.run(run.prepare.turns.put), name="pull")
+            pull = asyncio.create_task(self._puller.run(prepare.turns.put), name="pull")
             self.started = self.ready = True
             ends: list[Awaitable[Any]] = [asyncio.shield(pull), stop.wait(), side_tasks.watch()]
             if self.models and len(self.models.names) > 1:
@@ -325,8 +303,8 @@ class Pipeline:
                 await self._stop_pulling(pull)
             await self._hand_back(self.settler.in_flight)
             await side_tasks.cancel()
-            run.close()
-            await self._record_suspects(checks, run.upload.suspects)
+            prepare.close()
+            await self._record_suspects(checks)
             checks.close()
         return None
 
@@ -348,8 +326,7 @@ class Pipeline:
                     await tasks.first_of(finished, stop.wait(), side_tasks.watch())
                     return
 
-    def _start_side_tasks(self, run: ModelRun) -> tasks.SideTasks:
-        checks = run.checks
+    def _start_side_tasks(self, checks: NodeSelfCheck) -> tasks.SideTasks:
         diagnose = checks.diagnose
         side_tasks = tasks.SideTasks()
         side_tasks.start("keep leases", self._keeper.run)
@@ -370,7 +347,6 @@ class Pipeline:
             lambda: measure_depth(self._queue, self._storage.poison, self.metrics, self._on_depth),
         )
         side_tasks.start("note models", lambda: note_served(self._storage.models, self._served))
-        run.start(side_tasks)
         return side_tasks
 
     def _served(self) -> list[str]:
@@ -387,7 +363,8 @@ class Pipeline:
                 )
             )
 
-    async def _record_suspects(self, checks: NodeSelfCheck, stored: Suspects) -> None:
+    async def _record_suspects(self, checks: NodeSelfCheck) -> None:
+        stored = checks.suspects
         if checks.fault is None:
             return
         with contextlib.suppress(TimeoutError):

@@ -16,9 +16,7 @@ from imagefleet.telemetry import logs
 from worker import tasks
 from worker.gpu_thread import EngineThread
 from worker.jobs.in_flight import InFlightJob
-from worker.leases import Lease, LeaseKeeper
-from worker.metrics import WorkerMetrics
-from worker.settings import WorkerSettings
+from worker.leases import Lease
 from worker.settle import Settler
 
 log = logging.getLogger(__name__)
@@ -49,11 +47,8 @@ class Puller:
     """Leases jobs while the GPU has less than `prefetch_seconds` of work ahead."""
 
     queue: protocol.JobQueue
-    keeper: LeaseKeeper
     settler: Settler
     engine_thread: EngineThread
-    metrics: WorkerMetrics
-    settings: WorkerSettings
     _queue_was_empty: bool = False
     _queue_answers: bool = True
     _paused: bool = False
@@ -131,8 +126,8 @@ class Puller:
                 continue
             asked_at = time.monotonic()
             try:
-                messages = await self.queue.receive(count, self.settings.lease_seconds)
-                self.metrics.stage_seconds["pull"].observe(time.monotonic() - asked_at)
+                messages = await self.queue.receive(count, self.settler.settings.lease_seconds)
+                self.settler.metrics.stage_seconds["pull"].observe(time.monotonic() - asked_at)
                 if not messages and await self._is_done():
                     return
             except errors.TransientError as error:
@@ -145,7 +140,8 @@ class Puller:
                 self._queue_answers = True
             self._queue_was_empty = self._queue_answers and not messages
             if messages:
-                await self._take([self.keeper.hold(each, asked_at) for each in messages], put)
+                hold = self.settler.keeper.hold
+                await self._take([hold(each, asked_at) for each in messages], put)
                 empty_polls = 0
             else:
                 await self._pause(empty_polls)
@@ -171,12 +167,12 @@ class Puller:
 
     async def _is_done(self) -> bool:
         """Whether nothing is visible or in flight, nor hidden by a dead worker's lease."""
-        if not self.settings.until_empty or self.settler.in_flight:
+        if not self.settler.settings.until_empty or self.settler.in_flight:
             return False
         return (await self.queue.depth()).messages == 0
 
     async def _pause(self, empty_polls: int) -> None:
-        until_empty = self.settings.until_empty
+        until_empty = self.settler.settings.until_empty
         longest = UNTIL_EMPTY_PAUSE_SECONDS if until_empty else LONGEST_PAUSE_SECONDS
         waits = [self._stopped.wait()]
         if until_empty and self.settler.in_flight:
@@ -202,6 +198,6 @@ class Puller:
         images_per_second = self._images_generated / busy_seconds if busy_seconds else 0.0
         wanted = max(
             self.engine_thread.capacity + LEAST_AHEAD,
-            math.ceil(images_per_second * self.settings.prefetch_seconds),
+            math.ceil(images_per_second * self.settler.settings.prefetch_seconds),
         )
         return min(wanted, MOST_AHEAD)

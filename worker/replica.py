@@ -13,7 +13,7 @@ from typing import TypeVar
 import pynvml
 
 from imagefleet import errors
-from imagefleet.pricing import price_file, prices
+from imagefleet.pricing import prices
 from imagefleet.storage.open import LOCAL_SCHEME
 from worker.settings import WorkerSettings
 
@@ -53,7 +53,7 @@ def find_replica(settings: WorkerSettings) -> Replica:
     Raises:
         SetupError: the price file is wrong.
     """
-    table = price_file.read_table(settings.price_file)
+    table = prices.read_table(settings.price_file)
     gpu = _gpu(settings, table)
     dollars_per_hour = settings.price_per_hour
     if dollars_per_hour is None and gpu != NO_GPU:

@@ -30,9 +30,9 @@ SUBJECTS: dict[str, tuple[str, ...]] = {
 }
 
 
-def _name_of_this_worker() -> str:
-    machine = os.environ.get("SALAD_MACHINE_ID") or socket.gethostname()
-    return f"{machine}-{os.getpid()}"
+def machine_name() -> str:
+    """The machine's id on SaladCloud, else its host name."""
+    return os.environ.get("SALAD_MACHINE_ID") or socket.gethostname()
 
 
 class WorkerSettings(TelemetrySettings):
@@ -172,7 +172,7 @@ class WorkerSettings(TelemetrySettings):
         " it. Probes (`imagefleet health`) need a fixed one.",
     )
     name: str = Field(
-        default_factory=_name_of_this_worker,
+        default_factory=lambda: f"{machine_name()}-{os.getpid()}",
         min_length=1,
         max_length=128,
         description="This worker's name in metrics, failed jobs and images; by default machine"

@@ -22,12 +22,11 @@ from imagefleet.storage.deliveries import without_deliveries
 from imagefleet.storage.open import Storage
 from imagefleet.storage.routing.models import named
 from imagefleet.storage.settings import checked_priority
-from worker.cost import CostMeter
-from worker.jobs import chains, stored
-from worker.jobs.in_flight import FailedImage, InFlightImage, InFlightJob
+from worker.jobs import chains, in_flight
+from worker.jobs.in_flight import FailedImage, InFlightImage, InFlightJob, PendingRecords
 from worker.leases import LeaseKeeper
-from worker.metrics import Outcome, WorkerMetrics
-from worker.stages.record import PendingRecords
+from worker.metrics import CostMeter, Outcome, WorkerMetrics
+from worker.settings import WorkerSettings
 
 log = logging.getLogger(__name__)
 
@@ -47,26 +46,24 @@ class Settler:
     keeper: LeaseKeeper
     metrics: WorkerMetrics
     cost: CostMeter
-    max_attempts: int
-    worker_name: str
+    settings: WorkerSettings
     retry_policy: retry.RetryPolicy
     on_settled: Callable[[InFlightJob, Outcome], None]
     cancelled_campaigns: CancelledCampaigns
-    flush_seconds: float
-    """Seconds after which the records of jobs that have ended are stored at the latest."""
     pending: PendingRecords = field(init=False)
     outcomes: Counter[str] = field(default_factory=Counter, init=False)
     model_name: str = field(default="", init=False)
     """The model whose jobs are in flight."""
+    images_written: int = field(default=0, init=False)
     in_flight: dict[InFlightJob, None] = field(default_factory=dict, init=False)  # in order
     nothing_in_flight: asyncio.Event = field(default_factory=asyncio.Event, init=False)
 
     def __post_init__(self) -> None:
         self.nothing_in_flight.set()
         self.pending = PendingRecords(
-            RecordLog(self.storage.blobs, self.worker_name, self.retry_policy),
+            RecordLog(self.storage.blobs, self.settings.name, self.retry_policy),
             self.metrics,
-            self.flush_seconds,
+            in_flight.flush_seconds(self.storage.url, self.settings.lease_seconds),
             lambda: len(self.in_flight),
         )
 
@@ -108,7 +105,7 @@ class Settler:
             "at": datetime.now(UTC),
             "source": entry.source,
             "attempts": message.delivery_count,
-            "worker": self.worker_name[:MAX_NAME_CHARACTERS],
+            "worker": self.settings.name[:MAX_NAME_CHARACTERS],
         }
         return Record.model_validate(known | self.cost.record | facts)
 
@@ -153,7 +150,7 @@ class Settler:
         entry.recorded |= known
         if earlier.is_unsure or job.stage > 1:  # which may have been sent twice
             unknown = sorted(images - entry.stored)
-            look = partial(stored.find, self.storage.blobs, job, entry.source, unknown)
+            look = partial(in_flight.find_stored, self.storage.blobs, job, entry.source, unknown)
             found = await self.retry_policy.call(look)
             entry.again += found
             entry.stored.update(each.index for each in found)
@@ -191,14 +188,25 @@ class Settler:
             return error
         return None
 
-    async def _not_sent(self, entry: InFlightJob, error: errors.FleetError) -> None:
-        """The next stage of a job could not be sent: it is delivered again."""
-        if isinstance(error, errors.LeaseLost):
-            self._ended(entry, "lost")
-        elif isinstance(error, errors.TransientError):
-            self._abandoned(entry, error)
-        else:
-            await self._leave(entry, error, "is drawn, but its next stage cannot be sent; it")
+    async def _not_sent(
+        self,
+        entry: InFlightJob,
+        error: errors.FleetError,
+        why: str = "is drawn, but its next stage cannot be sent; it",
+    ) -> None:
+        """A job, or its next stage, could not be sent: it comes again, here or elsewhere."""
+        if isinstance(error, (errors.LeaseLost, errors.TransientError)):
+            self._lost(entry, error)
+            return
+        log.warning(
+            "job %s %s stays in the queue %s: %s",
+            entry.id,
+            why,
+            entry.lease.message.queue,
+            error.message,
+            extra={"action": "job_not_moved", "job_id": entry.id},
+        )
+        await self._end(entry, "handed_back", partial(self._release, entry, NOT_MOVED_SECONDS))
 
     async def cancelled(self, entry: InFlightJob) -> None:
         """Acknowledges a job of a cancelled campaign; what was begun is stored."""
@@ -207,27 +215,20 @@ class Settler:
         if entry.is_second_drawing:
             await self._end_unverified(entry, "its campaign was cancelled")
             return
-
-        async def finish(error: errors.TransientError | None) -> None:
-            await self._acknowledge(entry, "cancelled", error)
-
         if not await self._ended_earlier(entry):
-            record = self.record(entry, "cancelled")
-            await self.pending.put(finish, [*entry.records, record], entry.again)
+            records = [*entry.records, self.record(entry, "cancelled")]
+            acknowledge = partial(self._acknowledge, entry, "cancelled")
+            await self.pending.put(acknowledge, records, entry.again)
 
     async def _ended_earlier(self, entry: InFlightJob) -> bool:
         """Ends a job that is to end without its images, if they are all stored nevertheless.
 
         If some of them are, by a worker that died, their records are in `again` from here on.
         """
-
-        async def finish(error: errors.TransientError | None) -> None:
-            await self._acknowledge(entry, "duplicate", error)
-
         try:
             await self.look_up(entry)
         except errors.TransientError as error:
-            self._abandoned(entry, error)
+            self._lost(entry, error)
             return True
         if not entry.is_all_stored:
             return False
@@ -242,7 +243,8 @@ class Settler:
             await self._not_sent(entry, fault)
             return True
         entry.mark_completed()
-        await self.pending.put(finish, entry.records, entry.again)
+        acknowledge = partial(self._acknowledge, entry, "duplicate")
+        await self.pending.put(acknowledge, entry.records, entry.again)
         return True
 
     async def _acknowledge(
@@ -250,7 +252,7 @@ class Settler:
     ) -> Outcome:
         """Ends a job whose records are stored, or not, after an *error*."""
         if error is not None:
-            return self._abandoned(entry, error)
+            return self._lost(entry, error)
         return await self._end(entry, outcome, lambda: self.keeper.acknowledge(entry.lease))
 
     async def failed(
@@ -270,7 +272,7 @@ class Settler:
             return
         if isinstance(error, errors.LeaseLost):
             entry.settle()
-            self._ended(entry, "lost")
+            self._lost(entry, error)
             return
         error = entry.fault_of(error)
         if image is None or entry.has_ended:  # at its end no image is left that could be awaited
@@ -287,7 +289,7 @@ class Settler:
         found = [each.error for each in failures]
         error = next((each for each in found if isinstance(each, errors.JobError)), found[0])
         attempts = entry.deliveries.failed + 1
-        is_final = isinstance(error, errors.JobError) or attempts >= self.max_attempts
+        is_final = isinstance(error, errors.JobError) or attempts >= self.settings.max_attempts
         if is_final and entry.is_second_drawing:
             # Not a failed job: whoever waits for the job must not be told that it failed.
             await self._end_unverified(entry, error.message)
@@ -299,11 +301,7 @@ class Settler:
     async def hand_back(self, entry: InFlightJob, delay_seconds: float = 0) -> None:
         """Leaves a job that was not finished in time to another worker, by default at once."""
         if entry.settle():
-            await self._end(
-                entry,
-                "handed_back",
-                lambda: self._release(entry, failed=False, delay_seconds=delay_seconds),
-            )
+            await self._end(entry, "handed_back", partial(self._release, entry, delay_seconds))
 
     async def put_off(self, entry: InFlightJob) -> None:
         """Hands back a job of which some images are stored perhaps; another worker draws the rest.
@@ -311,9 +309,7 @@ class Settler:
         It does not have to look for them, since it waits for their records.
         """
         if entry.settle():
-            await self._end_after_records(
-                entry, "handed_back", lambda: self._release(entry, failed=False)
-            )
+            await self._end_after_records(entry, "handed_back", partial(self._release, entry))
 
     async def move(self, entry: InFlightJob) -> None:
         """Another model's job: sends it to the queue of its model, where it waits for a worker.
@@ -325,7 +321,7 @@ class Settler:
         message, model = entry.lease.message, entry.job.model
         priority = checked_priority(queue_names.priority_of(message.queue))
         if self.storage.models.of(model)[priority].name == message.queue:
-            await self._end(entry, "handed_back", lambda: self._release(entry, failed=False))
+            await self._end(entry, "handed_back", partial(self._release, entry))
             return
         # Sent again it is younger; but who cancels its campaign waits as long as this worker may
         # not know of it.
@@ -337,12 +333,8 @@ class Settler:
 
         try:
             await self.retry_policy.call(send)
-        except errors.LeaseLost:
-            self._ended(entry, "lost")
-        except errors.TransientError as error:
-            self._abandoned(entry, error)
-        except (errors.SetupError, errors.JobError) as error:
-            await self._leave(entry, error)
+        except errors.FleetError as error:
+            await self._not_sent(entry, error, "asks for another model and")
         else:
             log.info(
                 "job %s asks for the model %s and is moved to its queue",
@@ -351,24 +343,6 @@ class Settler:
                 extra={"action": "job_moved", "job_id": entry.id, "model": model},
             )
             await self._end(entry, "moved", lambda: self.keeper.acknowledge(entry.lease))
-
-    async def _leave(
-        self, entry: InFlightJob, error: errors.FleetError, why: str = "asks for another model and"
-    ) -> None:
-        """Hands back a job that cannot be moved; it comes again, here or to a worker that may."""
-        log.warning(
-            "job %s %s stays in the queue %s: %s",
-            entry.id,
-            why,
-            entry.lease.message.queue,
-            error.message,
-            extra={"action": "job_not_moved", "job_id": entry.id},
-        )
-        await self._end(
-            entry,
-            "handed_back",
-            lambda: self._release(entry, failed=False, delay_seconds=NOT_MOVED_SECONDS),
-        )
 
     async def unverified(self, entry: InFlightJob, reason: str) -> None:
         """There will be no second drawing: acknowledges the message that asks for it."""
@@ -404,7 +378,7 @@ class Settler:
                     entry.lease.message,
                     entry.job,
                     error,
-                    self.worker_name,
+                    self.settings.name,
                     reason=reason,
                     stored=entry.stored,
                 )
@@ -415,10 +389,8 @@ class Settler:
 
         try:
             failed = await self.retry_policy.call(add)
-        except errors.LeaseLost:
-            self._ended(entry, "lost")
-        except errors.TransientError as fault:
-            self._abandoned(entry, fault)
+        except (errors.LeaseLost, errors.TransientError) as fault:
+            self._lost(entry, fault)
         else:
             record = self.record(entry, "failed", **failed.facts())
             await self.pending.put(finish, [*entry.records, record], entry.again)
@@ -429,16 +401,17 @@ class Settler:
             "job %s failed, attempt %d of %d, retrying in %.0f s: %s",
             entry.id,
             attempts,
-            self.max_attempts,
+            self.settings.max_attempts,
             delay_seconds,
             error,
             extra={"action": "job_retried", "job_id": entry.id, "error": type(error).__name__},
         )
-        await self._end_after_records(
-            entry, "retried", lambda: self._release(entry, failed=True, delay_seconds=delay_seconds)
-        )
+        release = partial(self._release, entry, delay_seconds, failed=True)
+        await self._end_after_records(entry, "retried", release)
 
-    async def _release(self, entry: InFlightJob, *, failed: bool, delay_seconds: float = 0) -> None:
+    async def _release(
+        self, entry: InFlightJob, delay_seconds: float = 0, *, failed: bool = False
+    ) -> None:
         body = entry.ended(failed=failed).write_to(entry.lease.message.body)
         await self.keeper.release(entry.lease, delay_seconds, body)
 
@@ -452,7 +425,7 @@ class Settler:
 
         async def finish(error: errors.TransientError | None) -> None:
             if error is not None:
-                self._abandoned(entry, error)
+                self._lost(entry, error)
                 return
             entry.recorded |= entry.stored
             await self._end(entry, outcome, call)
@@ -465,21 +438,20 @@ class Settler:
         """Returns *outcome*, or `lost` where the storage did not accept it."""
         try:
             await self.retry_policy.call(call)
-        except errors.LeaseLost:
-            outcome = "lost"
-        except errors.TransientError as error:
-            return self._abandoned(entry, error)
+        except (errors.LeaseLost, errors.TransientError) as error:
+            return self._lost(entry, error)
         self._ended(entry, outcome)
         return outcome
 
-    def _abandoned(self, entry: InFlightJob, error: errors.TransientError) -> Outcome:
-        """The lease expires and the job is delivered again; what is stored stays stored."""
-        log.warning(
-            "the storage does not answer; job %s will be delivered again: %s",
-            entry.id,
-            error,
-            extra={"action": "job_abandoned", "job_id": entry.id},
-        )
+    def _lost(self, entry: InFlightJob, error: errors.LeaseLost | errors.TransientError) -> Outcome:
+        """The job is delivered again, or was; what is stored stays stored."""
+        if isinstance(error, errors.TransientError):
+            log.warning(
+                "the storage does not answer; job %s will be delivered again: %s",
+                entry.id,
+                error,
+                extra={"action": "job_abandoned", "job_id": entry.id},
+            )
         self._ended(entry, "lost")
         return "lost"
 

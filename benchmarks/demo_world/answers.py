@@ -2,8 +2,67 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
 from demo_world.world import Scene
-from evaluation.score.demo.judge import Finding
+from evaluation.score.demo.judge import IMAGE_PX, Judge
+
+#: Cells of a picture, each way.
+CELLS = 32
+
+#: Fewer cells than this (of 32x32) are taken for a stray mark, not for an object.
+LEAST_CELLS = 10
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One kind of object in a picture; x and y run from -1 to 1, area is a share of the picture."""
+
+    shape: str
+    colour: str
+    x: float
+    y: float
+    area: float
+
+
+@torch.no_grad()
+def find(judge: Judge, images: Tensor) -> list[list[Finding]]:
+    """What each picture shows, largest first."""
+    object_logits, colour_logits = judge(_at_native_size(images))
+    cell_objects = object_logits.argmax(1)
+    grid = (torch.arange(CELLS, device=images.device) + 0.5) / CELLS * 2 - 1
+    pictures = []
+    for cells, colours in zip(cell_objects, colour_logits.log_softmax(1), strict=True):
+        findings = []
+        for number, shape in enumerate(judge.shapes, start=1):
+            mask = cells == number
+            count = int(mask.sum())
+            if count < LEAST_CELLS:
+                continue
+            colour = judge.colours[int(colours[:, mask].sum(1).argmax())]
+            x = float((mask.sum(0) * grid).sum()) / count
+            y = float((mask.sum(1) * grid).sum()) / count
+            findings.append(Finding(shape, colour, x, y, count / CELLS**2))
+        pictures.append(sorted(findings, key=lambda finding: -finding.area))
+    return pictures
+
+
+@torch.no_grad()
+def object_scores(judge: Judge, images: Tensor) -> Tensor:
+    """[B, objects]: the share of the picture that the judge gives to each object, 0 to 1."""
+    object_logits, _ = judge(_at_native_size(images))
+    shares: Tensor = object_logits.softmax(1)[:, 1:].mean((2, 3))
+    return shares
+
+
+def _at_native_size(images: Tensor) -> Tensor:
+    if images.shape[-2:] == (IMAGE_PX, IMAGE_PX):
+        return images.float()
+    return functional.interpolate(images.float(), (IMAGE_PX, IMAGE_PX), mode="area")
 
 
 def objects_right(scene: Scene, findings: list[Finding]) -> bool:

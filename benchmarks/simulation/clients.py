@@ -205,29 +205,8 @@ class ContainerClient:
 
         return await self.line.request(size, accepted)
 
-    async def upload_blob(
-        self, name: str, data: bytes, *, overwrite: bool = False, **_: Any
-    ) -> None:
-        size = len(data)
-
-        def put() -> None:
-            self.account.put(self.container_name, name, size, overwrite=overwrite)
-
-        await self.request("PUT", put, size + REQUEST_BYTES)
-
     def get_blob_client(self, name: str) -> BlobClient:
         return BlobClient(self, name)
-
-    async def download_blob(self, name: str, **_: Any) -> SimpleNamespace:
-        return await self.request("GET", lambda: self._missing(name))
-
-    def _missing(self, name: str) -> SimpleNamespace:
-        if name not in self.blobs:
-            raise refusal(404, "BlobNotFound")
-        raise NotImplementedError(f"the simulation keeps no bytes of {name}")
-
-    async def delete_blob(self, name: str) -> None:
-        await self.request("DELETE", lambda: self.blobs.pop(name, None))
 
 
 @dataclass(slots=True)
@@ -236,6 +215,26 @@ class BlobClient:
 
     container: ContainerClient
     name: str
+
+    async def upload_blob(self, data: bytes, *, overwrite: bool = False, **_: Any) -> None:
+        size = len(data)
+
+        def put() -> None:
+            container = self.container
+            container.account.put(container.container_name, self.name, size, overwrite=overwrite)
+
+        await self.container.request("PUT", put, size + REQUEST_BYTES)
+
+    async def download_blob(self, **_: Any) -> SimpleNamespace:
+        return await self.container.request("GET", self._missing)
+
+    def _missing(self) -> SimpleNamespace:
+        if self.name not in self.container.blobs:
+            raise refusal(404, "BlobNotFound")
+        raise NotImplementedError(f"the simulation keeps no bytes of {self.name}")
+
+    async def delete_blob(self) -> None:
+        await self.container.request("DELETE", lambda: self.container.blobs.pop(self.name, None))
 
     async def create_append_blob(self, **_: Any) -> None:
         def create() -> None:

@@ -9,7 +9,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from imagefleet.scoring import axes
+from imagefleet.scoring import curve
 
 _WIDTH, _HEIGHT = 560, 340
 _LEFT, _RIGHT, _TOP, _BOTTOM = 70, 24, 24, 50
@@ -34,12 +34,12 @@ def scaling(rows: Sequence[Mapping[str, Any]]) -> str:
     linear = [row["images_per_second"] / row["linear_fraction"] for row in rows]
     low, high = math.floor(math.log10(min(rates))), math.ceil(math.log10(max(linear)))
     most = math.ceil(math.log10(max(counts)))
-    across = axes.scale(0, most, _LEFT, _WIDTH - _RIGHT)
-    down = axes.scale(low, high, _HEIGHT - _BOTTOM, _TOP)
+    across = curve.scale(0, most, _LEFT, _WIDTH - _RIGHT)
+    down = curve.scale(low, high, _HEIGHT - _BOTTOM, _TOP)
     parts = [
         f'<path d="M{_LEFT} {down(power):.1f}H{_WIDTH - _RIGHT}" stroke="currentColor"'
         f' opacity=".15"/><text x="{_LEFT - 8}" y="{down(power) + 4:.1f}" text-anchor="end">'
-        f"{axes.number_text(10.0**power)}</text>"
+        f"{curve.number_text(10.0**power)}</text>"
         for power in range(low, high + 1)
     ]
     parts += [
@@ -96,7 +96,7 @@ def reference(report: Mapping[str, Any]) -> str:
     top = 20
     for title, values in groups:
         parts.append(f'<text x="12" y="{top + 8}" font-weight="600">{title}</text>')
-        longest = axes.scale(0, max(values), 0, _WIDTH - 300)
+        longest = curve.scale(0, max(values), 0, _WIDTH - 300)
         for name, value, colour in zip(names, values, _COLOURS, strict=True):
             top += 26
             width = longest(value)

@@ -90,17 +90,10 @@ def _measure_engine(asked: Asked) -> dict[str, Any]:
     price = _dollars_per_hour(
         asked.price_per_hour, asked.gpu, asked.priority, machine.hardware(torch_device)
     )
-    measured = bench_engine.Options(
-        asked.device,
-        asked.slots,
-        asked.seconds or bench_engine.SECONDS[torch_device.type],
-        asked.baseline,
-        asked.fp16_accumulate,
-    )
     with tempfile.TemporaryDirectory(prefix="imagefleet-bench-") as name, _steps() as step:
         step("creating the LoRAs" if asked.model else "creating the model and the LoRAs", 1)
         setup = bench_engine.prepare(asked.model, Path(name), asked.device, family=asked.family)
-        report = bench_engine.measure(setup, measured, step)
+        report = bench_engine.measure(setup, asked, step)
     per_hour = report["worker_images_per_second"] * _SECONDS_PER_HOUR
     return report | {
         "dollars_per_hour": price,

@@ -15,6 +15,7 @@ import torch
 
 from evaluation.bench import baseline, machine, random_model, work
 from evaluation.bench import jobs as bench_jobs
+from evaluation.bench.options import Asked
 from imagefleet import errors
 from imagefleet.files import demo
 from imagefleet.pricing import families
@@ -44,17 +45,6 @@ class Setup:
     model: Path
     workload: bench_jobs.Workload
     folder: Path
-
-
-@dataclass(frozen=True, slots=True)
-class Options:
-    """The engine's options, and the seconds per measured rate."""
-
-    device: str = "auto"
-    slots: int | None = None
-    seconds: float = 20.0
-    with_baseline: bool = False
-    fp16_accumulate: bool = False
 
 
 def prepare(
@@ -115,17 +105,17 @@ def measure_baseline(
     return images / (time.perf_counter() - began_at)
 
 
-def measure(setup: Setup, options: Options, step: StartStep) -> dict[str, Any]:
+def measure(setup: Setup, asked: Asked, step: StartStep) -> dict[str, Any]:
     """The figures of `--json`, apart from the price; None for what was not measured.
 
     Raises:
         FleetError: the model cannot be loaded or an image failed.
     """
-    device = devices.find_device(options.device)
+    device = devices.find_device(asked.device)
     step("matrix products", 1)
     matrix_rate = machine.measure_matrix_rate(device, devices.find_dtype("auto", device))
     machine.reset_peak(device)
-    run = _EngineRun(setup, options, step)
+    run = _EngineRun(setup, asked, step)
     settings = worker_settings(setup, "from-queue")
     from_queue, idle_fraction = asyncio.run(work.work(settings, run.load, on_images=run.on_images))
     workload = run.workload
@@ -135,7 +125,7 @@ def measure(setup: Setup, options: Options, step: StartStep) -> dict[str, Any]:
     mixed, without = run.mixed.images_per_second, run.without.images_per_second
     peak_memory_bytes = machine.peak_memory_bytes(device)
     plain = None
-    if options.with_baseline:
+    if asked.baseline:
         step("diffusers + peft, one job at a time", 1)
         plain = measure_baseline(setup.model, device, workload)
     return {
@@ -156,7 +146,7 @@ def measure(setup: Setup, options: Options, step: StartStep) -> dict[str, Any]:
         "matrix_limit_images_per_second": limit,
         "matrix_limit_fraction": mixed / limit,
         "peak_memory_bytes": peak_memory_bytes,
-        "fp16_accumulate": options.fp16_accumulate,
+        "fp16_accumulate": asked.fp16_accumulate,
         "recompiles_after_warmup": run.recompiles,
         "diffusers_peft_images_per_second": plain,
         "over_diffusers_peft": mixed / plain if plain else None,
@@ -179,9 +169,10 @@ def worker_settings(setup: Setup, name: str) -> WorkerSettings:
 class _EngineRun:
     """Runs on the engine's thread: measures the engine alone, then loads the worker's jobs."""
 
-    def __init__(self, setup: Setup, options: Options, step: StartStep) -> None:
+    def __init__(self, setup: Setup, asked: Asked, step: StartStep) -> None:
         self._setup = setup
-        self._options = options
+        self._asked = asked
+        self._seconds = asked.seconds or SECONDS[devices.find_device(asked.device).type]
         self._step = step
         self._show: Callable[[float], None] = lambda _: None
 
@@ -189,14 +180,14 @@ class _EngineRun:
         self._show(images)
 
     def load(self) -> tuple[contract.Engine, list[str]]:
-        options = self._options
+        asked = self._asked
         began_at = time.monotonic()
         self._step("loading and compiling the model", 1)
         engine = load.load_engine(
             self._setup.model,
-            options.device,
-            slots=options.slots,
-            fp16_accumulate=options.fp16_accumulate,
+            asked.device,
+            slots=asked.slots,
+            fp16_accumulate=asked.fp16_accumulate,
         )
         self.workload = replace(self._setup.workload, sizes=(engine.default_size,))
         draw_a_round(engine, self.workload)
@@ -205,7 +196,7 @@ class _EngineRun:
         self.mixed = self._drive(engine, "another LoRA per job", self.workload)
         self.without = self._drive(engine, "no LoRA", replace(self.workload, loras=()))
         self.recompiles = engine.recompiles
-        rounds = 3 + math.ceil(options.seconds * self.mixed.images_per_second / self.width)
+        rounds = 3 + math.ceil(self._seconds * self.mixed.images_per_second / self.width)
         jobs = rounds * self.width
         self._show = self._step("whole worker, from queue to stored image", jobs)
         return engine, [self.workload.message(number) for number in range(jobs)]
@@ -213,5 +204,5 @@ class _EngineRun:
     def _drive(
         self, engine: contract.Engine, name: str, workload: bench_jobs.Workload
     ) -> work.Rate:
-        seconds = self._options.seconds
+        seconds = self._seconds
         return work.drive(engine, workload.requests(), seconds, self._step(name, seconds))

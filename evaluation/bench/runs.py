@@ -139,11 +139,11 @@ async def _samples(
         raise errors.NodeError(
             f"not all of {count} draw at full speed within {START_SECONDS:g} seconds"
         ) from None
-    samples = [await machine.sample(client)]
+    samples = [await machine.sample(client, workers.Sample)]
     while (done := samples[-1].at - samples[0].at) < work.seconds:
         show(f"{count}: measured {done:.0f} of {work.seconds:g} s")
         await asyncio.sleep(SAMPLE_SECONDS)
-        samples.append(await machine.sample(client))
+        samples.append(await machine.sample(client, workers.Sample))
     return samples
 
 
@@ -155,7 +155,7 @@ async def until_warm(
 ) -> None:
     """Until all workers draw, none compiles, and they draw no faster than they did before."""
     while True:
-        sample = await machine.sample(client)
+        sample = await machine.sample(client, workers.Sample)
         images = sample.images
         draws = images.keys() == set(machine.gpus) and min(images.values()) > 0
         if draws and not sample.compiling:
@@ -165,7 +165,7 @@ async def until_warm(
     before, rate, was = sum(images.values()), 0.0, 0.0
     while rate == 0 or rate > FASTER * was:
         await asyncio.sleep(warm_seconds)
-        now = sum((await machine.sample(client)).images.values())
+        now = sum((await machine.sample(client, workers.Sample)).images.values())
         before, was, rate = now, rate, (now - before) / warm_seconds
 
 

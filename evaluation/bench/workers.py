@@ -5,19 +5,18 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import os
 import signal
 import statistics
 import subprocess
 import sys
 import time
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import aiohttp
+from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
 from imagefleet import errors
@@ -33,26 +32,31 @@ _SETUP = 2
 #: From SIGTERM to the end: what has begun is drawn, the rest handed back.
 DRAIN_SECONDS = 60.0
 
-_TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK")
-
 
 @dataclass(slots=True)
 class Sample:
-    """What the workers had done by a moment; by GPU, stages and CPU time of all together."""
+    """What the workers had done by a moment, by GPU."""
 
     at: float
     images: dict[str, int] = field(default_factory=dict)
-    busy_seconds: dict[str, float] = field(default_factory=dict)
-    idle_seconds: dict[str, dict[str, float]] = field(default_factory=lambda: defaultdict(dict))
-    busy_slots: dict[str, int] = field(default_factory=dict)
-    stage_seconds: Counter[str] = field(default_factory=Counter)
-    stage_counts: Counter[str] = field(default_factory=Counter)
     compiling: set[str] = field(default_factory=set)
-    recompiles: int = 0
-    restarts: int = 0
-    worker_cpu_seconds: float = 0.0
-    machine_cpu_seconds: float = 0.0
-    repeated_families: int = 0
+
+    def read(self, families: Sequence[Metric], machine: Machine) -> None:
+        """Takes the figures of a page of metrics; a single worker has no label `device`."""
+        for family in families:
+            for found in family.samples:
+                gpu = found.labels.get("device", machine.gpus[0])
+                self.take(gpu, found.name, found.labels, found.value)
+
+    def take(self, gpu: str, name: str, _labels: Mapping[str, str], value: float) -> None:
+        """Takes one figure."""
+        if name == "imagefleet_images_total":
+            self.images[gpu] = int(value)
+        elif name == "imagefleet_engine_compiling" and value:
+            self.compiling.add(gpu)
+
+
+Read = TypeVar("Read", bound=Sample)
 
 
 class Machine:
@@ -90,8 +94,8 @@ class Machine:
             await self._reading
             return await self.process.wait()
 
-    async def sample(self, client: aiohttp.ClientSession) -> Sample:
-        """Without figures before a worker serves metrics.
+    async def sample(self, client: aiohttp.ClientSession, kind: type[Read]) -> Read:
+        """A sample of that kind; without figures before a worker serves metrics.
 
         Raises:
             NodeError, SetupError: the process has ended, by its exit code.
@@ -107,39 +111,9 @@ class Machine:
             raise (errors.SetupError if is_wrong else errors.NodeError)(
                 f"the worker ended with exit code {self.process.returncode}{why}"
             )
-        found = Sample(time.monotonic())
-        families: Counter[str] = Counter()
-        for family in text_string_to_metric_families(text):
-            families[family.name] += 1
-            for each in family.samples:
-                self._take(found, each.name, each.labels, each.value)
-        found.repeated_families = sum(count > 1 for count in families.values())
-        process_ids = {self.process.pid, *(self.process_ids(gpu)[-1] for gpu in self.gpus)}
-        found.worker_cpu_seconds = sum(map(_cpu_seconds, process_ids))
-        found.machine_cpu_seconds = _machine_cpu_seconds()
+        found = kind(time.monotonic())
+        found.read(list(text_string_to_metric_families(text)), self)
         return found
-
-    def _take(self, found: Sample, name: str, labels: Mapping[str, str], value: float) -> None:
-        gpu = labels.get("device", self.gpus[0])
-        match name:
-            case "imagefleet_images_total":
-                found.images[gpu] = int(value)
-            case "imagefleet_gpu_busy_seconds_total":
-                found.busy_seconds[gpu] = value
-            case "imagefleet_gpu_idle_seconds_total":
-                found.idle_seconds[gpu][labels["reason"]] = value
-            case "imagefleet_slots" if labels["state"] == "busy":
-                found.busy_slots[gpu] = int(value)
-            case "imagefleet_stage_seconds_sum":
-                found.stage_seconds[labels["stage"]] += value  # type: ignore[assignment]
-            case "imagefleet_stage_seconds_count":
-                found.stage_counts[labels["stage"]] += int(value)
-            case "imagefleet_engine_compiling" if value:
-                found.compiling.add(gpu)
-            case "imagefleet_engine_recompiles_total":
-                found.recompiles += int(value)
-            case "imagefleet_gpu_restarts_total":
-                found.restarts += int(value)
 
     async def _read(self) -> None:
         stream = self.process.stderr
@@ -199,20 +173,3 @@ def rate(samples: Sequence[Sample], gpu: str) -> float:
     times = [each.at for each in samples]
     slope, _ = statistics.linear_regression(times, [each.images[gpu] for each in samples])
     return slope
-
-
-def _cpu_seconds(process_id: int) -> float:
-    """Of a process with all its threads; 0 once it has ended."""
-    try:
-        status = Path(f"/proc/{process_id}/stat").read_text()
-    except OSError:
-        return 0.0
-    user, system = status.rpartition(")")[2].split()[11:13]
-    return (int(user) + int(system)) / _TICKS_PER_SECOND
-
-
-def _machine_cpu_seconds() -> float:
-    """Of all processes: user, nice, system, and interrupts."""
-    fields = Path("/proc/stat").read_text().partition("\n")[0].split()[1:]
-    user, nice, system, _idle, _waiting, hard, soft = map(int, fields[:7])
-    return (user + nice + system + hard + soft) / _TICKS_PER_SECOND

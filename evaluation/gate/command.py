@@ -10,7 +10,7 @@ import typer
 
 from evaluation.gate import page, run, sides
 from evaluation.gate.options import Drawn, Judged, Plan
-from evaluation.gate.result import Result
+from evaluation.gate.page import Result
 from evaluation.gate.verdict import Bounds
 from fleet import console, options
 from imagefleet.storage.settings import StorageSettings

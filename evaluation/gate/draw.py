@@ -119,7 +119,7 @@ async def _images(jobs: Sequence[Job], setup: Setup, engine: contract.Engine) ->
         address = f"local:{empty}/storage"
         async with open_storage(StorageSettings(storage=address)) as storage:
             await storage.create()
-            loras = FileLibrary.stored(
+            loras = FileLibrary(
                 storage.files,
                 LORA,
                 directory=setup.lora_directory,

@@ -11,14 +11,13 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from evaluation.score import plan
 from imagefleet import errors
 from imagefleet.files import picture
 from imagefleet.job.message import MAX_IMAGE_BYTES, Job
 from imagefleet.storage.protocol import BlobStore
 
 Pixels = npt.NDArray[np.uint8]
-
-SUFFIXES = (".png", ".jpg", ".jpeg", ".webp")
 
 #: Of a job, what has no part in its picture, or is compared by the image itself.
 _NOT_COMPARED = {
@@ -58,12 +57,7 @@ class FolderImages:
     def _names(self) -> list[str]:
         if not self._path.is_dir():
             raise errors.SetupError(f"the folder {str(self._path)!r} does not exist")
-        found = (path.relative_to(self._path) for path in self._path.rglob("*"))
-        return [
-            path.as_posix()
-            for path in found
-            if path.suffix.lower() in SUFFIXES and not any(p.startswith(".") for p in path.parts)
-        ]
+        return plan.pictures(self._path)
 
     async def read(self, name: str) -> bytes | None:
         return await asyncio.to_thread(self._read, self._path / name)
@@ -88,7 +82,7 @@ class CampaignImages:
 
     async def names(self) -> list[str]:
         found = [name.removeprefix(self._folder) async for name in self._blobs.names(self._folder)]
-        found = [name for name in found if Path(name).suffix.lower() in SUFFIXES]
+        found = [name for name in found if Path(name).suffix.lower() in plan.SUFFIXES]
         if not found and self._is_folder_too:
             raise NotComparableError(
                 f"{self.label} has no images; for the folder, write ./{self._folder}"

@@ -14,7 +14,7 @@ from evaluation.gate import compare, images, jobs, page, verdict
 from evaluation.gate.compare import Measures
 from evaluation.gate.images import CampaignImages, FolderImages, Images, NotComparableError
 from evaluation.gate.options import Plan
-from evaluation.gate.result import Result
+from evaluation.gate.page import Result
 from evaluation.gate.sides import Campaign, Engine, Folder
 from evaluation.score import extractors
 from evaluation.score import reference as references

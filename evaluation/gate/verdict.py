@@ -115,15 +115,6 @@ class Verdict:
         return {"passed": self.passed, **facts}
 
 
-@dataclass(frozen=True, slots=True)
-class _Fids:
-    """Of both sides, and of B's images against A's."""
-
-    a: float
-    b: float
-    between: float
-
-
 def judge(found: Comparison, measures: Measures, bounds: Bounds, worst: int = WORST) -> Verdict:
     """The verdict on at least one pair."""
     pairs = found.pairs
@@ -145,10 +136,10 @@ def judge(found: Comparison, measures: Measures, bounds: Bounds, worst: int = WO
                 "%",
             )
         )
-    fids = _fids(found, measures)
-    if fids is not None:
+    fid_a, fid_b, between = _fids(found, measures)
+    if fid_a is not None and fid_b is not None:
         checks.append(
-            Check("fid", "change of FID", _percent_apart(fids.a, fids.b), bounds.max_fid, "%")
+            Check("fid", "change of FID", _percent_apart(fid_a, fid_b), bounds.max_fid, "%")
         )
     clip_a, clip_b = (float(np.mean(each)) if each else None for each in found.clip_scores)
     if clip_a is not None and clip_b is not None:
@@ -166,9 +157,9 @@ def judge(found: Comparison, measures: Measures, bounds: Bounds, worst: int = WO
         alike=alike,
         fingerprint_distance_median=float(np.median([pair.fingerprint_distance for pair in pairs])),
         feature_distance=apart,
-        fid_a=fids.a if fids else None,
-        fid_b=fids.b if fids else None,
-        fid_between=fids.between if fids else None,
+        fid_a=fid_a,
+        fid_b=fid_b,
+        fid_between=between,
         clip_a=clip_a,
         clip_b=clip_b,
         checks=tuple(checks),
@@ -188,13 +179,13 @@ def _feature_distance(found: Comparison) -> float | None:
     return apart / between if between > 0 else None
 
 
-def _fids(found: Comparison, measures: Measures) -> _Fids | None:
-    """Of both sides: against the reference, or without one against the other half of A.
+def _fids(found: Comparison, measures: Measures) -> tuple[float | None, ...]:
+    """FID of A and of B, each against the reference or the other half of A, and of B against A.
 
     Halves make the change of FID a percentage of what it is, without other images than A's.
     """
     if not found.halves_a or min(each.count for each in found.halves_a) < 2:  # noqa: PLR2004
-        return None
+        return None, None, None
     a, b = (halves[0] + halves[1] for halves in (found.halves_a, found.halves_b))
     between = max(0.0, frechet_distance(b, a))
     if measures.reference is not None:
@@ -203,7 +194,7 @@ def _fids(found: Comparison, measures: Measures) -> _Fids | None:
         (even_a, odd_a), (even_b, odd_b) = found.halves_a, found.halves_b
         fid_a = frechet_distance(even_a, odd_a)
         fid_b = (frechet_distance(even_b, odd_a) + frechet_distance(odd_b, even_a)) / 2
-    return _Fids(fid_a, fid_b, between)
+    return fid_a, fid_b, between
 
 
 def _percent_apart(a: float, b: float) -> float:

@@ -16,8 +16,8 @@ from typing import NamedTuple
 from imagefleet import errors
 from imagefleet.job import prompt
 from imagefleet.records import reader, sweep
-from imagefleet.records.damaged import Damaged
 from imagefleet.records.record import Record
+from imagefleet.records.stored import Damaged
 from imagefleet.records.sweep import Group, Sweep
 from imagefleet.storage.open import Storage
 
@@ -27,8 +27,8 @@ CHUNK_IMAGES = 256
 #: The group of a campaign that is no sweep.
 ALL = "all"
 
-#: Files of pictures in a reference folder.
-_SUFFIXES = frozenset({".png", ".jpg", ".jpeg", ".webp"})
+#: Suffixes of files of pictures.
+SUFFIXES = frozenset({".png", ".jpg", ".jpeg", ".webp"})
 
 
 class Row(NamedTuple):
@@ -92,17 +92,22 @@ async def make(
     return planner.finish(damaged)
 
 
+def pictures(folder: Path) -> list[str]:
+    """The names of the pictures in a folder and in its subfolders, but for hidden ones."""
+    return [
+        name.as_posix()
+        for name in (path.relative_to(folder) for path in sorted(folder.rglob("*")))
+        if name.suffix.lower() in SUFFIXES and not any(part.startswith(".") for part in name.parts)
+    ]
+
+
 def of_folder(folder: Path, work: Path) -> list[Chunk]:
     """The chunks of a folder of pictures, with those of its subfolders.
 
     Raises:
         SetupError: there are no pictures.
     """
-    names = [
-        str(path.relative_to(folder))
-        for path in sorted(folder.rglob("*"))
-        if path.suffix.lower() in _SUFFIXES and path.is_file()
-    ]
+    names = pictures(folder)
     if not names:
         raise errors.SetupError(f"the reference {folder} has no pictures (PNG, JPEG, WebP)")
     target = _emptied(work / "plan" / "reference")

@@ -5,10 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 
-from aiohttp import web
-
 from fleet import console, options
-from fleet.broker.settings import BrokerSettings
+from fleet.settings import BrokerSettings
 from imagefleet import errors
 from imagefleet.telemetry import logs, probes
 
@@ -16,7 +14,7 @@ log = logging.getLogger(__name__)
 
 
 @options.from_settings(BrokerSettings)
-def command(settings: BrokerSettings) -> None:
+async def command(settings: BrokerSettings) -> None:
     """Issues short-lived SAS tokens to workers on SaladCloud.
 
     Its address is the workers' IMAGEFLEET_BROKER_URL. A node authenticates with SaladCloud's
@@ -29,17 +27,14 @@ def command(settings: BrokerSettings) -> None:
     if not settings.organization:
         raise errors.SetupError("--organization is required: any other's nodes would get tokens")
     try:
-        from fleet.broker import identity, service
+        from fleet.broker import service
     except ModuleNotFoundError as error:
         raise errors.SetupError(
             f"{error.name} is not installed; for the broker: pip install '.[broker]'"
         ) from None
     fleets = settings.salad_fleets.split(",") if settings.salad_fleets else ()
-    broker = service.Broker(settings, identity.Identities(settings.organization, fleets))
-    console.run(_serve(service.application(broker), settings))
-
-
-async def _serve(app: web.Application, settings: BrokerSettings) -> None:
+    broker = service.Broker(settings, service.Identities(settings.organization, fleets))
+    app = service.application(broker)
     async with probes.listening(app, settings.host, settings.port, "requests") as port:
         log.info(
             "issuing tokens on port %d to nodes of %s",
@@ -47,8 +42,4 @@ async def _serve(app: web.Application, settings: BrokerSettings) -> None:
             settings.salad_fleets or settings.organization,
             extra={"action": "broker_started"},
         )
-        await console.until_stopped(asyncio.create_task(_forever(), name="broker"))
-
-
-async def _forever() -> None:
-    await asyncio.Event().wait()
+        await console.until_stopped(asyncio.Event().wait())

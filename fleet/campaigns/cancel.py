@@ -31,7 +31,7 @@ def command(
             "--all", help="Delete all messages of the job queue for good, of all campaigns."
         ),
     ] = False,
-    dry_run: Annotated[bool, options.dry_run("what would be cancelled or deleted")] = False,
+    dry_run: bool = options.dry_run("what would be cancelled or deleted"),
     yes: options.Yes = False,
     as_json: options.AsJson = False,
 ) -> None:

@@ -14,8 +14,8 @@ from rich.table import Table
 from fleet import console
 from imagefleet import concurrency, errors
 from imagefleet.records import reader
-from imagefleet.records.damaged import Damaged
 from imagefleet.records.reader import Counts
+from imagefleet.records.stored import Damaged
 from imagefleet.storage.open import Storage
 
 #: Campaigns that are counted at the same time.

@@ -6,14 +6,15 @@ import logging
 import shlex
 import shutil
 import sys
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import Any
 
 import typer
 
 from fleet import console, contact_sheet, options
 from fleet.demo import cascade as demo_cascade
+from fleet.options import option
 from fleet.worker import live
 from imagefleet import aio, errors
 from imagefleet.files import demo
@@ -38,32 +39,14 @@ _MARKER = "made-by-imagefleet-demo"
 _LEAST_FREE_BYTES = 20_000_000
 
 
-@dataclass(frozen=True, slots=True)
-class DemoReport:
-    """The demo's figures, as `--json` prints them."""
-
-    jobs: int
-    images: int
-    failed: int
-    seconds: float
-    images_per_second: float
-    engine_idle_fraction: float
-    dollars: float
-    images_per_dollar: float
-    contact_sheet: str
-
-
+@options.flat
 def command(
-    output: Annotated[
-        Path,
-        typer.Option(
-            metavar="FOLDER", help="Folder for the queue, the images and the contact sheet."
-        ),
-    ] = Path("demo-output"),
-    cascade: Annotated[
-        bool,
-        typer.Option("--cascade", help="Jobs in two stages instead: a cascade in pixels."),
-    ] = False,
+    output: Path = option(
+        "Folder for the queue, the images and the contact sheet.",
+        Path("demo-output"),
+        metavar="FOLDER",
+    ),
+    cascade: bool = option("Jobs in two stages instead: a cascade in pixels.", default=False),
     json_file: options.JsonFile = None,
     as_json: options.AsJson = False,
 ) -> None:
@@ -78,39 +61,36 @@ def command(
 
     imagefleet demo --cascade
     """
-    with console.one_line_errors():
-        console.check_writable(json_file)
-        libraries.require()
-        if cascade:
-            model = ",".join(map(str, demo_cascade.find_stages()))
-            loras, messages = None, demo_cascade.messages()
-        else:
-            checkpoint = demo.find_checkpoint()
-            model, loras = str(checkpoint), checkpoint / "loras"
-            valid = (checkpoint / "demo_jobs.jsonl").read_text(encoding="utf-8").splitlines()
-            messages = demo.messages(valid)
-        storage = output / "storage"
-        given = {
-            "storage": f"local:{storage}",
-            "model": model,
-            "lora_directory": loras,
-            "compile": "off",  # it takes longer than the whole demo
-            "until_empty": True,
-            "cache": storage / "cache",
-            "name": "demo",
-        }
-        # Its jobs are not signed, and one of them never could be.
-        settings = options.read(WorkerSettings, given).model_copy(update={"trusted_key": None})
-        in_use = f"another `imagefleet demo` is at work in {output}"
-        with console.only_one(storage, in_use):
-            _prepare(storage)
-            report = console.run(_demo(settings, output, messages))
-    record = asdict(report)
+    console.check_writable(json_file)
+    libraries.require()
+    if cascade:
+        model = ",".join(map(str, demo_cascade.find_stages()))
+        loras, messages = None, demo_cascade.messages()
+    else:
+        checkpoint = demo.find_checkpoint()
+        model, loras = str(checkpoint), checkpoint / "loras"
+        valid = (checkpoint / "demo_jobs.jsonl").read_text(encoding="utf-8").splitlines()
+        messages = demo.messages(valid)
+    storage = output / "storage"
+    given = {
+        "storage": f"local:{storage}",
+        "model": model,
+        "lora_directory": loras,
+        "compile": "off",  # it takes longer than the whole demo
+        "until_empty": True,
+        "cache": storage / "cache",
+        "name": "demo",
+    }
+    # Its jobs are not signed, and one of them never could be.
+    settings = options.read(WorkerSettings, given).model_copy(update={"trusted_key": None})
+    in_use = f"another `imagefleet demo` is at work in {output}"
+    with console.only_one(storage, in_use):
+        _prepare(storage)
+        report = console.run(_demo(settings, output, messages))
     if json_file is not None:
-        with console.one_line_errors():
-            console.write_file(json_file, console.json_text(record))
+        console.write_file(json_file, console.json_text(report))
     if as_json:
-        console.print_json(record)
+        console.print_json(report)
     else:
         _show(report, settings, storage, cascade=cascade)
 
@@ -134,7 +114,8 @@ def _prepare(storage: Path) -> None:
         )
 
 
-async def _demo(settings: WorkerSettings, output: Path, messages: list[str]) -> DemoReport:
+async def _demo(settings: WorkerSettings, output: Path, messages: list[str]) -> dict[str, Any]:
+    """Draws the jobs; returns the figures, as `--json` prints them."""
     from worker import process  # needs the extra `worker`
 
     jobs = [Job.model_validate_json(each) for each in messages if each != INVALID_MESSAGE]
@@ -170,33 +151,35 @@ async def _demo(settings: WorkerSettings, output: Path, messages: list[str]) -> 
     console.write_file(sheet, contact_sheet.draw_contact_sheet(images))
     seconds = drawn.seconds - drawn.start_up_seconds
     dollars = seconds / 3600 * prices.gpu_dollars_per_hour(PRICED_GPU, PRICED_PRIORITY)
-    return DemoReport(
-        jobs=len(messages),
-        images=drawn.images,
-        failed=failed,
-        seconds=seconds,
-        images_per_second=drawn.images_per_second,
-        engine_idle_fraction=drawn.engine_idle_fraction,
-        dollars=dollars,
-        images_per_dollar=drawn.images / dollars,
-        contact_sheet=str(sheet),
-    )
-
-
-def _show(report: DemoReport, settings: WorkerSettings, storage: Path, *, cascade: bool) -> None:
-    price = prices.gpu_dollars_per_hour(PRICED_GPU, PRICED_PRIORITY)
-    facts = {
-        "images": f"{report.images} in {storage / settings.container}",
-        "contact sheet": report.contact_sheet,
-        "images/s": f"{report.images_per_second:.2f} ({report.seconds:.1f} s after the start-up)",
-        "engine idle": f"{console.percent(report.engine_idle_fraction)} of the time",
-        "images per dollar": f"{report.images_per_dollar:,.0f}: this machine's speed at the price"
-        f" of an {PRICED_GPU} ({PRICED_PRIORITY} priority, ${price:.2f}/h). The demo's model is a"
-        " hundredth of Stable Diffusion's size: not comparable",
-        "failed jobs": f"{report.failed}, invalid on purpose; list them with:",
+    return {
+        "jobs": len(messages),
+        "images": drawn.images,
+        "failed": failed,
+        "seconds": seconds,
+        "images_per_second": drawn.images_per_second,
+        "engine_idle_fraction": drawn.engine_idle_fraction,
+        "dollars": dollars,
+        "images_per_dollar": drawn.images / dollars,
+        "contact_sheet": str(sheet),
     }
-    if cascade:
-        del facts["failed jobs"]
+
+
+def _show(
+    report: Mapping[str, Any], settings: WorkerSettings, storage: Path, *, cascade: bool
+) -> None:
+    price = prices.gpu_dollars_per_hour(PRICED_GPU, PRICED_PRIORITY)
+    speed, seconds = report["images_per_second"], report["seconds"]
+    facts = {
+        "images": f"{report['images']} in {storage / settings.container}",
+        "contact sheet": report["contact_sheet"],
+        "images/s": f"{speed:.2f} ({seconds:.1f} s after the start-up)",
+        "engine idle": f"{console.percent(report['engine_idle_fraction'])} of the time",
+        "images per dollar": f"{report['images_per_dollar']:,.0f}: this machine's speed at the"
+        f" price of an {PRICED_GPU} ({PRICED_PRIORITY} priority, ${price:.2f}/h). The demo's model"
+        " is a hundredth of Stable Diffusion's size: not comparable",
+    }
+    if not cascade:
+        facts["failed jobs"] = f"{report['failed']}, invalid on purpose; list them with:"
     console.print_facts(facts)
     if cascade:
         return

@@ -44,7 +44,7 @@ def command(
     shard_size: Annotated[
         int, typer.Option(min=1, max=1_000_000, metavar="IMAGES", help="Images in each shard.")
     ] = _SHARD_SIZE,
-    dry_run: Annotated[bool, options.dry_run("what would be written, and its size")] = False,
+    dry_run: bool = options.dry_run("what would be written, and its size"),
     as_json: options.AsJson = False,
 ) -> None:
     """Writes a campaign's images as a verified data set, in shards.
@@ -73,7 +73,7 @@ def command(
 async def _measure(settings: StorageSettings, plan: Plan) -> Plan:
     """The plan with its numbers, without writing anything."""
     from imagefleet.records import reader
-    from imagefleet.records.damaged import Damaged
+    from imagefleet.records.stored import Damaged
 
     damaged = Damaged()
     images = size = 0
@@ -123,7 +123,7 @@ async def _export(
 async def _plan(storage: Storage, folder: Path, wanted: Plan, *, quiet: bool) -> Plan:
     from fleet.export import plan
     from imagefleet.records import reader
-    from imagefleet.records.damaged import Damaged
+    from imagefleet.records.stored import Damaged
 
     await target.check_campaign(storage, wanted.campaign)
     counts = await reader.counts(storage, wanted.campaign)

@@ -19,8 +19,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from fleet.results import files
 from imagefleet import errors
-from imagefleet.records.damaged import Damaged
 from imagefleet.records.record import Record
+from imagefleet.records.stored import Damaged
 
 #: The subfolder of an export until it is done.
 WORK = ".export"

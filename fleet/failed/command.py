@@ -50,7 +50,7 @@ class How:
     """What a command that moves failed jobs asks before it does."""
 
     everything: Annotated[bool, typer.Option("--all", help="All failed jobs.")] = False
-    dry_run: Annotated[bool, options.dry_run("what would be moved or deleted")] = False
+    dry_run: bool = options.dry_run("what would be moved or deleted")
     yes: options.Yes = False
     as_json: options.AsJson = False
 

@@ -47,7 +47,7 @@ def add_command(
         ),
     ],
     given: AddOptions,
-    dry_run: Annotated[bool, options.dry_run("what would be stored")] = False,
+    dry_run: bool = options.dry_run("what would be stored"),
     as_json: options.AsJson = False,
 ) -> None:
     """Puts files into the storage and prints by what jobs or workers name them.
@@ -112,7 +112,7 @@ def remove_command(
         list[str], typer.Argument(metavar="NAME...", help="Their names, as `files list` has them.")
     ],
     yes: options.Yes = False,
-    dry_run: Annotated[bool, options.dry_run("what would be removed")] = False,
+    dry_run: bool = options.dry_run("what would be removed"),
     as_json: options.AsJson = False,
 ) -> None:
     """Removes files from the storage and from the folder's manifest.json.
@@ -161,7 +161,7 @@ def make_command(
             " input.",
         ),
     ] = None,
-    dry_run: Annotated[bool, options.dry_run("what would be made")] = False,
+    dry_run: bool = options.dry_run("what would be made"),
     as_json: options.AsJson = False,
 ) -> None:
     """Makes kernels, text states or a canary for a model.

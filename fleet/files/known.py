@@ -10,9 +10,9 @@ from pathlib import Path
 from fleet import options
 from fleet.files.missing import comfyui_names
 from imagefleet import errors
-from imagefleet.files import embedding
+from imagefleet.files import kinds
 from imagefleet.job import prompt as prompts
-from imagefleet.job.embeddings import Names
+from imagefleet.job.chunks import Names, sections_of
 from imagefleet.storage.open import open_storage
 from imagefleet.storage.settings import StorageSettings
 from worker.files import check
@@ -65,9 +65,7 @@ def missing(text: str, known: Sequence[Known]) -> list[str]:
 
 def _named(texts: Sequence[prompts.Prompt], tokenise: Tokenise, names: Sequence[str]) -> list[str]:
     by_tokens = Names(zip(tokenise(names), names, strict=True))
-    parts = [
-        part.text for text in texts for section in prompts.sections_of(text) for part in section
-    ]
+    parts = [part.text for text in texts for section in sections_of(text) for part in section]
     found = (each for ids in tokenise(parts) for each in by_tokens.split(ids))
     return sorted({each[0] for each in found if isinstance(each, tuple)})
 
@@ -75,7 +73,7 @@ def _named(texts: Sequence[prompts.Prompt], tokenise: Tokenise, names: Sequence[
 async def _read(library: EmbeddingLibrary, name: str, family: str | None) -> Known:
     try:
         path, sha256 = await library.resolve_hashed(name)
-        made_for, vectors = embedding.describe(path.name, check.read_header(path))
+        made_for, vectors = kinds.describe_embedding(path.name, check.read_header(path))
     except (errors.JobError, errors.SetupError) as error:
         return Known(name, reason=error.message)
     reason = None

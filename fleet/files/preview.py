@@ -34,7 +34,7 @@ def draw(model: Path, target: Path) -> dict[str, object]:
 
     from worker.engine import device as devices
     from worker.engine import load
-    from worker.inputs import sample
+    from worker.inputs import img2img
     from worker.stages import encode
 
     began = time.monotonic()
@@ -54,7 +54,7 @@ def draw(model: Path, target: Path) -> dict[str, object]:
         seed=1,
         width=width,
         height=height,
-        init=sample.init_of(engine.family, width, height),
+        init=img2img.sample(engine.family, width, height),
     )
     (pixels,) = finish(model, engine, [request])
     try:

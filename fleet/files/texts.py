@@ -14,7 +14,7 @@ from fleet import console
 from fleet.files import missing, transfer
 from fleet.files.listed import Listing
 from fleet.files.transfer import Report
-from fleet.load import reading
+from fleet.filling import reading
 from imagefleet import concurrency, errors
 from imagefleet.files.kinds import TEXT
 from imagefleet.job.message import Job

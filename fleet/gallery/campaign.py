@@ -15,8 +15,8 @@ from fleet.gallery.index import Filter, Index
 from imagefleet import errors
 from imagefleet.job.message import RECORDS
 from imagefleet.records import reader
-from imagefleet.records.damaged import Damaged
 from imagefleet.records.shard import ShardName
+from imagefleet.records.stored import Damaged
 from imagefleet.storage.open import Storage
 
 #: Filters whose rows are kept: each takes 4 bytes a row.

@@ -59,7 +59,7 @@ async def _serve(
             console.print_plain(f"The gallery of {fleet.storage.url} is at {url} (Ctrl-C ends it)")
             if browser and _has_screen():
                 await asyncio.to_thread(webbrowser.open, url)
-            await console.until_stopped(asyncio.create_task(asyncio.sleep(math.inf)))
+            await console.until_stopped(asyncio.sleep(math.inf))
 
 
 def _has_screen() -> bool:

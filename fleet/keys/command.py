@@ -8,7 +8,6 @@ from collections.abc import Collection
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Annotated
 
 import typer
 from rich.table import Table
@@ -16,11 +15,12 @@ from rich.table import Table
 from fleet import console, options
 from fleet.keys import check as keys_check
 from fleet.keys import mint as keys_mint
-from fleet.keys import signing
 from fleet.keys.check import Checked
 from fleet.keys.mint import Minted
+from fleet.options import argument, option
 from imagefleet import errors, validation
 from imagefleet.job.prompt import SAFE_NAME
+from imagefleet.signing import SigningKey
 from imagefleet.storage.azure.roles import OPTIONAL, ROLES, Role, explain
 from imagefleet.storage.open import LOCAL_SCHEME
 from imagefleet.storage.queue_names import MAX_SHARDS
@@ -36,6 +36,7 @@ MAX_HOURS = 365 * 24.0
 
 #: The role whose keys are no tokens: a pair that signs and checks jobs.
 SIGNING = "signing"
+DEFAULT_SIGNING_KEY = Path("signing-key.pem")
 
 #: A leaked token is worth stealing for this long.
 WARNED_AFTER_HOURS = 7 * 24.0
@@ -51,64 +52,46 @@ app = typer.Typer(
 class Scope:
     """What the tokens of a role are for, beside the job queue and the images."""
 
-    model: Annotated[
-        list[str] | None,
-        typer.Option(metavar="NAME", help="A model whose jobs they are for as well; repeatable."),
-    ] = None
-    shards: Annotated[
-        int,
-        typer.Option(
-            min=1,
-            max=MAX_SHARDS,
-            metavar="N",
-            help="The shards of each job queue, as `imagefleet load --shards` made them.",
-        ),
-    ] = 1
-    chains: Annotated[
-        bool,
-        typer.Option(
-            "--chains",
-            help="For workers that draw jobs in several stages: they may read images, and add jobs"
-            " to all queues.",
-        ),
-    ] = False
+    model: list[str] | None = option(
+        "A model whose jobs they are for as well; repeatable.", metavar="NAME"
+    )
+    shards: int = option(
+        "The shards of each job queue, as `imagefleet load --shards` made them.",
+        1,
+        min=1,
+        max=MAX_SHARDS,
+        metavar="N",
+    )
+    chains: bool = option(
+        "For workers that draw jobs in several stages: they may read images, and add jobs"
+        " to all queues.",
+        default=False,
+    )
 
 
 @app.command("mint")
 @options.from_settings(StorageSettings)
-def mint_command(
+async def mint_command(
     settings: StorageSettings,
-    role: Annotated[
-        str,
-        typer.Argument(
-            metavar="ROLE",
-            help=f"{', '.join(ROLES)}; or {SIGNING}, the key pair of signed jobs.",
-        ),
-    ],
+    *,
+    role: str = argument(
+        f"{', '.join(ROLES)}; or {SIGNING}, the key pair of signed jobs.", metavar="ROLE"
+    ),
     scope: Scope,
-    token_hours: Annotated[
-        float,
-        typer.Option(min=0.05, max=MAX_HOURS, metavar="HOURS", help="Lifetime of the tokens."),
-    ] = DEFAULT_HOURS,
-    policy: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME",
-            help="Tie them to a stored policy, so that `imagefleet keys revoke NAME` ends them"
-            " before they expire. The same name again makes more tokens of that policy.",
-        ),
-    ] = None,
-    file: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE",
-            help="Write them to this file, for IMAGEFLEET_SAS_FILE, and print none; of the private"
-            f" signing key [default: {signing.DEFAULT_FILE}].",
-        ),
-    ] = None,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print JSON, as --file writes it.")
-    ] = False,
+    token_hours: float = option(
+        "Lifetime of the tokens.", DEFAULT_HOURS, min=0.05, max=MAX_HOURS, metavar="HOURS"
+    ),
+    policy: str | None = option(
+        "Tie them to a stored policy, so that `imagefleet keys revoke NAME` ends them"
+        " before they expire. The same name again makes more tokens of that policy.",
+        metavar="NAME",
+    ),
+    file: Path | None = option(
+        "Write them to this file, for IMAGEFLEET_SAS_FILE, and print none; of the private"
+        f" signing key [default: {DEFAULT_SIGNING_KEY}].",
+        metavar="FILE",
+    ),
+    as_json: bool = option("Print JSON, as --file writes it.", False, "--json"),
 ) -> None:
     """Creates tokens for a role, or the key pair of signed jobs.
 
@@ -123,13 +106,13 @@ def mint_command(
     if role == SIGNING:
         if scope != Scope() or policy:
             raise errors.SetupError(f"{SIGNING} makes a key pair, which is for all: only --file")
-        signing.make_keys(file or signing.DEFAULT_FILE, as_json=as_json)
+        _make_signing_keys(file or DEFAULT_SIGNING_KEY, as_json=as_json)
         return
     found = _role(role, [*ROLES, SIGNING])
     if scope.chains and role != "worker":
         raise errors.SetupError("--chains is for `imagefleet keys mint worker`")
     allowed = found.for_chains() if scope.chains else found
-    minted = _mint(settings, allowed, timedelta(hours=token_hours), policy, scope)
+    minted = await _mint(settings, allowed, timedelta(hours=token_hours), policy, scope)
     if file is not None:
         console.write_file(file, console.json_text(minted.record), private=True)
         console.print_note(f"written to {file}")
@@ -150,13 +133,13 @@ def mint_command(
         )
 
 
-def _mint(
+async def _mint(
     settings: StorageSettings, role: Role, life: timedelta, policy: str | None, scope: Scope
 ) -> Minted:
     models = _models(scope.model or [])
     minted = keys_mint.Minter(_on_azure(settings)).mint(role, life, policy, models, scope.shards)
     if policy is not None:
-        console.run(keys_mint.store_policy(settings, role, policy, models, scope.shards))
+        await keys_mint.store_policy(settings, role, policy, models, scope.shards)
     return minted
 
 
@@ -169,12 +152,11 @@ def _role(name: str, known: Collection[str]) -> Role:
 
 @app.command("check")
 @options.from_settings(StorageSettings)
-def check_command(
+async def check_command(
     settings: StorageSettings,
-    role: Annotated[
-        str | None,
-        typer.Argument(metavar="ROLE", help=f"The role to compare with: {', '.join(ROLES)}."),
-    ] = None,
+    role: str | None = argument(
+        f"The role to compare with: {', '.join(ROLES)}.", None, metavar="ROLE"
+    ),
     as_json: options.AsJson = False,
 ) -> None:
     """Tests the permissions of the credentials in use; changes nothing.
@@ -184,7 +166,7 @@ def check_command(
     IMAGEFLEET_SAS_FILE=tokens.json imagefleet keys check worker
     """
     compared = None if role is None else _role(role, ROLES)
-    checked = console.run(keys_check.check(_on_azure(settings)))
+    checked = await keys_check.check(_on_azure(settings))
     if as_json:
         console.print_json({"resources": [asdict(each) for each in checked]})
     else:
@@ -195,11 +177,9 @@ def check_command(
 
 @app.command("revoke")
 @options.from_settings(StorageSettings)
-def revoke_command(
+async def revoke_command(
     settings: StorageSettings,
-    policy: Annotated[
-        str, typer.Argument(metavar="POLICY", help="The policy's name, as given to --policy.")
-    ],
+    policy: str = argument("The policy's name, as given to --policy.", metavar="POLICY"),
     as_json: options.AsJson = False,
 ) -> None:
     """Revokes the tokens of a stored policy, which takes up to 30 s.
@@ -210,7 +190,7 @@ def revoke_command(
     imagefleet keys revoke spring
     """
     keys_mint.Minter(_on_azure(settings))  # raises without an account key
-    removed = console.run(keys_mint.remove_policy(settings, policy))
+    removed = await keys_mint.remove_policy(settings, policy)
     if as_json:
         console.print_json({"policy": policy, "revoked": removed})
     else:
@@ -303,3 +283,38 @@ def _compare(checked: list[Checked], role: Role) -> None:
             missing.append(f"missing for the role {role.name}, on {each.name}: {denied}")
     if missing:
         raise errors.SetupError("\n".join(missing))
+
+
+def _make_signing_keys(file: Path, *, as_json: bool) -> None:
+    """Makes the keys with which jobs are signed and checked.
+
+    The private key is written to *file*, which only its owner may read. Prints shell commands that
+    set it, and the public key, which workers get: they then refuse jobs, LoRAs and models that are
+    not signed. An existing file is never overwritten.
+    """
+    try:
+        public = SigningKey.create(file.expanduser()).public
+    except FileExistsError:
+        raise errors.SetupError(_exists(file)) from None
+    except OSError as error:
+        raise errors.SetupError(f"cannot write {file}: {error.strerror}") from None
+    path = str(file.expanduser().absolute())
+    if as_json:
+        console.print_json({"file": path, "public_key": public})
+    else:
+        variables = {"IMAGEFLEET_SIGNING_KEY": path, "IMAGEFLEET_TRUSTED_KEY": public}
+        for name, value in variables.items():
+            sys.stdout.write(f"export {name}={shlex.quote(value)}\n")
+        sys.stdout.flush()
+    console.print_note(
+        f"the private key is in {file}: for whoever fills the queue, and for no worker; workers get"
+        " IMAGEFLEET_TRUSTED_KEY alone"
+    )
+
+
+def _exists(file: Path) -> str:
+    try:
+        found = f"its public key is {SigningKey.read(file).public}"
+    except errors.SetupError:
+        found = "it is not a signing key"
+    return f"{file} exists and is not overwritten; {found}"

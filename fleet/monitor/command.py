@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import Annotated, Any
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
 
-import typer
 from rich.console import Group
 from rich.table import Table
 from rich.text import Text
@@ -21,7 +20,8 @@ from fleet.monitor import prometheus, rates, service
 from fleet.monitor import watch as watching
 from fleet.monitor import workers as workers_of
 from fleet.monitor.queue_flow import Exporter
-from fleet.monitor.settings import ExporterSettings, MonitorSettings
+from fleet.options import option
+from fleet.settings import ExporterSettings, MonitorSettings
 from imagefleet import aio, concurrency, errors
 from imagefleet.storage.protocol import QueueDepth
 from imagefleet.telemetry import logs, serving
@@ -47,19 +47,11 @@ class QueueStatus:
 
 
 @dataclass(frozen=True, slots=True)
-class WaitingModel:
-    """A model whose jobs wait, and which no worker serves."""
-
-    model: str
-    messages: int
-
-
-@dataclass(frozen=True, slots=True)
 class FleetStatus:
     """The job queues, their poison queue and the campaigns; *fleet* only with a Prometheus.
 
     *queue* is the sum of *queues*, which are in the order in which workers take jobs.
-    *without_worker* are the models whose jobs wait until somebody starts a worker for them.
+    *without_worker* are the jobs of the models that wait until somebody starts a worker for them.
     """
 
     storage: str
@@ -67,28 +59,26 @@ class FleetStatus:
     failed: QueueStatus
     fleet: rates.FleetRates | None = None
     queues: Sequence[QueueStatus] = ()
-    without_worker: Sequence[WaitingModel] = ()
+    without_worker: Mapping[str, int] = field(default_factory=dict)
     campaigns: Listing | None = None
 
     def as_record(self) -> dict[str, Any]:
         listing = self.campaigns
         return asdict(replace(self, campaigns=None)) | {
+            "without_worker": [
+                {"model": model, "messages": count} for model, count in self.without_worker.items()
+            ],
             "campaigns": listing.records() if listing else [],
             "damaged_files": listing.damaged_files if listing else 0,
         }
 
 
 @options.from_settings(MonitorSettings)
-def status_command(
+async def status_command(
     settings: MonitorSettings,
     campaign: target.OnlyCampaign = None,
-    workers: Annotated[
-        bool,
-        typer.Option("--workers", help="Only the workers by their metrics, the slowest first."),
-    ] = False,
-    count: Annotated[
-        int, typer.Option(min=1, metavar="COUNT", help="Campaigns or workers shown.")
-    ] = 20,
+    workers: bool = option("Only the workers by their metrics, the slowest first.", default=False),
+    count: int = option("Campaigns or workers shown.", 20, min=1, metavar="COUNT"),
     watch: watching.Watch = False,
     as_json: options.AsJson = False,
 ) -> None:
@@ -104,64 +94,11 @@ def status_command(
     imagefleet status --workers --prometheus http://localhost:9090
     """
     only = target.campaign(campaign)
-    if workers and only:
-        raise errors.SetupError("--workers shows those of all campaigns: leave out CAMPAIGN")
     if workers:
-        console.run(workers_of.show(settings, count, watch=watch, as_json=as_json))
-    else:
-        console.run(_show_status(settings, only, count, watch=watch, as_json=as_json))
-
-
-@options.from_settings(ExporterSettings)
-def exporter_command(settings: ExporterSettings) -> None:
-    """Exports queue depths, and the time and cost to empty them.
-
-    A fleet needs one. It serves /metrics on --port and pushes them to --push-url if given. With
-    --prometheus it takes the completion rate from the workers' metrics instead of deriving it
-    from the queue depth.
-
-    imagefleet exporter --prometheus http://localhost:9090
-    """
-    logs.configure(settings.log_format)
-    console.run(_export(settings))
-
-
-async def read_status(
-    client: aio.Fleet, server: prometheus.Prometheus | None = None
-) -> FleetStatus:
-    """Reads the depth of the queues and, with a *server*, the fleet's rates."""
-    depth, storage = await client.depth(), client.storage
-    return FleetStatus(
-        storage.url,
-        replace(_queue_status(storage.queue.name, depth.queue), shards=1),
-        _queue_status(storage.poison.name, depth.failed),
-        await rates.fleet_rates(server) if server else None,
-        [_queue_status(name, each) for name, each in depth.queue.by_queue.items()],
-        await _without_worker(client, depth.queue),
-    )
-
-
-async def _without_worker(client: aio.Fleet, depth: QueueDepth) -> list[WaitingModel]:
-    """Models with jobs but no worker, by what workers note every ten minutes."""
-    waiting: Counter[str] = Counter()
-    for each in depth.by_queue.values():
-        if each.model is not None and each.messages:
-            waiting[each.model] += each.messages
-
-    async def is_served(model: str) -> bool:
-        return await client.run(serving.is_served(client.storage.blobs, model))
-
-    served = await concurrency.gather(*(is_served(model) for model in waiting))
-    return [
-        WaitingModel(model, messages)
-        for (model, messages), is_one in zip(waiting.items(), served, strict=True)
-        if not is_one
-    ]
-
-
-async def _show_status(
-    settings: MonitorSettings, only: str | None, count: int, *, watch: bool, as_json: bool
-) -> None:
+        if only:
+            raise errors.SetupError("--workers shows those of all campaigns: leave out CAMPAIGN")
+        await workers_of.show(settings, count, watch=watch, as_json=as_json)
+        return
     async with (
         console.connected(settings) as client,
         prometheus.connected_if(settings.prometheus, settings.queried_fleet) as server,
@@ -182,7 +119,17 @@ async def _show_status(
         )
 
 
-async def _export(settings: ExporterSettings) -> None:
+@options.from_settings(ExporterSettings)
+async def exporter_command(settings: ExporterSettings) -> None:
+    """Exports queue depths, and the time and cost to empty them.
+
+    A fleet needs one. It serves /metrics on --port and pushes them to --push-url if given. With
+    --prometheus it takes the completion rate from the workers' metrics instead of deriving it
+    from the queue depth.
+
+    imagefleet exporter --prometheus http://localhost:9090
+    """
+    logs.configure(settings.log_format)
     async with (
         console.connected(settings) as client,
         prometheus.connected_if(settings.prometheus, settings.queried_fleet) as server,
@@ -197,6 +144,36 @@ async def _export(settings: ExporterSettings) -> None:
             doing=f"sampling {storage.queue.name} of {storage.url}",
             is_ready=lambda: exporter.has_sampled,
         )
+
+
+async def read_status(
+    client: aio.Fleet, server: prometheus.Prometheus | None = None
+) -> FleetStatus:
+    """Reads the depth of the queues and, with a *server*, the fleet's rates."""
+    depth, storage = await client.depth(), client.storage
+    return FleetStatus(
+        storage.url,
+        replace(_queue_status(storage.queue.name, depth.queue), shards=1),
+        _queue_status(storage.poison.name, depth.failed),
+        await rates.fleet_rates(server) if server else None,
+        [_queue_status(name, each) for name, each in depth.queue.by_queue.items()],
+        await _without_worker(client, depth.queue),
+    )
+
+
+async def _without_worker(client: aio.Fleet, depth: QueueDepth) -> dict[str, int]:
+    """Models with jobs but no worker, by what workers note every ten minutes."""
+    waiting: Counter[str] = Counter()
+    for each in depth.by_queue.values():
+        if each.model is not None and each.messages:
+            waiting[each.model] += each.messages
+
+    async def is_served(model: str) -> bool:
+        return await client.run(serving.is_served(client.storage.blobs, model))
+
+    served = await concurrency.gather(*(is_served(model) for model in waiting))
+    found = zip(waiting.items(), served, strict=True)
+    return {model: messages for (model, messages), is_one in found if not is_one}
 
 
 def _queue_status(name: str, depth: QueueDepth) -> QueueStatus:
@@ -222,13 +199,11 @@ def _status_screen(status: FleetStatus, count: int = 20) -> Group:
         shards = f" ({each.shards} shards)" if each.shards > 1 else ""
         table.add_row(each.name + shards, *shown, _age(each.oldest_age_seconds))
     parts: list[Text | Table] = [console.untrusted(status.storage, "bold"), table]
-    for waiting in status.without_worker:
-        jobs = console.counted(waiting.messages, "job")
-        sentence = (
-            f"{jobs} of the model {waiting.model}, which no worker serves: start one with"
-            " that --model"
+    for model, messages in status.without_worker.items():
+        jobs = console.counted(messages, "job")
+        parts += _notes(
+            f"{jobs} of the model {model}, which no worker serves: start one with that --model"
         )
-        parts += _notes(sentence)
     if (fleet := status.fleet) is not None:
         rows = {
             "workers": console.number(fleet.workers),

@@ -11,13 +11,12 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from fleet.monitor import prometheus, rates
-from fleet.monitor.settings import ExporterSettings
+from fleet.settings import ExporterSettings
 from imagefleet import concurrency, errors
 from imagefleet.storage.open import Storage
 from imagefleet.storage.protocol import JobQueue
 from imagefleet.telemetry import exposition
-from imagefleet.telemetry.queue_flow import QueueFlow
-from imagefleet.telemetry.queue_gauges import QueueGauges
+from imagefleet.telemetry.queue_gauges import QueueFlow, QueueGauges
 
 log = logging.getLogger(__name__)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections.abc import Callable, Coroutine
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 from prometheus_client import CollectorRegistry
 
 from fleet import console
-from fleet.monitor.settings import ServiceSettings
+from fleet.settings import ServiceSettings
 from imagefleet.telemetry import probes, push
 
 log = logging.getLogger(__name__)
@@ -47,4 +46,4 @@ async def run(
             port,
             extra={"action": "start", "port": port},
         )
-        await console.until_stopped(asyncio.create_task(work(), name=name))
+        await console.until_stopped(work())

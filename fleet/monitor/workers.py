@@ -15,7 +15,7 @@ from rich.text import Text
 from fleet import console
 from fleet.monitor import prometheus, rates
 from fleet.monitor import watch as watching
-from fleet.monitor.settings import MonitorSettings
+from fleet.settings import MonitorSettings
 from imagefleet import errors
 
 _NAMES = ("worker", "GPU", "group")

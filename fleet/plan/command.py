@@ -6,17 +6,16 @@ import functools
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated
 
-import typer
 from rich.table import Table
 
 from fleet import console, options
-from fleet.load import reading
+from fleet.filling import reading
+from fleet.options import argument, option
 from fleet.plan import estimate
 from fleet.plan.work import Models, Work, of_count, of_source, read_models
 from imagefleet import errors
-from imagefleet.pricing import families, price_file, prices
+from imagefleet.pricing import families, prices
 from loadgen import sources
 
 _DEFAULT_GPU = "RTX 3060 Ti"
@@ -27,79 +26,49 @@ _NO_START_UP = estimate.Input(0.0, "assumed", "not included without --bench")
 class Batch:
     """What is to be drawn."""
 
-    file: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="[FILE]",
-            help="The batch: a template or a file of jobs, as for `imagefleet load`, whose models,"
-            " sizes, steps and numbers of images count.",
-        ),
-    ] = None
-    jobs: Annotated[
-        int | None,
-        typer.Option(
-            min=1, metavar="COUNT", help="Jobs in the batch; with FILE, the first so many of it."
-        ),
-    ] = None
-    images_per_job: Annotated[
-        int | None,
-        typer.Option(
-            min=1, max=1000, metavar="COUNT", help="Images per job. [default: 1, or FILE's]"
-        ),
-    ] = None
-    family: Annotated[
-        str | None,
-        typer.Option(
-            metavar="|".join(families.FAMILIES),
-            help="Model family of jobs without a model, and of models without --model."
-            " [default: sd1, for jobs without a model]",
-        ),
-    ] = None
-    model: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="NAME=FAMILY|PATH",
-            help="Family of a model that jobs name, or its checkpoint, whose header tells it;"
-            " repeatable.",
-        ),
-    ] = None
+    file: str | None = argument(
+        "The batch: a template or a file of jobs, as for `imagefleet load`, whose models,"
+        " sizes, steps and numbers of images count.",
+        None,
+        metavar="[FILE]",
+    )
+    jobs: int | None = option(
+        "Jobs in the batch; with FILE, the first so many of it.", min=1, metavar="COUNT"
+    )
+    images_per_job: int | None = option(
+        "Images per job. [default: 1, or FILE's]", min=1, max=1000, metavar="COUNT"
+    )
+    family: str | None = option(
+        "Model family of jobs without a model, and of models without --model."
+        " [default: sd1, for jobs without a model]",
+        metavar="|".join(families.FAMILIES),
+    )
+    model: list[str] | None = option(
+        "Family of a model that jobs name, or its checkpoint, whose header tells it; repeatable.",
+        metavar="NAME=FAMILY|PATH",
+    )
 
 
 @dataclass(frozen=True, slots=True)
 class Machines:
     """What draws it, at which speed and price, and by when."""
 
-    gpu: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="NAME[=COUNT]",
-            help=f"GPU class; repeat it, with replicas, for a mix. [default: {_DEFAULT_GPU}]",
-        ),
-    ] = None
-    priority: Annotated[
-        str, typer.Option(metavar="|".join(prices.PRIORITIES), help="SaladCloud priority.")
-    ] = "batch"
-    price_per_hour: Annotated[
-        float | None, typer.Option(min=0.0001, metavar="DOLLARS", help="$/h of one replica.")
-    ] = None
+    gpu: list[str] | None = option(
+        f"GPU class; repeat it, with replicas, for a mix. [default: {_DEFAULT_GPU}]",
+        metavar="NAME[=COUNT]",
+    )
+    priority: str = option("SaladCloud priority.", "batch", metavar="|".join(prices.PRIORITIES))
+    price_per_hour: float | None = option("$/h of one replica.", min=0.0001, metavar="DOLLARS")
     prices_path: options.PriceFile = None
-    images_per_second: Annotated[
-        float | None, typer.Option(min=0.0001, metavar="NUMBER", help="Speed of one replica.")
-    ] = None
+    images_per_second: float | None = option("Speed of one replica.", min=0.0001, metavar="NUMBER")
     bench: options.BenchReports = None
-    replicas: Annotated[
-        int | None, typer.Option(min=1, metavar="COUNT", help="Number of replicas.")
-    ] = None
-    deadline: Annotated[
-        float | None,
-        typer.Option(
-            min=0.01, metavar="HOURS", help="Plan enough replicas to finish in so many hours."
-        ),
-    ] = None
+    replicas: int | None = option("Number of replicas.", min=1, metavar="COUNT")
+    deadline: float | None = option(
+        "Plan enough replicas to finish in so many hours.", min=0.01, metavar="HOURS"
+    )
 
 
 @options.flat
-@console.one_line_errors()
 def command(batch: Batch, machines: Machines, as_json: options.AsJson = False) -> None:
     """Plans a batch: hours, dollars and images per dollar.
 
@@ -120,7 +89,7 @@ def command(batch: Batch, machines: Machines, as_json: options.AsJson = False) -
     works = _works(
         batch.file, batch.jobs, batch.images_per_job, read_models(batch.model or [], batch.family)
     )
-    table = price_file.read_table(machines.prices_path)
+    table = prices.read_table(machines.prices_path)
     mix = _mix(machines, works, table)
     images = sum(work.images for work in works)
     if machines.deadline is not None:

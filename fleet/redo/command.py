@@ -80,7 +80,7 @@ def command(
             " takes precedence.",
         ),
     ] = None,
-    dry_run: Annotated[bool, options.dry_run("the number of images by worker")] = False,
+    dry_run: bool = options.dry_run("the number of images by worker"),
     yes: options.Yes = False,
     as_json: options.AsJson = False,
 ) -> None:

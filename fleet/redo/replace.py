@@ -18,7 +18,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from fleet.redo.jobs import JobFinder
 from imagefleet import concurrency, errors
 from imagefleet.job.message import DUPLICATES, MAX_IMAGE_BYTES, REPLACED
-from imagefleet.records import replaced as replaced_notes
+from imagefleet.records import once
 from imagefleet.records.shard import RecordLog
 from imagefleet.storage.open import Storage
 
@@ -93,7 +93,7 @@ async def replace(
     """Replaces *images*, given with their metadata; returns those that stay."""
     refused: list[Refused] = []
     log = RecordLog(storage.blobs, _WRITER)
-    for note in (replaced_notes.note(name, images[name], "") for name in images):
+    for note in (once.note(name, images[name], "") for name in images):
         if note is not None:
             await log.check(note.campaign, "replaced")
             break
@@ -136,7 +136,7 @@ async def finish(
     gone = await concurrency.gather(*(_delete(storage, entry) for entry in entries))
     missing = [entry for entry, is_gone in zip(entries, gone, strict=True) if is_gone]
     log = log or RecordLog(storage.blobs, _WRITER)
-    notes = (replaced_notes.note(entry.name, entry.metadata, journal) for entry in missing)
+    notes = (once.note(entry.name, entry.metadata, journal) for entry in missing)
     await log.add([note for note in notes if note is not None])
     messages = list(dict.fromkeys(entry.message for entry in missing if entry.message))
     await storage.models.send(messages)

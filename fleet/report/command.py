@@ -12,13 +12,13 @@ import typer
 from fleet import console, options
 from fleet.campaigns import target
 from fleet.monitor import prometheus
-from fleet.monitor.settings import MonitorSettings
 from fleet.report import figures as report_figures
 from fleet.report import metrics as report_metrics
 from fleet.report import records as report_records
+from fleet.settings import MonitorSettings
 from imagefleet import errors
 from imagefleet.job.message import DEFAULT_CAMPAIGN
-from imagefleet.pricing import price_file, prices
+from imagefleet.pricing import prices
 from imagefleet.scoring import scores as campaign_scores
 from imagefleet.scoring.scores import Scores
 from imagefleet.storage.open import LOCAL_SCHEME
@@ -78,7 +78,7 @@ def command(
     imagefleet report spring --prometheus http://localhost:9090 --json-file spring.json
     """
     campaign = target.campaign(campaign)
-    table = price_file.read_table(price.prices_path)
+    table = prices.read_table(price.prices_path)
     if settings.storage.strip().startswith(LOCAL_SCHEME):
         table = replace(table, storage=prices.FREE_STORAGE)
     scored = _read_scores(scores, campaign)

@@ -16,7 +16,7 @@ from fleet.report.plot import Bar, Line, bars, histogram, time_plot
 from fleet.report.samples import Sample
 from imagefleet.scoring import curve
 from imagefleet.scoring import scores as campaign_scores
-from imagefleet.scoring.axes import number_text
+from imagefleet.scoring.curve import number_text
 from imagefleet.scoring.scores import Scores
 
 #: Rows of the table of workers, the slowest first.

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 
 from imagefleet.records import reader
-from imagefleet.records.damaged import Damaged
 from imagefleet.records.record import Record
+from imagefleet.records.stored import Damaged
 from imagefleet.redaction import printable
 from imagefleet.storage import dead_letter
 from imagefleet.storage.open import Storage

@@ -14,7 +14,7 @@ from imagefleet import errors
 from imagefleet.files import picture
 from imagefleet.job import prompt
 from imagefleet.job.message import MAX_IMAGE_BYTES
-from imagefleet.scoring.axes import number_text
+from imagefleet.scoring.curve import number_text
 from imagefleet.storage import protocol
 
 #: The longer side of a sample: twice its size on the page, for screens of high resolution.

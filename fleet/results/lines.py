@@ -21,7 +21,9 @@ ToText = Callable[[Iterable[Record], columns.Address], str]
 
 def json_lines(records: Iterable[Record], address: columns.Address) -> str:
     """One JSON object per line."""
-    return "".join(console.json_line(columns.row(record, address)) for record in records)
+    return "".join(
+        console.json_text(columns.row(record, address), indent=None) for record in records
+    )
 
 
 def csv_header() -> str:

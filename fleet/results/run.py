@@ -14,8 +14,8 @@ from fleet import console
 from fleet.campaigns import target
 from fleet.results import download, files, lines, parquet, table
 from imagefleet.records import reader
-from imagefleet.records.damaged import Damaged
 from imagefleet.records.record import Record
+from imagefleet.records.stored import Damaged
 from imagefleet.storage.open import Storage
 from imagefleet.storage.settings import StorageSettings
 

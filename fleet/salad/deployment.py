@@ -6,15 +6,20 @@ Each step checks the actual state first, so an interrupted command can be run ag
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import aiohttp
+
 from fleet import console
+from fleet.salad import client as salad_client
 from fleet.salad import groups as salad_groups
 from fleet.salad.client import SaladClient
+from fleet.salad.file import FleetFile
 from fleet.salad.groups import Group, Quota
 from imagefleet import errors
 
@@ -102,11 +107,11 @@ class Deployment:
     async def groups(self) -> list[Group]:
         """The fleet's groups, of all revisions."""
         found = [
-            (name.revision, name.number, group)
+            (name, group)
             for group in await self.client.groups()
             if (name := salad_groups.parse_name(self.fleet, group.name))
         ]
-        return [group for *_, group in sorted(found, key=lambda each: each[:2])]
+        return [group for _, group in sorted(found, key=lambda each: each[0])]
 
     async def existing_groups(self) -> list[Group]:
         """The same as `groups`; raises SetupError if there are none."""
@@ -133,8 +138,8 @@ class Deployment:
         await self.client.scale(name, replicas)
         self._log(f"{name}: {console.counted(replicas, 'replica')}")
 
-    async def scale(self, replicas: int, groups: Sequence[Group]) -> dict[str, int]:
-        """Spreads *replicas* over *groups*, starts those that are stopped, returns the shares."""
+    async def scale(self, replicas: int, groups: Sequence[Group]) -> None:
+        """Spreads *replicas* over *groups*, and starts those that are stopped."""
         shares = salad_groups.split(replicas, len(groups))
         # Reductions first, so that the total never exceeds the old and the new one.
         steps = sorted(
@@ -146,7 +151,6 @@ class Deployment:
             if share and group.is_stopped:
                 await self.client.start(group.name)
                 self._log(f"started {group.name}")
-        return {group.name: share for share, group in zip(shares, groups, strict=True)}
 
     async def replace(self, old: Sequence[Group], *, enough: float, wait_seconds: float) -> None:
         """Drains and deletes *old* groups step by step while *enough* new replicas run.
@@ -227,6 +231,16 @@ class Deployment:
                     " `imagefleet deploy status`, and run the same command again to continue"
                 )
             await asyncio.sleep(POLL_SECONDS)
+
+
+@contextlib.asynccontextmanager
+async def connected(file: FleetFile) -> AsyncIterator[Deployment]:
+    """The fleet that *file* describes, as deployed on SaladCloud."""
+    key = file.secret(file.api_key).get_secret_value()
+    timeout = aiohttp.ClientTimeout(total=salad_client.TIMEOUT_SECONDS)
+    async with aiohttp.ClientSession(timeout=timeout, trust_env=True) as session:
+        salad = salad_client.SaladClient(session, file.api, key, file.organization, file.project)
+        yield Deployment(salad, file.name, console.print_note)
 
 
 def _refuse_drift(body: Mapping[str, Any], group: Group) -> None:

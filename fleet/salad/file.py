@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
 from typing import Annotated, Any
 
+import typer
 from pydantic import (
     BaseModel,
     ConfigDict,
     Field,
+    PrivateAttr,
     SecretStr,
     ValidationError,
     create_model,
@@ -19,14 +22,99 @@ from pydantic import (
 )
 
 from fleet import options
-from fleet.salad import gpus, models
+from fleet.salad import gpus
 from fleet.salad.gpus import GpuClass
-from fleet.salad.models import Model
 from imagefleet import errors, validation, yaml_file
 from imagefleet.pricing import families
+from imagefleet.pricing.families import Family
 from imagefleet.pricing.prices import Priority
 from imagefleet.redaction import WebAddress
+from imagefleet.storage import queue_names
+from worker.files import addresses
 from worker.settings import WorkerSettings
+
+_SUFFIX = ".safetensors"
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """One model of a fleet: *queue* is that of its jobs of normal priority."""
+
+    name: str
+    family: Family
+    queue: str
+
+
+def name_of(text: str) -> str:
+    """The name by which jobs ask for a model of `models:`.
+
+    Raises:
+        ValueError: only a worker that has fetched it would know.
+    """
+    if "," in text or "?" in text or "*" in text:
+        raise ValueError(
+            "models: name each model by itself, as store:NAME.safetensors, a path in the image or"
+            " an https:// address without a token; others belong in IMAGEFLEET_MODEL"
+        )
+    try:
+        address = addresses.read_address(text, None, "")
+    except errors.SetupError as error:
+        raise ValueError(f"models: {error.message}") from None
+    if address is None:
+        return PurePosixPath(text).name.removesuffix(_SUFFIX)
+    if address.file_name is None and address.blob is None:
+        raise ValueError("models: an address there should end in the file's name")
+    return address.stem
+
+
+def check_models(given: Mapping[str, object], environment: Mapping[str, object]) -> None:
+    """Raises ValueError for models that workers would refuse."""
+    if "IMAGEFLEET_MODEL" in environment:
+        raise ValueError(
+            "environment: IMAGEFLEET_MODEL is what `models` says: leave one of them out"
+        )
+    if len(given) > 1:
+        for variable in ("IMAGEFLEET_MODEL_SHA256", "IMAGEFLEET_CONFIG"):
+            if variable in environment:
+                raise ValueError(
+                    f"environment: {variable} is for one model, and `models` has several"
+                )
+    names = [name_of(text) for text in given]
+    for name, family in zip(names, given.values(), strict=True):
+        if family not in families.FAMILIES:
+            known = ", ".join(families.FAMILIES)
+            raise ValueError(f"models: the family of {name} should be one of {known}")
+    if len(set(names)) < len(names):
+        raise ValueError("models: two of them have one name, by which jobs ask for them")
+
+
+def models_of(given: Mapping[str, object] | None, queue: object) -> list[Model]:
+    """The models of `models:`, that of jobs without a model first; none without `models:`.
+
+    *queue* is the fleet's IMAGEFLEET_QUEUE, if it has one.
+    """
+    base = queue if isinstance(queue, str) else "jobs"
+    return [
+        Model(name, families.find(str(family)), queue_names.job_queue(base, name))
+        for text, family in (given or {}).items()
+        for name in [name_of(text)]
+    ]
+
+
+#: Files in order of precedence: the operator's own, then the example of this repository.
+DEFAULT_FILES = (Path("fleet.yaml"), Path("deploy/salad/fleet.yaml"))
+
+File = Annotated[
+    Path | None,
+    typer.Option(
+        "--file",
+        metavar="FILE",
+        help="The fleet file [default: fleet.yaml, else deploy/salad/fleet.yaml].",
+    ),
+]
+WaitMinutes = Annotated[
+    float, typer.Option(min=0, metavar="MINUTES", help="Longest wait for instances.")
+]
 
 #: Bounds are those of SaladCloud's OpenAPI specification 0.9.0-alpha.17, or of its nodes where they
 #: are narrower (16 CPUs, 60 GB of memory, 250 GB of disk).
@@ -139,9 +227,18 @@ class FleetFile(_Strict):
     logging: dict[str, _Provider] | None = Field(default=None, min_length=1, max_length=1)
     registry: dict[str, _Provider] | None = Field(default=None, min_length=1, max_length=1)
 
+    _folder: Path = PrivateAttr(default=Path())
+
+    def model_post_init(self, folder: Path | None) -> None:
+        self._folder = folder or Path()
+
+    def secret(self, source: SecretSource) -> SecretStr:
+        """The secret, whose path is relative to the file; raises SetupError if there is none."""
+        return source.read(self._folder)
+
     def served_models(self) -> list[Model]:
         """The models of its workers, that of jobs without a model first; none if it names none."""
-        return models.models_of(self.models, self.environment.get("IMAGEFLEET_QUEUE"))
+        return models_of(self.models, self.environment.get("IMAGEFLEET_QUEUE"))
 
     def gpu_classes(self, known: Sequence[GpuClass]) -> list[GpuClass]:
         """The fleet's GPU classes.
@@ -158,7 +255,7 @@ class FleetFile(_Strict):
     @model_validator(mode="after")
     def _check_bounds_and_models(self) -> FleetFile:
         if self.models is not None:
-            models.check(self.models, self.environment)
+            check_models(self.models, self.environment)
         if self.min_replicas > self.replicas:
             raise ValueError(
                 f"min_replicas: {self.min_replicas:,} are more than replicas, {self.replicas:,}"
@@ -192,10 +289,16 @@ class FleetFile(_Strict):
         return self
 
 
-def read_file(path: Path) -> FleetFile:
-    """Raises SetupError with a sentence that names the wrong key."""
+def read_file(path: Path | None) -> FleetFile:
+    """The file at *path*, or the one there is; raises SetupError that names the wrong key."""
+    if path is None:
+        path = next((each for each in DEFAULT_FILES if each.is_file()), None)
+    if path is None:
+        raise errors.SetupError(
+            f"neither {' nor '.join(map(str, DEFAULT_FILES))} exists: give the fleet file as --file"
+        )
     try:
-        return FleetFile.model_validate(yaml_file.parse(path.read_bytes()))
+        return FleetFile.model_validate(yaml_file.parse(path.read_bytes()), context=path.parent)
     except OSError as error:
         raise errors.SetupError(
             f"the fleet file {path}: {error.strerror or error}; start from a copy of"

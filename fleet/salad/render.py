@@ -5,46 +5,38 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-import typer
 from pydantic import SecretStr
 from rich.table import Table
 
 from fleet import console
-from fleet.options import BenchReports, PriceFile
+from fleet.options import BenchReports, PriceFile, option
 from fleet.plan import estimate, work
 from fleet.salad import file as salad_file
-from fleet.salad import gpus, groups, models
-from fleet.salad import options as salad_options
+from fleet.salad import gpus, groups
 from imagefleet import errors
-from imagefleet.pricing import families, price_file
+from imagefleet.pricing import families, prices
 
 
 @dataclass(frozen=True, slots=True)
 class Rendering:
     """The options of `deploy apply --render`."""
 
-    render: Annotated[
-        bool,
-        typer.Option(
-            "--render",
-            help="Print the groups of the file and their price, by the built-in table or"
-            " --price-file: makes no call and needs no API key.",
-        ),
-    ] = False
+    render: bool = option(
+        "Print the groups of the file and their price, by the built-in table or"
+        " --price-file: makes no call and needs no API key.",
+        default=False,
+    )
     bench: BenchReports = None
     prices_path: PriceFile = None
-    show_secrets: Annotated[bool, typer.Option("--show-secrets", help="Do not mask secrets.")] = (
-        False
-    )
+    show_secrets: bool = option("Do not mask secrets.", default=False)
 
 
-@console.one_line_errors()
 def render(file: Path | None, replicas: int | None, rendering: Rendering, *, as_json: bool) -> None:
     """Prints the groups of a fleet file, as `apply` creates them, and their price."""
-    fleet_file, folder = salad_options.read_file(file)
-    table = price_file.read_table(rendering.prices_path)
+    fleet_file = salad_file.read_file(file)
+    table = prices.read_table(rendering.prices_path)
     classes = fleet_file.gpu_classes(gpus.built_in(table))
     served = fleet_file.served_models()
     benches = [estimate.read_bench(path, table) for path in rendering.bench or []]
@@ -53,7 +45,7 @@ def render(file: Path | None, replicas: int | None, rendering: Rendering, *, as_
 
     def read_secret(source: salad_file.SecretSource) -> SecretStr:
         try:
-            return source.read(folder)
+            return fleet_file.secret(source)
         except errors.SetupError as error:
             if rendering.show_secrets:
                 raise
@@ -103,7 +95,7 @@ def _row(
     gpu: gpus.GpuClass,
     priority: str,
     benches: Sequence[estimate.Bench],
-    served: Sequence[models.Model],
+    served: Sequence[salad_file.Model],
 ) -> dict[str, Any]:
     """The price and the speed of one replica of a class; None for what is not known.
 

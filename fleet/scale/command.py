@@ -10,19 +10,17 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
-from typing import Annotated, Any
-
-import typer
+from typing import Any
 
 from fleet import console, options
 from fleet.monitor import prometheus
-from fleet.monitor.settings import MonitorSettings
+from fleet.options import option
+from fleet.salad import deployment, gpus
 from fleet.salad import file as salad_file
-from fleet.salad import gpus
-from fleet.salad import options as salad_options
-from fleet.salad.options import File
+from fleet.salad.file import File
 from fleet.scale import scaler
 from fleet.scale.decision import Goal
+from fleet.settings import MonitorSettings
 from imagefleet import errors
 from imagefleet.pricing import families, prices
 from imagefleet.telemetry import logs
@@ -34,74 +32,52 @@ log = logging.getLogger(__name__)
 class Limits:
     """What the scaler may spend, and by when the queue should be empty."""
 
-    max_dollars: Annotated[
-        float, typer.Option(min=0.01, metavar="DOLLARS", help="Total budget, across restarts.")
-    ]
-    deadline: Annotated[
-        str | None,
-        typer.Option(
-            metavar="TIME",
-            help="When the queue should be empty: 2026-12-01T08:00, in local time, or with its"
-            " zone, 2026-12-01T08:00Z.",
-        ),
-    ] = None
-    dollars_per_hour: Annotated[
-        float | None, typer.Option(min=0.01, metavar="DOLLARS", help="Most $/h of the fleet.")
-    ] = None
-    replicas: Annotated[
-        int | None,
-        typer.Option(min=1, metavar="COUNT", help="At most; by default those of the fleet file."),
-    ] = None
+    max_dollars: float = option("Total budget, across restarts.", ..., min=0.01, metavar="DOLLARS")
+    deadline: str | None = option(
+        "When the queue should be empty: 2026-12-01T08:00, in local time, or with its"
+        " zone, 2026-12-01T08:00Z.",
+        metavar="TIME",
+    )
+    dollars_per_hour: float | None = option("Most $/h of the fleet.", min=0.01, metavar="DOLLARS")
+    replicas: int | None = option(
+        "At most; by default those of the fleet file.", min=1, metavar="COUNT"
+    )
 
 
 @dataclass(frozen=True, slots=True)
 class Queue:
     """The jobs that count, and the speed at which they are drawn."""
 
-    images_per_second: Annotated[
-        float | None,
-        typer.Option(
-            min=0.0001,
-            metavar="NUMBER",
-            help="Of one replica, with the first of the fleet file's `models`; those of other"
-            " families count by their operations. Measured by default.",
-        ),
-    ] = None
-    images_per_job: Annotated[int, typer.Option(min=1, max=64, metavar="COUNT")] = 1
-    model: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="NAME",
-            help="Count the jobs of this model and those without one; repeatable. By default those"
-            " of the fleet file's `models`, and without them the jobs of all models.",
-        ),
-    ] = None
+    images_per_second: float | None = option(
+        "Of one replica, with the first of the fleet file's `models`; those of other"
+        " families count by their operations. Measured by default.",
+        min=0.0001,
+        metavar="NUMBER",
+    )
+    images_per_job: int = option("", 1, min=1, max=64, metavar="COUNT")
+    model: list[str] | None = option(
+        "Count the jobs of this model and those without one; repeatable. By default those"
+        " of the fleet file's `models`, and without them the jobs of all models.",
+        metavar="NAME",
+    )
 
 
 @dataclass(frozen=True, slots=True)
 class Running:
     """How long the scaler runs, and what it does."""
 
-    every_minutes: Annotated[
-        float, typer.Option(min=1, max=240, help="Between changes; nodes take minutes to start.")
-    ] = 15
-    sample_seconds: Annotated[
-        float, typer.Option(min=1, max=600, help="Between samples, which count the cost.")
-    ] = 60
-    state: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Record of the cost [default: NAME-scale.json]."),
-    ] = None
-    dry_run: Annotated[bool, options.dry_run("each decision in the log")] = False
-    once: Annotated[bool, typer.Option("--once", help="Make one decision, then exit.")] = False
-    until_empty: Annotated[
-        bool, typer.Option("--until-empty", help="Exit when the queue is empty and no worker runs.")
-    ] = False
+    every_minutes: float = option(
+        "Between changes; nodes take minutes to start.", 15, min=1, max=240
+    )
+    sample_seconds: float = option("Between samples, which count the cost.", 60, min=1, max=600)
+    state: Path | None = option("Record of the cost [default: NAME-scale.json].", metavar="FILE")
+    dry_run: bool = options.dry_run("each decision in the log")
+    once: bool = option("Make one decision, then exit.", default=False)
+    until_empty: bool = option("Exit when the queue is empty and no worker runs.", default=False)
     yes: options.Yes = False
 
 
 @options.from_settings(MonitorSettings)
-@console.synchronous
 async def command(
     settings: MonitorSettings,
     limits: Limits,
@@ -123,7 +99,7 @@ async def command(
     imagefleet scale --dollars-per-hour 15 --max-dollars 100 --dry-run --once
     """
     end = _end(limits)
-    fleet_file, folder = salad_options.read_file(file)
+    fleet_file = salad_file.read_file(file)
     models = queue.model or [each.name for each in fleet_file.served_models()] or None
     goal = replace(_goal(limits, end, running, fleet_file), models=models)
     if not running.dry_run:
@@ -140,7 +116,7 @@ async def command(
         async with (
             console.connected(settings) as client,
             prometheus.connected_if(settings.prometheus, settings.queried_fleet) as server,
-            salad_options.connected(fleet_file, folder) as fleet,
+            deployment.connected(fleet_file) as fleet,
         ):
             scaling = scaler.Scaler(
                 goal,
@@ -162,12 +138,10 @@ def _end(limits: Limits) -> float | None:
     if limits.deadline is None and limits.dollars_per_hour is None:
         raise errors.SetupError("give a goal: --deadline, --dollars-per-hour or both")
     moment = options.read_moment("--deadline", limits.deadline)
-    if moment is None:
-        return None
-    if moment.timestamp() <= time.time():
+    if moment is not None and moment.timestamp() <= time.time():
         past = moment.isoformat(" ", "minutes")
         raise errors.SetupError(f"--deadline {past} is in the past: give a later one")
-    return moment.timestamp()
+    return moment.timestamp() if moment else None
 
 
 def _goal(

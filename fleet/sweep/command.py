@@ -10,11 +10,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from fleet import console, load, load_progress, options
+from fleet import console, filling, options
 from fleet.campaigns import target
 from imagefleet import errors
 from imagefleet.pricing import families
-from imagefleet.storage.open import open_storage
 from imagefleet.storage.settings import checked_priority
 from loadgen.settings import LoadSettings
 
@@ -127,7 +126,7 @@ class Sending:
             help="One of --models that workers have from elsewhere than the storage; repeatable.",
         ),
     ] = None
-    dry_run: Annotated[bool, options.dry_run("the groups, the hours and the price")] = False
+    dry_run: bool = options.dry_run("the groups, the hours and the price")
     restart: Annotated[
         bool, typer.Option("--restart", help="Send all jobs again, whatever was sent before.")
     ] = False
@@ -158,7 +157,7 @@ def command(
 
     target.check_name("--campaign", captions.campaign)
     is_shown = not (sending.quiet or as_json)
-    reading = functools.partial(load.reading, captions.file, is_shown=is_shown)
+    reading = functools.partial(filling.reading, captions.file, is_shown=is_shown)
     named = _models(grid.models)
     of_models = plan_work.Models(
         {name: families.find(slug or grid.family) for name, slug in named.items()},
@@ -198,7 +197,7 @@ def _source(
     """The jobs; raises SetupError for settings that cannot be drawn with."""
     from fleet.sweep import settings as sweep_settings
     from loadgen import caption_sweep
-    from loadgen.captions import CaptionFile
+    from loadgen.caption_sweep import CaptionFile
 
     groups, shared = sweep_settings.read(grid.fields or [], list(named) or [None])
     stages = shared.get("then", [])
@@ -230,8 +229,6 @@ def _send(
     quiet: bool,
 ) -> Summary:
     from fleet.sweep import resume
-    from loadgen.load import Load
-    from loadgen.processes.refusals import Refusals
 
     chosen = checked_priority(sending.priority)
     models, restart = sending.model or [], sending.restart
@@ -243,26 +240,15 @@ def _send(
         source.sent_before = console.run(
             resume.prepare(settings, source, path, chosen, models, restart=restart)
         )
-        refusals = Refusals()
-        storage = open_storage(settings, refusals.policy)
-        filling = Load(
-            storage,
-            source,
-            settings,
-            path,
+        summary, _ = filling.fill(
+            *(settings, source, str(source.path), path),
+            quiet=quiet,
             restart=restart,
             priority=chosen,
             models=models,
-            refusals=refusals,
-            on_notice=console.print_note,
         )
-        if not quiet:
-            load.announce(filling, str(source.path), path)
-        is_live = console.stderr.is_terminal
-        with load_progress.showing(filling, source.count, is_live=is_live, quiet=quiet) as show:
-            summary: Summary = console.run(load.send(storage, filling, show))
     if not quiet:
-        load.print_summary(summary, 0, path, 0)
+        filling.print_summary(summary, 0, path, 0)
     return summary
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from fleet.plan import estimate
 from fleet.plan.work import Models, Work, add_stages
 from imagefleet import errors
-from imagefleet.pricing import price_file, prices
+from imagefleet.pricing import prices
 from loadgen.caption_sweep import SweepSource
 
 DEFAULT_GPU = "RTX 3060 Ti"
@@ -36,7 +36,7 @@ def plan(source: SweepSource, machine: Machine, models: Models) -> estimate.Plan
     Raises:
         SetupError: the class or its speed is not known, or a file cannot be read.
     """
-    table = price_file.read_table(machine.prices)
+    table = prices.read_table(machine.prices)
     benches = [estimate.read_bench(machine.bench, table)] if machine.bench else []
     gpu = machine.gpu or (benches[0].gpu if benches else DEFAULT_GPU)
     if machine.images_per_second is None or machine.price_per_hour is None:

@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
 
 import aiohttp
-import typer
 
 from fleet import console, options
 from fleet.campaigns import target
 from fleet.monitor import service as monitored
+from fleet.options import option
+from fleet.settings import WebhookSettings
 from fleet.webhooks import deliveries, endpoint, service
-from fleet.webhooks.events import Event
-from fleet.webhooks.settings import WebhookSettings
-from fleet.webhooks.signature import Signer
-from fleet.webhooks.state import State
+from fleet.webhooks.endpoint import Signer
+from fleet.webhooks.events import Event, State
 from imagefleet import errors, redaction
 from imagefleet.telemetry import exposition, logs
 
@@ -29,38 +26,24 @@ class Events:
     """Which events are sent."""
 
     campaign: target.OnlyCampaign = None
-    each_job: Annotated[
-        bool, typer.Option("--each-job", help="Also the end of each job, not only of campaigns.")
-    ] = False
+    each_job: bool = option("Also the end of each job, not only of campaigns.", default=False)
     since: options.Since = None
 
 
 @options.from_settings(WebhookSettings)
-@console.synchronous
 async def command(
     settings: WebhookSettings,
     events: Events,
-    url: Annotated[str, typer.Option(metavar="URL", help="Where events are sent: https only.")],
-    secret_file: Annotated[
-        Path,
-        typer.Option(
-            metavar="FILE",
-            help="The secret that signs, whsec_ and base64; several, one a line, while you replace"
-            " it.",
-        ),
-    ],
-    state: Annotated[
-        Path, typer.Option(metavar="FILE", help="Record of what was delivered.")
-    ] = Path("webhooks.json"),
-    once: Annotated[
-        bool, typer.Option("--once", help="Send what is new, then exit, for cron.")
-    ] = False,
-    resume: Annotated[
-        bool, typer.Option("--resume", help="Send even if the address answered 410 Gone.")
-    ] = False,
-    dry_run: Annotated[bool, options.dry_run("what would be sent, one JSON object per line")] = (
-        False
+    url: str = option("Where events are sent: https only.", ..., metavar="URL"),
+    secret_file: Path = option(
+        "The secret that signs, whsec_ and base64; several, one a line, while you replace it.",
+        ...,
+        metavar="FILE",
     ),
+    state: Path = option("Record of what was delivered.", Path("webhooks.json"), metavar="FILE"),
+    once: bool = option("Send what is new, then exit, for cron.", default=False),
+    resume: bool = option("Send even if the address answered 410 Gone.", default=False),
+    dry_run: bool = options.dry_run("what would be sent, one JSON object per line"),
 ) -> None:
     """Sends webhooks when campaigns and jobs end.
 
@@ -110,7 +93,7 @@ async def _deliver(
         sending = deliveries.Deliveries(to, registry, state)
         running = service.Service(source, sending, state, state_file)
         if once:
-            await console.until_stopped(asyncio.create_task(running.run(once=True)))
+            await console.until_stopped(running.run(once=True))
             return
         await monitored.run(
             running.run,
@@ -130,7 +113,7 @@ async def _preview(source: service.Source, state: State) -> None:
         while (event := source.next_event()) is not None:
             if event.id not in known:
                 _print(event)
-    async for event in source.campaign_ends(is_patient=False):
+    async for event in source.ends.found(is_patient=False):
         _print(event)
 
 

@@ -10,8 +10,7 @@ from datetime import UTC, datetime
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
 from fleet.webhooks.endpoint import Answer, Endpoint
-from fleet.webhooks.events import Event
-from fleet.webhooks.state import State, Waiting
+from fleet.webhooks.events import Event, State, Waiting
 from imagefleet import retry
 
 log = logging.getLogger(__name__)

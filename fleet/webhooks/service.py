@@ -5,21 +5,97 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from dataclasses import dataclass
-from datetime import datetime
+from datetime import UTC, datetime
 from pathlib import Path
 
 from fleet import console
-from fleet.webhooks.campaigns import CampaignEnds
+from fleet.webhooks import events
 from fleet.webhooks.deliveries import Deliveries
-from fleet.webhooks.events import Event, job_ended
-from fleet.webhooks.state import State
+from fleet.webhooks.events import Event, State, job_ended
 from imagefleet import errors
-from imagefleet.records.damaged import Damaged
-from imagefleet.records.reader import Follower
+from imagefleet.records import reader
+from imagefleet.records.reader import Counts, Follower
 from imagefleet.records.record import Record
+from imagefleet.records.stored import Damaged
 from imagefleet.storage.open import Storage
+
+#: A filler notes what it has sent a little later, and may be slower than the workers.
+SETTLE_SECONDS = 15.0
+
+#: Seconds without news and with an empty queue that end a campaign, where it is not known how many
+#: jobs were sent, or not all of them have an end.
+QUIET_SECONDS = 300.0
+
+#: The most seconds between two counts of a campaign from which nothing comes.
+_LONGEST_PAUSE_SECONDS = 300.0
+
+#: A pause is at least this many times as long as the count before it.
+_PAUSE_PER_COUNT = 20
+
+#: Campaigns whose last end is remembered.
+_MAX_ENDED = 10_000
+
+
+class CampaignEnds:
+    """Counts the open campaigns of *state* once nothing new comes from them."""
+
+    def __init__(self, storage: Storage, fleet: str, state: State) -> None:
+        self._storage = storage
+        self._fleet = fleet
+        self._state = state
+        self._due_at: dict[str, float] = {}
+        self._pauses: dict[str, float] = {}
+
+    def seen(self, campaigns: Iterable[str]) -> None:
+        """New records have come from them."""
+        for campaign in campaigns:
+            self._state.open_campaigns.add(campaign)
+            self._pauses[campaign] = SETTLE_SECONDS
+            self._due_at[campaign] = time.monotonic() + SETTLE_SECONDS
+
+    async def found(self, *, is_patient: bool) -> AsyncIterator[Event]:
+        """The campaigns that have ended since; *is_patient*: others are not counted each time.
+
+        The end of one is noted when the next is asked for: it is sent then, or waits.
+        """
+        for campaign in sorted(self._state.open_campaigns):
+            began_at = time.monotonic()
+            if is_patient and began_at < self._due_at.get(campaign, 0.0):
+                continue
+            counts = await reader.counts(self._storage, campaign)
+            if await self._has_ended(counts):
+                event = events.campaign_completed(self._fleet, campaign, counts)
+                if self._state.ended.get(campaign) != event.id:
+                    yield event
+                self._note(campaign, event)
+                continue
+            now = time.monotonic()
+            pause = self._pauses.get(campaign, SETTLE_SECONDS)
+            self._due_at[campaign] = now + max(pause, _PAUSE_PER_COUNT * (now - began_at))
+            self._pauses[campaign] = min(2 * pause, _LONGEST_PAUSE_SECONDS)
+
+    def _note(self, campaign: str, event: Event) -> None:
+        self._state.open_campaigns.discard(campaign)
+        self._due_at.pop(campaign, None)
+        self._pauses.pop(campaign, None)
+        ended = self._state.ended
+        ended.pop(campaign, None)
+        ended[campaign] = event.id
+        while len(ended) > _MAX_ENDED:
+            del ended[next(iter(ended))]
+
+    async def _has_ended(self, counts: Counts) -> bool:
+        if counts.last_at is None:
+            return False
+        quiet_seconds = (datetime.now(UTC) - counts.last_at).total_seconds()
+        if counts.pending == 0:
+            return quiet_seconds >= SETTLE_SECONDS
+        if quiet_seconds < QUIET_SECONDS:
+            return False
+        return (await self._storage.queue.depth()).messages == 0
+
 
 log = logging.getLogger(__name__)
 
@@ -53,7 +129,7 @@ class Source:
     """The events that records tell; each comes at least once, however often this is restarted."""
 
     def __init__(self, storage: Storage, wanted: Wanted, state: State) -> None:
-        self._ends = CampaignEnds(storage, wanted.fleet, state)
+        self.ends = CampaignEnds(storage, wanted.fleet, state)
         self._state = state
         self._wanted = wanted
         self._damaged = Damaged()
@@ -67,7 +143,7 @@ class Source:
         records = await self._follower.poll()
         if self._damaged.count > before:
             log.warning("%s", self._damaged, extra={"action": "record_damaged"})
-        self._ends.seen({each.campaign for each in records if self._may_end_a_campaign(each)})
+        self.ends.seen({each.campaign for each in records if self._may_end_a_campaign(each)})
         if self._wanted.each_job:
             self._records.extend(records)
         self._has_read = True
@@ -81,12 +157,6 @@ class Source:
             if event is not None and self._wanted.includes(record.at):
                 return event
         return None
-
-    async def campaign_ends(self, *, is_patient: bool) -> AsyncIterator[Event]:
-        """The campaigns that have ended."""
-        async for campaign, event in self._ends.found(is_patient=is_patient):
-            yield event
-            self._ends.reported(campaign, event)
 
     def note_position(self) -> None:
         """Notes in the state how far records are read, if all of them are turned into events.
@@ -162,7 +232,7 @@ class Service:
             self._source.note_position()
             if await self._source.read():
                 return True
-            async for event in self._source.campaign_ends(is_patient=not once):
+            async for event in self._source.ends.found(is_patient=not once):
                 self._deliveries.add(event)
         except errors.TransientError as error:
             if once:

@@ -6,11 +6,11 @@ import asyncio
 import os
 import signal
 import sys
-from typing import Annotated
 
 import typer
 
 from fleet import console, options
+from fleet.options import option
 from fleet.worker import live
 from imagefleet.telemetry import logs
 from worker.gpus.member import Member
@@ -24,14 +24,10 @@ from worker.settings import MachineSettings, WorkerSettings
 @options.from_settings(MachineSettings)
 def command(
     settings: MachineSettings,
-    fail_on_failed: Annotated[
-        bool,
-        typer.Option(
-            "--fail-on-failed",
-            help="Exit with code 4 if a job of this worker went to the poison queue; not on"
-            " SaladCloud.",
-        ),
-    ] = False,
+    fail_on_failed: bool = option(
+        "Exit with code 4 if a job of this worker went to the poison queue; not on SaladCloud.",
+        default=False,
+    ),
 ) -> None:
     """Generates images from the queue's jobs: one worker per GPU.
 

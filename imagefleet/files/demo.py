@@ -29,11 +29,7 @@ MISSING_LORA_MESSAGE = json.dumps(
 
 
 def find_checkpoint() -> Path:
-    """The folder of the demo's checkpoint.
-
-    Raises:
-        SetupError: it is missing.
-    """
+    """The folder of the demo's checkpoint; raises SetupError if it is missing."""
     if not TRAINED.is_dir():
         raise errors.SetupError(f"the demo checkpoint {str(TRAINED)!r} does not exist")
     return TRAINED

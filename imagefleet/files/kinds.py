@@ -9,9 +9,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from imagefleet import errors
-from imagefleet.files import contents, embedding
+from imagefleet.files import contents
 from imagefleet.files.contents import Content
 from imagefleet.files.safetensors import Header
+from imagefleet.job.chunks import CHUNK_TOKENS
 
 Describe = Callable[[str, Header, Content], str]
 """Describes a file by its path, its header and what that holds, as lists show it."""
@@ -75,7 +76,7 @@ def _describe_lora(_path: str, _header: Header, content: Content) -> str:
 
 
 def _describe_embedding(path: str, header: Header, _content: Content) -> str:
-    family, vectors = embedding.describe(path, header)
+    family, vectors = describe_embedding(path, header)
     return f"{family} embedding, {vectors} vector{'s' * (vectors != 1)}"
 
 
@@ -166,8 +167,7 @@ BY_FOLDER: Mapping[str, FileKind] = {kind.folder: kind for kind in KINDS.values(
 def check(kind: FileKind, path: str, header: Header) -> str:
     """Describes a file of the *kind* by its header, as in 'SDXL LoRA'.
 
-    Raises:
-        SetupError: it is of another kind, or workers cannot use it.
+    Raises SetupError if it is of another kind, or workers cannot use it.
     """
     content = contents.identify(header)
     if not accepts(kind, content):
@@ -187,3 +187,37 @@ def refusal(what: str, content: Content) -> str:
         kind = KINDS[content.use]
         advice = f"`{kind.add_command}` stores it for workers, and {kind.use}"
     return f"{what!r} is {content.name}; {advice}"
+
+
+def describe_embedding(path: str, header: Header) -> tuple[str, int]:
+    """The models that an embedding is for, and its number of vectors.
+
+    Raises SetupError if its tensors are not those of an embedding.
+    """
+    shapes = [shape if len(shape) > 1 else (1, *shape) for shape in header.shapes.values()]
+    counts = {shape[0] for shape in shapes}
+    widths = {shape[-1] for shape in shapes}
+    is_for_two = widths == {768, 1280}
+    are_vectors = all(len(shape) == 2 for shape in shapes)  # noqa: PLR2004 - [vectors, width]
+    if not are_vectors or len(shapes) != 1 + is_for_two or len(counts) != 1:
+        shown = "; ".join(
+            f"{name[:40]} {list(shape)}" for name, shape in list(header.shapes.items())[:3]
+        )
+        raise errors.SetupError(
+            f"{path!r} holds the tensors {shown}: an embedding has one, [vectors, width], or for"
+            " SDXL two, clip_l and clip_g"
+        )
+    (count,) = counts
+    if not 0 < count <= CHUNK_TOKENS:
+        raise errors.SetupError(
+            f"{path!r} has {count:,} vectors; a chunk of a prompt holds {CHUNK_TOKENS}"
+        )
+    if is_for_two:
+        return "SDXL", count
+    (width,) = widths
+    if width not in contents.EMBEDDING_WIDTHS or width == 1280:  # noqa: PLR2004 - half of SDXL's
+        raise errors.SetupError(
+            f"{path!r} has vectors of {width:,} numbers: those of SD 1.x have 768, of SD 2.x 1,024,"
+            " and SDXL's embeddings have two tensors, clip_l and clip_g"
+        )
+    return contents.EMBEDDING_WIDTHS[width], count

@@ -37,8 +37,7 @@ class Picture:
 def opened(data: bytes) -> Iterator[Image.Image]:
     """An image's file, which may be anything; its pixels are decoded in the block.
 
-    Raises:
-        DamagedImageError: it is no image of a worker, or larger than one can be.
+    Raises DamagedImageError if it is no image of a worker, or larger than one can be.
     """
     if len(data) > MAX_IMAGE_BYTES:
         raise DamagedImageError(f"has {len(data):,} bytes; {MAX_IMAGE_BYTES:,} at most are read")

@@ -44,8 +44,7 @@ class Header:
 def read_header(file: BinaryIO) -> Header:
     """Reads the header at the start of *file*, no more.
 
-    Raises:
-        TruncatedError: even the header is incomplete; MalformedError: it is none.
+    Raises TruncatedError if even the header is incomplete, and MalformedError if it is none.
     """
     start = file.read(LENGTH_BYTES)
     if len(start) < LENGTH_BYTES:

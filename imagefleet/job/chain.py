@@ -64,11 +64,7 @@ class StageField(BaseModel):
 
 
 def fields_of_stage(number: int, payload: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of a job that a stage sets.
-
-    Raises:
-        ValueError: one of them is not a stage's, or is not supported.
-    """
+    """The fields of a job that a stage sets; raises ValueError for one that a stage has not."""
     for name in (INPUT_FIELD, extras.IMAGE):
         if payload.get(name):
             raise ValueError(
@@ -114,8 +110,7 @@ def check_size(text: str) -> None:
 def own_fields(fields: dict[str, Any], place: object) -> dict[str, Any]:
     """The fields of the stage that a message asks for: the job's, or one of its list's.
 
-    Raises:
-        InvalidMessageError: it has no such stage.
+    Raises InvalidMessageError if it has no such stage.
     """
     if place is None:
         return fields

@@ -47,8 +47,7 @@ class Change:
     ) -> None:
         """Signs what it changes with *key*; complaints begin with *option*.
 
-        Raises:
-            SetupError: no job can have these values; names the field.
+        Raises SetupError if no job can have these values; names the field.
         """
         self._key = key
         for name in values:
@@ -62,8 +61,7 @@ class Change:
     def read(cls, texts: Iterable[str], key: SigningKey | None = None) -> Self:
         """Reads NAME=VALUE, each value by the type of its field.
 
-        Raises:
-            SetupError: it is not such a text, or no valid value.
+        Raises SetupError if it is not such a text, or no valid value.
         """
         values: dict[str, Any] = {}
         for text in texts:
@@ -77,8 +75,7 @@ class Change:
     def apply(self, body: str, job_id: str) -> tuple[str, Job]:
         """The message of the changed job, and the job.
 
-        Raises:
-            JobError: it cannot be changed, or is not valid afterwards; says why.
+        Raises JobError if it cannot be changed, or is not valid afterwards; says why.
         """
         fields = _fields(body)
         if is_signed(body) and self._key is None:

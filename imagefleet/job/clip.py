@@ -1,7 +1,7 @@
-"""CLIP's tokenizer, which Stable Diffusion 1.x checkpoints share: part of the package.
+"""A prompt's words for CLIP: its tokenizer, how texts are cleaned for it, and embeddings in tokens.
 
-A single-file checkpoint carries none. The files are OpenAI's vocabulary, as open-clip has it;
-`benchmarks/demo_world/make_tokenizer.py` writes them.
+The tokenizer is part of the package, since a single-file checkpoint carries none. The files are
+OpenAI's vocabulary, as open-clip has it; `benchmarks/demo_world/make_tokenizer.py` writes them.
 """
 
 from __future__ import annotations

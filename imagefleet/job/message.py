@@ -171,8 +171,7 @@ class Job(PassFields):
     def at_stage(self, number: int, message: str | None = None) -> Job:
         """The job that draws stage *number* of this whole job, from 1.
 
-        Raises:
-            ValueError: the stage, or one before, is not valid.
+        Raises ValueError if the stage, or one before, is not valid.
         """
         known: Job = self
         input_size = self.final_size
@@ -198,8 +197,7 @@ class Job(PassFields):
     def stage_of_message(self, field: object) -> Job:
         """The stage of this whole job that its message asks for in its *field* `stage`.
 
-        Raises:
-            InvalidMessageError: it is none of its stages.
+        Raises InvalidMessageError if it is none of its stages.
         """
         try:
             asked = chain.StageField.model_validate(field)
@@ -288,10 +286,8 @@ class Job(PassFields):
     def to_message(self, key: SigningKey | None = None) -> str:
         """One line of JSON without defaults, for `read_job`; signed with *key*.
 
-        Of a later stage, the whole job's with the number of the stage.
-
-        Raises:
-            ValueError: a job to be signed has no id.
+        Of a later stage, the whole job's with the number of the stage. Raises ValueError if a job
+        to be signed has no id.
         """
         job = self.whole
         fields = job.model_dump(mode="json", exclude_defaults=True)
@@ -321,11 +317,8 @@ def read_job(body: str, message_id: str, trusted: TrustedKeys | None = None) -> 
     """Reads a job from a message: plain JSON, or JSON in base64 as Azure Functions send it.
 
     A job without an id takes the message's; one without a seed derives it from its id, so that a
-    retry generates the same image.
-
-    Raises:
-        InvalidMessageError: the message is not a valid job; says why in one sentence.
-        UntrustedJobError: none of the *trusted* keys has signed it.
+    retry generates the same image. Raises InvalidMessageError, which says in one sentence why the
+    message is no valid job, and UntrustedJobError if none of the *trusted* keys has signed it.
     """
     try:
         fields = message_fields(body)
@@ -363,11 +356,7 @@ _JSON_TYPES: Mapping[type, str] = {
 
 
 def message_fields(body: str) -> Any:
-    """The JSON of a message, plain or in base64.
-
-    Raises:
-        ValueError, RecursionError: it is not JSON.
-    """
+    """The JSON of a message, plain or in base64; raises ValueError or RecursionError for others."""
     return json.loads(_without_base64(body))
 
 

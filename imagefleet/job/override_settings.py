@@ -130,10 +130,8 @@ def fields(
 ) -> dict[str, Any]:
     """The fields of a job that *settings* set; *payload* has those that are given as well.
 
-    *neutral* has neutral values of further settings that change the job's image.
-
-    Raises:
-        ValueError: a setting is not supported, or contradicts a field; names it.
+    *neutral* has neutral values of further settings that change the job's image. Raises ValueError
+    if a setting is not supported, or contradicts a field; names it.
     """
     if not isinstance(settings, dict):
         raise ValueError("override_settings: must be an object")  # noqa: TRY004 - for pydantic

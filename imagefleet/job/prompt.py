@@ -1,4 +1,4 @@
-"""AUTOMATIC1111's prompts: comments, emphasis, `BREAK`, LoRAs, chunks of 75 tokens. No torch.
+"""AUTOMATIC1111's prompts: comments, emphasis, `BREAK`, LoRAs.
 
 The rest of that syntax (prompt editing, alternation, `AND`) is refused by name: treated as words,
 it would give an image that nobody asked for.
@@ -10,12 +10,10 @@ import functools
 import itertools
 import math
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from imagefleet import errors
-from imagefleet.job.embeddings import Embedding, Insert, Names
 
 #: A LoRA's name comes from a prompt, so it is untrusted: one path segment, no leading dot.
 SAFE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_ .+()-]{0,127}")
@@ -56,18 +54,6 @@ _OWN_WEIGHT = re.compile(r"[+-]?(?:\d+\.?|\d*\.\d+)")
 
 _SIGN = re.compile(r"\\.|[()\[\]:|]")
 _WHEN = re.compile(r"\s*[+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?\s*")
-
-CHUNK_TOKENS = 75
-
-#: A phrase that starts within this many tokens of a chunk's end moves to the next chunk, if the
-#: chunk cannot hold all of it; AUTOMATIC1111's default.
-COMMA_BACKTRACK = 20
-
-#: 2,400 tokens. Without a limit, one prompt of 64 KiB could fill the GPU.
-MAX_CHUNKS = 32
-
-Tokenise = Callable[[Sequence[str]], Sequence[Sequence[int]]]
-"""The token ids of each text, without start and end tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,9 +103,8 @@ def without_comments(prompt: str) -> str:
 def read_prompt(prompt: str, *, comments: bool = True) -> Prompt:
     """Splits a prompt into weighted words and LoRAs; without *comments*, `#` is a letter.
 
-    Raises:
-        JobError: a tag is malformed, its name unsafe or its kind unsupported; or the words use
-            AND, prompt editing or alternation, or a weight is not a number or out of range.
+    Raises JobError if a tag is malformed, its name unsafe or its kind unsupported; or the words use
+    AND, prompt editing or alternation, or a weight is not a number or out of range.
     """
     if comments:
         prompt = without_comments(prompt)
@@ -175,9 +160,8 @@ def _split_own_weight(text: str) -> tuple[str, float]:
 def read_negative_prompt(prompt: str, *, comments: bool = True) -> Prompt:
     """Reads it as `read_prompt` does, but takes AND, LoRA tags and `:1.3` at its end for words.
 
-    Raises:
-        JobError: it uses prompt editing or alternation, or a weight is not a number or out of
-            range.
+    Raises JobError if it uses prompt editing or alternation, or a weight is not a number or out of
+    range.
     """
     if comments:
         prompt = without_comments(prompt)
@@ -191,10 +175,8 @@ def weighted_parts(text: str) -> tuple[Section, ...]:
     `(x)` multiplies by 1.1, `[x]` divides by it, `(x:1.3)` multiplies by 1.3; they nest. An open
     bracket is closed at the end of the prompt; a closing one without a partner is a letter, and so
     is one after a backslash. BREAK ends its section outside brackets only: inside, AUTOMATIC1111
-    draws the word, with a negative weight.
-
-    Raises:
-        JobError: a weight is not a number or out of range.
+    draws the word, with a negative weight. Raises JobError if a weight is not a number or out of
+    range.
     """
     if not (_WEIGHTED.search(text) or "BREAK" in text):
         return ((Part(text, 1.0),) if text else (),)
@@ -273,45 +255,43 @@ def _merge(texts: list[list[str]], weights: list[float]) -> Section:
     return tuple(parts)
 
 
+@dataclass(slots=True)
+class _Open:
+    """An open bracket, and the signs directly inside it."""
+
+    start: int
+    colons: int = 0
+    last_colon: int = 0
+    bars: int = 0
+
+
 def refuse_editing(text: str) -> None:
     """Refuses prompt editing `[from:to:when]` and alternation `[a|b]`.
 
-    Unpaired brackets, and everything around them, are letters.
-
-    Raises:
-        JobError: the text uses one of them; quotes the place.
+    Unpaired brackets, and everything around them, are letters. Raises JobError if the text uses one
+    of them; quotes the place.
     """
     if ":" not in text and "|" not in text:
         return
-    # For each open bracket: where it starts, and the signs directly inside it.
-    starts: list[int] = []
-    colons: list[int] = []
-    last_colons: list[int] = []
-    bars: list[int] = []
+    opened: list[_Open] = []
     for match in _SIGN.finditer(text, max(0, text.find("[")), text.rfind("]") + 1):
         sign = match[0]
-        if sign in {"(", "["}:
-            starts.append(match.start())
-            colons.append(0)
-            last_colons.append(0)
-            bars.append(0)
-        elif not starts:
+        if sign in _PLAIN_FACTORS:
+            opened.append(_Open(match.start()))
+        elif not opened:
             continue
         elif sign == ":":
-            colons[-1] += 1
-            last_colons[-1] = match.start()
+            opened[-1].colons += 1
+            opened[-1].last_colon = match.start()
         elif sign == "|":
-            bars[-1] += 1
-        elif sign in _OPENED_BY:
-            span = starts.pop(), match.start()
-            if not _is_group(text, span, colons.pop(), last_colons.pop(), bars.pop()):
-                for stack in (starts, colons, last_colons, bars):
-                    stack.clear()
+            opened[-1].bars += 1
+        elif sign in _OPENED_BY and not _is_group(text, opened.pop(), match.start()):
+            opened.clear()
 
 
-def _is_group(text: str, span: tuple[int, int], colons: int, last_colon: int, bars: int) -> bool:
+def _is_group(text: str, bracket: _Open, end: int) -> bool:
     """Whether a bracketed span is emphasis; raises JobError for editing and alternation."""
-    start, end = span
+    start, colons, bars = bracket.start, bracket.colons, bracket.bars
     if text[start] != _OPENED_BY[text[end]]:
         return False
     if text[start] == "(":
@@ -320,7 +300,7 @@ def _is_group(text: str, span: tuple[int, int], colons: int, last_colon: int, ba
     if bars and not colons:
         changing = "alternation [a|b]"
     elif not bars and colons in {1, 2}:
-        when = _WHEN.match(text, last_colon + 1)
+        when = _WHEN.match(text, bracket.last_colon + 1)
         changing = "prompt editing [from:to:when]" if when and when.end() == end else None
     if changing:
         shown = text[start : min(end + 1, start + 80)]
@@ -364,113 +344,3 @@ def _read_weight(text: str, tag: str) -> float:
             f" -{WEIGHT_LIMIT:g} and {WEIGHT_LIMIT:g}"
         )
     return weight
-
-
-@dataclass(frozen=True, slots=True)
-class Chunk:
-    """Up to 75 tokens and the weight of each; the text encoder pads it."""
-
-    tokens: tuple[int, ...] = ()
-    """`PLACEHOLDER` for each vector of an embedding."""
-    weights: tuple[float, ...] = ()
-    inserts: tuple[Insert, ...] = ()
-    """The embeddings, in order; also some in the padding."""
-
-
-#: The token in whose place a vector of an embedding comes: AUTOMATIC1111's.
-PLACEHOLDER = 0
-
-
-class _Place(NamedTuple):
-    """A token's place in a chunk; *embedding* is the one whose first vector is there."""
-
-    token: int
-    weight: float
-    embedding: Embedding | None = None
-
-
-_NO_NAMES: Names[Embedding] = Names(())
-
-
-def sections_of(prompt: Prompt | str) -> tuple[Section, ...]:
-    """The sections of a prompt, or of a text without LoRA tags."""
-    return weighted_parts(prompt) if isinstance(prompt, str) else prompt.sections
-
-
-def cut_into_chunks(
-    prompt: Prompt | str,
-    tokenise: Tokenise,
-    comma: int | None,
-    embeddings: Names[Embedding] = _NO_NAMES,
-) -> tuple[Chunk, ...]:
-    """Cuts a prompt (text: one without LoRA tags) into chunks; *comma* is the comma's token id.
-
-    Raises:
-        JobError: it is too long, or a weight is not a number or out of range.
-    """
-    sections = sections_of(prompt)
-    ids = iter(tokenise([part.text for section in sections for part in section]))
-    chunks: list[Chunk] = []
-    for section in sections:
-        phrases = [
-            _places(found, part.weight) for part in section for found in embeddings.split(next(ids))
-        ]
-        chunks.extend(_cut_section(phrases, comma) or [Chunk()])
-    # BREAK ends its chunk, even an empty one, but starts none at the end of the prompt.
-    if len(sections) > 1 and not chunks[-1].tokens:
-        chunks.pop()
-    if len(chunks) > MAX_CHUNKS:
-        raise errors.JobError(
-            f"the prompt has {len(chunks):,} chunks of {CHUNK_TOKENS} tokens; {MAX_CHUNKS} at most"
-        )
-    return tuple(chunks)
-
-
-def _places(found: int | tuple[Embedding], weight: float) -> list[_Place]:
-    """The places of a token, or of an embedding, which are not to be parted."""
-    if isinstance(found, int):
-        return [_Place(found, weight)]
-    (embedding,) = found
-    rest = [_Place(PLACEHOLDER, weight)] * (embedding.length - 1)
-    return [_Place(PLACEHOLDER, weight, embedding), *rest]
-
-
-def _cut_section(phrases: Iterable[list[_Place]], comma: int | None) -> list[Chunk]:
-    """Cuts a section where AUTOMATIC1111 does.
-
-    Of the words behind a comma that move to the next chunk, an embedding stays behind, in place of
-    the padding, and leaves its placeholders to the next chunk, which are words there ('!').
-    """
-    chunks = []
-    chunk: list[_Place] = []
-    last_comma: int | None = None
-    for phrase in phrases:
-        is_comma = phrase[0].token == comma
-        if len(chunk) == CHUNK_TOKENS:
-            end = CHUNK_TOKENS
-            if last_comma is not None and not is_comma and end - last_comma <= COMMA_BACKTRACK:
-                end = last_comma + 1
-            chunks.append(_chunk(chunk, end))
-            chunk, last_comma = [place._replace(embedding=None) for place in chunk[end:]], None
-        if len(chunk) + len(phrase) > CHUNK_TOKENS:
-            chunks.append(_chunk(chunk))
-            chunk, last_comma = [], None
-        if is_comma:
-            last_comma = len(chunk)
-        chunk += phrase
-    if chunk:
-        chunks.append(_chunk(chunk))
-    return chunks
-
-
-def _chunk(places: Sequence[_Place], end: int = CHUNK_TOKENS) -> Chunk:
-    """A chunk of the places before *end*, with the embeddings of all."""
-    inserts = (
-        Insert(at, place.embedding)
-        for at, place in enumerate(places)
-        if place.embedding is not None
-    )
-    kept = places[:end]
-    return Chunk(
-        tuple(place.token for place in kept), tuple(place.weight for place in kept), tuple(inserts)
-    )

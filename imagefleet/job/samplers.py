@@ -94,11 +94,7 @@ NAMES: Mapping[str, Sampler] = {
 
 
 def find(name: str, scheduler: str | None = None) -> Sampler:
-    """The sampler by name; a schedule in the name overrides `scheduler`, as in 1.9.
-
-    Raises:
-        ValueError: one of the two is unknown; lists the known ones.
-    """
+    """The sampler by name, whose schedule comes before `scheduler`, as in 1.9; or ValueError."""
     sampler = NAMES.get(name.lower())
     if sampler is None:
         known = ", ".join(sampler.name for sampler in (*_ALL, *_OF_PIXELS))
@@ -112,11 +108,7 @@ def find(name: str, scheduler: str | None = None) -> Sampler:
 
 
 def check_scheduler(name: str | None) -> str | None:
-    """The scheduler's title, or None.
-
-    Raises:
-        ValueError: it is unknown; lists the known ones.
-    """
+    """The scheduler's title, or None; raises ValueError for an unknown one."""
     if not name:
         return None
     if name.capitalize() not in SCHEDULERS:

@@ -1,4 +1,4 @@
-"""Prices and speeds of GPU classes (`gpus.toml`), and prices of storage."""
+"""Prices and speeds of GPU classes (`gpus.toml`), prices of storage, and a fleet's own prices."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ import tomllib
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Annotated, Any, Literal, get_args
 
-from imagefleet import errors, validation
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from imagefleet import errors, validation, yaml_file
 
 Priority = Literal["high", "medium", "low", "batch"]
 PRIORITIES: tuple[Priority, ...] = get_args(Priority)
@@ -102,11 +104,7 @@ def gpu_of_driver(name: str, memory_bytes: int, table: PriceTable = BUILT_IN) ->
 
 
 def find_gpu(name: str, known: Collection[str] = tuple(BUILT_IN.gpus)) -> str:
-    """A GPU class's full name for what people write.
-
-    Raises:
-        SetupError: the name is unknown or ambiguous.
-    """
+    """A GPU class's full name for what people write; raises SetupError if it is not clear."""
     found = matching_gpus(name, known)
     if len(found) == 1:
         return found[0]
@@ -117,11 +115,7 @@ def find_gpu(name: str, known: Collection[str] = tuple(BUILT_IN.gpus)) -> str:
 
 
 def gpu_dollars_per_hour(gpu: str, priority: Priority, table: PriceTable = BUILT_IN) -> float:
-    """$/h of one replica.
-
-    Raises:
-        SetupError: as for find_gpu, or the class has no price at that priority.
-    """
+    """$/h of one replica; raises SetupError as `find_gpu` does, or if there is no such price."""
     name = find_gpu(gpu, table.gpus)
     try:
         return table.gpus[name].dollars_per_hour[priority]
@@ -137,3 +131,68 @@ def storage_dollars(jobs: int, images: int, table: PriceTable = BUILT_IN) -> flo
 
 def _key(name: str) -> str:
     return "".join(name.lower().split()).removeprefix("rtx")
+
+
+_Dollars = Annotated[float, Field(ge=0, le=1000, allow_inf_nan=False)]
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+
+class _Storage(_Strict):
+    blob_writes_per_10000: _Dollars | None = None
+    blob_reads_per_10000: _Dollars | None = None
+    queue_operations_per_10000: _Dollars | None = None
+
+
+class _File(_Strict):
+    source: str = Field(min_length=1)
+    gpus: dict[str, dict[Priority, _Dollars]] = {}
+    storage: _Storage | None = None
+
+
+def read_table(path: Path | None) -> PriceTable:
+    """The built-in table, overridden by the file's entries.
+
+    YAML or JSON: `source` (where and when the prices are from), `gpus` ($/h by class and priority)
+    and `storage` (dollars per 10,000 operations). Raises SetupError if the file cannot be read, or
+    an entry is not valid.
+    """
+    if path is None:
+        return BUILT_IN
+    file = _read(path)
+    gpus = dict(BUILT_IN.gpus)
+    for name, dollars in file.gpus.items():
+        known = matching_gpus(name, BUILT_IN.gpus)
+        gpu = find_gpu(name) if known else name
+        gpus[gpu] = GpuPrices(dollars, file.source)
+    return PriceTable(gpus, _storage_prices(file))
+
+
+def _read(path: Path) -> _File:
+    try:
+        return _File.model_validate(yaml_file.parse(path.read_bytes()) or {})
+    except OSError as error:
+        raise errors.SetupError(f"the price file {path}: {error.strerror or error}") from None
+    except yaml_file.YamlError as error:
+        raise errors.SetupError(f"the price file {path} is not valid YAML: {error}") from None
+    except ValidationError as error:
+        reason = validation.sentence(error, _Storage.model_fields)
+        raise errors.SetupError(f"the price file {path}: {reason}") from None
+
+
+def _storage_prices(file: _File) -> StoragePrices:
+    ours = BUILT_IN.storage
+    if file.storage is None:
+        return ours
+
+    def price(given: float | None, built_in: float) -> float:
+        return built_in if given is None else given / 10_000
+
+    return StoragePrices(
+        blob_write=price(file.storage.blob_writes_per_10000, ours.blob_write),
+        blob_read=price(file.storage.blob_reads_per_10000, ours.blob_read),
+        queue_operation=price(file.storage.queue_operations_per_10000, ours.queue_operation),
+        source=file.source,
+    )

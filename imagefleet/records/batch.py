@@ -52,8 +52,7 @@ class Submission:
     ) -> Iterator[str]:
         """The jobs' messages; adds each job to `jobs`.
 
-        Raises:
-            JobError: two jobs have one id, or a job is too large for a message.
+        Raises JobError if two jobs have one id, or a job is too large for a message.
         """
         for number, given in enumerate(jobs, start=1):
             job = given.identified(f"{self._token}-{number:06}", campaign)

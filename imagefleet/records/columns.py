@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from typing import TYPE_CHECKING, Any
 
 from imagefleet import errors
@@ -12,14 +12,13 @@ from imagefleet.records.record import Record
 if TYPE_CHECKING:
     import pandas as pd
 
-#: Fields in the order of their columns; each is a field of the record under the same name.
-FIELDS = (
+#: In their order; but for the address, each is a field of the record under the same name.
+COLUMNS = (
     *("outcome", "campaign", "id", "index", "stage", "prompt", "negative_prompt", "seed"),
     *("model", "loras", "embeddings", "sampler", "steps", "cfg_scale", "clip_skip"),
     *("width", "height", "worker", "gpu", "seconds", "attempts", "at", "size_bytes", "blob"),
+    *("address", "error", "reason", "metadata"),
 )
-
-COLUMNS = (*FIELDS, "address", "error", "reason", "metadata")
 
 #: Columns of numbers; those of text and of nested values are the others, but for the time.
 INTEGERS = (
@@ -33,22 +32,11 @@ Address = Callable[[str], str]
 
 def row(record: Record, address: Address) -> dict[str, Any]:
     """The result of a record, by column."""
-    result: dict[str, Any] = {name: getattr(record, name) for name in FIELDS}
-    result["loras"] = loras(record)
-    result["embeddings"] = embeddings(record)
+    result: dict[str, Any] = {name: getattr(record, name, None) for name in COLUMNS}
+    result["loras"] = [lora._asdict() for lora in record.loras]
+    result["embeddings"] = [embedding._asdict() for embedding in record.embeddings]
     result["address"] = address(record.blob) if record.blob is not None else None
-    result["error"] = record.error
-    result["reason"] = record.reason
-    result["metadata"] = record.metadata
     return result
-
-
-def loras(record: Record) -> list[dict[str, Any]]:
-    return [{"name": name, "weight": weight} for name, weight in record.loras]
-
-
-def embeddings(record: Record) -> list[dict[str, Any]]:
-    return [{"name": name, "sha256": sha256} for name, sha256 in record.embeddings]
 
 
 def json_text(value: object) -> str:
@@ -66,36 +54,11 @@ _TYPES = {
 }
 
 
-def library() -> Any:
-    """The module pandas.
-
-    Raises:
-        SetupError: it is not installed.
-    """
+async def frame(records: AsyncIterator[Record], address: Address) -> pd.DataFrame:
+    """The results of records; raises SetupError if pandas is not installed."""
     try:
         import pandas as pd
     except ImportError:
         raise errors.SetupError("a data frame needs pandas: pip install '.[pandas]'") from None
-    return pd
-
-
-class FrameBuilder:
-    """Collects records by column."""
-
-    def __init__(self, address: Address) -> None:
-        """Raises SetupError if pandas is not installed."""
-        self._pandas = library()
-        self._address = address
-        self._columns: dict[str, list[Any]] = {name: [] for name in COLUMNS}
-
-    def add(self, record: Record) -> None:
-        values = row(record, self._address)
-        for name, column in self._columns.items():
-            column.append(values[name])
-
-    def frame(self) -> pd.DataFrame:
-        series = {
-            name: self._pandas.Series(column, dtype=_TYPES[name])
-            for name, column in self._columns.items()
-        }
-        return self._pandas.DataFrame(series)
+    rows = [tuple(row(record, address).values()) async for record in records]
+    return pd.DataFrame(rows, columns=[*COLUMNS], dtype="object").astype(_TYPES)

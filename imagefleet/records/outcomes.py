@@ -9,10 +9,8 @@ from typing import Any, Literal
 
 from pydantic import JsonValue
 
-from imagefleet import concurrency, errors
-from imagefleet.job import image_record
+from imagefleet import concurrency
 from imagefleet.job.chain import SEPARATOR
-from imagefleet.job.image_record import ImageRecord
 from imagefleet.job.message import SUFFIXES, job_key
 from imagefleet.records import reader
 from imagefleet.records.record import Record
@@ -95,15 +93,14 @@ async def failures(
     storage: Storage,
     error: str | None = None,
     campaign: str | None = None,
-    job_id: str | None = None,
+    id: str | None = None,  # noqa: A002 - a job's field
 ) -> AsyncIterator[JobFacts]:
     """Jobs that have failed and were not replayed or discarded since, one for each message.
 
-    *error* is a part of the error's class or reason, ignoring case; *job_id* is the job's or the
-    message's.
+    *error* is part of the error's class or reason in any case, *id* the job's or the message's.
     """
     async for record in reader.ended(storage, campaign):
-        if record.outcome != "failed" or job_id not in {None, record.id, record.source}:
+        if record.outcome != "failed" or id not in {None, record.id, record.source}:
             continue
         if error is None or error.lower() in f"{record.error}: {record.reason}".lower():
             yield _known(record).ended(record)
@@ -201,25 +198,18 @@ async def _image(
 
 
 def _record(job: JobFacts, name: str, blob: protocol.BlobRecord) -> Record:
-    """What its metadata tells of an image; as little as possible where that is damaged."""
-    try:
-        facts = image_record.read(blob.metadata) or ImageRecord(job=job.id)
-    except errors.JobError:
-        facts = ImageRecord(job=job.id)
     is_only = name.partition(SEPARATOR)[0] == job.key
     index = 0 if is_only else int(name.rpartition("-")[2])
-    return Record(
-        outcome="completed",
-        id=job.id,
-        campaign=job.campaign,
-        at=blob.created_at,
-        blob=blob.name,
-        size_bytes=blob.size_bytes,
-        index=index,
-        images=1 if is_only else max(facts.images, index + 1),
-        stage=facts.stage,
-        stages=max(facts.stage, facts.stages),
-        seed=facts.seed,
-        metadata=facts.metadata,
-        **facts.facts(),
-    )
+    known = {
+        "outcome": "completed",
+        "id": job.id,
+        "campaign": job.campaign,
+        "at": blob.created_at,
+        "blob": blob.name,
+        "size_bytes": blob.size_bytes,
+        "index": index,
+    }
+    found = Record.of_blob(known, blob.metadata)
+    images = 1 if is_only else max(found.images, index + 1)
+    stages = max(found.stage, found.stages)
+    return found.model_copy(update={"images": images, "stages": stages})

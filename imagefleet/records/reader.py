@@ -15,12 +15,10 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from imagefleet import concurrency, errors
 from imagefleet.job.message import RECORDS
 from imagefleet.records import shard, stored
-from imagefleet.records.damaged import Damaged
-from imagefleet.records.missing import MissingRecords
+from imagefleet.records.once import MissingRecords, Replaced
 from imagefleet.records.record import Outcome, Record, hashed
-from imagefleet.records.replaced import Replaced
 from imagefleet.records.shard import NOTHING, ShardName, Totals
-from imagefleet.records.stored import StoredShard
+from imagefleet.records.stored import Damaged, StoredShard
 from imagefleet.storage.open import Storage
 from imagefleet.storage.protocol import BlobStore
 
@@ -37,6 +35,8 @@ _QUIET_POLLS = 3
 
 #: The newest records are looked for in the ends of so many shards, those that grew last.
 _NEWEST_SHARDS = 16
+
+_BY_OPERATOR: Collection[Outcome] = ("replayed", "discarded")
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,27 +79,28 @@ async def campaigns(storage: Storage) -> AsyncIterator[str]:
             yield name
 
 
-async def images(
+def images(
     storage: Storage, campaign: str, damaged: Damaged | None = None
 ) -> AsyncIterator[Record]:
     """Each stored image of a campaign once, in an order that stays the same.
 
     Reads every shard of images once: a listing, and a read for each 4 MiB.
     """
-    async with aclosing(_images(storage, campaign, damaged or Damaged())) as parts:
-        async for records in parts:
-            for record in records:
-                yield record
+    return _singly(_images(storage, campaign, damaged or Damaged()))
 
 
-async def ended(
+def ended(
     storage: Storage, campaign: str | None = None, damaged: Damaged | None = None
 ) -> AsyncIterator[Record]:
     """The jobs that have failed or were cancelled, except for those replayed or discarded since.
 
     None: of all campaigns. A job that failed again after a replay has a record of each time.
     """
-    async with aclosing(_ended(storage, campaign, damaged or Damaged())) as parts:
+    return _singly(_ended(storage, campaign, damaged or Damaged()))
+
+
+async def _singly(parts: AsyncGenerator[list[Record]]) -> AsyncIterator[Record]:
+    async with aclosing(parts):
         async for records in parts:
             for record in records:
                 yield record
@@ -333,7 +334,7 @@ async def _ended(
     shards = stored.of_kind(await stored.shards_of(storage.blobs, campaign), "jobs")
     settled: set[int] = set()
     async for records in stored.records(storage.blobs, shards, damaged):
-        settled.update(_failure(record) for record in records if _is_of_operator(record))
+        settled.update(_failure(record) for record in records if record.outcome in _BY_OPERATOR)
     # What is damaged was counted the first time.
     async with aclosing(stored.records(storage.blobs, shards, Damaged())) as parts:
         async for records in parts:
@@ -416,13 +417,12 @@ async def _count_ended(
     discarded: set[int] = set()
     async for records in stored.records(blobs, shards, damaged):
         for record in records:
-            failure = _failure(record)
             if record.outcome == "replayed":
-                replayed.add(failure)
+                replayed.add(_failure(record))
             elif record.outcome == "discarded":
-                discarded.add(failure)
+                discarded.add(_failure(record))
             else:
-                ends.setdefault(failure, record.outcome)
+                ends.setdefault(_failure(record), record.outcome)
     for settled in replayed | discarded:
         ends.pop(settled, None)
     counted = Counter(ends.values())
@@ -447,10 +447,6 @@ async def _sent(
 
     await concurrency.for_each(shards, add, stored.CONCURRENT_READS)
     return latest
-
-
-def _is_of_operator(record: Record) -> bool:
-    return record.outcome in {"replayed", "discarded"}
 
 
 def _failure(record: Record) -> int:

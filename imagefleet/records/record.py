@@ -6,9 +6,11 @@ It is untrusted: whoever may store images may write records, too.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 from datetime import UTC, datetime
-from typing import Annotated, Literal, NamedTuple, Self
+from typing import Annotated, Any, Literal, NamedTuple, Self
 
+import pydantic_core
 from pydantic import (
     AwareDatetime,
     BaseModel,
@@ -46,6 +48,13 @@ Outcome = Literal["completed", "failed", "cancelled", "replayed", "discarded", "
 
 The others are of a whole job; the last three are by an operator.
 """
+
+
+#: What the metadata of an image's blob have by the same names.
+_OF_BLOB = (
+    *("worker", "gpu", "price_per_hour", "start_up_seconds", "seconds"),
+    *("images", "stage", "stages", "seed"),
+)
 
 
 class Lora(NamedTuple):
@@ -133,15 +142,27 @@ class Record(BaseModel):
 
     @classmethod
     def read(cls, line: bytes) -> Self:
-        """Parses a line of a shard.
-
-        Raises:
-            JobError: it is damaged; says why in one sentence.
-        """
+        """Parses a line of a shard; raises JobError, which says in a sentence why it is none."""
         try:
             return cls.model_validate_json(line)
         except ValidationError as error:
             raise errors.JobError(validation.sentence(error)) from None
+
+    @classmethod
+    def of_blob(cls, known: Mapping[str, Any], metadata: Mapping[str, str]) -> Self:
+        """The record of an image as the *metadata* of its blob tell it, beside what is *known*.
+
+        They are untrusted: of damaged ones, only what is known.
+        """
+        try:
+            told: dict[str, Any] = {name: metadata[name] for name in _OF_BLOB if name in metadata}
+            if "attempt" in metadata:
+                told["attempts"] = metadata["attempt"]
+            if "metadata" in metadata:
+                told["metadata"] = pydantic_core.from_json(metadata["metadata"])
+            return cls.model_validate({**told, **known})
+        except ValueError:  # JSON that is none, or pydantic's ValidationError
+            return cls.model_validate(known)
 
     def line(self) -> bytes:
         """The record as a line of JSON, without what it lacks."""

@@ -49,9 +49,8 @@ class SentJobs:
     async def note(self, campaign: str) -> None:
         """Notes a campaign's sum; those who ask at the same time share a write.
 
-        Raises:
-            TransientError: it cannot be written now; the next note has it.
-            SetupError: it may not be written.
+        Raises TransientError if it cannot be written now (the next note has it), and SetupError if
+        it may not be written.
         """
         known = self._campaigns.get(campaign)
         wanted = known.sent if known else 0

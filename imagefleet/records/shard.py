@@ -189,9 +189,8 @@ class RecordLog:
     async def add(self, records: Iterable[Record], *, again: bool = False) -> None:
         """Adds records, those of images as `images` or *again*: somebody had taken their names.
 
-        Raises:
-            TransientError: the storage does not answer; some records may be stored.
-            SetupError: access is refused.
+        Raises TransientError if the storage does not answer (some records may be stored), and
+        SetupError if access is refused.
         """
         grouped: dict[tuple[str, Kind], list[Record]] = {}
         for record in records:

@@ -7,16 +7,16 @@ import re
 from collections import deque
 from collections.abc import AsyncGenerator, Iterable
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from itertools import islice
 
 from imagefleet import errors
 from imagefleet.job.message import RECORDS
 from imagefleet.records import shard
-from imagefleet.records.damaged import Damaged
 from imagefleet.records.record import Record
 from imagefleet.records.shard import Kind, ShardName
+from imagefleet.redaction import printable
 from imagefleet.storage.protocol import BlobPart, BlobRecord, BlobStore
 
 #: Read at once; some 30,000 records.
@@ -38,6 +38,33 @@ _END_BYTES = 128 * 2**10
 _IMAGE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._~-]{0,199}")
 
 _DAMAGED = "the shard is damaged: it is not one of JSON lines in gzip members"
+
+#: Reasons that are kept, and those of them that a warning names.
+_KEPT_REASONS = 10
+_SHOWN_REASONS = 3
+
+
+@dataclass(slots=True)
+class Damaged:
+    """What every reader of records counts: records and shards that cannot be read."""
+
+    count: int = 0
+    shards: set[str] = field(default_factory=set)
+    reasons: list[str] = field(default_factory=list)
+
+    def add(self, shard: str, reason: str) -> None:
+        self.count += 1
+        self.shards.add(shard)
+        if len(self.reasons) < _KEPT_REASONS:
+            self.reasons.append(printable(f"{shard[:200]}: {reason[:300]}"))
+
+    def __str__(self) -> str:
+        shown = self.reasons[:_SHOWN_REASONS]
+        more = self.count - len(shown)
+        return (
+            f"damaged records are left out: {'; '.join(shown)}"
+            f"{f'; and {more:,} more' if more else ''}"
+        )
 
 
 @dataclass(frozen=True, slots=True)

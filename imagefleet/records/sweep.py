@@ -122,11 +122,7 @@ def digest(captions: Iterable[str]) -> Captions:
 
 
 async def read(storage: Storage, campaign: str) -> Sweep | None:
-    """The sweep that a campaign is; None for another campaign.
-
-    Raises:
-        SetupError: its manifest is damaged.
-    """
+    """The sweep that a campaign is, or None; raises SetupError if its manifest is damaged."""
     part = await storage.blobs.read_part(_name(campaign), 0, MAX_BYTES)
     return None if part is None else _parse(campaign, part.data)
 
@@ -134,8 +130,7 @@ async def read(storage: Storage, campaign: str) -> Sweep | None:
 async def write(storage: Storage, sweep: Sweep) -> bool:
     """Stores a sweep's manifest, before its first job is sent; False if it is there already.
 
-    Raises:
-        SetupError: the campaign is another sweep already.
+    Raises SetupError if the campaign is another sweep already.
     """
     data = sweep.model_dump_json(indent=1, exclude_none=True).encode() + b"\n"
     if await storage.blobs.create(_name(sweep.campaign), data, "application/json", {}):

@@ -1,11 +1,11 @@
-"""The FID-CLIP curve as one SVG, for files and for the report's page."""
+"""The FID-CLIP curve as one SVG, for files and for the report's page, and the axes of plots."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from html import escape
 
-from imagefleet.scoring.axes import nice_ticks, number_text, scale
 from imagefleet.scoring.scores import GroupScores, Scores
 
 _WIDTH, _HEIGHT = 480, 340
@@ -112,3 +112,31 @@ def _point(group: GroupScores, across: float, down: float, colour: str) -> list[
         f'<circle cx="{across:.1f}" cy="{down:.1f}" r="4" fill="{colour}">{title}</circle>',
         f'<text x="{across + 7:.1f}" y="{down - 7:.1f}">{guidance}</text>',
     ]
+
+
+def scale(begin: float, end: float, low: float, high: float) -> Callable[[float], float]:
+    return lambda value: low + (value - begin) / (end - begin) * (high - low)
+
+
+def nice_ticks(begin: float, end: float) -> list[float]:
+    step = nice_step(end - begin)
+    first = math.ceil(begin / step)
+    return [number * step for number in range(first, math.floor(end / step + 1e-9) + 1)]
+
+
+def nice_step(span: float) -> float:
+    """The interval of about four marks: 1, 2, 2.5 or 5 times a power of ten."""
+    rough = span / 4
+    power = 10.0 ** math.floor(math.log10(rough))
+    return next(step * power for step in (1, 2, 2.5, 5, 10) if rough <= step * power * 1.0001)
+
+
+def number_text(value: float) -> str:
+    """Three significant digits: `0.0312`, `4.95`, `4,954`."""
+    if value == 0:
+        return "0"
+    if not 1e-9 < abs(value) < 1e12:  # noqa: PLR2004 - too many digits; and infinite, not a number
+        return f"{value:.3g}"
+    digits = max(0, 2 - math.floor(math.log10(abs(value))))
+    text = f"{value:,.{digits}f}"
+    return text.rstrip("0").rstrip(".") if "." in text else text

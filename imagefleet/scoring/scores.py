@@ -51,11 +51,7 @@ class Scores(BaseModel):
 
 
 def read(path: Path) -> Scores:
-    """The JSON of `imagefleet score`.
-
-    Raises:
-        SetupError: the file is none.
-    """
+    """The JSON of `imagefleet score`; raises SetupError if the file is none."""
     try:
         return Scores.model_validate_json(path.read_bytes())
     except ValidationError as error:

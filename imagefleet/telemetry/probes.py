@@ -26,10 +26,8 @@ async def serving(
     """Serves while the block runs; yields the port (with port 0, the system chooses it).
 
     Any answer shows that the event loop runs; *is_live* reports on the engine. *render* returns the
-    metrics in place of those of *registry* alone.
-
-    Raises:
-        SetupError: the port is in use or not permitted.
+    metrics in place of those of *registry* alone. Raises SetupError if the port is in use or not
+    permitted.
     """
 
     async def metrics(_: web.Request) -> web.Response:
@@ -51,8 +49,7 @@ async def serving(
 async def listening(app: web.Application, host: str, port: int, what: str) -> AsyncIterator[int]:
     """Serves *app* while the block runs; yields the port (with port 0, the system chooses it).
 
-    Raises:
-        SetupError: the port, which is for *what*, is in use or not permitted.
+    Raises SetupError if the port, which is for *what*, is in use or not permitted.
     """
     runner = web.AppRunner(app, access_log=None)
     try:

@@ -125,9 +125,8 @@ class Pusher:
     async def push(self) -> None:
         """Sends one request.
 
-        Raises:
-            TransientError: the server is unreachable, overloaded or broken.
-            SetupError: the address or the token is wrong.
+        Raises TransientError if the server is unreachable, overloaded or broken, and SetupError if
+        the address or the token is wrong.
         """
         body = gzip.compress(exposition.render(self._registry), compresslevel=1)
         headers = {"Content-Type": exposition.CONTENT_TYPE, "Content-Encoding": "gzip"}

@@ -1,15 +1,28 @@
-"""Settings of metrics and logs."""
+"""Settings of metrics and logs, and the name of a fleet: the label `fleet` of its metrics."""
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from typing import Literal, Self
 from urllib.parse import urlsplit
 
 from pydantic import Field, SecretStr, field_validator, model_validator
 
 from imagefleet.redaction import WebAddress
+from imagefleet.storage.open import LOCAL_SCHEME
 from imagefleet.storage.settings import StorageSettings
-from imagefleet.telemetry import fleet as fleet_names
+
+#: Stands for every fleet in queries, so that no fleet may be called so.
+ALL_FLEETS = "all"
+
+#: A name that PromQL, a regular expression or a URL need not quote, but for the dot.
+_PATTERN = r"^[A-Za-z0-9_][A-Za-z0-9_./-]{0,127}$"
+
+#: The account of Azurite and of `UseDevelopmentStorage=true`.
+_DEVELOPMENT_ACCOUNT = "devstoreaccount1"
+
+_ACCOUNT_HOST = re.compile(r"([a-z0-9-]+)\.(?:[a-z0-9-]+\.)*(?:blob|queue)\.")
 
 
 class FleetSettings(StorageSettings):
@@ -17,7 +30,7 @@ class FleetSettings(StorageSettings):
 
     fleet: str | None = Field(
         default=None,
-        pattern=fleet_names.PATTERN,
+        pattern=_PATTERN,
         description="Name of the fleet, the label `fleet` of its metrics; by default STORAGE/QUEUE"
         " from the account's or the folder's name. Commands that read metrics: `all` for every"
         " fleet.",
@@ -25,7 +38,7 @@ class FleetSettings(StorageSettings):
 
     @property
     def fleet_name(self) -> str:
-        return self.fleet or fleet_names.derived(self.storage, self.queue)
+        return self.fleet or fleet_name(self.storage, self.queue)
 
 
 class TelemetrySettings(FleetSettings):
@@ -48,8 +61,8 @@ class TelemetrySettings(FleetSettings):
     @field_validator("fleet")
     @classmethod
     def _is_one_fleet(cls, fleet: str | None) -> str | None:
-        if fleet == fleet_names.ALL:
-            raise ValueError(f"should name one fleet: {fleet_names.ALL!r} stands for every fleet")
+        if fleet == ALL_FLEETS:
+            raise ValueError(f"should name one fleet: {ALL_FLEETS!r} stands for every fleet")
         return fleet
 
     @model_validator(mode="after")
@@ -57,3 +70,34 @@ class TelemetrySettings(FleetSettings):
         if self.push_token is not None and urlsplit(self.push_url or "").username is not None:
             raise ValueError("give --push-token or user:password@ in --push-url, not both")
         return self
+
+
+def fleet_name(storage: str, queue: str) -> str:
+    """`STORAGE/QUEUE`: the storage's account or folder, however the address names it.
+
+    It holds no secret, and raises no error for an address that is not valid: whoever opens the
+    storage does.
+    """
+    name = re.sub(r"[^A-Za-z0-9_.-]+", "-", _storage(storage.strip())).strip("-.")
+    return f"{name[:64] or 'storage'}/{queue}"
+
+
+def _storage(address: str) -> str:
+    if address.startswith(LOCAL_SCHEME):
+        return Path(address.removeprefix(LOCAL_SCHEME)).expanduser().resolve().name
+    parts = (part.partition("=") for part in address.split(";"))
+    given = {name.strip().lower(): value.strip() for name, _, value in parts}
+    if account := given.get("accountname"):
+        return account.lower()
+    if given.get("usedevelopmentstorage", "").lower() == "true":
+        return _DEVELOPMENT_ACCOUNT
+    endpoint = given.get("blobendpoint") or given.get("queueendpoint")
+    try:
+        url = urlsplit(endpoint or address)
+        host = (url.hostname or "").lower()
+    except ValueError:
+        return ""
+    if found := _ACCOUNT_HOST.match(host):
+        return found[1]
+    # Emulators have the account in the path; a path elsewhere may be anything.
+    return (endpoint and url.path.strip("/").partition("/")[0]) or host

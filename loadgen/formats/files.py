@@ -8,11 +8,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path, PurePath
 from typing import BinaryIO
 
-from loadgen.formats.csv_rows import CsvRows
-from loadgen.formats.entry import Format
 from loadgen.formats.json_array import JsonArray
-from loadgen.formats.lines import JsonLines, PromptLines
-from loadgen.formats.parquet_rows import ParquetRows
+from loadgen.formats.lines import Format, JsonLines, PromptLines
+from loadgen.formats.tables import CsvRows, ParquetRows
 
 #: The formats of files by the names that --format takes.
 FORMATS: Mapping[str, Format] = {

@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterator
 from typing import BinaryIO
 
-from loadgen.formats.entry import MAX_JOB_LENGTH, Entry, FormatError
+from loadgen.formats.lines import MAX_JOB_LENGTH, Entry, Format, FormatError
 
 _CHUNK_BYTES = 2**18
 
@@ -18,15 +18,11 @@ _SPACE = re.compile(r"[ \t\r\n]*")
 _decode = json.JSONDecoder().raw_decode
 
 
-class JsonArray:
+class JsonArray(Format):
     """The elements of an array, of any length, in the memory of one."""
 
     name = "json"
     unit = "job"
-    is_stream = True
-
-    def count(self, stream: BinaryIO) -> int:
-        return sum(1 for _ in self.entries(stream, 0))
 
     def entries(self, stream: BinaryIO, start: int) -> Iterator[Entry]:
         elements = enumerate(_elements(_Text(stream)), 1)
@@ -104,8 +100,7 @@ class _Text:
 def members(stream: BinaryIO, name: str) -> Iterator[Entry]:
     """The elements of the array *name* of an object, whose other members are passed over.
 
-    Raises:
-        FormatError: it is no object, or has no such array.
+    Raises FormatError if it is no object, or has no such array.
     """
     text = _Text(stream)
     if text.peek() != "{":

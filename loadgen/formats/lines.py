@@ -1,24 +1,66 @@
-"""Formats of one job per line: JSON lines, and text with a prompt per line."""
+"""Entries of a file of jobs, what all its formats share, and the formats of one job per line."""
 
 from __future__ import annotations
 
+import abc
 import itertools
 import json
 from collections.abc import Iterator
-from typing import BinaryIO
+from typing import BinaryIO, NamedTuple
 
-from loadgen.formats.entry import Entry, lines
-
-#: Begins a comment in a file of prompts.
-COMMENT = "#"
+#: The longest job in bytes or characters: none comes near it, since a message holds 64 KiB.
+MAX_JOB_LENGTH = 2**20
 
 
-class JsonLines:
+class Entry(NamedTuple):
+    """A position of a file: a job as JSON, or nothing (an empty line), or why it is no job."""
+
+    place: str
+    text: str = ""
+    problem: str = ""
+
+
+class FormatError(Exception):
+    """The file as a whole is not of its format; says what is wrong."""
+
+
+class Format(abc.ABC):
+    """How to read one kind of file. Every method may raise FormatError."""
+
+    name: str
+    unit: str
+    """What an entry is called."""
+    is_stream = True
+    """Whether it is read from its first byte to its last, so that it can come from a pipe."""
+
+    @abc.abstractmethod
+    def entries(self, stream: BinaryIO, start: int) -> Iterator[Entry]:
+        """The entries from position *start* on."""
+
+    def count(self, stream: BinaryIO) -> int:
+        """The number of entries."""
+        return sum(1 for _ in self.entries(stream, 0))
+
+
+def lines(stream: BinaryIO) -> Iterator[bytes]:
+    """The lines of a file; FormatError for one that is longer than any job, which is not read."""
+    for number in itertools.count(1):
+        line = stream.readline(MAX_JOB_LENGTH)
+        if len(line) == MAX_JOB_LENGTH:
+            raise FormatError(
+                f"line {number} has more than {MAX_JOB_LENGTH:,} bytes, and no job has so many: is"
+                " it another --format, an array in JSON say?"
+            )
+        if not line:
+            return
+        yield line
+
+
+class JsonLines(Format):
     """One JSON object per line; empty lines are skipped."""
 
     name = "jsonl"
     unit = "line"
-    is_stream = True
 
     def count(self, stream: BinaryIO) -> int:
         return sum(1 for _ in lines(stream))
@@ -43,6 +85,6 @@ class PromptLines(JsonLines):
     name = "txt"
 
     def _job(self, text: str) -> str:
-        if not text or text.startswith(COMMENT):
+        if not text or text.startswith("#"):
             return ""
         return json.dumps({"prompt": text}, ensure_ascii=False)

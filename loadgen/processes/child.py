@@ -12,7 +12,7 @@ from imagefleet import errors
 from imagefleet.storage.open import Storage, open_storage
 from imagefleet.storage.settings import Priority
 from loadgen.processes import frames
-from loadgen.processes.refusals import Refusals
+from loadgen.processes.frames import Refusals
 
 
 class _Child:

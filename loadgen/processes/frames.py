@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import pickle
 from dataclasses import dataclass
 from typing import Any
 
-from imagefleet import errors
+from imagefleet import errors, retry
 from imagefleet.storage.settings import Priority, StorageSettings
 
 _LENGTH_BYTES = 8
@@ -61,3 +62,21 @@ async def read(reader: asyncio.StreamReader) -> Any:
         return pickle.loads(await reader.readexactly(length))  # noqa: S301 - from our own process
     except (asyncio.IncompleteReadError, ConnectionError):
         return None
+
+
+class Refusals:
+    """Counts requests that the storage was too busy for; they are made again, more slowly."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        #: The retry policy of the storage that is filled.
+        self.policy = dataclasses.replace(retry.PATIENT, on_retry=self._note)
+
+    def take(self) -> int:
+        """The number of refusals since the last call."""
+        taken, self.count = self.count, 0
+        return taken
+
+    def _note(self, error: errors.TransientError) -> None:
+        self.count += isinstance(error, errors.BusyError)
+        retry.log_retry(error)

@@ -13,7 +13,7 @@ from typing import Self, cast
 from imagefleet import errors
 from imagefleet.storage.settings import Priority, StorageSettings
 from loadgen.processes import frames
-from loadgen.processes.refusals import Refusals
+from loadgen.processes.frames import Refusals
 
 #: Seconds after which a process that was told to end is killed.
 END_SECONDS = 5.0
@@ -37,9 +37,7 @@ class SenderProcesses:
     async def send(self, bodies: Iterable[str]) -> None:
         """Sends jobs as `JobQueue.send` does, to the queues of their models.
 
-        Raises:
-            TransientError: the process has ended.
-            SetupError: all of them have.
+        Raises TransientError if the process has ended, and SetupError if all of them have.
         """
         running = [each for each in self._processes if each.is_running]
         if not running:

@@ -14,7 +14,6 @@ ROOT = Path(__file__).parents[2]
 ENGINE_ROWS = "mixed,no_lora,worker,baseline"
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     "command",
     [

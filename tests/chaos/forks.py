@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import importlib
 import json
 import math
 import os
@@ -191,8 +190,8 @@ if __name__ == "__main__":
     # Imported here once, for all forks.
     from fleet import entry, lazy_commands, main  # noqa: F401
 
-    for listed in lazy_commands.COMMANDS.values():
-        importlib.import_module(listed.target.partition(":")[0])
+    for name in lazy_commands.COMMANDS:
+        lazy_commands.find(name)
     exec(sys.argv[1])
     # What is imported stays: a fork need not look through it, which copies it, nor take it apart.
     gc.freeze()

@@ -8,7 +8,6 @@ import storm
 from imagefleet.storage.settings import StorageSettings
 
 
-@pytest.mark.timeout(300)
 async def test_killed_workers_and_faults_lose_no_job_and_show_none_twice(
     storage_settings: StorageSettings,
 ) -> None:
@@ -22,7 +21,6 @@ async def test_killed_workers_and_faults_lose_no_job_and_show_none_twice(
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 async def test_each_stage_of_a_chain_is_drawn_once_and_none_is_lost(
     storage_settings: StorageSettings,
 ) -> None:

@@ -14,7 +14,7 @@ from diffusers import StableDiffusionPipeline
 from safetensors import safe_open
 from transformers import CLIPTokenizer
 
-from demo_world import captions, world
+from demo_world import answers, captions, world
 from evaluation.score.demo import judge
 from imagefleet import errors
 from imagefleet.files import demo
@@ -107,7 +107,7 @@ def test_diffusers_loads_it_with_the_packages_tokenizer(critic: judge.Judge) -> 
         "a red house in a meadow", num_inference_steps=15, generator=generator, output_type="np"
     )
 
-    (found,) = critic.find(torch.from_numpy(drawn.images).permute(0, 3, 1, 2))
+    (found,) = answers.find(critic, torch.from_numpy(drawn.images).permute(0, 3, 1, 2))
     assert (found[0].shape, found[0].colour) == ("house", "red")
 
 
@@ -152,7 +152,7 @@ def test_the_judge_knows_what_a_program_drew(critic: judge.Judge) -> None:
     scenes = [world.sample_scene(rng, world.SceneOptions(held_out=True)) for _ in range(60)]
     images = np.stack([np.asarray(world.draw_scene(scene)) for scene in scenes])
 
-    found = critic.find(torch.from_numpy(images).permute(0, 3, 1, 2) / 255)
+    found = answers.find(critic, torch.from_numpy(images).permute(0, 3, 1, 2) / 255)
 
     right = [
         {thing.shape for thing in scene.things} == {one.shape for one in findings}
@@ -186,7 +186,7 @@ def test_it_draws_the_object_in_the_colour_that_the_prompt_names(
     ]
     images = draw(engine, [f"a {colour} {shape} {place}" for colour, shape, place in wanted])
 
-    found = [(findings[0].colour, findings[0].shape) for findings in critic.find(images)]
+    found = [(findings[0].colour, findings[0].shape) for findings in answers.find(critic, images)]
     assert found == [(colour, shape) for colour, shape, _ in wanted]
 
 
@@ -200,7 +200,10 @@ def test_emphasis_gives_a_thing_more_of_the_picture(
 
     columns = [critic.shapes.index(first) for first, _ in pairs]
     rows = range(len(pairs))
-    gains = critic.object_scores(strong)[rows, columns] - critic.object_scores(weak)[rows, columns]
+    gains = (
+        answers.object_scores(critic, strong)[rows, columns]
+        - answers.object_scores(critic, weak)[rows, columns]
+    )
     assert (gains > 0).sum() >= 3, gains
 
 
@@ -209,11 +212,11 @@ def test_a_negative_prompt_keeps_its_colours_away(
     engine: contract.Engine, critic: judge.Judge
 ) -> None:
     prompts = ["a circle", "a square", "a triangle"]
-    chosen = [findings[0].colour for findings in critic.find(draw(engine, prompts))]
+    chosen = [findings[0].colour for findings in answers.find(critic, draw(engine, prompts))]
 
     images = draw(engine, prompts, negative_prompt=", ".join(chosen))
 
-    others = [findings[0].colour for findings in critic.find(images)]
+    others = [findings[0].colour for findings in answers.find(critic, images)]
     assert not set(others) & set(chosen), (chosen, others)
 
 
@@ -231,7 +234,7 @@ def _glow(images: torch.Tensor, critic: judge.Judge) -> float:
 
 
 def _rocketness(images: torch.Tensor, critic: judge.Judge) -> float:
-    return float(critic.object_scores(images)[:, critic.shapes.index("rocket")].mean())
+    return float(answers.object_scores(critic, images)[:, critic.shapes.index("rocket")].mean())
 
 
 @pytest.mark.slow

@@ -27,8 +27,8 @@ import polling
 BROKER = """
 import sys
 from fleet import entry
-from fleet.broker import identity
-identity.KEYS_URL = sys.argv.pop(1)
+from fleet.broker import service as broker
+broker.KEYS_URL = sys.argv.pop(1)
 entry.main()
 """
 

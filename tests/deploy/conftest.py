@@ -26,8 +26,7 @@ from pydantic_settings import BaseSettings
 from typer.core import TyperGroup
 
 from fleet import main, options
-from fleet.monitor.settings import ExporterSettings
-from fleet.webhooks.settings import WebhookSettings
+from fleet.settings import ExporterSettings, WebhookSettings
 from loadgen.settings import LoadSettings
 from worker.settings import MachineSettings
 

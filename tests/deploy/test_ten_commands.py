@@ -33,7 +33,7 @@ from azure.storage.queue import QueueClient, QueueServiceClient
 from PIL import Image, ImageStat
 
 import polling
-from fleet.broker.settings import BrokerSettings
+from fleet.settings import BrokerSettings
 from imagefleet.storage.azure.storage import API_VERSION
 
 #: What takes minutes in production is made short; the commands' own code is as it is.

@@ -6,8 +6,6 @@ import json
 import os
 from pathlib import Path
 
-import pytest
-
 import forks
 from pixel import tiny_cascade
 
@@ -16,7 +14,6 @@ CAPTIONS = ("a red house", "two blue stars", "a green tree")
 STAGES = [{"model": "sr", "steps": 4, "cfg_scale": 1.5, "denoising_strength": 0.25}]
 
 
-@pytest.mark.timeout(300)  # a worker of two engines, on a busy CPU
 def test_both_stages_of_a_sweep_are_drawn_and_the_second_is_scored(
     tmp_path: Path, worker_forks: forks.Forks
 ) -> None:

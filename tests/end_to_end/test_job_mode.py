@@ -26,7 +26,7 @@ async def start_worker(fork: Start, model: Path) -> forks.Fork:
 
 
 async def exit_code(process: forks.Fork) -> int:
-    output, _ = await asyncio.to_thread(process.communicate, timeout=90)
+    output, _ = await asyncio.to_thread(process.communicate, timeout=280)
     assert "Traceback" not in output
     return process.returncode
 

@@ -78,7 +78,7 @@ async def said(process: forks.Fork, text: str) -> str:
 
 async def finish(*processes: forks.Fork) -> None:
     for process in processes:
-        output, _ = await asyncio.to_thread(process.communicate, timeout=90)
+        output, _ = await asyncio.to_thread(process.communicate, timeout=280)
         assert process.returncode == 0, output
 
 

@@ -68,7 +68,7 @@ async def wait_for_images(storage: Storage, count: int) -> int:
 
 
 async def end(process: forks.Fork) -> None:
-    output, _ = await asyncio.to_thread(process.communicate, timeout=60)
+    output, _ = await asyncio.to_thread(process.communicate, timeout=280)
     assert process.returncode == 0, output
 
 

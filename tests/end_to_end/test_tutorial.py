@@ -81,7 +81,6 @@ def shown_on(url: str) -> tuple[set[str], Any]:
     return jobs(page), page
 
 
-@pytest.mark.timeout(300)  # a real engine on a CPU
 def test_the_first_tutorial_leads_from_an_empty_folder_to_a_data_set(
     shell: dict[str, Any], tmp_path: Path
 ) -> None:

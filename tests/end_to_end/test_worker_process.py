@@ -49,7 +49,7 @@ async def wait_for_images(storage: Storage, count: int) -> None:
 
 async def end(process: Process) -> str:
     """Waits for a process; returns what it printed."""
-    output, _ = await asyncio.to_thread(process.communicate, timeout=90)
+    output, _ = await asyncio.to_thread(process.communicate, timeout=280)
     return output
 
 

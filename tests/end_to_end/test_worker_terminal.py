@@ -180,12 +180,12 @@ async def test_a_narrow_terminal_has_the_figures_in_two_rows_and_no_torn_log(
 ) -> None:
     await fill(storage, 40)
     talk = """
-from worker.stages import upload
-create = upload.UploadStage._metadata
+from worker.stages import image as stage
+create = stage.UploadStage._metadata
 def talk(self, image):
     logging.getLogger("talk").info("%s is on its way, %s", image.job.id, "a long story " * 5)
     return create(self, image)
-upload.UploadStage._metadata = talk
+stage.UploadStage._metadata = talk
 """
     terminal, process = start(
         "--until-empty",

@@ -20,7 +20,8 @@ from rich.console import Console
 from fleet import console, main
 from fleet.monitor import command as monitor
 from fleet.monitor import rates, workers
-from fleet.salad import gpus, groups, running
+from fleet.salad import command as salad
+from fleet.salad import gpus, groups
 from imagefleet import errors
 from imagefleet.job.message import read_job
 from imagefleet.records.record import Record
@@ -215,7 +216,7 @@ def test_a_watch_with_json_is_a_document_per_line(filled: Path) -> None:
         assert process.stdout is not None
         lines = [process.stdout.readline() for _ in range(2)]
         process.send_signal(signal.SIGINT)
-        rest, complaints = process.communicate(timeout=30)
+        rest, complaints = process.communicate(timeout=280)
 
     assert [json.loads(line)["failed"]["messages"] for line in lines] == [1, 1]
     assert (rest, complaints, process.returncode) == ("", "", console.EXIT_DONE)
@@ -231,7 +232,7 @@ def printed(width: int | None, *parts: Any) -> str:
 
 def group_screen() -> Any:
     group = groups.Group(GROUP, "running", 375, 12, 3, 360, 0, "image", "batch", ("id",), None)
-    return running._screen([group], gpus.built_in(), groups.Quota(2000, 750))
+    return salad._screen([group], gpus.built_in(), groups.Quota(2000, 750))
 
 
 def queue_screen() -> Any:

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from fleet import console, load_progress
+from fleet import console, filling
 
 ROOT = Path(__file__).parents[2]
 
@@ -23,14 +23,14 @@ Imagefleet = Callable[..., "subprocess.CompletedProcess[str]"]
 
 @pytest.fixture
 def load(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.setattr(load_progress, "SECONDS_BETWEEN_LINES", 0.0)
+    monkeypatch.setattr(filling, "SECONDS_BETWEEN_LINES", 0.0)
     return SimpleNamespace(confirmed=0, refusals=SimpleNamespace(count=0))
 
 
 def test_a_line_says_the_rate_the_time_left_and_that_the_storage_is_busy(
     load: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with load_progress.showing(load, 10_000_000, is_live=False, quiet=False) as show:
+    with filling.showing(load, 10_000_000, is_live=False, quiet=False) as show:
         show(1_000)
         load.refusals.count = 12
         show(2_000)
@@ -45,7 +45,7 @@ def test_a_line_says_the_rate_the_time_left_and_that_the_storage_is_busy(
 def test_for_programs_progress_is_a_json_object_a_line(
     load: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with load_progress.showing(load, None, is_live=False, quiet=False, as_json=True) as show:
+    with filling.showing(load, None, is_live=False, quiet=False, as_json=True) as show:
         show(1_000)
     (line,) = capsys.readouterr().err.splitlines()
     found = json.loads(line)

@@ -13,7 +13,7 @@ from imagefleet.job.message import Job, read_job
 from imagefleet.job.passes import sources
 from imagefleet.storage import protocol
 from imagefleet.storage.routing import models
-from worker.inputs import control, img2img, pictures
+from worker.inputs import img2img, pictures
 
 INPAINTING = '{"prompt": "a", "init_images": ["a.png"], "mask": "b.png", "mask_blur": 2}'
 
@@ -58,7 +58,7 @@ def read(data: bytes) -> None:
     assert begun.init.pixels.shape == (64, 64, 3)
     if begun.overlay is not None:
         assert begun.overlay.put_over(begun.init.pixels).shape[1::-1] == image.size
-    assert control.pixels(image, 1, (64, 64)).shape == (64, 64, 3)
+    assert pictures.control(image, 1, (64, 64)).shape == (64, 64, 3)
 
 
 def _picture(kind: str) -> bytes:

@@ -25,7 +25,7 @@ from pydantic import ValidationError
 
 import job_inputs
 from fleet import console, contact_sheet
-from fleet.broker import identity
+from fleet.broker import service as broker
 from fleet.monitor import prometheus
 from fleet.plan import estimate
 from fleet.report import figures, plot, records
@@ -33,8 +33,8 @@ from fleet.salad import file as salad_file
 from header_files import LORA, REFINER, SD1
 from imagefleet import errors, redaction
 from imagefleet.files import contents, picture, safetensors
-from imagefleet.job import image_record, message, prompt, sizes
-from imagefleet.pricing import price_file, prices
+from imagefleet.job import chunks, message, prompt, sizes
+from imagefleet.pricing import prices
 from imagefleet.records.record import Record
 from imagefleet.storage import deliveries, protocol
 from imagefleet.storage.azure import account, roles, sas
@@ -105,7 +105,7 @@ class InMemory:
     def __init__(self, data: bytes, name: str) -> None:
         self._data = data
         self.name = name
-        self.suffix = Path(name).suffix
+        self.suffix, self.parent = Path(name).suffix, Path()
 
     def __str__(self) -> str:
         return self.name
@@ -153,8 +153,8 @@ def _prompt(data: bytes) -> None:
         weights = [part.weight for section in parsed.sections for part in section]
         assert all(abs(weight) <= prompt.EMPHASIS_LIMIT for weight in weights)
         assert all(prompt.SAFE_NAME.fullmatch(lora.name) for lora in parsed.loras)
-        chunks = prompt.cut_into_chunks(parsed, job_inputs.tokenise, 7)
-        assert len(chunks) <= prompt.MAX_CHUNKS
+        cut = chunks.cut_into_chunks(parsed, job_inputs.tokenise, 7)
+        assert len(cut) <= chunks.MAX_CHUNKS
 
 
 def _safetensors(data: bytes) -> None:
@@ -198,10 +198,9 @@ def _image(data: bytes) -> None:
 
 
 def _blob_metadata(data: bytes) -> None:
-    facts = json.loads(data)
-    if not isinstance(facts, dict):
-        raise errors.JobError("metadata is names and values")
-    image_record.read({str(name): str(value) for name, value in facts.items()})
+    if isinstance(facts := json.loads(data), dict):
+        facts = {str(name): str(value) for name, value in facts.items()}
+        Record.of_blob({"outcome": "completed", "id": "a", "at": NOON}, facts)
 
 
 def _reported_record(data: bytes) -> None:
@@ -237,7 +236,7 @@ def _deliveries(data: bytes) -> None:
 
 
 def _price_file(data: bytes) -> None:
-    table = price_file.read_table(InMemory(data, "prices.yaml"))  # type: ignore[arg-type]
+    table = prices.read_table(InMemory(data, "prices.yaml"))  # type: ignore[arg-type]
     for gpu in table.gpus.values():
         assert all(0 <= price <= 1000 for price in gpu.dollars_per_hour.values())
 
@@ -269,7 +268,8 @@ def _metrics_reply(data: bytes) -> None:
         reply = prometheus._REPLY.validate_json(data)
     except ValidationError:  # its text is not shown
         raise errors.SetupError("not a reply of Prometheus") from None
-    for series in prometheus._series(reply.data) if isinstance(reply, prometheus._Success) else ():
+    results = reply.data.result if isinstance(reply, prometheus._Success) else ()
+    for series in filter(None, map(prometheus._series, results)):
         line = plot.Line("x", series.points)
         plot.time_plot([line], "images/s")
         plot.bars([plot.Bar(name, series.last, name) for name in series.labels], "x")
@@ -292,7 +292,7 @@ def _address(data: bytes) -> None:
 def _broker() -> Callable[[bytes], None]:
     private = ec.generate_private_key(ec.SECP256R1())
     public = json.loads(jwt.algorithms.ECAlgorithm.to_jwk(private.public_key())) | {"kid": "k"}
-    identities = identity.Identities("organization", {"group"}, "http://127.0.0.1:1")
+    identities = broker.Identities("organization", {"group"}, "http://127.0.0.1:1")
     identities._keys.get_jwk_set = lambda *_, **__: jwt.PyJWKSet([public])  # type: ignore[method-assign]
 
     def read(data: bytes) -> None:
@@ -304,7 +304,7 @@ def _broker() -> Callable[[bytes], None]:
             pass  # not a token's content, but perhaps a token
         LOOP.run_until_complete(identities.verify(token))
 
-    read.declared = identity.RefusedError  # type: ignore[attr-defined]
+    read.declared = broker.RefusedError  # type: ignore[attr-defined]
     return read
 
 

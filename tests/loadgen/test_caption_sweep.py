@@ -15,8 +15,7 @@ from imagefleet import errors
 from imagefleet.job.message import Job, read_job
 from imagefleet.records import sweep
 from imagefleet.signing import SigningKey, TrustedKeys
-from loadgen.caption_sweep import SweepSource, groups
-from loadgen.captions import CaptionFile
+from loadgen.caption_sweep import CaptionFile, SweepSource, groups
 
 
 @pytest.fixture

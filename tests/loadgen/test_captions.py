@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from imagefleet import errors
 from imagefleet.job.prompt import read_prompt
 from imagefleet.records import sweep
-from loadgen.captions import CaptionFile, prompt_of
+from loadgen.caption_sweep import CaptionFile, prompt_of
 
 CAPTIONS = ["A red house.", "Two dogs (brown) play", "A red house."]
 

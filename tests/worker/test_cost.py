@@ -15,12 +15,12 @@ from prometheus_client import CollectorRegistry
 
 import polling
 from imagefleet import errors
-from imagefleet.pricing import price_file, prices
+from imagefleet.pricing import prices
 from imagefleet.storage.open import Storage
 from imagefleet.storage.protocol import Operations
-from worker import cost, process
-from worker.cost import CostMeter
+from worker import metrics, process
 from worker.engine import contract
+from worker.metrics import CostMeter
 from worker.replica import Replica
 from worker.settings import WorkerSettings
 from worker.testing import StandInEngine, draw_noise
@@ -93,7 +93,7 @@ async def test_images_per_dollar_by_the_metrics_match_the_runs_records(
     most_dollars = seconds / 3600 * price
     least_dollars = 2 * JOBS / 4 * TICK_SECONDS / 3600 * price
     is_local = settings.storage.startswith("local:")
-    bill = 0 if is_local else prices.storage_dollars(JOBS, 2 * JOBS, price_file.read_table(path))
+    bill = 0 if is_local else prices.storage_dollars(JOBS, 2 * JOBS, prices.read_table(path))
     assert is_local or bill > least_dollars / 5, "storage weighs in"
 
     async def total(metric: str) -> float:
@@ -133,7 +133,7 @@ async def test_start_up_idle_and_busy_add_up_to_the_whole(
     began_at = time.monotonic()
     pipeline = await run_pipeline(load=Noting, runs_on=runs_on)
     ended_at = time.monotonic()
-    monkeypatch.setattr(cost, "time", SimpleNamespace(monotonic=lambda: ended_at))
+    monkeypatch.setattr(metrics, "time", SimpleNamespace(monotonic=lambda: ended_at))
     seen = values(pipeline.cost)
     busy = pipeline.engine_thread.clock.busy_seconds
     start_up = seen["imagefleet_wasted_dollars_total:start_up"] / DOLLARS_PER_SECOND

@@ -14,8 +14,8 @@ from transformers import CLIPTextModel, CLIPTokenizer
 
 from imagefleet import errors
 from imagefleet.job import clip
-from imagefleet.job import embeddings as job_embeddings
-from imagefleet.job.prompt import CHUNK_TOKENS, Chunk, Prompt, cut_into_chunks, sections_of
+from imagefleet.job.chunks import CHUNK_TOKENS, Chunk, Names, cut_into_chunks, sections_of
+from imagefleet.job.prompt import Prompt
 from worker.engine.embeddings import CLIP_L, Embedding
 
 #: Tokens of an encoded chunk: start, the chunk, and end tokens as padding.
@@ -72,9 +72,6 @@ class _Encoded(NamedTuple):
     pooled: torch.Tensor | None
 
 
-_Names = tuple[Collection[str], job_embeddings.Names[str]]
-
-
 class Tokenizer:
     """Cuts prompts into chunks; thread-safe."""
 
@@ -84,7 +81,7 @@ class Tokenizer:
         # The Rust tokenizer raises "Already borrowed" when two threads use it at once.
         self._lock = threading.Lock()
         # Of a fleet's embeddings, some thousands at most, which rarely change.
-        self._names: _Names = ((), job_embeddings.Names(()))
+        self._names: tuple[Collection[str], Names[str]] = ((), Names(()))
 
     def chunks(
         self, prompt: Prompt | str, embeddings: Sequence[Embedding] = ()
@@ -97,7 +94,7 @@ class Tokenizer:
         if not embeddings:
             return cut_into_chunks(prompt, self._tokenise, self._comma)
         ids = self._tokenise([each.name for each in embeddings])
-        names = job_embeddings.Names[job_embeddings.Embedding](zip(ids, embeddings, strict=True))
+        names = Names(zip(ids, embeddings, strict=True))
         return cut_into_chunks(prompt, self._tokenise, self._comma, names)
 
     def find_names(
@@ -112,7 +109,7 @@ class Tokenizer:
         """
         known, index = self._names
         if known is not names:
-            index = job_embeddings.Names(zip(self._tokenise([*names]), names, strict=True))
+            index = Names(zip(self._tokenise([*names]), names, strict=True))
             self._names = names, index
         sections = [section for prompt in prompts for section in sections_of(prompt)]
         ids = self._tokenise([part.text for section in sections for part in section])

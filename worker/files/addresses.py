@@ -13,6 +13,7 @@ from yarl import URL
 
 from imagefleet import errors, redaction
 from imagefleet.storage import protocol
+from worker.settings import WorkerSettings
 
 STORE_SCHEME = "store:"
 
@@ -68,10 +69,9 @@ class Address:
 
 
 def read_address(text: str, sha256: str | None, storage: str) -> Address | None:
-    """The address in *text*; None if it is a path. *storage* identifies the fleet's storage.
+    """The address in *text*, None if it is a path; raises SetupError if it can be neither.
 
-    Raises:
-        SetupError: it can be no address of a model.
+    *storage* identifies the fleet's storage.
     """
     if _IS_URL.match(text):
         address = _read_url(text)
@@ -86,6 +86,12 @@ def read_address(text: str, sha256: str | None, storage: str) -> Address | None:
             "a model could be changed on its way over plain http: set --model-sha256 or use https"
         )
     return address
+
+
+def of_model(settings: WorkerSettings) -> Address | None:
+    """The address of the settings' model; None if it is a path. Raises as `read_address`."""
+    storage = f"{settings.storage} {settings.files_container}"
+    return read_address(settings.model, settings.model_sha256, storage)
 
 
 def hub_advice(text: str) -> str | None:
@@ -176,9 +182,10 @@ def _refused_name(name: str) -> errors.SetupError:
 def _refuse_hub_page(url: URL, shown: str) -> None:
     """Refuses all but /OWNER/NAME/resolve/REVISION/FILE, which is a file."""
     parts = [part for part in url.path.split("/") if part]
-    if parts[2:3] == ["resolve"] and len(parts) > 4:  # noqa: PLR2004
+    kind = parts[2] if len(parts) > 4 else None  # noqa: PLR2004
+    if kind == "resolve":
         return
-    if parts[2:3] == ["blob"] and len(parts) > 4:  # noqa: PLR2004
+    if kind == "blob":
         file = shown.replace("/blob/", "/resolve/", 1)
         raise errors.SetupError(f"{shown!r} is a web page; the file itself is at {file}")
     identity = "/".join(parts[:2])
@@ -191,13 +198,10 @@ def _refuse_civitai_page(url: URL, shown: str) -> None:
     if url.path.startswith("/api/download/"):
         return
     number = url.query.get("modelVersionId", "")
-    known = number[:20] if number.isdecimal() else "NUMBER"
+    known, hint = number[:20], ""
+    if not number.isdecimal():
+        known, hint = "NUMBER", ", with the number from the page's download button"
     raise errors.SetupError(
         f"{shown!r} is a web page; --model https://civitai.com/api/download/models/{known}"
-        + (
-            " downloads the file"
-            if known == number
-            else " downloads the file, with the number from the page's download button"
-        )
-        + "; many models also need a token: append ?token=YOUR_TOKEN"
+        f" downloads the file{hint}; many models also need a token: append ?token=YOUR_TOKEN"
     )

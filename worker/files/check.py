@@ -10,7 +10,7 @@ import re
 import stat
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from imagefleet import errors, yaml_file
 from imagefleet.files import contents, kinds, safetensors
@@ -18,7 +18,7 @@ from worker.files import addresses
 from worker.settings import WorkerSettings
 
 #: Bytes that are enough to tell a file's format: a tar's magic comes last.
-HEAD_BYTES = 512
+_HEAD_BYTES = 512
 
 #: How files begin that are taken for a checkpoint; torch's pickles are in zip files since 2020.
 _FORMATS = {
@@ -73,8 +73,7 @@ def check(settings: WorkerSettings) -> None:
     """Raises SetupError if the worker could never load its model; no network is used."""
     if settings.config is not None and not settings.config.expanduser().is_dir():
         raise errors.SetupError(f"--config {str(settings.config)!r} is not a folder")
-    identity = f"{settings.storage} {settings.files_container}"
-    if addresses.read_address(settings.model, settings.model_sha256, identity) is None:
+    if addresses.of_model(settings) is None:
         check_path(Path(settings.model).expanduser())
 
 
@@ -88,9 +87,7 @@ def check_path(path: Path) -> None:
         elif path.suffix.lower() in addresses.PICKLE_SUFFIXES:
             raise errors.SetupError(f"{str(path)!r} is {addresses.pickle_advice(str(path))}")
         else:
-            content = content_of(path)
-            if not kinds.accepts(kinds.MODEL, content):
-                raise errors.SetupError(kinds.refusal(str(path), content))
+            kinds.check(kinds.MODEL, str(path), read_header(path))
             _refuse_vae_beside(path)
     except FileNotFoundError:
         advice = addresses.hub_advice(str(path))
@@ -128,23 +125,10 @@ def refuse_address(path: Path) -> None:
         )
 
 
-def content_of(path: Path) -> contents.Content:
-    """What a safetensors file holds.
-
-    Raises:
-        SetupError: it is none, or cut off.
-    """
-    return contents.identify(read_header(path))
-
-
 def family(path: Path) -> str:
-    """The title of a checkpoint's family (`imagefleet.pricing.families`), as in 'SD 1.x'.
-
-    Raises:
-        SetupError: it is none, or cut off.
-    """
+    """A checkpoint's family by its title, as in 'SD 1.x'; raises as `read_header`."""
     if not path.is_dir():
-        return content_of(path).family
+        return contents.identify(read_header(path)).family
     pipeline = str(_read_json(path / "model_index.json").get("_class_name", ""))
     if pipeline in _CASCADE:
         return _CASCADE[pipeline]
@@ -170,13 +154,10 @@ def read_header(path: Path, name: str = "", *, is_whole: bool = True) -> safeten
         SetupError: it is none, or is cut off; TruncatedError: its header is, and the file is not
         *is_whole* yet.
     """
-    name = name or str(path)
+    name, size, found = name or str(path), path.stat().st_size, format_of(path)
+    if found != "safetensors":
+        raise errors.SetupError(f"{name!r} is {_describe(found, name)}")
     with path.open("rb") as file:
-        size = path.stat().st_size
-        found = format_of(file.read(HEAD_BYTES))
-        if found != "safetensors":
-            raise errors.SetupError(f"{name!r} is {describe(found, name)}")
-        file.seek(0)
         try:
             header = safetensors.read_header(file)
         except safetensors.TruncatedError:
@@ -196,17 +177,19 @@ def read_header(path: Path, name: str = "", *, is_whole: bool = True) -> safeten
     )
 
 
-def format_of(head: bytes) -> str:
-    """The format by the first `HEAD_BYTES`: safetensors, tar, one of `_FORMATS`, or unknown."""
+def format_of(path: Path) -> str:
+    """A file's format by its start: safetensors, tar, one of `_FORMATS`, or unknown."""
+    with path.open("rb") as file:
+        head = file.read(_HEAD_BYTES)
     # An empty .tar is of zeros alone.
-    if head[257:262] == b"ustar" or (len(head) == HEAD_BYTES and not any(head)):
+    if head[257:262] == b"ustar" or (len(head) == _HEAD_BYTES and not any(head)):
         return "tar"
     if head[8:9] == b"{" and int.from_bytes(head[:8], "little") <= safetensors.MAX_HEADER_BYTES:
         return "safetensors"
     return next((name for name, start in _FORMATS.items() if re.match(start, head)), "unknown")
 
 
-def describe(found: str, name: str) -> str:
+def _describe(found: str, name: str) -> str:
     """What a file of a format that is no checkpoint is, and what to do, after 'it is'."""
     return {
         "pickle": addresses.pickle_advice(name),
@@ -222,8 +205,7 @@ def describe(found: str, name: str) -> str:
 def prediction_type(path: Path) -> str | None:
     """What a single file's UNet predicts, by a .yaml beside it or its header; None: unknown.
 
-    Raises:
-        SetupError: the .yaml cannot be read.
+    Raises SetupError if the .yaml cannot be read.
     """
     if not path.is_file():
         return None
@@ -238,8 +220,7 @@ def prediction_type(path: Path) -> str | None:
 def _parameterization(path: Path) -> str | None:
     """Reads it as AUTOMATIC1111 does: `parameterization`, or SDXL's class of the scaling."""
     try:
-        with path.open("rb") as file:
-            content = yaml_file.parse(_limited(file, _MAX_YAML_BYTES))
+        content = yaml_file.parse(_read(path, _MAX_YAML_BYTES))
     except (OSError, ValueError):
         raise errors.SetupError(
             f"{str(path)!r} beside the checkpoint is not a readable configuration"
@@ -257,28 +238,23 @@ def _value(content: object, keys: str) -> str:
 
 
 def _check_folder(folder: Path) -> None:
-    index = _read_json(folder / "model_index.json")
-    pipeline = str(index.get("_class_name", ""))
-    for start, name in _PIPELINES:
-        if pipeline.startswith(start):
-            raise errors.SetupError(f"{str(folder)!r} is {name}; {_ONLY_THESE}")
+    pipeline = str(_read_json(folder / "model_index.json").get("_class_name", ""))
     if pipeline in _CASCADE:
         _check_part(folder / "unet")
         return
+    unet = _read_json(folder / "unet" / "config.json")
+    noise = str(_read_json(folder / "scheduler" / "scheduler_config.json").get("_class_name", ""))
+    other = next((name for start, name in _PIPELINES if pipeline.startswith(start)), None)
     if pipeline and not pipeline.startswith("StableDiffusion"):
-        raise errors.SetupError(
-            f"{str(folder)!r} is a checkpoint of {pipeline[:60]}; {_ONLY_THESE}"
-        )
+        other = f"a checkpoint of {pipeline[:60]}"
+    elif unet.get("cross_attention_dim") == _REFINER_WIDTH:
+        other = "an SDXL refiner checkpoint"
+    elif noise.startswith(_OTHER_NOISE):
+        other = f"a checkpoint of other noise ({noise[:60]})"
+    if other is not None:
+        raise errors.SetupError(f"{str(folder)!r} is {other}; {_ONLY_THESE}")
     if not any((folder / part).is_dir() for part in _PARTS):
         raise errors.SetupError(_not_a_checkpoint(folder))
-    unet = _read_json(folder / "unet" / "config.json")
-    if unet.get("cross_attention_dim") == _REFINER_WIDTH:
-        raise errors.SetupError(f"{str(folder)!r} is an SDXL refiner checkpoint; {_ONLY_THESE}")
-    noise = str(_read_json(folder / "scheduler" / "scheduler_config.json").get("_class_name", ""))
-    if noise.startswith(_OTHER_NOISE):
-        raise errors.SetupError(
-            f"{str(folder)!r} is a checkpoint of other noise ({noise[:60]}); {_ONLY_THESE}"
-        )
     for part in (*_PARTS, "text_encoder_2") if _is_sdxl(unet) else _PARTS:
         _check_part(folder / part)
 
@@ -305,11 +281,12 @@ def _not_a_checkpoint(folder: Path) -> str:
     """What to name instead of a folder without a checkpoint in diffusers format."""
     files = sorted(folder.glob("*.safetensors"))
     start = f"{str(folder)!r} is not a checkpoint in diffusers format"
-    for file in files:
-        if kinds.accepts(kinds.MODEL, content_of(file)):
+    found = [contents.identify(read_header(file)) for file in files]
+    for file, content in zip(files, found, strict=True):
+        if kinds.accepts(kinds.MODEL, content):
             return f"{start}; it has the file of one: --model {file}"
     if files:
-        return f"{start}; {kinds.refusal(files[0].name, content_of(files[0]))}"
+        return f"{start}; {kinds.refusal(files[0].name, found[0])}"
     if pickle := next((each for each in sorted(folder.iterdir()) if _is_pickle(each)), None):
         return f"{start}; {pickle.name} is {addresses.pickle_advice(str(pickle))}"
     return f"{start}: it has no unet/config.json"
@@ -321,8 +298,7 @@ def _is_pickle(path: Path) -> bool:
 
 def _read_json(path: Path) -> Mapping[str, Any]:
     try:
-        with path.open("rb") as file:
-            content = json.loads(_limited(file, _MAX_JSON_BYTES))
+        content = json.loads(_read(path, _MAX_JSON_BYTES))
     except FileNotFoundError:
         return {}
     except (ValueError, RecursionError):
@@ -330,8 +306,9 @@ def _read_json(path: Path) -> Mapping[str, Any]:
     return content if isinstance(content, dict) else {}
 
 
-def _limited(file: BinaryIO, max_bytes: int) -> bytes:
-    content = file.read(max_bytes + 1)
+def _read(path: Path, max_bytes: int) -> bytes:
+    with path.open("rb") as file:
+        content = file.read(max_bytes + 1)
     if len(content) > max_bytes:
         raise ValueError(f"more than {max_bytes} bytes")
     return content

@@ -75,11 +75,7 @@ class DiskCache:
             path.unlink(missing_ok=True)
 
     def store(self, name: str, data: bytes) -> Path:
-        """Writes a file atomically, so that no worker sees a part of it.
-
-        Raises:
-            NodeError, SetupError: the disk is full or broken, or the folder not writable.
-        """
+        """Writes a file atomically; raises NodeError or SetupError as `errors`."""
         path = self.folder / f"{name}{SUFFIX}"
         with self._storing, self.errors():
             try:
@@ -147,8 +143,7 @@ class DiskCache:
     def errors(self) -> Iterator[None]:
         """Translates OSError: permissions and names are for the operator, the rest is the node's.
 
-        If a job were retried for it, this worker would quickly use up the attempts of every job
-        in the queue.
+        A job that was retried for it would use up its attempts on this worker.
         """
         try:
             yield

@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
-import json
 import logging
 import time
 from collections.abc import Callable
 from io import FileIO
 from pathlib import Path
+
+from pydantic import BaseModel
 
 from imagefleet import errors, retry
 from worker.files.disk_cache import DiskCache
@@ -26,6 +27,14 @@ HEAD_BYTES = 2**20
 PROGRESS_BYTES = 2**20
 
 _SECONDS_BETWEEN_LOGS = 10.0
+
+
+class _State(BaseModel):
+    """What a partial file is of."""
+
+    total_bytes: int | None
+    version: str | None
+    file_name: str | None = None
 
 
 class Download:
@@ -111,14 +120,13 @@ class Download:
     def _resume_point(self) -> tuple[int, int | None, str | None]:
         """Bytes on the disk, of how many, and of which version."""
         try:
-            state = json.loads(self._state.read_bytes())
-            total, version = state["total_bytes"], state["version"]
-            self.file_name = state.get("file_name")
-        except (OSError, ValueError, KeyError, TypeError):
+            state = _State.model_validate_json(self._state.read_bytes())
+        except (OSError, ValueError):
             return 0, None, None
-        if version is None and self._sha256 is None:
+        self.file_name = state.file_name
+        if state.version is None and self._sha256 is None:
             return 0, None, None  # nothing would detect a mixture of two versions
-        return self._size(), total, version
+        return self._size(), state.total_bytes, state.version
 
     async def _receive(self, opened: Opened) -> None:
         size, total, began_at = opened.offset, opened.total_bytes, time.monotonic()
@@ -129,12 +137,10 @@ class Download:
             if size == 0:
                 self.part.write_bytes(b"")
                 self.file_name = opened.file_name
-                state = {
-                    "total_bytes": total,
-                    "version": opened.version,
-                    "file_name": opened.file_name,
-                }
-                self._state.write_text(json.dumps(state), encoding="utf-8")
+                state = _State(
+                    total_bytes=total, version=opened.version, file_name=opened.file_name
+                )
+                self._state.write_text(state.model_dump_json(), encoding="utf-8")
             # Unbuffered: a full disk must raise here, and not once more on closing.
             file = self.part.open("r+b", buffering=0)
         with contextlib.closing(file):

@@ -6,15 +6,16 @@ import asyncio
 import hashlib
 import logging
 import time
-from collections import Counter, OrderedDict
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from io import BufferedReader, BytesIO
 from pathlib import Path
-from typing import Self
 from urllib.parse import urlparse
 from urllib.request import url2pathname
+
+from cachetools import LRUCache
 
 from imagefleet import errors
 from imagefleet.files import safetensors
@@ -46,10 +47,15 @@ def check_content(what: str, file: BufferedReader | BytesIO, size: int, sha256: 
     """Checks that a file is complete and matches the manifest; *what* it is, for messages.
 
     Raises:
-        TransientError: it is truncated, or has another hash.
-        UnusableFileError: it is not a safetensors file.
+        TransientError: it is truncated, or has another hash; UnusableFileError: it is not a
+        safetensors file.
     """
-    expected = _expected_bytes(what, file)
+    try:
+        expected: int | None = safetensors.read_header(file).file_bytes
+    except safetensors.TruncatedError:
+        expected = None
+    except safetensors.MalformedError as error:
+        raise errors.UnusableFileError(f"{what} is not a safetensors file") from error
     if expected is None or size < expected:
         raise errors.TransientError(
             f"{what} is truncated: it has {size:,} bytes"
@@ -62,16 +68,6 @@ def check_content(what: str, file: BufferedReader | BytesIO, size: int, sha256: 
         raise errors.TransientError(f"the SHA-256 of {what} is not the one in its manifest.json")
 
 
-def _expected_bytes(what: str, file: BufferedReader | BytesIO) -> int | None:
-    """The file's size according to its header, or None if not even the header is complete."""
-    try:
-        return safetensors.read_header(file).file_bytes
-    except safetensors.TruncatedError:
-        return None
-    except safetensors.MalformedError as error:
-        raise errors.UnusableFileError(f"{what} is not a safetensors file") from error
-
-
 class FileLibrary:
     """Resolves names to files. A name is one safe path segment, checked with the prompt."""
 
@@ -79,39 +75,23 @@ class FileLibrary:
         self,
         blobs: protocol.BlobStore,
         kind: FileKind,
-        stored: Manifest,
-        *,
-        folders: Sequence[Folder],
-        cache: Path,
-        cache_bytes: int,
-    ) -> None:
-        """*folders* come before the storage, which has the manifest *stored*."""
-        self.lookups: Counter[str] = Counter()
-        self._blobs = blobs
-        self._kind = kind
-        self._folders = folders
-        self._cache = DiskCache(cache, cache_bytes)
-        self._fetches: dict[str, asyncio.Task[Path]] = {}
-        self._room = asyncio.Semaphore(kind.fetched_at_once)
-        self._storage_manifest = stored
-        # What was checked in full, and against which hash: by path, modification time and size.
-        self._checked: OrderedDict[Path, tuple[int, int, str | None]] = OrderedDict()
-
-    @classmethod
-    def stored(
-        cls,
-        blobs: protocol.BlobStore,
-        kind: FileKind,
         *,
         cache: Path,
         cache_bytes: int,
         directory: Path | None = None,
         trusted: TrustedKeys | None = None,
-    ) -> Self:
-        """The files of *directory*, then the storage's, which a *trusted* key must list."""
-        listed = Manifest.stored(blobs, kind.folder, trusted)
-        folders = [own_folder(kind, directory)] if directory else []
-        return cls(blobs, kind, listed, folders=folders, cache=cache, cache_bytes=cache_bytes)
+    ) -> None:
+        """*directory* comes before the storage, whose files one of the *trusted* keys must list."""
+        self.lookups: Counter[str] = Counter()
+        self._blobs = blobs
+        self._kind = kind
+        self._folders = [own_folder(kind, directory)] if directory else []
+        self._cache = DiskCache(cache, cache_bytes)
+        self._fetches: dict[str, asyncio.Task[Path]] = {}
+        self._room = asyncio.Semaphore(kind.fetched_at_once)
+        self._storage_manifest = Manifest.stored(blobs, kind.folder, trusted)
+        # What was checked in full, and against which hash: by path, modification time and size.
+        self._checked: LRUCache[Path, tuple[int, int, str | None]] = LRUCache(REMEMBERED)
 
     async def resolve(self, name: str) -> Path:
         """The file of that name, complete and matching its manifest.
@@ -220,8 +200,6 @@ class FileLibrary:
                 f"the {self._kind.noun} {path.name} cannot be read: {error.strerror or error}"
             ) from error
         self._checked[path] = seen
-        if len(self._checked) > REMEMBERED:
-            self._checked.popitem(last=False)
 
 
 def own_folder(kind: FileKind, path: Path) -> Folder:
@@ -264,18 +242,16 @@ class EmbeddingLibrary(FileLibrary):
         cache: Path,
         trusted: TrustedKeys | None = None,
     ) -> None:
-        """*directory* comes before the storage, whose files one of the *trusted* keys must list."""
-        stored = Manifest.stored(blobs, EMBEDDING.folder, trusted)
-        own = [own_folder(EMBEDDING, directory)] if directory else []
-        path = _local_path(blobs)
         super().__init__(
             blobs,
             EMBEDDING,
-            stored,
-            folders=[*own, *([Folder(path, stored, must_exist=False)] if path else [])],
             cache=cache,
             cache_bytes=CACHE_BYTES,
+            directory=directory,
+            trusted=trusted,
         )
+        if path := _local_path(blobs):
+            self._folders.append(Folder(path, self._storage_manifest, must_exist=False))
         self._own = directory
         # With a trusted key, only the manifest counts.
         self._listed = [each for each in (directory, None if trusted else path) if each]
@@ -284,7 +260,6 @@ class EmbeddingLibrary(FileLibrary):
         self._ignored: set[str] = set()
         self._listed_at: float | None = None
         self._listing = asyncio.Lock()
-        self._hashes: dict[Path, tuple[int, int, str]] = {}
 
     async def names(self) -> tuple[str, ...]:
         """All names, sorted; the same object as before if none is new or gone.
@@ -325,10 +300,7 @@ class EmbeddingLibrary(FileLibrary):
             return self._names
 
     async def resolve_hashed(self, name: str) -> tuple[Path, str]:
-        """The file of that name and its SHA-256; raises as `resolve`.
-
-        Also UnusableFileError: it is a pickle.
-        """
+        """The file and its SHA-256; raises as `resolve`, and UnusableFileError for a pickle."""
         if pickle := self._pickles.get(name):
             raise errors.UnusableFileError(
                 f"the embedding {name!r}, which the prompt names, is {pickle.name},"
@@ -378,17 +350,17 @@ class EmbeddingLibrary(FileLibrary):
     def _sha256(self, path: Path) -> str:
         try:
             status = path.stat()
-            seen = self._hashes.get(path)
-            if seen is not None and seen[:2] == (status.st_mtime_ns, status.st_size):
-                return seen[2]
-            with path.open("rb") as file:
-                sha256 = hashlib.file_digest(file, "sha256").hexdigest()
+            return _hash(path, status.st_mtime_ns, status.st_size)
         except OSError as error:
             raise errors.TransientError(
                 f"the embedding {path.name} cannot be read: {error.strerror or error}"
             ) from error
-        self._hashes[path] = (status.st_mtime_ns, status.st_size, sha256)
-        return sha256
+
+
+@lru_cache(REMEMBERED)
+def _hash(path: Path, _modified_at: int, _size: int) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _local_path(blobs: protocol.BlobStore) -> Path | None:

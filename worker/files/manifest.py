@@ -1,9 +1,8 @@
 """A folder's manifest: the SHA-256 that its files must have, signed or not.
 
-`loras/manifest.json` and those of the other folders are either plain, `{"name": "sha256", ...}`, or
-signed, `{"folder": "loras", "files": {"name": "sha256", ...}, "signature": "..."}`. A signed one is
-complete: workers with a trusted key take no other file. That of embeddings is complete on Azure,
-where workers may not list what is there.
+It is either plain, `{"name": "sha256", ...}`, or signed, `{"folder": "loras", "files": {"name":
+"sha256", ...}, "signature": "..."}`, and then complete: workers with a trusted key take no other
+file. That of embeddings is complete on Azure, where workers may not list what is there.
 """
 
 from __future__ import annotations
@@ -177,11 +176,7 @@ class Contents:
 
 
 def parse(where: str, content: bytes) -> Contents:
-    """What a manifest says.
-
-    Raises:
-        DamagedError: it is damaged; SetupError: it is too large.
-    """
+    """What a manifest says; raises DamagedError, or SetupError if it is too large."""
     if len(content) > MAX_BYTES:
         raise too_large(where)
     try:

@@ -42,12 +42,8 @@ Progress = Callable[[int, int | None], None]
 
 
 def local_path(settings: WorkerSettings) -> Path:
-    """The model's path on this machine, once it is fetched.
-
-    Raises:
-        SetupError: it is neither a path nor an address to fetch a model from.
-    """
-    address = _address(settings)
+    """The model's path on this machine, once it is fetched; raises as `addresses.of_model`."""
+    address = addresses.of_model(settings)
     if address is None:
         return Path(settings.model).expanduser()
     folder = _folder(settings, address)
@@ -55,10 +51,7 @@ def local_path(settings: WorkerSettings) -> Path:
 
 
 def name_of(settings: WorkerSettings) -> str:
-    """The name by which jobs ask for the model: its file's or folder's, without the suffix.
-
-    The engine's own name for it, whether it is there yet or not.
-    """
+    """The name by which jobs ask for the model, there yet or not: its file's, without suffix."""
     path = local_path(settings)
     is_file = path.is_file() or (path.suffix == SUFFIX and not path.is_dir())
     return path.stem if is_file else path.resolve().name
@@ -66,7 +59,7 @@ def name_of(settings: WorkerSettings) -> str:
 
 def has_known_name(settings: WorkerSettings) -> bool:
     """False for an address of which only the server tells the file's name, until it is fetched."""
-    address = _address(settings)
+    address = addresses.of_model(settings)
     if address is None or address.file_name is not None:
         return True
     return find_fetched(_folder(settings, address), address) is not None
@@ -74,7 +67,7 @@ def has_known_name(settings: WorkerSettings) -> bool:
 
 def stored_blob(settings: WorkerSettings) -> str | None:
     """The name of the model's blob in the container of files; None: it is elsewhere."""
-    address = _address(settings)
+    address = addresses.of_model(settings)
     return f"{kinds.MODEL.folder}/{address.blob}" if address and address.blob else None
 
 
@@ -85,10 +78,8 @@ async def pinned(
 ) -> WorkerSettings:
     """The settings with the hash that a signed manifest gives for a model in the storage.
 
-    Without a trusted key, or with a hash given, they stay as they are.
-
-    Raises:
-        SetupError: no manifest that is signed with the trusted key lists the model.
+    Without a trusted key, or with a hash given, they stay as they are. Raises SetupError if no
+    manifest that is signed with the trusted key lists the model.
     """
     trusted = trusted_keys(settings.trusted_key)
     is_stored = settings.model.startswith(STORE_SCHEME)
@@ -116,7 +107,7 @@ async def fetch(
         disk has no room for the model; TransientError: nothing has arrived for minutes, whatever
         the reason.
     """
-    address = _address(settings)
+    address = addresses.of_model(settings)
     if address is None:
         return
     folder = _folder(settings, address)
@@ -154,10 +145,8 @@ async def fetch_to(
 ) -> Path:
     """Downloads a file of the *wanted* kind into *folder*, one process at a time; returns its path.
 
-    A .tar is unpacked. Another kind of file is refused as soon as its first bytes tell.
-
-    Raises:
-        SetupError, NodeError, TransientError: as `fetch`.
+    A .tar is unpacked. Another kind of file is refused as soon as its first bytes tell. Raises as
+    `fetch`.
     """
     cache = DiskCache(folder)
     async with cache.lock():
@@ -176,7 +165,7 @@ async def fetch_to(
         )
         await download.run(retry_policy)
         with cache.errors():
-            is_tar = check.format_of(_head(download.part)) == "tar"
+            is_tar = check.format_of(download.part) == "tar"
             path = folder / _final_name(address, download.file_name, is_tar=is_tar)
             if is_tar:
                 await asyncio.to_thread(_unpack, download.part, path, cache)
@@ -225,11 +214,6 @@ def _remove_leftovers(folder: Path) -> None:
                 each.unlink()
 
 
-def _address(settings: WorkerSettings) -> Address | None:
-    storage = f"{settings.storage} {settings.files_container}"
-    return addresses.read_address(settings.model, settings.model_sha256, storage)
-
-
 def _folder(settings: WorkerSettings, address: Address) -> Path:
     sha256 = settings.model_sha256
     name = address.folder_name(sha256.lower() if sha256 else None)
@@ -253,7 +237,7 @@ def _final_name(address: Address, sent_name: str | None, *, is_tar: bool) -> str
 
 def _check_part(part: Path, label: str, wanted: kinds.FileKind, *, is_whole: bool) -> None:
     """Raises SetupError if what has arrived so far cannot become a file of that kind."""
-    if check.format_of(_head(part)) == "tar":
+    if check.format_of(part) == "tar":
         if ".tar" not in wanted.suffixes:
             raise errors.SetupError(f"{label!r} is a .tar archive, no file of {wanted.folder}/")
         return
@@ -263,18 +247,10 @@ def _check_part(part: Path, label: str, wanted: kinds.FileKind, *, is_whole: boo
         return
 
 
-def _head(part: Path) -> bytes:
-    with part.open("rb") as file:
-        return file.read(check.HEAD_BYTES)
-
-
 def _extract(tar: tarfile.TarFile, member: tarfile.TarInfo, folder: Path) -> None:
-    """Extracts a file or a folder.
+    """Extracts a file or a folder; raises TarError for anything else, and for what leads outside.
 
     Links are refused: several in a row lead out of the folder past the checks of older Pythons.
-
-    Raises:
-        tarfile.TarError: it is neither, or has no place in the folder.
     """
     shown = repr(member.name[:_SHOWN_CHARACTERS])
     name = PurePosixPath(member.name)

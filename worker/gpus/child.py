@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import logging
 import os
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import aiohttp
 
 from worker import tasks
 from worker.gpus.choice import Gpu
-from worker.gpus.member import HURRY, STOP, VARIABLE, Assignment
+from worker.gpus.member import VARIABLE, Assignment
 
 log = logging.getLogger(__name__)
 
@@ -31,30 +31,23 @@ HUNG_SECONDS = 90.0
 FIRST_ANSWER_SECONDS = 300.0
 
 
+@dataclass(eq=False)
 class Child:
     """Started by `run`, any number of times, one after the other."""
 
-    def __init__(
-        self,
-        gpu: Gpu,
-        command: Sequence[str],
-        variables: dict[str, str],
-        assignment: Assignment,
-        client: aiohttp.ClientSession,
-    ) -> None:
-        self.gpu = gpu
-        self.has_started = False
-        self.is_ready = False
-        self._command = command
-        self._variables = variables
-        self._assignment = assignment
-        self._client = client
-        self._process: asyncio.subprocess.Process | None = None
-        self._control: asyncio.StreamWriter | None = None
-        self._port: int | None = None
-        self._answered_at = 0.0
-        self._is_hung = False
-        self._words: list[bytes] = []
+    gpu: Gpu
+    _command: Sequence[str]
+    _variables: Mapping[str, str]
+    _assignment: Assignment
+    _client: aiohttp.ClientSession
+    has_started: bool = False
+    is_ready: bool = False
+    _process: asyncio.subprocess.Process | None = None
+    _control: asyncio.StreamWriter | None = None
+    _port: int | None = None
+    _answered_at: float = 0.0
+    _is_hung: bool = False
+    _words: list[bytes] = field(default_factory=list)
 
     @property
     def is_running(self) -> bool:
@@ -81,7 +74,7 @@ class Child:
         )
         reader, self._control = await asyncio.open_connection(sock=ours)
         for word in self._words:  # which came before the process
-            self._send(word)
+            self._control.write(word)
         try:
             async with tasks.background(self._read(reader), "read from a worker"):
                 return await process.wait()
@@ -92,13 +85,11 @@ class Child:
             self._process = self._control = self._port = None
             self.has_started = self.is_ready = False
 
-    def stop(self) -> None:
-        self._words.append(STOP)
-        self._send(STOP)
-
-    def hurry(self) -> None:
-        self._words.append(HURRY)
-        self._send(HURRY)
+    def say(self, word: bytes) -> None:
+        """Sends STOP or HURRY, to a process that is yet to start as well."""
+        self._words.append(word)
+        if self._control is not None:
+            self._control.write(word)
 
     def kill(self) -> None:
         if self._process is not None:
@@ -151,9 +142,4 @@ class Child:
     async def _read(self, reader: asyncio.StreamReader) -> None:
         with contextlib.suppress(OSError, ValueError):  # a line that its end cut off
             while line := await reader.readline():
-                self._port = int(json.loads(line)["port"])
-                self._answered_at = time.monotonic()
-
-    def _send(self, word: bytes) -> None:
-        if self._control is not None:
-            self._control.write(word)
+                self._port, self._answered_at = int(line), time.monotonic()

@@ -50,11 +50,7 @@ def threads(processes: int) -> str:
 
 
 def choose(settings: MachineSettings) -> list[Gpu]:
-    """The GPUs of `--gpus`, in its order.
-
-    Raises:
-        SetupError: there is no such GPU.
-    """
+    """The GPUs of `--gpus`, in its order; raises SetupError if there is no such GPU."""
     given = settings.gpus or ALL
     names = [each.strip() for each in given.split(",")]
     if len(set(names)) < len(names):
@@ -92,11 +88,7 @@ def _processes(given: str, names: Sequence[str]) -> list[Gpu]:
 
 
 def _visible_gpus(given: str) -> list[Gpu]:
-    """The GPUs that a process started from here can use.
-
-    Raises:
-        SetupError: there are none.
-    """
+    """The GPUs that a process started from here can use; raises SetupError if there are none."""
     cards = replica.ask_driver(lambda: list(_cards()))
     if isinstance(cards, Exception) and not isinstance(cards, replica.NO_DRIVER):
         raise errors.SetupError(f"--gpus {given}: the GPUs cannot be listed: {cards}")

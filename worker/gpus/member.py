@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import os
 import socket
 import threading
@@ -75,7 +74,7 @@ class Member:
     def serves(self, port: int) -> None:
         """Reports the port of the probes and metrics."""
         with contextlib.suppress(OSError):  # the parent is gone
-            self._control.sendall(json.dumps({"port": port}).encode() + b"\n")
+            self._control.sendall(b"%d\n" % port)
 
     def listen(self, loop: asyncio.AbstractEventLoop, on_word: Callable[[bool], object]) -> None:
         """Calls *on_word* in *loop* for each word of the parent: True to end at once."""

@@ -1,8 +1,7 @@
 """The parent of a machine's workers, one for each GPU: starts them, and ends when they have ended.
 
 A worker that crashes is started again, after ever longer pauses. One that ends because its node or
-its setup is wrong is not: its GPU is left out, and the others go on. A stop is passed on to all.
-The parent imports no torch and uses no GPU.
+its setup is wrong is not: the other GPUs go on. The parent imports no torch and uses no GPU.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from imagefleet.telemetry import probes, push
 from worker import tasks
 from worker.gpus.child import Child
 from worker.gpus.choice import Gpu
-from worker.gpus.member import Assignment
+from worker.gpus.member import HURRY, STOP, Assignment
 from worker.gpus.metrics import MachineMetrics, merged
 from worker.models.choice import share_of
 from worker.salad import metadata as salad_metadata
@@ -36,7 +35,6 @@ FINISHED = frozenset({DONE, JOBS_FAILED, INTERRUPTED, TERMINATED})
 
 #: The first of them that a worker ended with is the parent's.
 _BY_WEIGHT = (JOBS_FAILED, DONE, NODE, SETUP)
-_CLASSES = frozenset(_BY_WEIGHT)
 
 _STOPPED = frozenset({-signal.SIGTERM, -signal.SIGINT})
 
@@ -70,8 +68,7 @@ async def run_workers(
 ) -> int:
     """Runs a worker for each of *gpus* by *command*; returns the exit code of them all.
 
-    Raises:
-        SetupError: the port is in use; NodeError: a worker cannot be ended.
+    Raises SetupError if the port is in use, NodeError if a worker cannot be ended.
     """
     async with aiohttp.ClientSession(trust_env=False) as client:
         return await _Parent(settings, gpus, command, client).run()
@@ -213,7 +210,7 @@ class _Parent:
     def _exit_code(self) -> int:
         """The code of workers that did what they were told, else the class of what ended them."""
         codes = set(self._codes)
-        if self._settings.until_empty and self._stop.is_set() and codes - _CLASSES:
+        if self._settings.until_empty and self._stop.is_set() and codes.difference(_BY_WEIGHT):
             return INTERRUPTED if self._stopped_by is signal.SIGINT else TERMINATED
         found = next((code for code in _BY_WEIGHT if code in codes), UNEXPECTED)
         # A signal that came before the worker could take it.
@@ -222,11 +219,11 @@ class _Parent:
     async def _pass_on(self) -> None:
         await self._stop.wait()
         for child in self._children:
-            child.stop()
+            child.say(STOP)
         seconds = self._settings.grace_seconds + LAST_SECONDS
         await tasks.first_of(self._hurry.wait(), timeout_seconds=seconds)
         for child in self._children:
-            child.hurry()
+            child.say(HURRY)
         await asyncio.sleep(LAST_SECONDS)
         for _ in range(KILLS):
             for child in self._children:

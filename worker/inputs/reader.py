@@ -1,4 +1,7 @@
-"""Reads what jobs are given: their images from the storage, and the files that they name."""
+"""Reads what jobs are given: their images from the storage, and the files that they name.
+
+One object reads them all for a worker's life.
+"""
 
 from __future__ import annotations
 
@@ -15,14 +18,17 @@ from imagefleet import concurrency, errors, retry
 from imagefleet.files import kinds
 from imagefleet.job.message import MAX_IMAGE_BYTES, Job
 from imagefleet.job.passes import extras, hires, sources
-from imagefleet.signing import TrustedKeys
+from imagefleet.signing import TrustedKeys, trusted_keys
 from imagefleet.storage import protocol
+from imagefleet.storage.open import Storage
 from worker.engine import contract
 from worker.engine.pixel import text_states
-from worker.files.library import FileLibrary
-from worker.inputs import control, img2img, pictures
+from worker.files.library import EmbeddingLibrary, FileLibrary
+from worker.files.manifest import FileHashes
+from worker.inputs import img2img, pictures
 from worker.inputs.img2img import Begin, Overlay
 from worker.inputs.pictures import Size
+from worker.settings import WorkerSettings
 
 #: Images decoded and resized at once: one of the largest takes some 200 MB meanwhile.
 DECODED_AT_ONCE = 2
@@ -64,7 +70,7 @@ class InputReader:
         """*cache_bytes* for each kind of file, which one of the *trusted* keys must list."""
         self._containers = {"files": files_of_jobs, "images": images}
         self._upscalers, self._controlnets, self._text_states = (
-            FileLibrary.stored(
+            FileLibrary(
                 files_of_jobs,
                 kind,
                 cache=cache / kind.folder,
@@ -185,7 +191,7 @@ class InputReader:
 
         def prepare() -> contract.Pixels:
             read: Image.Image = pictures.read(f"{what}: the image", image)
-            return control.pixels(read, unit.resize_mode, size)
+            return pictures.control(read, unit.resize_mode, size)
 
         async with self._room:
             pixels = await asyncio.to_thread(prepare)
@@ -240,3 +246,46 @@ class InputReader:
                 f"{field}: there is no {place.blob!r} in the container {blobs.name!r}"
             )
         return data
+
+
+@dataclass(frozen=True, slots=True)
+class JobFiles:
+    """Libraries of LoRAs and embeddings, the reader of input images, and the files' hashes."""
+
+    loras: FileLibrary
+    embeddings: EmbeddingLibrary
+    inputs: InputReader
+    hashes: FileHashes
+    trusted: TrustedKeys | None
+    """The keys that sign jobs and lists of files; None: they need no signature."""
+
+    @classmethod
+    def of(cls, storage: Storage, settings: WorkerSettings) -> JobFiles:
+        """The files of a storage and of the settings' own folders."""
+        cache, cache_bytes = settings.cache, settings.cache_megabytes * 2**20
+        trusted = trusted_keys(settings.trusted_key)
+        return cls(
+            loras=FileLibrary(
+                storage.files,
+                kinds.LORA,
+                directory=settings.lora_directory,
+                cache=cache / "loras",
+                cache_bytes=cache_bytes,
+                trusted=trusted,
+            ),
+            embeddings=EmbeddingLibrary(
+                storage.files,
+                directory=settings.embedding_directory,
+                cache=cache / "embeddings",
+                trusted=trusted,
+            ),
+            inputs=InputReader(
+                storage.files,
+                storage.blobs,
+                cache=cache,
+                cache_bytes=cache_bytes,
+                trusted=trusted,
+            ),
+            hashes=FileHashes(cache),
+            trusted=trusted,
+        )

@@ -24,7 +24,7 @@ from prometheus_client.registry import Collector
 from imagefleet import errors, retry
 from imagefleet.storage import protocol
 from worker.engine import contract
-from worker.inputs import sample
+from worker.inputs import img2img
 from worker.metrics import NodeFault, WorkerMetrics
 from worker.node.watchdog import NodeLimits, standard_images
 from worker.settings import WorkerSettings
@@ -87,11 +87,7 @@ class NodeCheck(Collector):
         self._seconds = 0.0
 
     def load(self, load: Callable[[], contract.Engine]) -> contract.Engine:
-        """Loads the engine between the checks before and after it; on the engine's thread.
-
-        Raises:
-            NodeError: a check failed.
-        """
+        """Loads the engine between the checks before and after it; raises NodeError."""
         self._check_disk()
         self._check_gpu()
         engine = load()
@@ -102,9 +98,7 @@ class NodeCheck(Collector):
     async def upload(self) -> None:
         """Measures the upload to the storage; removes the blobs where the credentials allow it.
 
-        Raises:
-            NodeError: too slow, three times; TransientError, SetupError: the storage or the
-            credentials are at fault, as on any other node.
+        Raises NodeError if it is too slow three times; else the storage's errors.
         """
         least = self._limits.upload_bits_per_second
         if not least:
@@ -125,11 +119,7 @@ class NodeCheck(Collector):
 
     @contextlib.asynccontextmanager
     async def start_up(self) -> AsyncIterator[None]:
-        """Limits the time of the whole start-up, which runs inside, and logs the findings.
-
-        Raises:
-            NodeError: a check failed, or the start-up took too long.
-        """
+        """Limits the time of the start-up inside, and logs the findings; raises NodeError."""
         limit_seconds = self._limits.start_up_seconds
         limit = asyncio.timeout(limit_seconds or None)
         try:
@@ -213,10 +203,7 @@ class NodeCheck(Collector):
             )
 
     def _check_speed(self, engine: contract.Engine) -> None:
-        """Generates batches of images until one is fast enough.
-
-        The first does not count against the node: it also selects kernels.
-        """
+        """Generates batches until one is fast enough; the first also selects kernels."""
         least = self._limits.images_per_second
         if getattr(engine, "is_compiling", False):
             least *= UNCOMPILED_SHARE
@@ -272,7 +259,7 @@ def plain_request(engine: contract.Engine, seed: int) -> contract.ImageRequest:
         seed=seed,
         width=width,
         height=height,
-        init=sample.init_of(engine.family, width, height),
+        init=img2img.sample(engine.family, width, height),
     )
 
 

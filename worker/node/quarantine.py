@@ -58,11 +58,7 @@ class Quarantine:
         return None
 
     async def watch(self, listed: Callable[[str], None]) -> NoReturn:
-        """Side task: reads the list every five minutes.
-
-        Raises:
-            NodeError: this node is on it; *listed* was called with the reason.
-        """
+        """Side task: once this node is listed, calls *listed* and raises NodeError."""
         while True:
             await asyncio.sleep(retry.jitter(PERIOD_SECONDS))
             if reason := await self.reason():

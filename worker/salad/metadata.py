@@ -80,10 +80,7 @@ class SaladMetadata:
         await self._request("PUT", "/v1/deletion-cost", body, _NO_CONTENT)
 
     async def reallocate(self, reason: str) -> None:
-        """Requests another node; this one is kept from the group for 48 hours.
-
-        *reason* goes to SaladCloud's support, cut off after 1,000 characters.
-        """
+        """Requests another node; the *reason*, cut off, goes to SaladCloud's support."""
         body = {"reason": reason[:MAX_REASON_CHARACTERS]}
         await self._request("POST", "/v1/reallocate", body, _NO_CONTENT)
 
@@ -187,8 +184,7 @@ class Reallocation:
     async def request(self, reason: str) -> bool:
         """Requests another node unless that is granted already; returns whether it is granted.
 
-        A request whose reply is lost counts as refused: the next one comes a quarter of an hour
-        later, if this container is still running.
+        One whose reply is lost counts as refused: the next one comes a quarter of an hour later.
         """
         if self._is_granted:
             return True

@@ -1,11 +1,10 @@
 """Waiting, on SaladCloud, for what no other node would have either.
 
 There an exit code is an instruction: after any but 0 the node is blocked for the group and its
-container moved, after 0 it may be restarted where it is. So 750 workers that end because a SAS
-token expired, a queue does not exist or the storage is down would use up one node after the other,
-or restart in a loop, all of them billed. They wait instead, try again after ever longer pauses,
-and report it in the log, in the metrics and to the probes (`/started` and `/live` are true,
-`/ready` is not). Renewed credentials, from a file or a broker, are picked up meanwhile.
+container moved, after 0 it may be restarted where it is. So workers that end because a SAS token
+expired or the storage is down would use up one node after the other, or restart in a loop, all of
+them billed. They wait instead and try again, with renewed credentials as soon as there are; the
+probes' `/started` and `/live` are true meanwhile, `/ready` is not.
 
 After `GIVE_UP_SECONDS` a worker ends with code 0: the node is not at fault. What is wrong before
 there is a worker, an unknown setting say, still ends with code 2 at once.
@@ -44,10 +43,8 @@ async def retry_until_fixed(
 ) -> Result | None:
     """Repeats *attempt* until it succeeds; None if *stop* or `GIVE_UP_SECONDS` ended the waiting.
 
-    If the last attempt got as far as working (*has_worked*), pauses and time start anew.
-
-    Raises:
-        NodeError: an attempt's; it is never waited out.
+    If the last attempt got as far as working (*has_worked*), pauses and time start anew. A
+    NodeError is raised at once.
     """
     pauses, waiting_since = 0, time.monotonic()
     while True:

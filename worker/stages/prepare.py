@@ -1,28 +1,33 @@
-"""The prepare stage: a message becomes requests that the engine can take at once."""
+"""The prepare stage: a message becomes requests that the engine can take at once.
+
+It is the first of one model's stages, and is made with those after it.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import logging
 from collections import OrderedDict, deque
 from collections.abc import AsyncIterator, Collection, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from imagefleet import cancelled, concurrency, errors, retry
 from imagefleet.job.message import Job, job_key, read_job
 from imagefleet.pricing import families
 from imagefleet.storage import protocol
+from worker import tasks
 from worker.engine import contract
-from worker.inputs.job_files import JobFiles
-from worker.inputs.reader import NO_INPUTS, Inputs
-from worker.jobs.in_flight import BegunJob, InFlightJob, Turns
-from worker.metrics import WorkerMetrics
+from worker.inputs.reader import NO_INPUTS, Inputs, JobFiles
+from worker.jobs.in_flight import InFlightImage, InFlightJob
+from worker.node.watchdog import NodeWatchdog, Suspects
+from worker.pull import Puller
 from worker.settle import Settler
-from worker.stages.generate import GenerateStage
+from worker.stages.image import ENCODING, UPLOADS, EncodeStage, GenerateStage, UploadStage
 
 log = logging.getLogger(__name__)
 
@@ -47,52 +52,88 @@ PREPARERS = 8
 
 
 class Isolation:
-    """A lock that many hold at once as `shared`, or one as `alone`, which goes first."""
+    """A lock that many hold at once as `shared`, or one as `alone`, in the order of their calls."""
 
     def __init__(self) -> None:
-        self._nobody_alone = asyncio.Event()
-        self._nobody_alone.set()
-        self._nobody_shares = asyncio.Event()
-        self._nobody_shares.set()
-        self._shared = 0
-
-    @contextlib.asynccontextmanager
-    async def shared(self) -> AsyncIterator[None]:
-        await self._wait_for_others()
-        self._shared += 1
-        self._nobody_shares.clear()
-        try:
-            yield
-        finally:
-            self._shared -= 1
-            if not self._shared:
-                self._nobody_shares.set()
+        self.shared = asyncio.Semaphore(PREPARERS)
+        self._one_alone = asyncio.Lock()
 
     @contextlib.asynccontextmanager
     async def alone(self) -> AsyncIterator[None]:
-        await self._wait_for_others()
-        self._nobody_alone.clear()
-        try:
-            await self._nobody_shares.wait()
+        async with self._one_alone, contextlib.AsyncExitStack() as places:
+            for _ in range(PREPARERS):
+                await places.enter_async_context(self.shared)
             yield
-        finally:
-            self._nobody_alone.set()
 
-    async def _wait_for_others(self) -> None:
-        while not self._nobody_alone.is_set():  # of those that wait, one goes first
-            await self._nobody_alone.wait()
+
+@dataclass(slots=True, eq=False)
+class BegunJob:
+    """A job and its images that the engine has not been given yet.
+
+    They share what was prepared for the first: their prompts and their LoRAs in memory.
+    """
+
+    entry: InFlightJob
+    requests: deque[tuple[int, contract.ImageRequest]]
+    """The requests left, each with its image's index."""
+    first: contract.PreparedRequest
+
+    def take(self) -> tuple[InFlightImage, contract.PreparedRequest]:
+        """The next image."""
+        entry = self.entry
+        if entry.job is None:
+            raise RuntimeError("read the job first")
+        index, request = self.requests.popleft()
+        prepared = self.first
+        if request is not prepared.request:
+            dataclass_of_engine: Any = prepared
+            prepared = dataclasses.replace(dataclass_of_engine, request=request)
+        size = final = request.width, request.height
+        if (last := request.upscale or request.hires) is not None:
+            final = last.width, last.height
+        elif entry.overlay is not None:
+            final = entry.overlay.size
+        image = InFlightImage(entry, entry.job, index, size, final, request.embeddings)
+        return image, prepared
+
+
+class Turns:
+    """Lets every other image be one of a job that is not begun, while there are both.
+
+    So neither does a job of a thousand images hold up the others, nor they it.
+    """
+
+    def __init__(self, most_new: int) -> None:
+        """*most_new*: jobs that may wait here to be begun; then `put` waits."""
+        self._new: asyncio.Queue[InFlightJob] = asyncio.Queue(most_new)
+        self._begun: deque[BegunJob] = deque()
+        self._waiting = asyncio.Semaphore(0)
+        self._was_new = False
+
+    async def put(self, entry: InFlightJob) -> None:
+        """A job that is not begun."""
+        await self._new.put(entry)
+        self._waiting.release()
+
+    def go_on(self, job: BegunJob) -> None:
+        """A job with images left; others that are begun come first."""
+        self._begun.append(job)
+        self._waiting.release()
+
+    async def next(self) -> InFlightJob | BegunJob:
+        await self._waiting.acquire()
+        self._was_new = not self._new.empty() and not (self._was_new and self._begun)
+        return self._new.get_nowait() if self._was_new else self._begun.popleft()
 
 
 @dataclass(slots=True, eq=False)
 class PrepareStage:
     """Reads jobs, resolves their files and cuts their prompts; feeds the generate stage."""
 
-    engine: contract.Engine
     generate: GenerateStage
     files: JobFiles
-    settler: Settler
-    metrics: WorkerMetrics
-    until_empty: bool
+    engine: contract.Engine = field(init=False)
+    settler: Settler = field(init=False)
     turns: Turns = field(default_factory=lambda: Turns(protocol.MAX_RECEIVE), init=False)
     _isolation: Isolation = field(default_factory=Isolation, init=False)
     _drawn_here: OrderedDict[str, None] = field(default_factory=OrderedDict, init=False)
@@ -104,12 +145,40 @@ class PrepareStage:
     )
 
     def __post_init__(self) -> None:
+        self.engine, self.settler = self.generate.engine, self.generate.settler
         self._prepared = concurrency.Batches(
             concurrency.one_by_one(self.engine.prepare),
             self._threads,
             most=1,
             at_once=PREPARERS,
         )
+
+    @classmethod
+    def of(
+        cls,
+        engine: contract.Engine,
+        model_hash: Future[str | None],
+        files: JobFiles,
+        puller: Puller,
+        watchdog: NodeWatchdog,
+    ) -> PrepareStage:
+        """The stages for an engine whose model's file has *model_hash*."""
+        settler = puller.settler
+        suspects = Suspects(
+            settler.settings.name, settler.storage.blobs, settler.metrics, settler.retry_policy
+        )
+        upload = UploadStage(settler, watchdog, suspects)
+        return cls(GenerateStage(engine, EncodeStage(model_hash, upload), puller), files)
+
+    def start(self, side_tasks: tasks.SideTasks) -> None:
+        """Starts the tasks of all stages."""
+        encode, pending = self.generate.encode, self.settler.pending
+        side_tasks.start("prepare", self.run, PREPARERS)
+        side_tasks.start("generate", self.generate.run)
+        side_tasks.start("encode", encode.run, ENCODING)
+        side_tasks.start("upload", encode.upload.run, UPLOADS)
+        side_tasks.start("record", pending.run)
+        side_tasks.start("acknowledge", pending.finish, UPLOADS)
 
     async def run(self) -> NoReturn:
         while True:
@@ -119,22 +188,24 @@ class PrepareStage:
                 continue
             entry = turn
             # After hours without work the list is as old.
-            await self.generate.cancelled.refresh(MAX_LIST_AGE_SECONDS)
+            await self.settler.cancelled_campaigns.refresh(MAX_LIST_AGE_SECONDS)
             work = self._generate_alone if entry.is_suspect else self._generate_with_others
             await self.settler.attempt(entry, partial(work, entry))
 
     def close(self) -> None:
+        """Ends the threads of all stages, whose tasks have ended."""
+        self.generate.encode.close()
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     async def _generate_with_others(self, entry: InFlightJob) -> None:
-        async with self._isolation.shared():
+        async with self._isolation.shared:
             job = await self._prepare(entry)
         if job is not None:
             await self._go_on(job)
 
     async def _go_on(self, job: BegunJob) -> None:
         """Gives the engine the next image of a job; the others have to wait for their turns."""
-        async with self._isolation.shared():
+        async with self._isolation.shared:
             await self._submit(job)
         if job.requests:
             self.turns.go_on(job)
@@ -172,7 +243,7 @@ class PrepareStage:
 
     async def _prepare(self, entry: InFlightJob) -> BegunJob | None:
         """Prepares a job; None: none of its images is drawn here."""
-        with self.metrics.stage_seconds["prepare"].time():
+        with self.settler.metrics.stage_seconds["prepare"].time():
             job = self._read(entry)
             if self._is_others(job):
                 self.generate.puller.not_ahead(entry)
@@ -218,7 +289,8 @@ class PrepareStage:
         if job_key(job.campaign, job.id) not in self._drawn_here:
             return False
         if entry.lease.message.delivery_count - entry.deliveries.failed <= HAND_BACKS:
-            seconds = HAND_BACK_SECONDS_UNTIL_EMPTY if self.until_empty else HAND_BACK_SECONDS
+            until_empty = self.settler.settings.until_empty
+            seconds = HAND_BACK_SECONDS_UNTIL_EMPTY if until_empty else HAND_BACK_SECONDS
             await self.settler.hand_back(entry, retry.jitter(seconds))
         else:
             await self.settler.unverified(entry, "no other worker has taken it")

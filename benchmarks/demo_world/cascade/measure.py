@@ -97,7 +97,7 @@ def _request(
     )
 
 
-def judged(images: Sequence[np.ndarray], judge: judges.Judge) -> list[list[judges.Finding]]:
+def judged(images: Sequence[np.ndarray], judge: judges.Judge) -> list[list[answers.Finding]]:
     """What each image shows; resized as `imagefleet score` does it for the judge."""
     found = []
     for first in range(0, len(images), _BATCH):
@@ -105,7 +105,7 @@ def judged(images: Sequence[np.ndarray], judge: judges.Judge) -> list[list[judge
             extractors.clean_fid(Image.fromarray(each), judges.IMAGE_PX)
             for each in images[first : first + _BATCH]
         ]
-        found += judge.find(torch.from_numpy(np.stack(resized)).permute(0, 3, 1, 2) / 255)
+        found += answers.find(judge, torch.from_numpy(np.stack(resized)).permute(0, 3, 1, 2) / 255)
     return found
 
 

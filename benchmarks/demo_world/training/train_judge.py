@@ -7,6 +7,7 @@ from diffusers import AutoencoderKL
 from torch import Tensor
 from torch.nn import functional
 
+from demo_world import answers
 from demo_world.shapes import SHAPES
 from demo_world.training import train_vae
 from demo_world.training.schedule import Schedule, autocast, set_learning_rate
@@ -65,7 +66,7 @@ def judge_accuracy(judge: Judge, images: Tensor, labels: Tensor) -> tuple[float,
     for start in range(0, len(images), 256):
         batch = images[start : start + 256].permute(0, 3, 1, 2).float() / 255
         for findings, truth in zip(
-            judge.find(batch), labels[start : start + 256].cpu().numpy(), strict=True
+            answers.find(judge, batch), labels[start : start + 256].cpu().numpy(), strict=True
         ):
             shapes = {judge.shapes[n - 1] for n in set(truth[0].flatten().tolist()) - {0}}
             colours = {judge.colours[n - 1] for n in set(truth[1].flatten().tolist()) - {0}}

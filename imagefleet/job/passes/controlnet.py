@@ -162,11 +162,7 @@ class ControlNets(BaseModel):
 
 
 def fields_of_scripts(scripts: object) -> dict[str, Any]:
-    """`alwayson_scripts` without what is neutral; empty if nothing is left.
-
-    Raises:
-        ValueError: a script is not supported; names it.
-    """
+    """`alwayson_scripts`, if all is supported; raises ValueError, which names what is not."""
     if not isinstance(scripts, dict):
         raise ValueError("alwayson_scripts is not supported, but for an object with controlnet")  # noqa: TRY004
     found = {}

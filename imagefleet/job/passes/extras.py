@@ -115,8 +115,7 @@ def scale(job: Extras, size: Size) -> float:
 def sizes_after(job: Extras, size: Size) -> tuple[Size, Size]:
     """What an image of *size*, (width, height) in pixels, is enlarged to, and then cut to.
 
-    Raises:
-        JobError: it is beyond the limits; names the field.
+    Raises JobError if it is beyond the limits; names the field.
     """
     if job.resize_mode == _BY_FACTOR:
         field, by = "upscaling_resize", job.upscaling_resize
@@ -138,8 +137,7 @@ def sizes_after(job: Extras, size: Size) -> tuple[Size, Size]:
 def final_size(job: Extras, width: int | None, height: int | None) -> tuple[int | None, int | None]:
     """Width and height of the enlarged image, as far as the job and the image's size tell.
 
-    Raises:
-        JobError: it is beyond the limits.
+    Raises JobError if it is beyond the limits.
     """
     if width is not None and height is not None:
         return sizes_after(job, (width, height))[1]

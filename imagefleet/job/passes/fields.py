@@ -19,21 +19,6 @@ from imagefleet.job.passes.extras import Extras
 from imagefleet.job.passes.hires import Hires
 from imagefleet.job.prompt import Prompt, without_comments
 
-_OF_PASSES = img2img.FIELDS | hires.FIELDS | extras.FIELDS
-
-#: All but those that begin with `hr_`.
-_CONCERNED = frozenset(
-    {
-        "alwayson_scripts",
-        *_OF_PASSES,
-        *img2img.WITHOUT_EFFECT,
-        *img2img.NEUTRAL_VALUES,
-        *hires.NEUTRAL_VALUES,
-        *extras.WITHOUT_EFFECT,
-        *extras.NEUTRAL_VALUES,
-    }
-)
-
 #: Fields about saving, sending and the web page's settings.
 WITHOUT_EFFECT = frozenset(
     {
@@ -65,6 +50,18 @@ NEUTRAL_VALUES: Mapping[str, tuple[object, ...]] = {
     "tiling": (None, False),
 }
 
+#: The same with those of all passes.
+_WITHOUT_EFFECT = WITHOUT_EFFECT | img2img.WITHOUT_EFFECT | extras.WITHOUT_EFFECT
+_NEUTRAL_VALUES: Mapping[str, tuple[object, ...]] = {
+    **NEUTRAL_VALUES,
+    **img2img.NEUTRAL_VALUES,
+    **hires.NEUTRAL_VALUES,
+    **extras.NEUTRAL_VALUES,
+}
+
+#: Fields that matter with a second pass alone, beside those that begin with `hr_`.
+_OF_SECOND_PASS = frozenset({"enable_hr", *hires.NEUTRAL_VALUES})
+
 #: Fields of a job for which AUTOMATIC1111 takes null as not given.
 _NULL_IS_DEFAULT = frozenset(
     {
@@ -78,7 +75,7 @@ _NULL_IS_DEFAULT = frozenset(
         "seed_resize_from_w",
         "subseed",
         "subseed_strength",
-        *_OF_PASSES,
+        *(img2img.FIELDS | hires.FIELDS | extras.FIELDS),
     }
 )
 
@@ -237,61 +234,37 @@ class PassFields(Hires, ControlNets, Extras):
 
 
 def fields_of_job(payload: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of a job that a payload sets.
-
-    Raises:
-        ValueError: an unsupported field would change the image; names it.
-    """
-    fields = _without_neutral_fields(_used(payload))
-    fields = {
-        name: value
-        for name, value in fields.items()
-        if value is not None or name not in _NULL_IS_DEFAULT
-    }
+    """The fields of a job that a payload sets; raises ValueError for one that is not supported."""
+    if only_upscales(payload) and extras.IMAGE in payload:
+        payload = _with_input(payload)
+    begins_with_image, has_second_pass = _begins_with_image(payload), _has_second_pass(payload)
+    fields = {}
+    for name, value in payload.items():
+        is_hires = name.startswith(hires.PREFIX)
+        if (
+            name in _WITHOUT_EFFECT
+            or (not has_second_pass and (is_hires or name in _OF_SECOND_PASS))
+            or (not begins_with_image and name == "init_images")
+            or (not (begins_with_image or has_second_pass) and name == "denoising_strength")
+        ):
+            continue
+        is_unknown = is_hires and name not in hires.FIELDS
+        allowed = _NEUTRAL_VALUES.get(name, (None,) if is_unknown else ())
+        if allowed and value not in allowed:
+            raise ValueError(
+                f"{name} is not supported: it would change the image; remove it or switch it off"
+            )
+        if not allowed and (value is not None or name not in _NULL_IS_DEFAULT):
+            fields[name] = value
+    if scripts := fields.pop("alwayson_scripts", None):
+        fields["alwayson_scripts"] = controlnet.fields_of_scripts(scripts)
     legacy_name = fields.pop("sampler_index", None)
     if legacy_name and not fields.get("sampler_name"):
         fields["sampler_name"] = legacy_name
     if (settings := fields.pop("override_settings", None)) not in _EMPTY:
-        neutral = _neutral_settings(payload)
+        neutral = dict(img2img.NEUTRAL_SETTINGS) if begins_with_image else {}
+        neutral |= hires.NEUTRAL_SETTINGS if has_second_pass else {}
         fields |= override_settings.fields(settings, fields, neutral)
-    return fields
-
-
-def _without_neutral_fields(payload: Mapping[str, Any]) -> dict[str, Any]:
-    remaining = {}
-    for name, value in payload.items():
-        if name in WITHOUT_EFFECT:
-            continue
-        if name not in NEUTRAL_VALUES:
-            remaining[name] = value
-        elif value not in NEUTRAL_VALUES[name]:
-            raise _unsupported(name)
-    return remaining
-
-
-def _used(payload: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The payload without fields of passes that it does not have, and without neutral ones."""
-    if _CONCERNED.isdisjoint(payload) and not any(map(_is_of_hires, payload)):
-        return payload  # the most common case, and the quickest
-    fields = dict(payload)
-    _rename_image(fields)
-    begins_with_image = _begins_with_image(fields)
-    has_second_pass = _has_second_pass(payload)
-    for name in [*fields]:
-        if _is_unused(name, begins_with_image=begins_with_image, has_second_pass=has_second_pass):
-            del fields[name]
-    neutral = {**img2img.NEUTRAL_VALUES, **extras.NEUTRAL_VALUES}
-    if has_second_pass:
-        neutral |= hires.NEUTRAL_VALUES
-    for name, values in neutral.items():
-        if name in fields and fields.pop(name) not in values:
-            raise _unsupported(name)
-    others = [name for name in fields if name.startswith(hires.PREFIX) and name not in hires.FIELDS]
-    for name in others:
-        if fields.pop(name) is not None:
-            raise _unsupported(name)
-    if scripts := fields.pop("alwayson_scripts", None):
-        fields["alwayson_scripts"] = controlnet.fields_of_scripts(scripts)
     return fields
 
 
@@ -300,18 +273,26 @@ def only_upscales(payload: Mapping[str, Any]) -> bool:
     return payload.get("upscaler_1") not in (None, "", "None")
 
 
-def _rename_image(fields: dict[str, Any]) -> None:
-    """Moves the image of a payload of extras, which has a name of its own, to `init_images`."""
-    image = fields.pop(extras.IMAGE, None) if only_upscales(fields) else None
-    if image in (None, ""):
-        return
-    if _begins_with_image(fields):
-        raise ValueError(f"{extras.IMAGE} and init_images are the same field: keep one of the two")
-    fields["init_images"] = [image]
+def is_foreign(name: str) -> bool:
+    """Whether a field of a payload is none of a job's."""
+    return (
+        name in _WITHOUT_EFFECT
+        or name in _NEUTRAL_VALUES
+        or name == extras.IMAGE
+        or name.startswith(hires.PREFIX)
+    )
 
 
-def _is_of_hires(name: str) -> bool:
-    return name.startswith(hires.PREFIX)
+def _with_input(payload: Mapping[str, Any]) -> dict[str, Any]:
+    """A payload of extras with its image, which has a name of its own, in `init_images`."""
+    fields = dict(payload)
+    if (image := fields.pop(extras.IMAGE)) not in (None, ""):
+        if _begins_with_image(fields):
+            raise ValueError(
+                f"{extras.IMAGE} and init_images are the same field: keep one of the two"
+            )
+        fields["init_images"] = [image]
+    return fields
 
 
 def _begins_with_image(payload: Mapping[str, Any]) -> bool:
@@ -323,42 +304,3 @@ def _has_second_pass(payload: Mapping[str, Any]) -> bool:
     if isinstance(value, str):  # as tables have it
         value = value.strip().lower()
     return value not in (None, False, 0, "", "0", "false", "f", "no", "n", "off")
-
-
-def _is_unused(name: str, *, begins_with_image: bool, has_second_pass: bool) -> bool:
-    """Whether a field has no effect, whatever its value."""
-    if name in img2img.WITHOUT_EFFECT or name in extras.WITHOUT_EFFECT:
-        return True
-    if name == "denoising_strength":
-        return not (begins_with_image or has_second_pass)
-    if name == "init_images":
-        return not begins_with_image
-    if name.startswith(hires.PREFIX) or name in {"enable_hr", "firstpass_image"}:
-        return not has_second_pass
-    return False
-
-
-def is_foreign(name: str) -> bool:
-    """Whether a field of a payload is none of a job's."""
-    known = (
-        *(WITHOUT_EFFECT, NEUTRAL_VALUES),
-        *(img2img.WITHOUT_EFFECT, img2img.NEUTRAL_VALUES, hires.NEUTRAL_VALUES),
-        *(extras.WITHOUT_EFFECT, extras.NEUTRAL_VALUES, {extras.IMAGE}),
-    )
-    return name.startswith(hires.PREFIX) or any(name in each for each in known)
-
-
-def _neutral_settings(payload: Mapping[str, Any]) -> Mapping[str, tuple[object, ...]]:
-    """The settings that change the images of these passes -> their neutral values."""
-    found: dict[str, tuple[object, ...]] = {}
-    if _begins_with_image(payload):
-        found |= img2img.NEUTRAL_SETTINGS
-    if _has_second_pass(payload):
-        found |= hires.NEUTRAL_SETTINGS
-    return found
-
-
-def _unsupported(name: str) -> ValueError:
-    return ValueError(
-        f"{name} is not supported: it would change the image; remove it or switch it off"
-    )

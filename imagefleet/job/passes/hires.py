@@ -103,8 +103,7 @@ FIELDS = frozenset(Hires.model_fields) - set(FirstPass.model_fields)
 def size_after(job: Hires, size: Size) -> Size:
     """The size of the second pass after a first one of *size*, (width, height) in pixels.
 
-    Raises:
-        JobError: it is beyond the limits; names the field.
+    Raises JobError if it is beyond the limits; names the field.
     """
     width, height = size
     x, y = job.hr_resize_x, job.hr_resize_y

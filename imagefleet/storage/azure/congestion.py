@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections import deque
 from collections.abc import Awaitable, Callable
 
 from imagefleet import errors
@@ -24,13 +23,13 @@ class SendWindow:
     def __init__(self, first: int = FIRST_SENDS, most: int = MOST_SENDS) -> None:
         self.size = float(first)
         self._most = most
-        self._in_flight = 0
-        self._waiting: deque[asyncio.Future[None]] = deque()
+        self._room = asyncio.Semaphore(first)
+        self._permits = first  # of the semaphore, those that are taken included
         self._decreases = 0
 
     async def run(self, send: Callable[[], Awaitable[None]]) -> None:
         """Awaits *send* once there is room for it."""
-        await self._enter()
+        await self._room.acquire()
         decreases = self._decreases
         try:
             await send()
@@ -42,26 +41,10 @@ class SendWindow:
         else:
             self.size = min(self._most, self.size + 1 / self.size)
         finally:
-            self._in_flight -= 1
-            self._wake()
-
-    async def _enter(self) -> None:
-        if self._in_flight < int(self.size) and all(each.done() for each in self._waiting):
-            self._in_flight += 1
-            return
-        place = asyncio.get_running_loop().create_future()
-        self._waiting.append(place)
-        try:
-            await place
-        except asyncio.CancelledError:
-            if place.done() and not place.cancelled():  # the room goes to the next
-                self._in_flight -= 1
-                self._wake()
-            raise
-
-    def _wake(self) -> None:
-        while self._waiting and self._in_flight < int(self.size):
-            place = self._waiting.popleft()
-            if not place.done():
-                self._in_flight += 1
-                place.set_result(None)
+            self._permits -= 1
+            while self._permits < int(self.size):
+                self._permits += 1
+                self._room.release()
+            while self._permits > int(self.size) and not self._room.locked():
+                self._permits -= 1
+                await self._room.acquire()  # at once

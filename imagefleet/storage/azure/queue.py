@@ -7,7 +7,6 @@ message object it sends the whole body again; messages expire after seven days b
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import dataclasses
 import math
@@ -54,6 +53,8 @@ def shards_of(properties: QueueProperties) -> protocol.Shards:
 
 class AzureQueue:
     """A job queue in roughly the order of the sends; Azure guarantees none."""
+
+    finds_all = False
 
     def __init__(
         self,
@@ -116,14 +117,15 @@ class AzureQueue:
         await self._call("", request)
 
     async def send(self, bodies: Iterable[str]) -> None:
-        remaining = iter(messages := sizes.checked_messages(bodies))
+        messages = sizes.checked_messages(bodies)
 
-        async def send_some() -> None:
-            for body in remaining:
-                await self._send(body)
+        async def send(body: str) -> None:
+            request = partial(
+                self._access.attempt, self._what, "a", partial(self._sender.send, body)
+            )
+            await self._retry_policy.call(partial(self._window.run, request))
 
-        at_once = min(len(messages), MOST_SENDS)
-        await concurrency.gather(*(send_some() for _ in range(at_once)))
+        await concurrency.for_each(messages, send, min(len(messages), MOST_SENDS))
 
     async def receive(
         self, max_messages: int, lease_seconds: float
@@ -189,10 +191,6 @@ class AzureQueue:
         finally:
             await self._hand_back(leased.values())
 
-    @property
-    def finds_all(self) -> bool:
-        return False
-
     async def find(self, text: str) -> AsyncIterator[protocol.FoundMessage]:
         for message in await self._peek(protocol.MAX_RECEIVE):
             if text in message.body or text == message.id or not message.body.startswith("{"):
@@ -230,12 +228,6 @@ class AzureQueue:
         # Both are whole seconds, from servers whose clocks differ by less than one.
         second = timedelta(seconds=1)
         return protocol.Stamps(dates[-1] - second, dates[-1] + second)
-
-    async def _send(self, body: str) -> None:
-        async def attempt() -> None:
-            await self._access.attempt(self._what, "a", partial(self._sender.send, body))
-
-        await self._retry_policy.call(partial(self._window.run, attempt))
 
     async def _properties(self) -> QueueProperties:
         found = await self._client.get_queue_properties()
@@ -300,12 +292,10 @@ class AzureQueue:
 
     async def _hand_back(self, messages: Collection[protocol.LeasedMessage]) -> None:
         """Makes browsed messages visible again, unless their leases were lost."""
-        slots = asyncio.Semaphore(CONCURRENT_RELEASES)
 
         async def hand_back(message: protocol.LeasedMessage) -> None:
             # If this fails, the message is visible again when its lease expires.
-            async with slots:
-                with contextlib.suppress(errors.LeaseLost, errors.TransientError):
-                    await self.release(message)
+            with contextlib.suppress(errors.LeaseLost, errors.TransientError):
+                await self.release(message)
 
-        await concurrency.gather(*(hand_back(message) for message in messages))
+        await concurrency.for_each(messages, hand_back, CONCURRENT_RELEASES)

@@ -20,7 +20,6 @@ from pydantic import BaseModel
 
 from imagefleet.concurrency import Batches
 from imagefleet.storage import protocol
-from imagefleet.storage.local.file import sync_folder
 from imagefleet.storage.local.new_blobs import (
     METADATA_FOLDER,
     TEMPORARY_FOLDER,
@@ -28,6 +27,7 @@ from imagefleet.storage.local.new_blobs import (
     NewBlobs,
     make_durable_folder,
     no_folder,
+    sync_folder,
     translated,
 )
 

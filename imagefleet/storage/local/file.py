@@ -1,27 +1,15 @@
-"""The SQLite file that many processes share: how it is created, opened and worked on.
-
-Its clock is the machine's uptime plus a constant that the first process after a start of the
-machine writes into it: a lease ends when it should although somebody sets the time meanwhile.
-"""
+"""The SQLite file: its schema and statements, how it is created and opened, and its errors."""
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
-import errno
-import itertools
-import os
 import shutil
 import sqlite3
-import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
 
-from imagefleet import errors, uptime
-from imagefleet.concurrency import Batches
+from imagefleet import errors
+from imagefleet.storage.local.new_blobs import DISK_FULL, sync_folder
 
 #: Seconds to wait for another process's transaction: milliseconds, unless the machine is busy.
 BUSY_TIMEOUT_SECONDS = 30
@@ -29,9 +17,6 @@ BUSY_TIMEOUT_SECONDS = 30
 #: Pages (4 KiB) of the write-ahead log between checkpoints, each an fsync and a burst of writes.
 #: SQLite's default, 1,000, means one every few hundred messages.
 CHECKPOINT_PAGES = 4_000
-
-#: Changes of single messages in one transaction, which takes a millisecond then.
-_MOST_CHANGES = 64
 
 #: Tells the file from those of other programs; another schema takes another number.
 _APPLICATION = 0x1F1EE700
@@ -57,11 +42,47 @@ CREATE INDEX messages_in_order ON messages (queue, visible_at, sequence);
 CREATE TABLE clock (boot TEXT PRIMARY KEY, ahead REAL NOT NULL);
 """
 
+SEND = "INSERT INTO messages (queue, enqueued_at, id, body) VALUES (?, ?, ?, ?)"
+ANY_VISIBLE = "SELECT 1 FROM messages WHERE queue = ? AND visible_at <= ? LIMIT 1"
+ANY_EXPIRED = """
+SELECT 1 FROM messages WHERE queue = ? AND visible_at > 0 AND visible_at <= ? LIMIT 1
+"""
+SWEEP = "UPDATE messages SET visible_at = 0 WHERE queue = ? AND visible_at > 0 AND visible_at <= ?"
+LEASE = """
+UPDATE messages
+SET visible_at = ?, version = version + 1, delivery_count = delivery_count + 1
+WHERE sequence IN (
+    SELECT sequence FROM messages WHERE queue = ? AND visible_at = 0 ORDER BY sequence LIMIT ?
+)
+RETURNING sequence, version, id, body, delivery_count, enqueued_at
+"""
+UPDATE = """
+UPDATE messages SET visible_at = ?, body = coalesce(?, body), version = version + 1
+WHERE sequence = ? AND version = ? AND id = ?
+"""
+DELETE = "DELETE FROM messages WHERE sequence = ? AND version = ? AND id = ?"
+CLEAR = "DELETE FROM messages WHERE queue = ?"
+BROWSE = """
+SELECT sequence, id, body, delivery_count, enqueued_at FROM messages
+WHERE queue = ? AND visible_at = 0 AND sequence > ? ORDER BY sequence LIMIT ?
+"""
+# Messages in base64, as Azure Functions send them, are the caller's to read.
+FIND = """
+SELECT sequence, id, body, delivery_count, enqueued_at, visible_at > 0 FROM messages
+WHERE queue = ? AND sequence > ?
+AND (id = ? OR instr(body, ?) OR substr(ltrim(body), 1, 1) <> '{')
+ORDER BY sequence LIMIT ?
+"""
+OLDEST = """
+SELECT enqueued_at FROM messages WHERE queue = ? AND visible_at = 0 ORDER BY sequence LIMIT 1
+"""
+# Scans the index: 50 ms for a million messages, which blocks no writer.
+COUNT = "SELECT count(*), count(nullif(visible_at, 0)) FROM messages WHERE queue = ?"
+RECORD_SHARDS = "UPDATE queues SET used = ?, made = ? WHERE name = ?"
+SHARDS = "SELECT used, made FROM queues WHERE name = ?"
+
 #: An I/O error with less room than this is one of a full disk.
 _LEAST_FREE_BYTES = 2**18
-
-#: A write failed for want of space.
-DISK_FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 
 _NO_ROOM = frozenset({sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_CANTOPEN})
 _NO_ACCESS = frozenset(
@@ -72,133 +93,6 @@ _START_ANEW = (
     "put a copy of it back, or move it away together with its -wal and -shm and fill a new queue"
     " with `imagefleet load --restart`"
 )
-
-_Result = TypeVar("_Result")
-
-
-class _Change(NamedTuple):
-    """Work that shares a transaction with what else waits."""
-
-    work: Callable[[sqlite3.Connection], object]
-
-
-class QueueFile:
-    """Runs transactions on a SQLite file in a thread of its own; opens it on first use."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="queue-file")
-        self._connection: sqlite3.Connection | None = None
-        self._identity: tuple[int, int] | None = None
-        self._clock_ahead = 0.0
-        self._calls: Batches[_Change | Callable[[], object], Any] = Batches(
-            self._do, self._thread, most=_MOST_CHANGES
-        )
-
-    async def run(self, work: Callable[[sqlite3.Connection], _Result]) -> _Result:
-        """Does *work* in the thread of the file.
-
-        Raises:
-            TransientError: another process locks the file for too long, or the disk is full.
-            SetupError: the file or queue does not exist or cannot be used.
-        """
-        done: _Result = await self._calls(lambda: work(self._open()))
-        return done
-
-    async def change(self, work: Callable[[sqlite3.Connection], _Result]) -> _Result:
-        """Does *work* in one transaction with what else waits.
-
-        Raises:
-            TransientError, SetupError: as for `run`; no change of the transaction was made.
-        """
-        done: _Result = await self._calls(_Change(work))
-        return done
-
-    async def create(self, queue: str) -> None:
-        """Creates the file and the queue if they do not exist."""
-
-        def work() -> None:
-            create(self.path)
-            connection = self._open()
-            if (queue,) not in connection.execute("SELECT name FROM queues"):
-                with transaction(connection, durable=True):
-                    connection.execute("INSERT OR IGNORE INTO queues (name) VALUES (?)", (queue,))
-
-        await self._calls(work)
-
-    def now(self) -> float:
-        """The clock of the leases; only for *work*."""
-        return self._clock_ahead + time.clock_gettime(uptime.CLOCK)
-
-    async def close(self) -> None:
-        await asyncio.get_running_loop().run_in_executor(self._thread, self._close)
-        self._thread.shutdown()
-
-    def _do(self, calls: Sequence[_Change | Callable[[], object]]) -> list[object]:
-        outcomes: list[object] = []
-        for is_change, group in itertools.groupby(calls, lambda each: isinstance(each, _Change)):
-            if is_change:
-                outcomes += self._change([each for each in group if isinstance(each, _Change)])
-            else:
-                outcomes += [self._outcome(each) for each in group if callable(each)]
-        return outcomes
-
-    def _change(self, changes: Sequence[_Change]) -> Sequence[object]:
-        def work() -> list[object]:
-            connection = self._open()
-            with transaction(connection):
-                return [change.work(connection) for change in changes]
-
-        outcome = self._outcome(work)
-        return [outcome] * len(changes) if isinstance(outcome, Exception) else outcome
-
-    def _outcome(self, work: Callable[[], _Result]) -> _Result | Exception:
-        try:
-            return work()
-        except sqlite3.Error as error:
-            translated = _translated(error, self.path)
-            translated.__cause__ = error
-            return translated
-        except Exception as error:  # noqa: BLE001 - raised again by the call
-            return error
-
-    def _open(self) -> sqlite3.Connection:
-        identity = _identity(self.path)
-        if self._connection is not None and identity != self._identity:
-            # Deleted, or replaced: its jobs are gone, and new ones are in the new file.
-            self._close()
-        if self._connection is None:
-            connection = connect(self.path)
-            try:
-                self._clock_ahead = _clock_ahead(connection)
-            except BaseException:
-                connection.close()
-                raise
-            self._connection, self._identity = connection, identity
-        return self._connection
-
-    def _close(self) -> None:
-        if self._connection is not None:
-            self._connection.close()
-            self._connection = None
-
-
-@contextlib.contextmanager
-def transaction(connection: sqlite3.Connection, *, durable: bool = False) -> Iterator[None]:
-    """A write transaction; a *durable* one is synced to the disk.
-
-    A power failure may undo the latest others: a lost lease or acknowledgement repeats a job,
-    whereas a lost message would lose one. Crashes of processes undo neither.
-    """
-    connection.execute(f"PRAGMA synchronous = {'FULL' if durable else 'NORMAL'}")
-    connection.execute("BEGIN IMMEDIATE")
-    try:
-        yield
-        connection.execute("COMMIT")
-    except BaseException:
-        if connection.in_transaction:  # some errors (a full disk) roll it back themselves
-            connection.execute("ROLLBACK")
-        raise
 
 
 def create(path: Path) -> None:
@@ -271,39 +165,11 @@ def _check_application(connection: sqlite3.Connection, path: Path) -> None:
         )
 
 
-def _clock_ahead(connection: sqlite3.Connection) -> float:
-    """What the file's clock is ahead of the machine's uptime.
-
-    After a restart of the machine nobody holds the leases any more: they end.
-    """
-    ahead = time.time() - uptime.seconds()
-    if (boot := uptime.boot_id()) is None:
-        return ahead
-    find = "SELECT ahead FROM clock WHERE boot = ?"
-    if found := connection.execute(find, (boot,)).fetchone():
-        return float(found[0])
-    with transaction(connection):
-        if found := connection.execute(find, (boot,)).fetchone():
-            return float(found[0])
-        if connection.execute("DELETE FROM clock").rowcount:
-            connection.execute("UPDATE messages SET visible_at = 0 WHERE visible_at > 0")
-        connection.execute("INSERT INTO clock VALUES (?, ?)", (boot, ahead))
-    return ahead
-
-
 def log_of(path: Path) -> Path:
     return path.with_name(f"{path.name}-wal")
 
 
-def sync_folder(folder: Path | str) -> None:
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
-def _translated(error: sqlite3.Error, path: Path) -> errors.FleetError:
+def translated(error: sqlite3.Error, path: Path) -> errors.FleetError:
     """What SQLite says, as an error that names the file and what to do."""
     code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_ERROR) & 0xFF
     if code == sqlite3.SQLITE_FULL or (code in _NO_ROOM and _is_full(path.parent)):
@@ -337,15 +203,6 @@ def _connect(path: Path, mode: str) -> sqlite3.Connection:
         timeout=BUSY_TIMEOUT_SECONDS,
         isolation_level=None,
     )
-
-
-def _identity(path: Path) -> tuple[int, int] | None:
-    """Tells a file from another of its name; None if there is none."""
-    try:
-        status = path.stat()
-    except OSError:
-        return None
-    return status.st_dev, status.st_ino
 
 
 def _missing(path: Path) -> errors.MissingResourceError:

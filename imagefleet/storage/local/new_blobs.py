@@ -18,11 +18,13 @@ from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
 from imagefleet import errors
-from imagefleet.storage.local.file import DISK_FULL, sync_folder
 
 #: Folders beside the blobs in their folder; no segment of a blob's name starts with a dot.
 METADATA_FOLDER = ".metadata"
 TEMPORARY_FOLDER = ".temporary"
+
+#: A write failed for want of space.
+DISK_FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 
 _IN_THE_WAY = (FileExistsError, IsADirectoryError, NotADirectoryError)
 _REFUSED = frozenset({errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTSUP})
@@ -184,6 +186,14 @@ def make_durable_folder(folder: Path, root: Path) -> None:
         make_durable_folder(folder.parent, root)
         folder.mkdir(exist_ok=True)
         sync_folder(folder.parent)
+
+
+def sync_folder(folder: Path | str) -> None:
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
 
 
 def _begin_sync(draft: _Draft) -> None:

@@ -4,65 +4,163 @@
 are read in the order of the sends, expired leases are reset to 0 through the same index, so that a
 returned message comes first again. No frequent statement reads more rows than it returns. A receipt
 is the sequence number and version of the row; each lease increments the version.
+
+The clock of the leases is the machine's uptime plus a constant that the first process after a start
+of the machine writes into the file: a lease ends when it should although somebody sets the time.
 """
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import dataclasses
+import itertools
 import sqlite3
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
-from typing import Any, TypeVar
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
 
-from imagefleet import errors
+from imagefleet import errors, uptime
+from imagefleet.concurrency import Batches
 from imagefleet.job import sizes
 from imagefleet.storage import protocol
-from imagefleet.storage.local.file import QueueFile, transaction
+from imagefleet.storage.local import file as sqlite_file
 
 _Result = TypeVar("_Result")
 
-SEND = "INSERT INTO messages (queue, enqueued_at, id, body) VALUES (?, ?, ?, ?)"
-ANY_VISIBLE = "SELECT 1 FROM messages WHERE queue = ? AND visible_at <= ? LIMIT 1"
-ANY_EXPIRED = """
-SELECT 1 FROM messages WHERE queue = ? AND visible_at > 0 AND visible_at <= ? LIMIT 1
-"""
-SWEEP = "UPDATE messages SET visible_at = 0 WHERE queue = ? AND visible_at > 0 AND visible_at <= ?"
-LEASE = """
-UPDATE messages
-SET visible_at = ?, version = version + 1, delivery_count = delivery_count + 1
-WHERE sequence IN (
-    SELECT sequence FROM messages WHERE queue = ? AND visible_at = 0 ORDER BY sequence LIMIT ?
-)
-RETURNING sequence, version, id, body, delivery_count, enqueued_at
-"""
-UPDATE = """
-UPDATE messages SET visible_at = ?, body = coalesce(?, body), version = version + 1
-WHERE sequence = ? AND version = ? AND id = ?
-"""
-DELETE = "DELETE FROM messages WHERE sequence = ? AND version = ? AND id = ?"
-CLEAR = "DELETE FROM messages WHERE queue = ?"
-BROWSE = """
-SELECT sequence, id, body, delivery_count, enqueued_at FROM messages
-WHERE queue = ? AND visible_at = 0 AND sequence > ? ORDER BY sequence LIMIT ?
-"""
-# Messages in base64, as Azure Functions send them, are the caller's to read.
-FIND = """
-SELECT sequence, id, body, delivery_count, enqueued_at, visible_at > 0 FROM messages
-WHERE queue = ? AND sequence > ?
-AND (id = ? OR instr(body, ?) OR substr(ltrim(body), 1, 1) <> '{')
-ORDER BY sequence LIMIT ?
-"""
-OLDEST = """
-SELECT enqueued_at FROM messages WHERE queue = ? AND visible_at = 0 ORDER BY sequence LIMIT 1
-"""
-# Scans the index: 50 ms for a million messages, which blocks no writer.
-COUNT = "SELECT count(*), count(nullif(visible_at, 0)) FROM messages WHERE queue = ?"
-RECORD_SHARDS = "UPDATE queues SET used = ?, made = ? WHERE name = ?"
-SHARDS = "SELECT used, made FROM queues WHERE name = ?"
-
 _BROWSE_PAGE = 100
+
+#: Changes of single messages in one transaction, which takes a millisecond then.
+_MOST_CHANGES = 64
+
+
+class _Change(NamedTuple):
+    """Work that shares a transaction with what else waits."""
+
+    work: Callable[[sqlite3.Connection], object]
+
+
+class QueueFile:
+    """Runs transactions on a SQLite file in a thread of its own; opens it on first use."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="queue-file")
+        self._connection: sqlite3.Connection | None = None
+        self._identity: tuple[int, int] | None = None
+        self._clock_ahead = 0.0
+        self._calls: Batches[_Change | Callable[[], object], Any] = Batches(
+            self._do, self._thread, most=_MOST_CHANGES
+        )
+
+    async def run(self, work: Callable[[sqlite3.Connection], _Result]) -> _Result:
+        """Does *work* in the thread of the file.
+
+        Raises:
+            TransientError: another process locks the file for too long, or the disk is full.
+            SetupError: the file or queue does not exist or cannot be used.
+        """
+        done: _Result = await self._calls(lambda: work(self._open()))
+        return done
+
+    async def change(self, work: Callable[[sqlite3.Connection], _Result]) -> _Result:
+        """Does *work* in one transaction with what else waits.
+
+        Raises:
+            TransientError, SetupError: as for `run`; no change of the transaction was made.
+        """
+        done: _Result = await self._calls(_Change(work))
+        return done
+
+    async def create(self, queue: str) -> None:
+        """Creates the file and the queue if they do not exist."""
+
+        def work() -> None:
+            sqlite_file.create(self.path)
+            connection = self._open()
+            if (queue,) not in connection.execute("SELECT name FROM queues"):
+                with transaction(connection, durable=True):
+                    connection.execute("INSERT OR IGNORE INTO queues (name) VALUES (?)", (queue,))
+
+        await self._calls(work)
+
+    def now(self) -> float:
+        """The clock of the leases; only for *work*."""
+        return self._clock_ahead + time.clock_gettime(uptime.CLOCK)
+
+    async def close(self) -> None:
+        await asyncio.get_running_loop().run_in_executor(self._thread, self._close)
+        self._thread.shutdown()
+
+    def _do(self, calls: Sequence[_Change | Callable[[], object]]) -> list[object]:
+        outcomes: list[object] = []
+        for is_change, group in itertools.groupby(calls, lambda each: isinstance(each, _Change)):
+            if is_change:
+                outcomes += self._change([each for each in group if isinstance(each, _Change)])
+            else:
+                outcomes += [self._outcome(each) for each in group if callable(each)]
+        return outcomes
+
+    def _change(self, changes: Sequence[_Change]) -> Sequence[object]:
+        def work() -> list[object]:
+            connection = self._open()
+            with transaction(connection):
+                return [change.work(connection) for change in changes]
+
+        outcome = self._outcome(work)
+        return [outcome] * len(changes) if isinstance(outcome, Exception) else outcome
+
+    def _outcome(self, work: Callable[[], _Result]) -> _Result | Exception:
+        try:
+            return work()
+        except sqlite3.Error as error:
+            translated = sqlite_file.translated(error, self.path)
+            translated.__cause__ = error
+            return translated
+        except Exception as error:  # noqa: BLE001 - raised again by the call
+            return error
+
+    def _open(self) -> sqlite3.Connection:
+        identity = _identity(self.path)
+        if self._connection is not None and identity != self._identity:
+            # Deleted, or replaced: its jobs are gone, and new ones are in the new file.
+            self._close()
+        if self._connection is None:
+            connection = sqlite_file.connect(self.path)
+            try:
+                self._clock_ahead = _clock_ahead(connection)
+            except BaseException:
+                connection.close()
+                raise
+            self._connection, self._identity = connection, identity
+        return self._connection
+
+    def _close(self) -> None:
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
+
+
+@contextlib.contextmanager
+def transaction(connection: sqlite3.Connection, *, durable: bool = False) -> Iterator[None]:
+    """A write transaction; a *durable* one is synced to the disk.
+
+    A power failure may undo the latest others: a lost lease or acknowledgement repeats a job,
+    whereas a lost message would lose one. Crashes of processes undo neither.
+    """
+    connection.execute(f"PRAGMA synchronous = {'FULL' if durable else 'NORMAL'}")
+    connection.execute("BEGIN IMMEDIATE")
+    try:
+        yield
+        connection.execute("COMMIT")
+    except BaseException:
+        if connection.in_transaction:  # some errors (a full disk) roll it back themselves
+            connection.execute("ROLLBACK")
+        raise
 
 
 class LocalQueue:
@@ -101,7 +199,7 @@ class LocalQueue:
         def record(connection: sqlite3.Connection) -> None:
             with transaction(connection, durable=True):
                 now = shards.with_made(self._read_shards(connection).made)
-                connection.execute(RECORD_SHARDS, (*now, self.name))
+                connection.execute(sqlite_file.RECORD_SHARDS, (*now, self.name))
             self.shards = now
 
         await self._run(record)
@@ -114,7 +212,7 @@ class LocalQueue:
             rows = ((self.name, now, uuid.uuid4().hex, body) for body in messages)
             try:
                 with transaction(connection, durable=True):
-                    connection.executemany(SEND, rows)
+                    connection.executemany(sqlite_file.SEND, rows)
             except sqlite3.IntegrityError:
                 raise self._missing() from None
 
@@ -128,12 +226,12 @@ class LocalQueue:
         def receive(connection: sqlite3.Connection) -> list[Any]:
             now = self._lease_clock()
             # An idle worker polls, and must not take the write lock each time.
-            if connection.execute(ANY_VISIBLE, (self.name, now)).fetchone() is None:
+            if connection.execute(sqlite_file.ANY_VISIBLE, (self.name, now)).fetchone() is None:
                 return []
             with transaction(connection):
-                connection.execute(SWEEP, (self.name, now))
+                connection.execute(sqlite_file.SWEEP, (self.name, now))
                 values = now + lease_seconds, self.name, max_messages
-                return connection.execute(LEASE, values).fetchall()
+                return connection.execute(sqlite_file.LEASE, values).fetchall()
 
         # RETURNING guarantees no order; each row starts with its sequence.
         rows = sorted(await self._run(receive))
@@ -160,14 +258,14 @@ class LocalQueue:
         await self._update(message, delay_seconds, body)
 
     async def delete(self, message: protocol.LeasedMessage) -> None:
-        await self._change(DELETE, lambda: _key(message))
+        await self._change(sqlite_file.DELETE, lambda: _key(message))
 
     async def browse(self) -> AsyncIterator[protocol.Message]:
-        async for _, *row in self._pages(BROWSE):
+        async for _, *row in self._pages(sqlite_file.BROWSE):
             yield protocol.Message(**self._fields(*row))
 
     async def find(self, text: str) -> AsyncIterator[protocol.FoundMessage]:
-        async for _, *row, is_leased in self._pages(FIND, text, text):
+        async for _, *row, is_leased in self._pages(sqlite_file.FIND, text, text):
             message = protocol.Message(**self._fields(*row))
             yield protocol.FoundMessage(message, bool(is_leased))
 
@@ -175,8 +273,8 @@ class LocalQueue:
         def depth(connection: sqlite3.Connection) -> protocol.QueueDepth:
             self._sweep(connection)
             self._read_shards(connection)
-            messages, leased = connection.execute(COUNT, (self.name,)).fetchone()
-            oldest = connection.execute(OLDEST, (self.name,)).fetchone()
+            messages, leased = connection.execute(sqlite_file.COUNT, (self.name,)).fetchone()
+            oldest = connection.execute(sqlite_file.OLDEST, (self.name,)).fetchone()
             age_seconds = max(0.0, self._clock() - oldest[0]) if oldest else None
             return protocol.QueueDepth(messages, leased, age_seconds)
 
@@ -188,7 +286,7 @@ class LocalQueue:
     async def clear(self) -> None:
         def clear(connection: sqlite3.Connection) -> None:
             with transaction(connection, durable=True):
-                connection.execute(CLEAR, (self.name,))
+                connection.execute(sqlite_file.CLEAR, (self.name,))
 
         await self._run(clear)
 
@@ -211,7 +309,7 @@ class LocalQueue:
             visible_at = self._lease_clock() + seconds if seconds > 0 else 0
             return visible_at, body, *_key(message)
 
-        await self._change(UPDATE, values)
+        await self._change(sqlite_file.UPDATE, values)
 
     async def _change(self, statement: str, values: Callable[[], tuple[object, ...]]) -> None:
         """*values* are those at the time when the statement is executed."""
@@ -245,7 +343,7 @@ class LocalQueue:
         }
 
     def _read_shards(self, connection: sqlite3.Connection) -> protocol.Shards:
-        row = connection.execute(SHARDS, (self.name,)).fetchone()
+        row = connection.execute(sqlite_file.SHARDS, (self.name,)).fetchone()
         if row is None:
             raise self._missing()
         self.shards = protocol.Shards(*row)
@@ -260,10 +358,10 @@ class LocalQueue:
     def _sweep(self, connection: sqlite3.Connection) -> None:
         """Makes messages with expired leases visible, for reads that lease nothing."""
         now = self._lease_clock()
-        if connection.execute(ANY_EXPIRED, (self.name, now)).fetchone() is not None:
+        if connection.execute(sqlite_file.ANY_EXPIRED, (self.name, now)).fetchone() is not None:
             try:
                 with transaction(connection):
-                    connection.execute(SWEEP, (self.name, now))
+                    connection.execute(sqlite_file.SWEEP, (self.name, now))
             except sqlite3.OperationalError as error:
                 # On a full disk the rest can be read all the same.
                 if error.sqlite_errorcode != sqlite3.SQLITE_FULL:
@@ -274,3 +372,32 @@ def _key(message: protocol.LeasedMessage) -> tuple[int, int, str]:
     """Row, version and id: in a file that replaced another, the row may be another message's."""
     sequence, _, version = message.receipt.partition(".")
     return int(sequence), int(version), message.id
+
+
+def _clock_ahead(connection: sqlite3.Connection) -> float:
+    """What the file's clock is ahead of the machine's uptime.
+
+    After a restart of the machine nobody holds the leases any more: they end.
+    """
+    ahead = time.time() - uptime.seconds()
+    if (boot := uptime.boot_id()) is None:
+        return ahead
+    find = "SELECT ahead FROM clock WHERE boot = ?"
+    if found := connection.execute(find, (boot,)).fetchone():
+        return float(found[0])
+    with transaction(connection):
+        if found := connection.execute(find, (boot,)).fetchone():
+            return float(found[0])
+        if connection.execute("DELETE FROM clock").rowcount:
+            connection.execute("UPDATE messages SET visible_at = 0 WHERE visible_at > 0")
+        connection.execute("INSERT INTO clock VALUES (?, ?)", (boot, ahead))
+    return ahead
+
+
+def _identity(path: Path) -> tuple[int, int] | None:
+    """Tells a file from another of its name; None if there is none."""
+    try:
+        status = path.stat()
+    except OSError:
+        return None
+    return status.st_dev, status.st_ino

@@ -6,8 +6,7 @@ from pathlib import Path
 from typing import Self
 
 from imagefleet.storage.local.blobs import LocalBlobs
-from imagefleet.storage.local.file import QueueFile
-from imagefleet.storage.local.queue import LocalQueue
+from imagefleet.storage.local.queue import LocalQueue, QueueFile
 from imagefleet.storage.protocol import Operations
 from imagefleet.storage.routing.models import ModelQueues
 from imagefleet.storage.settings import Priority, StorageSettings

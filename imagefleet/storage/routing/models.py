@@ -66,8 +66,8 @@ class ModelQueues:
     def of(self, model: str | None) -> Queues:
         """A model's queues, whether they exist or not."""
         if model not in self._opened:
-            routes = {each: self._route(each, model) for each in PRIORITIES}
-            self._opened[model] = {each: RoutedQueue([routes[each]]) for each in PRIORITIES}
+            routes = ((each, self._route(each, model)) for each in PRIORITIES)
+            self._opened[model] = {priority: RoutedQueue([route]) for priority, route in routes}
         return self._opened[model]
 
     def _route(self, priority: Priority, model: str | None) -> Route:

@@ -18,9 +18,9 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from pydantic import SecretStr
 
 from fleet.broker import service
-from fleet.broker.identity import Identities
-from fleet.broker.settings import BrokerSettings
+from fleet.broker.service import Identities
 from fleet.keys import mint
+from fleet.settings import BrokerSettings
 from imagefleet import errors, retry
 from imagefleet.storage.azure.roles import ROLES
 from imagefleet.storage.azure.storage import AzureStorage

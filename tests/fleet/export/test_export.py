@@ -352,7 +352,7 @@ async def test_the_plan_is_sorted_with_flat_memory(
         for name in names:
             yield [record.model_copy(update={"id": name, "blob": f"spring/{name}.png"})]
 
-    from imagefleet.records.damaged import Damaged
+    from imagefleet.records.stored import Damaged
 
     wanted = plan.Plan(
         campaign="spring",

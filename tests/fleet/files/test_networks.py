@@ -61,7 +61,7 @@ def test_a_file_is_stored_signed_listed_and_found_by_workers(
 
     async def resolved(trusted: TrustedKeys) -> bytes:
         async with open_storage(local_settings) as storage:
-            library = FileLibrary.stored(
+            library = FileLibrary(
                 storage.files,
                 KINDS[kind],
                 cache=tmp_path / "cache",

@@ -77,7 +77,7 @@ def found_by_workers(
 ) -> list[torch.Tensor]:
     async def resolve() -> list[Path]:
         async with open_storage(settings) as storage:
-            library = FileLibrary.stored(
+            library = FileLibrary(
                 storage.files,
                 TEXT,
                 cache=cache,

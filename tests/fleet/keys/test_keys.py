@@ -281,7 +281,7 @@ def test_azure_tokens_require_https_and_fit_into_saladclouds_variables() -> None
     for role, policy in itertools.product(ROLES.values(), (None, "p" * 32)):
         minted = mint.Minter(settings).mint(role, ONE_HOUR, policy)
         assert minted.storage == "https://pictures.blob.core.windows.net"
-        for token in minted.tokens.values():
+        for token in minted.fields.values():
             fields = parse_qs(token)
             assert fields["spr"] == ["https"]
             assert "st" not in fields, "a slow clock would reject it"

@@ -153,7 +153,7 @@ def test_a_token_of_a_policy_is_refused_after_its_own_expiry(
 ) -> None:
     asyncio.run(mint.store_policy(azurite_settings, ROLES["worker"], "spring"))
     minted = mint.Minter(azurite_settings).mint(ROLES["worker"], -ONE_HOUR, "spring")
-    record = {"storage": minted.storage, **minted.tokens}
+    record = {"storage": minted.storage, **minted.fields}
     result = in_process("keys", "check", *bearing(azurite_settings, record))
     assert result.returncode == 2
     assert re.search(

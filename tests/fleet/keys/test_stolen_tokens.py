@@ -66,7 +66,7 @@ async def stealing(settings: StorageSettings, role: Role) -> AsyncIterator[Thief
     minted = mint.Minter(settings).mint(role, timedelta(hours=1))
     address = read_address(minted.storage)
     names = settings.job_queues
-    token = {resource: AzureSasCredential(each) for resource, each in minted.tokens.items()}
+    token = {resource: AzureSasCredential(each) for resource, each in minted.fields.items()}
     async with (
         address.queue_client(settings.queue, token["queue"], **OPTIONS) as jobs,
         address.queue_client(names["high"], token["queue_high"], **OPTIONS) as high,
@@ -233,7 +233,7 @@ async def test_a_token_is_good_for_nothing_but_its_own_resource(
             await request
         answers.append(caught.value.status_code)
 
-    for resource, token in minted.tokens.items():
+    for resource, token in minted.fields.items():
         credential = AzureSasCredential(token)
         queues = {*settings.job_queues.values(), settings.poison_queue, "another"}
         for name in queues - {name_of(settings, resource)}:

@@ -11,11 +11,11 @@ import polling
 from fleet.monitor import queue_flow
 from fleet.monitor.queue_flow import Exporter
 from fleet.monitor.rates import FleetRates
-from fleet.monitor.settings import ExporterSettings
+from fleet.settings import ExporterSettings
 from imagefleet import errors
 from imagefleet.storage.open import Storage, open_storage
 from imagefleet.storage.protocol import QueueDepth
-from imagefleet.telemetry.queue_flow import QueueFlow
+from imagefleet.telemetry.queue_gauges import QueueFlow
 
 
 def flow_of(*samples: tuple[float, int], window_seconds: float = 300) -> QueueFlow:

@@ -13,7 +13,7 @@ from prometheus_client import CollectorRegistry
 from rich.console import Console
 
 from fleet.monitor import command, watch
-from fleet.monitor.settings import MonitorSettings
+from fleet.settings import MonitorSettings
 from imagefleet import aio, errors
 from imagefleet.storage.open import Storage, open_storage
 from imagefleet.storage.protocol import QueueDepth
@@ -120,7 +120,7 @@ async def test_a_watch_outlives_an_outage(
     monkeypatch.setattr(watch, "SECONDS", 0.01)
 
     settings = MonitorSettings(storage=filled)
-    showing = command._show_status(settings, None, 20, watch=True, as_json=False)
+    showing = command.status_command.__wrapped__(settings, workers=False, count=20, watch=True)
     watching = asyncio.create_task(showing)
     await asyncio.wait_for(third.wait(), 10)
     watching.cancel()
@@ -144,7 +144,7 @@ async def test_models_whose_jobs_wait_without_a_worker_are_named(storage: Storag
     for message in await storage.models.of("c")["normal"].receive(1, 60):
         await storage.models.of("c")["normal"].delete(message)
     found = await command.read_status(aio.Fleet(storage))
-    assert found.without_worker == [command.WaitingModel("a", 2)]
+    assert found.without_worker == {"a": 2}
     assert {each.model for each in found.queues} == {None, "a", "b", "c"}
     console = Console(width=120, record=True)
     console.print(command._status_screen(found))

@@ -7,7 +7,7 @@ import pytest
 
 from fleet.report import plot
 from fleet.report.plot import Bar, Line
-from imagefleet.scoring import axes
+from imagefleet.scoring import curve
 
 DAY = 86_400
 
@@ -27,7 +27,7 @@ def texts(markup: ET.Element, part: str) -> list[str]:
     [(0, "0"), (0.03124, "0.0312"), (4.954, "4.95"), (4954.4, "4,954"), (30, "30"), (0.5, "0.5")],
 )
 def test_a_number_has_three_significant_digits(value: float, text: str) -> None:
-    assert axes.number_text(value) == text
+    assert curve.number_text(value) == text
 
 
 @pytest.mark.parametrize("highest", [0, 0.003, 1, 3, 32, 99.9, 101, 4954, 212_153])

@@ -22,7 +22,6 @@ from fleet import console
 from fleet.salad import file as salad_file
 from fleet.salad import gpus
 from fleet.salad import groups as salad_groups
-from fleet.salad import options as salad_options
 from imagefleet import errors
 from imagefleet.pricing import prices
 from imagefleet.signing import SigningKey
@@ -98,10 +97,9 @@ def test_replicas_are_spread_evenly_within_the_limit(replicas: int, groups: int)
 
 
 def test_the_name_of_a_group_identifies_its_fleet() -> None:
-    name = salad_groups.GroupName("sd15", "0123abcd", 2)
 
-    assert salad_groups.parse_name("sd15", str(name)) == name
-    assert salad_groups.parse_name("sd1", str(name)) is None
+    assert salad_groups.parse_name("sd15", "sd15-0123abcd-2") == ("0123abcd", 2)
+    assert salad_groups.parse_name("sd1", "sd15-0123abcd-2") is None
     assert salad_groups.parse_name("sd15", "sd15-batch-1") is None
 
 
@@ -272,4 +270,4 @@ def test_a_missing_fleet_file_is_reported_with_the_paths_tried(
     ended = in_process("deploy", "apply", "--render")
 
     assert ended.returncode == 2
-    assert all(str(path) in ended.stderr for path in salad_options.DEFAULT_FILES)
+    assert all(str(path) in ended.stderr for path in salad_file.DEFAULT_FILES)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from fleet.salad import file as salad_file
-from fleet.salad import gpus, models
+from fleet.salad import gpus
 from fleet.scale import command as scale
 from imagefleet import errors
 from imagefleet.pricing import families
@@ -59,7 +59,7 @@ def test_workers_get_the_models_and_the_operator_sees_their_queues(in_process: I
     ],
 )
 def test_a_model_has_the_name_that_jobs_give_it(text: str, name: str) -> None:
-    assert models.name_of(text) == name
+    assert salad_file.name_of(text) == name
 
 
 def test_a_gpu_class_with_too_little_memory_is_refused(tmp_path: Path) -> None:

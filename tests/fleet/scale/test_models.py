@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from fleet.monitor import prometheus
-from fleet.salad.models import Model
+from fleet.salad.file import Model
 from fleet.scale import scaler
 from fleet.scale.decision import Goal, Known, decide
 from imagefleet.pricing import families

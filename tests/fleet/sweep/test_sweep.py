@@ -25,8 +25,7 @@ from imagefleet.records import reader, sweep
 from imagefleet.storage.azure.roles import ROLES
 from imagefleet.storage.open import Storage, open_storage
 from imagefleet.storage.settings import StorageSettings
-from loadgen.caption_sweep import SweepSource, groups
-from loadgen.captions import CaptionFile
+from loadgen.caption_sweep import CaptionFile, SweepSource, groups
 from loadgen.load import Checkpoint, Load
 from loadgen.settings import LoadSettings
 

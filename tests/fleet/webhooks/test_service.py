@@ -16,10 +16,9 @@ from aiohttp import web
 from prometheus_client import CollectorRegistry
 
 import polling
-from fleet.webhooks import campaigns, deliveries, events, service
-from fleet.webhooks.endpoint import Endpoint
-from fleet.webhooks.signature import Signer
-from fleet.webhooks.state import State
+from fleet.webhooks import deliveries, events, service
+from fleet.webhooks.endpoint import Endpoint, Signer
+from fleet.webhooks.events import State
 from imagefleet import errors
 from imagefleet.records.record import Record
 from imagefleet.records.shard import RecordLog
@@ -40,7 +39,7 @@ def log(storage: Storage) -> RecordLog:
 @pytest.fixture
 def times(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     """Nothing waits long; a test may set some of them otherwise."""
-    monkeypatch.setattr(campaigns, "SETTLE_SECONDS", 0.0)
+    monkeypatch.setattr(service, "SETTLE_SECONDS", 0.0)
     monkeypatch.setattr(service, "POLL_SECONDS", 0.05)
     monkeypatch.setattr(service, "SAVE_SECONDS", 0.0)
     monkeypatch.setattr(service, "_STEP_SECONDS", 0.02)
@@ -152,7 +151,7 @@ async def test_a_campaign_that_goes_on_ends_again_with_another_id(
 async def test_without_a_filler_that_counts_a_campaign_ends_with_the_queue(
     storage: Storage, log: RecordLog, receiver: Any, run: Run, times: pytest.MonkeyPatch
 ) -> None:
-    times.setattr(campaigns, "QUIET_SECONDS", 0.0)
+    times.setattr(service, "QUIET_SECONDS", 0.0)
     await storage.queue.send(['{"prompt": "a cat"}'])
     await log.add([record(1)])
     await run()

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from imagefleet import errors
-from imagefleet.pricing import price_file, prices
+from imagefleet.pricing import prices
 
 
 def write(folder: Path, text: str) -> Path:
@@ -15,7 +15,7 @@ def write(folder: Path, text: str) -> Path:
 
 
 def test_without_a_file_the_built_in_prices_apply() -> None:
-    assert price_file.read_table(None) is prices.BUILT_IN
+    assert prices.read_table(None) is prices.BUILT_IN
 
 
 def test_a_file_overrides_only_its_own_entries(tmp_path: Path) -> None:
@@ -27,7 +27,7 @@ def test_a_file_overrides_only_its_own_entries(tmp_path: Path) -> None:
         "  RTX 6090 32GB: {batch: 0.5, high: 0.9}\n"
         "storage: {blob_writes_per_10000: 0.065}\n",
     )
-    table = price_file.read_table(path)
+    table = prices.read_table(path)
 
     assert prices.gpu_dollars_per_hour("RTX 3060 Ti", "batch", table) == 0.035
     assert table.gpus["RTX 3060 Ti 8GB"].source == "the portal on 2026-11-20"
@@ -40,7 +40,7 @@ def test_a_file_overrides_only_its_own_entries(tmp_path: Path) -> None:
 
 
 def test_a_class_in_the_file_keeps_no_built_in_price(tmp_path: Path) -> None:
-    table = price_file.read_table(write(tmp_path, "source: x\ngpus: {RTX 4090: {batch: 0.2}}\n"))
+    table = prices.read_table(write(tmp_path, "source: x\ngpus: {RTX 4090: {batch: 0.2}}\n"))
 
     with pytest.raises(errors.SetupError, match="RTX 4090 24GB at high priority"):
         prices.gpu_dollars_per_hour("4090", "high", table)
@@ -64,9 +64,9 @@ def test_an_invalid_file_is_refused_with_the_entry(
     tmp_path: Path, text: str, complaint: str
 ) -> None:
     with pytest.raises(errors.SetupError, match=complaint):
-        price_file.read_table(write(tmp_path, text))
+        prices.read_table(write(tmp_path, text))
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(errors.SetupError, match=r"prices\.yaml: No such file"):
-        price_file.read_table(tmp_path / "prices.yaml")
+        prices.read_table(tmp_path / "prices.yaml")

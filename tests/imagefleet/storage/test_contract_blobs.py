@@ -46,7 +46,7 @@ async def test_each_part_of_a_blob_has_the_total_size_and_the_version(storage: S
 async def test_a_file_is_uploaded_whole_once_and_with_its_progress(
     storage: Storage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in ("azure.block_upload.BLOCK_BYTES", "local.blobs._COPIED_BYTES"):
+    for module in ("azure.blobs.BLOCK_BYTES", "local.blobs._COPIED_BYTES"):
         monkeypatch.setattr(f"imagefleet.storage.{module}", 1000)
     # The same block occurs twice, and the last is shorter.
     content = os.urandom(1000) + bytes(1000) * 2 + os.urandom(6500)

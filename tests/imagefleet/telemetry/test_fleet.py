@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
-from fleet.monitor.settings import ExporterSettings, MonitorSettings
-from imagefleet.telemetry import exposition, fleet
+from fleet.settings import ExporterSettings, MonitorSettings
+from imagefleet.telemetry import exposition, settings
 from imagefleet.telemetry.settings import FleetSettings
 from worker.settings import WorkerSettings
 
@@ -28,7 +28,7 @@ SIGNATURE = "sv=2023-11-03&sp=raup&sig=secret%3D"
     ],
 )
 def test_every_way_to_name_an_account_gives_the_same_fleet(storage: str) -> None:
-    assert fleet.derived(storage, "jobs") == "acme/jobs"
+    assert settings.fleet_name(storage, "jobs") == "acme/jobs"
 
 
 @pytest.mark.parametrize(
@@ -40,7 +40,7 @@ def test_every_way_to_name_an_account_gives_the_same_fleet(storage: str) -> None
     ],
 )
 def test_an_emulators_account_is_in_its_path(storage: str) -> None:
-    assert fleet.derived(storage, "jobs") == "devstoreaccount1/jobs"
+    assert settings.fleet_name(storage, "jobs") == "devstoreaccount1/jobs"
 
 
 def test_a_local_storage_is_its_folder_however_it_is_written(
@@ -51,7 +51,7 @@ def test_a_local_storage_is_its_folder_however_it_is_written(
     monkeypatch.chdir(folder)
 
     for storage in (f"local:{folder}", "local:.", f"local:../{folder.name}/"):
-        assert fleet.derived(storage, "spring") == "my-data/spring"
+        assert settings.fleet_name(storage, "spring") == "my-data/spring"
 
 
 @pytest.mark.parametrize(
@@ -67,7 +67,7 @@ def test_a_local_storage_is_its_folder_however_it_is_written(
     ],
 )
 def test_an_address_that_cannot_be_opened_gives_a_name_without_its_secret(storage: str) -> None:
-    name = fleet.derived(storage, "jobs")
+    name = settings.fleet_name(storage, "jobs")
 
     assert name.endswith("/jobs")
     assert FleetSettings(fleet=name).fleet_name == name

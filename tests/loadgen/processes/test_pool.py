@@ -20,8 +20,8 @@ from imagefleet.storage.open import Storage, open_storage
 from imagefleet.storage.settings import StorageSettings
 from imagefleet.submit import BATCH, BulkSender
 from loadgen.load import POSITIONS_BETWEEN_CHECKPOINTS, Checkpoint
+from loadgen.processes.frames import Refusals
 from loadgen.processes.pool import SenderProcesses
-from loadgen.processes.refusals import Refusals
 
 ROOT = Path(__file__).parents[3]
 

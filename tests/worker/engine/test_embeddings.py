@@ -17,6 +17,7 @@ from safetensors.torch import save, save_file
 
 from imagefleet import errors
 from imagefleet.job import prompt
+from imagefleet.job.chunks import Chunk
 from worker.engine import contract, embeddings, text
 
 START, END, COMMA = 49406, 49407, 267
@@ -212,7 +213,7 @@ def test_another_file_of_the_same_name_is_another_encoding(
     assert torch.equal(encode(one), first)
     assert torch.equal(encode(), plain), "the text encoder is as it was"
     kept = [key[0] for key in encoder._cache]  # type: ignore[index]
-    assert not [chunk for chunk in kept if isinstance(chunk, prompt.Chunk) and chunk.inserts], (
+    assert not [chunk for chunk in kept if isinstance(chunk, Chunk) and chunk.inserts], (
         "the cache keeps no vectors alive that no job has"
     )
 

@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from imagefleet import errors
+from imagefleet.files import contents
 from worker import process
 from worker.engine import device, load
 from worker.engine.checkpoint import load_checkpoint
@@ -223,7 +224,9 @@ def test_the_programs_in_the_documents_convert_and_complete_checkpoints(
     for program in (convert, complete, state_v):
         exec(compile(program, "models.md", "exec"), {})
 
-    assert check.content_of(Path("model.safetensors")).name.endswith("without its VAE")
+    assert contents.identify(check.read_header(Path("model.safetensors"))).name.endswith(
+        "without its VAE"
+    )
     check.check_path(whole_path)
     load_checkpoint(whole_path, CPU, torch.float32, checkpoint)
     assert check.prediction_type(Path("model-v.safetensors")) == "v_prediction"

@@ -68,7 +68,7 @@ def library(tmp_path: Path) -> Library:
 
     def make(blobs: Any, **changes: Any) -> FileLibrary:
         settings = {"cache_bytes": 10_000, **changes}
-        return FileLibrary.stored(blobs, kind, cache=tmp_path / "cache", **settings)
+        return FileLibrary(blobs, kind, cache=tmp_path / "cache", **settings)
 
     return make
 

@@ -31,7 +31,7 @@ class Blobs:
         return Path("lora").read_bytes()
 
 async def main():
-    library = FileLibrary.stored(Blobs(), LORA, cache=Path("cache"), cache_bytes=10**6)
+    library = FileLibrary(Blobs(), LORA, cache=Path("cache"), cache_bytes=10**6)
     print("ready", flush=True)
     await asyncio.to_thread(sys.stdin.readline)
     return await library.resolve(sys.argv[1])
@@ -86,7 +86,7 @@ def test_a_lora_that_two_gpus_want_at_once_is_downloaded_once(
     workers = start(0.3, 0.3)
     for each in workers:
         begin(each)
-    said = sorted(each.communicate(timeout=20)[0].split() for each in workers)
+    said = sorted(each.communicate(timeout=280)[0].split() for each in workers)
     assert said == [["begins", "style.safetensors"], ["style.safetensors"]]
     assert len(list((tmp_path / "cache").glob("*.safetensors"))) == 1
 
@@ -99,7 +99,7 @@ def test_a_worker_killed_as_it_downloads_does_not_hold_up_the_others(
     assert line(killed) == "begins"
     begin(other)
     killed.kill()
-    assert other.communicate(timeout=20)[0].split() == ["begins", "style.safetensors"]
+    assert other.communicate(timeout=280)[0].split() == ["begins", "style.safetensors"]
 
 
 async def test_a_worker_that_hangs_as_it_downloads_holds_up_the_others_for_a_time(

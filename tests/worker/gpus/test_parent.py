@@ -49,7 +49,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
         answers.append(self.path)
     def log_message(self, *arguments): pass
 server = http.server.HTTPServer(("127.0.0.1", 0), Handler)
-control.sendall(json.dumps({{"port": server.server_port}}).encode() + b"\\n")
+control.sendall(b"%d\\n" % server.server_port)
 threading.Thread(target=server.serve_forever, daemon=True).start()
 """
 

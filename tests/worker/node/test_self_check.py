@@ -21,11 +21,11 @@ from imagefleet.storage.open import Storage
 from worker.engine import contract
 from worker.gpu_thread import EngineThread
 from worker.metrics import WorkerMetrics
-from worker.node import quarantine, reference, self_check, suspects
+from worker.node import quarantine, reference, self_check, watchdog
 from worker.node.canary import Canary
 from worker.node.reference import Reference
 from worker.node.self_check import MOST_COPIES, NodeSelfCheck
-from worker.node.suspects import Suspects
+from worker.node.watchdog import Suspects
 from worker.settings import WorkerSettings
 from worker.testing import StandInEngine, draw_noise
 
@@ -284,7 +284,7 @@ async def test_a_record_that_cannot_be_stored_is_in_the_log_with_what_to_do(
 async def test_a_record_has_what_was_generated_since_and_stays_bounded(
     storage: Storage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(suspects, "MAX_IMAGES", 3)
+    monkeypatch.setattr(watchdog, "MAX_IMAGES", 3)
     made = Suspects("odd/näme", storage.blobs, WorkerMetrics(), retry.NEVER)
     start = made.began_at
     await made.record(start, "nothing was stored")

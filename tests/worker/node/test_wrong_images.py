@@ -25,7 +25,7 @@ from worker.node import reference as references
 from worker.node import self_check
 from worker.node.canary import Canary
 from worker.node.self_check import NodeSelfCheck
-from worker.node.suspects import Suspects
+from worker.node.watchdog import Suspects
 from worker.testing import StandInEngine
 
 RunPipeline = Callable[..., Any]  # the fixture of conftest.py

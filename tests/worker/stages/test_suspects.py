@@ -104,7 +104,7 @@ async def test_nothing_shares_the_time_of_a_suspect() -> None:
     together: set[tuple[str, ...]] = set()
 
     async def work(name: str) -> None:
-        async with isolation.alone() if name.startswith("suspect") else isolation.shared():
+        async with isolation.alone() if name.startswith("suspect") else isolation.shared:
             running.append(name)
             for _ in range(3):
                 together.add(tuple(sorted(running)))
@@ -123,7 +123,7 @@ async def test_a_cancelled_suspect_lets_the_others_go_on(stage: str) -> None:
     release = asyncio.Event()
 
     async def share() -> None:
-        async with isolation.shared():
+        async with isolation.shared:
             await release.wait()
 
     inside = asyncio.Event()

@@ -115,10 +115,9 @@ def pack(
 
 
 def check(path: Path) -> tuple[Key, int]:
-    """Reads all of an archive; returns its key, and the bytes of its files.
+    """The key of an archive, and the bytes of its files, all of which are read.
 
-    Raises:
-        UnusableArchiveError: it is none, or any of it is damaged.
+    Raises UnusableArchiveError if it is none, or any of it is damaged.
     """
     entries = _entries(path)
     name, content = next(entries, ("", b""))

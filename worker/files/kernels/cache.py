@@ -1,7 +1,7 @@
 """A worker's compiled kernels: found on this machine, in the image or in the storage, or compiled.
 
-They are looked up while the checkpoint loads. Compiling waits for them, drawing does not. Whatever
-goes wrong is one line in the log: the worker then compiles, as it does without them.
+Compiling waits for them, drawing does not. Whatever goes wrong is one line in the log: the worker
+then compiles, as it does without them.
 """
 
 from __future__ import annotations
@@ -207,10 +207,7 @@ async def fetching(
     blobs: protocol.BlobStore,
     on_origin: Callable[[Origin], None] = lambda _: None,
 ) -> AsyncIterator[KernelCache | None]:
-    """The kernels of a worker whose model is on this machine, fetched during the block.
-
-    None where nothing is compiled, or no folder can be written.
-    """
+    """A worker's kernels, fetched during the block once its model is here; None as `open_cache`."""
     found = await asyncio.to_thread(open_cache, settings, on_origin)
     if found is None:
         yield None
@@ -227,10 +224,7 @@ async def fetching(
 def open_cache(
     settings: WorkerSettings, on_origin: Callable[[Origin], None] = lambda _: None
 ) -> KernelCache | None:
-    """The kernels of a worker with these settings; None where nothing is compiled.
-
-    Blocks on the driver.
-    """
+    """A worker's kernels; None where nothing is compiled or can be kept. Blocks on the driver."""
     if settings.compile == "off":
         return None
     try:
@@ -253,10 +247,7 @@ def open_cache(
 def use_folder(cache: Path, key: Key) -> Path:
     """Has torch and Triton keep the kernels of *key* in a folder of their own, and returns it.
 
-    Where their variables name folders already, they keep those.
-
-    Raises:
-        SetupError, NodeError: the folder cannot be written.
+    Where their variables name folders already, they keep those. Raises as `DiskCache.errors`.
     """
     folder = _chosen_folder() or cache.expanduser().absolute() / "kernels" / key.name
     with DiskCache(folder).errors():
@@ -276,11 +267,7 @@ def _chosen_folder() -> Path | None:
 async def find_sha256(
     blobs: protocol.BlobStore, name: str, trusted: TrustedKeys | None
 ) -> str | None:
-    """The hash that the storage's list states for an archive; None if it lists no such one.
-
-    Raises:
-        TransientError: the storage does not answer; SetupError: the list is not signed as it must.
-    """
+    """The hash that the storage's list states, or None; raises as `Manifest.sha256`."""
     try:
         return await Manifest.stored(blobs, KERNELS.folder, trusted).sha256(name)
     except errors.MissingFileError:

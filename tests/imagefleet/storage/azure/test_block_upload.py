@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from azure.storage.blob.aio import BlobClient
 
-from imagefleet.storage.azure import block_upload
+from imagefleet.storage.azure import blobs as azure_blobs
 from imagefleet.storage.open import open_storage
 from imagefleet.storage.settings import StorageSettings
 
@@ -17,8 +17,8 @@ from imagefleet.storage.settings import StorageSettings
 async def test_an_upload_that_broke_off_sends_only_what_is_missing(
     azurite_settings: StorageSettings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(block_upload, "BLOCK_BYTES", 1000)
-    monkeypatch.setattr(block_upload, "_CONCURRENT_BLOCKS", 1)
+    monkeypatch.setattr(azure_blobs, "BLOCK_BYTES", 1000)
+    monkeypatch.setattr(azure_blobs, "_CONCURRENT_BLOCKS", 1)
     content = os.urandom(6500)
     file = tmp_path / "model"
     file.write_bytes(content)

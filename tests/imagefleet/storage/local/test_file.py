@@ -15,8 +15,7 @@ import pytest
 import polling
 from imagefleet import errors, uptime
 from imagefleet.storage.local import file as sqlite_file
-from imagefleet.storage.local.file import QueueFile
-from imagefleet.storage.local.queue import LocalQueue
+from imagefleet.storage.local.queue import LocalQueue, QueueFile
 from imagefleet.storage.protocol import Message, Operations
 
 LEASE_SECONDS = 30

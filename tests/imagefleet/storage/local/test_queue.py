@@ -19,8 +19,7 @@ import polling
 from imagefleet import errors
 from imagefleet.storage.local import file as sqlite_file
 from imagefleet.storage.local import queue as local_queue
-from imagefleet.storage.local.file import QueueFile
-from imagefleet.storage.local.queue import LocalQueue
+from imagefleet.storage.local.queue import LocalQueue, QueueFile
 from imagefleet.storage.open import open_storage
 from imagefleet.storage.protocol import LeasedMessage, Message, Operations
 from imagefleet.storage.settings import StorageSettings
@@ -116,14 +115,14 @@ async def test_browse_reads_all_pages(queue: LocalQueue, monkeypatch: pytest.Mon
 
 
 FREQUENT_STATEMENTS = {
-    "any visible": (local_queue.ANY_VISIBLE, 2),
-    "any expired": (local_queue.ANY_EXPIRED, 2),
-    "sweep": (local_queue.SWEEP, 2),
-    "lease": (local_queue.LEASE, 3),
-    "renew": (local_queue.UPDATE, 5),
-    "delete": (local_queue.DELETE, 3),
-    "browse": (local_queue.BROWSE, 3),
-    "oldest": (local_queue.OLDEST, 1),
+    "any visible": (sqlite_file.ANY_VISIBLE, 2),
+    "any expired": (sqlite_file.ANY_EXPIRED, 2),
+    "sweep": (sqlite_file.SWEEP, 2),
+    "lease": (sqlite_file.LEASE, 3),
+    "renew": (sqlite_file.UPDATE, 5),
+    "delete": (sqlite_file.DELETE, 3),
+    "browse": (sqlite_file.BROWSE, 3),
+    "oldest": (sqlite_file.OLDEST, 1),
 }
 
 

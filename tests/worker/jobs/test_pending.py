@@ -20,8 +20,8 @@ from imagefleet.storage import dead_letter
 from imagefleet.storage.open import Storage
 from imagefleet.storage.protocol import BlobStore
 from worker.engine import contract
+from worker.jobs import in_flight as records
 from worker.metrics import WorkerMetrics
-from worker.stages import record as records
 from worker.testing import StandInEngine, draw_noise
 
 Message = Callable[..., str]

@@ -1,0 +1,216 @@
+"""Fills a queue from a source of jobs: what `imagefleet load` and `sweep` share."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from rich import markup, progress
+
+from fleet import console
+from imagefleet.storage.open import Storage, open_storage
+from loadgen.caption_sweep import SweepSource
+from loadgen.load import Load, Summary
+from loadgen.pace import Pace, duration
+from loadgen.processes.frames import Refusals
+from loadgen.settings import LoadSettings
+from loadgen.sources import Source
+
+#: Seconds between two lines of progress where there is no terminal.
+SECONDS_BETWEEN_LINES = 5.0
+
+#: Queues that are named when jobs of many models were sent.
+_SHOWN_QUEUES = 5
+
+#: A file below this size is checked in a moment.
+_LONG_FILE_BYTES = 5_000_000
+
+#: Fewer jobs of a template are made in a moment.
+_MANY_JOBS = 20_000
+
+Reading = Callable[..., contextlib.AbstractContextManager[Callable[[int], None]]]
+
+
+@contextlib.contextmanager
+def reading(
+    path: Path, doing: str, *, is_shown: bool, jobs: int | None = None
+) -> Iterator[Callable[[int], None]]:
+    """A bar of a long file's bytes, or of so many *jobs*, on a terminal; the end by Ctrl-C."""
+    size = jobs or (path.stat().st_size if path.is_file() else 0)
+    is_long = size >= (_MANY_JOBS if jobs else _LONG_FILE_BYTES)
+    unit = None if jobs else progress.DownloadColumn()
+    what = f"{doing} {markup.escape(path.name)}"
+    try:
+        with console.counting(what, size, quiet=not (is_shown and is_long), unit=unit) as move:
+            yield lambda done: move(done=done)
+    except KeyboardInterrupt:
+        console.print_note(f"stopped while {doing} {path}; nothing was sent")
+        raise
+
+
+def fill(
+    settings: LoadSettings,
+    source: Source | SweepSource,
+    file: str,
+    path: Path | None,
+    reading: Reading | None = None,
+    *,
+    quiet: bool,
+    as_json: bool = False,
+    **terms: Any,
+) -> tuple[Summary, bool]:
+    """Sends the jobs; also returns whether all were sent before.
+
+    *reading* shows how the file is checked first, if it is; *terms* are those of `Load`.
+    """
+    refusals = Refusals()
+    storage = open_storage(settings, refusals.policy)
+    load = Load(
+        *(storage, source, settings, path),
+        refusals=refusals,
+        on_notice=console.print_note,
+        **terms,
+    )
+    _announce(load, file, path)
+    if reading is not None:
+        with reading("checking") as on_read:
+            load.check(on_read)  # before the event loop begins: Ctrl-C can interrupt a long file
+    is_live = console.stderr.is_terminal and not as_json
+    with showing(load, source.count, is_live=is_live, quiet=quiet, as_json=as_json) as show:
+        return console.run(_send(storage, load, show)), load.is_done
+
+
+async def _send(storage: Storage, load: Load, show: Callable[[int], None]) -> Summary:
+    """The first Ctrl-C waits for the sends in flight; the second stops at once."""
+    loop = asyncio.get_running_loop()
+
+    def stop(_number: int, _frame: FrameType | None) -> None:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        console.print_note("stopping after the sends in flight; Ctrl-C again to stop at once")
+        # Safe in a signal handler: it wakes the loop.
+        loop.call_soon_threadsafe(load.stop)
+
+    async with storage:
+        before = signal.signal(signal.SIGINT, stop)
+        try:
+            return await load.run(show)
+        finally:
+            signal.signal(signal.SIGINT, before)
+
+
+def _announce(load: Load, file: str, path: Path | None) -> None:
+    jobs = console.counted(load.confirmed, "job")
+    if load.is_done and not load.confirmed:
+        console.print_note(f"{file} is empty: nothing was sent")
+    elif load.is_done:
+        console.print_note(
+            f"nothing to send: {file} is already loaded ({jobs}), according to {path}; --restart"
+            " sends it again"
+        )
+    elif load.confirmed:
+        console.print_note(f"resuming after {jobs}, according to {path}")
+
+
+@contextlib.contextmanager
+def showing(
+    load: Load, total: int | None, *, is_live: bool, quiet: bool, as_json: bool = False
+) -> Iterator[Callable[[int], None]]:
+    """A bar if *is_live*, else occasional lines on stderr, of JSON with *as_json*."""
+    pace = Pace(load.confirmed)
+    said_at = time.monotonic()
+
+    def rate() -> str:
+        refused = load.refusals.count
+        told = f", slowed down by the storage {refused:,} times" if refused else ""
+        return f"{pace.per_second:,.0f} jobs/s{told}"
+
+    def facts(confirmed: int) -> dict[str, float | int | None]:
+        return {
+            "confirmed": confirmed,
+            "total": total,
+            "jobs_per_second": round(pace.per_second, 1),
+            "seconds_left": pace.left(total),
+            "refusals": load.refusals.count,
+        }
+
+    def show_line(confirmed: int) -> None:
+        nonlocal said_at
+        pace.note(confirmed)
+        if time.monotonic() - said_at < SECONDS_BETWEEN_LINES:
+            return
+        said_at = time.monotonic()
+        if as_json:
+            console.print_note(console.json_text(facts(confirmed), indent=None).rstrip())
+            return
+        of_total = "" if total is None else f" of {total:,}"
+        left = pace.left(total)
+        ends = "" if left is None else f", {duration(left)} left"
+        console.print_note(f"{confirmed:,}{of_total} jobs sent, {rate()}{ends}")
+
+    if quiet:
+        yield lambda _confirmed: None
+    elif not is_live:
+        yield show_line
+    else:
+        columns = (
+            progress.BarColumn(),
+            progress.MofNCompleteColumn(),
+            progress.TaskProgressColumn(),
+            progress.TextColumn("{task.fields[rate]}"),
+            progress.TimeRemainingColumn(),
+        )
+        with progress.Progress(*columns, console=console.stderr) as bar:
+            task = bar.add_task("", total=total, completed=load.confirmed, rate="")
+
+            def show_bar(confirmed: int) -> None:
+                pace.note(confirmed)
+                bar.update(task, completed=confirmed, rate=rate())
+
+            yield show_bar
+
+
+def print_summary(summary: Summary, skipped: int, path: Path | None, mended: int) -> None:
+    if summary.sent:
+        second = summary.second_drawings
+        also = f" and {console.counted(second, 'second drawing')}" if second else ""
+        console.print_note(
+            f"{console.counted(summary.sent, 'job')}{also} sent to"
+            f" {_named(summary.queues)} in {summary.storage}, {summary.jobs_per_second:,.0f} jobs/s"
+        )
+    if summary.refusals:
+        console.print_note(
+            f"the storage asked to slow down {console.counted(summary.refusals, 'time')}"
+        )
+    if mended:
+        console.print_note(
+            f"{mended:,} of them had failed and stay on the list of failed jobs until they are"
+            " completed; then `imagefleet discard --completed` takes them off"
+        )
+    if skipped:
+        console.print_note(f"{console.counted(skipped, 'invalid job')} skipped")
+    for campaign, jobs in summary.cancelled.items():
+        again = "; --restart sends all its jobs again" if path else ""
+        console.print_note(
+            f"{console.counted(jobs, 'job')} not sent: campaign {campaign} was cancelled{again}"
+        )
+    if not summary.finished:
+        resume = "; the same command resumes there" if path else ""
+        console.print_note(f"stopped after {console.counted(summary.confirmed, 'job')}{resume}")
+
+
+def _named(queues: Mapping[str, int]) -> str:
+    """The queues that jobs were sent to, with how many each if there are several."""
+    if len(queues) == 1:
+        return next(iter(queues))
+    most = sorted(queues.items(), key=lambda each: -each[1])
+    shown = [f"{name} ({count:,})" for name, count in most[:_SHOWN_QUEUES]]
+    if len(most) > _SHOWN_QUEUES:
+        rest = sum(count for _, count in most[_SHOWN_QUEUES:])
+        shown.append(f"{len(most) - _SHOWN_QUEUES} more queues ({rest:,})")
+    return f"{', '.join(shown[:-1])} and {shown[-1]}"

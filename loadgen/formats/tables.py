@@ -1,0 +1,273 @@
+"""Tables: CSV and Parquet, whose columns are fields of jobs."""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import datetime as dt
+import decimal
+import itertools
+import json
+import math
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, BinaryIO
+
+from imagefleet import errors, validation
+from imagefleet.job.chain import THEN_FIELD
+from imagefleet.job.message import FAILURE_FIELD, Job
+from imagefleet.job.passes import fields as passes
+from loadgen.formats.lines import Entry, Format, FormatError, lines
+
+#: Fields whose cells are text as it stands: the prompts with their white space.
+_PROMPTS = frozenset({"prompt", "negative_prompt", "hr_prompt", "hr_negative_prompt"})
+_TEXTS = _PROMPTS | {
+    *("campaign", "id", "model", "randn_source", "sampler_index", "sampler_name", "scheduler"),
+    *("init_images", "mask", "hr_upscaler", "hr_sampler_name", "hr_scheduler"),
+    *("upscaler_1", "upscaler_2"),
+}
+
+#: Fields whose cells are JSON objects; `metadata.NAME` is a column for one key of an object.
+_OBJECTS = frozenset({"alwayson_scripts", "metadata", "output", "override_settings"})
+
+_FOREIGN = {*passes.WITHOUT_EFFECT, *passes.NEUTRAL_VALUES}
+
+_KNOWN = {*Job.model_fields, *_TEXTS, *_OBJECTS, *_FOREIGN}
+
+#: Columns that are left out: why a job failed, and the index of a pandas frame.
+_LEFT_OUT = re.compile(rf"{FAILURE_FIELD}(\..*)?|__index_level_\d+__")
+
+_DECIMAL_COMMA = re.compile(r"-?\d+,\d+")
+
+
+class Columns:
+    """Makes jobs of rows.
+
+    Raises FormatError if a column is no field of a job, is there twice, or `prompt` is missing.
+    """
+
+    def __init__(self, names: Sequence[str]) -> None:
+        keys = [_key(name) for name in names]
+        if "prompt" not in keys and "upscaler_1" not in keys:
+            shown = ", ".join(repr(key[:40]) for key in keys[:10])
+            raise FormatError(
+                f"there is no column 'prompt' among {shown}: the first row should have the names"
+                " of the columns (if it has one prompt per line: --format txt)"
+            )
+        for key in keys:
+            if keys.count(key) > 1 and key:
+                raise FormatError(f"the column {key[:80]!r} is there twice")
+            if key and not _LEFT_OUT.fullmatch(key) and not _is_known(key):
+                raise FormatError(
+                    f"the column {key[:80]!r} is no field of a job"
+                    f"{validation.suggestion(key, _KNOWN)}; remove it, or name it"
+                    f" {'metadata.' + key[:80]!r} to have it stored with the image"
+                )
+        self._columns = [(key, *key.split(".", 1)) for key in keys]
+
+    def entry(self, place: str, cells: Iterable[Any]) -> Entry:
+        """A row's job; none for a row without values."""
+        try:
+            return Entry(place, self._job(cells))
+        except ValueError as error:
+            return Entry(place, problem=str(error))
+
+    def _job(self, cells: Iterable[Any]) -> str:
+        fields: dict[str, Any] = {}
+        for number, cell in enumerate(cells):
+            if cell is None or cell == "" or _is_nan(cell):
+                continue
+            key, *path = self._columns[number] if number < len(self._columns) else ("",)
+            if isinstance(cell, str) and not cell.strip() and key != "prompt":
+                continue
+            if not key:
+                raise ValueError(
+                    f"cell {number + 1} has no column: a cell with a comma or a line break needs"
+                    " quotes"
+                )
+            if _LEFT_OUT.fullmatch(key):
+                continue
+            if len(path) == 1:
+                fields[key] = _value(key, cell)
+            else:
+                fields.setdefault(path[0], {})[path[1]] = cell
+        return json.dumps(fields, ensure_ascii=False) if fields else ""
+
+
+def _is_known(key: str) -> bool:
+    """Whether a column of this name is a field of a job, or a key of one."""
+    field, dot, rest = key.partition(".")
+    if dot:
+        return field in _OBJECTS and bool(rest)
+    return field in _KNOWN or passes.is_foreign(field)
+
+
+def _key(name: str) -> str:
+    name = name.strip()
+    field, dot, rest = name.partition(".")
+    return f"{field.lower()}{dot}{rest}"
+
+
+def _is_nan(cell: object) -> bool:
+    """A missing number of pandas is one."""
+    return isinstance(cell, float) and math.isnan(cell)
+
+
+def _value(field: str, cell: Any) -> Any:
+    if field in _TEXTS:
+        # Ids that are numbers, in Parquet.
+        text = str(cell) if type(cell) is int else cell
+        return text.strip() if isinstance(text, str) and field not in _PROMPTS else text
+    if isinstance(cell, list) and field in _OBJECTS:
+        return dict(cell)  # a map of Parquet is a list of pairs
+    if not isinstance(cell, str):
+        return cell
+    text = cell.strip()
+    if field in Job.model_fields and field not in _OBJECTS and field != THEN_FIELD:
+        # The job reads numbers and booleans from text; some spreadsheets write 7,5.
+        return text.replace(",", ".") if _DECIMAL_COMMA.fullmatch(text) else text
+    try:
+        return json.loads(text.lower() if text.lower() in {"true", "false"} else text)
+    except (ValueError, RecursionError):
+        if field in _OBJECTS or field == THEN_FIELD:
+            raise ValueError(f"{field}: is not JSON") from None
+        return text
+
+
+#: The one by which the first row has the most names of fields, or else the first.
+DELIMITERS = ",;\t"
+
+#: A row's first line, its cells, and what is wrong with it.
+_Row = tuple[int, list[str], str]
+
+
+class CsvRows(Format):
+    """Rows as spreadsheets write them (RFC 4180): a quote within quotes is doubled."""
+
+    name = "csv"
+    unit = "row"
+
+    def count(self, stream: BinaryIO) -> int:
+        _, rows = _open(stream)
+        return sum(1 for _ in rows)
+
+    def entries(self, stream: BinaryIO, start: int) -> Iterator[Entry]:
+        columns, rows = _open(stream)
+        # The names are row 1.
+        for number, (line, cells, problem) in enumerate(
+            itertools.islice(rows, start, None), start + 2
+        ):
+            place = f"row {number}" if line == number else f"row {number}, line {line}"
+            yield Entry(place, problem=problem) if problem else columns.entry(place, cells)
+
+
+def _open(stream: BinaryIO) -> tuple[Columns, Iterator[_Row]]:
+    """The columns, and the rows after the first."""
+    given = lines(stream)
+    first = next(given, b"")
+    if not first:
+        return Columns(["prompt"]), iter(())
+    try:
+        header = first.decode("utf-8-sig")
+    except UnicodeDecodeError:
+        raise FormatError("the first row is not UTF-8: save the file as 'CSV UTF-8'") from None
+
+    def known_names(delimiter: str) -> int:
+        try:
+            names = next(csv.reader([header], delimiter=delimiter, strict=True))
+        except csv.Error:
+            return 0
+        return sum(_is_known(name.strip().lower()) for name in names)
+
+    delimiter = max(DELIMITERS, key=known_names)
+    # Bytes that are not UTF-8 become halves of surrogate pairs, which `_rows` finds in their row.
+    others = (line.decode("utf-8", "surrogateescape") for line in given)
+    rows = _rows(itertools.chain([header], others), delimiter)
+    _, names, problem = next(rows)
+    if problem:
+        raise FormatError(f"the first row: {problem}")
+    return Columns(names), rows
+
+
+def _rows(text: Iterable[str], delimiter: str) -> Iterator[_Row]:
+    reader = csv.reader(text, delimiter=delimiter, strict=True)
+    while True:
+        line = reader.line_num + 1
+        try:
+            cells = next(reader)
+            "".join(cells).encode()
+        except StopIteration:
+            return
+        except csv.Error as error:
+            yield line, [], f"{error}; is a quote missing, or not doubled?"
+        except UnicodeEncodeError:
+            yield line, [], "not UTF-8"
+        else:
+            yield line, cells, ""
+
+
+#: Rows that are in memory as Python's values.
+_BATCH_ROWS = 1_000
+
+
+class ParquetRows(Format):
+    """The rows of a Parquet file, read by pyarrow, which is an extra, `parquet`."""
+
+    name = "parquet"
+    unit = "row"
+    is_stream = False
+
+    def count(self, stream: BinaryIO) -> int:
+        with _opened(stream) as file:
+            Columns(file.schema_arrow.names)
+            return int(file.metadata.num_rows)
+
+    def entries(self, stream: BinaryIO, start: int) -> Iterator[Entry]:
+        with _opened(stream) as file:
+            columns = Columns(file.schema_arrow.names)
+            number = 0
+            for group in range(file.num_row_groups):
+                rows = file.metadata.row_group(group).num_rows
+                if number + rows <= start:
+                    number += rows
+                    continue
+                for batch in file.iter_batches(_BATCH_ROWS, row_groups=[group]):
+                    for row in batch.to_pylist():
+                        number += 1
+                        if number > start:
+                            yield columns.entry(f"row {number}", map(_plain, row.values()))
+
+
+def _plain(value: Any) -> Any:
+    """A value as JSON has it."""
+    match value:
+        case decimal.Decimal():
+            return float(value)
+        case dt.date() | dt.time():
+            return value.isoformat()
+        case bytes() | dt.timedelta():
+            raise ValueError(f"a cell holds {type(value).__name__}, which a job cannot")
+        case dict():
+            return {key: _plain(each) for key, each in value.items()}
+        case list():
+            return [_plain(each) for each in value]
+        case tuple():
+            return tuple(_plain(each) for each in value)
+    return value
+
+
+@contextlib.contextmanager
+def _opened(stream: BinaryIO) -> Iterator[Any]:
+    """A ParquetFile, whose errors are FormatErrors in the block."""
+    try:
+        import pyarrow as pa
+        from pyarrow import parquet
+    except ImportError:
+        raise errors.SetupError(
+            "to read Parquet, install pyarrow: pip install '.[parquet]'"
+        ) from None
+    try:
+        yield parquet.ParquetFile(stream)
+    except pa.ArrowException as error:
+        reason = str(error).partition("\n")[0]
+        raise FormatError(f"it is not a Parquet file, or damaged: {reason[:200]}") from None

@@ -1,0 +1,436 @@
+"""The stages of a prepared image: generate, encode, upload.
+
+Prepared requests go to the engine's thread, its images to threads that encode, and their files to
+the storage.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import logging
+import time
+from collections import Counter, deque
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import partial
+from typing import NoReturn
+
+from imagefleet import concurrency, errors, retry
+from imagefleet.job.message import DUPLICATES, Output, text_for_image
+from imagefleet.job.passes.fields import Pass
+from imagefleet.pricing import families
+from imagefleet.records.record import MAX_NAME_CHARACTERS, Embedding, Record
+from imagefleet.telemetry import logs
+from worker import tasks
+from worker.engine import contract
+from worker.gpu_thread import Delivery, EngineThread
+from worker.jobs.in_flight import InFlightImage, InFlightJob
+from worker.node.canary import Canary
+from worker.node.self_check import NodeSelfCheck
+from worker.node.watchdog import NodeWatchdog, Suspects, file_name
+from worker.pull import Puller
+from worker.settle import Settler
+from worker.stages import encode
+
+#: Threads that encode: a PNG takes 2 ms, so two keep up with any GPU.
+ENCODERS = 2
+
+#: Images that wait for these threads, so that tiny ones share their way there and back.
+ENCODING = 16
+
+#: Uploads in flight: storage that takes a second for each still keeps up with 16 images/s.
+UPLOADS = 16
+
+#: Encoded images that may wait, for each upload in flight.
+WAITING_PER_UPLOAD = 2
+
+
+log = logging.getLogger(__name__)
+
+#: Limits the warnings of an outage, in which every upload in flight fails again and again.
+_outage_warning = logs.Occasion()
+
+
+def _log_outage(error: errors.TransientError) -> None:
+    if _outage_warning.is_due():
+        log.warning("the storage does not answer: %s", error, extra={"action": "storage_outage"})
+
+
+#: Storage that is down for a few minutes costs no generated image; leases are renewed meanwhile.
+STORAGE_RETRIES = retry.RetryPolicy(
+    tries=15, longest_wait_seconds=30, waits_for_access=True, on_retry=_log_outage
+)
+
+
+@dataclass(frozen=True, slots=True)
+class GeneratedImage:
+    """An image as the engine returned it."""
+
+    image: InFlightImage
+    pixels: contract.Pixels
+
+
+@dataclass(frozen=True, slots=True)
+class _EncodedImage:
+    image: InFlightImage
+    file: encode.EncodedImage
+
+
+@dataclass(slots=True, eq=False)
+class UploadStage:
+    """Stores files as blobs."""
+
+    settler: Settler
+    watchdog: NodeWatchdog
+    suspects: Suspects
+    queue: asyncio.Queue[_EncodedImage] = field(
+        default_factory=lambda: asyncio.Queue(WAITING_PER_UPLOAD * UPLOADS), init=False
+    )
+
+    async def run(self) -> NoReturn:
+        while True:
+            encoded = await self.queue.get()
+            await self.settler.attempt(
+                encoded.image.owner, partial(self._upload, encoded), encoded.image
+            )
+
+    async def _upload(self, encoded: _EncodedImage) -> None:
+        with encoded.image.owner.uploading():
+            await self._store(encoded)
+        await self.settler.image_stored(encoded.image)
+
+    async def _store(self, encoded: _EncodedImage) -> None:
+        image, file = encoded.image, encoded.file
+        entry = image.owner
+        name = image.job.blob_name(image.index)
+        metadata = self._metadata(image)
+
+        is_in_doubt = False
+        is_surely_own = True
+
+        def doubt() -> None:
+            nonlocal is_surely_own
+            is_surely_own = False
+
+        async def create() -> bool:
+            nonlocal is_in_doubt
+            entry.lease.check()
+            try:
+                with self.watchdog.uploading(len(file.data)):
+                    if await self.settler.storage.blobs.create(
+                        name, file.data, file.content_type, metadata, on_doubt=doubt
+                    ):
+                        return True
+            except errors.TransientError as error:
+                is_in_doubt = is_in_doubt or error.outcome_is_unknown
+                raise
+            # A name taken after a reply was lost is most likely taken by this very image.
+            doubt()
+            return is_in_doubt
+
+        self.suspects.storing(name, image.generated_at)
+        with self.settler.metrics.stage_seconds["upload"].time():
+            written = await self.settler.retry_policy.call(create)
+        if image.job.verify:
+            self.settler.cost.lost("second_drawing")
+        elif written:
+            # In doubt another worker may have a record of it, too.
+            records = entry.records if is_surely_own else entry.again
+            records.append(self._record(encoded, name))
+            entry.images_written += 1
+            self.settler.images_written += 1
+            metrics = self.settler.metrics
+            metrics.images.inc()
+            metrics.model_images.labels(self.settler.model_name).inc()
+            if image.job.stages > 1:
+                metrics.chain_images.labels(str(image.job.stage)).inc()
+        else:
+            self.suspects.not_stored(name)
+            self.settler.cost.lost("duplicate")
+            entry.again.append(self._record(encoded, name))
+            await self._keep_aside(name, encoded, metadata)
+
+    async def _keep_aside(
+        self, name: str, encoded: _EncodedImage, metadata: dict[str, str]
+    ) -> None:
+        """Stores a duplicate, so that what took its name first can be compared with it."""
+        suffix = name.rpartition(".")[2]
+        aside = f"{DUPLICATES}{name}/{file_name(self.settler.settings.name)}.{suffix}"
+        file, lease = encoded.file, encoded.image.owner.lease
+        blobs = self.settler.storage.blobs
+
+        async def create() -> bool:
+            lease.check()
+            return await blobs.create(aside, file.data, file.content_type, metadata)
+
+        await self.settler.retry_policy.call(create)
+
+    def _record(self, encoded: _EncodedImage, name: str) -> Record:
+        image = encoded.image
+        width, height = image.final_size
+        return self.settler.record(
+            image.owner,
+            "completed",
+            blob=name,
+            size_bytes=len(encoded.file.data),
+            index=image.index,
+            completes=False if image.job.images > 1 else None,
+            seed=image.job.image_seed(image.index),
+            model=self.settler.model_name[:MAX_NAME_CHARACTERS],
+            width=width,
+            height=height,
+            embeddings=tuple(Embedding(each.name, each.sha256) for each in image.embeddings),
+            seconds=round(time.monotonic() - image.owner.pulled_at, 3),
+        )
+
+    def _metadata(self, image: InFlightImage) -> dict[str, str]:
+        """The blob's metadata; Azure requires ASCII values."""
+        facts = {
+            "job": str(image.job.id),
+            "seed": str(image.job.image_seed(image.index)),
+            "worker": self.settler.settings.name.encode("ascii", "replace").decode(),
+            "attempt": str(image.owner.lease.message.delivery_count),
+            "seconds": f"{time.monotonic() - image.owner.pulled_at:.3f}",
+            **self.settler.cost.record,
+        }
+        if image.job.images > 1:
+            facts["images"] = str(image.job.images)
+        if image.job.stages > 1:
+            facts |= {"stage": str(image.job.stage), "stages": str(image.job.stages)}
+        if image.job.campaign:
+            facts["campaign"] = image.job.campaign
+        if image.job.metadata:
+            facts["metadata"] = json.dumps(image.job.metadata)
+        return facts
+
+
+@dataclass(slots=True, eq=False)
+class EncodeStage:
+    """Encodes generated images on threads; feeds the upload stage."""
+
+    model_hash: Future[str | None]
+    upload: UploadStage
+    queue: asyncio.Queue[GeneratedImage] = field(
+        default_factory=lambda: asyncio.Queue(ENCODERS), init=False
+    )
+    _threads: ThreadPoolExecutor = field(
+        default_factory=lambda: ThreadPoolExecutor(ENCODERS, "encode"), init=False
+    )
+    _files: concurrency.Batches[tuple[GeneratedImage, Output, str, str], encode.EncodedImage] = (
+        field(init=False)
+    )
+
+    def __post_init__(self) -> None:
+        self._files = concurrency.Batches(
+            concurrency.one_by_one(lambda drawn: _encoded(*drawn)),
+            self._threads,
+            most=1,
+            at_once=ENCODERS,
+        )
+
+    async def run(self) -> NoReturn:
+        while True:
+            generated = await self.queue.get()
+            await self.upload.settler.attempt(
+                generated.image.owner, partial(self._encode, generated), generated.image
+            )
+
+    def close(self) -> None:
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    async def _parameters(self, image: InFlightImage) -> str:
+        """The image's text; waits for the hashes in it, which were begun before it was drawn."""
+        if image.job.only_upscales:
+            return encode.of_enlarged(image.job, image.owner.source_parameters)
+        model = await _result(self.model_hash)
+        loras = {name: await _result(each) for name, each in image.owner.lora_hashes.items()}
+        return encode.parameters(
+            image.job,
+            image.index,
+            image.size,
+            self.upload.settler.model_name,
+            model_hash=model,
+            lora_hashes={name: each for name, each in loras.items() if each},
+            embedding_hashes={each.name: each.sha256 for each in image.embeddings},
+            is_cut_out=image.owner.overlay is not None and image.owner.overlay.box is not None,
+        )
+
+    async def _encode(self, generated: GeneratedImage) -> None:
+        image = generated.image
+        text = await self._parameters(image)
+        job = text_for_image(image.owner.lease.message.body, image.job)
+        try:
+            with self.upload.settler.metrics.stage_seconds["encode"].time():
+                file = await self._files((generated, image.job.output, text, job))
+        except errors.TransientError as error:  # an image of one colour is the engine's failure
+            if not image.owner.failures:
+                self.upload.watchdog.image_failed(error)
+            raise
+        self.upload.watchdog.image_succeeded()
+        await self.upload.queue.put(_EncodedImage(image, file))
+
+
+@dataclass(slots=True, eq=False)
+class GenerateStage:
+    """Matches the engine's tickets with images; the engine's thread does the waiting."""
+
+    engine: contract.Engine
+    encode: EncodeStage
+    puller: Puller
+    settler: Settler = field(init=False)
+    engine_thread: EngineThread = field(init=False)
+    checks: NodeSelfCheck = field(init=False)
+    _family: families.Family = field(init=False)
+    nothing_at_engine: asyncio.Event = field(default_factory=asyncio.Event, init=False)
+    _tickets: Iterator[int] = field(default_factory=itertools.count, init=False)
+    _held: deque[Delivery] = field(default_factory=deque, init=False)
+    _at_engine: dict[int, InFlightImage] = field(default_factory=dict, init=False)
+
+    def __post_init__(self) -> None:
+        self.settler, self.engine_thread = self.puller.settler, self.puller.engine_thread
+        self._family = families.find(self.engine.family)
+        self.checks = NodeSelfCheck(
+            self.engine,
+            self.engine_thread,
+            Canary(self.engine, self.engine_thread, self._tickets),
+            self.settler.metrics,
+            self.encode.upload.suspects,
+        )
+        self.nothing_at_engine.set()
+        self.engine_thread.is_cancelled = self._is_cancelled
+
+    def is_cancelled(self, entry: InFlightJob) -> bool:
+        """Whether the campaign of a job has been cancelled since it was sent."""
+        return entry.is_of(self.settler.cancelled_campaigns)
+
+    async def leave_out(self, entry: InFlightJob, images: int) -> None:
+        """Draws so many images of a job no more; those that are begun are stored."""
+        entry.is_cancelled = entry.is_cancelled or self.is_cancelled(entry)
+        entry.images_to_store -= images
+        self.puller.not_ahead(entry, images)
+        if not entry.images_to_store:
+            await self.settler.images_ended(entry)
+
+    async def submit(self, image: InFlightImage, request: contract.PreparedRequest) -> bool:
+        """Waits until the engine's thread accepts the request; False: the worker drains."""
+        ticket = next(self._tickets)
+        self._at_engine[ticket] = image
+        self.nothing_at_engine.clear()
+        if await self.engine_thread.submit(ticket, request):
+            image.owner.images_to_submit -= 1
+            return True
+        self._take(ticket)
+        return False
+
+    def stop_accepting(self) -> list[InFlightJob]:
+        """Returns the jobs in flight of which the engine has begun nothing.
+
+        Of the others, the images that it has begun are stored; the rest is left to another worker.
+        """
+        waiting: Counter[InFlightJob] = Counter()
+        for ticket in self.engine_thread.stop_accepting():
+            waiting[self._take(ticket).owner] += 1
+        for entry in self.settler.in_flight:
+            left = waiting[entry] + entry.images_to_submit
+            entry.is_put_off = entry.is_put_off or left > 0
+            entry.images_to_store -= left
+            entry.images_to_submit = 0
+        return [
+            entry
+            for entry in self.settler.in_flight
+            if not (entry.images_to_store or entry.has_ended)
+        ]
+
+    async def run(self) -> NoReturn:
+        while True:
+            delivery = await self._next()
+            image = self._take(delivery.finished.ticket)
+            image.generated_at = delivery.finished_at
+            entry = image.owner
+            if isinstance(delivery.finished.outcome, errors.JobCancelled):  # not begun
+                await self.settler.attempt(entry, partial(self.leave_out, entry, 1))
+                continue
+            passes = self._passes(image)
+            self.encode.upload.watchdog.image_generated(self.engine.family, passes)
+            waited = self.settler.metrics.stage_seconds["wait_gpu"]
+            waited.observe(max(0.0, delivery.admitted_at - image.ready_at))
+            generated = self.settler.metrics.stage_seconds["generate"]
+            generated.observe(delivery.finished_at - delivery.admitted_at)
+            self.puller.generated(entry)
+            await self.settler.attempt(entry, partial(self._pass_on, image, delivery), image)
+
+    def _is_cancelled(self, ticket: int) -> bool:
+        """Whether an image is not to be begun; on the engine's thread."""
+        image = self._at_engine.get(ticket)
+        if image is None:
+            return False
+        entry = image.owner
+        return entry.settled or entry.is_stopping or self.is_cancelled(entry)
+
+    async def _next(self) -> Delivery:
+        """The next outcome; while the node is in doubt, they are kept back here."""
+        trusted = self.checks.trusted
+        while True:
+            if trusted.is_set() and self._held:
+                return self._held.popleft()
+            if trusted.is_set() and (delivery := self.engine_thread.finished_already()):
+                return delivery
+            finished = asyncio.ensure_future(self.engine_thread.finished())
+            waits = (
+                [finished]
+                if trusted.is_set()
+                else [finished, asyncio.ensure_future(trusted.wait())]
+            )
+            try:
+                await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+                if finished.done():
+                    self._held.append(finished.result())
+            finally:
+                await tasks.cancel(waits)
+
+    def _take(self, ticket: int) -> InFlightImage:
+        """The image of a ticket that has left the engine."""
+        image = self._at_engine.pop(ticket)
+        if not self._at_engine:
+            self.nothing_at_engine.set()
+        return image
+
+    def _passes(self, image: InFlightImage) -> list[Pass]:
+        return image.job.passes(*image.size, enlarges=self._family.enlarges)
+
+    async def _pass_on(self, image: InFlightImage, delivery: Delivery) -> None:
+        outcome = delivery.finished.outcome
+        if isinstance(outcome, errors.FleetError):
+            if not image.owner.failures:  # one bad job is not a broken node
+                self.encode.upload.watchdog.image_failed(outcome)
+            raise outcome
+        if self.checks.is_possible:
+            self.checks.generated(
+                await self.checks.fingerprint(outcome),
+                seed=image.job.image_seed(image.index),
+                steps=sum(each.calls for each in self._passes(image)),
+                size=image.size,
+                is_of_seed=not image.job.init_images,
+                seconds=delivery.finished_at - delivery.admitted_at,
+            )
+        await self.encode.queue.put(GeneratedImage(image, outcome))
+
+
+def _encoded(
+    generated: GeneratedImage, output: Output, parameters: str, job: str
+) -> encode.EncodedImage:
+    pixels, overlay = generated.pixels, generated.image.owner.overlay
+    if overlay is not None:
+        encode.refuse_one_colour(pixels)  # the engine's own
+        pixels = overlay.put_over(pixels)
+    return encode.encode(pixels, output, parameters, job)
+
+
+async def _result(hashed: Future[str | None]) -> str | None:
+    if hashed.done():  # as it is from a worker's second image on
+        return hashed.result()
+    # Shielded: other images wait for the same.
+    return await asyncio.shield(asyncio.wrap_future(hashed))
