@@ -20,7 +20,7 @@ from azure.core.exceptions import ClientAuthenticationError
 
 from imagefleet import errors, retry
 from imagefleet.storage.azure import errors as azure_errors
-from imagefleet.storage.azure import refusals, roles
+from imagefleet.storage.azure import roles
 from imagefleet.storage.azure import sas as sas_tokens
 from imagefleet.storage.azure.account import AzureAddress
 from imagefleet.storage.settings import Resource, StorageSettings
@@ -96,7 +96,7 @@ class Access:
                 await self._tokens.refresh_if_due()
             used = self._in_use()
             if isinstance(self.credential, AzureSasCredential) and not used.token:
-                missing = refusals.missing_token(self.what, self._resource, permission)
+                missing = azure_errors.missing_token(self.what, self._resource, permission)
                 raise azure_errors.NoTokenError(missing)
             try:
                 with azure_errors.translated(self.what, used, permission):
@@ -120,10 +120,10 @@ class Access:
             ) from None
         raise errors.SetupError(f"{refusal.message} (the token came from {source})") from None
 
-    def _in_use(self) -> refusals.Credential:
+    def _in_use(self) -> azure_errors.Credential:
         credential = self.credential
         token = credential.signature if isinstance(credential, AzureSasCredential) else ""
-        return refusals.Credential(
+        return azure_errors.Credential(
             self._resource,
             token,
             is_identity=credential is not None and not token,
@@ -159,9 +159,9 @@ class RotatingTokens:
         Raises:
             SetupError, TransientError: there are no tokens at all.
         """
-        if not self._has_tokens:
+        if self.tokens is None:
             await asyncio.shield(self._refresh())
-            if not self._has_tokens and self._failure is not None:
+            if self.tokens is None and self._failure is not None:
                 raise self._failure
         elif time.monotonic() >= self.source.due_at:
             self._refresh()
@@ -202,10 +202,6 @@ class RotatingTokens:
         if self._refreshing is not None:
             self._refreshing.cancel()
             await asyncio.gather(self._refreshing, return_exceptions=True)
-
-    @property
-    def _has_tokens(self) -> bool:
-        return any(each.signature for each in self.credentials.values())
 
     def _refresh(self) -> asyncio.Task[None]:
         if self._refreshing is None or self._refreshing.done():

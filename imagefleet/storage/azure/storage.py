@@ -13,9 +13,8 @@ from azure.core.pipeline.transport import AioHttpTransport
 from imagefleet import retry
 from imagefleet.storage.azure import account, sas
 from imagefleet.storage.azure.blobs import AzureBlobs
-from imagefleet.storage.azure.congestion import MOST_SENDS
 from imagefleet.storage.azure.credentials import Credentials
-from imagefleet.storage.azure.queue import AzureQueue
+from imagefleet.storage.azure.queue import MOST_SENDS, AzureQueue
 from imagefleet.storage.azure.roles import job_queue, name_of
 from imagefleet.storage.azure.sender import MessageSender
 from imagefleet.storage.protocol import Operations
