@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
-
-import typer
 
 from fleet import options
+from fleet.options import option
 from fleet.plan import estimate
 from fleet.plan.work import Models, Work, add_stages
 from imagefleet import errors
@@ -26,23 +24,13 @@ _NO_START_UP = estimate.Input(0.0, "assumed", "not included without --bench")
 class Machines:
     """What draws them, for the hours and the price."""
 
-    gpu: Annotated[str | None, typer.Option(metavar="NAME", help="GPU class, for the price.")] = (
-        None
+    gpu: str | None = option("GPU class, for the price.", metavar="NAME")
+    replicas: int = option("Their number, for the hours.", 1, min=1, metavar="COUNT")
+    images_per_second: float | None = option(
+        "Speed of one replica at these steps.", min=0.0001, metavar="NUMBER"
     )
-    replicas: Annotated[
-        int, typer.Option(min=1, metavar="COUNT", help="Their number, for the hours.")
-    ] = 1
-    images_per_second: Annotated[
-        float | None,
-        typer.Option(min=0.0001, metavar="NUMBER", help="Speed of one replica at these steps."),
-    ] = None
-    price_per_hour: Annotated[
-        float | None, typer.Option(min=0.0001, metavar="DOLLARS", help="$/h of one replica.")
-    ] = None
-    bench: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="JSON of `imagefleet bench engine`, for the speed."),
-    ] = None
+    price_per_hour: float | None = option("$/h of one replica.", min=0.0001, metavar="DOLLARS")
+    bench: Path | None = option("JSON of `imagefleet bench engine`, for the speed.", metavar="FILE")
     prices_path: options.PriceFile = None
 
 
