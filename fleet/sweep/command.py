@@ -13,6 +13,7 @@ import typer
 from fleet import console, filling, options
 from fleet.campaigns import target
 from fleet.options import argument, option
+from fleet.plan import estimate
 from fleet.plan.estimate import Plan
 from fleet.plan.work import Models
 from fleet.sweep import price, resume
@@ -255,6 +256,5 @@ def _show_plan(source: SweepSource, plan: Plan, *, as_json: bool) -> None:
         "all in": f"${plan.dollars:,.2f}",
     }
     console.print_tables("", console.totals(facts), "")
-    for line in price.sources(plan):
-        console.print_plain(line)
+    console.print_tables(*estimate.sources(plan.mix[0]))
     console.print_plain(f"Other machines: {price.command(plan)}")
