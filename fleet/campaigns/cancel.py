@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from typing import Annotated
 
-import typer
 from rich.console import Console
 
 from fleet import console, options
 from fleet.campaigns import target
+from fleet.options import argument, option
 from imagefleet import cancelled, errors
 from imagefleet.records import reader
 from imagefleet.storage.open import Storage
@@ -19,16 +18,12 @@ from imagefleet.storage.settings import StorageSettings
 @options.from_settings(StorageSettings)
 def command(
     settings: StorageSettings,
-    campaign: Annotated[
-        str | None,
-        typer.Argument(metavar="CAMPAIGN", help="The campaign; `default` for jobs without one."),
-    ] = None,
-    everything: Annotated[
-        bool,
-        typer.Option(
-            "--all", help="Delete all messages of the job queue for good, of all campaigns."
-        ),
-    ] = False,
+    campaign: str | None = argument(
+        "The campaign; `default` for jobs without one.", None, metavar="CAMPAIGN"
+    ),
+    everything: bool = option(
+        "Delete all messages of the job queue for good, of all campaigns.", False, "--all"
+    ),
     dry_run: bool = options.dry_run("what would be cancelled or deleted"),
     yes: options.Yes = False,
     as_json: options.AsJson = False,

@@ -14,6 +14,7 @@ from fleet import console, options
 from fleet.files import add, drawing, kernels, stored, texts
 from fleet.files.add import AddOptions
 from fleet.files.transfer import Report
+from fleet.options import argument, option
 from imagefleet import errors, validation
 from imagefleet.files import kinds
 from imagefleet.files.kinds import KINDS, FileKind
@@ -47,16 +48,12 @@ class MakeOptions:
     """The options of `files make`; all are for certain kinds alone."""
 
     form: options.JobFormat = None
-    count: Annotated[int | None, typer.Option(min=1, help="Number of jobs; overrides JOBS'.")] = (
-        None
-    )
-    seed: Annotated[
-        int | None, typer.Option(min=0, max=2**63 - 1, help="Overrides the template's seed.")
-    ] = None
+    count: int | None = option("Number of jobs; overrides JOBS'.", min=1)
+    seed: int | None = option("Overrides the template's seed.", min=0, max=2**63 - 1)
     manifest: add.Manifest = False
-    output: Annotated[
-        Path, typer.Option(metavar="FOLDER", help="Where the file of kernels is written.")
-    ] = Path("kernels")
+    output: Path = option(
+        "Where the file of kernels is written.", Path("kernels"), metavar="FOLDER"
+    )
 
 
 #: Options of `files add` that not all kinds take, with those that do.
@@ -86,16 +83,14 @@ _MAKE: Mapping[str, Collection[str]] = {
 @options.from_settings(SignerSettings)
 def add_command(
     settings: SignerSettings,
+    *,
     context: typer.Context,
     kind: KindName,
-    sources: Annotated[
-        list[str],
-        typer.Argument(
-            metavar="FILE|FOLDER|URL...",
-            help="A .safetensors file or its https:// address; of a model also a folder in"
-            " diffusers format; what `files make kernels` wrote; a folder of text states.",
-        ),
-    ],
+    sources: list[str] = argument(
+        "A .safetensors file or its https:// address; of a model also a folder in"
+        " diffusers format; what `files make kernels` wrote; a folder of text states.",
+        metavar="FILE|FOLDER|URL...",
+    ),
     given: AddOptions,
     dry_run: bool = options.dry_run("what would be stored"),
     as_json: options.AsJson = False,
@@ -158,9 +153,7 @@ def list_command(
 def remove_command(
     settings: SignerSettings,
     kind: KindName,
-    names: Annotated[
-        list[str], typer.Argument(metavar="NAME...", help="Their names, as `files list` has them.")
-    ],
+    names: list[str] = argument("Their names, as `files list` has them.", metavar="NAME..."),
     yes: options.Yes = False,
     dry_run: bool = options.dry_run("what would be removed"),
     as_json: options.AsJson = False,
@@ -199,18 +192,17 @@ def remove_command(
 @options.from_settings(MakeSettings)
 def make_command(
     settings: MakeSettings,
+    *,
     context: typer.Context,
-    kind: Annotated[str, typer.Argument(metavar="KIND", help=f"{', '.join(MADE)}.")],
+    kind: str = argument(f"{', '.join(MADE)}.", metavar="KIND"),
     given: MakeOptions,
-    jobs: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="[JOBS]",
-            help="For text: jobs as for `imagefleet load`, a template (.yaml, .toml), a file of"
-            " jobs (.jsonl, .json, .csv, .parquet, .txt with a prompt per line), or - for standard"
-            " input.",
-        ),
-    ] = None,
+    jobs: str | None = argument(
+        "For text: jobs as for `imagefleet load`, a template (.yaml, .toml), a file of"
+        " jobs (.jsonl, .json, .csv, .parquet, .txt with a prompt per line), or - for standard"
+        " input.",
+        None,
+        metavar="[JOBS]",
+    ),
     dry_run: bool = options.dry_run("what would be made"),
     as_json: options.AsJson = False,
 ) -> None:

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 
 from fleet import console, options
 from fleet.campaigns import target
-from fleet.options import Since
+from fleet.options import Since, argument, option
 from fleet.redo import replace, select
 from fleet.verify import quarantine
 from imagefleet import errors
@@ -27,28 +27,18 @@ _SHOWN = 20
 class Which:
     """The images that are drawn again."""
 
-    job: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="CAMPAIGN[/ID]",
-            help="The images of this job, or this image of it, as in spring/a-2.png; for --worker"
-            " and --suspect, only images of this campaign.",
-        ),
-    ] = None
-    worker: Annotated[
-        str | None,
-        typer.Option(metavar="ID", help="Images of this worker, or machine on SaladCloud."),
-    ] = None
-    suspect: Annotated[
-        bool,
-        typer.Option(
-            "--suspect", help="Images that nodes which failed their checks have marked as suspect."
-        ),
-    ] = False
+    job: str | None = argument(
+        "The images of this job, or this image of it, as in spring/a-2.png; for --worker"
+        " and --suspect, only images of this campaign.",
+        None,
+        metavar="CAMPAIGN[/ID]",
+    )
+    worker: str | None = option("Images of this worker, or machine on SaladCloud.", metavar="ID")
+    suspect: bool = option(
+        "Images that nodes which failed their checks have marked as suspect.", default=False
+    )
     since: Since = None
-    until: Annotated[
-        str | None, typer.Option(metavar="TIME", help="Only what was stored until then.")
-    ] = None
+    until: str | None = option("Only what was stored until then.", metavar="TIME")
 
     def wanted(self) -> select.Wanted:
         """What is selected; raises SetupError for options that choose nothing, or two things."""
@@ -70,14 +60,11 @@ class Which:
 def command(
     settings: SignerSettings,
     which: Which,
-    jobs: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE",
-            help="The jobs, a line each or as a template, for images without their job in them; it"
-            " takes precedence.",
-        ),
-    ] = None,
+    jobs: Path | None = option(
+        "The jobs, a line each or as a template, for images without their job in them; it"
+        " takes precedence.",
+        metavar="FILE",
+    ),
     dry_run: bool = options.dry_run("the number of images by worker"),
     yes: options.Yes = False,
     as_json: options.AsJson = False,

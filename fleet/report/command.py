@@ -12,6 +12,7 @@ import typer
 from fleet import console, options
 from fleet.campaigns import target
 from fleet.monitor import prometheus
+from fleet.options import option
 from fleet.report import figures as report_figures
 from fleet.report import metrics as report_metrics
 from fleet.report import page as report_page
@@ -32,18 +33,11 @@ _SHOWN_REASONS = 3
 class Price:
     """The price of a worker, where it is not what the workers recorded."""
 
-    price_per_hour: Annotated[
-        float | None,
-        typer.Option(
-            min=0.0001, metavar="DOLLARS", help="$/h of one worker, instead of what it recorded."
-        ),
-    ] = None
-    gpu: Annotated[
-        str | None, typer.Option(metavar="NAME", help="GPU class, to use its listed price.")
-    ] = None
-    priority: Annotated[
-        prices.Priority, typer.Option(help="SaladCloud priority of that price.")
-    ] = "batch"
+    price_per_hour: float | None = option(
+        "$/h of one worker, instead of what it recorded.", min=0.0001, metavar="DOLLARS"
+    )
+    gpu: str | None = option("GPU class, to use its listed price.", metavar="NAME")
+    priority: prices.Priority = option("SaladCloud priority of that price.", "batch")
     prices_path: options.PriceFile = None
 
 

@@ -6,12 +6,14 @@ import functools
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 
 from fleet import console, filling, options
 from fleet.campaigns import target
+from fleet.options import argument, option
+from fleet.plan import estimate
 from fleet.plan.estimate import Plan
 from fleet.plan.work import Models
 from fleet.sweep import price, resume
@@ -31,62 +33,42 @@ _SHOWN_GROUPS = 40
 class Captions:
     """Which captions are drawn."""
 
-    file: Annotated[
-        Path,
-        typer.Argument(
-            metavar="FILE",
-            help="Captions: .txt with one per line, .jsonl with `caption`, `prompt` or `text`, or"
-            " COCO's annotations (.json); all also as .gz.",
-        ),
-    ]
-    campaign: Annotated[
-        str, typer.Option(metavar="NAME", help="The campaign, which holds nothing else.")
-    ]
-    count: Annotated[int | None, typer.Option(min=1, help="Only the first so many captions.")] = (
-        None
+    file: Path = argument(
+        "Captions: .txt with one per line, .jsonl with `caption`, `prompt` or `text`, or"
+        " COCO's annotations (.json); all also as .gz.",
+        metavar="FILE",
     )
-    one_per_image: Annotated[
-        bool,
-        typer.Option("--one-per-image", help="The first caption of each image of COCO's."),
-    ] = False
-    form: Annotated[
-        str | None,
-        typer.Option("--format", metavar="txt|jsonl|coco", help="By default as FILE's name says."),
-    ] = None
-    seed: Annotated[
-        int, typer.Option(min=0, max=2**53 - 1, help="Another one gives all captions other seeds.")
-    ] = 0
+    campaign: str = option("The campaign, which holds nothing else.", ..., metavar="NAME")
+    count: int | None = option("Only the first so many captions.", min=1)
+    one_per_image: bool = option("The first caption of each image of COCO's.", default=False)
+    form: str | None = option(
+        "By default as FILE's name says.", None, "--format", metavar="txt|jsonl|coco"
+    )
+    seed: int = option("Another one gives all captions other seeds.", 0, min=0, max=2**53 - 1)
 
 
 @dataclass(frozen=True, slots=True)
 class Grid:
     """The settings with whose combinations they are drawn, and what all of them share."""
 
-    fields: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--set",
-            metavar="FIELD=VALUES",
-            help="Values with commas of cfg_scale, sampler_name, steps or lora_strength, which are"
-            " combined; or the value of all jobs of lora, size or another field of a job."
-            " Repeatable.",
-        ),
-    ] = None
-    models: Annotated[
-        str | None,
-        typer.Option(
-            metavar="LIST",
-            help="Models: dreams,xl=sdxl, with their families for the price; by default that of the"
-            " worker that draws.",
-        ),
-    ] = None
-    family: Annotated[
-        str,
-        typer.Option(
-            metavar="|".join(families.FAMILIES),
-            help="Of models without one in --models, for the price.",
-        ),
-    ] = families.SD1.slug
+    fields: list[str] | None = option(
+        "Values with commas of cfg_scale, sampler_name, steps or lora_strength, which are"
+        " combined; or the value of all jobs of lora, size or another field of a job."
+        " Repeatable.",
+        None,
+        "--set",
+        metavar="FIELD=VALUES",
+    )
+    models: str | None = option(
+        "Models: dreams,xl=sdxl, with their families for the price; by default that of the"
+        " worker that draws.",
+        metavar="LIST",
+    )
+    family: str = option(
+        "Of models without one in --models, for the price.",
+        families.SD1.slug,
+        metavar="|".join(families.FAMILIES),
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,18 +76,13 @@ class Sending:
     """How the jobs are sent."""
 
     priority: options.JobPriority = "normal"
-    model: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="NAME",
-            help="One of --models that workers have from elsewhere than the storage; repeatable.",
-        ),
-    ] = None
+    model: list[str] | None = option(
+        "One of --models that workers have from elsewhere than the storage; repeatable.",
+        metavar="NAME",
+    )
     dry_run: bool = options.dry_run("the groups, the hours and the price")
-    restart: Annotated[
-        bool, typer.Option("--restart", help="Send all jobs again, whatever was sent before.")
-    ] = False
-    quiet: Annotated[bool, typer.Option("--quiet", help="No progress.")] = False
+    restart: bool = option("Send all jobs again, whatever was sent before.", default=False)
+    quiet: bool = option("No progress.", default=False)
 
 
 @options.from_settings(LoadSettings)
@@ -279,6 +256,5 @@ def _show_plan(source: SweepSource, plan: Plan, *, as_json: bool) -> None:
         "all in": f"${plan.dollars:,.2f}",
     }
     console.print_tables("", console.totals(facts), "")
-    for line in price.sources(plan):
-        console.print_plain(line)
+    console.print_tables(*estimate.sources(plan.mix[0]))
     console.print_plain(f"Other machines: {price.command(plan)}")

@@ -6,13 +6,13 @@ from collections import Counter
 from collections.abc import Container, Sequence
 from dataclasses import asdict
 from datetime import datetime
-from typing import Annotated, get_args
+from typing import get_args
 
 import typer
 
 from fleet import console, options
 from fleet.campaigns import target
-from fleet.options import Since
+from fleet.options import Since, option
 from fleet.verify import pairs
 from fleet.verify import quarantine as quarantining
 from fleet.verify.pairs import Pair
@@ -27,13 +27,10 @@ def command(
     settings: StorageSettings,
     job: target.OnlyJobs = None,
     since: Since = None,
-    quarantine: Annotated[
-        bool,
-        typer.Option(
-            "--quarantine",
-            help="Add the workers that draw wrong to quarantine.json: they lease no more jobs.",
-        ),
-    ] = False,
+    quarantine: bool = option(
+        "Add the workers that draw wrong to quarantine.json: they lease no more jobs.",
+        default=False,
+    ),
     yes: options.Yes = False,
     as_json: options.AsJson = False,
 ) -> None:
