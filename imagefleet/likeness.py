@@ -8,7 +8,6 @@ so images are compared by distance and never byte by byte. `benchmarks/canary.py
 from __future__ import annotations
 
 import base64
-import math
 from itertools import pairwise
 
 import numpy as np
@@ -36,20 +35,6 @@ _SMOOTH_CELLS = SIDE * SIDE // 4
 
 #: Noise of 2 % of the range changes roughness by some 2, and rounding by 0.1.
 _ROUGHNESS_WEIGHT = 10.0
-
-
-_WHITE = 255.0
-
-
-def mean_square(a: npt.NDArray[np.uint8], b: npt.NDArray[np.uint8]) -> float:
-    """The mean square of the difference of all channels, out of 255 squared."""
-    difference = a.astype(np.int16) - b
-    return float(np.square(difference, dtype=np.int32).mean())
-
-
-def psnr(square: float) -> float | None:
-    """The peak signal-to-noise ratio in dB by the mean square; None for the same pixels."""
-    return None if square == 0 else 10 * math.log10(_WHITE**2 / square)
 
 
 def fingerprint(pixels: npt.NDArray[np.uint8]) -> Fingerprint:
