@@ -10,7 +10,7 @@ from datetime import datetime
 from imagefleet import errors
 from imagefleet.cancelled import CancelledCampaigns
 from imagefleet.job.message import DEFAULT_CAMPAIGN, message_fields
-from imagefleet.records.shard import RecordLog
+from imagefleet.records.record import RecordLog
 
 #: Campaigns of one load whose jobs are counted: each has a record of its own.
 MAX_CAMPAIGNS = 1_000

@@ -166,7 +166,8 @@ def replay_command(
     """
     chosen = checked_priority(priority)
     selection = _chosen(which, how)
-    check = console.run(_check(settings, set_ or [], takes_invalid=invalid))
+    keys = settings.keys()
+    check = Check(keys.trusted, invalid, Change.read(set_, keys.signing) if set_ else None)
     if how.dry_run or not how.yes:
         preview = console.run(_preview(settings, selection, check))
         if how.dry_run:
@@ -219,14 +220,14 @@ def discard_command(
     if how.dry_run or not how.yes:
         count = console.run(_count(settings, selection, unsigned=unsigned, completed=completed))
         jobs = console.counted(count, "failed job")
-        if how.dry_run:
-            if how.as_json:
-                console.print_json({"count": count})
-            else:
-                console.stdout.print(f"{jobs} would be discarded")
-            return
-        if count:
+        if how.dry_run and how.as_json:
+            console.print_json({"count": count})
+        elif how.dry_run:
+            console.stdout.print(f"{jobs} would be discarded")
+        elif count:
             console.confirm(f"Discard {jobs} for good?", yes=how.yes)
+        if how.dry_run:
+            return
     swept = console.run(_discard(settings, selection, unsigned=unsigned, completed=completed))
     output.report("discarded", swept, as_json=how.as_json)
 
@@ -255,28 +256,18 @@ async def _refuse_nothing(fleet: aio.Fleet, selection: Selection) -> None:
     await target.check_campaign(fleet.storage, selection.campaign)
 
 
-async def _check(settings: SignerSettings, changes: list[str], *, takes_invalid: bool) -> Check:
-    """What a job must be to be sent again; the changes are checked before anything is read."""
-    async with console.connected(settings) as fleet:
-        keys = fleet.keys
-        change = Change.read(changes, keys.signing) if changes else None
-        return Check(keys.trusted, takes_invalid, change)
-
-
 async def _count(
     settings: SignerSettings, selection: Selection, *, unsigned: bool, completed: bool
 ) -> int:
-    count = 0
+    found = count = 0
     async with console.connected(settings) as fleet:
         check, storage = fleet.checks_signatures() if unsigned else None, fleet.storage
-        found = dead_letter_queue.find(storage, selection)
-        is_any = False
-        async for some in dead_letter_queue.in_batches(found):
-            is_any = True
-            count += len(
-                await dead_letter_queue.to_discard(storage, some, check, completed=completed)
-            )
-        if not is_any:
+        entries = dead_letter_queue.find(storage, selection)
+        async for some in dead_letter_queue.in_batches(entries):
+            found += len(some)
+            chosen = await dead_letter_queue.to_discard(storage, some, check, completed=completed)
+            count += len(chosen)
+        if not found:
             await _refuse_nothing(fleet, selection)
     return count
 

@@ -13,7 +13,9 @@ import typer
 
 from fleet import console, options
 from fleet.campaigns import target
+from fleet.gallery import server
 from imagefleet.storage.settings import SignerSettings
+from imagefleet.telemetry import probes
 
 
 @options.from_settings(SignerSettings)
@@ -45,9 +47,6 @@ def command(
 async def _serve(
     settings: SignerSettings, campaign: str | None, host: str, port: int, *, browser: bool
 ) -> None:
-    from fleet.gallery import server
-    from imagefleet.telemetry import probes
-
     async with console.connected(settings) as fleet:
         await target.check_campaign(fleet.storage, campaign)
         async with (

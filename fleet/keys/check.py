@@ -23,7 +23,7 @@ from fleet.keys.mint import Place
 from imagefleet import errors
 from imagefleet.storage.azure import account, sas
 from imagefleet.storage.azure import errors as azure_errors
-from imagefleet.storage.azure.credentials import Access, Credentials
+from imagefleet.storage.azure.credentials import Credentials
 from imagefleet.storage.azure.queue import shards_of
 from imagefleet.storage.azure.refusals import LESS_PERMISSION
 from imagefleet.storage.azure.roles import (
@@ -99,10 +99,12 @@ async def _check(
 ) -> Checked:
     access, place = credentials.of(resource, None, shard), Place(resource, None, shard)
     probes = BLOB_PROBES if is_container(resource) else QUEUE_PROBES
-    name = place.name(settings)
+    name, allowed = place.name(settings), ""
     async with place.client(settings, access.credential, retry_total=0) as client:
         try:
-            allowed = await _allowed(name, resource, access, client, probes)
+            for letter, probe in probes.items():
+                if await access.attempt(letter, functools.partial(_is_allowed, probe, client)):
+                    allowed += letter
         except errors.MissingResourceError as error:
             has_token = not isinstance(error, azure_errors.NoTokenError)
             if has_token and resource not in OPTIONAL:
@@ -121,23 +123,10 @@ async def _shards(settings: StorageSettings, credentials: Credentials, resource:
     granted = credentials.shards(resource, None)
     async with Place(resource).client(settings, access.credential, retry_total=0) as client:
         try:
-            found = await access.attempt(
-                f"the queue {client.queue_name!r}", "r", client.get_queue_properties
-            )
+            found = await access.attempt("r", client.get_queue_properties)
         except errors.SetupError:
             return granted
     return max(granted, shards_of(found).made)
-
-
-async def _allowed(
-    name: str, resource: Resource, access: Access, client: Any, probes: Mapping[str, Any]
-) -> str:
-    what = f"the {'container' if is_container(resource) else 'queue'} {name!r}"
-    allowed = ""
-    for letter, probe in probes.items():
-        if await access.attempt(what, letter, functools.partial(_is_allowed, probe, client)):
-            allowed += letter
-    return allowed
 
 
 async def _is_allowed(probe: Callable[[Any], Awaitable[Any]], client: Any) -> bool:

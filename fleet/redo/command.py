@@ -5,19 +5,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from fleet import console, options
 from fleet.campaigns import target
 from fleet.options import Since
-from imagefleet import errors, signing
+from fleet.redo import replace, select
+from fleet.verify import quarantine
+from imagefleet import errors
+from imagefleet.storage.open import Storage
 from imagefleet.storage.settings import SignerSettings, StorageSettings
-
-if TYPE_CHECKING:
-    from fleet.redo import select
-    from imagefleet.storage.open import Storage
+from loadgen import sources
 
 #: Lines of a list: about a screen.
 _SHOWN = 20
@@ -52,8 +52,6 @@ class Which:
 
     def wanted(self) -> select.Wanted:
         """What is selected; raises SetupError for options that choose nothing, or two things."""
-        from fleet.redo import select
-
         named = target.images(self.job)
         if sum((self.worker is not None, self.suspect, named.id is not None)) != 1:
             raise errors.SetupError("choose the images: CAMPAIGN/ID, --worker or --suspect")
@@ -98,7 +96,10 @@ def command(
     imagefleet redo spring/0001
     """
     wanted = which.wanted()
-    given = {} if jobs is None else _read_jobs(jobs, settings.keys().signing)
+    given = {}
+    if jobs is not None:
+        source = sources.open_source(str(jobs), key=settings.keys().signing)
+        given = replace.by_key(source.bodies(0))
     result = console.run(_run(settings, wanted, given, dry_run=dry_run, yes=yes, quiet=as_json))
     if as_json:
         console.print_json(result)
@@ -106,14 +107,6 @@ def command(
         _show(result, dry_run=dry_run)
     if result.get("not_redone"):
         raise typer.Exit(console.EXIT_IMAGES_WRONG)
-
-
-def _read_jobs(path: Path, key: signing.SigningKey | None) -> dict[str, str]:
-    """The messages in a file of jobs, signed with *key*, by the jobs' keys."""
-    from fleet.redo.jobs import by_key
-    from loadgen import sources
-
-    return by_key(sources.open_source(str(path), key=key).bodies(0))
 
 
 async def _run(
@@ -125,10 +118,6 @@ async def _run(
     yes: bool,
     quiet: bool,
 ) -> dict[str, Any]:
-    from fleet.redo import replace
-    from fleet.redo import select as selecting
-    from fleet.redo.jobs import JobFinder
-
     async with console.connected(settings) as fleet:
         storage = fleet.storage
         if not dry_run:
@@ -139,7 +128,7 @@ async def _run(
             for journal in journals:
                 await replace.finish(storage, journal, finished)
         with console.counting("listed", None, quiet=quiet) as on_listed:
-            found = await selecting.select(storage, wanted, on_listed)
+            found = await select.select(storage, wanted, on_listed)
         result = {
             "images": len(found.images),
             "workers": dict(found.by_worker.most_common()),
@@ -154,7 +143,7 @@ async def _run(
         cost = "" if found.dollars is None else f", which took about ${found.dollars:,.2f}"
         images = console.counted(len(found.images), "image")
         console.confirm(f"Have {images} drawn again{cost}?", yes=yes)
-        finder = JobFinder(storage.blobs, given, fleet.keys.trusted)
+        finder = replace.JobFinder(storage.blobs, given, fleet.keys.trusted)
         await finder.list_duplicates(wanted.named.prefix)
         replaced = replace.Replaced()
         with console.counting("replaced", len(found.images), quiet=quiet) as on_image:
@@ -169,8 +158,6 @@ async def _run(
 
 async def _warn_of_nodes_at_work(storage: Storage, found: select.Selection) -> None:
     """A worker that may draw its own images again, as wrong as before."""
-    from fleet.verify import quarantine
-
     known = {node.name for node in (await quarantine.read(storage.files))[0].nodes}
     for worker in sorted(set(found.by_worker) - {""}):
         if known.isdisjoint({worker, quarantine.node_of(worker)}):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
@@ -14,6 +14,7 @@ from fleet.campaigns import target
 from fleet.monitor import prometheus
 from fleet.report import figures as report_figures
 from fleet.report import metrics as report_metrics
+from fleet.report import page as report_page
 from fleet.report import records as report_records
 from fleet.settings import MonitorSettings
 from imagefleet import errors
@@ -22,9 +23,6 @@ from imagefleet.pricing import prices
 from imagefleet.scoring import scores as campaign_scores
 from imagefleet.scoring.scores import Scores
 from imagefleet.storage.open import LOCAL_SCHEME
-
-if TYPE_CHECKING:
-    from fleet.report.samples import Sample
 
 #: Reasons for damage that stderr shows; the page and the JSON have some more.
 _SHOWN_REASONS = 3
@@ -100,8 +98,6 @@ def command(
     if as_json:
         console.print_json(facts)
         return
-    from fleet.report import page as report_page  # only this loads jinja2
-
     page = output or Path(f"{campaign}-report.html")
     console.write_file(page, report_page.render(figures, metrics, sampled, made_at, scored))
     console.print_plain(f"{_summary(figures)}\nReport: {page}")
@@ -123,9 +119,7 @@ async def _read(
     table: prices.PriceTable,
     price: tuple[float | None, str],
     samples: int,
-) -> tuple[report_figures.Figures, report_metrics.Metrics | None, list[Sample]]:
-    from fleet.report import samples as report_samples  # only this loads Pillow
-
+) -> tuple[report_figures.Figures, report_metrics.Metrics | None, list[report_page.Sample]]:
     async with console.connected(settings) as client:
         storage = client.storage
         await target.check_campaign(storage, campaign)
@@ -134,7 +128,7 @@ async def _read(
             raise errors.SetupError(
                 f"campaign {campaign!r} has no images and no failed jobs in {storage.url}"
             )
-        sampled = await report_samples.read(storage.blobs, records)
+        sampled = await report_page.read_samples(storage.blobs, records)
     figures = report_figures.compute(records, storage.url, table, *price)
     metrics = None
     if settings.prometheus is not None and figures.began_at and figures.ended_at:

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
+import typer
+
+from fleet import options
 from fleet.plan import estimate
 from fleet.plan.work import Models, Work, add_stages
 from imagefleet import errors
@@ -19,38 +23,50 @@ _NO_START_UP = estimate.Input(0.0, "assumed", "not included without --bench")
 
 
 @dataclass(frozen=True, slots=True)
-class Machine:
-    """What a sweep is to run on, as the operator has said."""
+class Machines:
+    """What draws them, for the hours and the price."""
 
-    gpu: str | None = None
-    replicas: int = 1
-    images_per_second: float | None = None
-    price_per_hour: float | None = None
-    bench: Path | None = None
-    prices: Path | None = None
+    gpu: Annotated[str | None, typer.Option(metavar="NAME", help="GPU class, for the price.")] = (
+        None
+    )
+    replicas: Annotated[
+        int, typer.Option(min=1, metavar="COUNT", help="Their number, for the hours.")
+    ] = 1
+    images_per_second: Annotated[
+        float | None,
+        typer.Option(min=0.0001, metavar="NUMBER", help="Speed of one replica at these steps."),
+    ] = None
+    price_per_hour: Annotated[
+        float | None, typer.Option(min=0.0001, metavar="DOLLARS", help="$/h of one replica.")
+    ] = None
+    bench: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="JSON of `imagefleet bench engine`, for the speed."),
+    ] = None
+    prices_path: options.PriceFile = None
 
 
-def plan(source: SweepSource, machine: Machine, models: Models) -> estimate.Plan:
+def plan(source: SweepSource, machines: Machines, models: Models) -> estimate.Plan:
     """The sweep on machines of one class; *models* tells the families.
 
     Raises:
         SetupError: the class or its speed is not known, or a file cannot be read.
     """
-    table = prices.read_table(machine.prices)
-    benches = [estimate.read_bench(machine.bench, table)] if machine.bench else []
-    gpu = machine.gpu or (benches[0].gpu if benches else DEFAULT_GPU)
-    if machine.images_per_second is None or machine.price_per_hour is None:
+    table = prices.read_table(machines.prices_path)
+    benches = [estimate.read_bench(machines.bench, table)] if machines.bench else []
+    gpu = machines.gpu or (benches[0].gpu if benches else DEFAULT_GPU)
+    if machines.images_per_second is None or machines.price_per_hour is None:
         matching = prices.matching_gpus(gpu, [bench.gpu for bench in benches])
         gpu = matching[0] if matching else prices.find_gpu(gpu, table.gpus)
     estimate.refuse_unused(benches, {gpu})
     works = _works(source, models)
-    speeds = estimate.find_speeds(gpu, works, machine.images_per_second, benches)
+    speeds = estimate.find_speeds(gpu, works, machines.images_per_second, benches)
     made_on = estimate.bench_of(gpu, benches, works[0].family)
     part = estimate.Part(
         gpu,
-        machine.replicas,
+        machines.replicas,
         estimate.mean_speed(speeds),
-        estimate.find_price(gpu, _PRIORITY, machine.price_per_hour, table),
+        estimate.find_price(gpu, _PRIORITY, machines.price_per_hour, table),
         made_on.start_up if made_on else _NO_START_UP,
         speeds,
     )

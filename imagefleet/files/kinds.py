@@ -12,7 +12,7 @@ from imagefleet import errors
 from imagefleet.files import contents
 from imagefleet.files.contents import Content
 from imagefleet.files.safetensors import Header
-from imagefleet.job.chunks import CHUNK_TOKENS
+from imagefleet.job.clip import CHUNK_TOKENS
 
 Describe = Callable[[str, Header, Content], str]
 """Describes a file by its path, its header and what that holds, as lists show it."""

@@ -15,9 +15,8 @@ from imagefleet.job import sizes
 from imagefleet.job.message import DEFAULT_CAMPAIGN, Job, job_key
 from imagefleet.records import reader
 from imagefleet.records.outcomes import JobFacts
-from imagefleet.records.record import Record
+from imagefleet.records.record import Record, ShardName
 from imagefleet.records.sent import SentJobs
-from imagefleet.records.shard import ShardName
 from imagefleet.storage.open import Storage
 
 if TYPE_CHECKING:

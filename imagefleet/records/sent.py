@@ -12,7 +12,7 @@ from collections import OrderedDict
 from dataclasses import dataclass
 
 from imagefleet import errors
-from imagefleet.records.shard import RecordLog
+from imagefleet.records.record import RecordLog
 from imagefleet.storage.protocol import BlobStore
 
 #: Campaigns whose sums are kept: those that were sent to last.

@@ -11,7 +11,7 @@ import torch
 from safetensors import SafetensorError
 
 from imagefleet import errors
-from imagefleet.job.chunks import CHUNK_TOKENS
+from imagefleet.job.clip import CHUNK_TOKENS
 from worker.engine import contract
 from worker.engine.files.safetensors import ReadOnce, UnusableError, named
 

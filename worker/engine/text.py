@@ -13,7 +13,7 @@ from transformers import CLIPTextModel, CLIPTokenizer
 
 from imagefleet import errors
 from imagefleet.job import clip
-from imagefleet.job.chunks import CHUNK_TOKENS, Chunk, Names, cut_into_chunks, sections_of
+from imagefleet.job.clip import CHUNK_TOKENS, Chunk, Names, cut_into_chunks, sections_of
 from imagefleet.job.prompt import Prompt
 from worker.engine.embeddings import CLIP_L, Embedding
 

@@ -17,7 +17,7 @@ from azure.core.exceptions import HttpResponseError
 from azure.storage.blob import BlobBlock, BlobProperties, ContentSettings
 from azure.storage.blob.aio import BlobClient, ContainerClient
 
-from imagefleet import concurrency, errors, retry
+from imagefleet import concurrency
 from imagefleet.storage import protocol
 from imagefleet.storage.azure import errors as azure_errors
 from imagefleet.storage.azure.credentials import Access
@@ -52,13 +52,11 @@ _Result = TypeVar("_Result")
 class AzureBlobs(protocol.BlobStore):
     """The blobs of one container."""
 
-    def __init__(
-        self, client: ContainerClient, retry_policy: retry.RetryPolicy, access: Access
-    ) -> None:
+    def __init__(self, client: ContainerClient, access: Access) -> None:
         self._client = client
         self._address = client.url.partition("?")[0]
-        self._retry_policy = retry_policy
         self._access = access
+        self._call = access.call
 
     @property
     def name(self) -> str:
@@ -168,13 +166,13 @@ class AzureBlobs(protocol.BlobStore):
             condition = MatchConditions.IfMissing
             await self._create(lambda: blob.create_append_blob(match_condition=condition))
 
-        async def request() -> bool:
+        async def request(is_in_doubt: bool) -> bool:
             with azure_errors.tolerated(_NOT_APPENDED | {"BlobNotFound"}):
                 await blob.append_block(data, appendpos_condition=position)
                 return True
-            return False
+            return is_in_doubt
 
-        return await self._retried_in_doubt("a", request)
+        return await self._access.call_in_doubt("a", request)
 
     async def exists(self, name: str) -> bool:
         blob = self._blob(name)
@@ -276,9 +274,12 @@ class AzureBlobs(protocol.BlobStore):
     async def _create(
         self, request: Callable[[], Awaitable[object]], on_doubt: Callable[[], None] = lambda: None
     ) -> bool:
-        """Calls *request*, which creates a blob; False if its name is taken."""
+        """Calls *request*, which creates a blob; False if its name is taken.
 
-        async def create() -> bool:
+        Taken after an attempt whose reply was lost: that attempt counts as what created it.
+        """
+
+        async def create(is_in_doubt: bool) -> bool:
             try:
                 # The SDK raises the same exception for every conflict: only these codes mean that
                 # the blob exists, perhaps from an attempt whose reply was lost.
@@ -289,39 +290,11 @@ class AzureBlobs(protocol.BlobStore):
                 # Not Azure's answer, whose roles and tokens need moments to reach all its servers.
                 if not azure_errors.is_azurites_overwrite(error) or not await self._may_create():
                     raise
-            return False
-
-        return await self._retried_in_doubt("c", create, on_doubt)
-
-    async def _retried_in_doubt(
-        self,
-        permission: str,
-        request: Callable[[], Awaitable[bool]],
-        on_doubt: Callable[[], None] = lambda: None,
-    ) -> bool:
-        """Calls *request*, which returns False if what it does is done already.
-
-        Done after an attempt whose reply was lost: that attempt counts as what did it.
-        """
-        is_in_doubt = False
-
-        async def attempt() -> bool:
-            nonlocal is_in_doubt
-            try:
-                if await self._attempt(permission, request):
-                    return True
-            except errors.TransientError as error:
-                is_in_doubt = is_in_doubt or error.outcome_is_unknown
-                error.outcome_is_unknown = is_in_doubt
-                raise
             if is_in_doubt:
                 on_doubt()
             return is_in_doubt
 
-        return await self._retry_policy.call(attempt)
-
-    async def _call(self, permission: str, request: Callable[[], Awaitable[_Result]]) -> _Result:
-        return await self._retry_policy.call(lambda: self._attempt(permission, request))
+        return await self._access.call_in_doubt("c", create)
 
     async def _found(
         self,
@@ -337,9 +310,6 @@ class AzureBlobs(protocol.BlobStore):
             return None
 
         return await self._call(permission, tolerant)
-
-    async def _attempt(self, permission: str, request: Callable[[], Awaitable[_Result]]) -> _Result:
-        return await self._access.attempt(f"the container {self.name!r}", permission, request)
 
 
 def _properties(content_type: str, metadata: Mapping[str, str]) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from imagefleet import errors
 from imagefleet.storage.azure import refusals
 
 #: Another worker has the message, or it was deleted.
-_LEASE_LOST = frozenset({"MessageNotFound", "PopReceiptMismatch"})
+LEASE_LOST = frozenset({"MessageNotFound", "PopReceiptMismatch"})
 
 #: The blob exists. Azure answers with the second code if the token may create, but not write.
 TAKEN = frozenset({"BlobAlreadyExists", "UnauthorizedBlobOverwrite"})
@@ -135,7 +135,7 @@ def _from_response(
     answer = f"{code} (HTTP {status})"
     if code in _BEING_DELETED:
         answer += ": it is being deleted, and its name is free again in a minute or so"
-    if code in _LEASE_LOST:
+    if code in LEASE_LOST:
         return errors.LeaseLost(f"the lease is lost: {what} answered {answer}")
     if code in MISSING:
         return errors.MissingResourceError(f"{what} does not exist; `imagefleet load` creates it")

@@ -79,7 +79,7 @@ async def records(storage: Storage) -> list[Record]:
 
 
 async def failures(storage: Storage) -> dict[str, dead_letter.FailedJob]:
-    found = [dead_letter.FailedJob.read(each.body) async for each in storage.poison.browse()]
+    found = [dead_letter.FailedJob.parse(each.body) async for each in storage.poison.browse()]
     return {record.id: record for record in found if record is not None}
 
 

@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import torch
 
-from imagefleet.job.chunks import Chunk
+from imagefleet.job.clip import Chunk
 from worker.engine import contract, embeddings, text
 from worker.engine import errors as engine_errors
 from worker.engine.checkpoint import Checkpoint
