@@ -114,7 +114,9 @@ class _Worker:
 
     def __post_init__(self) -> None:
         member = self._member
-        self._metrics = WorkerMetrics(self._settings.fleet_name, member.gpu if member else None)
+        self._metrics = WorkerMetrics(
+            self._settings.fleet_name, member.assignment.gpu if member else None
+        )
         # The container is the parent's to give up: the other GPUs go on.
         self._container = None if member else self._metadata
         self._reallocation = (
@@ -139,7 +141,7 @@ class _Worker:
                 self._metrics.registry,
                 settings,
                 job="imagefleet-worker",
-                instance=self._member.instance if self._member else None,
+                instance=self._member.assignment.instance if self._member else None,
             ),
             salad.updating_deletion_cost(self._container, self._jobs_in_flight),
             tasks.background(self._show_progress(), "show progress"),
@@ -240,7 +242,7 @@ class _Worker:
             found, fetch, self._load_engine, on_cpu=on_cpu, read=self._read_weights
         )
         queue = storage.models.served(models.names if len(found) > 1 else [])
-        share = self._member.share if self._member else share_of(self._settings.name)
+        share = self._member.assignment.share if self._member else share_of(self._settings.name)
         storage.models.stand_at(share)
         await models.begin(queue, share)
         self._first_model = models.current.settings

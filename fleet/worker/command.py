@@ -50,7 +50,7 @@ def command(
     from worker.gpus import choice, parent
 
     if member := Member.from_environment():
-        logs.name_device(member.gpu)
+        logs.name_device(member.assignment.gpu)
         logs.configure(settings.log_format)
         report = _run(member.settings(settings), member)
     else:

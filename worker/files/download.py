@@ -29,10 +29,6 @@ log = logging.getLogger(__name__)
 #: A server that sends nothing for this long is given up, and asked again.
 STALL_SECONDS = 30.0
 
-_CONNECT_SECONDS = 10.0
-
-_CHUNK_BYTES = 2**20
-
 #: Large enough for the pauses between requests not to matter, small enough for any memory.
 _PART_BYTES = 16 * 2**20
 
@@ -44,8 +40,6 @@ HEAD_BYTES = 2**20
 #: A connection that brought this much resets the count of tries: over a bad line, a large file
 #: takes many.
 PROGRESS_BYTES = 2**20
-
-_SECONDS_BETWEEN_LOGS = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,9 +80,7 @@ class HttpSource:
             headers["Range"] = f"bytes={offset}-"
             if version is not None:
                 headers["If-Range"] = version
-        timeout = aiohttp.ClientTimeout(
-            total=None, sock_connect=_CONNECT_SECONDS, sock_read=STALL_SECONDS
-        )
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=10, sock_read=STALL_SECONDS)
         through_proxy = bool(urllib.request.getproxies_environment())
         try:
             async with (
@@ -111,7 +103,7 @@ class HttpSource:
             )
         etag = response.headers.get("ETag", "W/")
         version = response.headers.get("Last-Modified") if etag.startswith("W/") else etag
-        chunks = response.content.iter_chunked(_CHUNK_BYTES)
+        chunks = response.content.iter_chunked(2**20)
         answer = f"{self.label} answers HTTP {response.status}"
         match response.status:
             case 200:  # all of it, whatever was requested
@@ -211,7 +203,7 @@ class Download:
         self._on_progress = on_progress
         self._stated_in = stated_in
         self._is_resumed = False
-        self._occasion = logs.Occasion(_SECONDS_BETWEEN_LOGS)
+        self._occasion = logs.Occasion(seconds=10)
 
     async def run(self, retry_policy: retry.RetryPolicy) -> None:
         """Raises SetupError if the file is another; TransientError after the last try."""

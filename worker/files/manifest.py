@@ -8,6 +8,7 @@ file. That of embeddings is complete on Azure, where workers may not list what i
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import json
 import logging
@@ -70,26 +71,21 @@ class FileHashes:
         """The hash of a checkpoint's single file; None for a folder. *sha256* if it is known."""
         is_file = path.is_file()
         if is_file and sha256 is None:
-            return self._start("model", path, self._hash_model)
+            return self._start(path, self._hash_model)
         known: Future[str | None] = Future()
         known.set_result(sha256.lower()[:MODEL_CHARACTERS] if is_file and sha256 else None)
         return known
 
     def of_lora(self, path: Path) -> Future[str | None]:
-        return self._start("lora", path, _hash_lora)
+        return self._start(path, _hash_lora)
 
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
-    def _start(
-        self, kind: str, path: Path, read: Callable[[Path], str | None]
-    ) -> Future[str | None]:
-        try:
-            status = path.stat()
-        except OSError:
-            key: Hashable = (kind, path)  # its reader will say why
-        else:
-            key = (kind, path, status.st_mtime_ns, status.st_size)
+    def _start(self, path: Path, read: Callable[[Path], str | None]) -> Future[str | None]:
+        key: Hashable = path
+        with contextlib.suppress(OSError):  # its reader will say why
+            key = (path, (status := path.stat()).st_mtime_ns, status.st_size)
         with self._lock:
             found = self._found.get(key)
             if found is None or found.cancelled():

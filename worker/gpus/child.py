@@ -174,10 +174,7 @@ class Member:
     """The parent as its worker sees it."""
 
     def __init__(self, assignment: Assignment) -> None:
-        self.gpu = assignment.gpu
-        self.instance = assignment.instance
-        self.share = assignment.share
-        self._assignment = assignment
+        self.assignment = assignment
         self._control = socket.socket(fileno=assignment.control)
         self._control.set_inheritable(False)
         self._lock = threading.Lock()
@@ -196,8 +193,8 @@ class Member:
         """The settings of this worker by those of the machine."""
         return settings.model_copy(
             update={
-                "name": self._assignment.name,
-                "price_per_hour": self._assignment.price_per_hour,
+                "name": self.assignment.name,
+                "price_per_hour": self.assignment.price_per_hour,
                 "device": "cpu" if settings.device == "cpu" else "cuda",
                 "host": "127.0.0.1",
                 "port": 0,

@@ -15,8 +15,6 @@ from imagefleet.telemetry import metrics
 
 _PRICE = "imagefleet_price_dollars_per_hour"
 
-_SECONDS_PER_HOUR = 3600
-
 
 class MachineMetrics(Collector):
     """The GPUs without a worker: the machine is billed for them all the same.
@@ -77,9 +75,7 @@ class MachineMetrics(Collector):
         prices = {gpu: price for gpu, price in self._prices.items() if price is not None}
         if not prices:
             return
-        dollars = sum(
-            self._seconds_down(gpu) / _SECONDS_PER_HOUR * price for gpu, price in prices.items()
-        )
+        dollars = sum(self._seconds_down(gpu) / 3600 * price for gpu, price in prices.items())
         for name, label, value in (
             ("imagefleet_cost_dollars", "kind", "gpu"),
             ("imagefleet_wasted_dollars", "reason", "down"),

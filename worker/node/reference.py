@@ -47,7 +47,6 @@ MAX_TOLERANCE = 4 * likeness.SAME_BELOW
 MAX_BYTES = 65_536
 
 SUFFIX = ".canary.json"
-_IN_FOLDER = "canary.json"
 
 
 class Reference(BaseModel):
@@ -95,7 +94,7 @@ def read(data: bytes) -> Reference:
 
 def beside(model: Path) -> Path:
     """The path of a checkpoint's reference: in its folder, or beside its file."""
-    return model / _IN_FOLDER if model.is_dir() else model.with_suffix(SUFFIX)
+    return model / "canary.json" if model.is_dir() else model.with_suffix(SUFFIX)
 
 
 def stored_name(blob: str) -> str:

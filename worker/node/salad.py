@@ -21,6 +21,7 @@ import aiohttp
 from prometheus_client import Counter
 
 from imagefleet import errors, redaction, retry
+from imagefleet.telemetry import logs
 from worker import tasks
 
 log = logging.getLogger(__name__)
@@ -36,16 +37,8 @@ MAX_REASON_CHARACTERS = 1000
 #: The limit of SaladCloud's own API (the metadata service takes any 32-bit integer).
 MAX_DELETION_COST = 100_000
 
-#: Set in every container on SaladCloud, and only there.
-_MACHINE_VARIABLE = "SALAD_MACHINE_ID"
-
-#: Another address of the service; a worker then behaves as on SaladCloud. For tests.
-_ADDRESS_VARIABLE = "SALAD_METADATA_URL"
-
 #: A token has 1,000 characters at most; the page of another service may have any number.
 _MAX_ANSWER_BYTES = 65_536
-
-_OK, _NO_CONTENT = 200, 204
 
 #: Seconds between two updates of the deletion cost, sent only when it has changed: a group is made
 #: smaller every quarter of an hour at most.
@@ -118,7 +111,7 @@ class SaladMetadata:
                 f"SaladCloud's metadata service does not answer: {type(error).__name__}"
                 f" {redaction.reason(error)}"
             ) from None
-        if status != (_OK if body is None else _NO_CONTENT):
+        if status != (200 if body is None else 204):
             detail = _field(content, "detail")  # of its errors; any other page has none
             raise errors.TransientError(
                 f"SaladCloud's metadata service answers {path} with {status} {reason}"
@@ -128,11 +121,11 @@ class SaladMetadata:
 
 
 def find_metadata() -> SaladMetadata | None:
-    """The node's service on SaladCloud, else None; `SALAD_METADATA_URL` overrides both."""
-    address = os.environ.get(_ADDRESS_VARIABLE)
-    if address:
+    """The node's service, where there is one; tests set another by `SALAD_METADATA_URL`."""
+    if address := os.environ.get("SALAD_METADATA_URL"):
         return SaladMetadata(address)
-    return SaladMetadata() if os.environ.get(_MACHINE_VARIABLE) else None
+    # Set in every container on SaladCloud, and only there.
+    return SaladMetadata() if os.environ.get("SALAD_MACHINE_ID") else None
 
 
 def _field(answer: bytes, name: str) -> Any:
@@ -159,22 +152,21 @@ async def updating_deletion_cost(
 
 async def _update(metadata: SaladMetadata, jobs_in_flight: Callable[[], int]) -> NoReturn:
     current = 0  # a new container's
-    has_failed = False
+    warning = logs.Occasion(seconds=3600)
     while True:
         cost = jobs_in_flight()
         if cost != current and max(cost, current) >= _MATERIAL_FACTOR * min(cost, current):
             try:
                 await metadata.set_deletion_cost(cost)
             except errors.TransientError as error:
-                if not has_failed:
+                if warning.is_due():
                     log.warning(
                         "the deletion cost is not updated, the work goes on: %s",
                         error,
                         extra={"action": "deletion_cost_failed"},
                     )
-                has_failed = True
             else:
-                current, has_failed = cost, False
+                current = cost
         await asyncio.sleep(retry.jitter(COST_SECONDS, 0.8, 1.2))
 
 

@@ -48,9 +48,6 @@ RETRIES = retry.RetryPolicy(tries=3, give_up_seconds=30)
 #: Torch's and Triton's variables for their folders.
 TORCH_FOLDER, TRITON_FOLDER = "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"
 
-#: How the folder's name begins that torch uses by default.
-_TORCHS_OWN = "torchinductor_"
-
 
 class KernelCache:
     """The folder with the kernels of one key, which this machine's workers share."""
@@ -250,7 +247,8 @@ def use_folder(cache: Path, key: Key) -> Path:
     """
     folder = Path(os.environ.get(TORCH_FOLDER, ""))
     # Torch sets the variable itself once imported, to a temporary folder.
-    is_torchs = folder.parent == Path(tempfile.gettempdir()) and folder.name.startswith(_TORCHS_OWN)
+    temporary = Path(tempfile.gettempdir())
+    is_torchs = folder.parent == temporary and folder.name.startswith("torchinductor_")
     if is_torchs or folder == Path():
         folder = cache.expanduser().absolute() / "kernels" / key.name
     with DiskCache(folder).errors():
