@@ -62,7 +62,7 @@ def _print_staying(some: list[Refused], count: int, unsigned: int, to: Console) 
         )
 
 
-def as_record(preview: Preview) -> dict[str, Any]:
+def _as_record(preview: Preview) -> dict[str, Any]:
     return {
         "count": preview.count,
         "jobs": [
@@ -73,12 +73,7 @@ def as_record(preview: Preview) -> dict[str, Any]:
         "unsigned": preview.unsigned,
         "refused": preview.refused,
         "changes": [
-            {
-                "field": name,
-                "from": json.loads(before),
-                "to": json.loads(after),
-                "count": count,
-            }
+            {"field": name, "from": json.loads(before), "to": json.loads(after), "count": count}
             for (name, before, after), count in preview.changes.most_common()
         ],
     }
@@ -86,7 +81,7 @@ def as_record(preview: Preview) -> dict[str, Any]:
 
 def print_preview(preview: Preview, to: Console, *, as_json: bool = False) -> None:
     if as_json:
-        console.print_json(as_record(preview))
+        console.print_json(_as_record(preview))
         return
     jobs = console.counted(preview.count, "failed job")
     to.print(f"{jobs} would be replayed")

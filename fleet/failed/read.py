@@ -60,13 +60,12 @@ class Listing:
             self.others += 1
 
     def as_record(self) -> dict[str, Any]:
-        counts = [
-            {"error": error, "reason": reason, "count": count}
-            for (error, reason), count in self.errors.most_common()
-        ]
         return {
             "count": self.count,
-            "errors": counts,
+            "errors": [
+                {"error": error, "reason": reason, "count": count}
+                for (error, reason), count in self.errors.most_common()
+            ],
             "other_errors": self.others,
             "jobs": self.jobs,
             "unrecorded": self.unrecorded,
@@ -166,19 +165,16 @@ def sources_of(path: Path) -> frozenset[str]:
     Raises:
         SetupError: it cannot be read, or has none.
     """
-    sources = set()
     try:
         with path.open("rb") as lines:
-            for line in lines:
-                sources.add(_source(line))
+            sources = frozenset(source for source in map(_source, lines) if source is not None)
     except OSError as error:
         raise errors.SetupError(f"cannot read {path}: {error.strerror or error}") from None
-    sources.discard(None)
     if not sources:
         raise errors.SetupError(
             f"{path} has no failed jobs: give a file that `imagefleet failed --export` has written"
         )
-    return frozenset(each for each in sources if each is not None)
+    return sources
 
 
 def _source(line: bytes) -> str | None:

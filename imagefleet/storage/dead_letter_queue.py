@@ -23,8 +23,7 @@ from pydantic import TypeAdapter, ValidationError
 from imagefleet import concurrency, errors
 from imagefleet.job.change import Change
 from imagefleet.job.message import SafeId
-from imagefleet.records.record import Record
-from imagefleet.records.shard import RecordLog
+from imagefleet.records.record import Record, RecordLog
 from imagefleet.storage import protocol
 from imagefleet.storage.dead_letter import Check, Entry, FailedJob, Selection
 from imagefleet.storage.open import Storage

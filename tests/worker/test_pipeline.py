@@ -76,7 +76,7 @@ async def test_a_job_of_several_images_is_acknowledged_with_its_last(
     ("body", "reason"),
     [
         ("nonsense", "not JSON"),
-        ("[]", "not an object"),
+        ("[]", "no object"),
         ('{"prompt": "a", "stepz": 3}', "did you mean 'steps'"),
         ('{"prompt": "a", "steps": 100000}', "steps: should be less than"),
         ('{"prompt": "a", "tiling": true}', "tiling is not supported"),

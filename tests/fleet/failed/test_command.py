@@ -17,7 +17,7 @@ from fleet import console
 from fleet.failed import read as read_failed
 from imagefleet import errors
 from imagefleet.job.message import Job, read_job
-from imagefleet.records.shard import RecordLog
+from imagefleet.records.record import RecordLog
 from imagefleet.signing import SigningKey
 from imagefleet.storage import dead_letter
 from imagefleet.storage.open import Storage, open_storage

@@ -15,7 +15,7 @@ from fleet import console
 from imagefleet import errors
 from imagefleet.job.message import Job, read_job
 from imagefleet.records import reader
-from imagefleet.records.shard import RecordLog
+from imagefleet.records.record import RecordLog
 from imagefleet.signing import SigningKey, TrustedKeys
 from imagefleet.storage import dead_letter
 from imagefleet.storage.open import Storage, open_storage
