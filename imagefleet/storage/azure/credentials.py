@@ -12,11 +12,10 @@ import os
 import time
 from collections.abc import Awaitable, Callable
 from functools import partial
-from typing import Any, TypeVar, get_args
+from typing import TypeVar, get_args
 
 from azure.core.credentials import AzureSasCredential
 from azure.core.credentials_async import AsyncTokenCredential
-from azure.core.exceptions import ClientAuthenticationError
 
 from imagefleet import errors, retry
 from imagefleet.storage.azure import errors as azure_errors
@@ -291,18 +290,8 @@ def _workload_identity(queue: str) -> AsyncTokenCredential:
             "a pod's workload identity needs azure-identity: pip install '.[azure-identity]'"
         ) from None
 
-    class PodIdentity(WorkloadIdentityCredential):
-        async def get_token_info(self, *scopes: str, **options: Any) -> Any:
-            try:
-                return await super().get_token_info(*scopes, **options)
-            except ClientAuthenticationError as error:
-                reason = error.message.strip().partition("\n")[0]
-                raise errors.SetupError(
-                    f"Microsoft Entra refuses the pod's identity: {reason}"
-                ) from None
-
     try:
-        return PodIdentity()
+        return WorkloadIdentityCredential()
     except ValueError:
         raise errors.SetupError(
             f"{FEDERATED_TOKEN_FILE} is set, but AZURE_CLIENT_ID and AZURE_TENANT_ID are not:"
