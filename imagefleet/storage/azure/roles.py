@@ -55,10 +55,7 @@ _AZURE_BLOB_ROLES: Mapping[str, str] = {
 
 @dataclass(frozen=True, slots=True)
 class Role:
-    """A kind of process and its permissions on each resource; no token without any.
-
-    *queue* is for the job queue of each priority.
-    """
+    """A kind of process and its permissions; *queue* is for the job queue of each priority."""
 
     name: str
     what: str
