@@ -48,7 +48,7 @@ class Access:
         retry_policy: retry.RetryPolicy,
         tokens: RotatingTokens | None,
     ) -> None:
-        """*what* names it in messages; *credential* None: it is in the address; *tokens* renew it."""
+        """*what* names it in messages; *credential* None: the address has it; *tokens* renew it."""
         self.what = what
         self.credential = credential
         self._resource = resource

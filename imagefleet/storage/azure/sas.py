@@ -134,7 +134,10 @@ class TokenFile:
         self._version: tuple[int, int, int] | None = None  # of the last good one
 
     async def read(self) -> Tokens | None:
-        """The tokens; None: unchanged. SetupError: the file always was broken, else TransientError."""
+        """The tokens; None if they have not changed.
+
+        Raises TransientError if the file is broken now, SetupError if it always was.
+        """
         self.due_at = time.monotonic() + FILE_CHECK_SECONDS
         try:
             return await asyncio.to_thread(self._read_if_changed)
