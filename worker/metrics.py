@@ -22,8 +22,8 @@ from prometheus_client.registry import Collector
 from imagefleet import errors, retry
 from imagefleet.storage.protocol import JobQueue, Operations
 from imagefleet.storage.routing.queue import RoutedQueue
-from imagefleet.telemetry import exposition
-from imagefleet.telemetry.queue_gauges import QueueGauges
+from imagefleet.telemetry import metrics
+from imagefleet.telemetry.metrics import QueueGauges
 from worker.files.kernels.cache import Origin
 from worker.files.library import FileLibrary
 from worker.gpu_thread import EngineThread
@@ -97,7 +97,7 @@ class WorkerMetrics:
     def __init__(self, fleet: str | None = None, device: str | None = None) -> None:
         """Labels of every series, if given; *device* is one of several GPUs of this machine."""
         labels = {"fleet": fleet, "device": device}
-        self.registry = exposition.LabelledRegistry(
+        self.registry = metrics.LabelledRegistry(
             {name: value for name, value in labels.items() if value}
         )
         counter = partial(Counter, registry=self.registry)

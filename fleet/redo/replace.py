@@ -21,7 +21,7 @@ from imagefleet import concurrency, errors
 from imagefleet.files import picture
 from imagefleet.job.message import DUPLICATES, MAX_IMAGE_BYTES, REPLACED, Job, job_key, read_job
 from imagefleet.records import once
-from imagefleet.records.shard import RecordLog
+from imagefleet.records.record import RecordLog
 from imagefleet.signing import TrustedKeys
 from imagefleet.storage.open import Storage
 from imagefleet.storage.protocol import BlobStore
