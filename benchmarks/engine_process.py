@@ -122,11 +122,13 @@ def load_engine(
 ) -> SlotEngine:
     """An engine with the UNet compiled for these weight modes, in this order; () for none."""
     return load.load_engine(
-        model,
-        options.device,
-        slots=slots,
-        compile="auto" if compiled else "off",
-        compiled_modes=compiled,
+        load.EngineSettings(
+            model,
+            options.device,
+            slots=slots,
+            compile="auto" if compiled else "off",
+            compiled_modes=compiled,
+        )
     )
 
 

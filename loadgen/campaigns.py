@@ -19,7 +19,7 @@ from imagefleet.job.message import (
     SIGNATURE_FIELD,
     message_fields,
 )
-from imagefleet.records.shard import RecordLog
+from imagefleet.records.record import RecordLog
 from imagefleet.signing import OF_JOBS, SigningKey
 
 #: Campaigns of one load whose jobs are counted: each has a record of its own.

@@ -16,7 +16,7 @@ from pydantic import AwareDatetime, BaseModel, Field, ValidationError
 
 from imagefleet import concurrency, errors
 from imagefleet.cancelled import CancelledCampaigns
-from imagefleet.records.shard import RecordLog
+from imagefleet.records.record import RecordLog
 from imagefleet.storage import enqueue
 from imagefleet.storage.open import Storage, absolute_url
 from imagefleet.storage.settings import Priority
@@ -195,7 +195,8 @@ class Load:
         )
         signing_key = settings.keys().signing
         sample = Sample(settings.second_drawings, self._start.sample_key, signing_key)
-        self._to = enqueue.JobSender(storage, priority, elsewhere=models, through=self._processes)
+        send = self._processes.send if self._processes else None
+        self._to = enqueue.JobSender(storage, priority, elsewhere=models, send=send)
         self._sender = BulkSender(
             self._to,
             self._campaigns.wanted(

@@ -13,9 +13,8 @@ from typing import Any
 
 from imagefleet import errors, retry
 from imagefleet.cancelled import CancelledCampaigns
-from imagefleet.records.record import MAX_NAME_CHARACTERS, Record, of_job
+from imagefleet.records.record import MAX_NAME_CHARACTERS, Record, RecordLog, of_job
 from imagefleet.records.record import Outcome as RecordOutcome
-from imagefleet.records.shard import RecordLog
 from imagefleet.storage import dead_letter, queue_names
 from imagefleet.storage.dead_letter import FailedJob
 from imagefleet.storage.deliveries import without_deliveries
@@ -392,7 +391,7 @@ class Settler:
         except (errors.LeaseLost, errors.TransientError) as fault:
             self._lost(entry, fault)
         else:
-            record = self.record(entry, "failed", **failed.facts())
+            record = self.record(entry, **failed.model_dump(exclude_unset=True))
             await self.pending.put(finish, [*entry.records, record], entry.again)
 
     async def _retry(self, entry: InFlightJob, error: errors.FleetError, attempts: int) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 from rich.table import Column
 
 from fleet import console
-from fleet.files.listed import Listing
+from fleet.files.stored import Listing
 from imagefleet import errors, signing, validation
 from imagefleet.files.kinds import CONTROLNET, EMBEDDING, LORA, MODEL, UPSCALER, FileKind
 from imagefleet.job.message import Job

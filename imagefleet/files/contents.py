@@ -156,7 +156,9 @@ _LORA_CROSS_ATTENTION = re.compile(
     r"attn2[._]to_k[._].*(lora_down|lora_A|lora\.down|lora_linear_layer\.down|hada_w1_b)\b"
 )
 _SDXL_LORA_NAME = re.compile(
-    r"^(lora_te2_|text_encoder_2\.)|transformer_blocks[._][1-9]", re.MULTILINE
+    r"^(lora_te2_|text_encoder_2\.|lora_unet_(input_blocks|output_blocks|middle_block)_)"
+    r"|transformer_blocks[._][1-9]",
+    re.MULTILINE,
 )
 _OTHER_LORA_NAME = re.compile(
     r"(double|single|joint)_blocks[._]|^(lora_)?transformer[._]|single_transformer_blocks[._]"

@@ -16,8 +16,7 @@ from imagefleet.job import sizes
 from imagefleet.job.message import DEFAULT_CAMPAIGN, Job, job_key
 from imagefleet.records import reader
 from imagefleet.records.outcomes import JobFacts
-from imagefleet.records.record import Record
-from imagefleet.records.shard import RecordLog
+from imagefleet.records.record import Record, RecordLog
 from imagefleet.storage.open import Storage
 from imagefleet.storage.protocol import BlobStore
 

@@ -14,10 +14,9 @@ from pydantic import BaseModel, Field, ValidationError
 
 from imagefleet import concurrency, errors
 from imagefleet.job.message import RECORDS
-from imagefleet.records import shard, stored
+from imagefleet.records import stored
 from imagefleet.records.once import MissingRecords, Replaced
-from imagefleet.records.record import Outcome, Record, hashed
-from imagefleet.records.shard import NOTHING, ShardName, Totals
+from imagefleet.records.record import NOTHING, Outcome, Record, ShardName, Totals, hashed
 from imagefleet.records.stored import Damaged, StoredShard
 from imagefleet.storage.open import Storage
 from imagefleet.storage.protocol import BlobStore
@@ -71,7 +70,7 @@ class _Sent(BaseModel, hide_input_in_errors=True):
 async def campaigns(storage: Storage) -> AsyncIterator[str]:
     """The campaigns that have records, by name; one listing of folders."""
     async for name in storage.blobs.folders(RECORDS):
-        if ShardName.read(f"{shard.folder(name)}-.jobs.jsonl.gz"):
+        if ShardName.read(f"{RECORDS}{name}/-.jobs.jsonl.gz"):
             yield name
 
 
@@ -238,7 +237,7 @@ class Follower:
 
     async def _read(self, each: StoredShard, offset: int) -> list[Record]:
         name, found = each.blob.name, list[Record]()
-        decoder = shard.Decoder(offset)
+        decoder = stored.ShardDecoder(offset)
         async for lines in stored.lines(
             self._blobs, each, decoder, self._damaged, part_bytes=self._part_bytes
         ):
@@ -331,9 +330,7 @@ async def _totals(blobs: BlobStore, shards: Collection[StoredShard], damaged: Da
 
     async def add(each: StoredShard) -> None:
         nonlocal records, jobs
-        start = max(0, each.blob.size_bytes - shard.TOTALS_BYTES)
-        end = await blobs.read_part(each.blob.name, start, shard.TOTALS_BYTES)
-        totals = shard.totals(end.data) if end else NOTHING
+        totals = await stored.totals(blobs, each)
         if totals is None:  # it has grown since, or lost its end in a power failure
             totals = await _counted(blobs, each, damaged)
         records += totals.records

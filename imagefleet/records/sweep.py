@@ -14,8 +14,7 @@ from pydantic import BaseModel, Field, JsonValue, StringConstraints
 
 from imagefleet import errors, validation
 from imagefleet.job.message import SafeFileName, SafeId
-from imagefleet.records import shard
-from imagefleet.records.record import Record
+from imagefleet.records.record import Record, shard_folder
 from imagefleet.storage.open import Storage
 
 #: The most groups of a sweep; each is a point of a curve.
@@ -141,7 +140,7 @@ async def write(storage: Storage, sweep: Sweep) -> bool:
 
 
 def _name(campaign: str) -> str:
-    return f"{shard.folder(campaign)}{_FILE}"
+    return f"{shard_folder(campaign)}{_FILE}"
 
 
 def _difference(one: Sweep, other: Sweep) -> str:

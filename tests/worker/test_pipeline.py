@@ -35,7 +35,7 @@ async def blob_names(storage: Storage) -> set[str]:
 
 async def poison_records(storage: Storage) -> list[dead_letter.FailedJob]:
     records = [
-        dead_letter.FailedJob.read(message.body) async for message in storage.poison.browse()
+        dead_letter.FailedJob.parse(message.body) async for message in storage.poison.browse()
     ]
     assert None not in records
     return [record for record in records if record is not None]

@@ -21,8 +21,7 @@ from typing import NoReturn
 from imagefleet import concurrency, errors
 from imagefleet.cancelled import CancelledCampaigns
 from imagefleet.job.message import Job
-from imagefleet.records.record import Record, of_job
-from imagefleet.records.shard import RecordLog
+from imagefleet.records.record import Record, RecordLog, of_job
 from imagefleet.storage.deliveries import SUSPECT_AFTER, Deliveries, shown_images
 from imagefleet.storage.open import LOCAL_SCHEME
 from imagefleet.storage.protocol import BlobStore

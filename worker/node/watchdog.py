@@ -85,6 +85,11 @@ FAILURES_IN_A_ROW = 10
 #: The share of a window that the GPU waited for uploads before they count as too slow.
 BLOCKED_SHARE = 0.5
 
+#: The most images of a worker: the fastest GPU's of some hours between two checks of its weights.
+MAX_IMAGES = 50_000
+
+Check = Literal["images", "weights"]
+
 
 @dataclass(frozen=True, slots=True)
 class NodeLimits:
@@ -307,12 +312,6 @@ class NodeWatchdog:
         return _Window(
             time.monotonic(), clock.busy_seconds, clock.idle_seconds.get("backpressure", 0.0)
         )
-
-
-#: The most images of a worker: the fastest GPU's of some hours between two checks of its weights.
-MAX_IMAGES = 50_000
-
-Check = Literal["images", "weights"]
 
 
 @dataclass(slots=True)

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import itertools
 import sqlite3
 import time
@@ -237,8 +236,7 @@ class LocalQueue:
         # RETURNING guarantees no order; each row starts with its sequence.
         rows = sorted(await self._run(receive))
         return [
-            protocol.LeasedMessage(**self._fields(*row), receipt=f"{sequence}.{version}")
-            for sequence, version, *row in rows
+            self._message(*row).leased(f"{sequence}.{version}") for sequence, version, *row in rows
         ]
 
     async def renew(
@@ -247,11 +245,7 @@ class LocalQueue:
         protocol.check_lease(lease_seconds)
         sequence, version, _ = _key(message)
         await self._update(message, lease_seconds, body)
-        return dataclasses.replace(
-            message,
-            receipt=f"{sequence}.{version + 1}",
-            body=message.body if body is None else body,
-        )
+        return message.renewed(f"{sequence}.{version + 1}", body)
 
     async def release(
         self, message: protocol.LeasedMessage, delay_seconds: float = 0, body: str | None = None
@@ -263,12 +257,11 @@ class LocalQueue:
 
     async def browse(self) -> AsyncIterator[protocol.Message]:
         async for _, *row in self._pages(sqlite_file.BROWSE):
-            yield protocol.Message(**self._fields(*row))
+            yield self._message(*row)
 
     async def find(self, text: str) -> AsyncIterator[protocol.FoundMessage]:
         async for _, *row, is_leased in self._pages(sqlite_file.FIND, text, text):
-            message = protocol.Message(**self._fields(*row))
-            yield protocol.FoundMessage(message, bool(is_leased))
+            yield protocol.FoundMessage(self._message(*row), bool(is_leased))
 
     async def depth(self) -> protocol.QueueDepth:
         def depth(connection: sqlite3.Connection) -> protocol.QueueDepth:
@@ -333,15 +326,9 @@ class LocalQueue:
                 yield row
             last = rows[-1][0]
 
-    def _fields(self, message_id: str, body: str, count: int, at: float) -> dict[str, Any]:
-        """The fields that every message has."""
-        return {
-            "id": message_id,
-            "body": body,
-            "delivery_count": count,
-            "enqueued_at": datetime.fromtimestamp(at, UTC),
-            "queue": self.name,
-        }
+    def _message(self, message_id: str, body: str, count: int, at: float) -> protocol.Message:
+        enqueued_at = datetime.fromtimestamp(at, UTC)
+        return protocol.Message(message_id, body, count, enqueued_at, queue=self.name)
 
     def _read_shards(self, connection: sqlite3.Connection) -> protocol.Shards:
         row = connection.execute(sqlite_file.SHARDS, (self.name,)).fetchone()

@@ -82,7 +82,7 @@ def test_a_gpu_without_a_worker_costs_its_share_of_the_machine(clock: Clock) -> 
     assert down['imagefleet_price_dollars_per_hour{fleet="f"}'] == 2.0
     assert down['imagefleet_gpu_up{device="0",fleet="f"}'] == 1
     assert down['imagefleet_gpu_up{device="1",fleet="f"}'] == 0
-    metrics.restarts("1")
+    metrics.restarts.labels("1").inc()
     metrics.is_up("1")
     clock.now += 1800
     metrics.is_down("1")

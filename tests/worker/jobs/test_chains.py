@@ -92,7 +92,7 @@ async def recorded(storage: Storage) -> list[Record]:
 
 
 async def failed(storage: Storage) -> list[dead_letter.FailedJob]:
-    found = [dead_letter.FailedJob.read(each.body) async for each in storage.poison.browse()]
+    found = [dead_letter.FailedJob.parse(each.body) async for each in storage.poison.browse()]
     return [each for each in found if each is not None]
 
 
