@@ -166,7 +166,7 @@ def test_the_second_stage_is_trained_on_what_the_engine_gives_it(
     assert enlarged.level == 250
     assert levels is not None
     assert levels.tolist() == [250]
-    share = loaded.image_noise.alphas_cumprod[250].sqrt()
+    share = loaded.image_noise.scheduler.alphas_cumprod[250].sqrt()
     torch.testing.assert_close(given, share * enlarged.image[None])
 
 
