@@ -77,11 +77,7 @@ class Identities:
         self._keys = jwt.PyJWKClient(keys_url or KEYS_URL, timeout=10)
 
     async def verify(self, identity_token: str) -> Node:
-        """Checks the signature, the times, the organization and the group.
-
-        Raises:
-            RefusedError: 401 (invalid), 403 (not one of ours) or 503 (try again).
-        """
+        """Checks signature, times, organization and group; raises RefusedError (401, 403, 503)."""
         try:
             key = await asyncio.to_thread(self._keys.get_signing_key_from_jwt, identity_token)
             claims: dict[str, Any] = jwt.decode(

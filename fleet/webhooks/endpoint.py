@@ -59,11 +59,7 @@ class Signer:
 
     @classmethod
     def read(cls, path: Path) -> Self:
-        """The secrets in a file, one a line.
-
-        Raises:
-            SetupError: the file cannot be read, or holds something else.
-        """
+        """The secrets in a file, one a line; raises SetupError if it holds something else."""
         try:
             with path.expanduser().open("rb") as file:
                 text = file.read(_MAX_FILE_BYTES).decode(errors="replace")
