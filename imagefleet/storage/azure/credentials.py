@@ -12,11 +12,10 @@ import os
 import time
 from collections.abc import Awaitable, Callable
 from functools import partial
-from typing import Any, TypeVar, get_args
+from typing import TypeVar, get_args
 
 from azure.core.credentials import AzureSasCredential
 from azure.core.credentials_async import AsyncTokenCredential
-from azure.core.exceptions import ClientAuthenticationError
 
 from imagefleet import errors, retry
 from imagefleet.storage.azure import errors as azure_errors
@@ -156,8 +155,7 @@ class RotatingTokens:
     async def refresh_if_due(self) -> None:
         """Waits for the first tokens; later ones are fetched while the request goes on.
 
-        Raises:
-            SetupError, TransientError: there are no tokens at all.
+        Raises SetupError or TransientError if there are none at all.
         """
         if self.tokens is None:
             await asyncio.shield(self._refresh())
@@ -175,8 +173,7 @@ class RotatingTokens:
     ) -> bool:
         """Reads the source until *credential* holds another token than *refused*; False if not.
 
-        Raises:
-            SetupError: the source will provide none.
+        Raises SetupError if the source will provide none.
         """
         ends_at = time.monotonic() + wait_seconds
         while True:
@@ -233,11 +230,7 @@ class RotatingTokens:
 
 
 class Credentials:
-    """The credentials of the queues and the containers.
-
-    Raises:
-        SetupError: there are no credentials, or two kinds of them.
-    """
+    """The credentials of the queues and containers; a SetupError without any, or with two kinds."""
 
     def __init__(
         self,
@@ -297,18 +290,8 @@ def _workload_identity(queue: str) -> AsyncTokenCredential:
             "a pod's workload identity needs azure-identity: pip install '.[azure-identity]'"
         ) from None
 
-    class PodIdentity(WorkloadIdentityCredential):
-        async def get_token_info(self, *scopes: str, **options: Any) -> Any:
-            try:
-                return await super().get_token_info(*scopes, **options)
-            except ClientAuthenticationError as error:
-                reason = error.message.strip().partition("\n")[0]
-                raise errors.SetupError(
-                    f"Microsoft Entra refuses the pod's identity: {reason}"
-                ) from None
-
     try:
-        return PodIdentity()
+        return WorkloadIdentityCredential()
     except ValueError:
         raise errors.SetupError(
             f"{FEDERATED_TOKEN_FILE} is set, but AZURE_CLIENT_ID and AZURE_TENANT_ID are not:"

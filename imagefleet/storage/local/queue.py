@@ -60,19 +60,14 @@ class QueueFile:
     async def run(self, work: Callable[[sqlite3.Connection], _Result]) -> _Result:
         """Does *work* in the thread of the file.
 
-        Raises:
-            TransientError: another process locks the file for too long, or the disk is full.
-            SetupError: the file or queue does not exist or cannot be used.
+        Raises TransientError if another process locks the file for too long, or the disk is full,
+        SetupError if the file or the queue does not exist or cannot be used.
         """
         done: _Result = await self._calls(lambda: work(self._open()))
         return done
 
     async def change(self, work: Callable[[sqlite3.Connection], _Result]) -> _Result:
-        """Does *work* in one transaction with what else waits.
-
-        Raises:
-            TransientError, SetupError: as for `run`; no change of the transaction was made.
-        """
+        """Does *work* in one transaction with what else waits; after an error it has no effect."""
         done: _Result = await self._calls(_Change(work))
         return done
 

@@ -88,11 +88,7 @@ class ModelQueues:
                 queue.main.stand_at(share)
 
     async def set_shards(self, shards: int) -> None:
-        """Sets the number of shards of each queue, those of every model as well.
-
-        Raises:
-            SetupError: the credentials do not allow that.
-        """
+        """Sets the shards of each queue, those of every model as well, as `Route.set_shards`."""
         for model in (None, *await self.names()):
             for queue in self.of(model).values():
                 await queue.main.set_shards(shards)
@@ -175,11 +171,7 @@ class ModelQueues:
         return RoutedQueue(routes, self.default["normal"].main, find_more=find_more)
 
     async def send(self, bodies: Iterable[str], priority: Priority = "normal") -> None:
-        """Adds each message to the queue of its job's model.
-
-        Raises:
-            JobError: a body is over 64 KiB; none was sent.
-        """
+        """Adds each to the queue of its job's model; none, with a JobError, if one is too large."""
         groups: dict[str | None, list[str]] = {}
         for body in sizes.checked_messages(bodies):
             groups.setdefault(model_of(body), []).append(body)
