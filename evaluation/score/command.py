@@ -15,8 +15,8 @@ from fleet import console, options
 from fleet.campaigns import target
 from fleet.options import option
 from imagefleet import errors
-from imagefleet.scoring import curve as drawing
-from imagefleet.scoring.scores import GroupScores, Scores, facts
+from imagefleet import scores as drawing
+from imagefleet.scores import GroupScores, Scores, facts
 from imagefleet.storage.settings import StorageSettings
 
 #: Facts of a group that differ in one sweep and not in another.

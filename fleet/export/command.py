@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import shutil
 from pathlib import Path
-from typing import Annotated
 
 import typer
 
@@ -14,6 +13,7 @@ from fleet.campaigns import target
 from fleet.export import plan as plans
 from fleet.export.plan import WORK, Format, Manifest, Plan, Work
 from fleet.export.shards import Exporter
+from fleet.options import argument, option
 from fleet.results import files
 from fleet.results.forms import arrow
 from imagefleet import errors
@@ -36,18 +36,16 @@ _BYTES_BESIDE = 5_000
 def command(
     settings: StorageSettings,
     campaign: target.Campaign,
-    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="For the shards.")],
-    form: Annotated[
-        Format,
-        typer.Option(
-            "--format",
-            help="Tar files as img2dataset writes them, or what `datasets` reads: Parquet with"
-            " images, or folders with a metadata.jsonl.",
-        ),
-    ] = "webdataset",
-    shard_size: Annotated[
-        int, typer.Option(min=1, max=1_000_000, metavar="IMAGES", help="Images in each shard.")
-    ] = _SHARD_SIZE,
+    folder: Path = argument("For the shards.", metavar="FOLDER"),
+    form: Format = option(
+        "Tar files as img2dataset writes them, or what `datasets` reads: Parquet with"
+        " images, or folders with a metadata.jsonl.",
+        "webdataset",
+        "--format",
+    ),
+    shard_size: int = option(
+        "Images in each shard.", _SHARD_SIZE, min=1, max=1_000_000, metavar="IMAGES"
+    ),
     dry_run: bool = options.dry_run("what would be written, and its size"),
     as_json: options.AsJson = False,
 ) -> None:
@@ -65,7 +63,7 @@ def command(
     if dry_run:
         _show_plan(console.run(_measure(settings, plan)), folder, as_json=as_json)
         return
-    with console.one_line_errors(), console.only_one(folder, f"{folder} is being exported to"):
+    with console.only_one(folder, f"{folder} is being exported to"):
         made = console.run(_export(settings, folder, plan, quiet=as_json))
     _report(made, folder, as_json=as_json)
     if not made.is_whole:

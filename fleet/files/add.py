@@ -21,6 +21,7 @@ from fleet import console
 from fleet.files import drawing, kernels, transfer
 from fleet.files.stored import Listing
 from fleet.files.transfer import Ready, Report
+from fleet.options import option
 from imagefleet import errors
 from imagefleet.files import contents, kinds
 from imagefleet.files.kinds import MODEL, FileKind
@@ -54,29 +55,23 @@ _SUFFIXES = frozenset({".json", ".txt", ".safetensors"})
 class AddOptions:
     """The options of `files add`; some are for certain kinds alone."""
 
-    name: Annotated[
-        str | None,
-        typer.Option(metavar="NAME", help="Its name for jobs or workers; by default the file's."),
-    ] = None
-    sha256: Annotated[
-        str | None,
-        typer.Option(
-            "--sha256",
-            "--model-sha256",
-            metavar="HEX",
-            help="The SHA-256 that the file must have; required for plain http://.",
-        ),
-    ] = None
-    cache: Annotated[
-        Path, typer.Option(metavar="FOLDER", help="Where a download is kept until it is stored.")
-    ] = Path("~/.cache/imagefleet")
-    test: Annotated[
-        bool,
-        typer.Option("--test/--no-test", help="Draw a model's images first, if torch is there."),
-    ] = True
-    replace: Annotated[
-        bool, typer.Option("--replace", help="Replace other kernels for the same GPU.")
-    ] = False
+    name: str | None = option(
+        "Its name for jobs or workers; by default the file's.", metavar="NAME"
+    )
+    sha256: str | None = option(
+        "The SHA-256 that the file must have; required for plain http://.",
+        None,
+        "--sha256",
+        "--model-sha256",
+        metavar="HEX",
+    )
+    cache: Path = option(
+        "Where a download is kept until it is stored.",
+        Path("~/.cache/imagefleet"),
+        metavar="FOLDER",
+    )
+    test: bool = option("Draw a model's images first, if torch is there.", True, "--test/--no-test")
+    replace: bool = option("Replace other kernels for the same GPU.", default=False)
     manifest: Manifest = False
 
 

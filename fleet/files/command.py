@@ -14,6 +14,7 @@ from fleet import console, options
 from fleet.files import add, drawing, kernels, stored, texts
 from fleet.files.add import AddOptions
 from fleet.files.transfer import Report
+from fleet.options import argument, option
 from imagefleet import errors, validation
 from imagefleet.files import kinds
 from imagefleet.files.kinds import KINDS, FileKind
@@ -47,16 +48,12 @@ class MakeOptions:
     """The options of `files make`; all are for certain kinds alone."""
 
     form: options.JobFormat = None
-    count: Annotated[int | None, typer.Option(min=1, help="Number of jobs; overrides JOBS'.")] = (
-        None
-    )
-    seed: Annotated[
-        int | None, typer.Option(min=0, max=2**63 - 1, help="Overrides the template's seed.")
-    ] = None
+    count: int | None = option("Number of jobs; overrides JOBS'.", min=1)
+    seed: int | None = option("Overrides the template's seed.", min=0, max=2**63 - 1)
     manifest: add.Manifest = False
-    output: Annotated[
-        Path, typer.Option(metavar="FOLDER", help="Where the file of kernels is written.")
-    ] = Path("kernels")
+    output: Path = option(
+        "Where the file of kernels is written.", Path("kernels"), metavar="FOLDER"
+    )
 
 
 #: Options of `files add` that not all kinds take, with those that do.
@@ -86,17 +83,15 @@ _MAKE: Mapping[str, Collection[str]] = {
 @options.from_settings(SignerSettings)
 def add_command(
     settings: SignerSettings,
+    *,
     context: typer.Context,
-    kind: KindName,
-    sources: Annotated[
-        list[str],
-        typer.Argument(
-            metavar="FILE|FOLDER|URL...",
-            help="A .safetensors file or its https:// address; of a model also a folder in"
-            " diffusers format; what `files make kernels` wrote; a folder of text states.",
-        ),
-    ],
     given: AddOptions,
+    kind: KindName,
+    sources: list[str] = argument(
+        "A .safetensors file or its https:// address; of a model also a folder in"
+        " diffusers format; what `files make kernels` wrote; a folder of text states.",
+        metavar="FILE|FOLDER|URL...",
+    ),
     dry_run: bool = options.dry_run("what would be stored"),
     as_json: options.AsJson = False,
 ) -> None:
@@ -131,7 +126,7 @@ def add_command(
 
 @app.command("list")
 @options.from_settings(StorageSettings)
-def list_command(
+async def list_command(
     settings: StorageSettings, kind: KindName, as_json: options.AsJson = False
 ) -> None:
     """Lists the files of a kind in the storage; of text states, prompts are not shown.
@@ -139,12 +134,8 @@ def list_command(
     imagefleet files list lora
     """
     found = _kind(kind)
-
-    async def read() -> list[stored.Row]:
-        async with open_storage(settings) as storage:
-            return await stored.read(storage, found)
-
-    rows = console.run(read())
+    async with open_storage(settings) as storage:
+        rows = await stored.read(storage, found)
     if as_json:
         console.print_json({"files": [asdict(row) for row in rows]})
     elif rows:
@@ -155,12 +146,10 @@ def list_command(
 
 @app.command("remove")
 @options.from_settings(SignerSettings)
-def remove_command(
+async def remove_command(
     settings: SignerSettings,
     kind: KindName,
-    names: Annotated[
-        list[str], typer.Argument(metavar="NAME...", help="Their names, as `files list` has them.")
-    ],
+    names: list[str] = argument("Their names, as `files list` has them.", metavar="NAME..."),
     yes: options.Yes = False,
     dry_run: bool = options.dry_run("what would be removed"),
     as_json: options.AsJson = False,
@@ -174,21 +163,14 @@ def remove_command(
     imagefleet files remove lora magic-fantasy-forest-v2
     """
     found = _kind(kind)
-
-    async def remove(rows: list[stored.Row] | None = None) -> list[stored.Row]:
-        async with open_storage(settings) as storage:
-            if rows is None:
-                return await stored.find(storage, found, names)
+    async with open_storage(settings) as storage:
+        rows = await stored.find(storage, found, names)
+        if not dry_run:
+            shown = ", ".join(row.name for row in rows[:_SHOWN]) + ", ..." * (len(rows) > _SHOWN)
+            size = sum(row.bytes for row in rows) / 1e6
+            question = f"Remove {shown} ({size:,.1f} MB) from {found.folder}/? Jobs may name them."
+            console.confirm(question, yes=yes)
             await stored.remove(storage, found, rows, settings.keys())
-            return rows
-
-    rows = console.run(remove())
-    if not dry_run:
-        shown = ", ".join(row.name for row in rows[:_SHOWN]) + ", ..." * (len(rows) > _SHOWN)
-        size = sum(row.bytes for row in rows) / 1e6
-        question = f"Remove {shown} ({size:,.1f} MB) from {found.folder}/? Jobs may name them."
-        console.confirm(question, yes=yes)
-        console.run(remove(rows))
     would = "would be " if dry_run else ""
     lines = [f"{found.folder}/{row.name}: {would}removed" for row in rows]
     document = {"files": [asdict(row) for row in rows], "dry_run": dry_run}
@@ -199,18 +181,17 @@ def remove_command(
 @options.from_settings(MakeSettings)
 def make_command(
     settings: MakeSettings,
+    *,
     context: typer.Context,
-    kind: Annotated[str, typer.Argument(metavar="KIND", help=f"{', '.join(MADE)}.")],
     given: MakeOptions,
-    jobs: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="[JOBS]",
-            help="For text: jobs as for `imagefleet load`, a template (.yaml, .toml), a file of"
-            " jobs (.jsonl, .json, .csv, .parquet, .txt with a prompt per line), or - for standard"
-            " input.",
-        ),
-    ] = None,
+    kind: str = argument(f"{', '.join(MADE)}.", metavar="KIND"),
+    jobs: str | None = argument(
+        "For text: jobs as for `imagefleet load`, a template (.yaml, .toml), a file of"
+        " jobs (.jsonl, .json, .csv, .parquet, .txt with a prompt per line), or - for standard"
+        " input.",
+        None,
+        metavar="[JOBS]",
+    ),
     dry_run: bool = options.dry_run("what would be made"),
     as_json: options.AsJson = False,
 ) -> None:

@@ -60,8 +60,10 @@ def test_image(model: Path, target: Path) -> dict[str, object]:
     began = time.monotonic()
     device = devices.find_device("auto").type
     on_cpu = device == "cpu"
-    engine = load.load_any_engine(
-        model, slots=1, compile="off", prediction_type=check.prediction_type(model)
+    engine = load.load_engine(
+        load.EngineSettings(
+            model, slots=1, compile="off", prediction_type=check.prediction_type(model)
+        )
     )
     width, height = (min(side, _CPU_SIDE) if on_cpu else side for side in engine.default_size)
     request = contract.ImageRequest(
@@ -149,11 +151,13 @@ def _draw(
 ) -> tuple[str, tuple[int, int], dict[CanaryImage, Fingerprint]]:
     """The weights' identity, the images' size and their fingerprints."""
     engine = load.load_engine(
-        model,
-        slots=len(reference.CANARY_IMAGES),
-        precision=precision,
-        compile="off",
-        prediction_type=check.prediction_type(model),
+        load.EngineSettings(
+            model,
+            slots=len(reference.CANARY_IMAGES),
+            precision=precision,
+            compile="off",
+            prediction_type=check.prediction_type(model),
+        )
     )
     if (self_check := engine.self_check) is None:
         engine.close()

@@ -25,7 +25,6 @@ from imagefleet.storage.azure import account, sas
 from imagefleet.storage.azure import errors as azure_errors
 from imagefleet.storage.azure.credentials import Credentials
 from imagefleet.storage.azure.queue import shards_of
-from imagefleet.storage.azure.refusals import LESS_PERMISSION
 from imagefleet.storage.azure.roles import (
     OPTIONAL,
     RESOURCES,
@@ -134,7 +133,7 @@ async def _is_allowed(probe: Callable[[Any], Awaitable[Any]], client: Any) -> bo
         await probe(client)
     except HttpResponseError as error:
         code, status = azure_errors.code_of(error), error.status_code or 0
-        if code in LESS_PERMISSION:
+        if code in azure_errors.LESS_PERMISSION:
             return False
         is_client_error = 400 <= status < 500 and status not in _NOT_AN_ANSWER  # noqa: PLR2004
         if code in azure_errors.MISSING or not is_client_error:

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 
 from fleet import console, options
 from fleet.campaigns import target
-from fleet.options import Since
+from fleet.options import Since, argument, option
 from fleet.redo import replace, select
 from fleet.verify import quarantine
 from imagefleet import errors
@@ -27,28 +28,18 @@ _SHOWN = 20
 class Which:
     """The images that are drawn again."""
 
-    job: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="CAMPAIGN[/ID]",
-            help="The images of this job, or this image of it, as in spring/a-2.png; for --worker"
-            " and --suspect, only images of this campaign.",
-        ),
-    ] = None
-    worker: Annotated[
-        str | None,
-        typer.Option(metavar="ID", help="Images of this worker, or machine on SaladCloud."),
-    ] = None
-    suspect: Annotated[
-        bool,
-        typer.Option(
-            "--suspect", help="Images that nodes which failed their checks have marked as suspect."
-        ),
-    ] = False
+    job: str | None = argument(
+        "The images of this job, or this image of it, as in spring/a-2.png; for --worker"
+        " and --suspect, only images of this campaign.",
+        None,
+        metavar="CAMPAIGN[/ID]",
+    )
+    worker: str | None = option("Images of this worker, or machine on SaladCloud.", metavar="ID")
+    suspect: bool = option(
+        "Images that nodes which failed their checks have marked as suspect.", default=False
+    )
     since: Since = None
-    until: Annotated[
-        str | None, typer.Option(metavar="TIME", help="Only what was stored until then.")
-    ] = None
+    until: str | None = option("Only what was stored until then.", metavar="TIME")
 
     def wanted(self) -> select.Wanted:
         """What is selected; raises SetupError for options that choose nothing, or two things."""
@@ -70,14 +61,11 @@ class Which:
 def command(
     settings: SignerSettings,
     which: Which,
-    jobs: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE",
-            help="The jobs, a line each or as a template, for images without their job in them; it"
-            " takes precedence.",
-        ),
-    ] = None,
+    jobs: Path | None = option(
+        "The jobs, a line each or as a template, for images without their job in them; it"
+        " takes precedence.",
+        metavar="FILE",
+    ),
     dry_run: bool = options.dry_run("the number of images by worker"),
     yes: options.Yes = False,
     as_json: options.AsJson = False,
@@ -186,10 +174,9 @@ def _show(result: dict[str, Any], *, dry_run: bool) -> None:
 
 
 def _show_workers(result: dict[str, Any]) -> None:
-    table = console.table(console.name_column("worker"), console.number_column("images"))
-    for worker, count in list(result["workers"].items())[:_SHOWN]:
-        table.add_row(console.untrusted(worker or "(none)"), f"{count:,}")
-    console.print_tables(table)
+    columns = console.name_column("worker"), console.number_column("images")
+    rows = ((worker or "(none)", count) for worker, count in result["workers"].items())
+    console.print_tables(console.table(*columns, rows=itertools.islice(rows, _SHOWN)))
     dollars = result["dollars"]
     cost = "" if dollars is None else f"; drawing them took about ${dollars:,.2f}"
     console.print_plain(f"{_images(result['images'])} would be drawn again{cost}")

@@ -9,12 +9,13 @@ from collections.abc import AsyncIterator, Iterator
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Literal, TextIO
+from typing import Literal, TextIO
 
 import typer
 
 from fleet import console, options
 from fleet.campaigns import target
+from fleet.options import option
 from fleet.results import download, files, forms
 from imagefleet import errors
 from imagefleet.job.message import DEFAULT_CAMPAIGN
@@ -41,29 +42,18 @@ class Output:
     """Which results, where they go, and how."""
 
     as_json: options.AsJsonLines = False
-    form: Annotated[
-        Literal["csv", "parquet"] | None,
-        typer.Option("--format", help="Rows of CSV, or a file of Parquet; not a forms."),
-    ] = None
-    output: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE", help="For the lines or the Parquet, whole or not at all, not stdout."
-        ),
-    ] = None
-    download: Annotated[
-        Path | None,
-        typer.Option(metavar="FOLDER", help="Download the images; what is there is kept."),
-    ] = None
-    follow: Annotated[
-        bool,
-        typer.Option("--follow", help="Go on with new results until the campaign's end or Ctrl-C."),
-    ] = False
-    outcome: Annotated[list[Outcome] | None, typer.Option(help="Only these; repeaforms.")] = None
-    limit: Annotated[
-        int | None,
-        typer.Option(min=1, metavar="COUNT", help="At most so many [default: all; table: 20]."),
-    ] = None
+    form: Literal["csv", "parquet"] | None = option(
+        "Rows of CSV, or a file of Parquet; not a forms.", None, "--format"
+    )
+    output: Path | None = option(
+        "For the lines or the Parquet, whole or not at all, not stdout.", metavar="FILE"
+    )
+    download: Path | None = option("Download the images; what is there is kept.", metavar="FOLDER")
+    follow: bool = option(
+        "Go on with new results until the campaign's end or Ctrl-C.", default=False
+    )
+    outcome: list[Outcome] | None = option("Only these; repeaforms.")
+    limit: int | None = option("At most so many [default: all; table: 20].", min=1, metavar="COUNT")
 
     @property
     def outcomes(self) -> frozenset[str]:

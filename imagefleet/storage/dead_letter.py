@@ -86,11 +86,7 @@ class FailedJob(Record):
         return json.dumps(fields, separators=(",", ":"), sort_keys=True)
 
     async def message(self, blobs: protocol.BlobStore) -> str:
-        """The message that replays the job.
-
-        Raises:
-            JobError: it is damaged or lost.
-        """
+        """The message that replays the job; raises JobError if it is damaged or lost."""
         if self.body is not None:
             return self.body
         if self.packed_body is not None:
@@ -186,8 +182,7 @@ class Check:
     async def job(self, entry: Entry, blobs: protocol.BlobStore) -> tuple[str, Job | None]:
         """The message that replays a job, and the job: None if it is invalid, and taken anyway.
 
-        Raises:
-            UntrustedJobError: none of the trusted keys has signed it; JobError: it is no job.
+        Raises UntrustedJobError if none of the trusted keys has signed it, JobError if it is none.
         """
         if entry.record is None:
             raise errors.JobError("it is not a record of a failed job")

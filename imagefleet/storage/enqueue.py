@@ -44,9 +44,7 @@ class JobSender:
     async def send(self, bodies: Iterable[str]) -> None:
         """Adds each message to the queue of its job's model.
 
-        Raises:
-            JobError: a job names a model that is neither in the storage nor served by a worker, or
-            is over 64 KiB; none was sent.
+        None, with a JobError, if one is over 64 KiB, or names a model that `check` refuses.
         """
         messages = list(bodies)
         await self.check(model for body in messages for model in models_of(body))

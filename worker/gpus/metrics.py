@@ -11,7 +11,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
-from imagefleet.telemetry import exposition
+from imagefleet.telemetry import metrics
 
 _PRICE = "imagefleet_price_dollars_per_hour"
 
@@ -24,7 +24,7 @@ class MachineMetrics(Collector):
 
     def __init__(self, fleet: str, gpus: Iterable[str], price_per_hour: float | None) -> None:
         """*price_per_hour*: of one GPU; None: as its worker reports."""
-        self.registry = exposition.LabelledRegistry({"fleet": fleet})
+        self.registry = metrics.LabelledRegistry({"fleet": fleet})
         self.registry.register(self)
         self.restarts = Counter(
             "imagefleet_gpu_restarts",
@@ -100,7 +100,7 @@ def merged(own: CollectorRegistry, texts: Iterable[str]) -> bytes:
             families[family.name].samples += family.samples
         else:
             families[family.name] = family
-    return exposition.render(_Families(families.values()))
+    return metrics.render(_Families(families.values()))
 
 
 class _Families(CollectorRegistry):

@@ -21,7 +21,6 @@ from imagefleet import concurrency
 from imagefleet.storage import protocol
 from imagefleet.storage.azure import errors as azure_errors
 from imagefleet.storage.azure.credentials import Access
-from imagefleet.storage.azure.refusals import LESS_PERMISSION
 from imagefleet.storage.azure.roles import ANY_PERMISSION
 
 _NAMES_PAGE = 1_000
@@ -81,7 +80,7 @@ class AzureBlobs(protocol.BlobStore):
                 with azure_errors.tolerated({"BlobNotFound"}):
                     await self._client.get_blob_client(_NO_BLOB).get_blob_properties()
             except HttpResponseError as error:
-                if azure_errors.code_of(error) not in LESS_PERMISSION:
+                if azure_errors.code_of(error) not in azure_errors.LESS_PERMISSION:
                     raise
                 await self._may_create()
 
@@ -117,7 +116,7 @@ class AzureBlobs(protocol.BlobStore):
         protocol.check_metadata(metadata)
         if await self.record(name) is not None:
             return False
-        earlier = {"BlobNotFound", *LESS_PERMISSION}
+        earlier = {"BlobNotFound", *azure_errors.LESS_PERMISSION}
         lists = await self._found("c", lambda: blob.get_block_list("uncommitted"), earlier)
         there = {block.id for block in lists[1]} if lists else set()
         blocks, reading = _blocks(file), asyncio.Lock()
@@ -208,7 +207,7 @@ class AzureBlobs(protocol.BlobStore):
                 await blob.delete_blob()
             return True
 
-        return await self._found("d", request, LESS_PERMISSION) is not None
+        return await self._found("d", request, azure_errors.LESS_PERMISSION) is not None
 
     async def read_part(self, name: str, offset: int, max_bytes: int) -> protocol.BlobPart | None:
         blob = self._blob(name)
@@ -259,7 +258,7 @@ class AzureBlobs(protocol.BlobStore):
 
     async def _may_create(self) -> bool:
         """True if the credentials allow creating blobs; creates none."""
-        with azure_errors.tolerated(LESS_PERMISSION):
+        with azure_errors.tolerated(azure_errors.LESS_PERMISSION):
             with azure_errors.tolerated({"ConditionNotMet"}):
                 # Only over a blob with this ETag, which none has.
                 await self._client.get_blob_client(_NO_BLOB).upload_blob(

@@ -12,15 +12,14 @@ import os
 import time
 from collections.abc import Awaitable, Callable
 from functools import partial
-from typing import Any, TypeVar, get_args
+from typing import TypeVar, get_args
 
 from azure.core.credentials import AzureSasCredential
 from azure.core.credentials_async import AsyncTokenCredential
-from azure.core.exceptions import ClientAuthenticationError
 
 from imagefleet import errors, retry
 from imagefleet.storage.azure import errors as azure_errors
-from imagefleet.storage.azure import refusals, roles
+from imagefleet.storage.azure import roles
 from imagefleet.storage.azure import sas as sas_tokens
 from imagefleet.storage.azure.account import AzureAddress
 from imagefleet.storage.settings import Resource, StorageSettings
@@ -96,7 +95,7 @@ class Access:
                 await self._tokens.refresh_if_due()
             used = self._in_use()
             if isinstance(self.credential, AzureSasCredential) and not used.token:
-                missing = refusals.missing_token(self.what, self._resource, permission)
+                missing = azure_errors.missing_token(self.what, self._resource, permission)
                 raise azure_errors.NoTokenError(missing)
             try:
                 with azure_errors.translated(self.what, used, permission):
@@ -120,10 +119,10 @@ class Access:
             ) from None
         raise errors.SetupError(f"{refusal.message} (the token came from {source})") from None
 
-    def _in_use(self) -> refusals.Credential:
+    def _in_use(self) -> azure_errors.Credential:
         credential = self.credential
         token = credential.signature if isinstance(credential, AzureSasCredential) else ""
-        return refusals.Credential(
+        return azure_errors.Credential(
             self._resource,
             token,
             is_identity=credential is not None and not token,
@@ -156,12 +155,11 @@ class RotatingTokens:
     async def refresh_if_due(self) -> None:
         """Waits for the first tokens; later ones are fetched while the request goes on.
 
-        Raises:
-            SetupError, TransientError: there are no tokens at all.
+        Raises SetupError or TransientError if there are none at all.
         """
-        if not self._has_tokens:
+        if self.tokens is None:
             await asyncio.shield(self._refresh())
-            if not self._has_tokens and self._failure is not None:
+            if self.tokens is None and self._failure is not None:
                 raise self._failure
         elif time.monotonic() >= self.source.due_at:
             self._refresh()
@@ -175,8 +173,7 @@ class RotatingTokens:
     ) -> bool:
         """Reads the source until *credential* holds another token than *refused*; False if not.
 
-        Raises:
-            SetupError: the source will provide none.
+        Raises SetupError if the source will provide none.
         """
         ends_at = time.monotonic() + wait_seconds
         while True:
@@ -202,10 +199,6 @@ class RotatingTokens:
         if self._refreshing is not None:
             self._refreshing.cancel()
             await asyncio.gather(self._refreshing, return_exceptions=True)
-
-    @property
-    def _has_tokens(self) -> bool:
-        return any(each.signature for each in self.credentials.values())
 
     def _refresh(self) -> asyncio.Task[None]:
         if self._refreshing is None or self._refreshing.done():
@@ -237,11 +230,7 @@ class RotatingTokens:
 
 
 class Credentials:
-    """The credentials of the queues and the containers.
-
-    Raises:
-        SetupError: there are no credentials, or two kinds of them.
-    """
+    """The credentials of the queues and containers; a SetupError without any, or with two kinds."""
 
     def __init__(
         self,
@@ -301,18 +290,8 @@ def _workload_identity(queue: str) -> AsyncTokenCredential:
             "a pod's workload identity needs azure-identity: pip install '.[azure-identity]'"
         ) from None
 
-    class PodIdentity(WorkloadIdentityCredential):
-        async def get_token_info(self, *scopes: str, **options: Any) -> Any:
-            try:
-                return await super().get_token_info(*scopes, **options)
-            except ClientAuthenticationError as error:
-                reason = error.message.strip().partition("\n")[0]
-                raise errors.SetupError(
-                    f"Microsoft Entra refuses the pod's identity: {reason}"
-                ) from None
-
     try:
-        return PodIdentity()
+        return WorkloadIdentityCredential()
     except ValueError:
         raise errors.SetupError(
             f"{FEDERATED_TOKEN_FILE} is set, but AZURE_CLIENT_ID and AZURE_TENANT_ID are not:"

@@ -7,6 +7,7 @@ message object it sends the whole body again; messages expire after seven days b
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import math
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
@@ -24,11 +25,13 @@ from imagefleet import concurrency, errors
 from imagefleet.job import sizes
 from imagefleet.storage import protocol
 from imagefleet.storage.azure import errors as azure_errors
-from imagefleet.storage.azure.congestion import MOST_SENDS, SendWindow
 from imagefleet.storage.azure.credentials import Access
-from imagefleet.storage.azure.refusals import LESS_PERMISSION
 from imagefleet.storage.azure.roles import ANY_PERMISSION
 from imagefleet.storage.azure.sender import MessageSender
+
+#: Sends in flight at first, and at most: from far away, 128 at 50 ms are a queue's limit.
+FIRST_SENDS = 32
+MOST_SENDS = 128
 
 #: Releases in flight at once: more would only wait in Azure.
 CONCURRENT_RELEASES = 32
@@ -48,6 +51,44 @@ def shards_of(properties: QueueProperties) -> protocol.Shards:
     used, _, made = (properties.metadata or {}).get(_SHARDS, "").partition("/")
     is_one = not (used.isdecimal() and made.isdecimal())
     return protocol.Shards() if is_one else protocol.Shards(int(used), int(made))
+
+
+class SendWindow:
+    """The sends in flight to one queue.
+
+    Additive increase, multiplicative decrease, as of TCP (RFC 5681): one more after as many
+    successes as there are sends in flight, and half of them after a failure. What was in flight at
+    that moment may fail for the same reason and does not count again.
+    """
+
+    def __init__(self, first: int = FIRST_SENDS, most: int = MOST_SENDS) -> None:
+        self.size = float(first)
+        self._most = most
+        self._room = asyncio.Semaphore(first)
+        self._permits = first  # of the semaphore, those that are taken included
+        self._decreases = 0
+
+    async def run(self, send: Callable[[], Awaitable[None]]) -> None:
+        """Awaits *send* once there is room for it."""
+        await self._room.acquire()
+        decreases = self._decreases
+        try:
+            await send()
+        except errors.TransientError:
+            if decreases == self._decreases:
+                self._decreases += 1
+                self.size = max(1.0, self.size / 2)
+            raise
+        else:
+            self.size = min(self._most, self.size + 1 / self.size)
+        finally:
+            self._permits -= 1
+            while self._permits < int(self.size):
+                self._permits += 1
+                self._room.release()
+            while self._permits > int(self.size) and not self._room.locked():
+                self._permits -= 1
+                await self._room.acquire()  # at once
 
 
 class AzureQueue:
@@ -89,7 +130,7 @@ class AzureQueue:
         """Raises SetupError if the queue does not exist or the credentials are wrong."""
 
         async def request() -> None:
-            with azure_errors.tolerated(LESS_PERMISSION):
+            with azure_errors.tolerated(azure_errors.LESS_PERMISSION):
                 await self._properties()
 
         await self._call(ANY_PERMISSION, request)

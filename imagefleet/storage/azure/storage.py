@@ -13,9 +13,8 @@ from azure.core.pipeline.transport import AioHttpTransport
 from imagefleet import retry
 from imagefleet.storage.azure import account, sas
 from imagefleet.storage.azure.blobs import AzureBlobs
-from imagefleet.storage.azure.congestion import MOST_SENDS
 from imagefleet.storage.azure.credentials import Credentials
-from imagefleet.storage.azure.queue import AzureQueue
+from imagefleet.storage.azure.queue import MOST_SENDS, AzureQueue
 from imagefleet.storage.azure.roles import job_queue, name_of
 from imagefleet.storage.azure.sender import MessageSender
 from imagefleet.storage.protocol import Operations
@@ -57,11 +56,8 @@ async def surface_lost_replies(
 class AzureStorage:
     """The queues and the containers of one storage account. Connects on first use.
 
-    Honours HTTPS_PROXY, HTTP_PROXY and NO_PROXY. If none is set, aiohttp does not look for a proxy
-    on each request, which takes almost half of the CPU time.
-
-    Raises:
-        SetupError: the address is not valid, or lacks credentials.
+    Honours HTTPS_PROXY, HTTP_PROXY and NO_PROXY; else aiohttp is not to look for a proxy on each
+    request, which takes almost half of the CPU time. Raises SetupError as `open_storage`.
     """
 
     def __init__(

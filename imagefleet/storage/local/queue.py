@@ -23,11 +23,12 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-from imagefleet import errors, uptime
+from imagefleet import errors
 from imagefleet.concurrency import Batches
 from imagefleet.job import sizes
 from imagefleet.storage import protocol
 from imagefleet.storage.local import file as sqlite_file
+from imagefleet.telemetry import host
 
 _Result = TypeVar("_Result")
 
@@ -59,19 +60,14 @@ class QueueFile:
     async def run(self, work: Callable[[sqlite3.Connection], _Result]) -> _Result:
         """Does *work* in the thread of the file.
 
-        Raises:
-            TransientError: another process locks the file for too long, or the disk is full.
-            SetupError: the file or queue does not exist or cannot be used.
+        Raises TransientError if another process locks the file for too long, or the disk is full,
+        SetupError if the file or the queue does not exist or cannot be used.
         """
         done: _Result = await self._calls(lambda: work(self._open()))
         return done
 
     async def change(self, work: Callable[[sqlite3.Connection], _Result]) -> _Result:
-        """Does *work* in one transaction with what else waits.
-
-        Raises:
-            TransientError, SetupError: as for `run`; no change of the transaction was made.
-        """
+        """Does *work* in one transaction with what else waits; after an error it has no effect."""
         done: _Result = await self._calls(_Change(work))
         return done
 
@@ -89,7 +85,7 @@ class QueueFile:
 
     def now(self) -> float:
         """The clock of the leases; only for *work*."""
-        return self._clock_ahead + time.clock_gettime(uptime.CLOCK)
+        return self._clock_ahead + time.clock_gettime(host.CLOCK)
 
     async def close(self) -> None:
         await asyncio.get_running_loop().run_in_executor(self._thread, self._close)
@@ -366,8 +362,8 @@ def _clock_ahead(connection: sqlite3.Connection) -> float:
 
     After a restart of the machine nobody holds the leases any more: they end.
     """
-    ahead = time.time() - uptime.seconds()
-    if (boot := uptime.boot_id()) is None:
+    ahead = time.time() - host.uptime()
+    if (boot := host.boot_id()) is None:
         return ahead
     find = "SELECT ahead FROM clock WHERE boot = ?"
     if found := connection.execute(find, (boot,)).fetchone():
