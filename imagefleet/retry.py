@@ -34,10 +34,7 @@ def backoff(retries: int, first_seconds: float, longest_seconds: float) -> float
 
 
 def after_seconds(value: str | None, longest: float, date: str | None = None) -> float | None:
-    """The seconds of a Retry-After header, a number or a date, and *longest* at most.
-
-    *date* is the server's time, if it is known: this machine's clock may be wrong by hours.
-    """
+    """A Retry-After header in seconds, *longest* at most; *date* is the server's time, if known."""
     text = (value or "").strip()
     if text.isascii() and text.isdigit():
         return min(longest, float(text[:10]))
@@ -64,13 +61,10 @@ def log_retry(error: errors.TransientError) -> None:
 class RetryPolicy:
     """How often and how long a call is retried; `on_retry` is called before each retry.
 
-    The default waits add up to 8 seconds on average and 16 at most, without the attempts
-    themselves. No attempt starts after `give_up_seconds`. Jitter is full (from 0), so that a fleet
-    does not return to a recovered storage in lockstep.
-
-    With `waits_for_access`, new credentials for expired ones, and space on the full disk of a
-    storage, are waited for without limit, and such attempts do not count. So it is, with
-    `waits_while_busy`, with a storage that asks to slow down.
+    The default waits add up to 8 seconds on average and 16 at most. No attempt starts after
+    `give_up_seconds`. Jitter is full (from 0), so that a fleet does not return in lockstep. Without
+    limit and count, `waits_for_access` waits for new credentials and for space on a full disk, and
+    `waits_while_busy` for a storage that asks to slow down.
     """
 
     tries: int = 6

@@ -31,12 +31,12 @@ from worker.models.change import Following, WorkerModels, make_queues, note_serv
 from worker.node import reference
 from worker.node.check import NodeCheck
 from worker.node.quarantine import Quarantine
+from worker.node.salad import Reallocation
 from worker.node.self_check import NodeSelfCheck
 from worker.node.watchdog import NO_LIMITS, Diagnose, NodeLimits, NodeWatchdog
 from worker.progress import Phase
 from worker.pull import Puller
 from worker.replica import UNKNOWN, Replica
-from worker.salad.metadata import Reallocation
 from worker.settings import WorkerSettings, machine_name
 from worker.settle import Settler
 from worker.stages.image import STORAGE_RETRIES, GenerateStage

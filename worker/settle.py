@@ -382,7 +382,7 @@ class Settler:
         except (errors.LeaseLost, errors.TransientError) as fault:
             self._lost(entry, fault)
         else:
-            record = self.record(entry, "failed", **failed.facts())
+            record = self.record(entry, **failed.model_dump(exclude_unset=True))
             await self.pending.put(finish, [*entry.records, record], entry.again)
 
     async def _retry(self, entry: InFlightJob, error: errors.FleetError, attempts: int) -> None:
@@ -451,5 +451,7 @@ class Settler:
         self.pending.job_ended()
         if not self.in_flight:
             self.nothing_in_flight.set()
-        self.metrics.job_ended(self.model_name, outcome)
+        self.metrics.outcomes[outcome] += 1
+        self.metrics.jobs.labels(outcome).inc()
+        self.metrics.model_jobs.labels(self.model_name, outcome).inc()
         self.on_settled(entry, outcome)

@@ -64,7 +64,7 @@ def draw(
     Raises:
         SetupError: the model cannot be loaded, or a job cannot be drawn with it.
     """
-    engine = load.load_engine(setup.model, setup.device, **side.settings)
+    engine = load.load_engine(load.EngineSettings(setup.model, setup.device, **side.settings))
     try:
         images = asyncio.run(_images(jobs, setup, engine))
         for image, pixels in _drawn(images, engine):

@@ -3,34 +3,27 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from datetime import datetime
-from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
+from rich.console import Console
 
 from fleet import console, options
 from fleet.campaigns import target
+from fleet.options import argument, option
 from imagefleet import cancelled, errors
+from imagefleet.records import reader
 from imagefleet.storage.open import Storage
 from imagefleet.storage.settings import StorageSettings
-
-if TYPE_CHECKING:
-    from imagefleet.records.reader import Counts
 
 
 @options.from_settings(StorageSettings)
 def command(
     settings: StorageSettings,
-    campaign: Annotated[
-        str | None,
-        typer.Argument(metavar="CAMPAIGN", help="The campaign; `default` for jobs without one."),
-    ] = None,
-    everything: Annotated[
-        bool,
-        typer.Option(
-            "--all", help="Delete all messages of the job queue for good, of all campaigns."
-        ),
-    ] = False,
+    campaign: str | None = argument(
+        "The campaign; `default` for jobs without one.", None, metavar="CAMPAIGN"
+    ),
+    everything: bool = option(
+        "Delete all messages of the job queue for good, of all campaigns.", False, "--all"
+    ),
     dry_run: bool = options.dry_run("what would be cancelled or deleted"),
     yes: options.Yes = False,
     as_json: options.AsJson = False,
@@ -60,26 +53,27 @@ def command(
 async def _cancel(
     settings: StorageSettings, campaign: str, *, dry_run: bool, yes: bool, as_json: bool
 ) -> None:
-    from imagefleet.records import reader
-
     async with console.connected(settings) as fleet:
         storage = fleet.storage
         if unsure := await target.check_campaign(storage, campaign):
             console.print_warning(unsure)
         found = await reader.counts(storage, campaign)
         messages = (await storage.queue.depth()).messages
-        if dry_run and as_json:
-            console.print_json(_record(storage, campaign, found, messages, None))
-            return
-        _describe(storage, campaign, found, messages, dry_run=dry_run)
-        if dry_run:
-            return
-        console.confirm(f"Cancel what is left of campaign {campaign}?", yes=yes)
-        with console.stderr.status("the list is written; running loads read it within 10 seconds"):
-            at = await cancelled.cancel(storage, campaign)
+        at = None
+        if not (dry_run and as_json):
+            _describe(
+                storage, found, messages, campaign, console.stdout if dry_run else console.stderr
+            )
+        if not dry_run:
+            console.confirm(f"Cancel what is left of campaign {campaign}?", yes=yes)
+            said = "the list is written; running loads read it within 10 seconds"
+            with console.stderr.status(said):
+                at = await cancelled.cancel(storage, campaign)
         if as_json:
-            console.print_json(_record(storage, campaign, found, messages, at))
-        else:
+            of_queue = {"campaign": campaign, "queue": storage.queue.name, "messages": messages}
+            numbers = {**asdict(found), "pending": found.pending}
+            console.print_json({**of_queue, **numbers, "cancelled_until": at})
+        elif at is not None:
             console.print_plain(
                 f"campaign {campaign} is cancelled: workers end what was sent until"
                 f" {at:%Y-%m-%d %H:%M:%S} UTC, and a load that begins now runs"
@@ -87,7 +81,7 @@ async def _cancel(
 
 
 def _describe(
-    storage: Storage, campaign: str, found: Counts, messages: int, *, dry_run: bool
+    storage: Storage, found: reader.Counts, messages: int, campaign: str, to: Console
 ) -> None:
     in_queue = f"the queue {storage.queue.name} holds {console.counted(messages, 'message')}"
     left = "an unknown number" if found.pending is None else console.counted(found.pending, "job")
@@ -100,21 +94,8 @@ def _describe(
             "cancelled before": f"{found.cancelled:,}",
             "would be cancelled": f"{left}, less what is being drawn; {in_queue}",
         },
-        console.stdout if dry_run else console.stderr,
+        to,
     )
-
-
-def _record(
-    storage: Storage, campaign: str, found: Counts, messages: int, at: datetime | None
-) -> dict[str, Any]:
-    return {
-        "campaign": campaign,
-        "queue": storage.queue.name,
-        "messages": messages,
-        **asdict(found),
-        "pending": found.pending,
-        "cancelled_until": at,
-    }
 
 
 async def _empty(settings: StorageSettings, *, dry_run: bool, yes: bool, as_json: bool) -> None:

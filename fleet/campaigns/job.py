@@ -9,10 +9,8 @@ from typing import Any, Literal
 from fleet import console, options
 from fleet.campaigns import target
 from imagefleet import errors
-from imagefleet.job.message import (
-    job_key,
-    read_job,
-)
+from imagefleet.job.message import job_key, read_job
+from imagefleet.records import outcomes
 from imagefleet.storage.open import Storage
 from imagefleet.storage.settings import StorageSettings
 
@@ -74,8 +72,6 @@ async def _look_up(settings: StorageSettings, campaign: str, job_id: str) -> Job
 
 async def look_up(storage: Storage, campaign: str, job_id: str) -> JobState:
     """Searches its images' names, then the queue's messages, then the campaign's records."""
-    from imagefleet.records import outcomes
-
     job = outcomes.JobFacts(job_id, campaign)
     # Before the images: a job that completes in between must not be taken for an unknown one.
     messages = (await storage.queue.depth()).messages

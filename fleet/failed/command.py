@@ -7,14 +7,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Annotated
-
-import typer
 
 from fleet import console, options
 from fleet.campaigns import target
 from fleet.failed import output, read
 from fleet.failed.output import Verb
+from fleet.options import option
 from imagefleet import aio, errors
 from imagefleet.job.change import Change
 from imagefleet.storage import dead_letter_queue
@@ -28,13 +26,10 @@ class Which:
     """The failed jobs that a command is about."""
 
     job: target.OnlyJobs = None
-    error: Annotated[
-        str | None,
-        typer.Option(metavar="TEXT", help="Only errors with this text in their class or message."),
-    ] = None
-    model: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Only jobs that name this model.")
-    ] = None
+    error: str | None = option(
+        "Only errors with this text in their class or message.", metavar="TEXT"
+    )
+    model: str | None = option("Only jobs that name this model.", metavar="NAME")
 
     @property
     def target(self) -> target.Target:
@@ -49,7 +44,7 @@ class Which:
 class How:
     """What a command that moves failed jobs asks before it does."""
 
-    everything: Annotated[bool, typer.Option("--all", help="All failed jobs.")] = False
+    everything: bool = option("All failed jobs.", False, "--all")
     dry_run: bool = options.dry_run("what would be moved or deleted")
     yes: options.Yes = False
     as_json: options.AsJson = False
@@ -59,21 +54,15 @@ class How:
 def command(
     settings: SignerSettings,
     which: Which,
-    limit: Annotated[int, typer.Option(min=0, metavar="COUNT", help="Jobs to list.")] = 20,
-    export: Annotated[
-        bool,
-        typer.Option(
-            "--export", help="Print whole jobs, one JSON object per line, which `load` takes."
-        ),
-    ] = False,
-    from_queue: Annotated[
-        bool,
-        typer.Option(
-            "--from-queue",
-            help="Read the poison queue's messages, not the records: also those of older workers."
-            " On Azure this hides them from other readers meanwhile.",
-        ),
-    ] = False,
+    limit: int = option("Jobs to list.", 20, min=0, metavar="COUNT"),
+    export: bool = option(
+        "Print whole jobs, one JSON object per line, which `load` takes.", default=False
+    ),
+    from_queue: bool = option(
+        "Read the poison queue's messages, not the records: also those of older workers."
+        " On Azure this hides them from other readers meanwhile.",
+        default=False,
+    ),
     as_json: options.AsJson = False,
 ) -> None:
     """Counts the failed jobs by error and lists them, or shows one.
@@ -135,22 +124,16 @@ def replay_command(
     which: Which,
     how: How,
     priority: options.JobPriority = "normal",
-    set_: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--set",
-            metavar="NAME=VALUE",
-            help="Change a field of each job, steps=20 say; repeatable. Signed jobs are signed"
-            " again, for which it needs --signing-key.",
-        ),
-    ] = None,
-    invalid: Annotated[
-        bool,
-        typer.Option(
-            "--invalid",
-            help="Also jobs that are not valid for this version: newer workers may take them.",
-        ),
-    ] = False,
+    set_: list[str] | None = option(
+        "Change a field of each job, steps=20 say; repeatable. Signed jobs are signed"
+        " again, for which it needs --signing-key.",
+        None,
+        "--set",
+        metavar="NAME=VALUE",
+    ),
+    invalid: bool = option(
+        "Also jobs that are not valid for this version: newer workers may take them.", default=False
+    ),
 ) -> None:
     """Puts failed jobs back into the job queue.
 
@@ -166,7 +149,8 @@ def replay_command(
     """
     chosen = checked_priority(priority)
     selection = _chosen(which, how)
-    check = console.run(_check(settings, set_ or [], takes_invalid=invalid))
+    keys = settings.keys()
+    check = Check(keys.trusted, invalid, Change.read(set_, keys.signing) if set_ else None)
     if how.dry_run or not how.yes:
         preview = console.run(_preview(settings, selection, check))
         if how.dry_run:
@@ -185,25 +169,16 @@ def discard_command(
     settings: SignerSettings,
     which: Which,
     how: How,
-    jobs_file: Annotated[
-        Path | None,
-        typer.Option(
-            "--jobs",
-            metavar="FILE",
-            help="Only the jobs in this file of `failed --export`, once they are loaded again.",
-        ),
-    ] = None,
-    unsigned: Annotated[
-        bool,
-        typer.Option("--unsigned", help="Only what is not signed with a key of yours."),
-    ] = False,
-    completed: Annotated[
-        bool,
-        typer.Option(
-            "--completed",
-            help="Only jobs that were sent again since, and whose images are all stored.",
-        ),
-    ] = False,
+    jobs_file: Path | None = option(
+        "Only the jobs in this file of `failed --export`, once they are loaded again.",
+        None,
+        "--jobs",
+        metavar="FILE",
+    ),
+    unsigned: bool = option("Only what is not signed with a key of yours.", default=False),
+    completed: bool = option(
+        "Only jobs that were sent again since, and whose images are all stored.", default=False
+    ),
 ) -> None:
     """Deletes failed jobs for good.
 
@@ -219,14 +194,14 @@ def discard_command(
     if how.dry_run or not how.yes:
         count = console.run(_count(settings, selection, unsigned=unsigned, completed=completed))
         jobs = console.counted(count, "failed job")
-        if how.dry_run:
-            if how.as_json:
-                console.print_json({"count": count})
-            else:
-                console.stdout.print(f"{jobs} would be discarded")
-            return
-        if count:
+        if how.dry_run and how.as_json:
+            console.print_json({"count": count})
+        elif how.dry_run:
+            console.stdout.print(f"{jobs} would be discarded")
+        elif count:
             console.confirm(f"Discard {jobs} for good?", yes=how.yes)
+        if how.dry_run:
+            return
     swept = console.run(_discard(settings, selection, unsigned=unsigned, completed=completed))
     output.report("discarded", swept, as_json=how.as_json)
 
@@ -255,28 +230,18 @@ async def _refuse_nothing(fleet: aio.Fleet, selection: Selection) -> None:
     await target.check_campaign(fleet.storage, selection.campaign)
 
 
-async def _check(settings: SignerSettings, changes: list[str], *, takes_invalid: bool) -> Check:
-    """What a job must be to be sent again; the changes are checked before anything is read."""
-    async with console.connected(settings) as fleet:
-        keys = fleet.keys
-        change = Change.read(changes, keys.signing) if changes else None
-        return Check(keys.trusted, takes_invalid, change)
-
-
 async def _count(
     settings: SignerSettings, selection: Selection, *, unsigned: bool, completed: bool
 ) -> int:
-    count = 0
+    found = count = 0
     async with console.connected(settings) as fleet:
         check, storage = fleet.checks_signatures() if unsigned else None, fleet.storage
-        found = dead_letter_queue.find(storage, selection)
-        is_any = False
-        async for some in dead_letter_queue.in_batches(found):
-            is_any = True
-            count += len(
-                await dead_letter_queue.to_discard(storage, some, check, completed=completed)
-            )
-        if not is_any:
+        entries = dead_letter_queue.find(storage, selection)
+        async for some in dead_letter_queue.in_batches(entries):
+            found += len(some)
+            chosen = await dead_letter_queue.to_discard(storage, some, check, completed=completed)
+            count += len(chosen)
+        if not found:
             await _refuse_nothing(fleet, selection)
     return count
 

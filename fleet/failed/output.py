@@ -62,7 +62,7 @@ def _print_staying(some: list[Refused], count: int, unsigned: int, to: Console) 
         )
 
 
-def as_record(preview: Preview) -> dict[str, Any]:
+def _as_record(preview: Preview) -> dict[str, Any]:
     return {
         "count": preview.count,
         "jobs": [
@@ -73,12 +73,7 @@ def as_record(preview: Preview) -> dict[str, Any]:
         "unsigned": preview.unsigned,
         "refused": preview.refused,
         "changes": [
-            {
-                "field": name,
-                "from": json.loads(before),
-                "to": json.loads(after),
-                "count": count,
-            }
+            {"field": name, "from": json.loads(before), "to": json.loads(after), "count": count}
             for (name, before, after), count in preview.changes.most_common()
         ],
     }
@@ -86,7 +81,7 @@ def as_record(preview: Preview) -> dict[str, Any]:
 
 def print_preview(preview: Preview, to: Console, *, as_json: bool = False) -> None:
     if as_json:
-        console.print_json(as_record(preview))
+        console.print_json(_as_record(preview))
         return
     jobs = console.counted(preview.count, "failed job")
     to.print(f"{jobs} would be replayed")
@@ -173,7 +168,7 @@ def _print_jobs(jobs: list[dict[str, Any]]) -> None:
     failed = Column("failed (UTC)", no_wrap=True)
     rows = console.table(*names, *stage, failed, "completed since", *signed)
     for job in jobs:
-        failed_at = job.get("failed_at", "")[5:16].replace("T", " ")
+        failed_at = job.get("at", "")[5:16].replace("T", " ")
         cells = [job_key(job.get("campaign"), job["id"]), job["error"]]
         cells += [str(job.get("stage", ""))] if stage else []
         cells += [failed_at]

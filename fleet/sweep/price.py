@@ -5,57 +5,45 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from fleet import options
+from fleet.options import option
 from fleet.plan import estimate
 from fleet.plan.work import Models, Work, add_stages
 from imagefleet import errors
 from imagefleet.pricing import prices
 from loadgen.caption_sweep import SweepSource
 
-DEFAULT_GPU = "RTX 3060 Ti"
-
-_PRIORITY: prices.Priority = "batch"
-
-_NO_START_UP = estimate.Input(0.0, "assumed", "not included without --bench")
-
 
 @dataclass(frozen=True, slots=True)
-class Machine:
-    """What a sweep is to run on, as the operator has said."""
+class Machines:
+    """What draws them, for the hours and the price."""
 
-    gpu: str | None = None
-    replicas: int = 1
-    images_per_second: float | None = None
-    price_per_hour: float | None = None
-    bench: Path | None = None
-    prices: Path | None = None
+    gpu: str | None = option("GPU class, for the price.", metavar="NAME")
+    replicas: int = option("Their number, for the hours.", 1, min=1, metavar="COUNT")
+    images_per_second: float | None = option(
+        "Speed of one replica at these steps.", min=0.0001, metavar="NUMBER"
+    )
+    price_per_hour: float | None = option("$/h of one replica.", min=0.0001, metavar="DOLLARS")
+    bench: Path | None = option("JSON of `imagefleet bench engine`, for the speed.", metavar="FILE")
+    prices_path: options.PriceFile = None
 
 
-def plan(source: SweepSource, machine: Machine, models: Models) -> estimate.Plan:
+def plan(source: SweepSource, machines: Machines, models: Models) -> estimate.Plan:
     """The sweep on machines of one class; *models* tells the families.
 
     Raises:
         SetupError: the class or its speed is not known, or a file cannot be read.
     """
-    table = prices.read_table(machine.prices)
-    benches = [estimate.read_bench(machine.bench, table)] if machine.bench else []
-    gpu = machine.gpu or (benches[0].gpu if benches else DEFAULT_GPU)
-    if machine.images_per_second is None or machine.price_per_hour is None:
-        matching = prices.matching_gpus(gpu, [bench.gpu for bench in benches])
-        gpu = matching[0] if matching else prices.find_gpu(gpu, table.gpus)
-    estimate.refuse_unused(benches, {gpu})
+    table = prices.read_table(machines.prices_path)
+    benches = [estimate.read_bench(machines.bench, table)] if machines.bench else []
+    gpu = machines.gpu or (benches[0].gpu if benches else estimate.DEFAULT_GPU)
     works = _works(source, models)
-    speeds = estimate.find_speeds(gpu, works, machine.images_per_second, benches)
-    made_on = estimate.bench_of(gpu, benches, works[0].family)
-    part = estimate.Part(
-        gpu,
-        machine.replicas,
-        estimate.mean_speed(speeds),
-        estimate.find_price(gpu, _PRIORITY, machine.price_per_hour, table),
-        made_on.start_up if made_on else _NO_START_UP,
-        speeds,
+    known = estimate.Known(
+        table, benches, "batch", machines.price_per_hour, machines.images_per_second
     )
+    mix = estimate.make_mix([(gpu, machines.replicas)], works, known)
     images = sum(work.images for work in works)
-    return estimate.make_plan(images, images, [part], table)
+    return estimate.make_plan(images, images, mix, table)
 
 
 def command(plan_: estimate.Plan) -> str:
@@ -66,22 +54,6 @@ def command(plan_: estimate.Plan) -> str:
         f"imagefleet plan --jobs {plan_.jobs} --replicas {plan_.replicas}"
         f" --gpu '{part.gpu}' --images-per-second {speed:.3g} --price-per-hour {price:g}"
     )
-
-
-def sources(plan_: estimate.Plan) -> list[str]:
-    """The sources of the speeds and of the price, a sentence each."""
-    part = plan_.mix[0]
-    of_models = [
-        (f" of {each.model}" if each.model else "", each.images_per_second) for each in part.models
-    ]
-    price = part.dollars_per_hour
-    return [
-        *(
-            f"{part.gpu}: {speed.value:.3g} images/s{of_model}: {speed.kind}: {speed.source}."
-            for of_model, speed in of_models
-        ),
-        f"{part.gpu}: ${price.value:g}/h: {price.kind}: {price.source}.",
-    ]
 
 
 def _works(source: SweepSource, models: Models) -> list[Work]:

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from typing import Annotated, Any, get_args
+from collections.abc import Container, Sequence
+from dataclasses import asdict
+from datetime import datetime
+from typing import get_args
 
 import typer
 
 from fleet import console, options
 from fleet.campaigns import target
-from fleet.options import Since
+from fleet.options import Since, option
+from fleet.verify import pairs
+from fleet.verify import quarantine as quarantining
+from fleet.verify.pairs import Pair
 from imagefleet.storage.settings import StorageSettings
 
 #: Lines of each table: about a screen.
@@ -23,13 +27,10 @@ def command(
     settings: StorageSettings,
     job: target.OnlyJobs = None,
     since: Since = None,
-    quarantine: Annotated[
-        bool,
-        typer.Option(
-            "--quarantine",
-            help="Add the workers that draw wrong to quarantine.json: they lease no more jobs.",
-        ),
-    ] = False,
+    quarantine: bool = option(
+        "Add the workers that draw wrong to quarantine.json: they lease no more jobs.",
+        default=False,
+    ),
     yes: options.Yes = False,
     as_json: options.AsJson = False,
 ) -> None:
@@ -43,14 +44,12 @@ def command(
 
     imagefleet verify --since 2026-12-01T08:00 --quarantine
     """
-    from fleet.verify import pairs, verdict
-
     named = target.read(job)
     moment = options.read_moment("--since", since)
     compared, newest = console.run(_compare(settings, named, moment, quiet=as_json))
-    records = verdict.judge(compared)
-    wrong = [each.worker for each in records if each.draws_wrong]
-    undecided = verdict.undecided(compared, records)
+    records = pairs.judge(compared)
+    wrong = [record.worker for record in records if record.draws_wrong]
+    undecided = pairs.undecided(compared, records)
     new: list[str] = []
     if quarantine and wrong:
         console.confirm(f"Quarantine {console.counted(len(wrong), 'worker')}?", yes=yes)
@@ -70,7 +69,17 @@ def command(
             }
         )
     else:
-        _show(_Findings(counts, different, records, wrong, undecided))
+        _show_counts(counts)
+        if different:
+            _show_different(different, records, {pair.second for pair in undecided})
+        if wrong:
+            console.print_note(
+                "`imagefleet redo --worker WORKER --since TIME` replaces what such a worker drew"
+            )
+        if undecided:
+            console.print_note(
+                "undecided: `imagefleet redo IMAGE` has it drawn a third time; then run this again"
+            )
         if quarantine:
             console.print_note(f"{console.counted(len(new), 'worker')} added to the quarantine")
     if different:
@@ -78,11 +87,9 @@ def command(
 
 
 async def _compare(
-    settings: StorageSettings, named: target.Target, since: Any, *, quiet: bool
-) -> tuple[list[Any], Any]:
+    settings: StorageSettings, named: target.Target, since: datetime | None, *, quiet: bool
+) -> tuple[list[Pair], datetime | None]:
     """The pairs, and when the newest second drawing was stored."""
-    from fleet.verify import pairs
-
     async with console.connected(settings) as fleet:
         storage = fleet.storage
         await target.check_campaign(storage, named.campaign)
@@ -93,25 +100,13 @@ async def _compare(
 
 
 async def _quarantine(settings: StorageSettings, workers: Sequence[str]) -> list[str]:
-    from fleet.verify import quarantine
-
     async with console.connected(settings) as fleet:
         reason = "its images differ from those of other workers (imagefleet verify)"
-        return await quarantine.add(fleet.storage.files, workers, reason)
+        return await quarantining.add(fleet.storage.files, workers, reason)
 
 
-@dataclass(frozen=True, slots=True)
-class _Findings:
-    counts: Counter[Any]
-    different: Sequence[Any]
-    records: Sequence[Any]
-    wrong: Sequence[str]
-    undecided: Sequence[Any]
-
-
-def _show(found: _Findings) -> None:
-    counts = found.counts
-    if not counts.total():
+def _show_counts(counts: Counter[pairs.Result]) -> None:
+    if not counts:
         console.print_plain("no second drawings: `imagefleet load --verify-share` asks for them")
         return
     rows = {
@@ -124,36 +119,27 @@ def _show(found: _Findings) -> None:
     }
     shown = {name: f"{count:,}" for name, count in rows.items() if count}
     console.print_tables(console.totals(shown))
-    if not found.different:
-        return
+
+
+def _show_different(
+    different: Sequence[Pair], records: Sequence[pairs.Record], undecided: Container[str]
+) -> None:
     workers = console.table(
         console.name_column("worker"), *map(console.number_column, ("pairs", "differ")), "verdict"
     )
-    involved = [each for each in found.records if each.different]
-    for each in involved[:_SHOWN]:
-        verdict = "draws wrong" if each.draws_wrong else ""
-        name = console.untrusted(each.worker or "(none: no worker's record)")
-        workers.add_row(name, f"{each.compared:,}", f"{each.different:,}", verdict)
+    for record in [record for record in records if record.different][:_SHOWN]:
+        name = console.untrusted(record.worker or "(none: no worker's record)")
+        verdict = "draws wrong" if record.draws_wrong else ""
+        workers.add_row(name, f"{record.compared:,}", f"{record.different:,}", verdict)
     images = console.table(
-        console.name_column("image"),
-        console.name_column("drawn by"),
-        console.name_column("and by"),
+        *map(console.name_column, ("image", "drawn by", "and by")),
         console.number_column("distance"),
         "",
     )
-    undecided = {pair.second for pair in found.undecided}
-    for pair in sorted(found.different, key=lambda each: each.second not in undecided)[:_SHOWN]:
+    for pair in sorted(different, key=lambda pair: pair.second not in undecided)[:_SHOWN]:
         note = pair.note or ("undecided" if pair.second in undecided else "")
         names = (console.untrusted(each or "(none)") for each in (pair.image, *pair.workers))
         images.add_row(*names, console.number(pair.distance, 1), note)
     console.print_tables("", workers, "", images)
-    if len(found.different) > _SHOWN:
-        console.print_plain(f"and {len(found.different) - _SHOWN:,} others (--json lists them)")
-    if found.wrong:
-        console.print_note(
-            "`imagefleet redo --worker WORKER --since TIME` replaces what such a worker drew"
-        )
-    if found.undecided:
-        console.print_note(
-            "undecided: `imagefleet redo IMAGE` has it drawn a third time; then run this again"
-        )
+    if len(different) > _SHOWN:
+        console.print_plain(f"and {len(different) - _SHOWN:,} others (--json lists them)")

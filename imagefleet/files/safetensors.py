@@ -1,7 +1,6 @@
 """The header of a safetensors file: names and shapes, without the weights.
 
-It is untrusted: whoever made the file wrote it. Its size, the number of tensors and their shapes
-are bounded.
+It is untrusted: its size, the number of tensors and their shapes are bounded.
 """
 
 from __future__ import annotations
@@ -33,19 +32,13 @@ class TruncatedError(MalformedError):
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """What a safetensors file says of its content."""
-
     shapes: Mapping[str, tuple[int, ...]]
     metadata: Mapping[str, str]
     file_bytes: int
-    """The size of the whole file."""
 
 
 def read_header(file: BinaryIO) -> Header:
-    """Reads the header at the start of *file*, no more.
-
-    Raises TruncatedError if even the header is incomplete, and MalformedError if it is none.
-    """
+    """Reads no more than the header; TruncatedError if it is incomplete, MalformedError if none."""
     start = file.read(LENGTH_BYTES)
     if len(start) < LENGTH_BYTES:
         raise TruncatedError

@@ -1,7 +1,8 @@
-"""A prompt for CLIP: cleaned, in tokens, with textual inversion embeddings, cut into chunks of 75.
+"""A prompt's words for CLIP: its tokenizer, chunks of 75 tokens, and embeddings in them. No torch.
 
 The tokenizer is part of the package, since a single-file checkpoint carries none. The files are
 OpenAI's vocabulary, as open-clip has it; `benchmarks/demo_world/make_tokenizer.py` writes them.
+Embeddings (textual inversion) are found as AUTOMATIC1111 finds them.
 """
 
 from __future__ import annotations
@@ -39,10 +40,7 @@ Tokenise = Callable[[Sequence[str]], Sequence[Sequence[int]]]
 
 
 def tokenizer_of(folder: Path, vocabulary_size: int) -> Path:
-    """The tokenizer of a checkpoint in *folder*: its own, else CLIP's where it fits.
-
-    It may not exist: then there is none.
-    """
+    """A checkpoint's tokenizer: its own, else CLIP's where it fits. It may not exist."""
     own = folder / "tokenizer"
     has_own = any((own / name).is_file() for name in ("vocab.json", "tokenizer.json"))
     return TOKENIZER if vocabulary_size == VOCABULARY_SIZE and not has_own else own
@@ -77,9 +75,9 @@ _REPLACED = {
 def cleaned(text: str) -> str:
     """A prompt's words as AUTOMATIC1111's tokenizers clean them, with ftfy.
 
-    Curly quotes are straight, wide signs (as of Chinese and Japanese keyboards) and ligatures the
-    usual ones, control characters are dropped, and HTML's names of characters (`&amp;`) are read,
-    unless a `<` is in the same line or before. What was decoded wrongly is not repaired.
+    Straightens quotes, makes wide signs and ligatures the usual ones, drops control characters, and
+    reads HTML's names of characters (`&amp;`), unless a `<` is in the same line or before. What was
+    decoded wrongly is not repaired.
     """
     if _CLEAN.fullmatch(text):
         return text
@@ -125,10 +123,10 @@ T_co = TypeVar("T_co", covariant=True)
 
 
 class Names(Generic[T_co]):
-    """What names stand for, by the token ids of each name, found as AUTOMATIC1111 finds them.
+    """What names stand for, by the token ids of each, found as AUTOMATIC1111 finds them.
 
-    So capitals do not matter, and a name that is the beginning of a word is none. Of names that
-    begin alike the longest is found, by its tokens, and of names with the same tokens the first.
+    Capitals do not matter, and the beginning of a word is no name. The longest name is found, by
+    its tokens, and of names with the same tokens the first.
     """
 
     def __init__(self, named: Iterable[tuple[Sequence[int], T_co]]) -> None:
@@ -192,7 +190,7 @@ def cut_into_chunks(
 ) -> tuple[Chunk, ...]:
     """Cuts a prompt (text: one without LoRA tags) into chunks; *comma* is the comma's token id.
 
-    Raises JobError if it is too long, or a weight is not a number or out of range.
+    Raises JobError if it is too long, or a weight is not valid.
     """
     sections = sections_of(prompt)
     ids = iter(tokenise([part.text for section in sections for part in section]))

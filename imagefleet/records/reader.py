@@ -10,7 +10,7 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from datetime import datetime
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, Field, ValidationError
 
 from imagefleet import concurrency, errors
 from imagefleet.job.message import RECORDS
@@ -51,9 +51,7 @@ class Counts:
     first_at: datetime | None
     """The time at which the first process began to write records."""
     last_at: datetime | None
-    """The time at which the latest record was written."""
     discarded: int = 0
-    """Failed jobs that an operator has discarded."""
 
     @property
     def pending(self) -> int | None:
@@ -64,9 +62,7 @@ class Counts:
         return max(0, self.sent - ended)
 
 
-class _Sent(BaseModel):
-    model_config = ConfigDict(hide_input_in_errors=True)
-
+class _Sent(BaseModel, hide_input_in_errors=True):
     load: str = Field(max_length=200)
     jobs: int = Field(ge=0, lt=2**53)
 
@@ -81,20 +77,14 @@ async def campaigns(storage: Storage) -> AsyncIterator[str]:
 def images(
     storage: Storage, campaign: str, damaged: Damaged | None = None
 ) -> AsyncIterator[Record]:
-    """Each stored image of a campaign once, in an order that stays the same.
-
-    Reads every shard of images once: a listing, and a read for each 4 MiB.
-    """
+    """Each stored image of a campaign once; a listing, and a read for each 4 MiB of records."""
     return _singly(_images(storage, campaign, damaged or Damaged()))
 
 
 def ended(
     storage: Storage, campaign: str | None = None, damaged: Damaged | None = None
 ) -> AsyncIterator[Record]:
-    """The jobs that have failed or were cancelled, except for those replayed or discarded since.
-
-    None: of all campaigns. A job that failed again after a replay has a record of each time.
-    """
+    """The jobs that failed or were cancelled, and not replayed or discarded since; None: of all."""
     return _singly(_ended(storage, campaign, damaged or Damaged()))
 
 
@@ -149,10 +139,7 @@ async def sent_by_filler(storage: Storage, campaign: str) -> dict[str, int]:
 
 
 async def newest(storage: Storage, campaign: str, most: int) -> list[Record]:
-    """Some of the latest images and jobs, without reading the rest; the oldest of them first.
-
-    A listing, and a read for each of the shards that grew last, 16 at most of each kind.
-    """
+    """The latest images and jobs, oldest first: a listing, and the ends of 32 shards at most."""
     shards = await stored.shards_of(storage.blobs, campaign)
     shards.sort(key=lambda each: each.blob.modified_at or each.blob.created_at)
     ends = (
@@ -165,17 +152,15 @@ async def newest(storage: Storage, campaign: str, most: int) -> list[Record]:
 
 
 async def _end(blobs: BlobStore, each: StoredShard, most: int) -> list[Record]:
-    """The records of the last members of a shard, *most* at most."""
     lines = await stored.last_lines(blobs, each, Damaged())
     return await asyncio.to_thread(stored.parsed, lines[-most:], each, Damaged())
 
 
 async def counts(storage: Storage, campaign: str, damaged: Damaged | None = None) -> Counts:
-    """A campaign's numbers, mostly from the ends of its shards.
+    """A campaign's numbers: a listing, and the ends of its shards of images; all of the other ones.
 
-    A listing, a small read for each shard of images, and all shards of other kinds. Where images'
-    names were taken, the names of all images are read, and where images were replaced, which is
-    rare, all of their records.
+    Where images' names were taken, the names of all images are read, and where images were
+    replaced, which is rare, all of their records.
     """
     blobs, damaged = storage.blobs, damaged or Damaged()
     shards = await stored.shards_of(blobs, campaign)
@@ -209,8 +194,7 @@ async def counts(storage: Storage, campaign: str, damaged: Damaged | None = None
 class Follower:
     """New records of one campaign, or of all, as they are written; at least once each.
 
-    An image whose name was taken comes again, from the worker that found it taken. `position` is
-    what has been read, as JSON; it goes on from there.
+    An image whose name was taken comes again. `position` is what has been read, as JSON.
     """
 
     def __init__(
@@ -233,10 +217,7 @@ class Follower:
         self._given_up: set[str] = set()
 
     async def poll(self) -> list[Record]:
-        """The next new records; [] if there are none.
-
-        A listing, and a read for each shard that has grown.
-        """
+        """The next new records, if any: a listing, and a read for each shard that has grown."""
         found: list[Record] = []
         before = dict(self.position)
         try:
@@ -280,8 +261,7 @@ async def follow(
 ) -> AsyncIterator[list[Record]]:
     """New results, polled for; an image comes twice where two workers drew it.
 
-    Ends with the campaign, where its filler has noted how many jobs it has sent. *on_retry* gets
-    what a poll failed for, before the next one.
+    Ends with the campaign, if its filler has noted the jobs it sent. *on_retry* gets errors.
     """
     quiet, count_at = 0, _QUIET_POLLS
     while True:

@@ -24,7 +24,6 @@ import pydantic_core
 from pydantic import (
     AwareDatetime,
     BaseModel,
-    ConfigDict,
     Field,
     JsonValue,
     StringConstraints,
@@ -49,16 +48,12 @@ _Text = Annotated[str, StringConstraints(max_length=MAX_MESSAGE_BYTES)]
 #: What columns of tables and plots hold; a clock that was never set is in 1970.
 _Number = Annotated[int, Field(ge=0, lt=2**53)]
 _Moment = Annotated[
-    AwareDatetime,
-    Field(ge=datetime(1970, 1, 1, tzinfo=UTC), lt=datetime(3000, 1, 1, tzinfo=UTC)),
+    AwareDatetime, Field(ge=datetime(1970, 1, 1, tzinfo=UTC), lt=datetime(3000, 1, 1, tzinfo=UTC))
 ]
 _Seconds = Annotated[float, Field(ge=0, le=_LONGEST_SECONDS)]
 
 Outcome = Literal["completed", "failed", "cancelled", "replayed", "discarded", "replaced"]
-"""`completed` is one stored image, `replaced` one that `imagefleet redo` has put aside.
-
-The others are of a whole job; the last three are by an operator.
-"""
+"""`completed` and `replaced` are of one image, the others of a job: the last two an operator's."""
 
 
 #: What the metadata of an image's blob have by the same names.
@@ -107,8 +102,6 @@ RETRIES = retry.RetryPolicy(tries=8, first_wait_seconds=0.5, longest_wait_second
 
 
 class Lora(NamedTuple):
-    """A LoRA that a prompt names, and its weight."""
-
     name: _Name
     weight: float
 
@@ -120,12 +113,8 @@ class Embedding(NamedTuple):
     sha256: _Name
 
 
-class Record(BaseModel):
+class Record(BaseModel, frozen=True, allow_inf_nan=False, hide_input_in_errors=True):
     """One line of a shard: an image, or a job that ended otherwise."""
-
-    model_config = ConfigDict(
-        extra="ignore", frozen=True, allow_inf_nan=False, hide_input_in_errors=True
-    )
 
     outcome: Outcome
     blob: Annotated[str, StringConstraints(max_length=MAX_BLOB_NAME)] | None = None
@@ -141,7 +130,6 @@ class Record(BaseModel):
     worker: _Name = "?"
     gpu: _Name | None = None
     started_at: _Moment | None = None
-    """The time at which the worker started."""
     start_up_seconds: _Seconds = 0
     price_per_hour: float | None = Field(default=None, ge=0, le=1_000)
     """US dollars."""
@@ -161,7 +149,6 @@ class Record(BaseModel):
     prompt: _Text | None = None
     negative_prompt: _Text | None = None
     seed: int | None = Field(default=None, ge=0, lt=2**32)
-    """The image's own."""
     model: _Name | None = None
     sampler: _Name | None = None
     steps: _Number | None = None
@@ -174,7 +161,6 @@ class Record(BaseModel):
     metadata: dict[str, JsonValue] = Field(default_factory=dict)
 
     error: _Name | None = None
-    """The class of the error that the job failed with."""
     reason: _Text | None = None
     body: _Text | None = None
     """The message that replays a failed job."""
@@ -199,10 +185,7 @@ class Record(BaseModel):
 
     @classmethod
     def of_blob(cls, known: Mapping[str, Any], metadata: Mapping[str, str]) -> Self:
-        """The record of an image as the *metadata* of its blob tell it, beside what is *known*.
-
-        They are untrusted: of damaged ones, only what is known.
-        """
+        """The record of an image, of which *known* is certain, from the *metadata* of its blob."""
         try:
             told: dict[str, Any] = {name: metadata[name] for name in _OF_BLOB if name in metadata}
             if "attempt" in metadata:
@@ -224,10 +207,7 @@ def hashed(text: str) -> int:
 
 
 def of_job(job: Job) -> dict[str, object]:
-    """The fields of a record that a job's own tell.
-
-    A stage that only enlarges an image has the settings by which its chain has drawn it.
-    """
+    """The fields that a job tells; one that only enlarges has those that its chain has drawn by."""
     is_drawn = not job.only_upscales or job.stage > 1
     return {
         "id": job.id,

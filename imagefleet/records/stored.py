@@ -132,10 +132,7 @@ async def shards_of(blobs: BlobStore, campaign: str | None) -> list[StoredShard]
 
 
 def image_name(blob: str, campaign: str) -> str | None:
-    """The name of a campaign's image in its folder; None for a blob that is none of its images.
-
-    Records are untrusted: a name might lead out of a folder.
-    """
+    """An image's name in its campaign's folder; None for one that leads out of it, or is none."""
     folder, _, name = blob.partition("/")
     return name if folder == campaign and _IMAGE_NAME.fullmatch(name) else None
 
@@ -194,10 +191,7 @@ async def lines(
     part: BlobPart | None = None,
     part_bytes: int = PART_BYTES,
 ) -> AsyncGenerator[list[bytes]]:
-    """A shard's lines from the decoder's position on, part by part, up to where it is damaged.
-
-    *part* is the first one, if it has been read already.
-    """
+    """A shard's lines from the decoder's position on; *part*, if it was read, is the first."""
     name, offset = each.blob.name, decoder.position
     part = part or await blobs.read_part(name, offset, part_bytes)
     while part and part.data:
@@ -214,7 +208,6 @@ async def lines(
 async def lines_of_all(
     blobs: BlobStore, shards: Iterable[StoredShard], damaged: Damaged
 ) -> AsyncGenerator[tuple[StoredShard, list[bytes]]]:
-    """The lines of each shard, part by part, in order."""
     async with aclosing(_starts(blobs, shards)) as starts:
         async for each, part in starts:
             async with aclosing(lines(blobs, each, ShardDecoder(), damaged, part)) as parts:
@@ -254,7 +247,6 @@ def parsed(found: Iterable[bytes], each: StoredShard, damaged: Damaged) -> list[
 
 
 async def last_lines(blobs: BlobStore, each: StoredShard, damaged: Damaged) -> list[bytes]:
-    """The lines of the last members of a shard."""
     start = max(0, each.blob.size_bytes - _END_BYTES)
     part = await blobs.read_part(each.blob.name, start, _END_BYTES)
     if part is None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from pathlib import Path
 from typing import NamedTuple, Protocol, TypeVar
@@ -40,12 +40,21 @@ class Message:
     queue: str = field(default="", kw_only=True)
     shard: int = field(default=0, kw_only=True)
 
+    def leased(self, receipt: str) -> LeasedMessage:
+        """The same in flight."""
+        facts = self.id, self.body, self.delivery_count, self.enqueued_at
+        return LeasedMessage(*facts, receipt, queue=self.queue, shard=self.shard)
+
 
 @dataclass(frozen=True, slots=True)
 class LeasedMessage(Message):
     """A message in flight. Only its newest receipt renews, releases or deletes it."""
 
     receipt: str
+
+    def renewed(self, receipt: str, body: str | None) -> LeasedMessage:
+        """The same with its new receipt, and another text if there is one."""
+        return replace(self, receipt=receipt, body=self.body if body is None else body)
 
 
 AnyMessage = TypeVar("AnyMessage", bound=Message)
@@ -111,10 +120,8 @@ class JobQueue(Protocol):
     async def send(self, bodies: Iterable[str]) -> None:
         """Adds messages that never expire; when it returns, they are stored durably.
 
-        After an error, some of them may be stored: jobs have ids, so sending twice is harmless.
-
-        Raises:
-            JobError: a body is over 64 KiB; none was sent.
+        After an error some may be stored: jobs have ids, so sending twice is harmless. After a
+        JobError, for a body over 64 KiB, none is.
         """
 
     async def receive(self, max_messages: int, lease_seconds: float) -> list[LeasedMessage]:
@@ -128,27 +135,17 @@ class JobQueue(Protocol):
     ) -> LeasedMessage:
         """Extends a lease to *lease_seconds* from now; returns the message with its new receipt.
 
-        *body* replaces the message's text.
-
-        Raises:
-            LeaseLost: the receipt is stale, or the message was deleted.
+        *body* replaces the message's text. As `release` and `delete`, it raises LeaseLost if the
+        receipt is stale or the message was deleted.
         """
 
     async def release(
         self, message: LeasedMessage, delay_seconds: float = 0, body: str | None = None
     ) -> None:
-        """Hands a message back: others see it after *delay_seconds*, with *body* as its text.
-
-        Raises:
-            LeaseLost: as for renew.
-        """
+        """Hands a message back: others see it after *delay_seconds*, with *body* as its text."""
 
     async def delete(self, message: LeasedMessage) -> None:
-        """Acknowledges a message, which deletes it.
-
-        Raises:
-            LeaseLost: as for renew.
-        """
+        """Acknowledges a message, which deletes it."""
 
     def browse(self) -> AsyncIterator[Message]:
         """Iterates over the visible messages, and leaves them visible.

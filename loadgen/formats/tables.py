@@ -41,10 +41,7 @@ _DECIMAL_COMMA = re.compile(r"-?\d+,\d+")
 
 
 class Columns:
-    """Makes jobs of rows.
-
-    Raises FormatError if a column is no field of a job, is there twice, or `prompt` is missing.
-    """
+    """Makes jobs of rows; raises FormatError for a column that is no field or there twice, say."""
 
     def __init__(self, names: Sequence[str]) -> None:
         keys = [_key(name) for name in names]
@@ -239,7 +236,6 @@ class ParquetRows(Format):
 
 
 def _plain(value: Any) -> Any:
-    """A value as JSON has it."""
     match value:
         case decimal.Decimal():
             return float(value)

@@ -217,7 +217,7 @@ def _no(constant: str) -> None:
 
 
 def _poison_record(data: bytes) -> None:
-    record = FailedJob.read(_lenient(data))
+    record = FailedJob.parse(_lenient(data))
     if record is None:
         raise errors.JobError("it is not a record of a failed job")
     console.json_text(record.model_dump(mode="json")).encode()
@@ -319,8 +319,8 @@ JOB = (
 )
 
 RECORD = (
-    b'{"id": "0001", "campaign": "spring", "error": "MissingFileError", "reason": "no LoRA x",'
-    b' "attempts": 1, "worker": "w", "failed_at": "2026-11-01T00:00:00Z", "source": "m", '
+    b'{"outcome": "failed", "id": "0001", "campaign": "spring", "error": "MissingFileError",'
+    b' "reason": "no LoRA x", "at": "2026-11-01T00:00:00Z", "source": "m", '
 )
 
 _NONE: dict[str, Any] = {"dtype": "F16", "shape": [4, 320], "data_offsets": [0, 2560]}

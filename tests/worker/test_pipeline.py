@@ -35,7 +35,7 @@ async def blob_names(storage: Storage) -> set[str]:
 
 async def poison_records(storage: Storage) -> list[dead_letter.FailedJob]:
     records = [
-        dead_letter.FailedJob.read(message.body) async for message in storage.poison.browse()
+        dead_letter.FailedJob.parse(message.body) async for message in storage.poison.browse()
     ]
     assert None not in records
     return [record for record in records if record is not None]
@@ -76,7 +76,7 @@ async def test_a_job_of_several_images_is_acknowledged_with_its_last(
     ("body", "reason"),
     [
         ("nonsense", "not JSON"),
-        ("[]", "not an object"),
+        ("[]", "no object"),
         ('{"prompt": "a", "stepz": 3}', "did you mean 'steps'"),
         ('{"prompt": "a", "steps": 100000}', "steps: should be less than"),
         ('{"prompt": "a", "tiling": true}', "tiling is not supported"),

@@ -14,7 +14,7 @@ import numpy as np
 from PIL import Image, ImageOps, UnidentifiedImageError
 
 from imagefleet import errors
-from imagefleet.job import embedded
+from imagefleet.files import picture
 from imagefleet.redaction import printable
 from worker.engine.contract import Pixels
 
@@ -86,7 +86,7 @@ def parameters(data: bytes) -> str:
     """AUTOMATIC1111's text in the file of an image that was read; empty if there is none."""
     try:
         with Image.open(io.BytesIO(data), formats=_FORMATS) as image:
-            return embedded.parameters(image, MAX_TEXT).replace("\0", "")
+            return picture.parameters(image, MAX_TEXT).replace("\0", "")
     except Exception:  # noqa: BLE001 - Pillow's parsers raise a dozen kinds, and it is no loss
         return ""
 

@@ -17,7 +17,8 @@ from PIL import Image
 from imagefleet import concurrency, errors, retry
 from imagefleet.files import kinds
 from imagefleet.job.message import MAX_IMAGE_BYTES, Job
-from imagefleet.job.passes import extras, hires, sources
+from imagefleet.job.passes import extras, hires
+from imagefleet.job.passes import img2img as given
 from imagefleet.signing import TrustedKeys, trusted_keys
 from imagefleet.storage import protocol
 from imagefleet.storage.open import Storage
@@ -217,9 +218,9 @@ class InputReader:
 
     async def _file(self, field: str, source: str) -> bytes:
         """The file of an image that a field names, or has in it."""
-        place = sources.place(source)
+        place = given.place(source)
         if place is None:
-            return sources.content(source)
+            return given.content(source)
         blobs = self._containers[place.container]
         try:
             read = partial(blobs.read, place.blob, max_bytes=MAX_IMAGE_BYTES)
@@ -235,7 +236,7 @@ class InputReader:
             raise errors.JobError(
                 f"{field}: {source!r} cannot be read with this worker's credentials: give it tokens"
                 f" of `imagefleet keys mint worker --chains`, or store the image in"
-                f" {sources.INPUTS} of the container of files ({error.message})"
+                f" {given.INPUTS} of the container of files ({error.message})"
             ) from None
         if data is None:
             raise errors.MissingFileError(

@@ -26,7 +26,8 @@ from isal import isal_zlib
 from PIL import ExifTags, Image
 
 from imagefleet import errors
-from imagefleet.job import embedded, samplers
+from imagefleet.files.picture import PNG_KEYWORD
+from imagefleet.job import samplers
 from imagefleet.job.message import Job, Output
 from imagefleet.job.passes import hires
 from worker.engine.contract import Pixels
@@ -274,7 +275,7 @@ def _png(pixels: Pixels, parameters: str, job: str) -> bytes:
             _chunk(b"IHDR", header),
             # First: some viewers show the first text of a file, whatever its name.
             _text_chunk("parameters", parameters),
-            _text_chunk(embedded.PNG_KEYWORD, job) if job else b"",
+            _text_chunk(PNG_KEYWORD, job) if job else b"",
             _chunk(b"IDAT", isal_zlib.compress(_filtered(pixels), COMPRESSION_LEVEL)),
             _chunk(b"IEND", b""),
         )

@@ -88,9 +88,8 @@ class QueueTokens(BaseModel):
 class Tokens(QueueTokens):
     """`{"queue": ..., "poison": ..., "blob": ..., "files": ..., "expires_at": ...}`.
 
-    A role has tokens only for what it needs; one of the whole account is for what has none. Those
-    of earlier versions lack `queue_high` and `queue_low`. `models` has the tokens of the queues of
-    each model.
+    A role has tokens only for what it needs; one of the whole account is for what has none.
+    `models` has the tokens of the queues of each model.
     """
 
     poison: _SasToken | None = None
@@ -101,27 +100,22 @@ class Tokens(QueueTokens):
 
     @model_validator(mode="after")
     def _check_that_there_is_one(self) -> Self:
-        if not any(self._by_resource().values()):
+        if not any(self.token(each, 0) for each in get_args(Resource)):
             raise ValueError(f"a token of {', '.join(get_args(Resource))} is missing")
         return self
 
     def of(self, resource: Resource, model: str | None = None, shard: int = 0) -> str:
         """The token for it, of a *model*'s queues if given; empty if there is none."""
-        tokens = self._by_resource()
-        accounts = (token for token in tokens.values() if "ss" in parse_qs(token))
-        given = self if model is None else self.models.get(model, QueueTokens())
-        return given.token(resource, shard) or next(accounts, "")
+        own = (self.token(each, 0) for each in get_args(Resource))
+        accounts = (token for token in own if "ss" in parse_qs(token))
+        return self._given(model).token(resource, shard) or next(accounts, "")
 
     def shards_of(self, resource: Resource, model: str | None) -> int:
         """The number of the queue's shards that have a token, the first included."""
-        given = self if model is None else self.models.get(model, QueueTokens())
-        return 1 + sum(bool(getattr(each, resource)) for each in given.shards)
+        return 1 + sum(bool(getattr(each, resource)) for each in self._given(model).shards)
 
-    def _by_resource(self) -> dict[Resource, str]:
-        given: dict[Resource, SecretStr | None] = {
-            each: getattr(self, each) for each in get_args(Resource)
-        }
-        return {each: token.get_secret_value() if token else "" for each, token in given.items()}
+    def _given(self, model: str | None) -> QueueTokens:
+        return self if model is None else self.models.get(model, QueueTokens())
 
     @property
     def ends_at(self) -> datetime | None:

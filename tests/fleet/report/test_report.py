@@ -21,7 +21,6 @@ from fleet.keys import mint
 from fleet.report import figures as report_figures
 from fleet.report import metrics, page
 from fleet.report import records as report_records
-from fleet.report import samples as report_samples
 from imagefleet import errors
 from imagefleet.job.message import DEFAULT_CAMPAIGN, Job, Output
 from imagefleet.pricing import prices
@@ -278,7 +277,7 @@ async def test_the_page_shows_the_metrics_and_many_workers(
 async def page_of(storage: Storage, samples: int = 24) -> str:
     """The page of the campaign `spring`."""
     records = await report_records.read_records(storage, "spring", samples)
-    sampled = await report_samples.read(storage.blobs, records)
+    sampled = await page.read_samples(storage.blobs, records)
     return page.render(figures_of(records), None, sampled, NOON)
 
 

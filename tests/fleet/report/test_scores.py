@@ -14,7 +14,7 @@ import pytest
 
 from fleet import console
 from imagefleet.records.record import Record, RecordLog
-from imagefleet.scoring.scores import GroupScores, Scores
+from imagefleet.scores import GroupScores, Scores
 from imagefleet.storage.open import open_storage
 from imagefleet.storage.settings import StorageSettings
 

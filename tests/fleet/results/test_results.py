@@ -17,7 +17,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from fleet.results import parquet
+from fleet.results import forms
 from imagefleet.records import reader
 from imagefleet.records.record import Record, RecordLog, Totals, shard_part
 from imagefleet.storage.open import Storage, open_storage
@@ -157,7 +157,7 @@ async def test_parquet_has_the_types_of_the_columns(
     await results("--format", "parquet", "--output", "spring.parquet")
 
     table = pq.read_table(tmp_path / "spring.parquet")
-    assert table.schema.equals(parquet.schema())
+    assert table.schema.equals(forms.parquet_schema())
     assert table.schema.field("at").type == pa.timestamp("us", "UTC")
     assert sorted(table["id"].to_pylist()) == ["0001", "0002", "0003", "0004", "0005"]
     assert table["loras"][0].as_py() == [{"name": "outline-style", "weight": 0.8}]
@@ -171,7 +171,7 @@ async def test_parquet_is_written_by_row_groups(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(parquet, "ROW_GROUP", 2)
+    monkeypatch.setattr(forms, "ROW_GROUP", 2)
     monkeypatch.setattr("imagefleet.records.stored._PARSED", 1)
 
     await results("--format", "parquet", "--output", "spring.parquet")

@@ -11,7 +11,7 @@ import pytest
 
 import polling
 from imagefleet import Job, aio, errors, retry
-from imagefleet.records import sent
+from imagefleet.records import batch
 from imagefleet.records.record import RecordLog
 from imagefleet.storage.settings import StorageSettings
 
@@ -82,7 +82,7 @@ async def test_jobs_whose_note_failed_are_in_the_next_one(
 async def test_more_campaigns_than_are_remembered_are_all_counted(
     fleet: aio.Fleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sent, "_MAX_CAMPAIGNS", 2)
+    monkeypatch.setattr(batch, "_MAX_CAMPAIGNS", 2)
     names = [f"campaign-{number}" for number in range(5)]
     for _ in range(2):
         for name in names:

@@ -279,7 +279,7 @@ async def test_a_job_that_names_an_unusable_embedding_goes_to_the_poison_queue(
     await storage.queue.send([message(id="a", prompt="mist"), message(id="b", prompt="a tree")])
     pipeline = await run_pipeline()
     assert dict(pipeline.metrics.outcomes) == {"failed": 1, "completed": 1}
-    (record,) = [dead_letter.FailedJob.read(each.body) async for each in storage.poison.browse()]
+    (record,) = [dead_letter.FailedJob.parse(each.body) async for each in storage.poison.browse()]
     assert record is not None
     assert record.attempts == 1
     assert "the embedding mist.safetensors is not a safetensors file" in str(record.reason)

@@ -14,7 +14,7 @@ from PIL import Image
 
 import tiny_model
 from imagefleet import errors
-from imagefleet.job import embedded
+from imagefleet.files.picture import message_in, parameters
 from imagefleet.records import reader
 from imagefleet.records.record import Record
 from imagefleet.storage import dead_letter, dead_letter_queue
@@ -22,7 +22,7 @@ from imagefleet.storage.dead_letter import Selection
 from imagefleet.storage.open import Storage
 from tests.worker.engine.support import esrgan
 from worker.engine import contract
-from worker.engine.load import load_engine
+from worker.engine.load import EngineSettings, load_engine
 from worker.testing import StandInEngine, draw_noise
 
 RunPipeline = Callable[..., Any]
@@ -79,7 +79,7 @@ async def records(storage: Storage) -> list[Record]:
 
 
 async def failures(storage: Storage) -> dict[str, dead_letter.FailedJob]:
-    found = [dead_letter.FailedJob.read(each.body) async for each in storage.poison.browse()]
+    found = [dead_letter.FailedJob.parse(each.body) async for each in storage.poison.browse()]
     return {record.id: record for record in found if record is not None}
 
 
@@ -96,7 +96,7 @@ async def test_a_chain_ends_with_what_the_network_makes_of_its_image(
     resize = {"upscaler_1": "Lanczos", "resize_mode": 1, "upscaling_resize_w": 128}
     then = [enlarge, {**resize, "upscaling_resize_h": 64}]
     await storage.queue.send([json.dumps({**first, "then": then})])
-    pipeline = await run_pipeline(load=lambda: load_engine(model, "cpu", slots=2))
+    pipeline = await run_pipeline(load=lambda: load_engine(EngineSettings(model, "cpu", slots=2)))
     assert dict(pipeline.metrics.outcomes) == {"completed": 3}
     drawn, enlarged, cut = [
         await stored(storage, f"default/{name}.png") for name in ("a", "a~2", "a~3")
@@ -136,10 +136,10 @@ async def test_a_first_job_enlarges_a_file_of_the_storage_and_keeps_its_text(
     assert plain.size == kept.size == (256, 192)
     facts = "Postprocess upscale by: 4, Postprocess upscaler: 4x_Tiny"
     assert plain.info["parameters"] == facts
-    assert embedded.parameters(kept, 1000) == f"a hut\nSteps: 9, {facts}"
+    assert parameters(kept, 1000) == f"a hut\nSteps: 9, {facts}"
     data = await storage.blobs.read("default/a.png")
     assert data is not None
-    again = embedded.find(data)
+    again = message_in(data)
     assert again is not None
     assert json.loads(again)["upscaler_1"] == "4x_Tiny"
     for record in await records(storage):
@@ -206,7 +206,7 @@ async def test_one_colour_after_a_cut_is_the_jobs_fault_and_not_the_nodes(
     await put(storage, "a.png", file_of(pixels))
     cut = {"resize_mode": 1, "upscaling_resize_w": 64, "upscaling_resize_h": 64}
     await storage.queue.send([upscaled(id="a", upscaler_1="Lanczos", **cut)])
-    pipeline = await run_pipeline(load=lambda: load_engine(model, "cpu", slots=2))
+    pipeline = await run_pipeline(load=lambda: load_engine(EngineSettings(model, "cpu", slots=2)))
     assert dict(pipeline.metrics.outcomes) == {"failed": 1}
     assert (await failures(storage))["a"].reason == "what is left of the image is all one colour"
 
@@ -244,7 +244,9 @@ async def test_another_worker_confirms_an_enlarged_image(
     await put(storage, "a.png", file_of(picture()))
     for name, job in {"one": upscaled(id="a"), "two": upscaled(id="a", verify=True)}.items():
         await storage.queue.send([job])
-        await run_pipeline(load=lambda: load_engine(model, "cpu", slots=2), name=name)
+        await run_pipeline(
+            load=lambda: load_engine(EngineSettings(model, "cpu", slots=2)), name=name
+        )
     first = await storage.blobs.read("default/a.png")
     second = await storage.blobs.read("-checks/default/a.png")
     assert first is not None

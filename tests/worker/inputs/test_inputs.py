@@ -68,7 +68,7 @@ async def stored(storage: Storage, name: str) -> Image.Image:
 
 
 async def failures(storage: Storage) -> dict[str, dead_letter.FailedJob]:
-    records = [dead_letter.FailedJob.read(each.body) async for each in storage.poison.browse()]
+    records = [dead_letter.FailedJob.parse(each.body) async for each in storage.poison.browse()]
     return {record.id: record for record in records if record is not None}
 
 

@@ -223,7 +223,7 @@ async def test_a_failed_image_fails_its_job_once_and_says_what_is_stored(
     done = sorted(set(engine.drawn) - {6})
     assert await stored(storage) == {f"default/j-{index}.png" for index in done}
     (entry,) = [each async for each in storage.poison.browse()]
-    failed = dead_letter.FailedJob.read(entry.body)
+    failed = dead_letter.FailedJob.parse(entry.body)
     assert failed is not None
     # On a busy machine those after it may not have been begun.
     later = {5: "", 7: ", 7"}.get(done[-1], f", 7-{done[-1]}")

@@ -16,9 +16,9 @@ from imagefleet.storage.open import Storage
 from worker.engine import contract
 from worker.metrics import WorkerMetrics
 from worker.node import watchdog
+from worker.node.salad import Reallocation, SaladMetadata
 from worker.node.watchdog import NodeLimits, NodeWatchdog
 from worker.pipeline import Machine, Pipeline
-from worker.salad.metadata import Reallocation, SaladMetadata
 from worker.settings import WorkerSettings
 from worker.testing import StandInEngine, draw_noise
 

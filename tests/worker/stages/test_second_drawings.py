@@ -13,7 +13,7 @@ import pytest
 from PIL import Image
 
 from imagefleet import errors
-from imagefleet.job import embedded
+from imagefleet.files import picture
 from imagefleet.job.message import read_job
 from imagefleet.job.passes.first import MAX_IMAGES_PER_JOB
 from imagefleet.job.sizes import MAX_MESSAGE_BYTES
@@ -176,7 +176,7 @@ async def test_every_image_of_a_job_has_the_job_with_it(
     for index in range(2):
         data = await storage.blobs.read(f"default/j-{index}.webp")
         assert data is not None
-        found = embedded.find(data)
+        found = picture.message_in(data)
         assert found is not None
         assert json.loads(found) == json.loads(body)
         assert read_job(found, "").images == 2 <= MAX_IMAGES_PER_JOB

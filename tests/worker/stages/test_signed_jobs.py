@@ -46,7 +46,7 @@ async def poisoned(storage: Storage) -> dict[str, dead_letter.FailedJob]:
     """The records of failed jobs by the message that a replay would send."""
     records = {}
     async for message in storage.poison.browse():
-        record = dead_letter.FailedJob.read(message.body)
+        record = dead_letter.FailedJob.parse(message.body)
         assert record is not None
         records[await record.message(storage.blobs)] = record
     return records

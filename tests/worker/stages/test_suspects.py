@@ -36,7 +36,7 @@ async def test_a_job_that_killed_the_workers_that_had_it_alone_goes_to_the_poiso
     await vanish(storage, CONDEMNED_AFTER, alone=True)
     pipeline = await run_pipeline()
     (poisoned,) = [each async for each in storage.poison.browse()]
-    record = dead_letter.FailedJob.read(poisoned.body)
+    record = dead_letter.FailedJob.parse(poisoned.body)
     assert record is not None
     assert "lost their leases 7 times, 5 of them while they generated nothing else" in record.reason
     assert (record.id, record.campaign) == ("killer", "c")

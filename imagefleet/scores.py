@@ -1,0 +1,209 @@
+"""The figures of `imagefleet score`: its JSON, the FID-CLIP curve as SVG, and the axes of plots."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel
+
+from imagefleet import errors, validation
+
+_WIDTH, _HEIGHT = 480, 340
+_LEFT, _RIGHT, _TOP, _BOTTOM = 62, 24, 18, 50
+
+_MIDDLE = 'text-anchor="middle"'
+
+#: As on the report's page.
+_COLOURS = ("#2f6db5", "#d9772b", "#3d9a63", "#b0435a", "#7d62b0", "#7a7f87")
+
+_LOOK = 'role="img" font-family="system-ui, sans-serif" font-size="14" fill="currentColor"'
+
+#: Free space around the points, as a share of their range.
+_MARGIN = 0.08
+
+
+class GroupScores(BaseModel, extra="ignore", frozen=True, allow_inf_nan=False):
+    """One group of a sweep: one point of a curve. What cannot be computed is None."""
+
+    group: str
+    cfg_scale: float | None = None
+    sampler: str | None = None
+    steps: int | None = None
+    model: str | None = None
+    lora: str | None = None
+    lora_strength: float | None = None
+    images: int
+    left_out: int = 0
+    fid: float | None = None
+    kid: float | None = None
+    kid_std: float | None = None
+    kid_subset_size: int | None = None
+    clip: float | None = None
+    cmmd: float | None = None
+
+
+class Scores(BaseModel, extra="ignore", frozen=True):
+    """All groups, and all that the figures depend on."""
+
+    campaign: str
+    reference: str | None
+    reference_images: int | None
+    extractor: dict[str, Any] | None
+    clip_extractor: dict[str, Any] | None
+    kid_subsets: int
+    groups: tuple[GroupScores, ...]
+    left_out: tuple[str, ...] = ()
+    """The first images that are missing, not as recorded, or no images."""
+    of_no_group: int = 0
+
+
+def read(path: Path) -> Scores:
+    """The JSON of `imagefleet score`; raises SetupError if the file is none."""
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise errors.SetupError(f"cannot read {path}: {error.strerror or error}") from None
+    with validation.as_error(errors.SetupError, f"{path} is no JSON of `imagefleet score`: "):
+        return Scores.model_validate_json(data)
+
+
+def facts(scores: Scores) -> dict[str, str]:
+    found = {}
+    if scores.reference is not None:
+        count = scores.reference_images
+        images = "" if count is None else f", {count:,} images"
+        found["reference"] = f"{scores.reference}{images}"
+    if scores.extractor:
+        found["FID, KID"] = _extractor(scores.extractor)
+    if scores.clip_extractor:
+        found["CLIP, CMMD"] = _extractor(scores.clip_extractor)
+    return found
+
+
+def _extractor(facts: dict[str, Any]) -> str:
+    return (
+        f"{facts['name']} ({facts['kind']}, {facts['dimensions']:,} features), {facts['size']}"
+        f" pixels, {facts['resize']}; SHA-256 {facts['sha256']}"
+    )
+
+
+def series(scores: Scores) -> dict[str, list[GroupScores]]:
+    """The groups with both figures, by what differs but for the guidance, by their guidance."""
+    lines: dict[str, list[GroupScores]] = {}
+    for group in scores.groups:
+        if group.fid is not None and group.clip is not None:
+            lines.setdefault(_name(group), []).append(group)
+    return {
+        name: sorted(groups, key=lambda group: group.cfg_scale or 0)
+        for name, groups in lines.items()
+    }
+
+
+def _name(group: GroupScores) -> str:
+    strength = "" if group.lora_strength is None else f" {group.lora_strength:g}"
+    steps = "" if group.steps is None else f"{group.steps} steps"
+    lora = f"{group.lora}{strength}" if group.lora else ""
+    return ", ".join(filter(None, (group.model, group.sampler, steps, lora))) or group.group
+
+
+def svg(scores: Scores) -> str:
+    """FID over the CLIP score, each point with its guidance; "" without both figures."""
+    lines = series(scores)
+    points = [_place(group) for groups in lines.values() for group in groups]
+    if not points:
+        return ""
+    x = _Axis([clip for clip, _ in points], _LEFT, _WIDTH - _RIGHT)
+    y = _Axis([fid for _, fid in points], _HEIGHT - _BOTTOM, _TOP)
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {_HEIGHT}" {_LOOK}>',
+        f"<title>FID and CLIP score of {escape(scores.campaign)}</title>",
+        # A picture by itself has no page whose colours it could take.
+        "<style>svg:root { color: #1c1d21; background: #fff; }</style>",
+        *_grid(x, y),
+    ]
+    for number, (name, groups) in enumerate(lines.items()):
+        colour = _COLOURS[number % len(_COLOURS)]
+        places = [(x.place(clip), y.place(fid)) for clip, fid in map(_place, groups)]
+        path = " ".join(f"{across:.1f},{down:.1f}" for across, down in places)
+        parts.append(f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="2"/>')
+        for group, (across, down) in zip(groups, places, strict=True):
+            parts += _point(group, across, down, colour)
+        if len(lines) > 1:
+            down = _TOP + 16 * number
+            parts.append(f'<text x="{_LEFT + 8}" y="{down}" fill="{colour}">{escape(name)}</text>')
+    return "\n".join([*parts, "</svg>"]) + "\n"
+
+
+class _Axis:
+    def __init__(self, values: Sequence[float], low: float, high: float) -> None:
+        spread = max(values) - min(values) or abs(values[0]) or 1.0
+        begin, end = min(values) - _MARGIN * spread, max(values) + _MARGIN * spread
+        self.place: Callable[[float], float] = scale(begin, end, low, high)
+        self.marks = nice_ticks(begin, end)
+
+
+def _place(group: GroupScores) -> tuple[float, float]:
+    return group.clip or 0.0, group.fid or 0.0
+
+
+def _grid(x: _Axis, y: _Axis) -> list[str]:
+    bottom, right = _HEIGHT - _BOTTOM, _WIDTH - _RIGHT
+    parts = [
+        f'<path d="M{_LEFT} {y.place(mark):.1f}H{right}" stroke="currentColor" opacity=".15"/>'
+        f'<text x="{_LEFT - 8}" y="{y.place(mark) + 4:.1f}" text-anchor="end">'
+        f"{number_text(mark)}</text>"
+        for mark in y.marks
+    ]
+    parts += [
+        f'<text x="{x.place(mark):.1f}" y="{bottom + 20}" text-anchor="middle">'
+        f"{number_text(mark)}</text>"
+        for mark in x.marks
+    ]
+    middle = (_TOP + bottom) / 2
+    return [
+        *parts,
+        f'<text x="{(_LEFT + right) / 2}" y="{_HEIGHT - 12}" {_MIDDLE}>CLIP score</text>',
+        f'<text transform="translate(16 {middle}) rotate(-90)" {_MIDDLE}>FID</text>',
+    ]
+
+
+def _point(group: GroupScores, across: float, down: float, colour: str) -> list[str]:
+    clip, fid = _place(group)
+    guidance = "" if group.cfg_scale is None else f"{group.cfg_scale:g}"
+    title = f"<title>{escape(group.group)}: FID {fid:.3f}, CLIP {clip:.3f}</title>"
+    return [
+        f'<circle cx="{across:.1f}" cy="{down:.1f}" r="4" fill="{colour}">{title}</circle>',
+        f'<text x="{across + 7:.1f}" y="{down - 7:.1f}">{guidance}</text>',
+    ]
+
+
+def scale(begin: float, end: float, low: float, high: float) -> Callable[[float], float]:
+    return lambda value: low + (value - begin) / (end - begin) * (high - low)
+
+
+def nice_ticks(begin: float, end: float) -> list[float]:
+    step = nice_step(end - begin)
+    first = math.ceil(begin / step)
+    return [number * step for number in range(first, math.floor(end / step + 1e-9) + 1)]
+
+
+def nice_step(span: float) -> float:
+    """The interval of about four marks: 1, 2, 2.5 or 5 times a power of ten."""
+    rough = span / 4
+    power = 10.0 ** math.floor(math.log10(rough))
+    return next(step * power for step in (1, 2, 2.5, 5, 10) if rough <= step * power * 1.0001)
+
+
+def number_text(value: float) -> str:
+    """Three significant digits: `0.0312`, `4.95`, `4,954`."""
+    if value == 0:
+        return "0"
+    if not 1e-9 < abs(value) < 1e12:  # noqa: PLR2004 - too many digits; and infinite, not a number
+        return f"{value:.3g}"
+    digits = max(0, 2 - math.floor(math.log10(abs(value))))
+    text = f"{value:,.{digits}f}"
+    return text.rstrip("0").rstrip(".") if "." in text else text

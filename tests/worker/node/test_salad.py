@@ -1,0 +1,115 @@
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import aiohttp
+import pytest
+from aiohttp import web
+
+from imagefleet import errors
+from worker.node import salad
+from worker.node.salad import SaladMetadata
+
+
+async def test_each_call_is_one_that_the_service_accepts(salad_metadata_service: Any) -> None:
+    metadata = SaladMetadata(salad_metadata_service.url + "/")
+    assert await metadata.token() == "header.claims.signature"
+    await metadata.reallocate("too slow")
+    await metadata.set_deletion_cost(7)
+    assert salad_metadata_service.reasons == ["too slow"]
+    assert salad_metadata_service.deletion_costs == [7]
+
+
+async def test_the_fake_refuses_what_the_service_refuses(salad_metadata_service: Any) -> None:
+    async with aiohttp.ClientSession(salad_metadata_service.url) as client:
+        for headers in ({}, {"Metadata": "true", "X-Forwarded-For": "1.2.3.4"}):
+            async with client.get("/v1/token", headers=headers) as answer:
+                assert answer.status == 403
+        async with client.post(
+            "/v1/reallocate", headers={"Metadata": "true"}, json={"Reason": "x"}
+        ) as answer:
+            assert answer.status == 400
+
+
+async def test_no_proxy_comes_between(
+    salad_metadata_service: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+
+    assert await SaladMetadata(salad_metadata_service.url).token() == "header.claims.signature"
+
+
+async def test_long_reasons_and_high_costs_are_cut(
+    salad_metadata_service: Any,
+) -> None:
+    metadata = SaladMetadata(salad_metadata_service.url)
+    await metadata.reallocate("x" * 2000)
+    await metadata.set_deletion_cost(10**9)
+    await metadata.set_deletion_cost(-1)
+
+    assert salad_metadata_service.reasons == ["x" * 1000]
+    assert salad_metadata_service.deletion_costs == [100_000, 0]
+
+
+async def slow(_: web.Request) -> web.StreamResponse:
+    await asyncio.Event().wait()
+    return web.Response()
+
+
+async def forbidden(_: web.Request) -> web.StreamResponse:
+    return web.json_response({"detail": "not you"}, status=403)
+
+
+async def failing(_: web.Request) -> web.StreamResponse:
+    return web.Response(status=500, text="<html>nginx</html>", content_type="text/html")
+
+
+async def a_page(_: web.Request) -> web.StreamResponse:
+    return web.Response(text="<html>router</html>", content_type="text/html")
+
+
+async def moved(_: web.Request) -> web.StreamResponse:
+    return web.Response(status=302, headers={"Location": "http://127.0.0.1:9/"})
+
+
+@pytest.mark.parametrize(
+    ("broken", "says"),
+    [
+        (slow, "does not answer"),
+        (forbidden, "403 Forbidden: not you"),
+        (failing, "500"),
+        (a_page, "answers"),
+        (moved, "302"),
+    ],
+)
+async def test_every_other_answer_is_a_transient_error(
+    broken: Any, says: str, salad_metadata_service: Any
+) -> None:
+    salad_metadata_service.broken = broken
+    metadata = SaladMetadata(salad_metadata_service.url, timeout_seconds=0.2)
+
+    for call in (
+        metadata.token(),
+        metadata.set_deletion_cost(1),
+        metadata.reallocate("slow"),
+    ):
+        with pytest.raises(errors.TransientError, match=says):
+            await call
+
+
+async def test_a_missing_service_is_a_transient_error() -> None:
+    with pytest.raises(errors.TransientError, match="does not answer"):
+        await SaladMetadata("http://127.0.0.1:9").token()
+
+
+def test_it_is_used_only_on_saladcloud_and_where_a_variable_names_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert salad.find_metadata() is None
+    monkeypatch.setenv("SALAD_METADATA_URL", "http://127.0.0.1:1")
+    assert salad.find_metadata() is not None
+    monkeypatch.delenv("SALAD_METADATA_URL")
+    monkeypatch.setenv("SALAD_MACHINE_ID", "6f1c")
+    assert salad.find_metadata() is not None

@@ -1,0 +1,88 @@
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+import pytest
+
+from imagefleet import errors
+from worker.node import salad
+
+
+class Attempts:
+    """Attempts that end in turn with *ends*."""
+
+    def __init__(self, *ends: Exception | str) -> None:
+        self.ends = list(ends)
+        self.waits: list[bool] = []
+        self.stop = asyncio.Event()
+
+    async def attempt(self) -> str:
+        end = self.ends.pop(0)
+        if isinstance(end, Exception):
+            raise end
+        return end
+
+    async def run(self, has_worked: Callable[[], bool] = lambda: False) -> str | None:
+        return await salad.retry_until_fixed(
+            self.attempt,
+            stop=self.stop,
+            set_waiting=self.waits.append,
+            has_worked=has_worked,
+        )
+
+
+@pytest.fixture
+def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The longest duration of each pause, which takes no time here."""
+    pauses: list[float] = []
+
+    def jitter(seconds: float) -> float:
+        pauses.append(seconds)
+        return 0.0
+
+    monkeypatch.setattr("imagefleet.retry.jitter", jitter)
+    return pauses
+
+
+async def test_a_worker_waits_for_what_the_operator_fixes(pauses: list[float]) -> None:
+    attempts = Attempts(errors.SetupError("no queue"), errors.TransientError("503"), "done")
+
+    assert await attempts.run() == "done"
+    assert pauses == [5, 10]
+    assert attempts.waits == [True, False, True, False]
+
+
+async def test_pauses_grow_to_five_minutes(pauses: list[float]) -> None:
+    attempts = Attempts(*[errors.SetupError()] * 8, "done")
+    await attempts.run()
+
+    assert pauses == [5, 10, 20, 40, 80, 160, 300, 300]
+
+
+async def test_a_worker_that_has_worked_starts_to_wait_anew(pauses: list[float]) -> None:
+    attempts = Attempts(*[errors.SetupError()] * 4, "done")
+    await attempts.run(has_worked=lambda: True)
+
+    assert pauses == [5, 5, 5, 5]
+
+
+async def test_the_waiting_ends(pauses: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(salad, "GIVE_UP_SECONDS", 30)
+    attempts = Attempts(*[errors.SetupError()] * 9)
+
+    assert await attempts.run() is None
+    assert pauses == [5, 10, 20]
+
+
+async def test_a_broken_node_is_not_waited_out(pauses: list[float]) -> None:
+    with pytest.raises(errors.NodeError):
+        await Attempts(errors.NodeError()).run()
+    assert pauses == []
+
+
+async def test_a_signal_ends_the_waiting_at_once() -> None:
+    attempts = Attempts(errors.SetupError(), "done")
+    attempts.stop.set()
+
+    assert await attempts.run() is None

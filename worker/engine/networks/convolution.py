@@ -1,0 +1,372 @@
+"""Convolutions with shared weights and, beside them, each slot's own low-rank change (LoCon).
+
+A copy of all convolutions would take 1.1 GB per slot, and a grouped convolution, with a group per
+slot, is slow. So the change stays apart: conv(x, W) + up(down(x)). `down` multiplies each pixel by
+the weights of all nine taps at once; the products are then shifted and added up. A convolution of
+its own would read its input nine times, which is wider than the products at the usual ranks.
+
+The other layers that slots hold no copy of are treated alike: the 1x1 convolutions of resnets, and
+the linear layers for the time.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F  # noqa: N812 - its name everywhere
+from torch import nn
+
+from imagefleet import errors
+from worker.engine.files import safetensors
+from worker.engine.kernels.layers import Upsampler
+from worker.engine.lora import kinds
+from worker.engine.lora.merge import AppliedLora
+
+#: The highest rank, that of one job's LoRAs added up, of a 3x3 convolution (where 128 should cost a
+#: seventh of a tick, and takes 160 MB per slot) and of other layers.
+_MAX_RANK_3X3, _MAX_RANK = 128, 512
+
+#: A compiled tick has fixed ranks: powers of two from this one on, so that few are compiled.
+_MIN_CAPACITY = 16
+
+_KERNEL = 3
+
+
+class Shape(NamedTuple):
+    """A shape of weights: 9 taps are a 3x3 convolution, 1 is a 1x1 convolution or linear."""
+
+    outputs: int
+    inputs: int
+    taps: int
+    of_transformers: bool = False
+    """A linear layer of which slots have no copy, for want of memory."""
+
+    @property
+    def max_rank(self) -> int:
+        return _MAX_RANK if self.taps == 1 else _MAX_RANK_3X3
+
+    @property
+    def numbers_per_rank(self) -> int:
+        return self.outputs + self.inputs * self.taps
+
+
+Factors = tuple[torch.Tensor, torch.Tensor]
+"""The change of all layers of a shape: up [layers, out, rank], down [layers, rank, in * taps]."""
+
+
+class LowRankChange(nn.Module):
+    """Each slot's own change of layers of one shape with the same input."""
+
+    down: torch.Tensor | None
+    """[slots, layers * taps * rank, in]; None until a job changes such a layer."""
+    up: torch.Tensor | None
+    """[slots, layers, rank, out]"""
+
+    def __init__(self, layers: Mapping[str, nn.Module], *, of_transformers: bool = False) -> None:
+        """*layers* by path."""
+        super().__init__()
+        self.paths = list(layers)
+        ((outputs, inputs, *kernel),) = {_weight_shape(layer) for layer in layers.values()}
+        self.shape = Shape(outputs, inputs, math.prod(kernel), of_transformers)
+        self.register_buffer("down", None, persistent=False)
+        self.register_buffer("up", None, persistent=False)
+
+    def forward(self, x: torch.Tensor, slots: int) -> torch.Tensor:
+        """The layers' change [rows, layers * out] of inputs [rows, in], equally many per slot."""
+        if self.down is None or self.up is None:
+            return x.new_zeros(len(x), len(self.paths) * self.shape.outputs)
+        if len(x) > slots:
+            return self.of_tokens(x.view(slots, -1, x.shape[1])).flatten(0, 1)
+        products = torch.bmm(x[:, None], self.down[:slots].transpose(1, 2))
+        products = products.view(slots * len(self.paths), 1, -1)
+        return torch.bmm(products, self.up[:slots].flatten(0, 1)).view(slots, -1)
+
+    def of_tokens(self, x: torch.Tensor) -> torch.Tensor:
+        """The layers' change [slots, tokens, layers * out] of inputs [slots, tokens, in]."""
+        if self.down is None or self.up is None:
+            raise RuntimeError("there are no changes of this layer")
+        slots = len(x)
+        products = torch.bmm(x, self.down[:slots].transpose(1, 2))
+        if len(self.paths) == 1:
+            return torch.bmm(products, self.up[:slots, 0])
+        # [slots, layers, tokens, rank] by [slots, layers, rank, out]
+        by_layer = products.view(slots, x.shape[1], len(self.paths), -1).transpose(1, 2)
+        changed = torch.matmul(by_layer, self.up[:slots])
+        return changed.transpose(1, 2).flatten(2)
+
+    def add_to(self, output: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        """Adds `of_tokens` to *output* in place, without memory for it."""
+        if self.down is None or self.up is None:
+            raise RuntimeError("there are no changes of this layer")
+        slots, outputs = len(x), self.shape.outputs
+        products = torch.bmm(x, self.down[:slots].transpose(1, 2))
+        rank = products.shape[2] // len(self.paths)
+        for layer in range(len(self.paths)):
+            part = output[..., layer * outputs : (layer + 1) * outputs]
+            part.baddbmm_(products[..., layer * rank : (layer + 1) * rank], self.up[:slots, layer])
+        return output
+
+
+class SlotConv(nn.Module):
+    """A convolution, also one that upsamples, with shared weights and each slot's own change."""
+
+    def __init__(self, layer: nn.Module, path: str) -> None:
+        """*path* is that of the convolution itself."""
+        super().__init__()
+        conv = layer.conv if isinstance(layer, Upsampler) else layer
+        if not isinstance(conv, nn.Conv2d) or not _is_usual(conv):
+            raise errors.SetupError(f"{path} is not one of Stable Diffusion's convolutions")
+        self.layer = layer
+        self.change = LowRankChange({path: conv})
+        self._stride: int = conv.stride[0]
+
+    def forward(self, x: torch.Tensor, slots: int, size: torch.Size | None = None) -> torch.Tensor:
+        """*slots* adds each slot's own change, 0 none; *size* is for upsampling."""
+        output: torch.Tensor = self.layer(x) if size is None else self.layer(x, size)
+        if not slots:
+            return output
+        down, up = self.change.down, self.change.up
+        if down is None or up is None:
+            return output
+        rows, channels, height, width = x.shape
+        pixels = x.permute(0, 2, 3, 1).reshape(slots, -1, channels)
+        products = torch.bmm(pixels, down[:slots].transpose(1, 2))
+        if self.change.shape.taps > 1:
+            products = products.view(rows, height, width, -1)
+            if size is not None:
+                products = F.interpolate(products.permute(0, 3, 1, 2), size).permute(0, 2, 3, 1)
+            products = _add_taps(products, output.shape[2:], self._stride)
+        changed = torch.bmm(products.reshape(slots, -1, up.shape[2]), up[:slots, 0])
+        changed = changed.view(rows, *output.shape[2:], -1).permute(0, 3, 1, 2)
+        summed: torch.Tensor = output + changed
+        return summed
+
+
+def _add_taps(products: torch.Tensor, size: torch.Size, stride: int) -> torch.Tensor:
+    """Sums [rows, *size, rank] of a 3x3 convolution's products [rows, height, width, 9 * rank]."""
+    padded = F.pad(products, (0, 0, 1, 1, 1, 1))
+    padded = padded.view(*padded.shape[:3], _KERNEL**2, -1)
+    rows, columns = (stride * (side - 1) + 1 for side in size)
+    total = padded[:, :rows:stride, :columns:stride, 0]
+    for tap in range(1, _KERNEL**2):
+        below, right = divmod(tap, _KERNEL)
+        shifted = padded[:, below : below + rows : stride, right : right + columns : stride, tap]
+        total = total + shifted
+    return total
+
+
+def _is_usual(conv: nn.Conv2d) -> bool:
+    """Whether `_add_taps` computes the same."""
+    usual = [((1, 1), (0, 0)), ((_KERNEL, _KERNEL), (1, 1))]
+    return (
+        (conv.kernel_size, conv.padding) in usual
+        and conv.stride[0] == conv.stride[1]
+        and conv.groups == 1
+        and conv.padding_mode == "zeros"
+    )
+
+
+def _weight_shape(layer: nn.Module) -> tuple[int, ...]:
+    weight = layer.weight
+    if not isinstance(weight, torch.Tensor):
+        raise TypeError("a layer has no weight")
+    return tuple(weight.shape)
+
+
+class SlotChanges:
+    """All slots' changes, zero for jobs without any; allocated when jobs need them."""
+
+    def __init__(self, changes: Iterable[LowRankChange], like: torch.Tensor) -> None:
+        """*like* has the device and the type."""
+        self.groups: dict[Shape, list[str]] = {}
+        self.version = 0
+        """Rises whenever the tensors are allocated anew."""
+        self._members: dict[Shape, list[LowRankChange]] = {}
+        for change in changes:
+            self.groups.setdefault(change.shape, []).extend(change.paths)
+            self._members.setdefault(change.shape, []).append(change)
+        self._like = like
+        self._slots = 0
+        self._capacities: dict[Shape, int] = {}
+        self._parts: dict[Shape, Factors] = {}
+        self._block = 0
+        self._blocks: dict[int, torch.Tensor] = {}
+        self._changed: set[tuple[int, int]] = set()
+
+    @property
+    def slot_bytes(self) -> int:
+        """Size of a slot's changes: zero until the first job has any."""
+        return self._like.element_size() * sum(
+            len(self.groups[shape]) * shape.numbers_per_rank * capacity
+            for shape, capacity in self._capacities.items()
+        )
+
+    @property
+    def exist(self) -> bool:
+        """True once some job changed a layer outside of transformers."""
+        return any(not shape.of_transformers for shape in self._capacities)
+
+    def grow_for_transformers(self, rank: int) -> None:
+        """Makes room for LoRAs of transformers up to a *rank*, if slots have no copies of these."""
+        self.grow((shape, rank) for shape in list(self.groups) if shape.of_transformers)
+
+    def has_room(self, ranks: Iterable[tuple[Shape, int]]) -> bool:
+        """Whether slots can hold changes of these ranks."""
+        return all(rank <= self._capacities.get(shape, 0) for shape, rank in ranks)
+
+    def grow(self, ranks: Iterable[tuple[Shape, int]]) -> None:
+        """Makes room for changes of these ranks; those that slots hold now are lost."""
+        for shape, rank in ranks:
+            capacity = max(_MIN_CAPACITY, 2 ** math.ceil(math.log2(rank)))
+            self._capacities[shape] = max(self._capacities.get(shape, 0), capacity)
+        try:
+            self._allocate()
+        except BaseException:
+            self.clear()
+            raise
+
+    def clear(self) -> None:
+        """Frees the memory."""
+        self._capacities.clear()
+        self._allocate()
+
+    def resize(self, slots: int) -> None:
+        """Allocates zero changes for *slots* slots, in one block."""
+        self._slots, self._block = slots, 0
+        self._allocate()
+
+    def _allocate(self) -> None:
+        self.version += 1
+        self._blocks.clear()
+        self._parts.clear()
+        self._changed.clear()
+        for members in self._members.values():
+            for change in members:
+                change.down = change.up = None
+        self.use_block(self._block)
+
+    def use_block(self, block: int) -> None:
+        """Uses another block of slots' changes, allocated at its first use."""
+        self._block, slots = block, self._slots
+        if not self._capacities or not slots:
+            return
+        if block not in self._blocks:
+            size = self.slot_bytes // self._like.element_size()
+            self._blocks[block] = self._like.new_zeros((slots, size))
+        own, at = self._blocks[block], 0
+        for shape, capacity in self._capacities.items():
+            layers = len(self.groups[shape])
+            middle = at + layers * capacity * shape.outputs
+            end = middle + layers * capacity * shape.inputs * shape.taps
+            up = own[:, at:middle].view(slots, layers, capacity, shape.outputs)
+            down = own[:, middle:end].view(slots, layers, -1, shape.inputs)
+            self._parts[shape] = (up, down)
+            at, first = end, 0
+            for change in self._members[shape]:
+                part = slice(first, first + len(change.paths))
+                change.up, change.down = up[:, part], down[:, part].flatten(1, 2)
+                first = part.stop
+
+    def load(self, slot: int, changes: Mapping[Shape, Factors]) -> None:
+        """Sets a slot's changes, asynchronously; there must be room."""
+        place = (self._block, slot)
+        if place in self._changed:
+            self._blocks[self._block][slot].zero_()
+            self._changed.discard(place)
+        for shape, (new_up, new_down) in changes.items():
+            self._changed.add(place)
+            up, down = (part[slot] for part in self._parts[shape])
+            rank = new_down.shape[1]
+            up[:, :rank].copy_(new_up.transpose(1, 2))
+            layers, taps = len(new_down), shape.taps
+            by_tap = new_down.view(layers, rank, -1, taps).permute(0, 3, 1, 2)
+            down.view(layers, taps, -1, shape.inputs)[:, :, :rank].copy_(by_tap)
+
+
+@dataclass(frozen=True, slots=True)
+class ConvolutionPack:
+    """The low-rank changes of a job, and their places in one tensor for one copy to the device."""
+
+    shapes: Mapping[Shape, tuple[int, int]]
+    """Layers and rank of each changed shape; a shape's ups come before its downs."""
+    dtype: torch.dtype
+    _groups: Mapping[Shape, Sequence[str]]
+    _found: Mapping[str, Sequence[tuple[float, kinds.Factors]]]
+    """Strengths and factors of the changes, by the layers' paths."""
+
+    @property
+    def size_bytes(self) -> int:
+        return self.dtype.itemsize * sum(
+            shape.numbers_per_rank * layers * rank for shape, (layers, rank) in self.shapes.items()
+        )
+
+    def assemble(self) -> torch.Tensor:
+        """The tensor in host memory."""
+        flat = safetensors.packs.take(self.size_bytes).view(self.dtype).zero_()
+        for shape, (ups, downs) in self.by_shape(flat).items():
+            for up, down, path in zip(ups, downs, self._groups[shape], strict=True):
+                at = 0
+                for strength, (outer, inner) in self._found.get(path, ()):
+                    part = slice(at, at + len(inner))
+                    # Rounded once, and not at all where the file has the wanted type.
+                    source = outer if outer.dtype == self.dtype else outer.float()
+                    torch.mul(source, strength, out=up[:, part])
+                    down[part] = inner
+                    at = part.stop
+        return flat
+
+    @property
+    def ranks(self) -> dict[Shape, int]:
+        return {shape: rank for shape, (_, rank) in self.shapes.items()}
+
+    def by_shape(self, flat: torch.Tensor) -> dict[Shape, Factors]:
+        """Views of *flat*, a copy on any device."""
+        factors, at = {}, 0
+        for shape, (layers, rank) in self.shapes.items():
+            inputs = shape.inputs * shape.taps
+            middle = at + layers * shape.outputs * rank
+            end = middle + layers * rank * inputs
+            up, down = flat[at:middle], flat[middle:end]
+            factors[shape] = (up.view(layers, -1, rank), down.view(layers, rank, inputs))
+            at = end
+        return factors
+
+
+def pack(
+    loras: Sequence[AppliedLora],
+    groups: Mapping[Shape, Sequence[str]],
+    *,
+    dtype: torch.dtype,
+) -> ConvolutionPack | None:
+    """The changes of *loras* to the UNet's layers in *groups*, at their strengths.
+
+    None if any of them is not of low rank, or of one that is too high.
+    """
+    shapes = {path: shape for shape, paths in groups.items() for path in paths}
+    found: dict[str, list[tuple[float, kinds.Factors]]] = {}
+    for lora in loras:
+        for path, delta in lora.file.deltas["unet"].items():
+            if path not in shapes:
+                continue
+            factors = kinds.factorise(delta.tensors, shapes[path].max_rank)
+            if factors is None:
+                return None
+            strength = lora.weights["unet"] * delta.scale
+            found.setdefault(path, []).append((strength, factors))
+    ranks: dict[Shape, int] = {}
+    for path, weighted in found.items():
+        shape, rank = shapes[path], sum(len(down) for _, (_, down) in weighted)
+        if rank > shape.max_rank:
+            return None
+        ranks[shape] = max(ranks.get(shape, 0), rank)
+    sizes = {shape: (len(groups[shape]), rank) for shape, rank in ranks.items()}
+    return ConvolutionPack(sizes, dtype, groups, found)
+
+
+def all_paths(groups: Mapping[Shape, Sequence[str]]) -> Collection[str]:
+    """The paths of all layers in *groups*."""
+    return {path for paths in groups.values() for path in paths}

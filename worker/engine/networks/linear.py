@@ -1,0 +1,299 @@
+"""Linear layers with shared weights and a copy per slot, and the LoRAs merged into the copies.
+
+A slot's weights are the checkpoint's with its LoRAs merged in, so a call only has to read more
+weights, whatever the LoRAs' rank. Two thin products per layer for the low-rank term would move ten
+times the memory, since their inputs and outputs are as wide as the layer's.
+
+Changes of any kind are merged, those of all layers of one shape at once (`lora/kinds.py`).
+
+Where the memory is too short for the copies (SDXL's take 3.7 GB per slot), there is one slot, and
+LoRAs are merged into the layers themselves. These are loaded again from the host's memory for other
+LoRAs: a third of a second where an image takes ten. Where copies are slow, slots have thin products
+after all, as convolutions have them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple, TypeVar
+
+import torch
+import torch.nn.functional as F  # noqa: N812 - its name everywhere
+from torch import nn
+
+from imagefleet import errors
+from worker.engine.files import safetensors
+from worker.engine.lora.kinds import StackedChange
+from worker.engine.lora.layout import Network, adaptable_layers
+from worker.engine.lora.merge import Group
+from worker.engine.networks.convolution import LowRankChange
+
+#: The most bytes of one tensor with weights for all slots. Of SDXL's shapes the largest would take
+#: 25 GB; see "SDXL" in benchmarks/engine-notes.md.
+_MAX_PART_BYTES = 2**31
+
+
+class SlotLinear(nn.Module):
+    """Linear or 1x1 layers of one shape and the same input, as one product.
+
+    The layers' weights become views of this one's: merging into them merges here.
+    """
+
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+    slots: torch.Tensor
+
+    def __init__(self, layers: Mapping[str, nn.Module]) -> None:
+        """*layers* by path; a `WeightStack` sets the weights, or `keep_apart`."""
+        super().__init__()
+        self.layers = dict(layers)
+        self.change: LowRankChange | None = None
+        self.register_buffer("weight", None, persistent=False)
+        self.register_buffer("bias", join_biases(layers.values()), persistent=False)
+        self.register_buffer("slots", None, persistent=False)
+
+    def forward(self, x: torch.Tensor, per_slot: bool) -> torch.Tensor:
+        """[slots, tokens of both rows, in] to [..., out], with shared or per-slot weights."""
+        if self.change is not None and per_slot:
+            product = F.linear(x, self.weight, self.bias)
+            if torch.compiler.is_compiling():
+                return product + self.change.of_tokens(x)
+            return self.change.add_to(product, x)
+        if not per_slot and not torch.compiler.is_compiling():
+            return F.linear(x, self.weight, self.bias)
+        if per_slot:
+            product = torch.bmm(x, self.slots[: len(x)].transpose(1, 2))
+        else:
+            product = F.linear(x, self.weight)
+        # Compiled, the bias is fused into what follows; products without one are faster.
+        return product if self.bias is None else product + self.bias
+
+    def keep_apart(self) -> None:
+        """Gives each slot low-rank changes beside the shared weights, not weights of its own."""
+        self.change = LowRankChange(self.layers, of_transformers=True)
+        self.weight = _stack_weights(list(self.layers.values())).flatten(0, 1)
+
+
+class _Part(NamedTuple):
+    """Some of a stack's layers: their weights for all slots are one tensor."""
+
+    layers: slice
+    linears: Sequence[tuple[SlotLinear, slice]]
+    """The layers' modules, with the places of their layers in the stack."""
+
+
+class WeightStack:
+    """The weights of a group's layers: the shared ones, and each slot's."""
+
+    def __init__(self, linears: Sequence[SlotLinear]) -> None:
+        self.paths = [path for linear in linears for path in linear.layers]
+        layers = [layer for linear in linears for layer in linear.layers.values()]
+        self.shared = _stack_weights(layers)
+        self._linears: list[tuple[SlotLinear, slice]] = []
+        at = 0
+        for linear in linears:
+            places = slice(at, at + len(linear.layers))
+            linear.weight = self.shared[places].flatten(0, 1)
+            self._linears.append((linear, places))
+            at = places.stop
+        self.resize(0)
+
+    def resize(self, slots: int) -> None:
+        """Allocates zero weights for *slots* slots, in one block."""
+        self._slots = slots
+        self._parts = self._divide()
+        self._blocks: list[list[torch.Tensor]] = []
+        self.use_block(0)
+
+    def use_block(self, block: int) -> None:
+        """Uses another block of slots' weights, allocated at its first use."""
+        while len(self._blocks) <= block:
+            self._blocks.append(
+                [
+                    self.shared.new_zeros((self._slots, *self.shared[part.layers].shape))
+                    for part in self._parts
+                ]
+            )
+        self._own = self._blocks[block]
+        for part, own in zip(self._parts, self._own, strict=True):
+            first = part.layers.start
+            for linear, places in part.linears:
+                linear.slots = own[:, places.start - first : places.stop - first].flatten(1, 2)
+
+    def load(self, slot: int, change: StackedChange | None, temporary_bytes: int) -> None:
+        """Sets a slot to the shared weights, plus a job's change."""
+        for part, own in zip(self._parts, self._own, strict=True):
+            shared = self.shared[part.layers]
+            if change is None:
+                own[slot].copy_(shared)
+            else:
+                change.merge(shared, own[slot], temporary_bytes, first=part.layers.start)
+
+    def _divide(self) -> list[_Part]:
+        """The parts, none larger than need be for one of the linears."""
+        layer_bytes = self._slots * self.shared[0].nbytes
+        divided: list[list[tuple[SlotLinear, slice]]] = []
+        for linear, places in self._linears:
+            first = divided[-1][0][1].start if divided else 0
+            if not divided or (places.stop - first) * layer_bytes > _MAX_PART_BYTES:
+                divided.append([])
+            divided[-1].append((linear, places))
+        return [_Part(slice(each[0][1].start, each[-1][1].stop), each) for each in divided]
+
+
+class ReloadedStack:
+    """The weights of a group's layers for one slot, loaded again from the host's memory.
+
+    The checkpoint's own are in page-locked memory of the host, and their layers with them.
+    """
+
+    def __init__(self, linears: Sequence[SlotLinear]) -> None:
+        self.paths = [path for linear in linears for path in linear.layers]
+        layers = [layer for linear in linears for layer in linear.layers.values()]
+        device = _parameter(layers[0], "weight").device
+        self.shared = _stack_weights(layers, in_host_memory=True)
+        self._own = self.shared.to(device, copy=True)
+        at = 0
+        for linear in linears:
+            places = slice(at, at + len(linear.layers))
+            linear.weight = self._own[places].flatten(0, 1)
+            linear.slots = linear.weight[None]
+            at = places.stop
+
+    @property
+    def own(self) -> dict[str, torch.Tensor]:
+        """The slot's weights [out, in], by path."""
+        return dict(zip(self.paths, self._own, strict=True))
+
+    def resize(self, slots: int) -> None:
+        """There is one slot, whose weights are in use without LoRAs as well."""
+        if slots > 1:
+            raise ValueError(f"{slots} slots, and weights of one alone")
+
+    def use_block(self, block: int) -> None:
+        """Does nothing: all lanes use the same weights."""
+
+    def load(self, _slot: int, change: StackedChange | None, temporary_bytes: int) -> None:
+        """Sets the slot to the checkpoint's weights, plus a job's change."""
+        self._own.copy_(self.shared, non_blocking=True)
+        if change is not None:
+            change.merge(self._own, self._own, temporary_bytes)
+
+
+Stack = TypeVar("Stack", WeightStack, ReloadedStack)
+
+
+def stack_by_shape(
+    kind: type[Stack], use: str, linears: Iterable[SlotLinear]
+) -> dict[Group, Stack]:
+    """Groups *linears* by the shape of their layers."""
+    by_shape: dict[Group, list[SlotLinear]] = {}
+    for linear in linears:
+        shapes = {_parameter(layer, "weight").flatten(1).shape for layer in linear.layers.values()}
+        ((outer, inner),) = shapes
+        by_shape.setdefault((use, outer, inner), []).append(linear)
+    return {group: kind(members) for group, members in by_shape.items()}
+
+
+def _stack_weights(layers: Sequence[nn.Module], *, in_host_memory: bool = False) -> torch.Tensor:
+    """The layers' weights [layers, out, in], of which their own become views."""
+    originals = [_parameter(layer, "weight") for layer in layers]
+    flat = [weight.flatten(1) for weight in originals]
+    if in_host_memory:
+        size = sum(weight.nbytes for weight in flat)
+        stacked = safetensors.layers.take(size).view(flat[0].dtype).view(len(flat), *flat[0].shape)
+        for place, weight in zip(stacked, flat, strict=True):
+            place.copy_(weight)
+    else:
+        stacked = torch.stack(flat)
+    for layer, weight, original in zip(layers, stacked, originals, strict=True):
+        layer.weight = nn.Parameter(weight.view(original.shape), requires_grad=False)
+    return stacked
+
+
+def join_biases(layers: Iterable[nn.Module]) -> torch.Tensor | None:
+    """The layers' biases one after the other, of which their own become views; None without any.
+
+    Raises:
+        SetupError: some have one and some have not.
+    """
+    alike = list(layers)
+    with_bias = [layer for layer in alike if layer.bias is not None]
+    if not with_bias:
+        return None
+    if len(with_bias) < len(alike):
+        raise errors.SetupError("of layers with the same input some have a bias and some have not")
+    originals = [_parameter(layer, "bias") for layer in alike]
+    joined = torch.cat(originals)
+    parts = torch.split(joined, [len(each) for each in originals])
+    for layer, bias in zip(alike, parts, strict=True):
+        layer.bias = nn.Parameter(bias, requires_grad=False)
+    return joined
+
+
+def _parameter(layer: nn.Module, name: str) -> torch.Tensor:
+    value = getattr(layer, name)
+    if not isinstance(value, torch.Tensor):
+        raise TypeError(f"a layer has no {name}")
+    return value.detach()
+
+
+def group_by_shape(network: nn.Module) -> dict[Group, list[str]]:
+    """The linear layers of a network that LoRAs can change, by shape."""
+    groups: dict[Group, list[str]] = {}
+    for path, layer in adaptable_layers(network).items():
+        if isinstance(layer, nn.Linear):
+            outer, inner = layer.weight.shape
+            groups.setdefault(("linear", outer, inner), []).append(path)
+    return groups
+
+
+def groups_of(networks: Mapping[Network, nn.Module]) -> dict[Network, dict[Group, list[str]]]:
+    """The same of several networks."""
+    return {name: group_by_shape(network) for name, network in networks.items()}
+
+
+def transformer_bytes(unet: nn.Module) -> int:
+    """Size of the layers that slots have copies of: those of transformers but for the prompts'."""
+    return sum(
+        layer.weight.nbytes
+        for path, layer in adaptable_layers(unet).items()
+        if "attentions" in path and not path.endswith(("attn2.to_k", "attn2.to_v"))
+    )
+
+
+class TextEncoderLoras:
+    """Merges packed LoRAs into a text encoder while some prompts are encoded."""
+
+    def __init__(self, text_encoder: nn.Module) -> None:
+        self.device = next(text_encoder.parameters()).device
+        layers = adaptable_layers(text_encoder)
+        self._weights = {
+            group: _stack_weights([layers[path] for path in paths])
+            for group, paths in group_by_shape(text_encoder).items()
+        }
+        # Of the groups that some LoRA has changed so far: at worst, the network once more.
+        self._originals: dict[Group, torch.Tensor] = {}
+
+    @contextlib.contextmanager
+    def merged(self, changes: Mapping[Group, StackedChange]) -> Iterator[None]:
+        """Restores the weights from a copy: subtracting a change would leave its rounding."""
+        for group in changes.keys() - self._originals.keys():
+            self._originals[group] = self._weights[group].clone()
+        try:
+            for group, change in changes.items():
+                change.merge(self._originals[group], self._weights[group])
+            yield
+        finally:
+            for group in changes:
+                self._weights[group].copy_(self._originals[group])
+
+    def forget(self) -> None:
+        """Forgets the original weights, after those of the checkpoint have been replaced."""
+        self._originals.clear()
+
+    def close(self) -> None:
+        """Frees all weights."""
+        self._weights.clear()
+        self._originals.clear()

@@ -1,0 +1,359 @@
+"""Stable Diffusion's UNets for slots: two rows per slot, with shared or per-slot weights.
+
+The same arithmetic on the same weights as diffusers' UNet2DConditionModel. What differs:
+activations stay channels-last throughout; self-attention's q, k and v are one product, and so are
+the time projections of all resnets; cross-attention's keys and values are an input, since they
+change with the prompt, not with the step. Rows are in the order slot 0's prompt (cond), slot 0's
+negative prompt (uncond), slot 1's prompt, ... Up to the first cross-attention a slot's two rows are
+equal, and computed as one; not in SDXL, which takes more of the prompt beside the timestep. Some
+transformers of the x4 upscaler attend to the prompt twice, and not to the image.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812 - its name everywhere
+from torch import nn
+
+from imagefleet import errors
+from worker.engine.kernels.layers import Upsampler
+from worker.engine.lora.kinds import StackedChange
+from worker.engine.lora.merge import Group
+from worker.engine.networks.convolution import LowRankChange, SlotChanges, SlotConv
+from worker.engine.networks.linear import (
+    ReloadedStack,
+    SlotLinear,
+    WeightStack,
+    join_biases,
+    stack_by_shape,
+)
+from worker.engine.networks.transformer import (
+    UNKNOWN_UNET,
+    Call,
+    CrossAttention,
+    KeysValues,
+    SelfAttention,
+    SlotNetwork,
+    Transformer,
+    repeat_rows,
+)
+from worker.engine.slots.memory import SlotWeights
+
+
+class SlotEncoder(SlotNetwork):
+    """The first half of a UNet, down to its middle, which ControlNets have as well."""
+
+    def __init__(
+        self, original: Any, paths: Mapping[nn.Module, str], weights: SlotWeights = "merged"
+    ) -> None:
+        """*original* is diffusers' UNet or ControlNet; *paths* are those of its modules."""
+        super().__init__(original.conv_in.weight, weights)
+        self.time_proj = original.time_proj
+        self.time_embedding = _TimeEmbedding(original.time_embedding, paths)
+        self.added = _added_embedding(original)
+        self.conv_in = _conv(paths, original.conv_in)
+        self.down = nn.ModuleList(_Down(block, paths) for block in original.down_blocks)
+        attentions = getattr(original.mid_block, "attentions", None) or ()
+        self.mid = _Layers(original.mid_block.resnets[1:], attentions, paths)
+        self.mid_first = _Resnet(original.mid_block.resnets[0], paths)
+
+    def _join(self, paths: Mapping[nn.Module, str], *, saves_memory: bool = False) -> None:
+        """Makes one product each of what all layers compute of the time and of the prompt."""
+        crosses = [module for module in self.modules() if isinstance(module, CrossAttention)]
+        self.time_projections = _TimeProjections(
+            [module for module in self.modules() if isinstance(module, _Resnet)], paths
+        )
+        self._self_attentions = [
+            module for module in self.modules() if isinstance(module, SelfAttention)
+        ]
+        self.keys_values = KeysValues(crosses, paths, saves_memory=saves_memory)
+
+    @property
+    def context_width(self) -> int:
+        return self.keys_values.width
+
+    @property
+    def added_width(self) -> int:
+        return 0 if self.added is None else self.added.width
+
+    @property
+    def added_rows(self) -> int:
+        return 2 if isinstance(self.added, _AddedEmbedding) else 1
+
+    @torch.no_grad()
+    def compute_prompt(
+        self,
+        vectors: torch.Tensor,
+        added: tuple[torch.Tensor, ...] | None,
+        changes: Mapping[Group, StackedChange],
+        context: torch.Tensor,
+        added_rows: torch.Tensor | None,
+    ) -> None:
+        self.keys_values.compute(vectors, changes, context)
+        if self.added is not None and added is not None and added_rows is not None:
+            added_rows.copy_(self.added(*added))
+
+    def encode(
+        self,
+        x: torch.Tensor,
+        times: torch.Tensor,
+        call: Call,
+        added: torch.Tensor | None,
+        hint: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
+        """The middle's output, the embedded timesteps, and the output of every layer before.
+
+        As `SlotUnet.forward`; *hint* [slots, channels, height, width] is added to the first layer's
+        output.
+        """
+        slots = call.slots
+        time = self.time_embedding(self.time_proj(times).to(x.dtype), slots)
+        if added is not None:
+            time = repeat_rows(time, len(added)) + added
+        time = self.time_projections(time, slots)
+        x = self.conv_in(x, slots)
+        if hint is not None:
+            x = x + hint
+        if added is not None:
+            x = repeat_rows(x, len(added))
+        skips = [x]
+        for block in self.down:
+            x = block(x, time, skips, call)
+        x = self.mid_first(x, time, slots)
+        for attend, resnet in zip(self.mid.attentions, self.mid.resnets, strict=True):
+            x = resnet(attend(x, call), time, slots)
+        return x, time, skips
+
+
+class SlotUnet(SlotEncoder):
+    """Shares its weights with the diffusers UNet it is made from, which stays usable."""
+
+    def __init__(self, unet: Any, weights: SlotWeights = "merged") -> None:
+        """*weights*: how slots hold LoRAs of transformers; "reloaded" is for one slot."""
+        paths = {module: path for path, module in unet.named_modules()}
+        super().__init__(unet, paths, weights)
+        self.up = nn.ModuleList(_Up(block, paths) for block in unet.up_blocks)
+        self.norm_out = unet.conv_norm_out
+        self.conv_out = _conv(paths, unet.conv_out)
+        linears = [module for module in self.modules() if isinstance(module, SlotLinear)]
+        if weights == "factors":
+            for linear in linears:
+                linear.keep_apart()
+        elif weights == "reloaded":
+            self._stacks = stack_by_shape(ReloadedStack, "slots", linears)
+        else:
+            self._stacks = stack_by_shape(WeightStack, "slots", linears)
+        self._join(paths, saves_memory=weights != "merged")
+        self._upsamplers = [module for module in self.modules() if isinstance(module, Upsampler)]
+        self.changes = SlotChanges(
+            (module for module in self.modules() if isinstance(module, LowRankChange)),
+            unet.conv_out.weight.detach(),
+        )
+
+    @property
+    def groups(self) -> dict[Group, list[str]]:
+        """The paths of the layers that slots can hold weights of, by group."""
+        stacks = {**self._stacks, **self.keys_values.stacks}
+        return {group: stack.paths for group, stack in stacks.items()}
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        times: torch.Tensor,
+        call: Call,
+        added: torch.Tensor | None = None,
+        residuals: Sequence[torch.Tensor] = (),
+    ) -> torch.Tensor:
+        """The UNet's output [2 * slots, 4, height, width].
+
+        x [slots, 4, height, width]; times [slots]. *added* [added_rows * slots, width] is added to
+        the embedded timesteps, in UNets with such inputs. *residuals* of ControlNets are added to
+        the outputs of all layers of the first half, the middle's last.
+        """
+        x, time, skips = self.encode(x, times, call, added)
+        if residuals:
+            *firsts, last = residuals
+            skips = [
+                repeat_rows(skip, len(each)) + each
+                for skip, each in zip(skips, firsts, strict=True)
+            ]
+            x = x + last
+        for block in self.up:
+            x = block(x, time, skips, call)
+        output: torch.Tensor = self.conv_out(F.silu(self.norm_out(x)), call.slots)
+        return output
+
+    def close(self) -> None:
+        self.keys_values.stacks.clear()
+        super().close()
+
+
+class _TimeEmbedding(nn.Module):
+    def __init__(self, original: Any, paths: Mapping[nn.Module, str]) -> None:
+        super().__init__()
+        if original.cond_proj is not None or original.post_act is not None:
+            raise errors.SetupError(UNKNOWN_UNET)
+        self.first, self.act, self.second = original.linear_1, original.act, original.linear_2
+        self.first_change, self.second_change = (
+            LowRankChange({paths[layer]: layer}) for layer in (self.first, self.second)
+        )
+
+    def forward(self, x: torch.Tensor, slots: int) -> torch.Tensor:
+        hidden = self.first(x) + self.first_change(x, slots) if slots else self.first(x)
+        hidden = self.act(hidden)
+        output: torch.Tensor = self.second(hidden)
+        return output + self.second_change(hidden, slots) if slots else output
+
+
+class _AddedEmbedding(nn.Module):
+    """SDXL's second part of the timestep's embedding: the prompt as one vector, and the sizes."""
+
+    def __init__(self, unet: Any) -> None:
+        super().__init__()
+        if unet.config.addition_embed_type != "text_time":
+            raise errors.SetupError(UNKNOWN_UNET)
+        self.embed_numbers, self.embed = unet.add_time_proj, unet.add_embedding
+        self.width: int = unet.add_embedding.linear_2.out_features
+
+    def forward(self, pooled: torch.Tensor, sizes: torch.Tensor) -> torch.Tensor:
+        numbers = self.embed_numbers(sizes.flatten()).reshape(len(sizes), -1)
+        embedded: torch.Tensor = self.embed(torch.cat([pooled, numbers.to(pooled.dtype)], dim=-1))
+        return embedded
+
+
+class _LevelEmbedding(nn.Module):
+    """The x4 upscaler's second part of the timestep's embedding: the noise on its image."""
+
+    def __init__(self, embedding: Any) -> None:
+        super().__init__()
+        if not isinstance(embedding, nn.Embedding):
+            raise errors.SetupError(UNKNOWN_UNET)
+        self.embed = embedding
+        self.width = embedding.embedding_dim
+
+    def forward(self, levels: torch.Tensor) -> torch.Tensor:
+        embedded: torch.Tensor = self.embed(levels)
+        return embedded
+
+
+def _added_embedding(original: Any) -> _AddedEmbedding | _LevelEmbedding | None:
+    if original.config.addition_embed_type is not None:
+        return _AddedEmbedding(original)
+    if original.class_embedding is not None:
+        return _LevelEmbedding(original.class_embedding)
+    return None
+
+
+class _TimeProjections(nn.Module):
+    """The time projections of all resnets as one product."""
+
+    weight: torch.Tensor
+    bias: torch.Tensor
+
+    def __init__(self, resnets: list[_Resnet], paths: Mapping[nn.Module, str]) -> None:
+        super().__init__()
+        # By shape: the slots' changes of one shape are one product, too.
+        resnets = sorted(resnets, key=lambda resnet: len(resnet.time_emb_proj.weight))
+        layers = [resnet.time_emb_proj for resnet in resnets]
+        by_outputs = itertools.groupby(layers, key=lambda layer: len(layer.weight))
+        self.changes = nn.ModuleList(
+            LowRankChange({paths[layer]: layer for layer in alike}) for _, alike in by_outputs
+        )
+        self.register_buffer("weight", torch.cat([each.weight for each in layers]).detach(), False)
+        self.register_buffer("bias", join_biases(layers), False)
+        at = 0
+        for resnet, layer in zip(resnets, layers, strict=True):
+            resnet.time = slice(at, at + len(layer.weight))
+            # A view of the whole, so that merging into a layer merges here.
+            layer.weight = nn.Parameter(self.weight[resnet.time], requires_grad=False)
+            at = resnet.time.stop
+
+    def forward(self, time: torch.Tensor, slots: int) -> torch.Tensor:
+        time = F.silu(time)
+        projected: torch.Tensor = F.linear(time, self.weight, self.bias)
+        if slots:
+            changed = [change(time, slots) for change in self.changes]
+            projected = projected + torch.cat(changed, dim=1)
+        return projected
+
+
+class _Resnet(nn.Module):
+    #: The block's columns of the output of `_TimeProjections`.
+    time: slice
+
+    def __init__(self, original: Any, paths: Mapping[nn.Module, str]) -> None:
+        super().__init__()
+        if original.time_embedding_norm != "default" or original.output_scale_factor != 1:
+            raise errors.SetupError(UNKNOWN_UNET)
+        self.norm1, self.conv1 = original.norm1, _conv(paths, original.conv1)
+        self.norm2, self.conv2 = original.norm2, _conv(paths, original.conv2)
+        shortcut = original.conv_shortcut
+        self.conv_shortcut = None if shortcut is None else _conv(paths, shortcut)
+        self.time_emb_proj = original.time_emb_proj
+
+    def forward(self, x: torch.Tensor, times: torch.Tensor, slots: int) -> torch.Tensor:
+        time = repeat_rows(times[:, self.time], len(x))
+        changed = self.conv1(F.silu(self.norm1(x)), slots) + time[:, :, None, None]
+        changed = self.conv2(F.silu(self.norm2(changed)), slots)
+        kept = x if self.conv_shortcut is None else self.conv_shortcut(x, slots)
+        summed: torch.Tensor = kept + changed
+        return summed
+
+
+class _Layers(nn.Module):
+    def __init__(self, resnets: Any, attentions: Any, paths: Mapping[nn.Module, str]) -> None:
+        super().__init__()
+        self.resnets = nn.ModuleList(_Resnet(resnet, paths) for resnet in resnets)
+        self.attentions = nn.ModuleList(Transformer(each, paths) for each in attentions)
+
+    def pairs(self) -> Iterator[tuple[nn.Module, nn.Module | None]]:
+        return itertools.zip_longest(self.resnets, self.attentions)
+
+
+class _Down(_Layers):
+    def __init__(self, block: Any, paths: Mapping[nn.Module, str]) -> None:
+        super().__init__(block.resnets, getattr(block, "attentions", None) or (), paths)
+        self.samplers = nn.ModuleList(
+            _conv(paths, sampler.conv) for sampler in block.downsamplers or ()
+        )
+
+    def forward(
+        self, x: torch.Tensor, time: torch.Tensor, skips: list[torch.Tensor], call: Call
+    ) -> torch.Tensor:
+        for resnet, attend in self.pairs():
+            x = resnet(x, time, call.slots)
+            if attend is not None:
+                x = attend(x, call)
+            skips.append(x)
+        for sampler in self.samplers:
+            x = sampler(x, call.slots)
+            skips.append(x)
+        return x
+
+
+class _Up(_Layers):
+    def __init__(self, block: Any, paths: Mapping[nn.Module, str]) -> None:
+        super().__init__(block.resnets, getattr(block, "attentions", None) or (), paths)
+        self.samplers = nn.ModuleList(
+            SlotConv(Upsampler(sampler), paths[sampler.conv]) for sampler in block.upsamplers or ()
+        )
+
+    def forward(
+        self, x: torch.Tensor, time: torch.Tensor, skips: list[torch.Tensor], call: Call
+    ) -> torch.Tensor:
+        for resnet, attend in self.pairs():
+            x = torch.cat([x, repeat_rows(skips.pop(), len(x))], dim=1)
+            x = resnet(x, time, call.slots)
+            if attend is not None:
+                x = attend(x, call)
+        for sampler in self.samplers:
+            x = sampler(x, call.slots, skips[-1].shape[2:])
+        return x
+
+
+def _conv(paths: Mapping[nn.Module, str], layer: nn.Module) -> SlotConv:
+    return SlotConv(layer, paths[layer])

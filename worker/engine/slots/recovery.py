@@ -1,0 +1,176 @@
+"""What becomes of the images in flight when a tick fails, or the GPU's memory was too short."""
+
+from __future__ import annotations
+
+import logging
+import math
+
+import torch
+
+from imagefleet import errors
+from worker.engine import contract
+from worker.engine.files.safetensors import Identity
+from worker.engine.slots import memory
+from worker.engine.slots.lane import Lane, Lanes
+from worker.engine.slots.parts import Parts
+from worker.engine.slots.queue import BatchKey, SlotJob
+from worker.engine.slots.step import StepRunner
+from worker.engine.slots.weights import Weights
+
+log = logging.getLogger(__name__)
+
+
+class Recovery:
+    """Restarts images from their seeds, and takes less memory; for the engine's thread."""
+
+    def __init__(self, parts: Parts, lanes: Lanes, runner: StepRunner, weights: Weights) -> None:
+        self._unet = parts.unet
+        self._lanes = lanes
+        self._runner = runner
+        self._weights = weights
+        self._decoder = parts.decoder
+        self._stager = parts.stager
+        self._control_nets = parts.control_nets
+        self._native = parts.model.default_size
+
+    def recover(
+        self, lane: Lane, failure: errors.FleetError, *, out_of_memory: bool
+    ) -> list[contract.Finished]:
+        """Restarts in-flight images from their seeds, in a way that is less likely to fail.
+
+        Out of memory concerns all lanes: ControlNets that no job needs now are dropped; then the
+        lanes share one block of weights, then have fewer slots; a single one is not compiled.
+        Any other failure concerns its lane alone: it is no longer compiled, then each of its jobs
+        is alone. A job that fails alone is finished: these are returned.
+        """
+        jobs = list(lane.active.values()) or lane.waiting.jobs[:1]
+        compiled = lane.step is not None and bool(lane.step.compiled)
+        in_call = lane.slots if compiled else len(jobs)
+        others = len(self._lanes.active) - len(lane.active)
+        lane.waiting.jobs = [job for job in lane.waiting.jobs if job not in jobs]
+        lane.active.clear()
+        again: list[SlotJob] = []
+        if out_of_memory:
+            self.restart_all()
+            again = self._with_more_memory(lane, jobs, in_call, has_others=others > 0)
+        elif compiled and lane.step is not None:
+            log.warning(
+                "compilation is off from now on: a compiled tick failed",
+                extra={"action": "compile_dropped"},
+            )
+            self._runner.drop(lane.step)
+            again = jobs
+        elif in_call > 1:
+            again = [self._isolate(job) for job in jobs]
+        lane.close()
+        for job in jobs:
+            job.restart()
+        for job in reversed(again):
+            lane_again = self._lanes.lane_of(job.batch_key, self._native)
+            self._lanes.add(lane_again, [job], first=True)
+        torch.cuda.empty_cache()
+        return [contract.Finished(job.ticket, failure) for job in jobs if not again]
+
+    def restart_all(self) -> None:
+        """Frees the tensors of all lanes; their images start again."""
+        for lane in self._lanes:
+            jobs = list(lane.active.values())
+            lane.active.clear()
+            for job in [*jobs, *lane.waiting.jobs]:
+                job.restart()
+            self._lanes.add(lane, jobs, first=True)
+            lane.close()
+        self._runner.reset()
+
+    def try_to_use_less_memory(self) -> bool:
+        """Gives up memory as `use_less_memory` does; a single slot runs uncompiled from then on.
+
+        False if there is nothing left to give up.
+        """
+        if self._lanes.slots > 1 or self._lanes.blocks > 1:
+            self.use_less_memory()
+            return True
+        return self._stop_compiling()
+
+    def use_less_memory(self) -> None:
+        """Restarts all images, with one block of weights for all lanes, or with fewer slots."""
+        others_open = any(lane.block and lane.step for lane in self._lanes)
+        self.restart_all()
+        if others_open:
+            self._share_block()
+        else:
+            self._shrink(memory.fewer(self._lanes.slots))
+
+    def _with_more_memory(
+        self, failed: Lane, jobs: list[SlotJob], in_call: int, *, has_others: bool
+    ) -> list[SlotJob]:
+        """Frees memory after a call of *in_call* images had too little; what may run again."""
+        if self._control_nets.keep_only(self._needed(failed)):
+            return jobs
+        if self._lanes.blocks > 1:
+            self._share_block()
+        elif in_call > 1:
+            self._shrink(math.ceil(self._lanes.slots * memory.fewer(in_call) / failed.slots))
+        elif has_others and failed.batch_key.isolated is None:
+            return [self._isolate(job) for job in jobs]
+        elif failed.batch_key.controls and self._lanes.slots > 1:
+            # A ControlNet takes memory beside the slots' weights.
+            self._shrink(memory.fewer(self._lanes.slots))
+        elif not self._stop_compiling(failed.batch_key):
+            return []
+        return jobs
+
+    def _stop_compiling(self, failed: BatchKey | None = None) -> bool:
+        """Frees what is compiled, which keeps memory of its own; False if nothing may be.
+
+        For good, or, after an image larger than the native size has *failed*, until it is done.
+        """
+        if not self._runner.may_compile:
+            return False
+        if failed is not None and failed.width * failed.height > math.prod(self._native):
+            self._runner.paused_for = failed
+            until = f"until the image of {failed.width}x{failed.height} is done"
+        else:
+            self._runner.give_up()
+            until = "from now on"
+        log.warning(
+            "out of memory: compilation is off %s", until, extra={"action": "compile_dropped"}
+        )
+        self.restart_all()
+        self._decoder.forget_compiled()
+        torch.cuda.empty_cache()
+        return True
+
+    def _needed(self, failed: Lane) -> set[Identity]:
+        """The ControlNets of all jobs that are here."""
+        lanes = [failed, *(lane for lane in self._lanes if lane.held)]
+        return {identity for lane in lanes for identity in lane.batch_key.controls}
+
+    def _isolate(self, job: SlotJob) -> SlotJob:
+        """Gives a job a lane of its own: it may be what breaks the calls of others."""
+        job.batch_key = job.batch_key._replace(isolated=job.ticket)
+        return job
+
+    def _share_block(self) -> None:
+        log.warning(
+            "out of memory: all sizes share the slots' weights from now on",
+            extra={"action": "blocks_dropped"},
+        )
+        self._lanes.blocks = 1
+        self._stager.room_bytes = self._unet.slot_bytes
+        self._runner.max_compiled = self._lanes.max_open - 1
+        self._resize(self._lanes.slots)
+
+    def _shrink(self, slots: int) -> None:
+        log.warning("out of memory: reduced to %d slots", slots, extra={"action": "slots_shrunk"})
+        self._runner.slots = self._lanes.slots = self._decoder.max_images = slots
+        self._resize(slots)
+
+    def _resize(self, slots: int) -> None:
+        """Allocates one block of weights anew; all lanes are closed."""
+        for lane in self._lanes:
+            lane.slots = self._lanes.slots_of(lane.batch_key, self._native)
+        self._weights.resize(0)
+        self._decoder.forget_compiled()
+        torch.cuda.empty_cache()  # the memory of CUDA graphs too, which nothing else could use
+        self._weights.resize(slots)

@@ -1,0 +1,260 @@
+"""SaladCloud: its metadata service, and waiting there for what no other node would have either.
+
+The service is as published (salad-cloud-docs, api-specs/salad-cloud-imds.yaml, 0.9.0-alpha.3). It
+answers only inside a container on SaladCloud; on Azure the same address is a different service.
+Requests carry `Metadata: true` and no X-Forwarded header, go through no proxy and follow no
+redirects.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import os
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any, NoReturn, TypeVar
+
+import aiohttp
+from prometheus_client import Counter
+
+from imagefleet import errors, redaction, retry
+from imagefleet.telemetry import logs
+from worker import tasks
+
+log = logging.getLogger(__name__)
+
+ADDRESS = "http://169.254.169.254"
+
+#: The service is on the node itself, so it answers within seconds or not at all.
+TIMEOUT_SECONDS = 3.0
+
+#: The service rejects longer texts.
+MAX_REASON_CHARACTERS = 1000
+
+#: The limit of SaladCloud's own API (the metadata service takes any 32-bit integer).
+MAX_DELETION_COST = 100_000
+
+#: A token has 1,000 characters at most; the page of another service may have any number.
+_MAX_ANSWER_BYTES = 65_536
+
+#: Seconds between two updates of the deletion cost, sent only when it has changed: a group is made
+#: smaller every quarter of an hour at most.
+COST_SECONDS = 15.0
+
+#: A smaller change does not matter when replicas are compared.
+_MATERIAL_FACTOR = 2
+
+#: SaladCloud may take minutes to stop a container; one that is still running then exits.
+REALLOCATION_SECONDS = 600.0
+
+#: The first pause ends before anybody has read the log; the longest is short compared to renewing
+#: credentials, and a thousand workers' attempts in it do not harm the storage.
+FIRST_PAUSE_SECONDS = 5.0
+LONGEST_PAUSE_SECONDS = 300.0
+
+#: An operator who reads the alert has an hour; a fleet that waits longer costs more than a restart.
+GIVE_UP_SECONDS = 3600.0
+
+Result = TypeVar("Result")
+
+
+class SaladMetadata:
+    """The metadata service of the node that this process runs on.
+
+    Every method raises TransientError if the service does not answer as specified. Calls are rare,
+    so each opens its own connection.
+    """
+
+    def __init__(self, address: str = ADDRESS, timeout_seconds: float = TIMEOUT_SECONDS) -> None:
+        self._address = address.rstrip("/")
+        self._timeout = aiohttp.ClientTimeout(total=timeout_seconds)
+
+    async def token(self) -> str:
+        """A JWT that identifies this container, valid for 2 to 5 minutes."""
+        jwt = _field(await self._request("GET", "/v1/token"), "jwt")
+        if not isinstance(jwt, str) or not jwt:
+            raise errors.TransientError("SaladCloud's metadata service answers without a token")
+        return jwt
+
+    async def set_deletion_cost(self, cost: int) -> None:
+        """Replicas of the lowest cost are stopped first when the group is made smaller."""
+        body = {"deletion_cost": max(0, min(cost, MAX_DELETION_COST))}
+        await self._request("PUT", "/v1/deletion-cost", body)
+
+    async def reallocate(self, reason: str) -> None:
+        """Requests another node; the *reason*, cut off, goes to SaladCloud's support."""
+        body = {"reason": reason[:MAX_REASON_CHARACTERS]}
+        await self._request("POST", "/v1/reallocate", body)
+
+    async def _request(self, method: str, path: str, body: dict[str, Any] | None = None) -> bytes:
+        try:
+            # By default a session ignores proxies in the environment.
+            async with (
+                aiohttp.ClientSession(
+                    timeout=self._timeout, cookie_jar=aiohttp.DummyCookieJar()
+                ) as client,
+                client.request(
+                    method,
+                    self._address + path,
+                    json=body,
+                    headers={"Metadata": "true"},
+                    allow_redirects=False,
+                ) as answer,
+            ):
+                status, reason = answer.status, answer.reason
+                content = await answer.content.read(_MAX_ANSWER_BYTES)
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            raise errors.TransientError(
+                f"SaladCloud's metadata service does not answer: {type(error).__name__}"
+                f" {redaction.reason(error)}"
+            ) from None
+        if status != (200 if body is None else 204):
+            detail = _field(content, "detail")  # of its errors; any other page has none
+            raise errors.TransientError(
+                f"SaladCloud's metadata service answers {path} with {status} {reason}"
+                + (f": {str(detail)[:200]}" if detail else "")
+            )
+        return content
+
+
+def find_metadata() -> SaladMetadata | None:
+    """The node's service, where there is one; tests set another by `SALAD_METADATA_URL`."""
+    if address := os.environ.get("SALAD_METADATA_URL"):
+        return SaladMetadata(address)
+    # Set in every container on SaladCloud, and only there.
+    return SaladMetadata() if os.environ.get("SALAD_MACHINE_ID") else None
+
+
+def _field(answer: bytes, name: str) -> Any:
+    try:
+        return json.loads(answer)[name]
+    except (ValueError, KeyError, TypeError):
+        return None
+
+
+@contextlib.asynccontextmanager
+async def updating_deletion_cost(
+    metadata: SaladMetadata | None, jobs_in_flight: Callable[[], int]
+) -> AsyncIterator[None]:
+    """Keeps the deletion cost at the number of jobs in flight while the block runs.
+
+    It matters only for intended reductions; an owner who returns stops any replica.
+    """
+    if metadata is None:
+        yield
+        return
+    async with tasks.background(_update(metadata, jobs_in_flight), "deletion cost"):
+        yield
+
+
+async def _update(metadata: SaladMetadata, jobs_in_flight: Callable[[], int]) -> NoReturn:
+    current = 0  # a new container's
+    warning = logs.Occasion(seconds=3600)
+    while True:
+        cost = jobs_in_flight()
+        if cost != current and max(cost, current) >= _MATERIAL_FACTOR * min(cost, current):
+            try:
+                await metadata.set_deletion_cost(cost)
+            except errors.TransientError as error:
+                if warning.is_due():
+                    log.warning(
+                        "the deletion cost is not updated, the work goes on: %s",
+                        error,
+                        extra={"action": "deletion_cost_failed"},
+                    )
+            else:
+                current = cost
+        await asyncio.sleep(retry.jitter(COST_SECONDS, 0.8, 1.2))
+
+
+class Reallocation:
+    """Requests another node for this container, once.
+
+    SaladCloud moves a container that ends with a code other than 0 as well, but without a reason.
+    Either way the node is kept from the group for 48 hours. So a worker requests, then waits to be
+    stopped: if it exited too, that could count against this node, or the next one, a second time.
+    """
+
+    def __init__(self, metadata: SaladMetadata, requests: Counter) -> None:
+        self._metadata = metadata
+        self._requests = requests
+        self._is_granted = False
+
+    async def request(self, reason: str) -> bool:
+        """Requests another node unless that is granted already; returns whether it is granted.
+
+        One whose reply is lost counts as refused: the next one comes a quarter of an hour later.
+        """
+        if self._is_granted:
+            return True
+        try:
+            await self._metadata.reallocate(reason)
+        except errors.TransientError as error:
+            self._requests.labels("refused").inc()
+            log.error(  # noqa: TRY400 - its message says it all
+                "requesting another node failed: %s",
+                error,
+                extra={"action": "reallocation_failed", "reason": reason},
+            )
+            return False
+        self._is_granted = True
+        self._requests.labels("granted").inc()
+        log.warning(
+            "requested another node, waiting to be stopped: %s",
+            reason,
+            extra={"action": "reallocation", "reason": reason},
+        )
+        return True
+
+
+async def retry_until_fixed(
+    attempt: Callable[[], Awaitable[Result]],
+    *,
+    stop: asyncio.Event,
+    set_waiting: Callable[[bool], None],
+    has_worked: Callable[[], bool],
+) -> Result | None:
+    """Repeats *attempt* until it succeeds; None if *stop* or `GIVE_UP_SECONDS` ended the waiting.
+
+    An exit code is an instruction to SaladCloud: after any but 0 the node is blocked for the group
+    and its container moved, after 0 it may be restarted where it is. So workers that ended because
+    a SAS token expired or the storage is down would use up one node after the other, or restart in
+    a loop, all of them billed. They wait instead; meanwhile the probes' `/started` and `/live` are
+    true, `/ready` is not. In the end the code is 0: the node is not at fault.
+
+    If the last attempt got as far as working (*has_worked*), pauses and time start anew. A
+    NodeError is raised at once.
+    """
+    pauses, waiting_since = 0, time.monotonic()
+    while True:
+        try:
+            return await attempt()
+        except (errors.SetupError, errors.TransientError) as error:
+            if has_worked():
+                pauses, waiting_since = 0, time.monotonic()
+            waited_seconds = time.monotonic() - waiting_since
+            longest = min(FIRST_PAUSE_SECONDS * 2**pauses, LONGEST_PAUSE_SECONDS)
+            if waited_seconds + longest > GIVE_UP_SECONDS:
+                log.error(  # noqa: TRY400 - its message says it all
+                    "giving up after %.0f s: %s",
+                    waited_seconds,
+                    error,
+                    extra={"action": "setup_given_up"},
+                )
+                return None
+            seconds = retry.backoff(pauses, FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS)
+            log.error(  # noqa: TRY400
+                "no node could work like this, retrying in %.0f s: %s",
+                seconds,
+                error,
+                extra={"action": "setup_awaited", "error": type(error).__name__},
+            )
+        set_waiting(True)
+        await tasks.first_of(stop.wait(), timeout_seconds=seconds)
+        set_waiting(False)
+        if stop.is_set():
+            return None
+        pauses += 1
