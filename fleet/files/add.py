@@ -153,11 +153,7 @@ async def _ready(
 async def _model(
     path: Path, name: str | None, cache: Path, *, is_tried: bool
 ) -> AsyncIterator[Ready]:
-    """The checkpoint as one file with its reference images, for the block.
-
-    Raises:
-        SetupError: it cannot be loaded or has no valid name.
-    """
+    """The checkpoint as one file with its reference images; raises SetupError if it is unusable."""
     check.check_path(path)
     _check_prediction(path)
     file_name = _file_name(name, path)

@@ -109,11 +109,7 @@ def make_canary(model: Path) -> Report:
 
 
 def canary(model: Path) -> Reference:
-    """Draws a checkpoint's reference images, in two precisions.
-
-    Raises:
-        SetupError: it cannot be loaded, or its images say nothing.
-    """
+    """Draws a checkpoint's reference images in two precisions; raises SetupError if it cannot."""
     from worker.engine import device as devices
 
     device = devices.find_device("auto").type

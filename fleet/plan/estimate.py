@@ -215,11 +215,7 @@ def _described(model: ModelSpeed) -> str:
 
 
 def mix_for(images: int, mix: Sequence[Part], deadline_hours: float) -> list[Part]:
-    """The fewest replicas, in the proportions of *mix*, that meet the deadline.
-
-    Raises:
-        SetupError: start-up alone takes longer.
-    """
+    """The fewest replicas, in *mix*'s proportions, for the deadline; raises SetupError if none."""
     seconds = deadline_hours * _SECONDS_PER_HOUR
     made = sum(part.images_in(max(0.0, seconds - part.start_up_seconds.value)) for part in mix)
     if not made:
