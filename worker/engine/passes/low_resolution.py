@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from imagefleet import errors
-from imagefleet.job.passes.first import MAX_SIDE, MIN_SIDE
+from imagefleet.job.samplers import MAX_SIDE, MIN_SIDE
 from worker.engine import contract
 from worker.engine.families.noise import ImageNoise
 
