@@ -14,7 +14,6 @@ from fleet import console, filling, options
 from fleet.campaigns import target
 from fleet.options import argument, option
 from fleet.plan import estimate
-from fleet.plan.estimate import Plan
 from fleet.plan.work import Models
 from fleet.sweep import price, resume
 from fleet.sweep import settings as sweep_settings
@@ -230,7 +229,7 @@ def _facts(source: SweepSource) -> dict[str, Any]:
     }
 
 
-def _show_plan(source: SweepSource, plan: Plan, *, as_json: bool) -> None:
+def _show_plan(source: SweepSource, plan: estimate.Plan, *, as_json: bool) -> None:
     sweep = source.sweep
     if as_json:
         console.print_json({**_facts(source), "plan": asdict(plan)})
