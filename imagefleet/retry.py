@@ -14,8 +14,6 @@ from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 from typing import TypeVar
 
-import tenacity
-
 from imagefleet import errors
 
 _LOGGER = logging.getLogger(__name__)
@@ -77,51 +75,27 @@ class RetryPolicy:
 
     async def call(self, operation: Callable[[], Awaitable[_Result]]) -> _Result:
         """Awaits *operation* until it succeeds; raises the error of the last attempt."""
-        # Almost every call succeeds at once; to count its attempts costs as much as to sign it.
         began_at = time.monotonic()
-        try:
-            return await operation()
-        except errors.TransientError as error:
-            failed: list[errors.TransientError] = [error]
-
-        tries = tenacity.AsyncRetrying(
-            stop=tenacity.stop_after_attempt(self.tries)
-            | tenacity.stop_after_delay(self.give_up_seconds - (time.monotonic() - began_at)),
-            wait=tenacity.wait_random_exponential(
-                multiplier=self.first_wait_seconds, max=self.longest_wait_seconds
-            ),
-            retry=tenacity.retry_if_exception_type(errors.TransientError),
-            before_sleep=self._report,
-            reraise=True,
-        )
-
-        async def attempt() -> _Result:
-            waits = 0
-            while True:
-                try:
-                    if failed:
-                        raise failed.pop()
-                    return await operation()
-                except errors.BusyError as error:
-                    if not self.waits_while_busy:
+        failed = waited = 0
+        while True:
+            try:
+                return await operation()
+            except errors.TransientError as error:
+                closed = isinstance(error, errors.NoAccessError | errors.StorageFullError)
+                if closed and self.waits_for_access:
+                    pause = jitter(self.longest_wait_seconds, low=0)
+                elif isinstance(error, errors.BusyError) and self.waits_while_busy:
+                    pause = backoff(waited, self.first_wait_seconds / 10, self.longest_wait_seconds)
+                    waited += 1
+                else:
+                    failed, waited = failed + 1, 0
+                    is_late = time.monotonic() - began_at >= self.give_up_seconds
+                    if failed >= self.tries or is_late:
                         raise
-                    self.on_retry(error)
-                    await asyncio.sleep(
-                        backoff(waits, self.first_wait_seconds / 10, self.longest_wait_seconds)
-                    )
-                except (errors.NoAccessError, errors.StorageFullError) as error:
-                    if not self.waits_for_access:
-                        raise
-                    self.on_retry(error)
-                    await asyncio.sleep(jitter(self.longest_wait_seconds, low=0))
-                waits += 1
-
-        return await tries(attempt)
-
-    def _report(self, state: tenacity.RetryCallState) -> None:
-        error = state.outcome.exception() if state.outcome else None
-        if isinstance(error, errors.TransientError):
-            self.on_retry(error)
+                    longest = self.first_wait_seconds * 2 ** min(failed - 1, 30)
+                    pause = jitter(min(longest, self.longest_wait_seconds), low=0)
+                self.on_retry(error)
+            await asyncio.sleep(pause)
 
 
 #: The policy inside the storage. Longer outages are the caller's to retry, with the job still in

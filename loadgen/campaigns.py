@@ -87,8 +87,15 @@ class LoadedCampaigns:
         while self._runs and self._runs[0].start < confirmed:
             run = self._runs[0]
             end = min(run.end, confirmed)
-            if run.campaign is not None:
-                self._count(run.campaign, end - run.start)
+            if run.campaign in self.sent or len(self.sent) < MAX_CAMPAIGNS:
+                if run.campaign is not None:
+                    self.sent[run.campaign] += end - run.start
+            elif run.campaign is not None and not self._has_too_many:
+                self._has_too_many = True
+                self.notice(
+                    f"these are jobs of more than {MAX_CAMPAIGNS:,} campaigns: how many are sent is"
+                    " not recorded for the others"
+                )
             run.start = end
             if run.start == run.end:
                 self._runs.popleft()
@@ -116,16 +123,6 @@ class LoadedCampaigns:
             self._runs[-1].end = position + 1
         else:
             self._runs.append(_Run(campaign, position, position + 1))
-
-    def _count(self, campaign: str, jobs: int) -> None:
-        if campaign in self.sent or len(self.sent) < MAX_CAMPAIGNS:
-            self.sent[campaign] += jobs
-        elif not self._has_too_many:
-            self._has_too_many = True
-            self.notice(
-                f"these are jobs of more than {MAX_CAMPAIGNS:,} campaigns: how many are sent is not"
-                " recorded for the others"
-            )
 
 
 class Sample:

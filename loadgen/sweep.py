@@ -153,7 +153,9 @@ def read(fields: Mapping[str, Any]) -> tuple[Fields, Sweep]:
 def _values(name: str, value: Any) -> Sequence[Any] | None:
     """The values of a field that takes several; None for one that is the same for all jobs."""
     if name in SWEPT and isinstance(value, dict):
-        return _range(name, value)
+        before = f"{name}: a range is {{from: 20, to: 40, step: 5}}: "
+        with validation.as_error(ValueError, before, ("from", "to", "step")):
+            return Range.model_validate(value).values()
     if name in SWEPT and isinstance(value, list):
         if not value:
             raise ValueError(f"{name}: the list is empty")
@@ -187,12 +189,6 @@ def _spelt(name: str, value: Any) -> str:
 
 def slug(text: str) -> str:
     return re.sub(r"[^A-Za-z0-9.]+", "_", text).strip("_.")
-
-
-def _range(name: str, value: Mapping[str, Any]) -> Sequence[int | float]:
-    before = f"{name}: a range is {{from: 20, to: 40, step: 5}}: "
-    with validation.as_error(ValueError, before, ("from", "to", "step")):
-        return Range.model_validate(value).values()
 
 
 def _check(fields: Fields) -> None:

@@ -119,6 +119,7 @@ class EngineThread:
         self._loop = asyncio.get_running_loop()
         self._loaded: asyncio.Future[contract.Engine] = self._loop.create_future()
         self._ended: asyncio.Future[None] = self._loop.create_future()
+        self._in_order = asyncio.Lock()
         self._fewer_wait = asyncio.Event()
         self._thread = threading.Thread(target=self._run, name=THREAD_NAME, daemon=True)
 
@@ -133,10 +134,8 @@ class EngineThread:
         """Closes the engine, then loads another on its thread; what the first held is lost.
 
         *take*, if given, is called before: if it returns True, the engine stays, and has another
-        model. Until then, no request is accepted.
-
-        Raises:
-            Exception: what *load* raised; call this again then: there is no engine.
+        model. Until then, no request is accepted. After an error of *load*, which is raised here,
+        there is no engine: call this again then.
         """
         loaded: asyncio.Future[contract.Engine] = self._loop.create_future()
         self.stop_accepting()
@@ -168,9 +167,10 @@ class EngineThread:
 
         Returns whether it was accepted: not after `stop_accepting`.
         """
-        while self._accepting and len(self._waiting) >= self.capacity:
-            self._fewer_wait.clear()
-            await self._fewer_wait.wait()
+        async with self._in_order:
+            while self._accepting and len(self._waiting) >= self.capacity:
+                self._fewer_wait.clear()
+                await self._fewer_wait.wait()
         with self._wake:
             if self._accepting:
                 self._waiting.append((ticket, prepared))
@@ -210,10 +210,9 @@ class EngineThread:
         return tickets
 
     async def call(self, function: Callable[[], Result]) -> Result:
-        """Calls *function* on the engine's thread, between two ticks.
+        """Calls *function* on the engine's thread, between two ticks; raises what it raised.
 
-        Raises:
-            Exception: what *function* raised; one that the thread no longer calls never returns.
+        Where the thread calls nothing any more, this never returns.
         """
         answer: asyncio.Future[Result] = self._loop.create_future()
         with self._wake:

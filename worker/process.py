@@ -9,7 +9,6 @@ import logging
 import signal
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import NoReturn
@@ -70,9 +69,8 @@ async def run_worker(
     only the operator can fix (`worker.node.salad`). A broken node is given up. SIGTERM may not come
     before the end there; leases cover that.
 
-    Raises:
-        SetupError: a queue, a credential or the model is missing; NodeError: the machine is
-        broken. Jobs in flight have been handed back by then.
+    Raises SetupError if a queue, a credential or the model is missing, and NodeError if the machine
+    is broken; jobs in flight have been handed back by then.
     """
     metadata = salad.find_metadata()
     if metadata is not None and settings.until_empty:
@@ -103,8 +101,6 @@ class _Worker:
     _began_at: float = field(default_factory=time.monotonic)
     _meter: ProgressMeter = field(default_factory=ProgressMeter)
     _pipeline: Pipeline | None = None
-    _jobs: Counter[str] = field(default_factory=Counter)
-    _earlier_images: int = 0  # of earlier attempts on SaladCloud
     _waiting_for: Phase | None = None
     _has_started: bool = False
     _port: int = 0
@@ -174,8 +170,6 @@ class _Worker:
 
     async def _attempt(self) -> None:
         """Opens the storage and works until there is a reason to end."""
-        if self._pipeline is not None:
-            self._earlier_images += self._pipeline.images_written
         self._pipeline = None
         if self._load is None:
             self._import_engine()
@@ -187,7 +181,7 @@ class _Worker:
                 storage,
                 self._load,
                 self._settings,
-                on_settled=self._settled,
+                on_settled=self._on_settled,
                 on_depth=self._measured,
                 metrics=self._metrics,
                 machine=Machine(
@@ -265,10 +259,6 @@ class _Worker:
     def _jobs_in_flight(self) -> int:
         return len(self._pipeline.settler.in_flight) if self._pipeline is not None else 0
 
-    def _settled(self, outcome: Outcome) -> None:
-        self._jobs[outcome] += 1
-        self._on_settled(outcome)
-
     def _measured(self, messages: int) -> None:
         self._meter.measured(time.monotonic(), messages, self._counts())
 
@@ -278,16 +268,13 @@ class _Worker:
             dollars = gpu_dollars + pipeline.cost.storage_dollars
         recording = pipeline.settler.pending.jobs if pipeline is not None else 0
         return Counts(
-            images=self._images(),
-            ended_jobs=sum(self._jobs[outcome] for outcome in _ENDED) + recording,
-            failed_jobs=self._jobs["failed"],
-            cancelled_jobs=self._jobs["cancelled"],
+            images=self._metrics.images_stored,
+            ended_jobs=sum(self._metrics.outcomes[outcome] for outcome in _ENDED) + recording,
+            failed_jobs=self._metrics.outcomes["failed"],
+            cancelled_jobs=self._metrics.outcomes["cancelled"],
             jobs_in_flight=max(0, self._jobs_in_flight() - recording),
             dollars=dollars,
         )
-
-    def _images(self) -> int:
-        return self._earlier_images + (self._pipeline.images_written if self._pipeline else 0)
 
     def _phase(self) -> Phase:
         if self._stop.is_set():
@@ -325,18 +312,18 @@ class _Worker:
 
     def _report(self) -> WorkerReport:
         seconds = time.monotonic() - self._began_at
-        pipeline = self._pipeline
-        if pipeline is None:
-            return WorkerReport(self._images(), dict(self._jobs), seconds, start_up_seconds=seconds)
+        counted = self._metrics.images_stored, dict(self._metrics.outcomes)
+        if self._pipeline is None:
+            return WorkerReport(*counted, seconds, start_up_seconds=seconds)
+        clock, cost = self._pipeline.engine_thread.clock, self._pipeline.cost
         return WorkerReport(
-            images=self._images(),
-            jobs=dict(self._jobs),
+            *counted,
             seconds=seconds,
-            start_up_seconds=pipeline.cost.wasted_seconds()["start_up"],
-            engine_busy_seconds=pipeline.engine_thread.clock.busy_seconds,
-            engine_idle_fraction=pipeline.engine_thread.clock.idle_fraction,
-            gpu_dollars=pipeline.cost.gpu_dollars,
-            storage_dollars=pipeline.cost.storage_dollars,
+            start_up_seconds=cost.wasted_seconds()["start_up"],
+            engine_busy_seconds=clock.busy_seconds,
+            engine_idle_fraction=clock.idle_fraction,
+            gpu_dollars=cost.gpu_dollars,
+            storage_dollars=cost.storage_dollars,
         )
 
     def _import_engine(self) -> None:

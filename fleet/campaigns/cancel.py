@@ -12,11 +12,12 @@ from fleet.options import argument, option
 from imagefleet import cancelled, errors
 from imagefleet.records import reader
 from imagefleet.storage.open import Storage
+from imagefleet.storage.protocol import JobQueue
 from imagefleet.storage.settings import StorageSettings
 
 
 @options.from_settings(StorageSettings)
-def command(
+async def command(
     settings: StorageSettings,
     campaign: str | None = argument(
         "The campaign; `default` for jobs without one.", None, metavar="CAMPAIGN"
@@ -44,40 +45,37 @@ def command(
     named = target.campaign(campaign)
     if everything == (named is not None):
         raise errors.SetupError("choose what to cancel: a CAMPAIGN or --all")
-    if named is None:
-        console.run(_empty(settings, dry_run=dry_run, yes=yes, as_json=as_json))
-    else:
-        console.run(_cancel(settings, named, dry_run=dry_run, yes=yes, as_json=as_json))
+    async with console.connected(settings) as fleet:
+        if named is None:
+            await _empty(fleet.storage.queue, dry_run=dry_run, yes=yes, as_json=as_json)
+        else:
+            await _cancel(fleet.storage, named, dry_run=dry_run, yes=yes, as_json=as_json)
 
 
 async def _cancel(
-    settings: StorageSettings, campaign: str, *, dry_run: bool, yes: bool, as_json: bool
+    storage: Storage, campaign: str, *, dry_run: bool, yes: bool, as_json: bool
 ) -> None:
-    async with console.connected(settings) as fleet:
-        storage = fleet.storage
-        if unsure := await target.check_campaign(storage, campaign):
-            console.print_warning(unsure)
-        found = await reader.counts(storage, campaign)
-        messages = (await storage.queue.depth()).messages
-        at = None
-        if not (dry_run and as_json):
-            _describe(
-                storage, found, messages, campaign, console.stdout if dry_run else console.stderr
-            )
-        if not dry_run:
-            console.confirm(f"Cancel what is left of campaign {campaign}?", yes=yes)
-            said = "the list is written; running loads read it within 10 seconds"
-            with console.stderr.status(said):
-                at = await cancelled.cancel(storage, campaign)
-        if as_json:
-            of_queue = {"campaign": campaign, "queue": storage.queue.name, "messages": messages}
-            numbers = {**asdict(found), "pending": found.pending}
-            console.print_json({**of_queue, **numbers, "cancelled_until": at})
-        elif at is not None:
-            console.print_plain(
-                f"campaign {campaign} is cancelled: workers end what was sent until"
-                f" {at:%Y-%m-%d %H:%M:%S} UTC, and a load that begins now runs"
-            )
+    if unsure := await target.check_campaign(storage, campaign):
+        console.print_warning(unsure)
+    found = await reader.counts(storage, campaign)
+    messages = (await storage.queue.depth()).messages
+    at = None
+    if not (dry_run and as_json):
+        to = console.stdout if dry_run else console.stderr
+        _describe(storage, found, messages, campaign, to)
+    if not dry_run:
+        console.confirm(f"Cancel what is left of campaign {campaign}?", yes=yes)
+        with console.stderr.status("the list is written; running loads read it within 10 seconds"):
+            at = await cancelled.cancel(storage, campaign)
+    if as_json:
+        of_queue = {"campaign": campaign, "queue": storage.queue.name, "messages": messages}
+        numbers = {**asdict(found), "pending": found.pending}
+        console.print_json({**of_queue, **numbers, "cancelled_until": at})
+    elif at is not None:
+        console.print_plain(
+            f"campaign {campaign} is cancelled: workers end what was sent until"
+            f" {at:%Y-%m-%d %H:%M:%S} UTC, and a load that begins now runs"
+        )
 
 
 def _describe(
@@ -98,19 +96,15 @@ def _describe(
     )
 
 
-async def _empty(settings: StorageSettings, *, dry_run: bool, yes: bool, as_json: bool) -> None:
-    async with console.connected(settings) as fleet:
-        queue = fleet.storage.queue
-        count = (await queue.depth()).messages
-        messages = console.counted(count, "message")
-        if not dry_run:
-            if count:
-                question = f"Delete {messages} of the queue {queue.name} for good?"
-                console.confirm(question, yes=yes)
-            await queue.clear()
-        if as_json:
-            console.print_json({"queue": queue.name, "messages": count, "deleted": not dry_run})
-        elif dry_run:
-            console.print_plain(f"{messages} of the queue {queue.name} would be deleted")
-        else:
-            console.print_plain(f"{messages} of the queue {queue.name} deleted")
+async def _empty(queue: JobQueue, *, dry_run: bool, yes: bool, as_json: bool) -> None:
+    count = (await queue.depth()).messages
+    messages = console.counted(count, "message")
+    if not dry_run:
+        if count:
+            console.confirm(f"Delete {messages} of the queue {queue.name} for good?", yes=yes)
+        await queue.clear()
+    if as_json:
+        console.print_json({"queue": queue.name, "messages": count, "deleted": not dry_run})
+    else:
+        would = "would be " if dry_run else ""
+        console.print_plain(f"{messages} of the queue {queue.name} {would}deleted")

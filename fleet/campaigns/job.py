@@ -44,7 +44,7 @@ class JobState:
 
 
 @options.from_settings(StorageSettings)
-def command(
+async def command(
     settings: StorageSettings,
     job: target.OneJob,
     as_json: options.AsJson = False,
@@ -55,19 +55,15 @@ def command(
 
     imagefleet job spring/0001 --json
     """
-    found = console.run(_look_up(settings, *target.job(job)))
+    named = target.job(job)
+    async with console.connected(settings) as fleet:
+        found = await look_up(fleet.storage, *named)
+        if found.state == "unknown" and not found.images:
+            raise await target.unknown_job(fleet.storage, target.Target(*named))
     if as_json:
         console.print_json(asdict(found))
     else:
         _print(found)
-
-
-async def _look_up(settings: StorageSettings, campaign: str, job_id: str) -> JobState:
-    async with console.connected(settings) as fleet:
-        found = await look_up(fleet.storage, campaign, job_id)
-        if found.state == "unknown" and not found.images:
-            raise await target.unknown_job(fleet.storage, target.Target(campaign, job_id))
-        return found
 
 
 async def look_up(storage: Storage, campaign: str, job_id: str) -> JobState:

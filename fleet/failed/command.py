@@ -17,7 +17,7 @@ from imagefleet import aio, errors
 from imagefleet.job.change import Change
 from imagefleet.storage import dead_letter_queue
 from imagefleet.storage.dead_letter import Check, Selection
-from imagefleet.storage.dead_letter_queue import Preview, Swept
+from imagefleet.storage.dead_letter_queue import Swept
 from imagefleet.storage.settings import Priority, SignerSettings, checked_priority
 
 
@@ -51,7 +51,7 @@ class How:
 
 
 @options.from_settings(SignerSettings)
-def command(
+async def command(
     settings: SignerSettings,
     which: Which,
     limit: int = option("Jobs to list.", 20, min=0, metavar="COUNT"),
@@ -78,21 +78,17 @@ def command(
     imagefleet failed --error InvalidMessageError --export > fix.jsonl
     """
     named, selection = which.target, which.selection()
-
-    async def look() -> None:
-        async with console.connected(settings) as fleet:
-            if export:
-                await _export(fleet, selection, from_queue=from_queue)
-            elif named.id is not None:
-                records = await read.find(fleet, selection, from_queue=from_queue)
-                output.print_jobs(records, as_json=as_json)
-            else:
-                listing = await read.listing(fleet, selection, limit, from_queue=from_queue)
-                if not listing.count:
-                    await target.check_campaign(fleet.storage, named.campaign)
-                output.print_listing(listing, as_json=as_json)
-
-    console.run(look())
+    async with console.connected(settings) as fleet:
+        if export:
+            await _export(fleet, selection, from_queue=from_queue)
+        elif named.id is not None:
+            records = await read.find(fleet, selection, from_queue=from_queue)
+            output.print_jobs(records, as_json=as_json)
+        else:
+            listing = await read.listing(fleet, selection, limit, from_queue=from_queue)
+            if not listing.count:
+                await target.check_campaign(fleet.storage, named.campaign)
+            output.print_listing(listing, as_json=as_json)
 
 
 async def _export(fleet: aio.Fleet, selection: Selection, *, from_queue: bool) -> None:
@@ -119,7 +115,7 @@ async def _export(fleet: aio.Fleet, selection: Selection, *, from_queue: bool) -
 
 
 @options.from_settings(SignerSettings)
-def replay_command(
+async def replay_command(
     settings: SignerSettings,
     which: Which,
     how: How,
@@ -151,21 +147,24 @@ def replay_command(
     selection = _chosen(which, how)
     keys = settings.keys()
     check = Check(keys.trusted, invalid, Change.read(set_, keys.signing) if set_ else None)
-    if how.dry_run or not how.yes:
-        preview = console.run(_preview(settings, selection, check))
-        if how.dry_run:
-            output.print_preview(preview, console.stdout, as_json=how.as_json)
-            return
-        if preview.count > 1:
-            output.print_preview(preview, console.stderr)
-            jobs = console.counted(preview.count, "failed job")
-            console.confirm(f"Send {jobs} again?", yes=how.yes)
-    swept, missing = console.run(_replay(settings, selection, check, chosen))
+    async with console.connected(settings) as fleet:
+        if how.dry_run or not how.yes:
+            preview = await dead_letter_queue.preview(fleet.storage, selection, check)
+            if not (preview.count or preview.refused or preview.unsigned):
+                await _refuse_nothing(fleet, selection)
+            if how.dry_run:
+                output.print_preview(preview, console.stdout, as_json=how.as_json)
+                return
+            if preview.count > 1:
+                output.print_preview(preview, console.stderr)
+                jobs = console.counted(preview.count, "failed job")
+                console.confirm(f"Send {jobs} again?", yes=how.yes)
+        swept, missing = await _replay(fleet, selection, check, chosen)
     output.report("replayed", swept, missing=missing, as_json=how.as_json)
 
 
 @options.from_settings(SignerSettings)
-def discard_command(
+async def discard_command(
     settings: SignerSettings,
     which: Which,
     how: How,
@@ -191,18 +190,25 @@ def discard_command(
     imagefleet discard --unsigned
     """
     selection = _chosen(which, how, jobs_file, alone=unsigned or completed)
-    if how.dry_run or not how.yes:
-        count = console.run(_count(settings, selection, unsigned=unsigned, completed=completed))
-        jobs = console.counted(count, "failed job")
-        if how.dry_run and how.as_json:
-            console.print_json({"count": count})
-        elif how.dry_run:
-            console.stdout.print(f"{jobs} would be discarded")
-        elif count:
-            console.confirm(f"Discard {jobs} for good?", yes=how.yes)
-        if how.dry_run:
-            return
-    swept = console.run(_discard(settings, selection, unsigned=unsigned, completed=completed))
+    async with console.connected(settings) as fleet:
+        keep_signed = fleet.checks_signatures() if unsigned else None
+        if how.dry_run or not how.yes:
+            count = await _count(fleet, selection, keep_signed, completed=completed)
+            jobs = console.counted(count, "failed job")
+            if how.dry_run and how.as_json:
+                console.print_json({"count": count})
+            elif how.dry_run:
+                console.stdout.print(f"{jobs} would be discarded")
+            elif count:
+                console.confirm(f"Discard {jobs} for good?", yes=how.yes)
+            if how.dry_run:
+                return
+        with _counting("discarded") as show:
+            swept = await dead_letter_queue.discard(
+                fleet.storage, selection, show, keep_signed, completed=completed
+            )
+        if not (swept.done or swept.refused or unsigned or completed):
+            await _refuse_nothing(fleet, selection)
     output.report("discarded", swept, as_json=how.as_json)
 
 
@@ -231,58 +237,35 @@ async def _refuse_nothing(fleet: aio.Fleet, selection: Selection) -> None:
 
 
 async def _count(
-    settings: SignerSettings, selection: Selection, *, unsigned: bool, completed: bool
+    fleet: aio.Fleet, selection: Selection, keep_signed: Check | None, *, completed: bool
 ) -> int:
+    """How many jobs `discard` would delete."""
     found = count = 0
-    async with console.connected(settings) as fleet:
-        check, storage = fleet.checks_signatures() if unsigned else None, fleet.storage
-        entries = dead_letter_queue.find(storage, selection)
-        async for some in dead_letter_queue.in_batches(entries):
-            found += len(some)
-            chosen = await dead_letter_queue.to_discard(storage, some, check, completed=completed)
-            count += len(chosen)
-        if not found:
-            await _refuse_nothing(fleet, selection)
+    storage = fleet.storage
+    entries = dead_letter_queue.find(storage, selection)
+    async for some in dead_letter_queue.in_batches(entries):
+        found += len(some)
+        chosen = await dead_letter_queue.to_discard(storage, some, keep_signed, completed=completed)
+        count += len(chosen)
+    if not found:
+        await _refuse_nothing(fleet, selection)
     return count
 
 
-async def _preview(settings: SignerSettings, selection: Selection, check: Check) -> Preview:
-    async with console.connected(settings) as fleet:
-        found = await dead_letter_queue.preview(fleet.storage, selection, check)
-        if not (found.count or found.refused or found.unsigned):
-            await _refuse_nothing(fleet, selection)
-        return found
-
-
 async def _replay(
-    settings: SignerSettings, selection: Selection, check: Check, priority: Priority
+    fleet: aio.Fleet, selection: Selection, check: Check, priority: Priority
 ) -> tuple[Swept, int]:
     """Replays the selected jobs; also returns how many have no message that could be sent."""
     began_at = datetime.now(UTC)
-    async with console.connected(settings) as fleet:
-        with _counting("replayed") as show:
-            swept = await dead_letter_queue.replay(fleet.storage, selection, show, check, priority)
-        refused = {each.id for each in swept.refused}
-        missing = 0
-        async for entry in dead_letter_queue.recorded(fleet.storage, selection):
-            missing += entry.id not in refused and entry.message.enqueued_at < began_at
-        if not (swept.done or refused or missing):
-            await _refuse_nothing(fleet, selection)
+    with _counting("replayed") as show:
+        swept = await dead_letter_queue.replay(fleet.storage, selection, show, check, priority)
+    refused = {each.id for each in swept.refused}
+    missing = 0
+    async for entry in dead_letter_queue.recorded(fleet.storage, selection):
+        missing += entry.id not in refused and entry.message.enqueued_at < began_at
+    if not (swept.done or refused or missing):
+        await _refuse_nothing(fleet, selection)
     return swept, missing
-
-
-async def _discard(
-    settings: SignerSettings, selection: Selection, *, unsigned: bool, completed: bool
-) -> Swept:
-    async with console.connected(settings) as fleet:
-        keep_signed = fleet.checks_signatures() if unsigned else None
-        with _counting("discarded") as show:
-            swept = await dead_letter_queue.discard(
-                fleet.storage, selection, show, keep_signed, completed=completed
-            )
-        if not (swept.done or swept.refused or unsigned or completed):
-            await _refuse_nothing(fleet, selection)
-        return swept
 
 
 @contextlib.contextmanager

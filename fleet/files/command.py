@@ -85,13 +85,13 @@ def add_command(
     settings: SignerSettings,
     *,
     context: typer.Context,
+    given: AddOptions,
     kind: KindName,
     sources: list[str] = argument(
         "A .safetensors file or its https:// address; of a model also a folder in"
         " diffusers format; what `files make kernels` wrote; a folder of text states.",
         metavar="FILE|FOLDER|URL...",
     ),
-    given: AddOptions,
     dry_run: bool = options.dry_run("what would be stored"),
     as_json: options.AsJson = False,
 ) -> None:
@@ -126,7 +126,7 @@ def add_command(
 
 @app.command("list")
 @options.from_settings(StorageSettings)
-def list_command(
+async def list_command(
     settings: StorageSettings, kind: KindName, as_json: options.AsJson = False
 ) -> None:
     """Lists the files of a kind in the storage; of text states, prompts are not shown.
@@ -134,12 +134,8 @@ def list_command(
     imagefleet files list lora
     """
     found = _kind(kind)
-
-    async def read() -> list[stored.Row]:
-        async with open_storage(settings) as storage:
-            return await stored.read(storage, found)
-
-    rows = console.run(read())
+    async with open_storage(settings) as storage:
+        rows = await stored.read(storage, found)
     if as_json:
         console.print_json({"files": [asdict(row) for row in rows]})
     elif rows:
@@ -150,7 +146,7 @@ def list_command(
 
 @app.command("remove")
 @options.from_settings(SignerSettings)
-def remove_command(
+async def remove_command(
     settings: SignerSettings,
     kind: KindName,
     names: list[str] = argument("Their names, as `files list` has them.", metavar="NAME..."),
@@ -167,21 +163,14 @@ def remove_command(
     imagefleet files remove lora magic-fantasy-forest-v2
     """
     found = _kind(kind)
-
-    async def remove(rows: list[stored.Row] | None = None) -> list[stored.Row]:
-        async with open_storage(settings) as storage:
-            if rows is None:
-                return await stored.find(storage, found, names)
+    async with open_storage(settings) as storage:
+        rows = await stored.find(storage, found, names)
+        if not dry_run:
+            shown = ", ".join(row.name for row in rows[:_SHOWN]) + ", ..." * (len(rows) > _SHOWN)
+            size = sum(row.bytes for row in rows) / 1e6
+            question = f"Remove {shown} ({size:,.1f} MB) from {found.folder}/? Jobs may name them."
+            console.confirm(question, yes=yes)
             await stored.remove(storage, found, rows, settings.keys())
-            return rows
-
-    rows = console.run(remove())
-    if not dry_run:
-        shown = ", ".join(row.name for row in rows[:_SHOWN]) + ", ..." * (len(rows) > _SHOWN)
-        size = sum(row.bytes for row in rows) / 1e6
-        question = f"Remove {shown} ({size:,.1f} MB) from {found.folder}/? Jobs may name them."
-        console.confirm(question, yes=yes)
-        console.run(remove(rows))
     would = "would be " if dry_run else ""
     lines = [f"{found.folder}/{row.name}: {would}removed" for row in rows]
     document = {"files": [asdict(row) for row in rows], "dry_run": dry_run}
@@ -194,8 +183,8 @@ def make_command(
     settings: MakeSettings,
     *,
     context: typer.Context,
-    kind: str = argument(f"{', '.join(MADE)}.", metavar="KIND"),
     given: MakeOptions,
+    kind: str = argument(f"{', '.join(MADE)}.", metavar="KIND"),
     jobs: str | None = argument(
         "For text: jobs as for `imagefleet load`, a template (.yaml, .toml), a file of"
         " jobs (.jsonl, .json, .csv, .parquet, .txt with a prompt per line), or - for standard"

@@ -160,22 +160,12 @@ def summary(uses: Uses, found: list[Use]) -> dict[str, Any]:
 def show(uses: Uses, found: list[Use]) -> None:
     """Prints a table of what is missing, and the numbers of what is named, on stderr."""
     if found:
-        table = console.table(
-            "kind",
-            console.name_column("name"),
-            console.number_column("jobs"),
-            "first in",
+        columns = (
+            *("kind", console.name_column("name"), console.number_column("jobs"), "first in"),
             Column("why", overflow="fold"),
         )
-        for use in found:
-            table.add_row(
-                use.kind,
-                console.untrusted(use.name),
-                f"{use.jobs:,}",
-                console.untrusted("; ".join(use.places)),
-                console.untrusted(use.reason),
-            )
-        console.print_tables(table)
+        rows = ((use.kind, use.name, use.jobs, "; ".join(use.places), use.reason) for use in found)
+        console.print_tables(console.table(*columns, rows=rows))
     named = ", ".join(
         console.counted(len(uses.of(noun)), noun)
         for noun, kind in NAMED.items()

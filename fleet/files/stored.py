@@ -136,18 +136,18 @@ async def read(storage: Storage, kind: FileKind) -> list[Row]:
 
 def show(rows: Sequence[Row]) -> None:
     """Prints files as a table."""
-    table = console.table(
-        console.name_column("name"), "content", console.number_column("MB"), "added", "SHA-256"
-    )
+    cells = []
     for row in rows:
-        table.add_row(
-            console.untrusted(row.name),
-            console.untrusted(row.content or "-"),
-            console.number(row.bytes / 1e6, 1),
-            f"{row.added_at:%Y-%m-%d %H:%M}",
-            console.untrusted((row.sha256 or "-")[:12]),
-        )
-    console.print_tables(table)
+        size, added = f"{row.bytes / 1e6:,.1f}", f"{row.added_at:%Y-%m-%d %H:%M}"
+        cells.append((row.name, row.content, size, added, row.sha256 and row.sha256[:12]))
+    columns = (
+        console.name_column("name"),
+        "content",
+        console.number_column("MB"),
+        "added",
+        "SHA-256",
+    )
+    console.print_tables(console.table(*columns, rows=cells))
 
 
 async def find(storage: Storage, kind: FileKind, names: Sequence[str]) -> list[Row]:

@@ -48,25 +48,29 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class Machines:
-    """What draws it, at which speed and price, and by when."""
+    """What draws it, at which speed and price."""
 
     gpu: list[str] | None = option(
         f"GPU class; repeat it, with replicas, for a mix. [default: {estimate.DEFAULT_GPU}]",
         metavar="NAME[=COUNT]",
     )
-    priority: str = option("SaladCloud priority.", "batch", metavar="|".join(prices.PRIORITIES))
     price_per_hour: float | None = option("$/h of one replica.", min=0.0001, metavar="DOLLARS")
     prices_path: options.PriceFile = None
     images_per_second: float | None = option("Speed of one replica.", min=0.0001, metavar="NUMBER")
     bench: options.BenchReports = None
     replicas: int | None = option("Number of replicas.", min=1, metavar="COUNT")
-    deadline: float | None = option(
-        "Plan enough replicas to finish in so many hours.", min=0.01, metavar="HOURS"
-    )
 
 
 @options.flat
-def command(batch: Batch, machines: Machines, as_json: options.AsJson = False) -> None:
+def command(
+    batch: Batch,
+    machines: Machines,
+    priority: str = option("SaladCloud priority.", "batch", metavar="|".join(prices.PRIORITIES)),
+    deadline: float | None = option(
+        "Plan enough replicas to finish in so many hours.", min=0.01, metavar="HOURS"
+    ),
+    as_json: options.AsJson = False,
+) -> None:
     """Plans a batch: hours, dollars and images per dollar.
 
     With --deadline, also the replicas needed. Every input is shown with its source. Images of
@@ -81,29 +85,35 @@ def command(batch: Batch, machines: Machines, as_json: options.AsJson = False) -
 
     imagefleet plan --jobs 1000000 --gpu "RTX 4090" --deadline 24 --bench bench.json
     """
-    if machines.replicas is not None and machines.deadline is not None:
+    if machines.replicas is not None and deadline is not None:
         raise errors.SetupError("give --replicas or --deadline, not both")
     works = _works(
         batch.file, batch.jobs, batch.images_per_job, read_models(batch.model or [], batch.family)
     )
     table = prices.read_table(machines.prices_path)
-    benches = [estimate.read_bench(path, table) for path in machines.bench or []]
-    known = estimate.Known(
-        table,
-        benches,
-        prices.as_priority(machines.priority),
-        machines.price_per_hour,
-        machines.images_per_second,
-    )
-    mix = estimate.make_mix(_named(machines.gpu, benches, machines.replicas), works, known)
+    mix = mix_of(machines, works, table, prices.as_priority(priority))
     images = sum(work.images for work in works)
-    if machines.deadline is not None:
-        mix = estimate.mix_for(images, mix, machines.deadline)
+    if deadline is not None:
+        mix = estimate.mix_for(images, mix, deadline)
     plan = estimate.make_plan(sum(work.jobs for work in works), images, mix, table)
     if as_json:
         console.print_json({**asdict(plan), "storage_prices": asdict(table.storage)})
     else:
-        _show(plan, table)
+        show(plan, table)
+
+
+def mix_of(
+    machines: Machines,
+    works: Sequence[Work],
+    table: prices.PriceTable,
+    priority: prices.Priority = "batch",
+) -> list[estimate.Part]:
+    """The GPU classes with their speeds and prices."""
+    benches = [estimate.read_bench(path, table) for path in machines.bench or []]
+    known = estimate.Known(
+        table, benches, priority, machines.price_per_hour, machines.images_per_second
+    )
+    return estimate.make_mix(_named(machines.gpu, benches, machines.replicas), works, known)
 
 
 def _works(
@@ -144,7 +154,7 @@ def _named(
     return [(named[0][0], replicas)]
 
 
-def _show(plan: estimate.Plan, table: prices.PriceTable) -> None:
+def show(plan: estimate.Plan, table: prices.PriceTable) -> None:
     rows = {
         "images": f"{plan.images:,}",
         "replicas": f"{plan.replicas:,}",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -173,10 +174,9 @@ def _show(result: dict[str, Any], *, dry_run: bool) -> None:
 
 
 def _show_workers(result: dict[str, Any]) -> None:
-    table = console.table(console.name_column("worker"), console.number_column("images"))
-    for worker, count in list(result["workers"].items())[:_SHOWN]:
-        table.add_row(console.untrusted(worker or "(none)"), f"{count:,}")
-    console.print_tables(table)
+    columns = console.name_column("worker"), console.number_column("images")
+    rows = ((worker or "(none)", count) for worker, count in result["workers"].items())
+    console.print_tables(console.table(*columns, rows=itertools.islice(rows, _SHOWN)))
     dollars = result["dollars"]
     cost = "" if dollars is None else f"; drawing them took about ${dollars:,.2f}"
     console.print_plain(f"{_images(result['images'])} would be drawn again{cost}")

@@ -5,9 +5,6 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Annotated
-
-import typer
 
 from fleet import console, options
 from fleet.campaigns import target
@@ -47,18 +44,13 @@ def command(
     campaign: target.Campaign = DEFAULT_CAMPAIGN,
     *,
     price: Price,
-    output: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="The page [default: NAME-report.html].")
-    ] = None,
+    output: Path | None = option("The page [default: NAME-report.html].", metavar="FILE"),
     json_file: options.JsonFile = None,
-    scores: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="The --json-file of `imagefleet score`, for its curve."),
-    ] = None,
-    limit: Annotated[
-        int, typer.Option(min=0, max=200, metavar="COUNT", help="Sample pictures on the page.")
-    ] = 24,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, write no page.")] = False,
+    scores: Path | None = option(
+        "The --json-file of `imagefleet score`, for its curve.", metavar="FILE"
+    ),
+    limit: int = option("Sample pictures on the page.", 24, min=0, max=200, metavar="COUNT"),
+    as_json: bool = option("Print JSON, write no page.", False, "--json"),
 ) -> None:
     """Writes a campaign's report: throughput, cost, failures.
 

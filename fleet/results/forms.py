@@ -45,27 +45,21 @@ def counts_table(counts: Counts) -> Table:
 
 def images_table(records: Sequence[Record]) -> Table:
     """A row for each image."""
-    table = console.table(
+    return console.table(
         console.name_column("image"),
         *map(console.number_column, ("seed", "size", "steps", "seconds")),
-        "worker",
-        "prompt",
+        *("worker", "prompt"),
+        rows=map(_image_cells, records),
     )
-    for record in records:
-        table.add_row(*map(console.untrusted, _image_cells(record)))
-    return table
 
 
 def ended_table(records: Sequence[Record]) -> Table:
     """A row for each job that has failed or was cancelled."""
-    table = console.table(
+    return console.table(
         *map(console.name_column, ("job", "outcome", "error")),
-        console.number_column("attempts"),
-        "reason",
+        *(console.number_column("attempts"), "reason"),
+        rows=map(_ended_cells, records),
     )
-    for record in records:
-        table.add_row(*map(console.untrusted, _ended_cells(record)))
-    return table
 
 
 def line(record: Record) -> str:

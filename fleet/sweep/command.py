@@ -13,12 +13,14 @@ import typer
 from fleet import console, filling, options
 from fleet.campaigns import target
 from fleet.options import argument, option
+from fleet.plan import command as planning
 from fleet.plan import estimate
-from fleet.plan.work import Models
-from fleet.sweep import price, resume
+from fleet.plan.command import Machines
+from fleet.plan.work import Models, Work, add_stages
+from fleet.sweep import resume
 from fleet.sweep import settings as sweep_settings
 from imagefleet import errors
-from imagefleet.pricing import families
+from imagefleet.pricing import families, prices
 from imagefleet.storage.settings import checked_priority
 from loadgen.caption_sweep import CaptionFile, SweepSource
 from loadgen.load import Summary
@@ -89,7 +91,7 @@ def command(
     settings: LoadSettings,
     captions: Captions,
     grid: Grid,
-    machines: price.Machines,
+    machines: Machines,
     sending: Sending,
     as_json: options.AsJson = False,
 ) -> None:
@@ -115,7 +117,7 @@ def command(
     if sending.dry_run:
         with reading("checking") as on_read:
             source.check(0, on_read)
-        _show_plan(source, price.plan(source, machines, of_models), as_json=as_json)
+        _show_plan(source, *_plan(source, machines, of_models), as_json=as_json)
         return
     if is_shown:
         console.print_note(f"{source.describe()}; {_hours_and_price(source, machines, of_models)}")
@@ -206,15 +208,38 @@ def _check_models(names: Collection[str], elsewhere: Sequence[str] | None) -> No
             )
 
 
-def _hours_and_price(source: SweepSource, machines: price.Machines, models: Models) -> str:
+def _plan(
+    source: SweepSource, machines: Machines, models: Models
+) -> tuple[estimate.Plan, prices.PriceTable]:
+    """The sweep on the machines, with all stages of its jobs; *models* tells their families.
+
+    Raises:
+        SetupError: a class or its speed is not known, a file cannot be read, or a stage is of a
+        size that its model's family cannot have.
+    """
+    found: dict[str | None, Work] = {}
+    for job in source.first_jobs():
+        try:
+            add_stages(found, models, job, source.sweep.captions.count)
+        except errors.JobError as error:
+            raise errors.SetupError(error.message) from None
+    works = list(found.values())
+    table = prices.read_table(machines.prices_path)
+    mix = planning.mix_of(machines, works, table)
+    images = sum(work.images for work in works)
+    return estimate.make_plan(images, images, mix, table), table
+
+
+def _hours_and_price(source: SweepSource, machines: Machines, models: Models) -> str:
     """The note of hours and price; an unknown price does not keep anybody from sending."""
     try:
-        plan = price.plan(source, machines, models)
+        plan, _ = _plan(source, machines, models)
     except errors.SetupError as error:
         return f"its price is not known: {error.message}"
+    machines_ = ", ".join(f"{part.replicas:,} x {part.gpu}" for part in plan.mix)
     return (
-        f"some {plan.hours:,.1f} hours on {plan.replicas:,} x {plan.mix[0].gpu},"
-        f" ${plan.dollars:,.2f}; --dry-run says how that was found"
+        f"some {plan.hours:,.1f} hours on {machines_}, ${plan.dollars:,.2f}; --dry-run says how"
+        " that was found"
     )
 
 
@@ -229,31 +254,28 @@ def _facts(source: SweepSource) -> dict[str, Any]:
     }
 
 
-def _show_plan(source: SweepSource, plan: estimate.Plan, *, as_json: bool) -> None:
+def _show_plan(
+    source: SweepSource, plan: estimate.Plan, table: prices.PriceTable, *, as_json: bool
+) -> None:
     sweep = source.sweep
     if as_json:
         console.print_json({**_facts(source), "plan": asdict(plan)})
         return
     console.print_plain(source.describe())
     console.print_plain(f"captions' SHA-256: {sweep.captions.sha256}")
+    rows = []
+    for group in sweep.groups[:_SHOWN_GROUPS]:
+        lora = f"{group.lora} {group.lora_strength:g}" if group.lora else None
+        guidance = f"{group.guidance:g}"
+        rows.append((group.name, guidance, group.steps, group.sampler, group.model, lora))
     shown = console.table(
         console.name_column("group"),
         *map(console.number_column, ("guidance", "steps")),
         *map(console.name_column, ("sampler", "model", "LoRA")),
+        rows=rows,
     )
-    for group in sweep.groups[:_SHOWN_GROUPS]:
-        of_lora = f"{group.lora} {group.lora_strength:g}" if group.lora else "-"
-        row = f"{group.guidance:g}", f"{group.steps}", group.sampler, group.model or "-", of_lora
-        shown.add_row(group.name, *map(console.untrusted, row))
     console.print_tables("", shown)
     if (more := len(sweep.groups) - _SHOWN_GROUPS) > 0:
         console.print_plain(f"and {console.counted(more, 'more group')}")
-    facts = {
-        "hours": f"{plan.hours:,.2f}",
-        "GPU": f"${plan.gpu_dollars:,.2f}",
-        "storage operations": f"${plan.storage_dollars:,.2f}",
-        "all in": f"${plan.dollars:,.2f}",
-    }
-    console.print_tables("", console.totals(facts), "")
-    console.print_tables(*estimate.sources(plan.mix[0]))
-    console.print_plain(f"Other machines: {price.command(plan)}")
+    console.print_tables("")
+    planning.show(plan, table)

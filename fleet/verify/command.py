@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Container, Sequence
 from dataclasses import asdict
-from datetime import datetime
 from typing import get_args
 
 import typer
@@ -21,9 +20,11 @@ from imagefleet.storage.settings import StorageSettings
 #: Lines of each table: about a screen.
 _SHOWN = 20
 
+_NOBODY = "(none: no worker's record)"
+
 
 @options.from_settings(StorageSettings)
-def command(
+async def command(
     settings: StorageSettings,
     job: target.OnlyJobs = None,
     since: Since = None,
@@ -46,14 +47,20 @@ def command(
     """
     named = target.read(job)
     moment = options.read_moment("--since", since)
-    compared, newest = console.run(_compare(settings, named, moment, quiet=as_json))
-    records = pairs.judge(compared)
-    wrong = [record.worker for record in records if record.draws_wrong]
-    undecided = pairs.undecided(compared, records)
     new: list[str] = []
-    if quarantine and wrong:
-        console.confirm(f"Quarantine {console.counted(len(wrong), 'worker')}?", yes=yes)
-        new = console.run(_quarantine(settings, wrong))
+    async with console.connected(settings) as fleet:
+        storage = fleet.storage
+        await target.check_campaign(storage, named.campaign)
+        seconds = [each async for each in pairs.listed(storage, named, moment)]
+        with console.counting("compared", len(seconds), quiet=as_json) as on_pair:
+            compared = await pairs.compare(storage, seconds, on_pair)
+        records = pairs.judge(compared)
+        wrong = [record.worker for record in records if record.draws_wrong]
+        undecided = pairs.undecided(compared, records)
+        if quarantine and wrong:
+            console.confirm(f"Quarantine {console.counted(len(wrong), 'worker')}?", yes=yes)
+            reason = "its images differ from those of other workers (imagefleet verify)"
+            new = await quarantining.add(storage.files, wrong, reason)
     counts = Counter(pair.result for pair in compared)
     different = [pair for pair in compared if pair.result == "different"]
     if as_json:
@@ -61,7 +68,7 @@ def command(
             {
                 "pairs": len(compared),
                 **{each: counts[each] for each in get_args(pairs.Result)},
-                "newest": newest,
+                "newest": max((each.created_at for each in seconds), default=None),
                 "workers": [{**asdict(each), "draws_wrong": each.draws_wrong} for each in records],
                 "different_pairs": [asdict(each) for each in different],
                 "undecided": [each.image for each in undecided],
@@ -86,25 +93,6 @@ def command(
         raise typer.Exit(console.EXIT_IMAGES_WRONG)
 
 
-async def _compare(
-    settings: StorageSettings, named: target.Target, since: datetime | None, *, quiet: bool
-) -> tuple[list[Pair], datetime | None]:
-    """The pairs, and when the newest second drawing was stored."""
-    async with console.connected(settings) as fleet:
-        storage = fleet.storage
-        await target.check_campaign(storage, named.campaign)
-        seconds = [each async for each in pairs.listed(storage, named, since)]
-        with console.counting("compared", len(seconds), quiet=quiet) as on_pair:
-            compared = await pairs.compare(storage, seconds, on_pair)
-    return compared, max((each.created_at for each in seconds), default=None)
-
-
-async def _quarantine(settings: StorageSettings, workers: Sequence[str]) -> list[str]:
-    async with console.connected(settings) as fleet:
-        reason = "its images differ from those of other workers (imagefleet verify)"
-        return await quarantining.add(fleet.storage.files, workers, reason)
-
-
 def _show_counts(counts: Counter[pairs.Result]) -> None:
     if not counts:
         console.print_plain("no second drawings: `imagefleet load --verify-share` asks for them")
@@ -124,22 +112,24 @@ def _show_counts(counts: Counter[pairs.Result]) -> None:
 def _show_different(
     different: Sequence[Pair], records: Sequence[pairs.Record], undecided: Container[str]
 ) -> None:
-    workers = console.table(
-        console.name_column("worker"), *map(console.number_column, ("pairs", "differ")), "verdict"
+    names, numbers = console.name_column, console.number_column
+    of_workers = (
+        (each.worker or _NOBODY, each.compared, each.different, "draws wrong" * each.draws_wrong)
+        for each in [each for each in records if each.different][:_SHOWN]
     )
-    for record in [record for record in records if record.different][:_SHOWN]:
-        name = console.untrusted(record.worker or "(none: no worker's record)")
-        verdict = "draws wrong" if record.draws_wrong else ""
-        workers.add_row(name, f"{record.compared:,}", f"{record.different:,}", verdict)
-    images = console.table(
-        *map(console.name_column, ("image", "drawn by", "and by")),
-        console.number_column("distance"),
-        "",
-    )
+    of_images = []
     for pair in sorted(different, key=lambda pair: pair.second not in undecided)[:_SHOWN]:
         note = pair.note or ("undecided" if pair.second in undecided else "")
-        names = (console.untrusted(each or "(none)") for each in (pair.image, *pair.workers))
-        images.add_row(*names, console.number(pair.distance, 1), note)
-    console.print_tables("", workers, "", images)
+        drawn_by = (worker or "(none)" for worker in pair.workers)
+        of_images.append((pair.image, *drawn_by, console.number(pair.distance, 1), note))
+    heads = *map(names, ("image", "drawn by", "and by")), numbers("distance")
+    console.print_tables(
+        "",
+        console.table(
+            names("worker"), *map(numbers, ("pairs", "differ")), "verdict", rows=of_workers
+        ),
+        "",
+        console.table(*heads, "", rows=of_images),
+    )
     if len(different) > _SHOWN:
         console.print_plain(f"and {len(different) - _SHOWN:,} others (--json lists them)")

@@ -331,21 +331,17 @@ async def _totals(blobs: BlobStore, shards: Collection[StoredShard], damaged: Da
     async def add(each: StoredShard) -> None:
         nonlocal records, jobs
         totals = await stored.totals(blobs, each)
-        if totals is None:  # it has grown since, or lost its end in a power failure
-            totals = await _counted(blobs, each, damaged)
-        records += totals.records
-        jobs += totals.jobs
+        if totals is not None:
+            records += totals.records
+            jobs += totals.jobs
+            return
+        # It has grown since, or lost its end in a power failure.
+        async for found in stored.records(blobs, [each], damaged):
+            records += len(found)
+            jobs += sum(record.completes_job for record in found)
 
     await concurrency.for_each(shards, add, stored.CONCURRENT_READS)
     return Totals(records, jobs)
-
-
-async def _counted(blobs: BlobStore, each: StoredShard, damaged: Damaged) -> Totals:
-    found = NOTHING
-    async for records in stored.records(blobs, [each], damaged):
-        jobs = sum(record.completes_job for record in records)
-        found = Totals(found.records + len(records), found.jobs + jobs)
-    return found
 
 
 async def _totals_again(

@@ -73,16 +73,10 @@ _NAME = re.compile(
 )
 
 #: An empty gzip member whose header has one extra field, `IF`: lines, and completed jobs.
-_TOTALS = struct.Struct("<4s4xxB H2sHQQ 2s8x")
-_GZIP_WITH_EXTRA = b"\x1f\x8b\x08\x04"
-_UNKNOWN_SYSTEM = 255
-_SUBFIELD = b"IF"
-_EMPTY_BLOCK = b"\x03\x00"
-
-TOTALS_BYTES = _TOTALS.size
-
-#: How the empty members begin.
-_BEFORE_TOTALS = struct.pack("<4s5xB H2sH", _GZIP_WITH_EXTRA, _UNKNOWN_SYSTEM, 20, _SUBFIELD, 16)
+_BEFORE_TOTALS = struct.pack("<4s5xBH2sH", b"\x1f\x8b\x08\x04", 255, 20, b"IF", 16)
+_TOTALS = struct.Struct("<QQ")
+_AFTER_TOTALS = b"\x03\x00" + bytes(8)
+TOTALS_BYTES = len(_BEFORE_TOTALS) + _TOTALS.size + len(_AFTER_TOTALS)
 
 #: zlib's parameter for a gzip member.
 GZIP = 31
@@ -258,20 +252,16 @@ def shard_part(lines: Iterable[bytes], totals: Totals) -> bytes:
     """What to append: *lines*, and the *totals* of the shard with them."""
     compressor = zlib.compressobj(6, wbits=GZIP)
     data = compressor.compress(b"".join(lines)) + compressor.flush()
-    return data + _TOTALS.pack(
-        *(_GZIP_WITH_EXTRA, _UNKNOWN_SYSTEM, 20, _SUBFIELD, 16, *totals, _EMPTY_BLOCK)
-    )
+    return data + _BEFORE_TOTALS + _TOTALS.pack(*totals) + _AFTER_TOTALS
 
 
 def totals_at(end: bytes) -> Totals | None:
     """The totals in a shard's last `TOTALS_BYTES`; None if it ends otherwise."""
-    if len(end) != TOTALS_BYTES:
+    is_whole = end.startswith(_BEFORE_TOTALS) and end.endswith(_AFTER_TOTALS)
+    if not is_whole or len(end) != TOTALS_BYTES:
         return None
-    start, system, length, subfield, size, records, jobs, block = _TOTALS.unpack(end)
-    expected = (_GZIP_WITH_EXTRA, _UNKNOWN_SYSTEM, 20, _SUBFIELD, 16, _EMPTY_BLOCK)
-    if (start, system, length, subfield, size, block) != expected or jobs > records:
-        return None
-    return Totals(records, jobs)
+    found = Totals(*_TOTALS.unpack_from(end, len(_BEFORE_TOTALS)))
+    return found if found.jobs <= found.records else None
 
 
 def first_member(end: bytes) -> int:

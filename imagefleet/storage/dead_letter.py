@@ -86,11 +86,7 @@ class FailedJob(Record):
         return json.dumps(fields, separators=(",", ":"), sort_keys=True)
 
     async def message(self, blobs: protocol.BlobStore) -> str:
-        """The message that replays the job.
-
-        Raises:
-            JobError: it is damaged or lost.
-        """
+        """The message that replays the job; raises JobError if it is damaged or lost."""
         if self.body is not None:
             return self.body
         if self.packed_body is not None:
@@ -174,10 +170,7 @@ class Selection:
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """What a failed job must be to be sent again, and what is changed before.
-
-    *takes_invalid*: workers may be newer.
-    """
+    """What a failed job must be to be sent again; *takes_invalid*, since workers may be newer."""
 
     trusted: TrustedKeys | None = None
     takes_invalid: bool = False
@@ -186,8 +179,7 @@ class Check:
     async def job(self, entry: Entry, blobs: protocol.BlobStore) -> tuple[str, Job | None]:
         """The message that replays a job, and the job: None if it is invalid, and taken anyway.
 
-        Raises:
-            UntrustedJobError: none of the trusted keys has signed it; JobError: it is no job.
+        Raises UntrustedJobError if none of the trusted keys has signed it, JobError if it is none.
         """
         if entry.record is None:
             raise errors.JobError("it is not a record of a failed job")
@@ -266,10 +258,7 @@ async def add(
 
 
 def _named(body: str) -> dict[str, Any]:
-    """The id and the campaign that a message gives, even if it is not a valid job.
-
-    Once it is mended, it is the same job.
-    """
+    """The id and campaign that even an invalid message gives: once mended, it is the same job."""
     fields = fields_if_any(body)
     known = {}
     for name in ("id", "campaign"):

@@ -9,7 +9,6 @@ import sys
 import threading
 import time
 from datetime import UTC, datetime
-from types import TracebackType
 from typing import Any, Literal
 
 from imagefleet import redaction
@@ -106,7 +105,7 @@ def configure(log_format: LogFormat, handler: logging.Handler | None = None) -> 
         handler.setFormatter(TextLines())
     else:
         handler.setFormatter(JsonLines())
-        sys.excepthook = _log_unhandled
+        sys.excepthook = lambda _kind, error, _trace: log_unhandled(error)
         sys.unraisablehook = _log_unraisable
         threading.excepthook = _log_in_thread
     logging.basicConfig(level=logging.INFO, handlers=[handler], force=True)
@@ -149,12 +148,6 @@ def log_unhandled(error: BaseException, where: str = "", *, exit_code: int | Non
         exc_info=error,
         extra={"action": UNEXPECTED_ACTION, "exit_code": exit_code},
     )
-
-
-def _log_unhandled(
-    kind: type[BaseException], error: BaseException | None, _: TracebackType | None
-) -> None:
-    log_unhandled(error or kind())
 
 
 def _log_in_thread(failure: threading.ExceptHookArgs) -> None:

@@ -72,7 +72,8 @@ class Columns:
     def _job(self, cells: Iterable[Any]) -> str:
         fields: dict[str, Any] = {}
         for number, cell in enumerate(cells):
-            if cell is None or cell == "" or _is_nan(cell):
+            # A missing number of pandas is NaN.
+            if cell is None or cell == "" or (isinstance(cell, float) and math.isnan(cell)):
                 continue
             key, *path = self._columns[number] if number < len(self._columns) else ("",)
             if isinstance(cell, str) and not cell.strip() and key != "prompt":
@@ -103,11 +104,6 @@ def _key(name: str) -> str:
     name = name.strip()
     field, dot, rest = name.partition(".")
     return f"{field.lower()}{dot}{rest}"
-
-
-def _is_nan(cell: object) -> bool:
-    """A missing number of pandas is one."""
-    return isinstance(cell, float) and math.isnan(cell)
 
 
 def _value(field: str, cell: Any) -> Any:

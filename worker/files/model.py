@@ -173,17 +173,10 @@ def find_fetched(folder: Path, address: Address) -> Path | None:
     if address.file_name is not None:
         path = folder / address.file_name.removesuffix(".tar")
         return path if path.exists() else None
-    if not folder.is_dir():
-        return None
-    # Its name is the server's.
-    return next(
-        (
-            each
-            for each in sorted(folder.iterdir())
-            if each.suffix == SUFFIX or (each.is_dir() and each.name != _UNPACKING)
-        ),
-        None,
-    )
+    for each in sorted(folder.iterdir()) if folder.is_dir() else ():  # its name is the server's
+        if each.suffix == SUFFIX or (each.is_dir() and each.name != _UNPACKING):
+            return each
+    return None
 
 
 def is_whole(path: Path) -> bool:

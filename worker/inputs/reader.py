@@ -97,12 +97,8 @@ class InputReader:
         """The inputs of a job whose first pass has *size*, (width, height) in pixels.
 
         *is_enlarged*: the engine itself brings the image that the job begins with to this size.
-        The *text_encoder* is the engine's (`contract.Engine`).
-
-        Raises:
-            JobError: an image or a file does not exist or cannot be used, or a size is refused.
-            TransientError: the storage did not answer.
-            NodeError, SetupError: as of `FileLibrary.resolve`.
+        The *text_encoder* is the engine's (`contract.Engine`). Raises JobError if an image or a
+        file does not exist or cannot be used, or a size is refused; else as `FileLibrary.resolve`.
         """
         # First: they are what a job lacks most easily, and small.
         texts = None if text_encoder is None else await self._find_texts(job, text_encoder)

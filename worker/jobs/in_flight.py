@@ -385,11 +385,7 @@ class PendingRecords:
             self._changed.set()
 
     async def run(self) -> NoReturn:
-        """Side task: writes what waits.
-
-        Raises:
-            SetupError: the storage refuses it.
-        """
+        """Side task: writes what waits; raises SetupError if the storage refuses it."""
         while True:
             await self._changed.wait()
             while (seconds := self._seconds_left()) > 0:

@@ -248,14 +248,12 @@ class NodeWatchdog:
             "upload_speed": self._uploads_too_slow(window, blocked_seconds, seconds),
         }
         wrong = {fault: reason for fault, reason in judged.items() if reason}
-        is_idle = busy_seconds <= LEAST_BUSY_SHARE * seconds
-        if not wrong and (is_idle or window.enlarged_images):
-            # Such a node shows nothing, and does not reset the count.
-            self._windows.labels("unknown").inc()
-            return None
-        self._windows.labels("failed" if wrong else "passed").inc()
-        if not wrong:
+        # A node that is idle or only enlarges shows nothing, and does not reset the count.
+        is_telling = busy_seconds > LEAST_BUSY_SHARE * seconds and not window.enlarged_images
+        self._windows.labels("failed" if wrong else "passed" if is_telling else "unknown").inc()
+        if is_telling and not wrong:
             self.failed_in_a_row = 0
+        if not wrong:
             return None
         self.failed_in_a_row += 1
         for fault in wrong:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Annotated
 
-from pydantic import AfterValidator, BeforeValidator, Field
+from pydantic import BeforeValidator, Field
 
 from imagefleet import errors
 from imagefleet.job.passes import hires, img2img
@@ -44,26 +44,24 @@ NEUTRAL_VALUES: Mapping[str, tuple[object, ...]] = {
 _OF_DRAWINGS = (img2img.OWN_FIELDS - {"resize_mode"}) | {"denoising_strength"}
 
 
-def _none_is_off(value: object) -> object:
-    return None if value in ("", "None") else value
-
-
-def _is_upscaler(name: str) -> str:
-    if name in hires.LATENT:
+def _upscaler(value: object) -> object:
+    if value in ("", "None"):
+        return None
+    if value in hires.LATENT:
         raise ValueError("enlarges latents, which only the second pass (hr_upscaler) has")
-    return hires.check_upscaler(name)
+    return hires.check_upscaler(value) if isinstance(value, str) else value
 
 
-_Upscaler = Annotated[str | None, AfterValidator(lambda name: name and _is_upscaler(name))]
+_Upscaler = Annotated[str | None, BeforeValidator(_upscaler)]
 _Target = Annotated[int, Field(ge=MIN_SIDE, le=_MAX_TARGET)]
 
 
 class Extras(Img2Img):
     """The fields that matter with `upscaler_1`, beside `init_images` and `resize_mode`."""
 
-    upscaler_1: Annotated[_Upscaler, BeforeValidator(_none_is_off)] = None
+    upscaler_1: _Upscaler = None
     """The first upscaler; None: the job draws."""
-    upscaler_2: Annotated[_Upscaler, BeforeValidator(_none_is_off)] = None
+    upscaler_2: _Upscaler = None
     extras_upscaler_2_visibility: float = Field(default=0.0, ge=0, le=1)
     upscaling_resize: float = Field(default=2.0, gt=0, le=8)
     upscaling_resize_w: _Target = 512

@@ -12,11 +12,10 @@ import os
 import time
 from collections.abc import Awaitable, Callable
 from functools import partial
-from typing import Any, TypeVar, get_args
+from typing import TypeVar, get_args
 
 from azure.core.credentials import AzureSasCredential
 from azure.core.credentials_async import AsyncTokenCredential
-from azure.core.exceptions import ClientAuthenticationError
 
 from imagefleet import errors, retry
 from imagefleet.storage.azure import errors as azure_errors
@@ -49,10 +48,7 @@ class Access:
         retry_policy: retry.RetryPolicy,
         tokens: RotatingTokens | None,
     ) -> None:
-        """*what* names it in messages; *credential* None: the address itself holds one.
-
-        *tokens* update the credential.
-        """
+        """*what* names it in messages; *credential* None: the address has it; *tokens* renew it."""
         self.what = what
         self.credential = credential
         self._resource = resource
@@ -84,12 +80,9 @@ class Access:
     async def attempt(self, permission: str, request: Callable[[], Awaitable[_Result]]) -> _Result:
         """Makes a request once; repeats it with a newer token if its token was refused.
 
-        *permission* is the letter (`roles`) that it needs; empty for what no token allows.
-
-        Raises:
-            NoTokenError: there are tokens, but none for this resource.
-            NoAccessError: Azure no longer accepts the token, and there is no newer one yet.
-            SetupError: Azure never accepted it, or the source will provide no other.
+        *permission* is the letter (`roles`) that it needs; empty for what no token allows. Raises
+        NoTokenError without a token for it, NoAccessError if Azure no longer accepts the token and
+        there is no newer one yet, SetupError if it never did, or there will be no other.
         """
         while True:
             if self._tokens is not None:
@@ -154,11 +147,7 @@ class RotatingTokens:
         return self.credentials[key]
 
     async def refresh_if_due(self) -> None:
-        """Waits for the first tokens; later ones are fetched while the request goes on.
-
-        Raises:
-            SetupError, TransientError: there are no tokens at all.
-        """
+        """Waits for the first tokens, or raises why there are none; later ones come meanwhile."""
         if self.tokens is None:
             await asyncio.shield(self._refresh())
             if self.tokens is None and self._failure is not None:
@@ -173,11 +162,7 @@ class RotatingTokens:
         refusal: azure_errors.RefusedError,
         wait_seconds: float,
     ) -> bool:
-        """Reads the source until *credential* holds another token than *refused*; False if not.
-
-        Raises:
-            SetupError: the source will provide none.
-        """
+        """Waits for another token than *refused*; False: in vain. SetupError: there comes none."""
         ends_at = time.monotonic() + wait_seconds
         while True:
             if time.monotonic() >= self.source.retry_at and credential.signature == refused:
@@ -233,11 +218,7 @@ class RotatingTokens:
 
 
 class Credentials:
-    """The credentials of the queues and the containers.
-
-    Raises:
-        SetupError: there are no credentials, or two kinds of them.
-    """
+    """The credentials of the queues and containers; a SetupError without any, or with two kinds."""
 
     def __init__(
         self,
@@ -297,18 +278,8 @@ def _workload_identity(queue: str) -> AsyncTokenCredential:
             "a pod's workload identity needs azure-identity: pip install '.[azure-identity]'"
         ) from None
 
-    class PodIdentity(WorkloadIdentityCredential):
-        async def get_token_info(self, *scopes: str, **options: Any) -> Any:
-            try:
-                return await super().get_token_info(*scopes, **options)
-            except ClientAuthenticationError as error:
-                reason = error.message.strip().partition("\n")[0]
-                raise errors.SetupError(
-                    f"Microsoft Entra refuses the pod's identity: {reason}"
-                ) from None
-
     try:
-        return PodIdentity()
+        return WorkloadIdentityCredential()
     except ValueError:
         raise errors.SetupError(
             f"{FEDERATED_TOKEN_FILE} is set, but AZURE_CLIENT_ID and AZURE_TENANT_ID are not:"

@@ -53,6 +53,8 @@ _JOB_AT_FAULT = frozenset(
     {"RequestBodyTooLarge", "MetadataTooLarge", "InvalidMetadata", "EmptyMetadataKey"}
 )
 
+_NO_CODE = "no error code"
+
 #: The server did nothing; after any other error of its own, it may have.
 _TOO_MANY_REQUESTS = frozenset({429, 503})
 
@@ -143,7 +145,7 @@ def tolerated(codes: Collection[str]) -> Iterator[None]:
 def code_of(error: exceptions.HttpResponseError) -> str:
     """Azure's error code, from the SDK's enumeration or as text."""
     code = getattr(error, "error_code", None)
-    return str(getattr(code, "value", code) or "no error code")
+    return str(getattr(code, "value", code) or _NO_CODE)
 
 
 def answered(status: int, headers: Mapping[str, str], body: bytes) -> exceptions.HttpResponseError:
@@ -170,8 +172,13 @@ def _from_response(
     permission: str,
 ) -> errors.FleetError:
     status, code = error.status_code, code_of(error)
-    if isinstance(error, exceptions.ClientAuthenticationError) and status is None:
-        return errors.SetupError(f"the account key for {what} is malformed")
+    if isinstance(error, exceptions.ClientAuthenticationError) and code == _NO_CODE:
+        reason = f"the account key for {what} is malformed"
+        if credential.is_identity:
+            cause = error.message.strip().partition("\n")[0]
+            reason = f"Microsoft Entra refuses the pod's identity: {cause}"
+        if credential.is_identity or status is None:
+            return errors.SetupError(reason)
     answer = f"{code} (HTTP {status})"
     if code in _BEING_DELETED:
         answer += ": it is being deleted, and its name is free again in a minute or so"

@@ -125,10 +125,7 @@ class Tokens(QueueTokens):
 
 
 class TokenFile:
-    """A JSON file of tokens that is replaced now and then, such as a mounted Kubernetes secret.
-
-    While the file is broken or missing, the last good tokens stay in force.
-    """
+    """A JSON file of tokens that is replaced now and then; while it is broken, the last hold."""
 
     def __init__(self, path: Path) -> None:
         self.name = f"the file {path}"
@@ -139,8 +136,7 @@ class TokenFile:
     async def read(self) -> Tokens | None:
         """The tokens; None if they have not changed.
 
-        Raises:
-            TransientError: the file is broken now; SetupError: it always was.
+        Raises TransientError if the file is broken now, SetupError if it always was.
         """
         self.due_at = time.monotonic() + FILE_CHECK_SECONDS
         try:
@@ -178,11 +174,7 @@ class TokenBroker:
         self._refusals = 0
 
     async def read(self) -> Tokens:
-        """New tokens.
-
-        Raises:
-            TransientError: the broker fails; SetupError: it refuses this worker for good.
-        """
+        """New tokens; raises SetupError if the broker refuses this worker for good."""
         was_due = time.monotonic() >= self.due_at
         life_seconds = 0.0
         self._failures += 1
@@ -244,11 +236,7 @@ TokenSource = TokenFile | TokenBroker
 def source_of(
     settings: StorageSettings, identity_token: IdentityToken | None
 ) -> TokenSource | None:
-    """The source of changing tokens that the settings name, if any.
-
-    Raises:
-        SetupError: they name two, or a broker where no identity token is available.
-    """
+    """The source of changing tokens that the settings name, if any; a SetupError for two."""
     given = (settings.sas_file, settings.broker_url, settings.sas)
     if sum(each is not None for each in given) > 1:
         raise errors.SetupError(
@@ -268,11 +256,7 @@ def source_of(
 
 
 def fixed_tokens(settings: StorageSettings, in_address: str | None) -> Tokens | None:
-    """The tokens of IMAGEFLEET_SAS, or the one in the storage's address, which is for all.
-
-    Raises:
-        SetupError: IMAGEFLEET_SAS holds no token.
-    """
+    """The tokens of IMAGEFLEET_SAS, or the one in the storage's address, which is for all."""
     text = settings.sas.get_secret_value().strip() if settings.sas else in_address
     if text is None:
         return None
@@ -289,11 +273,7 @@ def fixed_tokens(settings: StorageSettings, in_address: str | None) -> Tokens | 
 
 
 def read_tokens(text: str | bytes) -> Tokens:
-    """Parses a JSON record of tokens.
-
-    Raises:
-        ValueError: it is not valid. The message does not quote it.
-    """
+    """Parses a JSON record of tokens; the ValueError for others does not quote them."""
     try:
         return Tokens.model_validate_json(text)
     except ValidationError as error:

@@ -56,11 +56,8 @@ async def surface_lost_replies(
 class AzureStorage:
     """The queues and the containers of one storage account. Connects on first use.
 
-    Honours HTTPS_PROXY, HTTP_PROXY and NO_PROXY. If none is set, aiohttp does not look for a proxy
-    on each request, which takes almost half of the CPU time.
-
-    Raises:
-        SetupError: the address is not valid, or lacks credentials.
+    Honours HTTPS_PROXY, HTTP_PROXY and NO_PROXY; else aiohttp is not to look for a proxy on each
+    request, which takes almost half of the CPU time. Raises SetupError as `open_storage`.
     """
 
     def __init__(

@@ -60,19 +60,14 @@ class QueueFile:
     async def run(self, work: Callable[[sqlite3.Connection], _Result]) -> _Result:
         """Does *work* in the thread of the file.
 
-        Raises:
-            TransientError: another process locks the file for too long, or the disk is full.
-            SetupError: the file or queue does not exist or cannot be used.
+        Raises TransientError if another process locks the file for too long, or the disk is full,
+        SetupError if the file or the queue does not exist or cannot be used.
         """
         done: _Result = await self._calls(lambda: work(self._open()))
         return done
 
     async def change(self, work: Callable[[sqlite3.Connection], _Result]) -> _Result:
-        """Does *work* in one transaction with what else waits.
-
-        Raises:
-            TransientError, SetupError: as for `run`; no change of the transaction was made.
-        """
+        """Does *work* in one transaction with what else waits; after an error it has no effect."""
         done: _Result = await self._calls(_Change(work))
         return done
 
@@ -363,10 +358,7 @@ def _key(message: protocol.LeasedMessage) -> tuple[int, int, str]:
 
 
 def _clock_ahead(connection: sqlite3.Connection) -> float:
-    """What the file's clock is ahead of the machine's uptime.
-
-    After a restart of the machine nobody holds the leases any more: they end.
-    """
+    """What the file's clock is ahead of the uptime; when the machine restarts, all leases end."""
     ahead = time.time() - host.uptime()
     if (boot := host.boot_id()) is None:
         return ahead

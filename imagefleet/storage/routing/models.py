@@ -88,30 +88,20 @@ class ModelQueues:
                 queue.main.stand_at(share)
 
     async def set_shards(self, shards: int) -> None:
-        """Sets the number of shards of each queue, those of every model as well.
-
-        Raises:
-            SetupError: the credentials do not allow that.
-        """
+        """Sets the shards of each queue, those of every model as well, as `Route.set_shards`."""
         for model in (None, *await self.names()):
             for queue in self.of(model).values():
                 await queue.main.set_shards(shards)
 
     async def create(self, model: str | None = None) -> bool:
-        """Creates a model's queues if they do not exist; False if the credentials do not allow it.
-
-        A SAS token for one queue can create nothing else, nor need it.
-        """
+        """Creates a model's queues if need be; False if the credentials, as any token, may not."""
         for priority in sorted(PRIORITIES, key=lambda priority: priority != "normal"):
             if not await self.of(model)[priority].main.create():
                 return False
         return True
 
     async def make(self, model: str | None) -> Queues:
-        """A model's queues, created if they do not exist and the credentials allow that.
-
-        Not those of a model that no job can name.
-        """
+        """A model's queues, created if need be and allowed; not of a model that no job can name."""
         queues = self.of(model)
         if model is None or model in self._made or not SAFE_NAME.fullmatch(model):
             return queues
@@ -175,11 +165,7 @@ class ModelQueues:
         return RoutedQueue(routes, self.default["normal"].main, find_more=find_more)
 
     async def send(self, bodies: Iterable[str], priority: Priority = "normal") -> None:
-        """Adds each message to the queue of its job's model.
-
-        Raises:
-            JobError: a body is over 64 KiB; none was sent.
-        """
+        """Adds each to the queue of its job's model; none, with a JobError, if one is too large."""
         groups: dict[str | None, list[str]] = {}
         for body in sizes.checked_messages(bodies):
             groups.setdefault(model_of(body), []).append(body)

@@ -158,7 +158,7 @@ class Stager:
         if job.staged is not None and job.staged.convolutions:
             return job.staged.convolutions
         packed = job.prepared.convolution_pack
-        if packed is None or not packed.shapes:
+        if packed is None or not packed.ranks:
             return {}
         return packed.by_shape(packed.assemble().to(self._device))
 
