@@ -214,16 +214,8 @@ def showing(what: str) -> Iterator[Progress]:
     if not console.stderr.is_terminal:
         yield show_line
         return
-    columns = (
-        progress.TextColumn("{task.description}"),
-        progress.BarColumn(),
-        progress.DownloadColumn(),
-        progress.TransferSpeedColumn(),
-        progress.TimeRemainingColumn(),
-    )
-    with progress.Progress(*columns, console=console.stderr) as bar:
-        task = bar.add_task(what, total=None)
-        yield lambda so_far, total: bar.update(task, completed=so_far, total=total)
+    with console.counting(what, None, unit=progress.DownloadColumn()) as move:
+        yield lambda so_far, total: move(done=so_far, total=total)
 
 
 def _own_file(source: str, sha256: str | None) -> Path:
