@@ -353,7 +353,9 @@ def counting(
     )
     with progress.Progress(*columns, console=stderr, transient=True) as bar:
         task = bar.add_task(verb, total=total)
-        yield lambda count=1, done=None: bar.update(task, completed=done, advance=count)
+        yield lambda count=1, done=None, **more: bar.update(
+            task, completed=done, advance=count, **more
+        )
 
 
 def counted(number: int, noun: str) -> str:
