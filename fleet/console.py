@@ -117,11 +117,7 @@ def one_line_errors() -> Iterator[None]:
 
 @contextlib.asynccontextmanager
 async def connected(settings: StorageSettings) -> AsyncIterator[aio.Fleet]:
-    """The client of the settings' storage.
-
-    Raises:
-        SetupError: the storage or its queue cannot be used.
-    """
+    """The client of the settings' storage; raises SetupError if it or its queue cannot be used."""
     from imagefleet import aio, signing
     from imagefleet.storage.open import open_storage
     from imagefleet.storage.settings import SignerSettings

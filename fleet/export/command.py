@@ -64,7 +64,7 @@ def command(
     if dry_run:
         _show_plan(console.run(_measure(settings, plan)), folder, as_json=as_json)
         return
-    with console.one_line_errors(), console.only_one(folder, f"{folder} is being exported to"):
+    with console.only_one(folder, f"{folder} is being exported to"):
         made = console.run(_export(settings, folder, plan, quiet=as_json))
     _report(made, folder, as_json=as_json)
     if not made.is_whole:

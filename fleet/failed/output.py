@@ -158,7 +158,7 @@ def _print_jobs(jobs: list[dict[str, Any]]) -> None:
     failed = Column("failed (UTC)", no_wrap=True)
     rows = []
     for job in jobs:
-        failed_at = job.get("failed_at", "")[5:16].replace("T", " ")
+        failed_at = job.get("at", "")[5:16].replace("T", " ")
         cells = [job_key(job.get("campaign"), job["id"]), job["error"]]
         cells += [str(job.get("stage", ""))] if stage else []
         cells += [failed_at]

@@ -131,11 +131,7 @@ async def add(
 
 
 def _archives(sources: list[str]) -> list[Ready]:
-    """The archives among *sources*, and those in the folders, checked.
-
-    Raises:
-        SetupError: there is none in a folder, or one is damaged.
-    """
+    """The archives in *sources*, checked; raises SetupError for damaged ones or none."""
     found: list[Ready] = []
     for source in map(Path, sources):
         if not source.exists():
@@ -181,11 +177,7 @@ async def _ready(
 async def _model(
     path: Path, name: str | None, cache: Path, *, is_tried: bool
 ) -> AsyncIterator[Ready]:
-    """The checkpoint as one file with its reference images, for the block.
-
-    Raises:
-        SetupError: it cannot be loaded or has no valid name.
-    """
+    """The checkpoint as one file with its reference images; raises SetupError if it is unusable."""
     check.check_path(path)
     _check_prediction(path)
     file_name = _file_name(name, path)

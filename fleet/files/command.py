@@ -83,6 +83,7 @@ _MAKE: Mapping[str, Collection[str]] = {
 @options.from_settings(SignerSettings)
 def add_command(
     settings: SignerSettings,
+    *,
     context: typer.Context,
     given: AddOptions,
     kind: KindName,
@@ -180,6 +181,7 @@ async def remove_command(
 @options.from_settings(MakeSettings)
 def make_command(
     settings: MakeSettings,
+    *,
     context: typer.Context,
     given: MakeOptions,
     kind: str = argument(f"{', '.join(MADE)}.", metavar="KIND"),

@@ -65,8 +65,10 @@ def test_image(model: Path, target: Path) -> dict[str, object]:
     began = time.monotonic()
     device = devices.find_device("auto").type
     on_cpu = device == "cpu"
-    engine = load.load_any_engine(
-        model, slots=1, compile="off", prediction_type=check.prediction_type(model)
+    engine = load.load_engine(
+        load.EngineSettings(
+            model, slots=1, compile="off", prediction_type=check.prediction_type(model)
+        )
     )
     width, height = (min(side, _CPU_SIDE) if on_cpu else side for side in engine.default_size)
     request = contract.ImageRequest(
@@ -112,11 +114,7 @@ def make_canary(model: Path) -> Report:
 
 
 def canary(model: Path) -> Reference:
-    """Draws a checkpoint's reference images, in two precisions.
-
-    Raises:
-        SetupError: it cannot be loaded, or its images say nothing.
-    """
+    """Draws a checkpoint's reference images in two precisions; raises SetupError if it cannot."""
     from worker.engine import device as devices
 
     device = devices.find_device("auto").type
@@ -154,11 +152,13 @@ def _draw(
 ) -> tuple[str, tuple[int, int], dict[CanaryImage, Fingerprint]]:
     """The weights' identity, the images' size and their fingerprints."""
     engine = load.load_engine(
-        model,
-        slots=len(reference.CANARY_IMAGES),
-        precision=precision,
-        compile="off",
-        prediction_type=check.prediction_type(model),
+        load.EngineSettings(
+            model,
+            slots=len(reference.CANARY_IMAGES),
+            precision=precision,
+            compile="off",
+            prediction_type=check.prediction_type(model),
+        )
     )
     if (self_check := engine.self_check) is None:
         engine.close()
@@ -265,19 +265,19 @@ async def _fetch_model(settings: WorkerSettings) -> WorkerSettings:
 
 def _compile(settings: WorkerSettings, folder: Path) -> None:
     """Compiles into the *folder*; raises SetupError if torch has kept nothing."""
-    from worker.engine.load import load_engine
-
     path = model.local_path(settings)
     check.check_path(path)
-    load_engine(
-        path,
-        settings.device,
-        precision=settings.precision,
-        config=settings.config,
-        prediction_type=check.prediction_type(path),
-        slots=settings.slots,
-        compile="auto",
-        fp16_accumulate=settings.fp16_accumulate,
+    load.load_engine(
+        load.EngineSettings(
+            path,
+            settings.device,
+            precision=settings.precision,
+            config=settings.config,
+            prediction_type=check.prediction_type(path),
+            slots=settings.slots,
+            compile="auto",
+            fp16_accumulate=settings.fp16_accumulate,
+        )
     ).close()
     if not any(folder.glob("fxgraph/*/*/*")):
         raise errors.SetupError(

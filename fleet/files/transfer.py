@@ -102,11 +102,7 @@ async def local_file(
 
 
 def check_file(path: Path, kind: FileKind) -> str:
-    """What a file of the *kind* holds, as in 'SDXL LoRA'.
-
-    Raises:
-        SetupError: it is of another kind, too large, or cannot be read.
-    """
+    """What a file is, as in 'SDXL LoRA'; raises SetupError if it is not of *kind*, or too large."""
     if path.suffix.lower() in addresses.PICKLE_SUFFIXES:
         is_embedding = kind is kinds.EMBEDDING
         advice = addresses.pickle_advice(str(path), is_embedding=is_embedding)

@@ -18,9 +18,6 @@ from imagefleet import errors
 from imagefleet.pricing import families, prices
 from loadgen import sources
 
-_DEFAULT_GPU = "RTX 3060 Ti"
-_NO_START_UP = estimate.Input(0.0, "assumed", "not included without --bench")
-
 
 @dataclass(frozen=True, slots=True)
 class Batch:
@@ -54,7 +51,7 @@ class Machines:
     """What draws it, at which speed and price."""
 
     gpu: list[str] | None = option(
-        f"GPU class; repeat it, with replicas, for a mix. [default: {_DEFAULT_GPU}]",
+        f"GPU class; repeat it, with replicas, for a mix. [default: {estimate.DEFAULT_GPU}]",
         metavar="NAME[=COUNT]",
     )
     price_per_hour: float | None = option("$/h of one replica.", min=0.0001, metavar="DOLLARS")
@@ -113,28 +110,10 @@ def mix_of(
 ) -> list[estimate.Part]:
     """The GPU classes with their speeds and prices."""
     benches = [estimate.read_bench(path, table) for path in machines.bench or []]
-    named = _named(machines.gpu, benches, machines.replicas)
-    dollars, rate = machines.price_per_hour, machines.images_per_second
-    if len(named) > 1 and (dollars is not None or rate is not None):
-        raise errors.SetupError(
-            "--price-per-hour and --images-per-second apply to one GPU class; for a mix use"
-            " --price-file and --bench"
-        )
-    has_own = dollars is not None and rate is not None
-    mix = []
-    for name, count in named:
-        found = name
-        if not has_own:  # a class with a report need not be in the table
-            measured = prices.matching_gpus(name, [each.gpu for each in benches])
-            found = measured[0] if measured else prices.find_gpu(name, table.gpus)
-        speeds = estimate.find_speeds(found, works, rate, benches)
-        price = estimate.find_price(found, priority, dollars, table)
-        made_on = estimate.bench_of(found, benches, works[0].family)
-        start_up = made_on.start_up if made_on else _NO_START_UP
-        speed = estimate.mean_speed(speeds)
-        mix.append(estimate.Part(found, count, speed, price, start_up, speeds))
-    estimate.refuse_unused(benches, {part.gpu for part in mix})
-    return mix
+    known = estimate.Known(
+        table, benches, priority, machines.price_per_hour, machines.images_per_second
+    )
+    return estimate.make_mix(_named(machines.gpu, benches, machines.replicas), works, known)
 
 
 def _works(
@@ -159,7 +138,7 @@ def _named(
 ) -> list[tuple[str, int]]:
     """GPU classes as given, and the replicas of each."""
     named = []
-    for text in names or [bench.gpu for bench in benches] or [_DEFAULT_GPU]:
+    for text in names or [bench.gpu for bench in benches] or [estimate.DEFAULT_GPU]:
         name, equals, count = text.rpartition("=")
         if not equals:
             name, count = text, "1"
@@ -193,28 +172,13 @@ def show(plan: estimate.Plan, table: prices.PriceTable) -> None:
         console.print_tables("", _model_table(plan.models))
     console.print_tables("")
     for part in plan.mix:
-        inputs = [
-            (f"{each.images_per_second.value:.3g} {_described(each)}/s", each.images_per_second)
-            for each in part.models
-        ]
-        inputs.append((f"${part.dollars_per_hour.value:g}/h", part.dollars_per_hour))
-        start_up = part.start_up_seconds
-        inputs.append((f"{start_up.value:g} s of start-up", start_up))
-        for text, each in inputs:
-            console.print_tables(f"{part.gpu}: {text}: {each.kind}: {each.source}.")
+        console.print_tables(*estimate.sources(part))
     changes = ", workers' changes between models" if len(plan.models) > 1 else ""
     console.print_tables(
         f"Storage operations: listed: {table.storage.source}.",
         "Interruptions, idle time, second drawings (`imagefleet load --verify-share`, by default"
         " 0.5 % more)" + changes + " and storing the images are not included.",
     )
-
-
-def _described(model: estimate.ModelSpeed) -> str:
-    if model.model is not None:
-        return f"images of {console.untrusted(model.model)}"
-    is_sd1 = model.family == families.SD1.slug
-    return "images" if is_sd1 else f"{families.find(model.family).name} images"
 
 
 def _model_table(models: Sequence[estimate.ModelCost]) -> Table:

@@ -21,7 +21,7 @@ from imagefleet import concurrency, errors
 from imagefleet.files import picture
 from imagefleet.job.message import DUPLICATES, MAX_IMAGE_BYTES, REPLACED, Job, job_key, read_job
 from imagefleet.records import once
-from imagefleet.records.shard import RecordLog
+from imagefleet.records.record import RecordLog
 from imagefleet.signing import TrustedKeys
 from imagefleet.storage.open import Storage
 from imagefleet.storage.protocol import BlobStore
@@ -51,11 +51,7 @@ class JobFinder:
             self._duplicates[name.removeprefix(DUPLICATES).rpartition("/")[0]].append(name)
 
     async def message(self, name: str, data: bytes) -> str:
-        """The message of the job that draws image *name*, whose file is *data*.
-
-        Raises:
-            JobError: there is none, or more than one; says why.
-        """
+        """The message of the job that draws image *name*; raises JobError unless it is one."""
         key = name.rpartition(".")[0]
         for given in map(self._given.get, (key, _NUMBER.sub("", key))):
             if given is not None and draws(read_job(given, "none"), name):

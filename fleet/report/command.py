@@ -16,10 +16,10 @@ from fleet.report import page as report_page
 from fleet.report import records as report_records
 from fleet.settings import MonitorSettings
 from imagefleet import errors
+from imagefleet import scores as campaign_scores
 from imagefleet.job.message import DEFAULT_CAMPAIGN
 from imagefleet.pricing import prices
-from imagefleet.scoring import scores as campaign_scores
-from imagefleet.scoring.scores import Scores
+from imagefleet.scores import Scores
 from imagefleet.storage.open import LOCAL_SCHEME
 
 #: Reasons for damage that stderr shows; the page and the JSON have some more.

@@ -20,13 +20,12 @@ from fleet.report.metrics import Metrics
 from fleet.report.plot import Bar, Line, bars, histogram, time_plot
 from fleet.report.records import Records
 from imagefleet import errors
+from imagefleet import scores as campaign_scores
+from imagefleet import scores as curve
 from imagefleet.files import picture
 from imagefleet.job import prompt
 from imagefleet.job.message import MAX_IMAGE_BYTES
-from imagefleet.scoring import curve
-from imagefleet.scoring import scores as campaign_scores
-from imagefleet.scoring.curve import number_text
-from imagefleet.scoring.scores import Scores
+from imagefleet.scores import Scores, number_text
 from imagefleet.storage.protocol import BlobStore
 
 #: Rows of the table of workers, the slowest first.

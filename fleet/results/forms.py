@@ -130,11 +130,7 @@ ROW_GROUP = 50_000
 
 
 def arrow() -> Any:
-    """The library, with its Parquet module.
-
-    Raises:
-        SetupError: it is not installed.
-    """
+    """The library, with its Parquet module; raises SetupError if it is not installed."""
     try:
         import pyarrow as pa
         import pyarrow.parquet

@@ -11,7 +11,7 @@ import logging
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from diffusers import AutoencoderKL, UNet2DConditionModel
@@ -25,7 +25,6 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import nn
 from transformers import (
-    CLIPTextConfig,
     CLIPTextModel,
     CLIPTextModelWithProjection,
     CLIPTokenizer,
@@ -38,7 +37,7 @@ from imagefleet.telemetry import logs
 from worker.engine import checksums
 from worker.engine.families import noise, reading, table
 from worker.engine.families import vae as vaes
-from worker.engine.families.table import SD1, Family, TextEncoder
+from worker.engine.families.table import Config, Family, Model, TextEncoder
 from worker.engine.lora.layout import Network
 from worker.engine.slots import memory
 
@@ -57,39 +56,20 @@ _CONFIGURATION = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Checkpoint:
-    """The networks of one checkpoint on their device, and their noise schedule."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Checkpoint(Model):
+    """The networks of a model of latents on their device, and their noise schedule."""
 
-    name: str
     tokenizer: CLIPTokenizer
     text_encoder: CLIPTextModel
-    unet: UNet2DConditionModel
+    text_encoder_2: CLIPTextModelWithProjection | None = None
     vae: AutoencoderKL
     alphas_cumprod: torch.Tensor
     prediction_type: str
-    vae_factor: int
-    """Pixels per latent, in each direction."""
-    default_size: tuple[int, int]
-    """The native width and height in pixels."""
     weight_sums: checksums.Sums
     """Checksums of the networks' weights as they were on the CPU (`networks`)."""
     weights_id: str
     """Identifies the weights, in whatever file and precision they are."""
-    family: Family = SD1
-    text_encoder_2: CLIPTextModelWithProjection | None = None
-    image_noise: noise.ImageNoise | None = None
-    """The noise that families which enlarge an image add to it; None for other families."""
-
-    @property
-    def latent_channels(self) -> int:
-        """The number of channels of the latents that are drawn."""
-        return int(self.unet.config.out_channels)
-
-    @property
-    def conditioning_channels(self) -> int:
-        """What the UNet takes beside the latents: 5 in inpainting checkpoints, 3 in upscalers."""
-        return int(self.unet.config.in_channels) - self.latent_channels
 
     @property
     def text_encoders(self) -> dict[Network, Any]:
@@ -161,7 +141,7 @@ def load_checkpoint(
         placed |= {name: (device, each.dtype) for name, each in like.networks.items()}
     is_whole = all(each_dtype == checksums.IDENTITY_TYPE for _, each_dtype in placed.values())
     weights_id = "" if is_whole else checksums.identify(networks)
-    weight_sums = _place(networks, placed)
+    weight_sums = place(networks, placed)
     _refuse_damaged(model, networks)
     factor = vae_factor(vae)
     side = unet.config.sample_size * factor
@@ -174,7 +154,7 @@ def load_checkpoint(
         vae=vae,
         alphas_cumprod=noise.alphas_cumprod(model, scheduler, found.keys),
         prediction_type=predicted,
-        vae_factor=factor,
+        factor=factor,
         default_size=(side, side),
         weight_sums=weight_sums,
         weights_id=weights_id or checksums.identity(weight_sums),
@@ -203,7 +183,7 @@ def _placements(
     return placed
 
 
-def _place(networks: _Networks, placed: Mapping[str, _Placement]) -> checksums.Sums:
+def place(networks: _Networks, placed: Mapping[str, _Placement]) -> checksums.Sums:
     """Moves the networks to their devices; returns the sums of their weights on the CPU before.
 
     Raises:
@@ -258,8 +238,7 @@ _Networks = dict[str, Any]
 """The UNet, the VAE and the text encoders, by the names of their folders."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Read:
+class _Read(NamedTuple):
     """What a checkpoint's files contain."""
 
     family: Family
@@ -270,25 +249,30 @@ class _Read:
     """True if the family knows the native size, not a configuration."""
 
 
-def _read_folder(folder: Path) -> _Read:
-    configs = [
-        reading.read_json(folder / part / "config.json") for part in ("unet", "text_encoder")
-    ]
-    family = table.of_folder(*configs)
-    networks: _Networks = {
-        "unet": reading.read_network(UNet2DConditionModel, folder / "unet"),
-        "vae": reading.read_network(AutoencoderKL, folder / "vae"),
+def _parts(family: Family) -> dict[str, tuple[type[Any], Config]]:
+    """The networks' classes, and their configurations where a single file has none."""
+    parts: dict[str, tuple[type[Any], Config]] = {
+        "unet": (UNet2DConditionModel, family.unet_config),
+        "vae": (AutoencoderKL, family.vae_config),
     }
     for encoder in family.text_encoders:
-        networks[encoder.network] = reading.read_network(
-            _text_model(encoder), folder / encoder.network
-        )
-    return _Read(family, networks)
+        model = CLIPTextModelWithProjection if encoder.rules.has_pooled else CLIPTextModel
+        parts[encoder.network] = (model, encoder.config)
+    return parts
 
 
-def _text_model(encoder: TextEncoder) -> type[Any]:
-    projected: type[Any] = CLIPTextModelWithProjection
-    return projected if encoder.rules.has_pooled else CLIPTextModel
+def _read_folder(folder: Path) -> _Read:
+    unet, text_encoder = (
+        reading.read_json(folder / part / "config.json") for part in ("unet", "text_encoder")
+    )
+    family = table.of_folder(unet, text_encoder)
+    return _Read(
+        family,
+        {
+            name: reading.read_network(network, folder / name)
+            for name, (network, _) in _parts(family).items()
+        },
+    )
 
 
 def _config_folder(model: Path, config: Path | None) -> Path:
@@ -321,20 +305,22 @@ def _read_file(path: Path, config: Path) -> _Read:
     if family is None:
         known = " or ".join(each.name for each in table.FAMILIES)
         raise errors.SetupError(f"{str(path)!r} is not a {known} checkpoint")
+    parts = _parts(family)
+    parts["unet"] = (
+        UNet2DConditionModel,
+        {**family.unet_config, "in_channels": weights[_INPUTS].shape[1]},
+    )
     try:
-        with torch.device("meta"):
-            inputs = {"in_channels": weights[_INPUTS].shape[1]}
-            unet = UNet2DConditionModel.from_config(
-                reading.network_config(config / "unet", {**family.unet_config, **inputs})
-            )
-            vae = AutoencoderKL.from_config(
-                reading.network_config(config / "vae", family.vae_config)
-            )
-        _fill(unet, convert_ldm_unet_checkpoint(weights, unet.config))
-        _fill(vae, convert_ldm_vae_checkpoint(weights, vae.config))
-        networks = {"unet": unet, "vae": vae}
+        networks = {
+            name: reading.build(network, reading.network_config(config / name, default))
+            for name, (network, default) in parts.items()
+        }
+        unet, vae = networks["unet"], networks["vae"]
+        reading.assign(unet, convert_ldm_unet_checkpoint(weights, unet.config))
+        reading.assign(vae, convert_ldm_vae_checkpoint(weights, vae.config))
         for encoder in family.text_encoders:
-            networks[encoder.network] = _read_text_encoder(encoder, weights, config)
+            text_encoder = networks[encoder.network]
+            reading.assign(text_encoder, _text_weights(encoder, weights, text_encoder))
     except reading.LOADING_ERRORS as error:
         raise errors.SetupError(
             f"{str(path)!r} does not fit {family.name}: {reading.brief(error)}"
@@ -343,30 +329,19 @@ def _read_file(path: Path, config: Path) -> _Read:
     return _Read(family, networks, weights.keys(), has_own_size)
 
 
-def _read_text_encoder(
-    encoder: TextEncoder, weights: Mapping[str, torch.Tensor], config: Path
-) -> Any:
-    with torch.device("meta"):
-        text_config = CLIPTextConfig(
-            **reading.network_config(config / encoder.network, encoder.config)
-        )
-        network = _text_model(encoder)(text_config)
-    reading.number_positions(network)
+def _text_weights(
+    encoder: TextEncoder, weights: dict[str, torch.Tensor], network: Any
+) -> dict[str, torch.Tensor]:
+    """A text encoder's weights of a single file, in transformers' names."""
     if encoder.is_open_clip:
-        own = convert_open_clip_checkpoint(network, weights, encoder.prefix)
-    else:
-        own = {
-            key.removeprefix(encoder.prefix): weight
-            for key, weight in weights.items()
-            if key.startswith(encoder.prefix)
-        }
-    _fill(network, own)
-    return network
-
-
-def _fill(network: nn.Module, weights: Mapping[str, torch.Tensor]) -> None:
-    if missing := reading.assign(network, weights):
-        raise ValueError(f"{len(missing)} weights are missing, for example {missing[0]}")
+        found: dict[str, torch.Tensor]
+        found = convert_open_clip_checkpoint(network, weights, encoder.prefix)
+        return found
+    return {
+        key.removeprefix(encoder.prefix): weight
+        for key, weight in weights.items()
+        if key.startswith(encoder.prefix)
+    }
 
 
 def _find_tokenizer(checkpoint: Path, vocabulary_size: int) -> CLIPTokenizer:
@@ -401,16 +376,12 @@ def _check_architecture(
     ):
         raise errors.SetupError(f"{str(model)!r} does not have {family.name}'s architecture")
     latents, inputs = unet.config.out_channels, unet.config.in_channels
-    if family.enlarges_image and inputs != latents + table.IMAGE_CHANNELS:
-        raise errors.SetupError(
-            f"the UNet of {str(model)!r} has {inputs} inputs: the {family.name}'s has"
-            f" {latents + table.IMAGE_CHANNELS}"
-        )
-    if not family.enlarges_image and inputs not in (latents, 2 * latents + 1):
-        raise errors.SetupError(
-            f"the UNet of {str(model)!r} has {inputs} inputs: checkpoints that draw from text have"
-            f" {latents}, and inpainting checkpoints {2 * latents + 1}"
-        )
+    wanted = {latents: "checkpoints that draw from text have", 2 * latents + 1: "inpainting ones"}
+    if family.enlarges_image:
+        wanted = {latents + table.IMAGE_CHANNELS: f"the {family.name}'s has"}
+    if inputs not in wanted:
+        ones = ", and ".join(f"{whose} {number}" for number, whose in wanted.items())
+        raise errors.SetupError(f"the UNet of {str(model)!r} has {inputs} inputs: {ones}")
     if not isinstance(unet.config.sample_size, int):
         raise errors.SetupError(
             f"{str(model)!r} has no native size: sample_size in unet/config.json must be a number"

@@ -6,12 +6,13 @@ import logging
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from diffusers import AutoencoderKL
 
 from imagefleet import errors
-from worker.engine import checkpoint, contract
+from worker.engine import contract
 from worker.engine import errors as engine_errors
 from worker.engine.kernels import stripes
 from worker.engine.kernels.compile import Compiled, GraphPool
@@ -29,8 +30,7 @@ _MAX_IMAGES = 8
 _MAX_WAIT_TICKS = 8
 
 
-@dataclass(frozen=True, slots=True)
-class _FinishedLatents:
+class _FinishedLatents(NamedTuple):
     ticket: int
     latents: torch.Tensor
     since_tick: int
@@ -70,17 +70,19 @@ class HostCopy:
 
 
 class Decoder:
-    """The VAE, and the latents and pixels on their way through it."""
+    """The VAE, and the latents and pixels on their way through it; without one, of images."""
 
     def __init__(
         self,
-        vae: AutoencoderKL,
+        vae: AutoencoderKL | None,
+        factor: int = 1,
         *,
         backend: str | None = None,
         pool: GraphPool | None = None,
     ) -> None:
+        """*factor*: pixels for each of the latents' rows."""
         self._vae = vae
-        self._pixels_per_latent = checkpoint.vae_factor(vae) ** 2
+        self._pixels_per_latent = factor**2
         self.slice_pixels = _SLICE_PIXELS
         self.max_images = _MAX_IMAGES
         self.is_striped = False
@@ -114,7 +116,9 @@ class Decoder:
 
         Yields the function before its first run, to be traced on any thread.
         """
-        if self._backend is None or self.is_striped or shape in self._compiled:
+        if self._vae is None or self._backend is None:
+            return
+        if self.is_striped or shape in self._compiled:
             return
         size = self._slice_size(shape)
         latents = torch.zeros((size, *shape), device=self._vae.device)
@@ -148,14 +152,12 @@ class Decoder:
         """
         self._tick += 1
         for shape in dict.fromkeys(drawn.latents.shape for drawn in self._queue):
-            waiting = deque(drawn for drawn in self._queue if drawn.latents.shape == shape)
             size = self._slice_size(shape)
             is_urgent = flush or shape not in self._compiled
-            while waiting:
-                waited = self._tick - waiting[0].since_tick
-                if not (len(waiting) >= size or is_urgent or waited >= lanes * _MAX_WAIT_TICKS):
+            while part := [each for each in self._queue if each.latents.shape == shape][:size]:
+                waited = self._tick - part[0].since_tick
+                if not (len(part) == size or is_urgent or waited >= lanes * _MAX_WAIT_TICKS):
                     break
-                part = [waiting.popleft() for _ in range(min(size, len(waiting)))]
                 for drawn in part:
                     self._queue.remove(drawn)
                 self._decode_or_share(part)
@@ -221,22 +223,16 @@ class Decoder:
         if shape in self._compiled:
             self._compiled.pop(shape)[1].release()
         torch.cuda.empty_cache()
-        if len(part) == 1 and out_of_memory and shape not in self._striped_shapes:
+        if half := len(part) // 2:
+            if out_of_memory:
+                self.slice_pixels = min(self.slice_pixels, half * self._pixels(shape))
+            self._decode_or_share(part[:half])
+            self._decode_or_share(part[half:])
+        elif out_of_memory and (shape not in self._striped_shapes or self.free_memory()):
             self._striped_shapes.add(shape)
             self._decode_or_share(part)
-            return
-        if len(part) == 1 and out_of_memory and self.free_memory():
-            self._decode_or_share(part)
-            return
-        if len(part) == 1:
+        else:
             self._failed.append(contract.Finished(part[0].ticket, failure))
-            return
-        half = len(part) // 2
-        if out_of_memory:
-            limit = half * self._pixels(shape)
-            self.slice_pixels = min(self.slice_pixels, limit)
-        self._decode_or_share(part[:half])
-        self._decode_or_share(part[half:])
 
     @torch.no_grad()
     def _decode(self, part: Sequence[_FinishedLatents]) -> HostCopy:
@@ -253,6 +249,8 @@ class Decoder:
 
     def _retry_in_float32(self, drawn: _FinishedLatents) -> contract.Outcome:
         """Decodes in float32, from then on, with a VAE that overflows in float16 as some do."""
+        if self._vae is None:
+            return errors.TransientError("the image is NaN")
         if self._vae.dtype == torch.float16 and drawn.latents.isfinite().all():
             log.warning(
                 "the VAE overflows in float16: it decodes in float32 from now on",
@@ -268,33 +266,30 @@ class Decoder:
         return errors.TransientError("the image is NaN")
 
 
-def decode(vae: AutoencoderKL, latents: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def decode(vae: AutoencoderKL | None, latents: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Decodes latents [images, 4, height, width]; see `to_pixels`."""
     return to_pixels(to_images(vae, latents))
 
 
 def decode_in_stripes(
-    vae: AutoencoderKL, latents: torch.Tensor
+    vae: AutoencoderKL | None, latents: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The same with less memory: see `kernels.stripes`."""
     return to_pixels(to_images(vae, latents, in_stripes=True))
 
 
 def to_images(
-    vae: AutoencoderKL, latents: torch.Tensor, *, in_stripes: bool = False
+    vae: AutoencoderKL | None, latents: torch.Tensor, *, in_stripes: bool = False
 ) -> torch.Tensor:
     """The VAE's images of latents [images, 4, height, width], from -1 to 1, in float32."""
-    scaled = _scale(vae, latents)
+    if vae is None:
+        return latents
+    scaled = (latents / vae.config.scaling_factor).to(vae.dtype)
+    if vae.post_quant_conv is not None:
+        scaled = vae.post_quant_conv(scaled)
     images: torch.Tensor
     images = stripes.decode(vae.decoder, scaled) if in_stripes else vae.decoder(scaled)
     return images.float()
-
-
-def _scale(vae: AutoencoderKL, latents: torch.Tensor) -> torch.Tensor:
-    scaled: torch.Tensor = (latents / vae.config.scaling_factor).to(vae.dtype)
-    if vae.post_quant_conv is not None:
-        scaled = vae.post_quant_conv(scaled)
-    return scaled
 
 
 def to_pixels(images: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

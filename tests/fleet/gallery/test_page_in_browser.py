@@ -18,8 +18,7 @@ import pytest
 from PIL import Image, ImageStat
 
 from fleet.gallery.campaign import Campaign, Pace
-from imagefleet.records.record import Record
-from imagefleet.records.shard import RecordLog
+from imagefleet.records.record import Record, RecordLog
 from imagefleet.storage.open import open_storage
 from imagefleet.storage.settings import StorageSettings
 from in_browser import drawn_campaign, gallery

@@ -24,8 +24,7 @@ from fleet.report import records as report_records
 from imagefleet import errors
 from imagefleet.job.message import DEFAULT_CAMPAIGN, Job, Output
 from imagefleet.pricing import prices
-from imagefleet.records import shard
-from imagefleet.records.record import Record
+from imagefleet.records.record import Record, RecordLog
 from imagefleet.storage.azure.roles import ROLES
 from imagefleet.storage.local.storage import LocalStorage
 from imagefleet.storage.open import Storage, open_storage
@@ -61,7 +60,7 @@ async def keep(storage: Storage, name: str, data: bytes, at: datetime = NOON, **
     line = Record.model_validate(
         {**known, "outcome": "completed", "at": at, "size_bytes": len(data)}
     )
-    await shard.RecordLog(storage.blobs, "w").add([line])
+    await RecordLog(storage.blobs, "w").add([line])
 
 
 @pytest.fixture
@@ -86,7 +85,7 @@ async def add(storage: Storage, job: Job | None, error: errors.FleetError) -> No
         error=type(error).__name__,
         reason=error.message,
     )
-    await shard.RecordLog(storage.blobs, "w1").add([failed])
+    await RecordLog(storage.blobs, "w1").add([failed])
 
 
 def figures_of(

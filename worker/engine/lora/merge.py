@@ -7,9 +7,10 @@ copy to the device.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -136,35 +137,102 @@ _RANK_ALIGNMENT = 8
 #: Tensors begin at multiples of this in the packed bytes.
 _ALIGNMENT_BYTES = 16
 
-#: A change of one layer and its LoRA's strength.
+#: A change of one layer and its LoRA's strength; the same of low rank, up [out, rank] and down.
 _Weighted = tuple[float, WeightDelta]
+WeightedFactors = tuple[float, Factors]
+
+
+class Room:
+    """Where tensors go in one tensor of bytes."""
+
+    def __init__(self) -> None:
+        self.size_bytes = 0
+
+    def place(self, dtype: torch.dtype, *shape: int) -> Place:
+        begin, end = self.size_bytes, self.size_bytes + math.prod(shape) * dtype.itemsize
+        self.size_bytes = end + -end % _ALIGNMENT_BYTES
+        return Place(dtype, shape, begin, end)
+
+    def place_low_rank(
+        self,
+        dtype: torch.dtype,
+        layers: int,
+        by_layer: Mapping[int, Sequence[WeightedFactors]],
+        strength: float = 1.0,
+    ) -> LowRank:
+        """Changes of some of the *layers*, by their numbers."""
+        ((_, (up, down)), *_) = next(iter(by_layer.values()))
+        rank = max(map(_rank, by_layer.values()))
+        rank += -rank % _RANK_ALIGNMENT
+        ups = self.place(dtype, layers, len(up), rank)
+        return LowRank(ups, self.place(dtype, layers, rank, len(down[0])), strength, by_layer)
+
+
+@dataclass(frozen=True, slots=True)
+class LowRank:
+    """Low-rank changes of layers of one shape."""
+
+    up: Place
+    down: Place
+    strength: float
+    """What the products of the factors are multiplied by."""
+    by_layer: Mapping[int, Sequence[WeightedFactors]]
+
+    def of(self, flat: torch.Tensor) -> Factors:
+        """Views of up [layers, out, rank] and down [layers, rank, inputs]."""
+        return self.up.of(flat), self.down.of(flat)
+
+    def fill(self, flat: torch.Tensor) -> None:
+        """Sets the factors; zero where nothing changes."""
+        up, down = self.of(flat)
+        layers, _, rank = up.shape
+        if len(self.by_layer) < layers or any(
+            _rank(each) < rank for each in self.by_layer.values()
+        ):
+            up.zero_()
+            down.zero_()
+        parts: dict[tuple[int, int], tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]] = {}
+        targets: list[torch.Tensor] = []
+        sources: list[torch.Tensor] = []
+        for layer, changes in self.by_layer.items():
+            begin = 0
+            for strength, (outer, inner) in changes:
+                end = begin + len(inner)
+                if (begin, end) not in parts:
+                    parts[begin, end] = (up[:, :, begin:end].unbind(), down[:, begin:end].unbind())
+                ups, downs = parts[begin, end]
+                # A small strength would take float16 to its smallest numbers: half of it goes to
+                # each factor, to one of them as a power of two, which is exact.
+                _, exponent = math.frexp(strength / self.strength)
+                half = 2.0 ** (exponent // 2)
+                for target, source, factor in (
+                    (ups[layer], outer, strength / self.strength / half),
+                    (downs[layer], inner, half),
+                ):
+                    if factor == 1:
+                        targets.append(target)
+                        sources.append(source)
+                    else:
+                        # Rounded once.
+                        exact = source if source.dtype == target.dtype else source.float()
+                        torch.mul(exact, factor, out=target)
+                begin = end
+        if targets:  # one call for each would take longer than most copies
+            torch._foreach_copy_(targets, sources)
 
 
 @dataclass(frozen=True, slots=True)
 class _StackPlaces:
-    positions: Sequence[int]
+    """Changes of one other kind, see `Stack`."""
+
+    by_layer: Mapping[int, _Weighted]
     index: Place
     tensors: Mapping[str, Place]
-    scale: float
-    strength: float
 
     def of(self, flat: torch.Tensor) -> Stack:
         tensors = {name: place.of(flat) for name, place in self.tensors.items()}
-        return Stack(self.positions, self.index.of(flat), tensors, self.scale, self.strength)
-
-
-@dataclass(slots=True)
-class _GroupPlaces:
-    low_rank: tuple[Place, Place] | None = None
-    strength: float = 1.0
-    stacks: list[_StackPlaces] = field(default_factory=list)
-
-    def of(self, flat: torch.Tensor) -> StackedChange:
-        factors: Factors | None = None
-        if self.low_rank is not None:
-            up, down = self.low_rank
-            factors = (up.of(flat), down.of(flat))
-        return StackedChange(factors, self.strength, [each.of(flat) for each in self.stacks])
+        strength, delta = next(iter(self.by_layer.values()))
+        return Stack(list(self.by_layer), self.index.of(flat), tensors, delta.scale, strength)
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,27 +244,34 @@ class PackedLoras:
     """
 
     size_bytes: int
-    places: Mapping[Group, _GroupPlaces]
-    _low_rank: Mapping[Group, Mapping[int, Sequence[_Weighted]]]
-    _stacked: Sequence[tuple[_StackPlaces, Sequence[WeightDelta]]]
+    _low_rank: Mapping[Group, LowRank]
+    _stacks: Mapping[Group, Sequence[_StackPlaces]]
 
     def assemble(self) -> torch.Tensor:
         """The tensor [size_bytes] in host memory."""
         flat = safetensors.packs.take(self.size_bytes)
-        for group, change in self.by_group(flat).items():
-            if change.low_rank is not None:
-                _fill_low_rank(*change.low_rank, change.strength, self._low_rank[group])
-        for places, deltas in self._stacked:
+        for plain in self._low_rank.values():
+            plain.fill(flat)
+        for places in itertools.chain.from_iterable(self._stacks.values()):
             stack = places.of(flat)
             stack.index.copy_(torch.tensor(stack.positions))
             for name, tensor in stack.tensors.items():
-                sources = [each.tensors[name].view(tensor.shape[1:]) for each in deltas]
+                shape = tensor.shape[1:]
+                sources = [each.tensors[name].view(shape) for _, each in places.by_layer.values()]
                 torch._foreach_copy_(tensor.unbind(), sources)
         return flat
 
     def by_group(self, flat: torch.Tensor) -> dict[Group, StackedChange]:
         """Views of *flat*, a copy on any device, for each changed group."""
-        return {group: places.of(flat) for group, places in self.places.items()}
+        changes = {}
+        for group in {**self._low_rank, **self._stacks}:
+            plain = self._low_rank.get(group)
+            changes[group] = StackedChange(
+                plain.of(flat) if plain else None,
+                plain.strength if plain else 1.0,
+                [each.of(flat) for each in self._stacks.get(group, ())],
+            )
+        return changes
 
 
 def pack(
@@ -213,89 +288,58 @@ def pack(
     in another way. Plain LoRAs are packed as *dtype*, other kinds as they are in the file.
     """
     known = {path: (group, at) for group, paths in groups.items() for at, path in enumerate(paths)}
-    plain: dict[Group, dict[int, list[_Weighted]]] = {}
+    plain: dict[Group, dict[int, list[WeightedFactors]]] = {}
     others: dict[Group, dict[int, list[_Weighted]]] = {}
     for lora in loras:
         for path, delta in lora.file.deltas[network].items():
             if path in known:
                 group, at = known[path]
-                kind = plain if delta.tensors.keys() == {"down", "up"} else others
-                weighted = (lora.weights[network], delta)
-                kind.setdefault(group, {}).setdefault(at, []).append(weighted)
+                strength, tensors = lora.weights[network], delta.tensors
+                if tensors.keys() == {"down", "up"}:
+                    factors = tensors["up"].flatten(1), tensors["down"].flatten(1)
+                    weighted = (strength * delta.scale, factors)
+                    plain.setdefault(group, {}).setdefault(at, []).append(weighted)
+                else:
+                    others.setdefault(group, {}).setdefault(at, []).append((strength, delta))
             elif path not in elsewhere:
                 return None
-    packer = _Packer()
-    for group, by_layer in plain.items():
-        packer.add_low_rank(group, len(groups[group]), by_layer, dtype)
-    for group, by_layer in others.items():
-        packer.add_stacks(group, by_layer)
-    return packer.pack()
-
-
-class _Packer:
-    """Finds each tensor's place."""
-
-    def __init__(self) -> None:
-        self._places: dict[Group, _GroupPlaces] = {}
-        self._low_rank: dict[Group, Mapping[int, Sequence[_Weighted]]] = {}
-        self._stacked: list[tuple[_StackPlaces, Sequence[WeightDelta]]] = []
-        self._size = 0
-
-    def add_low_rank(
-        self,
-        group: Group,
-        layers: int,
-        by_layer: Mapping[int, Sequence[_Weighted]],
-        dtype: torch.dtype,
-    ) -> None:
-        _, outer, inner = group
-        rank = max(map(_rank, by_layer.values()))
-        rank += -rank % _RANK_ALIGNMENT
-        up = self._place(dtype, (layers, outer, rank))
-        down = self._place(dtype, (layers, rank, inner))
-        places = self._places.setdefault(group, _GroupPlaces())
-        places.low_rank = (up, down)
-        # The device multiplies by it, so that the factors of most jobs are copied as they are.
-        strengths = [_strength(each) for weighted in by_layer.values() for each in weighted]
-        places.strength = max(strengths, key=abs) or 1.0
-        self._low_rank[group] = by_layer
-
-    def add_stacks(self, group: Group, by_layer: Mapping[int, Sequence[_Weighted]]) -> None:
-        """Stacks what has equal names, shapes, scales and strengths, once for each layer."""
-        alike: dict[object, dict[int, _Weighted]] = {}
-        for at, changes in sorted(by_layer.items()):
-            for strength, delta in changes:
-                tensors = [
-                    (name, each.dtype, _as_linear(each.shape))
-                    for name, each in sorted(delta.tensors.items())
-                ]
-                number = 0
-                while at in alike.get(key := (number, strength, delta.scale, *tensors), {}):
-                    number += 1
-                alike.setdefault(key, {})[at] = (strength, delta)
-        for stacked in alike.values():
-            ((strength, first), *_) = stacked.values()
-            places = _StackPlaces(
-                list(stacked),
-                self._place(torch.int64, (len(stacked),)),
+    room, low_rank = Room(), {}
+    for group, factored in plain.items():
+        # The device multiplies by the largest, so that most jobs' factors are copied as they are.
+        strengths = [strength for each in factored.values() for strength, _ in each]
+        largest = max(strengths, key=abs) or 1.0
+        low_rank[group] = room.place_low_rank(dtype, len(groups[group]), factored, largest)
+    stacks = {
+        group: [
+            _StackPlaces(
+                stacked,
+                room.place(torch.int64, len(stacked)),
                 {
-                    name: self._place(each.dtype, (len(stacked), *_as_linear(each.shape)))
-                    for name, each in first.tensors.items()
+                    name: room.place(each.dtype, len(stacked), *_as_linear(each.shape))
+                    for name, each in next(iter(stacked.values()))[1].tensors.items()
                 },
-                first.scale,
-                strength,
             )
-            self._places.setdefault(group, _GroupPlaces()).stacks.append(places)
-            self._stacked.append((places, [delta for _, delta in stacked.values()]))
+            for stacked in _alike(by_layer)
+        ]
+        for group, by_layer in others.items()
+    }
+    return PackedLoras(room.size_bytes, low_rank, stacks)
 
-    def pack(self) -> PackedLoras:
-        return PackedLoras(self._size, self._places, self._low_rank, self._stacked)
 
-    def _place(self, dtype: torch.dtype, shape: tuple[int, ...]) -> Place:
-        end = self._size + math.prod(shape) * dtype.itemsize
-        place = Place(dtype, shape, self._size, end)
-        self._size = end + -end % _ALIGNMENT_BYTES
-        return place
+def _alike(by_layer: Mapping[int, Sequence[_Weighted]]) -> Collection[Mapping[int, _Weighted]]:
+    """What has equal names, shapes, scales and strengths, once for each layer, in their order."""
+    alike: dict[object, dict[int, _Weighted]] = {}
+    for at, changes in sorted(by_layer.items()):
+        for strength, delta in changes:
+            tensors = [
+                (name, each.dtype, _as_linear(each.shape))
+                for name, each in sorted(delta.tensors.items())
+            ]
+            number = 0
+            while at in alike.get(key := (number, strength, delta.scale, *tensors), {}):
+                number += 1
+            alike.setdefault(key, {})[at] = (strength, delta)
+    return alike.values()
 
 
 def _as_linear(shape: Sequence[int]) -> tuple[int, ...]:
@@ -304,58 +348,5 @@ def _as_linear(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(shape[:kernel]) if math.prod(shape[kernel:]) == 1 else tuple(shape)
 
 
-def _rank(weighted: Iterable[_Weighted]) -> int:
-    return sum(delta.tensors["down"].shape[0] for _, delta in weighted)
-
-
-def _strength(weighted: _Weighted) -> float:
-    strength, delta = weighted
-    return strength * delta.scale
-
-
-def _fill_low_rank(
-    up: torch.Tensor,
-    down: torch.Tensor,
-    largest: float,
-    by_layer: Mapping[int, Sequence[_Weighted]],
-) -> None:
-    """Sets *up* [layers, out, rank] and *down* [layers, rank, in]; zero where nothing changes.
-
-    Their products times *largest*, the largest strength, are the changes.
-    """
-    layers, _, rank = up.shape
-    if len(by_layer) < layers or any(_rank(each) < rank for each in by_layer.values()):
-        up.zero_()
-        down.zero_()
-    parts: dict[tuple[int, int], tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]] = {}
-    targets: list[torch.Tensor] = []
-    sources: list[torch.Tensor] = []
-    for layer, changes in by_layer.items():
-        begin = 0
-        for weighted in changes:
-            factors = weighted[1].tensors
-            end = begin + factors["down"].shape[0]
-            if (begin, end) not in parts:
-                parts[begin, end] = (up[:, :, begin:end].unbind(), down[:, begin:end].unbind())
-            ups, downs = parts[begin, end]
-            # A small strength would take float16 to its smallest numbers: half of it goes to each
-            # factor, to one of them as a power of two, which is exact.
-            strength = _strength(weighted) / largest
-            _, exponent = math.frexp(strength)
-            half = 2.0 ** (exponent // 2)
-            scaled = (
-                (ups[layer], factors["up"], strength / half),
-                (downs[layer], factors["down"], half),
-            )
-            for target, source, factor in scaled:
-                numbers = source.flatten(1)
-                if factor == 1:
-                    targets.append(target)
-                    sources.append(numbers)
-                else:
-                    # Rounded once.
-                    exact = numbers if numbers.dtype == target.dtype else numbers.float()
-                    torch.mul(exact, factor, out=target)
-            begin = end
-    if targets:  # one call for each would take longer than most copies
-        torch._foreach_copy_(targets, sources)
+def _rank(weighted: Iterable[WeightedFactors]) -> int:
+    return sum(len(down) for _, (_, down) in weighted)

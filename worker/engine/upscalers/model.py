@@ -6,9 +6,14 @@ its colours differ a little.
 
 from __future__ import annotations
 
+import contextlib
+import importlib.util
 import logging
-from collections.abc import Callable
+import sys
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -19,7 +24,7 @@ from worker.engine import contract
 from worker.engine import errors as engine_errors
 from worker.engine.files import safetensors
 from worker.engine.files.safetensors import ReadOnce, UnusableError
-from worker.engine.upscalers import library, tiles
+from worker.engine.upscalers import tiles
 
 log = logging.getLogger(__name__)
 
@@ -31,6 +36,14 @@ KEPT = 3
 TILE, LEAST_TILE = 512, 64
 
 _RGB = 3
+
+#: spandrel asks for torchvision, which has to be built for the very torch that is installed. Only
+#: two of its architectures use it, and neither enlarges images: modules that it imports, and what
+#: those two import from the last one.
+_MODULES = ("torchvision", "torchvision.transforms", "torchvision.transforms.functional")
+_FUNCTIONS = ("InterpolationMode", "normalize", "rotate")
+
+_importing = threading.Lock()
 
 
 class Upscaler:
@@ -93,7 +106,7 @@ class UpscalerCache:
         self._kept = ReadOnce[Upscaler](kept)
 
     def load(self, path: Path) -> Callable[[contract.Pixels, float], contract.Pixels]:
-        """The same, as a function that takes and ignores a factor: the network has its own."""
+        """`get`, as a function that takes and ignores a factor: the network has its own."""
         upscaler = self.get(path)
         return lambda pixels, _: upscaler.enlarge(pixels)
 
@@ -111,7 +124,7 @@ def read_upscaler(path: Path, device: torch.device) -> Upscaler:
         JobError: this worker has no spandrel.
     """
     try:
-        spandrel = library.spandrel()
+        spandrel = import_spandrel()
     except ImportError as error:
         raise errors.JobError(
             f"the upscaler {path.stem!r} needs what `pip install '.[upscalers]'` installs ({error})"
@@ -134,3 +147,32 @@ def read_upscaler(path: Path, device: torch.device) -> Upscaler:
     if network.tiling is spandrel.ModelTiling.INTERNAL:
         raise UnusableError(f"is {network.architecture.name}, which works on whole images only")
     return Upscaler(path.stem, network, device)
+
+
+def import_spandrel() -> Any:
+    """Imports spandrel where there is no torchvision, too; slow the first time.
+
+    Raises:
+        ImportError: it is not installed.
+    """
+    with _importing, _without_torchvision():
+        import spandrel
+
+        return spandrel
+
+
+@contextlib.contextmanager
+def _without_torchvision() -> Iterator[None]:
+    """Empty modules in its place if it is missing, taken away again before others look for it."""
+    if "spandrel" in sys.modules or importlib.util.find_spec("torchvision") is not None:
+        yield
+        return
+    stand_ins = {name: ModuleType(name) for name in _MODULES}
+    for function in _FUNCTIONS:
+        setattr(stand_ins[_MODULES[-1]], function, None)
+    sys.modules.update(stand_ins)
+    try:
+        yield
+    finally:
+        for name in stand_ins:
+            del sys.modules[name]

@@ -143,14 +143,14 @@ def test_a_worker_without_spandrel_says_what_to_install(
 ) -> None:
     monkeypatch.setitem(sys.modules, "spandrel", None)
     with pytest.raises(errors.JobError, match=r"pip install '\.\[upscalers\]'"):
-        model.read_upscaler("x", tmp_path / "x.safetensors", CPU)
+        model.read_upscaler(tmp_path / "x.safetensors", CPU)
 
 
 def test_nothing_is_left_that_others_would_take_for_torchvision() -> None:
     program = """
 import importlib.util, sys
-from worker.engine.upscalers import library
-assert library.spandrel().MAIN_REGISTRY.architectures()
+from worker.engine.upscalers import model
+assert model.import_spandrel().MAIN_REGISTRY.architectures()
 found = importlib.util.find_spec("torchvision")
 assert found is not None or not [name for name in sys.modules if name.startswith("torchvision")]
 """
