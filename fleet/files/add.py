@@ -131,11 +131,7 @@ async def add(
 
 
 def _archives(sources: list[str]) -> list[Ready]:
-    """The archives among *sources*, and those in the folders, checked.
-
-    Raises:
-        SetupError: there is none in a folder, or one is damaged.
-    """
+    """The archives in *sources*, checked; raises SetupError for damaged ones or none."""
     found: list[Ready] = []
     for source in map(Path, sources):
         if not source.exists():

@@ -265,19 +265,19 @@ async def _fetch_model(settings: WorkerSettings) -> WorkerSettings:
 
 def _compile(settings: WorkerSettings, folder: Path) -> None:
     """Compiles into the *folder*; raises SetupError if torch has kept nothing."""
-    from worker.engine.load import load_engine
-
     path = model.local_path(settings)
     check.check_path(path)
-    load_engine(
-        path,
-        settings.device,
-        precision=settings.precision,
-        config=settings.config,
-        prediction_type=check.prediction_type(path),
-        slots=settings.slots,
-        compile="auto",
-        fp16_accumulate=settings.fp16_accumulate,
+    load.load_engine(
+        load.EngineSettings(
+            path,
+            settings.device,
+            precision=settings.precision,
+            config=settings.config,
+            prediction_type=check.prediction_type(path),
+            slots=settings.slots,
+            compile="auto",
+            fp16_accumulate=settings.fp16_accumulate,
+        )
     ).close()
     if not any(folder.glob("fxgraph/*/*/*")):
         raise errors.SetupError(
