@@ -161,7 +161,13 @@ def load_checkpoint(
     is_whole = all(each_dtype == checksums.IDENTITY_TYPE for _, each_dtype in placed.values())
     weights_id = "" if is_whole else checksums.identify(networks)
     weight_sums = _place(networks, placed)
-    _refuse_damaged(model, networks)
+    tensors = checksums.named_parameters(networks)
+    if damaged := checksums.find_damaged(tensors):
+        # They make all images NaN, and each node would blame itself.
+        raise errors.SetupError(
+            f"{str(model)!r} is damaged: {damaged} holds NaN, infinity or numbers too large for"
+            f" {str(tensors[damaged].dtype).removeprefix('torch.')}"
+        )
     factor = vae_factor(vae)
     side = unet.config.sample_size * factor
     return Checkpoint(
@@ -229,17 +235,6 @@ def _place(networks: _Networks, placed: Mapping[str, _Placement]) -> checksums.S
             f"the GPU's memory is too short for the model: {reading.brief(error)}"
         ) from error
     return weight_sums
-
-
-def _refuse_damaged(model: Path, networks: _Networks) -> None:
-    """Refuses broken weights: they make all images NaN, and each node would blame itself."""
-    tensors = checksums.named_parameters(networks)
-    if name := checksums.find_damaged(tensors):
-        precision = str(tensors[name].dtype).removeprefix("torch.")
-        raise errors.SetupError(
-            f"{str(model)!r} is damaged: {name} holds NaN, infinity or numbers too large for"
-            f" {precision}"
-        )
 
 
 def vae_factor(vae: AutoencoderKL) -> int:
@@ -325,11 +320,9 @@ def _read_file(path: Path, config: Path) -> _Read:
         known = " or ".join(each.name for each in table.FAMILIES)
         raise errors.SetupError(f"{str(path)!r} is not a {known} checkpoint")
     parts = _parts(family)
-    parts["unet"] = (
-        UNet2DConditionModel,
-        {**family.unet_config, "in_channels": weights[_INPUTS].shape[1]},
-    )
     try:
+        inputs = {"in_channels": weights[_INPUTS].shape[1]}
+        parts["unet"] = (UNet2DConditionModel, {**family.unet_config, **inputs})
         networks = {
             name: reading.build(network, reading.network_config(config / name, default))
             for name, (network, default) in parts.items()
