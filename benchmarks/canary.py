@@ -120,7 +120,7 @@ def draw(
     fault: Callable[[Any], None] | None = None,
 ) -> Drawings:
     print(f"drawing {len(requests)} jobs: {settings}", file=sys.stderr, flush=True)
-    engine = load.load_engine(MODEL, **settings)
+    engine = load.load_engine(load.EngineSettings(MODEL, **settings))
     if fault is not None:
         fault(engine)
     engine.self_check.write_lora(lora)

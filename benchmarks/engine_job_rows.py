@@ -164,7 +164,9 @@ def company(options: Options, channel: Channel) -> None:
     )
     names = [build_loras(own, options, kind, 1)[0] for kind in COMPANY]
     workload = replace(own.workload, loras=tuple((name,) for name in names))
-    engine = load.load_engine(model, options.device, slots=len(names) + 1, compile="off")
+    engine = load.load_engine(
+        load.EngineSettings(model, options.device, slots=len(names) + 1, compile="off")
+    )
     workload = replace(workload, sizes=(engine.default_size,), steps=(15, 11, 13))
 
     def measure(_: float) -> Figures:

@@ -189,7 +189,8 @@ def flat(command: Command[Result], model: type[BaseSettings] | None = None) -> C
 
 def _as_typer_does(hint: Any, field: dataclasses.Field[Any]) -> inspect.Parameter:
     if field.metadata:
-        flags = field.metadata["flags"] or ([flag(field.name)] if hint is bool else [])
+        is_switch = hint is bool and not field.default  # without a --no-
+        flags = field.metadata["flags"] or ([flag(field.name)] if is_switch else [])
         hint = Annotated[hint, field.metadata["make"](*flags, **field.metadata["terms"])]
     is_required = field.default is dataclasses.MISSING
     return inspect.Parameter(

@@ -21,7 +21,7 @@ from fleet.options import argument, option
 from imagefleet import errors
 from imagefleet.job import clip
 from imagefleet.job import prompt as prompts
-from imagefleet.job.chunks import Embedding, Insert, Names, cut_into_chunks
+from imagefleet.job.clip import Embedding, Insert, Names, cut_into_chunks
 from worker.files import check
 
 #: CLIP's pre-tokenization: words, digits and punctuation.

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import Counter as Counted
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from datetime import UTC, datetime
 from functools import partial
@@ -22,8 +23,8 @@ from prometheus_client.registry import Collector
 from imagefleet import errors, retry
 from imagefleet.storage.protocol import JobQueue, Operations
 from imagefleet.storage.routing.queue import RoutedQueue
-from imagefleet.telemetry import exposition
-from imagefleet.telemetry.queue_gauges import QueueGauges
+from imagefleet.telemetry import metrics
+from imagefleet.telemetry.metrics import QueueGauges
 from worker.files.kernels.cache import Origin
 from worker.files.library import FileLibrary
 from worker.gpu_thread import EngineThread
@@ -97,7 +98,10 @@ class WorkerMetrics:
     def __init__(self, fleet: str | None = None, device: str | None = None) -> None:
         """Labels of every series, if given; *device* is one of several GPUs of this machine."""
         labels = {"fleet": fleet, "device": device}
-        self.registry = exposition.LabelledRegistry(
+        self.outcomes: Counted[str] = Counted()
+        """Jobs by outcome, and the images stored, since the worker's start."""
+        self.images_stored = 0
+        self.registry = metrics.LabelledRegistry(
             {name: value for name, value in labels.items() if value}
         )
         counter = partial(Counter, registry=self.registry)
@@ -168,6 +172,18 @@ class WorkerMetrics:
         self.queues = QueueGauges(self.registry)
         self._collectors: tuple[Collector, ...] = ()
         self._start_at_zero()
+
+    def image_stored(self, model: str, stage: int, stages: int) -> None:
+        self.images_stored += 1
+        self.images.inc()
+        self.model_images.labels(model).inc()
+        if stages > 1:
+            self.chain_images.labels(str(stage)).inc()
+
+    def job_ended(self, model: str, outcome: Outcome) -> None:
+        self.outcomes[outcome] += 1
+        self.jobs.labels(outcome).inc()
+        self.model_jobs.labels(model, outcome).inc()
 
     def set_worker_info(self, **labels: str) -> None:
         """Labels of this worker, in one series that the others are joined with."""

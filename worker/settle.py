@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -13,9 +12,8 @@ from typing import Any
 
 from imagefleet import errors, retry
 from imagefleet.cancelled import CancelledCampaigns
-from imagefleet.records.record import MAX_NAME_CHARACTERS, Record, of_job
+from imagefleet.records.record import MAX_NAME_CHARACTERS, Record, RecordLog, of_job
 from imagefleet.records.record import Outcome as RecordOutcome
-from imagefleet.records.shard import RecordLog
 from imagefleet.storage import dead_letter, queue_names
 from imagefleet.storage.dead_letter import FailedJob
 from imagefleet.storage.deliveries import without_deliveries
@@ -51,10 +49,8 @@ class Settler:
     on_settled: Callable[[InFlightJob, Outcome], None]
     cancelled_campaigns: CancelledCampaigns
     pending: PendingRecords = field(init=False)
-    outcomes: Counter[str] = field(default_factory=Counter, init=False)
     model_name: str = field(default="", init=False)
     """The model whose jobs are in flight."""
-    images_written: int = field(default=0, init=False)
     in_flight: dict[InFlightJob, None] = field(default_factory=dict, init=False)  # in order
     nothing_in_flight: asyncio.Event = field(default_factory=asyncio.Event, init=False)
 
@@ -81,9 +77,7 @@ class Settler:
         """Awaits *work* unless the job is settled; an error, a lost lease's too, ends the job.
 
         An error of work on an *image*, which the GPU has generated, ends only that one at first.
-
-        Raises:
-            NodeError, SetupError: the error is not the job's.
+        NodeError and SetupError, which are not the job's, are raised.
         """
         if not entry.settled:
             try:
@@ -258,11 +252,7 @@ class Settler:
     async def failed(
         self, entry: InFlightJob, error: Exception, image: InFlightImage | None = None
     ) -> None:
-        """An *image* of a job, or the job itself, failed.
-
-        Raises:
-            NodeError, SetupError: *error* is not the job's.
-        """
+        """An *image* of a job, or the job itself, failed; an *error* not of the job is raised."""
         if isinstance(error, (errors.NodeError, errors.SetupError)):
             raise error
         if isinstance(error, errors.JobCancelled):
@@ -392,7 +382,7 @@ class Settler:
         except (errors.LeaseLost, errors.TransientError) as fault:
             self._lost(entry, fault)
         else:
-            record = self.record(entry, "failed", **failed.facts())
+            record = self.record(entry, **failed.model_dump(exclude_unset=True))
             await self.pending.put(finish, [*entry.records, record], entry.again)
 
     async def _retry(self, entry: InFlightJob, error: errors.FleetError, attempts: int) -> None:
@@ -461,7 +451,5 @@ class Settler:
         self.pending.job_ended()
         if not self.in_flight:
             self.nothing_in_flight.set()
-        self.outcomes[outcome] += 1
-        self.metrics.jobs.labels(outcome).inc()
-        self.metrics.model_jobs.labels(self.model_name, outcome).inc()
+        self.metrics.job_ended(self.model_name, outcome)
         self.on_settled(entry, outcome)

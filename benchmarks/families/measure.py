@@ -133,11 +133,13 @@ def load_engine(
 ) -> tuple[SlotEngine, bench_jobs.Workload]:
     began_at = time.monotonic()
     engine = load.load_engine(
-        model,
-        str(arguments.device),
-        slots=arguments.slots,
-        compile="auto" if arguments.compile else "off",
-        slot_weights=arguments.slot_weights,
+        load.EngineSettings(
+            model,
+            str(arguments.device),
+            slots=arguments.slots,
+            compile="auto" if arguments.compile else "off",
+            slot_weights=arguments.slot_weights,
+        )
     )
     workload = replace(build_workload(arguments, model), sizes=(engine.default_size,))
     bench_engine.draw_a_round(engine, workload)
@@ -221,11 +223,13 @@ def measure_company(arguments: argparse.Namespace) -> Figures:
         model = build_model(arguments, family)
         workload = build_workload(arguments, model, ("lora", "locon", "loha", "dora"))
         engine = load.load_engine(
-            model,
-            str(arguments.device),
-            slots=4,
-            compile="off",
-            slot_weights=arguments.slot_weights if family == "sdxl" else None,
+            load.EngineSettings(
+                model,
+                str(arguments.device),
+                slots=4,
+                compile="off",
+                slot_weights=arguments.slot_weights if family == "sdxl" else None,
+            )
         )
         workload = replace(workload, sizes=(engine.default_size,))
         requests = [weaken(workload.request(number)) for number in range(4)]

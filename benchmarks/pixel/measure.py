@@ -38,7 +38,7 @@ from pixel import tiny_cascade
 from worker.engine import contract, load
 from worker.engine import device as devices
 from worker.engine.pixel import text_stage, text_states
-from worker.engine.pixel.engine import PixelEngine
+from worker.engine.slots.engine import SlotEngine
 
 Figures = dict[str, Any]
 
@@ -96,7 +96,7 @@ def make_states(number: int, width: int) -> torch.Tensor:
 
 
 def make_requests(
-    folder: Path, engine: PixelEngine, count: int, width: int, steps: int
+    folder: Path, engine: SlotEngine, count: int, width: int, steps: int
 ) -> list[contract.ImageRequest]:
     """Requests with a prompt and a seed each, and files of text states."""
     states = folder / "states"
@@ -124,7 +124,7 @@ def make_requests(
     ]
 
 
-def draw(engine: PixelEngine, requests: Sequence[contract.ImageRequest]) -> list[contract.Outcome]:
+def draw(engine: SlotEngine, requests: Sequence[contract.ImageRequest]) -> list[contract.Outcome]:
     """Draws requests as fast as the engine takes them."""
     waiting = list(enumerate(requests))
     outcomes: dict[int, contract.Outcome] = {}
@@ -139,14 +139,14 @@ def draw(engine: PixelEngine, requests: Sequence[contract.ImageRequest]) -> list
 def measure_slots(arguments: argparse.Namespace, folder: Path, width: int) -> Figures:
     """Images/s of the engine, from the first image after a full round to the last."""
     began_at = time.monotonic()
-    engine = load.load_any_engine(
-        folder,
-        arguments.device,
-        slots=arguments.slots,
-        compile="auto" if arguments.compile else "off",
+    engine = load.load_engine(
+        load.EngineSettings(
+            folder,
+            arguments.device,
+            slots=arguments.slots,
+            compile="auto" if arguments.compile else "off",
+        )
     )
-    if not isinstance(engine, PixelEngine):
-        raise TypeError("a stage of IF is drawn by the pixel engine")
     steps = TINY_STEPS if arguments.tiny else STEPS
     rounds = TINY_ROUNDS if arguments.tiny else ROUNDS
     requests = make_requests(folder, engine, engine.slots, width, steps)
@@ -215,11 +215,9 @@ def measure_difference(arguments: argparse.Namespace, folder: Path, width: int) 
     """The largest difference from diffusers' images, of 255, in float32 after few steps."""
     device = devices.find_device(arguments.device)
     torch.backends.cudnn.allow_tf32 = False
-    engine = load.load_any_engine(
-        folder, arguments.device, precision="float32", slots=2, compile="off"
+    engine = load.load_engine(
+        load.EngineSettings(folder, arguments.device, precision="float32", slots=2, compile="off")
     )
-    if not isinstance(engine, PixelEngine):
-        raise TypeError("a stage of IF is drawn by the pixel engine")
     drawn = draw(engine, make_requests(folder, engine, 3, width, TINY_STEPS))
     engine.close()
     plain = Diffusers(folder, device, torch.float32, width)

@@ -225,7 +225,9 @@ def main() -> None:
     setup = bench_engine.prepare(model, arguments.folder, arguments.device, 1, arguments.family)
     # No job has a LoRA.
     engine = load.load_engine(
-        setup.model, arguments.device, slots=arguments.slots, compiled_modes=("shared",)
+        load.EngineSettings(
+            setup.model, arguments.device, slots=arguments.slots, compiled_modes=("shared",)
+        )
     )
     native = replace(setup.workload, loras=(), sizes=(engine.default_size,))
     work.draw(engine, [native.request(at) for at in range(engine.slots)])

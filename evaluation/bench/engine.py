@@ -184,10 +184,12 @@ class _EngineRun:
         began_at = time.monotonic()
         self._step("loading and compiling the model", 1)
         engine = load.load_engine(
-            self._setup.model,
-            asked.device,
-            slots=asked.slots,
-            fp16_accumulate=asked.fp16_accumulate,
+            load.EngineSettings(
+                self._setup.model,
+                asked.device,
+                slots=asked.slots,
+                fp16_accumulate=asked.fp16_accumulate,
+            )
         )
         self.workload = replace(self._setup.workload, sizes=(engine.default_size,))
         draw_a_round(engine, self.workload)

@@ -50,7 +50,7 @@ def measure(
     width = height = 0
     for images in AT_ONCE:
         on_step(f"loading an engine for {console.counted(images, 'image')} at once")
-        engine = load.load_engine(setup.model, device, slots=images)
+        engine = load.load_engine(load.EngineSettings(setup.model, device, slots=images))
         workload = replace(setup.workload, sizes=(engine.default_size,), steps=(steps,))
         requests = [workload.request(number) for number in range(images)]
         work.draw(engine, requests)  # reads the LoRAs

@@ -9,7 +9,7 @@ from evaluation.gate import images
 from imagefleet import concurrency, errors
 from imagefleet.files import demo
 from imagefleet.job.message import Job, read_job
-from imagefleet.job.passes import sources
+from imagefleet.job.passes import img2img
 from loadgen.sources import open_source
 
 #: Of a file, unless --count says more.
@@ -19,11 +19,7 @@ _CONCURRENT_READS = 16
 
 
 def of_file(path: Path | None, count: int | None, steps: int | None) -> list[Job]:
-    """The first jobs of a file; None: those of the demo's checkpoint.
-
-    Raises:
-        SetupError: it cannot be read, or has an invalid job.
-    """
+    """The first jobs of a file, or of the demo's; raises SetupError if one is not valid."""
     name = path or demo.find_checkpoint() / "demo_jobs.jsonl"
     source = open_source(str(name), count=count or COUNT, on_invalid=_refuse)
     jobs = [
@@ -37,11 +33,7 @@ def of_file(path: Path | None, count: int | None, steps: int | None) -> list[Job
 
 
 async def of_images(side: images.Images, names: Collection[str]) -> list[Job]:
-    """The jobs of images that are there.
-
-    Raises:
-        NotComparableError: an image does not say how it was drawn.
-    """
+    """The jobs of stored images; raises NotComparableError if one does not say how it was drawn."""
     found: dict[str, Job] = {}
 
     async def read(name: str) -> None:
@@ -68,7 +60,7 @@ def _to_draw(job: Job, steps: int | None) -> Job:
     Raises:
         SetupError: it takes more than an engine to draw it.
     """
-    named = [each for each in job.sources if sources.place(each) is not None]
+    named = [each for each in job.sources if img2img.place(each) is not None]
     files = [*named, *job.upscaler_files, *(unit.model for unit in job.controls)]
     reason = None
     if job.stages > 1:

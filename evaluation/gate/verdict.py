@@ -11,7 +11,7 @@ from typing import Any, Self
 import numpy as np
 
 from evaluation.gate.compare import Comparison, Measures, PairFigures
-from evaluation.score.metrics import frechet_distance
+from evaluation.score.metrics import frechet_distance, psnr
 from imagefleet import errors, likeness, validation
 
 #: Pairs that are listed and shown, unless --limit says otherwise.
@@ -30,11 +30,7 @@ class Bounds:
 
     @classmethod
     def read(cls, texts: Iterable[str]) -> Self:
-        """The bounds with the changes of `NAME=NUMBER`, such as `psnr=26`.
-
-        Raises:
-            SetupError: one is no bound, or no number that it can be.
-        """
+        """The bounds with changes such as `psnr=26`; raises SetupError for what is no bound."""
         fields = {field.name.partition("_")[2]: field.name for field in dataclasses.fields(cls)}
         changes = {}
         for text in texts:
@@ -118,7 +114,7 @@ class Verdict:
 def judge(found: Comparison, measures: Measures, bounds: Bounds, worst: int = WORST) -> Verdict:
     """The verdict on at least one pair."""
     pairs = found.pairs
-    total = likeness.psnr(float(np.mean([pair.squares for pair in pairs])))
+    total = psnr(float(np.mean([pair.squares for pair in pairs])))
     alike = sum(pair.fingerprint_distance < likeness.SAME_BELOW for pair in pairs)
     share = 100 * alike / len(pairs)
     checks = [

@@ -26,6 +26,14 @@ from fleet.settings import BrokerSettings
 from imagefleet import errors
 from imagefleet.storage.open import open_storage
 
+log = logging.getLogger(__name__)
+
+#: Seconds in which nodes may still get tokens that are revoked already; they ask again.
+CHECK_SECONDS = 30.0
+
+#: Nodes wait for the answer meanwhile.
+LONGEST_CHECK_SECONDS = 10.0
+
 #: SaladCloud's public keys; a new one is published every week.
 KEYS_URL = "https://matrix-rest-api.salad.com/.well-known/workload-jwks.json"
 
@@ -69,11 +77,7 @@ class Identities:
         self._keys = jwt.PyJWKClient(keys_url or KEYS_URL, timeout=10)
 
     async def verify(self, identity_token: str) -> Node:
-        """Checks the signature, the times, the organization and the group.
-
-        Raises:
-            RefusedError: 401 (invalid), 403 (not one of ours) or 503 (try again).
-        """
+        """Checks signature, times, organization and group; raises RefusedError (401, 403, 503)."""
         try:
             key = await asyncio.to_thread(self._keys.get_signing_key_from_jwt, identity_token)
             claims: dict[str, Any] = jwt.decode(
@@ -100,15 +104,6 @@ class Identities:
         return isinstance(group, str) and (
             group in self._fleets or any(groups.parse_name(each, group) for each in self._fleets)
         )
-
-
-log = logging.getLogger(__name__)
-
-#: Seconds in which nodes may still get tokens that are revoked already; they ask again.
-CHECK_SECONDS = 30.0
-
-#: Nodes wait for the answer meanwhile.
-LONGEST_CHECK_SECONDS = 10.0
 
 
 class Policy:

@@ -17,11 +17,7 @@ from worker.settings import WorkerSettings
 
 
 def archives(sources: list[str]) -> list[Ready]:
-    """The archives among *sources*, and those in the folders, checked.
-
-    Raises:
-        SetupError: there is none in a folder, or one is damaged.
-    """
+    """The archives in *sources*, checked; raises SetupError for damaged ones or none."""
     found: list[Ready] = []
     for source in map(Path, sources):
         if not source.exists():
@@ -93,19 +89,21 @@ async def _fetch_model(settings: WorkerSettings) -> WorkerSettings:
 
 def _compile(settings: WorkerSettings, folder: Path) -> None:
     """Compiles into the *folder*; raises SetupError if torch has kept nothing."""
-    from worker.engine.load import load_engine
+    from worker.engine.load import EngineSettings, load_engine
 
     path = model.local_path(settings)
     check.check_path(path)
     load_engine(
-        path,
-        settings.device,
-        precision=settings.precision,
-        config=settings.config,
-        prediction_type=check.prediction_type(path),
-        slots=settings.slots,
-        compile="auto",
-        fp16_accumulate=settings.fp16_accumulate,
+        EngineSettings(
+            path,
+            settings.device,
+            precision=settings.precision,
+            config=settings.config,
+            prediction_type=check.prediction_type(path),
+            slots=settings.slots,
+            compile="auto",
+            fp16_accumulate=settings.fp16_accumulate,
+        )
     ).close()
     if not any(folder.glob("fxgraph/*/*/*")):
         raise errors.SetupError(

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from fleet import console
 from fleet.files import missing, transfer
-from fleet.files.listed import Listing
+from fleet.files.stored import Listing
 from fleet.files.transfer import Report
 from fleet.filling import reading
 from imagefleet import concurrency, errors
@@ -56,11 +56,7 @@ class States:
 
 
 def made(folder: Path) -> States:
-    """The states in a folder, as `python -m worker.engine.pixel.text_stage` makes them.
-
-    Raises:
-        SetupError: there is none, or a file is of another kind.
-    """
+    """The states in a folder; raises SetupError if there is none, or a file of another kind."""
     files = {each.stem: each for each in sorted(folder.glob(f"*{TEXT.suffixes[0]}"))}
     encoders = {transfer.check_file(each, TEXT) for each in files.values()}
     if len(encoders) != 1:

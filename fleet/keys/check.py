@@ -23,9 +23,8 @@ from fleet.keys.mint import Place
 from imagefleet import errors
 from imagefleet.storage.azure import account, sas
 from imagefleet.storage.azure import errors as azure_errors
-from imagefleet.storage.azure.credentials import Access, Credentials
+from imagefleet.storage.azure.credentials import Credentials
 from imagefleet.storage.azure.queue import shards_of
-from imagefleet.storage.azure.refusals import LESS_PERMISSION
 from imagefleet.storage.azure.roles import (
     OPTIONAL,
     RESOURCES,
@@ -74,11 +73,7 @@ class Checked:
 
 
 async def check(settings: StorageSettings) -> list[Checked]:
-    """Tries every permission on every resource, and on each shard of a job queue.
-
-    Raises:
-        SetupError: the credentials are invalid, or a resource does not exist.
-    """
+    """Tries every permission on all resources and shards; raises SetupError if one is missing."""
     credentials = Credentials(account.read_address(settings.storage.strip()), settings)
     checked = []
     try:
@@ -99,10 +94,12 @@ async def _check(
 ) -> Checked:
     access, place = credentials.of(resource, None, shard), Place(resource, None, shard)
     probes = BLOB_PROBES if is_container(resource) else QUEUE_PROBES
-    name = place.name(settings)
+    name, allowed = place.name(settings), ""
     async with place.client(settings, access.credential, retry_total=0) as client:
         try:
-            allowed = await _allowed(name, resource, access, client, probes)
+            for letter, probe in probes.items():
+                if await access.attempt(letter, functools.partial(_is_allowed, probe, client)):
+                    allowed += letter
         except errors.MissingResourceError as error:
             has_token = not isinstance(error, azure_errors.NoTokenError)
             if has_token and resource not in OPTIONAL:
@@ -121,23 +118,10 @@ async def _shards(settings: StorageSettings, credentials: Credentials, resource:
     granted = credentials.shards(resource, None)
     async with Place(resource).client(settings, access.credential, retry_total=0) as client:
         try:
-            found = await access.attempt(
-                f"the queue {client.queue_name!r}", "r", client.get_queue_properties
-            )
+            found = await access.attempt("r", client.get_queue_properties)
         except errors.SetupError:
             return granted
     return max(granted, shards_of(found).made)
-
-
-async def _allowed(
-    name: str, resource: Resource, access: Access, client: Any, probes: Mapping[str, Any]
-) -> str:
-    what = f"the {'container' if is_container(resource) else 'queue'} {name!r}"
-    allowed = ""
-    for letter, probe in probes.items():
-        if await access.attempt(what, letter, functools.partial(_is_allowed, probe, client)):
-            allowed += letter
-    return allowed
 
 
 async def _is_allowed(probe: Callable[[Any], Awaitable[Any]], client: Any) -> bool:
@@ -145,7 +129,7 @@ async def _is_allowed(probe: Callable[[Any], Awaitable[Any]], client: Any) -> bo
         await probe(client)
     except HttpResponseError as error:
         code, status = azure_errors.code_of(error), error.status_code or 0
-        if code in LESS_PERMISSION:
+        if code in azure_errors.LESS_PERMISSION:
             return False
         is_client_error = 400 <= status < 500 and status not in _NOT_AN_ANSWER  # noqa: PLR2004
         if code in azure_errors.MISSING or not is_client_error:

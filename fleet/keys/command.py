@@ -198,11 +198,7 @@ async def revoke_command(
 
 
 def export_lines(settings: StorageSettings, minted: Minted) -> list[str]:
-    """Shell commands that set the tokens as variables.
-
-    Raises:
-        SetupError: one is too long for SaladCloud.
-    """
+    """Shell commands that set the tokens; raises SetupError if one is too long for SaladCloud."""
     for name, value in (("IMAGEFLEET_SAS", minted.sas), ("IMAGEFLEET_STORAGE", minted.storage)):
         if len(value) > MAX_CHARACTERS:
             raise errors.SetupError(

@@ -16,11 +16,7 @@ _DISK_FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 
 @contextlib.contextmanager
 def whole(path: Path) -> Iterator[Path]:
-    """A file or folder to write beside *path*, whose name it takes once the block has succeeded.
-
-    Raises:
-        SetupError: it cannot be written.
-    """
+    """A draft beside *path* that takes its name at the end; raises SetupError if it cannot."""
     with writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.exists() and not path.is_file():
@@ -63,6 +59,11 @@ def size_of(path: Path) -> int | None:
         return path.stat().st_size
     except FileNotFoundError:
         return None
+
+
+def sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def ignores_case(folder: Path) -> bool:

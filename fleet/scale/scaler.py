@@ -19,9 +19,10 @@ from fleet.salad.gpus import GpuClass
 from fleet.salad.groups import Group
 from fleet.scale import ledger
 from fleet.scale.decision import SETTLE_SECONDS, Decision, Goal, Known, decide
-from imagefleet import errors, uptime
+from imagefleet import errors
 from imagefleet.pricing import families
 from imagefleet.storage.open import Storage
+from imagefleet.telemetry import host
 
 log = logging.getLogger(__name__)
 
@@ -101,11 +102,7 @@ class Speeds:
         self._metrics = rates.Watch(server)
 
     async def find(self) -> Speed:
-        """Finds the given speed, else the last measured, else the assumed one.
-
-        Raises:
-            SetupError: none of them is known.
-        """
+        """The given speed, else the last measured, else the assumed; raises SetupError if none."""
         if self._given:
             return self._given
         self._last = await self._measured() or self._last
@@ -151,7 +148,7 @@ class Scaler:
         self._ledger_path = ledger_path
         self._speeds = speeds
         self._is_dry_run = is_dry_run
-        self._clock = clock or uptime.steady_clock()
+        self._clock = clock or host.steady_clock()
         self._wall_clock = wall_clock
         self._ledger = ledger.read(ledger_path, fleet.fleet, self._clock())
         self._classes: Sequence[GpuClass] = ()

@@ -18,7 +18,7 @@ from fleet.webhooks import deliveries, endpoint, service
 from fleet.webhooks.endpoint import Signer
 from fleet.webhooks.events import Event, State
 from imagefleet import errors, redaction
-from imagefleet.telemetry import exposition, logs
+from imagefleet.telemetry import logs, metrics
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +87,7 @@ async def _deliver(
     *,
     once: bool,
 ) -> None:
-    registry = exposition.LabelledRegistry({"fleet": settings.fleet_name})
+    registry = metrics.LabelledRegistry({"fleet": settings.fleet_name})
     async with aiohttp.ClientSession(trust_env=True) as session:
         to = endpoint.Endpoint(session, *receiver)
         sending = deliveries.Deliveries(to, registry, state)

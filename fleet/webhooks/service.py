@@ -21,6 +21,20 @@ from imagefleet.records.record import Record
 from imagefleet.records.stored import Damaged
 from imagefleet.storage.open import Storage
 
+log = logging.getLogger(__name__)
+
+#: Seconds between two looks for new records, which cost a listing of the shards each.
+POLL_SECONDS = 10.0
+
+#: Seconds between two saves of the state: a service that is killed repeats what it sent since.
+SAVE_SECONDS = 5.0
+
+#: Seconds for the requests in flight when the service is stopped.
+DRAIN_SECONDS = 10.0
+
+#: The longest pause of the loop.
+_STEP_SECONDS = 1.0
+
 #: A filler notes what it has sent a little later, and may be slower than the workers.
 SETTLE_SECONDS = 15.0
 
@@ -95,21 +109,6 @@ class CampaignEnds:
         if quiet_seconds < QUIET_SECONDS:
             return False
         return (await self._storage.queue.depth()).messages == 0
-
-
-log = logging.getLogger(__name__)
-
-#: Seconds between two looks for new records, which cost a listing of the shards each.
-POLL_SECONDS = 10.0
-
-#: Seconds between two saves of the state: a service that is killed repeats what it sent since.
-SAVE_SECONDS = 5.0
-
-#: Seconds for the requests in flight when the service is stopped.
-DRAIN_SECONDS = 10.0
-
-#: The longest pause of the loop.
-_STEP_SECONDS = 1.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,7 +24,6 @@ class Content:
     use: str | None = None
     """The name of the kind of file (`imagefleet.files.kinds`) that it can be stored as."""
     family: str = ""
-    """The models that it is, or is for."""
 
 
 SD1 = Content("a Stable Diffusion 1.x checkpoint", use="model", family="SD 1.x")
@@ -92,10 +91,7 @@ _TELLING_NAMES: tuple[tuple[Content, str], ...] = (
     ),
     (_DIFFUSERS_PARTS, r"^unet\.(conv_in|down_blocks)\."),
     (Content("a Stable Diffusion 3 checkpoint"), r"^(model\.diffusion_model\.)?joint_blocks\."),
-    (
-        Content("a HunyuanVideo checkpoint"),
-        r"(^|\.)txt_in\.individual_token_refiner\.",
-    ),
+    (Content("a HunyuanVideo checkpoint"), r"(^|\.)txt_in\.individual_token_refiner\."),
     (
         Content("a Flux checkpoint"),
         r"^(model\.diffusion_model\.)?(double_blocks\.|single_transformer_blocks\.)",
@@ -214,7 +210,6 @@ def prediction_type(header: Header) -> str | None:
 
 
 def _with_unet(header: Header, names: str) -> Content:
-    """The content of a checkpoint of Stable Diffusion 1.x to XL."""
     content = _BY_CONTEXT.get(_size(header, _CROSS_ATTENTION, axis=-1))
     texts = [each for each, pattern in _TEXT_ENCODERS.items() if _has(names, pattern)]
     content = content or next(iter(texts), SD1)
@@ -243,7 +238,6 @@ def _alike(content: Content, inputs: int, names: str) -> Content | None:
 
 
 def _has(names: str, pattern: str) -> bool:
-    """Whether one of the names, a line each, begins so."""
     return re.search(pattern, names, re.MULTILINE) is not None
 
 

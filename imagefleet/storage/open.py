@@ -54,10 +54,7 @@ class Storage(Protocol):
         """Creates the queues and the containers if they do not exist."""
 
     async def check(self) -> None:
-        """Raises SetupError if a queue or the images do not exist or access is refused.
-
-        Not the files: only workers need them, and only their tokens allow them.
-        """
+        """Raises SetupError without a queue or the images; the files are the workers' alone."""
 
     async def __aenter__(self) -> Self: ...
 
@@ -74,9 +71,7 @@ def open_storage(
 
     *retry_policy* is for storage behind a network. *identity_token* fetches the identity token (a
     JSON Web Token) for the broker at `settings.broker_url`. Nothing connects before its first use.
-
-    Raises:
-        SetupError: the address is not valid, or lacks credentials.
+    Raises SetupError if the address is not valid, or lacks credentials.
     """
     address = settings.storage.strip()
     if address.startswith(LOCAL_SCHEME):

@@ -37,7 +37,7 @@ def _one_thread() -> None:
 
 @pytest.fixture(scope="module")
 def engine() -> Iterator[contract.Engine]:
-    loaded = load.load_engine(DEMO_MODEL, "cpu")
+    loaded = load.load_engine(load.EngineSettings(DEMO_MODEL, "cpu"))
     yield loaded
     loaded.close()
 

@@ -10,7 +10,7 @@ from PIL import Image
 
 from imagefleet.job import clip
 from imagefleet.job.message import Job, read_job
-from imagefleet.job.passes import sources
+from imagefleet.job.passes import img2img as given
 from imagefleet.storage import protocol
 from imagefleet.storage.routing import models
 from worker.inputs import img2img, pictures
@@ -40,7 +40,7 @@ def tokenise(texts: Sequence[str]) -> list[list[int]]:
 
 
 def check_sources(job: Job) -> None:
-    for place in filter(None, map(sources.place, job.sources)):
+    for place in filter(None, map(given.place, job.sources)):
         protocol.check_blob_name(place.blob)
 
 

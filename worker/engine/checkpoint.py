@@ -37,7 +37,7 @@ from imagefleet.telemetry import logs
 from worker.engine import checksums
 from worker.engine.families import noise, reading, table
 from worker.engine.families import vae as vaes
-from worker.engine.families.table import SD1, Config, Family, TextEncoder
+from worker.engine.families.table import Config, Family, Model, TextEncoder
 from worker.engine.lora.layout import Network
 from worker.engine.slots import memory
 
@@ -56,39 +56,20 @@ _CONFIGURATION = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Checkpoint:
-    """The networks of one checkpoint on their device, and their noise schedule."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Checkpoint(Model):
+    """The networks of a model of latents on their device, and their noise schedule."""
 
-    name: str
     tokenizer: CLIPTokenizer
     text_encoder: CLIPTextModel
-    unet: UNet2DConditionModel
+    text_encoder_2: CLIPTextModelWithProjection | None = None
     vae: AutoencoderKL
     alphas_cumprod: torch.Tensor
     prediction_type: str
-    vae_factor: int
-    """Pixels per latent, in each direction."""
-    default_size: tuple[int, int]
-    """The native width and height in pixels."""
     weight_sums: checksums.Sums
     """Checksums of the networks' weights as they were on the CPU (`networks`)."""
     weights_id: str
     """Identifies the weights, in whatever file and precision they are."""
-    family: Family = SD1
-    text_encoder_2: CLIPTextModelWithProjection | None = None
-    image_noise: noise.ImageNoise | None = None
-    """The noise that families which enlarge an image add to it; None for other families."""
-
-    @property
-    def latent_channels(self) -> int:
-        """The number of channels of the latents that are drawn."""
-        return int(self.unet.config.out_channels)
-
-    @property
-    def conditioning_channels(self) -> int:
-        """What the UNet takes beside the latents: 5 in inpainting checkpoints, 3 in upscalers."""
-        return int(self.unet.config.in_channels) - self.latent_channels
 
     @property
     def text_encoders(self) -> dict[Network, Any]:
@@ -160,7 +141,7 @@ def load_checkpoint(
         placed |= {name: (device, each.dtype) for name, each in like.networks.items()}
     is_whole = all(each_dtype == checksums.IDENTITY_TYPE for _, each_dtype in placed.values())
     weights_id = "" if is_whole else checksums.identify(networks)
-    weight_sums = _place(networks, placed)
+    weight_sums = place(networks, placed)
     tensors = checksums.named_parameters(networks)
     if damaged := checksums.find_damaged(tensors):
         # They make all images NaN, and each node would blame itself.
@@ -179,7 +160,7 @@ def load_checkpoint(
         vae=vae,
         alphas_cumprod=noise.alphas_cumprod(model, scheduler, found.keys),
         prediction_type=predicted,
-        vae_factor=factor,
+        factor=factor,
         default_size=(side, side),
         weight_sums=weight_sums,
         weights_id=weights_id or checksums.identity(weight_sums),
@@ -208,7 +189,7 @@ def _placements(
     return placed
 
 
-def _place(networks: _Networks, placed: Mapping[str, _Placement]) -> checksums.Sums:
+def place(networks: _Networks, placed: Mapping[str, _Placement]) -> checksums.Sums:
     """Moves the networks to their devices; returns the sums of their weights on the CPU before.
 
     Raises:

@@ -12,7 +12,7 @@ import torch
 from diffusers import AutoencoderKL
 
 from imagefleet import errors
-from worker.engine import checkpoint, contract
+from worker.engine import contract
 from worker.engine import errors as engine_errors
 from worker.engine.kernels import stripes
 from worker.engine.kernels.compile import Compiled, GraphPool
@@ -70,17 +70,19 @@ class HostCopy:
 
 
 class Decoder:
-    """The VAE, and the latents and pixels on their way through it."""
+    """The VAE, and the latents and pixels on their way through it; without one, of images."""
 
     def __init__(
         self,
-        vae: AutoencoderKL,
+        vae: AutoencoderKL | None,
+        factor: int = 1,
         *,
         backend: str | None = None,
         pool: GraphPool | None = None,
     ) -> None:
+        """*factor*: pixels for each of the latents' rows."""
         self._vae = vae
-        self._pixels_per_latent = checkpoint.vae_factor(vae) ** 2
+        self._pixels_per_latent = factor**2
         self.slice_pixels = _SLICE_PIXELS
         self.max_images = _MAX_IMAGES
         self.is_striped = False
@@ -114,7 +116,9 @@ class Decoder:
 
         Yields the function before its first run, to be traced on any thread.
         """
-        if self._backend is None or self.is_striped or shape in self._compiled:
+        if self._vae is None or self._backend is None:
+            return
+        if self.is_striped or shape in self._compiled:
             return
         size = self._slice_size(shape)
         latents = torch.zeros((size, *shape), device=self._vae.device)
@@ -245,6 +249,8 @@ class Decoder:
 
     def _retry_in_float32(self, drawn: _FinishedLatents) -> contract.Outcome:
         """Decodes in float32, from then on, with a VAE that overflows in float16 as some do."""
+        if self._vae is None:
+            return errors.TransientError("the image is NaN")
         if self._vae.dtype == torch.float16 and drawn.latents.isfinite().all():
             log.warning(
                 "the VAE overflows in float16: it decodes in float32 from now on",
@@ -260,22 +266,24 @@ class Decoder:
         return errors.TransientError("the image is NaN")
 
 
-def decode(vae: AutoencoderKL, latents: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def decode(vae: AutoencoderKL | None, latents: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Decodes latents [images, 4, height, width]; see `to_pixels`."""
     return to_pixels(to_images(vae, latents))
 
 
 def decode_in_stripes(
-    vae: AutoencoderKL, latents: torch.Tensor
+    vae: AutoencoderKL | None, latents: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The same with less memory: see `kernels.stripes`."""
     return to_pixels(to_images(vae, latents, in_stripes=True))
 
 
 def to_images(
-    vae: AutoencoderKL, latents: torch.Tensor, *, in_stripes: bool = False
+    vae: AutoencoderKL | None, latents: torch.Tensor, *, in_stripes: bool = False
 ) -> torch.Tensor:
     """The VAE's images of latents [images, 4, height, width], from -1 to 1, in float32."""
+    if vae is None:
+        return latents
     scaled = (latents / vae.config.scaling_factor).to(vae.dtype)
     if vae.post_quant_conv is not None:
         scaled = vae.post_quant_conv(scaled)

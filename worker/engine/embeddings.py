@@ -12,7 +12,7 @@ from safetensors import SafetensorError
 
 from imagefleet import errors
 from imagefleet.files.contents import EMBEDDING_WIDTHS
-from imagefleet.job.chunks import CHUNK_TOKENS
+from imagefleet.job.clip import CHUNK_TOKENS
 from worker.engine import contract
 from worker.engine.files.safetensors import ReadOnce, UnusableError, named, refuse_damaged
 

@@ -16,9 +16,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from imagefleet.job.noise import PHILOX, Noise
+from imagefleet.job.samplers import PHILOX, Noise
 
-Shape = tuple[int, int, int]
+Shape = tuple[int, ...]
 
 _Numbers = npt.NDArray[np.float32]
 _Doubles = npt.NDArray[np.float64]

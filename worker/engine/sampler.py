@@ -194,6 +194,7 @@ def step(
     history: torch.Tensor,
     noise: torch.Tensor | None,
     image: Inpainting | None = None,
+    limit: Callable[[torch.Tensor], torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """One update of a batch: the next latents and history.
 
@@ -202,10 +203,13 @@ def step(
     *rows* are of each image's table [batch, COLUMNS], *history* earlier estimates, newest first
     [HISTORY, batch, 4, height, width]; latents, the UNet's *output* with guidance and *noise* are
     [batch, 4, height, width]. Noise is None if no row uses any, *image* if none keeps anything.
+    *limit* is what estimates are limited by, if by anything.
     """
     columns = rows.T[..., None, None, None]
     seen = latents if image is None else mask_input(rows, latents, image)
     estimate = columns[FROM_LATENTS] * seen + columns[FROM_OUTPUT] * output
+    if limit is not None:
+        estimate = limit(estimate)
     if image is not None:
         kept = (1 - columns[MASKS_INPUT]) * image.kept
         estimate = estimate * (1 - kept) + image.original * kept

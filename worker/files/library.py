@@ -33,6 +33,15 @@ log = logging.getLogger(__name__)
 #: text states of its prompts.
 REMEMBERED = 10_000
 
+#: Bytes of fetched embeddings kept on disk: thousands of them.
+CACHE_BYTES = 256 * 2**20
+
+#: The names of embeddings are listed again after this time.
+LIST_SECONDS = 300.0
+
+#: The longest that a job waits for the list: a storage that hangs must not hold up the GPU.
+READ_SECONDS = 5.0
+
 
 @dataclass(frozen=True, slots=True)
 class Folder:
@@ -100,8 +109,7 @@ class FileLibrary:
             MissingFileError: it does not exist, or a signed manifest does not list it.
             UnusableFileError: it is too large, or not a safetensors file.
             TransientError: the storage did not answer, or the file is truncated or does not match.
-            NodeError, SetupError: the cache cannot be written.
-            SetupError: the manifest is too large, or not signed with the trusted key.
+            NodeError, SetupError: as `DiskCache.errors` and `Manifest.sha256`.
         """
         path = await self._in_folders(name) or await self._in_cache(name)
         self.lookups["hit" if path else "miss"] += 1
@@ -219,16 +227,6 @@ def own_folder(kind: FileKind, path: Path) -> Folder:
 
 def unreadable(kind: FileKind, path: Path, reason: str | None) -> errors.SetupError:
     return errors.SetupError(f"{kind.flag} {path} cannot be read: {reason}")
-
-
-#: Bytes of fetched embeddings kept on disk: thousands of them.
-CACHE_BYTES = 256 * 2**20
-
-#: The names are listed again after this time.
-LIST_SECONDS = 300.0
-
-#: The longest that a job waits for that: a storage that hangs must not hold up the GPU.
-READ_SECONDS = 5.0
 
 
 class EmbeddingLibrary(FileLibrary):

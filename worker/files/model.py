@@ -22,9 +22,8 @@ from imagefleet.storage import protocol
 from worker.files import addresses, check
 from worker.files.addresses import STORE_SCHEME, Address
 from worker.files.disk_cache import SUFFIX, DiskCache
-from worker.files.download import Download
+from worker.files.download import BlobSource, Download, HttpSource, Source
 from worker.files.manifest import Manifest
-from worker.files.sources import BlobSource, HttpSource, Source
 from worker.settings import WorkerSettings
 
 log = logging.getLogger(__name__)
@@ -33,12 +32,6 @@ log = logging.getLogger(__name__)
 STORAGE_RETRIES = retry.RetryPolicy(tries=15, longest_wait_seconds=30)
 
 _UNPACKING = "unpacking"
-
-#: The most characters of a name in an archive that a message shows.
-_SHOWN_CHARACTERS = 80
-
-Progress = Callable[[int, int | None], None]
-"""Called with the bytes so far and in all; None: unknown."""
 
 
 def local_path(settings: WorkerSettings) -> Path:
@@ -141,7 +134,7 @@ async def fetch_to(
     retry_policy: retry.RetryPolicy = STORAGE_RETRIES,
     *,
     wanted: kinds.FileKind,
-    on_progress: Progress = lambda _so_far, _total: None,
+    on_progress: Callable[[int, int | None], None] = lambda _so_far, _total: None,
 ) -> Path:
     """Downloads a file of the *wanted* kind into *folder*, one process at a time; returns its path.
 
@@ -180,17 +173,10 @@ def find_fetched(folder: Path, address: Address) -> Path | None:
     if address.file_name is not None:
         path = folder / address.file_name.removesuffix(".tar")
         return path if path.exists() else None
-    if not folder.is_dir():
-        return None
-    # Its name is the server's.
-    return next(
-        (
-            each
-            for each in sorted(folder.iterdir())
-            if each.suffix == SUFFIX or (each.is_dir() and each.name != _UNPACKING)
-        ),
-        None,
-    )
+    for each in sorted(folder.iterdir()) if folder.is_dir() else ():  # its name is the server's
+        if each.suffix == SUFFIX or (each.is_dir() and each.name != _UNPACKING):
+            return each
+    return None
 
 
 def is_whole(path: Path) -> bool:
@@ -252,7 +238,7 @@ def _extract(tar: tarfile.TarFile, member: tarfile.TarInfo, folder: Path) -> Non
 
     Links are refused: several in a row lead out of the folder past the checks of older Pythons.
     """
-    shown = repr(member.name[:_SHOWN_CHARACTERS])
+    shown = repr(member.name[:80])
     name = PurePosixPath(member.name)
     if name.is_absolute() or ".." in name.parts:
         raise tarfile.TarError(f"{shown} leads outside")

@@ -56,7 +56,11 @@ def choose(settings: MachineSettings) -> list[Gpu]:
     if len(set(names)) < len(names):
         raise errors.SetupError(f"--gpus {given}: a GPU is named twice")
     if settings.device == "cpu":
-        return _processes(given, names)
+        if not all(name.isdecimal() for name in names):
+            raise errors.SetupError(
+                f"--gpus {given}: with --device cpu give a number for each process, such as 0,1"
+            )
+        return [Gpu(name) for name in names]
     if settings.device.startswith("cuda:"):
         raise errors.SetupError(
             f"--gpus {given} and --device {settings.device} both choose a GPU: leave out --device"
@@ -77,14 +81,6 @@ def choose(settings: MachineSettings) -> list[Gpu]:
     if len(set(chosen)) < len(chosen):
         raise errors.SetupError(f"--gpus {given}: a GPU is named twice, by its number and its UUID")
     return chosen
-
-
-def _processes(given: str, names: Sequence[str]) -> list[Gpu]:
-    if not all(name.isdecimal() for name in names):
-        raise errors.SetupError(
-            f"--gpus {given}: with --device cpu give a number for each process, such as 0,1"
-        )
-    return [Gpu(name) for name in names]
 
 
 def _visible_gpus(given: str) -> list[Gpu]:

@@ -17,12 +17,11 @@ import aiohttp
 from imagefleet import errors, retry
 from imagefleet.telemetry import probes, push
 from worker import tasks
-from worker.gpus.child import Child
+from worker.gpus.child import HURRY, STOP, Assignment, Child
 from worker.gpus.choice import Gpu
-from worker.gpus.member import HURRY, STOP, Assignment
 from worker.gpus.metrics import MachineMetrics, merged
 from worker.models.choice import share_of
-from worker.salad import metadata as salad_metadata
+from worker.node import salad
 from worker.settings import MachineSettings
 
 log = logging.getLogger(__name__)
@@ -110,7 +109,7 @@ class _Parent:
 
     async def run(self) -> int:
         settings = self._settings
-        metadata = salad_metadata.find_metadata()
+        metadata = salad.find_metadata()
         with tasks.on_signals(self._on_signal):
             async with (
                 probes.serving(
@@ -129,7 +128,7 @@ class _Parent:
                     job="imagefleet-worker",
                     instance=self._instance,
                 ),
-                salad_metadata.updating_deletion_cost(metadata, lambda: self._metrics.busy_slots),
+                salad.updating_deletion_cost(metadata, lambda: self._metrics.busy_slots),
             ):
                 log.info(
                     "starting %d workers, on GPU %s, metrics at http://%s:%d/metrics",
@@ -188,7 +187,7 @@ class _Parent:
             if self._stop.is_set() or self._is_queue_empty():
                 self._codes.append(code)
                 return
-            self._metrics.restarts(gpu)
+            self._metrics.restarts.labels(gpu).inc()
 
     def _is_queue_empty(self) -> bool:
         """Whether a worker found nothing left, not even a lease of a dead worker."""
@@ -237,12 +236,11 @@ class _Parent:
 
     async def _probe(self) -> None:
         while True:
-            await asyncio.gather(*map(self._probe_one, self._children))
+            answers = await asyncio.gather(*(child.probe() for child in self._children))
+            for child, may_answer in zip(self._children, answers, strict=True):
+                if not may_answer:
+                    self._metrics.is_down(child.gpu.name)
             await asyncio.sleep(PROBE_SECONDS)
-
-    async def _probe_one(self, child: Child) -> None:
-        if not await child.probe():
-            self._metrics.is_down(child.gpu.name)
 
     async def _read(self) -> None:
         while True:

@@ -73,11 +73,9 @@ class Begin:
 def begin(job: Job, image: Image.Image, mask: Image.Image | None, size: Size | None) -> Begin:
     """Prepares a job's image and mask, as they were read, for a drawing of *size*.
 
-    None: for an engine that enlarges the image, so in the size that it has.
-
-    Raises:
-        JobError: the result, which has the image's size, would be too large, or an image far longer
-            than wide is to be cut.
+    None: for an engine that enlarges the image, so in the size that it has. Raises JobError if the
+    result, which has the image's size, would be too large, or an image far longer than wide is to
+    be cut.
     """
     image = pictures.flatten(image)
     whole = None if mask is None else _whole_mask(job, mask)

@@ -14,7 +14,7 @@ import numpy as np
 from PIL import Image, ImageOps, UnidentifiedImageError
 
 from imagefleet import errors
-from imagefleet.job import embedded
+from imagefleet.files import picture
 from imagefleet.redaction import printable
 from worker.engine.contract import Pixels
 
@@ -43,8 +43,7 @@ Size = tuple[int, int]
 def read(what: str, data: bytes) -> Image.Image:
     """Decodes a file, turned as its Exif data says; *what* it is, for messages.
 
-    Raises:
-        JobError: it is no image, is damaged or has too many pixels.
+    Raises JobError if it is no image, is damaged or has too many pixels.
     """
     try:
         return _read(what, data)
@@ -87,7 +86,7 @@ def parameters(data: bytes) -> str:
     """AUTOMATIC1111's text in the file of an image that was read; empty if there is none."""
     try:
         with Image.open(io.BytesIO(data), formats=_FORMATS) as image:
-            return embedded.parameters(image, MAX_TEXT).replace("\0", "")
+            return picture.parameters(image, MAX_TEXT).replace("\0", "")
     except Exception:  # noqa: BLE001 - Pillow's parsers raise a dozen kinds, and it is no loss
         return ""
 
@@ -105,9 +104,7 @@ def resize(mode: int, image: Image.Image, size: Size) -> Image.Image:
     """Resizes an image by the modes of AUTOMATIC1111 (`modules/images.py`, `resize_image`).
 
     0 stretches; 1 covers *size* and cuts off what is over; 2 fits into it, and repeats the borders.
-
-    Raises:
-        JobError: as `inner_size`.
+    Raises as `inner_size`.
     """
     if mode == 0:
         return _stretched(image, size)
@@ -135,8 +132,7 @@ def resize(mode: int, image: Image.Image, size: Size) -> Image.Image:
 def inner_size(mode: int, image_size: Size, size: Size) -> Size:
     """What an image becomes before it is cut to *size* (mode 1), or filled up to it (2).
 
-    Raises:
-        JobError: too much of an image far longer than wide would be cut off.
+    Raises JobError if too much of an image far longer than wide would be cut off.
     """
     width, height = size
     is_wider = width / height > image_size[0] / image_size[1]
@@ -171,8 +167,7 @@ def _resampled(
 def control(image: Image.Image, mode: int, size: Size) -> Pixels:
     """The pixels in *size*: stretched (0), cut to it (1), or with borders of their colour (2).
 
-    Raises:
-        JobError: an image far longer than wide is to be cut.
+    Raises as `inner_size`.
     """
     image = image.convert("RGB")
     if mode == _FIT or image.size == size:

@@ -17,7 +17,8 @@ from PIL import Image
 from imagefleet import concurrency, errors, retry
 from imagefleet.files import kinds
 from imagefleet.job.message import MAX_IMAGE_BYTES, Job
-from imagefleet.job.passes import extras, hires, sources
+from imagefleet.job.passes import extras, hires
+from imagefleet.job.passes import img2img as given
 from imagefleet.signing import TrustedKeys, trusted_keys
 from imagefleet.storage import protocol
 from imagefleet.storage.open import Storage
@@ -96,12 +97,8 @@ class InputReader:
         """The inputs of a job whose first pass has *size*, (width, height) in pixels.
 
         *is_enlarged*: the engine itself brings the image that the job begins with to this size.
-        The *text_encoder* is the engine's (`contract.Engine`).
-
-        Raises:
-            JobError: an image or a file does not exist or cannot be used, or a size is refused.
-            TransientError: the storage did not answer.
-            NodeError, SetupError: as of `FileLibrary.resolve`.
+        The *text_encoder* is the engine's (`contract.Engine`). Raises JobError if an image or a
+        file does not exist or cannot be used, or a size is refused; else as `FileLibrary.resolve`.
         """
         # First: they are what a job lacks most easily, and small.
         texts = None if text_encoder is None else await self._find_texts(job, text_encoder)
@@ -221,9 +218,9 @@ class InputReader:
 
     async def _file(self, field: str, source: str) -> bytes:
         """The file of an image that a field names, or has in it."""
-        place = sources.place(source)
+        place = given.place(source)
         if place is None:
-            return sources.content(source)
+            return given.content(source)
         blobs = self._containers[place.container]
         try:
             read = partial(blobs.read, place.blob, max_bytes=MAX_IMAGE_BYTES)
@@ -239,7 +236,7 @@ class InputReader:
             raise errors.JobError(
                 f"{field}: {source!r} cannot be read with this worker's credentials: give it tokens"
                 f" of `imagefleet keys mint worker --chains`, or store the image in"
-                f" {sources.INPUTS} of the container of files ({error.message})"
+                f" {given.INPUTS} of the container of files ({error.message})"
             ) from None
         if data is None:
             raise errors.MissingFileError(

@@ -21,8 +21,7 @@ from typing import NoReturn
 from imagefleet import concurrency, errors
 from imagefleet.cancelled import CancelledCampaigns
 from imagefleet.job.message import Job
-from imagefleet.records.record import Record, of_job
-from imagefleet.records.shard import RecordLog
+from imagefleet.records.record import Record, RecordLog, of_job
 from imagefleet.storage.deliveries import SUSPECT_AFTER, Deliveries, shown_images
 from imagefleet.storage.open import LOCAL_SCHEME
 from imagefleet.storage.protocol import BlobStore
@@ -386,11 +385,7 @@ class PendingRecords:
             self._changed.set()
 
     async def run(self) -> NoReturn:
-        """Side task: writes what waits.
-
-        Raises:
-            SetupError: the storage refuses it.
-        """
+        """Side task: writes what waits; raises SetupError if the storage refuses it."""
         while True:
             await self._changed.wait()
             while (seconds := self._seconds_left()) > 0:

@@ -15,18 +15,18 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import random
 import shutil
 import tempfile
 import time
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
 import numpy as np
-import numpy.typing as npt
 
 from imagefleet import errors, likeness, retry
 from imagefleet.likeness import Fingerprint
@@ -53,29 +53,47 @@ _TOO_FAST = 0.1
 #: Seconds a step below which the clock and the threads decide, not the GPU.
 _LEAST_STEP_SECONDS = 0.001
 
+#: Images between two canaries, at random: a node that goes wrong stores 200 images at most, with
+#: the 96 that may be in its engine and before its encoders. A canary of 4 steps costs up to 0.42 of
+#: an image of 15 (demo checkpoint, compiled, H100): 0.46 % of the work.
+LEAST_IMAGES, MOST_IMAGES = 80, 104
 
-@dataclass(slots=True)
+#: Images between two that ask for a canary: a campaign may repeat itself rightly.
+LEAST_BETWEEN_ALARMS = 50
+
+#: Seconds between two checks of the weights, each 30 ms for SD1.5 on an H100.
+WEIGHTS_SECONDS = 300.0
+
+#: Failed checks that are too many, of so many recent ones; each was repeated, with success.
+MOST_FAILED, OF_RECENT = 2, 10
+
+#: The distance below which two images are one: the LoRA, or the seed, had no effect. The same image
+#: in another slot is 0.02 away.
+_NO_EFFECT_BELOW = 2.0
+
+#: Those drawn among the jobs: each has the LoRA.
+_AMONG_JOBS: tuple[CanaryImage, ...] = ("with_lora", "other_seed")
+
+#: Sizes of jobs, besides the checkpoint's own, that canaries are drawn in: a canary of another
+#: size than the jobs' would leave the engine's slots idle.
+_MOST_SIZES = 8
+
+
 class ImageChecks:
     """Compares the images of one worker with each other."""
 
-    copies: int = 0
-    """Images that were exact copies of another seed's."""
-    fastest_step_seconds: float | None = None
-    """Seconds a step in the fastest canary, its decoding included; it had *step_pixels*."""
-    step_pixels: int = 0
-    _drawn: list[tuple[int, tuple[int, int]]] = field(default_factory=list, init=False)
-    """Seed and size of each of the recent images, the oldest of which is replaced."""
-    _recent: npt.NDArray[np.float32] = field(
-        default_factory=lambda: np.zeros((RECENT, likeness.SIDE, likeness.SIDE, 4), np.float32),
-        init=False,
-    )
-    _next: int = field(default=0, init=False)
+    def __init__(self) -> None:
+        self.copies = 0
+        """Images that were exact copies of another seed's."""
+        self._fastest = (math.inf, 0)  # seconds a step in a canary, decoded, and its pixels
+        self._drawn: list[tuple[int, tuple[int, int]]] = []
+        """Seed and size of each of the recent images, the oldest of which is replaced."""
+        self._recent = np.zeros((RECENT, likeness.SIDE, likeness.SIDE, 4), np.float32)
+        self._next = 0
 
     def canary_took(self, seconds: float, steps: int, size: tuple[int, int]) -> None:
         """Measures how fast this GPU is at best."""
-        each = seconds / steps
-        if self.fastest_step_seconds is None or each < self.fastest_step_seconds:
-            self.fastest_step_seconds, self.step_pixels = each, size[0] * size[1]
+        self._fastest = min(self._fastest, (seconds / steps, size[0] * size[1]))
 
     def repetition(self, found: Fingerprint, seed: int, size: tuple[int, int]) -> str | None:
         """Whether an image is one that another seed had: of one seed, jobs may be the same."""
@@ -98,10 +116,10 @@ class ImageChecks:
 
     def haste(self, seconds: float, steps: int, size: tuple[int, int]) -> str | None:
         """Whether an image came faster than this GPU can draw."""
-        if self.fastest_step_seconds is None or not steps:
-            return None
-        smaller = min(1.0, size[0] * size[1] / self.step_pixels)
-        least = self.fastest_step_seconds * smaller * _TOO_FAST
+        step_seconds, pixels = self._fastest
+        if not pixels or not steps:
+            return None  # before any canary, or nothing was drawn
+        least = step_seconds * min(1.0, size[0] * size[1] / pixels) * _TOO_FAST
         if least < _LEAST_STEP_SECONDS * _TOO_FAST or seconds / steps >= least:
             return None
         return (
@@ -110,41 +128,16 @@ class ImageChecks:
         )
 
 
-#: Images between two canaries, at random: a node that goes wrong stores 200 images at most, with
-#: the 96 that may be in its engine and before its encoders. A canary of 4 steps costs up to 0.42 of
-#: an image of 15 (demo checkpoint, compiled, H100): 0.46 % of the work.
-LEAST_IMAGES, MOST_IMAGES = 80, 104
-
-#: Images between two that ask for a canary: a campaign may repeat itself rightly.
-LEAST_BETWEEN_ALARMS = 50
-
-#: Seconds between two checks of the weights, each 30 ms for SD1.5 on an H100.
-WEIGHTS_SECONDS = 300.0
-
-#: Failed checks that are too many, of so many recent ones; each was repeated, with success.
-MOST_FAILED, OF_RECENT = 2, 10
-
-#: The distance below which two images are one: the LoRA, or the seed, had no effect. The same image
-#: in another slot is 0.02 away.
-_NO_EFFECT_BELOW = 2.0
-
-_LORA = "canary.safetensors"
-
-#: Those drawn among the jobs: each has the LoRA.
-_AMONG_JOBS: tuple[CanaryImage, ...] = ("with_lora", "other_seed")
-
-#: Sizes of jobs, besides the checkpoint's own, that canaries are drawn in: a canary of another
-#: size than the jobs' would leave the engine's slots idle.
-_MOST_SIZES = 8
-
-
 @dataclass(frozen=True, slots=True)
 class Fault:
     """What is wrong with this node, and the check that found it."""
 
     kind: NodeFault
-    check: Check
     message: str
+
+    @property
+    def check(self) -> Check:
+        return "weights" if self.kind == "weights" else "images"
 
 
 class NodeSelfCheck:
@@ -172,7 +165,7 @@ class NodeSelfCheck:
         self._threads = ThreadPoolExecutor(1, "fingerprint")
         self._reference: Reference | None = None
         self._own: dict[tuple[tuple[int, int], CanaryImage], Fingerprint] = {}
-        self._folder: Path | None = None
+        self._lora: Path | None = None
         self._job_size: tuple[int, int] | None = None
         self._images_left = 0
         self._since_alarm = LEAST_BETWEEN_ALARMS
@@ -191,10 +184,10 @@ class NodeSelfCheck:
         if self_check is None:
             return
         try:
-            self._folder = Path(await asyncio.to_thread(tempfile.mkdtemp, prefix="imagefleet-"))
+            folder = await asyncio.to_thread(tempfile.mkdtemp, prefix="imagefleet-")
         except OSError as error:
             raise errors.NodeError(f"no temporary file can be written here: {error}") from error
-        lora = self._folder / _LORA
+        lora = self._lora = Path(folder, "canary.safetensors")
         await self.engine_thread.call(lambda: self_check.write_lora(lora))
         if reference is not None and (why := reference.why_unusable(self.engine)):
             log.warning(
@@ -237,7 +230,7 @@ class NodeSelfCheck:
         """What is wrong with this node, for images that fail; see `Canary.diagnose`."""
         reason = await self.canary.diagnose(alarm)
         if reason is not None:
-            self.fault = Fault("failed_images", "images", reason)
+            self.fault = Fault("failed_images", reason)
         elif self.is_possible:
             await self._check_or_give_up(references.CANARY_IMAGES)
         return reason
@@ -272,7 +265,7 @@ class NodeSelfCheck:
 
     def quarantined(self, reason: str) -> None:
         """The operator's list names this node."""
-        self._give_up(Fault("quarantined", "images", reason))
+        self._give_up(Fault("quarantined", reason))
 
     async def fingerprint(self, pixels: contract.Pixels) -> Fingerprint:
         """Computes it on a thread: a millisecond for each image."""
@@ -281,8 +274,8 @@ class NodeSelfCheck:
 
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
-        if self._folder is not None:
-            shutil.rmtree(self._folder, ignore_errors=True)
+        if self._lora is not None:
+            shutil.rmtree(self._lora.parent, ignore_errors=True)
 
     def _ask(self, why: str) -> None:
         self._since_alarm = 0
@@ -302,7 +295,7 @@ class NodeSelfCheck:
         async with self._one_at_a_time:
             if self.images.copies >= MOST_COPIES:
                 message = f"{self.images.copies} images were copies of another seed's, to the bit"
-                raise self._give_up(Fault("wrong_images", "images", message))
+                raise self._give_up(Fault("wrong_images", message))
             since = self.suspects.since("images")
             try:
                 fault = await self._find_fault(kinds, with_weights=len(kinds) > 1)
@@ -324,7 +317,7 @@ class NodeSelfCheck:
                 raise self._give_up(again)
             if self._recent.count(False) >= MOST_FAILED:
                 message = f"{fault.message}, the second time within {OF_RECENT} checks"
-                raise self._give_up(Fault(fault.kind, fault.check, message))
+                raise self._give_up(Fault(fault.kind, message))
             self.engine_thread.hold_jobs(hold=False)
             self.trusted.set()
             await self.suspects.record(since, fault.message)
@@ -348,7 +341,7 @@ class NodeSelfCheck:
             if message is None:
                 self.suspects.good("images", began_at)
             else:
-                fault = Fault("wrong_images", "images", message)
+                fault = Fault("wrong_images", message)
         self.metrics.canaries.labels("failed" if fault else "passed").inc()
         return fault
 
@@ -360,7 +353,7 @@ class NodeSelfCheck:
         if message is None:
             self.suspects.good("weights", began_at)
             return None
-        return Fault("weights", "weights", message)
+        return Fault("weights", message)
 
     async def _image_fault(self, kinds: tuple[CanaryImage, ...]) -> str | None:
         """What is wrong with canaries drawn now; raises as `Canary.draw`."""
@@ -369,8 +362,8 @@ class NodeSelfCheck:
         if jobs != own and any((jobs, kind) not in self._own for kind in kinds):
             sizes = [own, jobs]  # the first of its size is worth something on a good node only
         for size in sizes:
-            lora = None if self._folder is None else self._folder / _LORA
-            drawn = await self.canary.draw([references.request(each, size, lora) for each in kinds])
+            requests = [references.request(each, size, self._lora) for each in kinds]
+            drawn = await self.canary.draw(requests)
             for image in drawn:
                 self.images.canary_took(image.seconds, references.STEPS, size)
             prints = [likeness.fingerprint(image.pixels) for image in drawn]

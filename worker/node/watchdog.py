@@ -85,6 +85,11 @@ FAILURES_IN_A_ROW = 10
 #: The share of a window that the GPU waited for uploads before they count as too slow.
 BLOCKED_SHARE = 0.5
 
+#: The most images of a worker: the fastest GPU's of some hours between two checks of its weights.
+MAX_IMAGES = 50_000
+
+Check = Literal["images", "weights"]
+
 
 @dataclass(frozen=True, slots=True)
 class NodeLimits:
@@ -243,14 +248,12 @@ class NodeWatchdog:
             "upload_speed": self._uploads_too_slow(window, blocked_seconds, seconds),
         }
         wrong = {fault: reason for fault, reason in judged.items() if reason}
-        is_idle = busy_seconds <= LEAST_BUSY_SHARE * seconds
-        if not wrong and (is_idle or window.enlarged_images):
-            # Such a node shows nothing, and does not reset the count.
-            self._windows.labels("unknown").inc()
-            return None
-        self._windows.labels("failed" if wrong else "passed").inc()
-        if not wrong:
+        # A node that is idle or only enlarges shows nothing, and does not reset the count.
+        is_telling = busy_seconds > LEAST_BUSY_SHARE * seconds and not window.enlarged_images
+        self._windows.labels("failed" if wrong else "passed" if is_telling else "unknown").inc()
+        if is_telling and not wrong:
             self.failed_in_a_row = 0
+        if not wrong:
             return None
         self.failed_in_a_row += 1
         for fault in wrong:
@@ -307,12 +310,6 @@ class NodeWatchdog:
         return _Window(
             time.monotonic(), clock.busy_seconds, clock.idle_seconds.get("backpressure", 0.0)
         )
-
-
-#: The most images of a worker: the fastest GPU's of some hours between two checks of its weights.
-MAX_IMAGES = 50_000
-
-Check = Literal["images", "weights"]
 
 
 @dataclass(slots=True)

@@ -213,8 +213,7 @@ class PrepareStage:
     async def _generate_alone(self, entry: InFlightJob) -> None:
         """Generates a job whose workers have died, so that no other dies with this one.
 
-        Raises:
-            JobError: the workers that generated it alone died as well.
+        Raises JobError if the workers that generated it alone died as well.
         """
         if self._is_others(self._read(entry)):
             await self.settler.move(entry)

@@ -64,10 +64,12 @@ def draw_cascade(
     model: Path, texts: Sequence[str], device: str, options: argparse.Namespace
 ) -> tuple[list[np.ndarray], list[np.ndarray]]:
     """The images of both stages."""
-    base = load.load_any_engine(model / "base", device, slots=_BATCH, compile="off")
+    base = load.load_engine(
+        load.EngineSettings(model / "base", device, slots=_BATCH, compile="off")
+    )
     small = draw(base, (_request(base, text, seed, options) for seed, text in enumerate(texts)))
     base.close()
-    sr = load.load_any_engine(model / "sr", device, slots=_BATCH, compile="off")
+    sr = load.load_engine(load.EngineSettings(model / "sr", device, slots=_BATCH, compile="off"))
     inits = [contract.InitImage(each, options.noise) for each in small]
     pairs = enumerate(zip(texts, inits, strict=True))
     large = draw(sr, (_request(sr, text, seed, options, init) for seed, (text, init) in pairs))

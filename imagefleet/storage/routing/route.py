@@ -188,10 +188,7 @@ class Route:
         self._put_in_order()
 
     async def create(self) -> bool:
-        """Creates the first shard if it does not exist; False if the credentials do not allow it.
-
-        The others are there since the number was set.
-        """
+        """Creates the first shard, as `StoredQueue.create`; `set_shards` makes the others."""
         created = await self.first.create()
         self.notice()
         if created:
@@ -199,11 +196,7 @@ class Route:
         return created
 
     async def set_shards(self, shards: int) -> None:
-        """Sets to how many shards jobs are sent from now on; makes those that are missing.
-
-        Raises:
-            SetupError: the credentials do not allow that.
-        """
+        """Sets to how many shards jobs are sent; makes those missing, or raises SetupError."""
         known = await self.first.read_shards()
         made = max(shards, known.made)
         if (shards, made) == known:

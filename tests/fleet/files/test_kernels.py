@@ -145,8 +145,8 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """A machine with the key, whose compiler leaves the usual files; returns its arguments."""
     used: dict[str, Any] = {}
 
-    def load_engine(path: Path, *_: object, **arguments: Any) -> SimpleNamespace:
-        used.update(arguments)
+    def load_engine(settings: load.EngineSettings) -> SimpleNamespace:
+        used.update(slots=settings.slots, compile=settings.compile)
         compile_into(cache.use_folder(Path("unused"), KEY))
         return SimpleNamespace(close=lambda: None)
 

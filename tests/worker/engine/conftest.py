@@ -26,7 +26,9 @@ import tiny_model
 from families import tiny_controlnets
 from worker.engine import checkpoint as checkpoints
 from worker.engine import contract, device, load, text
+from worker.engine.families.latents import of_latents
 from worker.engine.slots import engine as slots
+from worker.engine.slots.parts import Settings
 
 #: Few steps and the smallest size: an image takes some 30 ms.
 _REQUEST = contract.ImageRequest(
@@ -168,7 +170,7 @@ def demo_lora() -> Callable[[str, float, float], contract.Lora]:
 @pytest.fixture(scope="session")
 def slot_engine(checkpoint: Path) -> slots.SlotEngine:
     """Shared by tests that leave it unchanged."""
-    return load.load_engine(checkpoint, "cpu", slots=3)
+    return load.load_engine(load.EngineSettings(checkpoint, "cpu", slots=3))
 
 
 @pytest.fixture(scope="session")
@@ -193,7 +195,7 @@ def make_slot_engine(
         precision: device.Precision = "auto", model: Path = checkpoint, **settings: Any
     ) -> slots.SlotEngine:
         copied = copy_checkpoint(precision, model)
-        made.append(slots.SlotEngine(copied, **{"slots": 3, **settings}))
+        made.append(slots.SlotEngine(of_latents(copied, Settings(**{"slots": 3, **settings}))))
         return made[-1]
 
     yield make

@@ -23,12 +23,11 @@ def slices(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
         ).bool()
 
     monkeypatch.setattr(decoder, "decode", decode)
-    monkeypatch.setattr(decoder.checkpoint, "vae_factor", lambda _vae: 8)
     return seen
 
 
 def make_decoder(*compiled: torch.Size) -> decoder.Decoder:
-    made = decoder.Decoder(SimpleNamespace(device="cpu"))  # type: ignore[arg-type]
+    made = decoder.Decoder(SimpleNamespace(device="cpu"), 8)  # type: ignore[arg-type]
     made.max_images = 2
     for shape in compiled:
         latents = torch.zeros(2, *shape)

@@ -17,7 +17,7 @@ from safetensors.torch import save, save_file
 
 from imagefleet import errors
 from imagefleet.job import prompt
-from imagefleet.job.chunks import Chunk
+from imagefleet.job.clip import Chunk
 from worker.engine import contract, embeddings, text
 
 START, END, COMMA = 49406, 49407, 267

@@ -36,7 +36,7 @@ def test_without_torch_the_error_says_what_to_install(
     monkeypatch.delattr("worker.engine.slots.engine")
     monkeypatch.delattr("worker.engine.checkpoint")
     with pytest.raises(errors.SetupError, match=r"pip install \.\[worker\]"):
-        load.load_engine(checkpoint)
+        load.load_engine(load.EngineSettings(checkpoint))
 
 
 @pytest.mark.parametrize(
@@ -50,14 +50,14 @@ def test_a_loaded_engine_says_what_fits(
     checkpoint: Path, caplog: pytest.LogCaptureFixture, weights: memory.SlotWeights, said: str
 ) -> None:
     caplog.set_level("INFO")
-    load.load_engine(checkpoint, "cpu", slots=3, slot_weights=weights)
+    load.load_engine(load.EngineSettings(checkpoint, "cpu", slots=3, slot_weights=weights))
     assert [each for each in caplog.messages if each.startswith("draws")] == [f"draws {said}"]
 
 
 @pytest.mark.parametrize("name", ["gpu", "meta", "cuda:99"])
 def test_an_unknown_device_is_a_setup_error(checkpoint: Path, name: str) -> None:
     with pytest.raises(errors.SetupError, match=name):
-        load.load_engine(checkpoint, name)
+        load.load_engine(load.EngineSettings(checkpoint, name))
 
 
 def test_a_gpu_always_has_its_number(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -201,7 +201,7 @@ def test_auto_precision_is_float32_on_a_cpu(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    engine: Any = load.load_engine(checkpoint)
+    engine: Any = load.load_engine(load.EngineSettings(checkpoint))
     assert engine._checkpoint.unet.dtype == torch.float32
 
 

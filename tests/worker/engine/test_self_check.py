@@ -149,7 +149,7 @@ async def test_a_damaged_demo_model_ends_the_worker(
         for n in range(40)
     ]
     await storage.queue.send(map(json.dumps, jobs))
-    engine = load.load_engine(DEMO_MODEL, "cpu", slots=4)
+    engine = load.load_engine(load.EngineSettings(DEMO_MODEL, "cpu", slots=4))
     vae = engine._checkpoint.vae
     finished: list[str] = []
 

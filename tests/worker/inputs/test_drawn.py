@@ -14,7 +14,7 @@ from PIL import Image
 
 import tiny_model
 from imagefleet.storage.open import Storage
-from worker.engine.load import load_engine
+from worker.engine.load import EngineSettings, load_engine
 from worker.inputs import masks
 
 RunPipeline = Callable[..., Any]
@@ -52,8 +52,8 @@ async def test_jobs_of_all_passes_are_drawn_beside_each_other(
         "lanczos": {**hires, "hr_upscaler": "Lanczos", "hr_resize_x": 128, "hr_resize_y": 64},
     }
     await storage.queue.send(json.dumps({**fields, "id": name}) for name, fields in jobs.items())
-    pipeline = await run_pipeline(load=lambda: load_engine(model, "cpu", slots=4))
-    assert dict(pipeline.settler.outcomes) == {"completed": len(jobs)}
+    pipeline = await run_pipeline(load=lambda: load_engine(EngineSettings(model, "cpu", slots=4)))
+    assert dict(pipeline.metrics.outcomes) == {"completed": len(jobs)}
     found = {}
     for name in jobs:
         data = await storage.blobs.read(f"default/{name}.png")

@@ -14,9 +14,9 @@ import torch
 from torch import nn
 
 from worker.engine import contract
-from worker.engine.slots.linear import SlotLinear
-from worker.engine.slots.transformer import repeat_rows
-from worker.engine.slots.unet import SlotEncoder
+from worker.engine.networks.linear import SlotLinear
+from worker.engine.networks.transformer import Call, repeat_rows
+from worker.engine.networks.unet import SlotEncoder
 
 
 class SlotControlNet(SlotEncoder):
@@ -39,8 +39,7 @@ class SlotControlNet(SlotEncoder):
         self,
         x: torch.Tensor,
         times: torch.Tensor,
-        context: torch.Tensor,
-        mask: torch.Tensor | None,
+        call: Call,
         added: torch.Tensor | None,
         hint: torch.Tensor,
         weights: torch.Tensor,
@@ -50,7 +49,7 @@ class SlotControlNet(SlotEncoder):
         As `SlotUnet.forward`; *hint* [slots, channels, height, width] from `embed`; *weights*
         [slots]. Those of the layers before the first prompt have one row per slot, others two.
         """
-        x, _, skips = self.encode(x, times, context, mask, False, 0, added, hint)
+        x, _, skips = self.encode(x, times, call, added, hint)
         outputs = [out(each) for out, each in zip(self.outs, [*skips, x], strict=True)]
         return [self._weigh(each, weights) for each in outputs]
 
@@ -104,7 +103,7 @@ class ControlState(NamedTuple):
         return cls(
             network,
             hints,
-            like.new_zeros((2 * slots, tokens, network.keys_values.width)),
+            like.new_zeros((2 * slots, tokens, network.context_width)),
             like.new_zeros((2 * slots, network.added_width)) if network.added_width else None,
         )
 
@@ -113,7 +112,6 @@ class ControlState(NamedTuple):
         added = None if self.added is None else self.added[: 2 * slots]
         return ControlState(self.network, self.hints[:slots], self.context[: 2 * slots], added)
 
-    @torch.no_grad()
     def fill(
         self,
         slot: int,
@@ -124,9 +122,8 @@ class ControlState(NamedTuple):
         """Sets a slot to a job's control image, vectors [2, tokens, width] and added inputs."""
         rows = slice(2 * slot, 2 * slot + 2)
         self.hints[slot].copy_(hint)
-        self.network.keys_values.compute(vectors, {}, self.context[rows])
-        if self.added is not None and added is not None:
-            self.added[rows].copy_(self.network.embed_added(*added))
+        added_rows = None if self.added is None else self.added[rows]
+        self.network.compute_prompt(vectors, added, {}, self.context[rows], added_rows)
 
 
 def residuals(
@@ -140,9 +137,8 @@ def residuals(
     total: list[torch.Tensor] = []
     for at, control in enumerate(controls):
         weight = weights[:, at].to(x.dtype)
-        found = control.network(
-            x, times, control.context, mask, control.added, control.hints, weight
-        )
+        call = Call(control.context, mask)
+        found = control.network(x, times, call, control.added, control.hints, weight)
         total = [_sum(*pair) for pair in zip(total, found, strict=True)] if total else found
     return total
 

@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 
-from worker.engine import text
+from worker.engine import sampler, text
+from worker.engine.families.noise import ImageNoise
 from worker.engine.lora.layout import Network
 
 Config = Mapping[str, Any]
@@ -40,9 +41,11 @@ class Family:
     name: str
     slug: str
     """The family's name for programs."""
-    unet_config: Config
-    vae_config: Config
-    text_encoders: tuple[TextEncoder, ...]
+    unet_config: Config = field(default_factory=dict)
+    vae_config: Config = field(default_factory=dict)
+    text_encoders: tuple[TextEncoder, ...] = ()
+    plain_tokens: int = text.PLAIN_TOKENS
+    """The context of ordinary prompts."""
     has_size_ids: bool = False
     """The UNet takes the image's size and the last text encoder's pooled vector."""
     zeroes_empty_negative: bool = False
@@ -69,6 +72,43 @@ class Family:
     def networks(self) -> tuple[Network, ...]:
         """The names of its text encoders."""
         return tuple(encoder.network for encoder in self.text_encoders)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Model:
+    """One checkpoint on its device, of any family."""
+
+    name: str
+    family: Family
+    unet: Any
+    """diffusers' UNet2DConditionModel."""
+    default_size: tuple[int, int]
+    """The native width and height in pixels."""
+    factor: int
+    """Pixels for each row of what is drawn."""
+    image_noise: ImageNoise | None = None
+    """The noise that families which enlarge an image add to it; None for other families."""
+    states_encoder: str | None = None
+    """The encoder whose states of the prompts come with each request; None: none do."""
+
+    @property
+    def channels(self) -> int:
+        """The number of channels of what is drawn."""
+        return int(self.unet.config.out_channels)
+
+    @property
+    def columns(self) -> int:
+        """The number of columns of a schedule's table."""
+        return sampler.COLUMNS
+
+    @property
+    def conditioning_channels(self) -> int:
+        """What the UNet takes beside: 5 for inpainting, 3 of an image that is enlarged."""
+        return int(self.unet.config.in_channels) - self.channels
+
+    @property
+    def networks(self) -> dict[str, Any]:
+        return {"unet": self.unet}
 
 
 #: What fills a chunk for OpenCLIP, where CLIP repeats the end; the token "!" of their tokenizer.

@@ -10,7 +10,7 @@ import torch
 from PIL import Image, ImageFilter, ImageOps
 
 from imagefleet import errors
-from imagefleet.job.noise import Noise
+from imagefleet.job.samplers import Noise
 from worker.engine import contract
 from worker.engine.noise import NoiseStream
 

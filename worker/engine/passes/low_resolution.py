@@ -14,8 +14,6 @@ from imagefleet import errors
 from imagefleet.job.passes.first import MAX_SIDE, MIN_SIDE
 from worker.engine import contract
 from worker.engine.families.noise import ImageNoise
-from worker.engine.families.table import IMAGE_CHANNELS
-from worker.engine.noise import NoiseStream
 
 #: diffusers' default, and that of DeepFloyd IF's third stage there, as shares of all timesteps.
 _USUAL, _OF_CASCADE = 0.02, 0.1
@@ -31,10 +29,8 @@ class LowResolution:
     level: int
     """The timestep of its noise."""
 
-    def with_noise(self, stream: NoiseStream) -> torch.Tensor:
-        """The image with the first noise of a *stream*."""
-        _, height, width = self.image.shape
-        drawn = stream.of_image((IMAGE_CHANNELS, height, width))
+    def with_noise(self, drawn: torch.Tensor) -> torch.Tensor:
+        """The image with noise of variance 1 that was *drawn*."""
         levels = torch.tensor([self.level])
         noisy: torch.Tensor = self.noise.scheduler.add_noise(self.image[None], drawn[None], levels)
         return noisy[0]

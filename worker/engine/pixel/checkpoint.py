@@ -13,39 +13,48 @@ from typing import Any
 
 import torch
 from diffusers import UNet2DConditionModel
-from torch import nn
 
 from imagefleet import errors
 from imagefleet.telemetry import logs
 from worker.engine import checkpoint
 from worker.engine.families import reading, table
-from worker.engine.pixel import schedules, text_stage
+from worker.engine.families.noise import ImageNoise
+from worker.engine.families.table import Family, Model
+from worker.engine.pixel import schedules, text_stage, text_states
 from worker.engine.pixel.schedules import NoiseSchedule
-from worker.engine.pixel.step import CHANNELS
 
-#: What a family is called, by the class of its pipeline.
-FAMILIES = {"IFPipeline": "if", "IFSuperResolutionPipeline": "if_sr"}
+#: Red, green and blue; the UNet predicts the variance of each as well.
+CHANNELS = 3
+
+#: A stage's family, by the class of its pipeline.
+FAMILIES = {
+    "IFPipeline": Family("DeepFloyd IF", "if", plain_tokens=text_states.TOKENS),
+    "IFSuperResolutionPipeline": Family(
+        "DeepFloyd IF's upscaler", "if_sr", plain_tokens=text_states.TOKENS, enlarges_image=True
+    ),
+}
 
 #: IF's native sizes by the pipeline's class, where the configuration has none.
 _SIDES = {"IFPipeline": 64, "IFSuperResolutionPipeline": 256}
 
 
-@dataclass(frozen=True, slots=True)
-class PixelCheckpoint:
-    """One stage on its device."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PixelCheckpoint(Model):
+    """One stage on its device, which draws one size alone."""
 
-    name: str
-    family: str
     folder: Path
-    unet: UNet2DConditionModel
     noise: NoiseSchedule
-    image_noise: NoiseSchedule | None
-    """The noise on the image that it upscales; None for a base stage."""
-    default_size: tuple[int, int]
-    """The only width and height in pixels that it draws."""
     text_width: int
     encoder: str
     """The name of its text encoder."""
+
+    @property
+    def channels(self) -> int:
+        return CHANNELS
+
+    @property
+    def columns(self) -> int:
+        return schedules.COLUMNS
 
 
 def load_checkpoint(folder: Path, device: torch.device, dtype: torch.dtype) -> PixelCheckpoint:
@@ -56,42 +65,34 @@ def load_checkpoint(folder: Path, device: torch.device, dtype: torch.dtype) -> P
     """
     logs.take_over_libraries()
     checkpoint.hide_progress_bars()
-    if text_stage.has_encoder(folder):
+    has_encoder = text_stage.has_encoder(folder)
+    if has_encoder:
         text_stage.require_libraries(folder)
-    name = folder.resolve().name
     pipeline = table.pipeline_of(folder)
     if pipeline not in FAMILIES:
         raise errors.SetupError(f"{str(folder)!r} is not a stage of DeepFloyd IF")
-    upscales = FAMILIES[pipeline] == "if_sr"
+    family = FAMILIES[pipeline]
     unet = reading.read_network(UNet2DConditionModel, folder / "unet")
-    _check_architecture(folder, unet, upscales=upscales)
-    noise = _read_scheduler(folder, "scheduler")
-    image_noise = _read_scheduler(folder, "image_noising_scheduler") if upscales else None
-    unet.requires_grad_(requires_grad=False).eval()
-    nn.Module.to(unet, dtype=dtype)
-    try:
-        nn.Module.to(unet, device=device)
-    except torch.cuda.OutOfMemoryError as error:
-        raise errors.SetupError(
-            f"the GPU's memory is too short for the model: {reading.brief(error)}"
-        ) from error
-    if device.type == "cuda":
-        unet.to(memory_format=torch.channels_last)
-    else:
-        # Not mapped from the file: truncating it would kill the process.
-        for parameter in unet.parameters():
-            parameter.data = parameter.data.clone()
+    _check_architecture(folder, unet, upscales=family.enlarges_image)
+    noise, image_noise = _read_scheduler(folder, "scheduler"), None
+    if family.enlarges_image:
+        scheduler = _read_scheduler(folder, "image_noising_scheduler").scheduler
+        image_noise = ImageNoise(scheduler, int(scheduler.config.num_train_timesteps) - 1)
+    checkpoint.place({"unet": unet}, {"unet": (device, dtype)})
     side = unet.config.sample_size or _SIDES[pipeline]
+    encoder = text_stage.encoder_name(folder)
     return PixelCheckpoint(
-        name=name,
-        family=FAMILIES[pipeline],
+        name=folder.resolve().name,
+        family=family,
         folder=folder,
         unet=unet,
         noise=noise,
         image_noise=image_noise,
         default_size=(side, side),
+        factor=1,
         text_width=unet.config.encoder_hid_dim or unet.config.cross_attention_dim,
-        encoder=text_stage.encoder_name(folder),
+        encoder=encoder,
+        states_encoder=None if has_encoder else encoder,
     )
 
 

@@ -3,82 +3,48 @@
 from __future__ import annotations
 
 import threading
-from collections import OrderedDict
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - its name everywhere
+from cachetools import LRUCache
 
 from imagefleet import errors
-from worker.engine import contract, sampler
-from worker.engine.noise import NoiseStream
+from worker.engine import contract
+from worker.engine.passes.low_resolution import LowResolution
 from worker.engine.pixel import schedules, text_stage, text_states
 from worker.engine.pixel.checkpoint import PixelCheckpoint
-from worker.engine.pixel.step import CHANNELS
+from worker.engine.slots.prepare import PreparedRequest, Preparer
 
 #: Prompts whose states stay in memory: some 1.3 MB each.
 _STATES_KEPT = 256
 
 
-@dataclass(frozen=True, slots=True)
-class PreparedRequest:
-    """A request that the engine can start at once."""
-
-    request: contract.ImageRequest
-    schedule: sampler.Schedule
-    states: torch.Tensor
-    """Encoded text of the prompt and the negative prompt [2, tokens, width]."""
-    upscaled: torch.Tensor | None
-    """The image of the stage before [3, height, width] at this one's size, within -1 and 1."""
-    noise_level: int | None
-    """The timestep of the noise that it gets."""
-
-    @property
-    def calls(self) -> int:
-        """UNet calls from noise to image."""
-        return len(self.schedule.table)
-
-    def guidance(self, call: int) -> float:
-        """The guidance scale; up to 1 there is none, as in diffusers: the prompt's output alone."""
-        is_unguided = any(self.schedule.unguided[call : call + 1])
-        return 1.0 if is_unguided else max(1.0, self.request.cfg_scale)
-
-    def noise(self) -> NoiseStream:
-        """The image's noise: its own, then that of the upscaled image, then that of the steps."""
-        request = self.request
-        shape = (CHANNELS, request.height, request.width)
-        draws = sum(self.schedule.noisy) + (self.upscaled is not None)
-        draws += self.schedule.initial_churn is not None
-        return NoiseStream(request.seed, shape, request.noise, factor=1, draws=draws)
-
-
-class RequestPreparer:
-    """Prepares requests for one stage; called from several threads."""
+class StagePreparer(Preparer):
+    """Prepares requests for one stage."""
 
     def __init__(self, checkpoint: PixelCheckpoint) -> None:
+        super().__init__(checkpoint.unet.device)
         self._checkpoint = checkpoint
         self._lock = threading.Lock()
         self._stage: text_stage.TextStage | None = None
-        self._states: OrderedDict[str, torch.Tensor] = OrderedDict()
+        self._states: LRUCache[str, torch.Tensor] = LRUCache(_STATES_KEPT)
 
     def prepare(self, request: contract.ImageRequest) -> PreparedRequest:
-        """Checks a request and finds its text states.
-
-        Raises:
-            JobError: this stage cannot draw it.
-            TransientError: its text states could not be read.
-        """
         self._refuse_unsupported(request)
         noise = self._checkpoint.noise
         schedule = schedules.make_schedule(
             request.sampler, request.steps, noise, request.sampler_options
         )
+        if request.cfg_scale < 1:  # as in diffusers: the prompt's output alone
+            schedule = replace(schedule, unguided=(True,) * len(schedule.table))
         given = request.text_states or (None, None)
         prompts = str(request.prompt), str(request.negative_prompt)
         states = [self._find_states(*each) for each in zip(prompts, given, strict=True)]
-        upscaled, level = self._read_image(request.init)
-        return PreparedRequest(request, schedule, torch.stack(states), upscaled, level)
+        return PreparedRequest(
+            request, schedule, states=torch.stack(states), enlarged=self._read_image(request.init)
+        )
 
     def _refuse_unsupported(self, request: contract.ImageRequest) -> None:
         size = self._checkpoint.default_size
@@ -108,7 +74,6 @@ class RequestPreparer:
         key = text_states.clean(prompt)
         with self._lock:
             if key in self._states:
-                self._states.move_to_end(key)
                 return self._states[key]
         own = self._checkpoint
         if path is None:
@@ -119,8 +84,6 @@ class RequestPreparer:
         states = states.to(dtype)
         with self._lock:
             self._states[key] = states
-            if len(self._states) > _STATES_KEPT:
-                self._states.popitem(last=False)
         return states
 
     def _text_stage(self) -> text_stage.TextStage:
@@ -136,9 +99,7 @@ class RequestPreparer:
                 self._stage = text_stage.TextStage(folder, torch.device("cpu"), torch.float32)
             return self._stage
 
-    def _read_image(
-        self, init: contract.InitImage | None
-    ) -> tuple[torch.Tensor, int] | tuple[None, None]:
+    def _read_image(self, init: contract.InitImage | None) -> LowResolution | None:
         """The image that is upscaled, as `IFSuperResolutionPipeline` does it, and its noise level.
 
         The level is the denoising strength as a share of all timesteps: IF's own, 250 of 1000, is a
@@ -146,11 +107,10 @@ class RequestPreparer:
         """
         noise = self._checkpoint.image_noise
         if init is None or noise is None:
-            return None, None
+            return None
         pixels = torch.from_numpy(init.pixels.copy()).permute(2, 0, 1)[None].float()
         pixels.div_(127.5).sub_(1)  # in place: the largest image takes 200 MB
         width, height = self._checkpoint.default_size
         upscaled = F.interpolate(pixels, (height, width), mode="bilinear", align_corners=True)
-        timesteps = len(noise.alphas_cumprod)
-        level = round(init.denoising_strength * timesteps)
-        return upscaled[0], max(0, min(timesteps - 1, level))
+        level = round(init.denoising_strength * noise.timesteps)
+        return LowResolution(upscaled[0], noise, max(0, min(noise.max_level, level)))

@@ -16,8 +16,9 @@ Beside the samplers of latent models that work on sigmas there are:
 from __future__ import annotations
 
 import copy
+import functools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
@@ -76,6 +77,13 @@ class NoiseSchedule:
         """[train timesteps] in float32."""
         found: torch.Tensor = self.scheduler.alphas_cumprod
         return found
+
+    def limit_of(self, values: int) -> Callable[[torch.Tensor], torch.Tensor] | None:
+        """What limits an estimate of so many *values*; None for no limit."""
+        if self.limit is None:
+            return None
+        rank = None if self.quantile is None else find_rank(self.quantile, values)
+        return functools.partial(threshold, limit=self.limit, rank=rank)
 
 
 def read_scheduler(config: Mapping[str, object], name: str) -> NoiseSchedule:
@@ -225,3 +233,27 @@ def _heun(sigmas: Sequence[float]) -> Iterator[tuple[float, float, Sequence[floa
             keep = of_start / ratio + half / following
             earlier = -of_start * (1 - ratio) / ratio - half / sigma
             yield following, keep, (-half / following, earlier)
+
+
+def threshold(images: torch.Tensor, limit: float, rank: float | None) -> torch.Tensor:
+    """Images [batch, 3, height, width] within -1 and 1 by dynamic thresholding.
+
+    Saharia et al. (2022), section 2.3: clamped to the absolute value of *rank* (`find_rank`), but
+    between 1 and *limit*, and divided by it. Without a *rank*, clamped to *limit*.
+    """
+    if rank is None:
+        return images.clamp(-limit, limit)
+    sizes = images.flatten(1).abs().sort(dim=1).values
+    below = int(rank)
+    above = min(below + 1, sizes.shape[1] - 1)
+    scale = torch.lerp(sizes[:, below], sizes[:, above], rank - below)
+    scale = scale.clamp(min=1, max=limit)[:, None, None, None]
+    return images.clamp(-scale, scale) / scale
+
+
+def find_rank(quantile: float, count: int) -> float:
+    """The rank at which a quantile of *count* sorted values is, between two of them.
+
+    In float32, as `torch.quantile` computes it at each call.
+    """
+    return float(torch.tensor(quantile, dtype=torch.float32) * (count - 1))

@@ -6,6 +6,7 @@ the embedded timestep, and the keys and values of every attention. None of it de
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -14,7 +15,9 @@ from diffusers import UNet2DConditionModel
 from torch import nn
 
 from worker.engine.kernels import layers
-from worker.engine.slots.transformer import repeat_rows
+from worker.engine.lora.kinds import StackedChange
+from worker.engine.lora.merge import Group
+from worker.engine.networks.transformer import SlotNetwork, repeat_rows
 
 
 class TextAttention(nn.Module):
@@ -65,74 +68,81 @@ class TextAttention(nn.Module):
         return tokens.view(rows, count, self.heads, width // self.heads).transpose(1, 2)
 
 
-class PixelUnet(nn.Module):
+class PixelUnet(SlotNetwork):
     """The UNet with two rows per slot: the prompt's, then the negative prompt's."""
 
-    def __init__(self, unet: UNet2DConditionModel, *, is_compiled: bool = False) -> None:
-        """Takes the UNet's attentions over; *is_compiled*: with layers that compile well."""
-        super().__init__()
+    def __init__(
+        self,
+        unet: UNet2DConditionModel,
+        limit: Callable[[torch.Tensor], torch.Tensor] | None = None,
+        *,
+        is_compiled: bool = False,
+    ) -> None:
+        """Takes the UNet's attentions over.
+
+        *limit* is what estimates of images are limited by; *is_compiled*: with layers that compile
+        well.
+        """
+        super().__init__(unet.conv_out.weight)
         self.unet = unet
+        self.limit = limit
         self.attentions: list[TextAttention] = []
         for block in (*unet.down_blocks, unet.mid_block, *unet.up_blocks):
             found = getattr(block, "attentions", None) or ()
             for at, attention in enumerate(found):
                 block.attentions[at] = TextAttention(attention)
                 self.attentions.append(block.attentions[at])
-        self.context_width = 0
+        at = 0
         for attention in self.attentions:
-            attention.start = self.context_width
-            self.context_width += 2 * attention.width
+            attention.start = at
+            at += 2 * attention.width
         if is_compiled:
             layers.replace_group_norms(unet)
 
     @property
-    def dtype(self) -> torch.dtype:
-        found: torch.dtype = self.unet.dtype
-        return found
-
-    @property
-    def device(self) -> torch.device:
-        found: torch.device = self.unet.device
-        return found
+    def context_width(self) -> int:
+        return sum(2 * each.width for each in self.attentions)
 
     @property
     def added_width(self) -> int:
-        """The width of what is added to the embedded timesteps."""
         width: int = self.unet.time_embedding.linear_2.out_features
         return width
 
     @torch.no_grad()
-    def embed_text(
-        self, states: torch.Tensor, noise_level: int | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """What a slot's calls need of its text and of its noise level, if it upscales.
+    def compute_prompt(
+        self,
+        vectors: torch.Tensor,
+        added: tuple[torch.Tensor, ...] | None,
+        _changes: Mapping[Group, StackedChange],
+        context: torch.Tensor,
+        added_rows: torch.Tensor | None,
+    ) -> None:
+        """As `SlotNetwork.compute_prompt`, of text states [2, tokens, text width].
 
-        Args:
-            states: text states [2, tokens, text width] of the prompt and the negative prompt.
-            noise_level: the timestep of the noise on the image that is upscaled.
-
-        Returns:
-            The context [2, tokens, `context_width`], and what is added to the embedded timesteps
-            [2, `added_width`].
+        *added* is the timestep [1] of the noise on the image that is upscaled, if one is.
         """
-        states = states.to(self.dtype)
-        added = self.unet.add_embedding(states)
-        if noise_level is not None:
-            levels = torch.full((len(states),), noise_level, device=states.device)
-            added = added + self.unet.get_class_embed(states, levels)
-        encoded = self.unet.process_encoder_hidden_states(states, {})
-        context = torch.cat([each.text_columns(encoded) for each in self.attentions], dim=-1)
-        return context, added
+        embedded = self.unet.add_embedding(vectors)
+        if added is not None:
+            (level,) = added
+            embedded = embedded + self.unet.get_class_embed(vectors, level.expand(len(vectors)))
+        encoded = self.unet.process_encoder_hidden_states(vectors, {})
+        context.copy_(torch.cat([each.text_columns(encoded) for each in self.attentions], dim=-1))
+        if added_rows is not None:
+            added_rows.copy_(embedded)
 
     def forward(
-        self, x: torch.Tensor, times: torch.Tensor, context: torch.Tensor, added: torch.Tensor
+        self,
+        x: torch.Tensor,
+        times: torch.Tensor,
+        context: torch.Tensor,
+        added: torch.Tensor | None,
     ) -> torch.Tensor:
         """The noise and the variance of all rows.
 
         Args:
             x: [slots, channels, height, width] in the UNet's type.
             times: timesteps [slots]; fractions are allowed.
-            context: see `embed_text`; of all slots [2 * slots, tokens, `context_width`].
+            context: see `compute_prompt`; of all slots [2 * slots, tokens, `context_width`].
             added: the same [2 * slots, `added_width`].
 
         Returns:
@@ -140,7 +150,9 @@ class PixelUnet(nn.Module):
         """
         unet = self.unet
         embedded = unet.time_embedding(unet.time_proj(times).to(x.dtype))
-        embedded = repeat_rows(embedded, len(context)) + added
+        embedded = repeat_rows(embedded, len(context))
+        if added is not None:
+            embedded = embedded + added
         if unet.time_embed_act is not None:
             embedded = unet.time_embed_act(embedded)
         x = repeat_rows(unet.conv_in(x), len(context))

@@ -9,13 +9,13 @@ from collections.abc import Callable, Iterator
 import torch
 
 from worker.engine import errors as engine_errors
-from worker.engine.decoder import Decoder
 from worker.engine.kernels.background import Around, BackgroundTracer
 from worker.engine.kernels.compile import Compiled, exempt_from_collection
 from worker.engine.slots.lane import Lane, Lanes
-from worker.engine.slots.queue import BatchKey, WeightMode
+from worker.engine.slots.memory import WeightMode
+from worker.engine.slots.parts import Parts
+from worker.engine.slots.queue import BatchKey
 from worker.engine.slots.step import Step, StepRunner
-from worker.engine.slots.unet import SlotUnet
 
 log = logging.getLogger(__name__)
 
@@ -32,29 +32,26 @@ class Compilation:
 
     def __init__(
         self,
-        unet: SlotUnet,
+        parts: Parts,
         runner: StepRunner,
-        decoder: Decoder,
         lanes: Lanes,
         *,
-        first: BatchKey,
         open_lane: Callable[[BatchKey], Lane],
         use_less_memory: Callable[[], None],
     ) -> None:
-        """*first* is the native size's key; *open_lane* gives a key's lane, with its tensors.
+        """*open_lane* gives a key's lane, with its tensors.
 
         *use_less_memory* closes all lanes, with fewer slots afterwards.
         """
         self.is_under_way = False
         """True while something is compiled beside the ticks, or about to be."""
-        self._unet = unet
+        self._unet = parts.unet
         self._runner = runner
-        self._decoder = decoder
+        self._decoder = parts.decoder
         self._lanes = lanes
-        self._first = first
         self._open_lane = open_lane
         self._use_less_memory = use_less_memory
-        self._tracer = BackgroundTracer(unet.device)
+        self._tracer = BackgroundTracer(self._unet.device)
         self._begins_at: float | None = None
         self._lane: Lane | None = None
         self._step: Step | None = None
@@ -103,7 +100,7 @@ class Compilation:
         """What `begin_soon` waits for has come."""
         if self._begins_at is not None:
             self._begins_at = None
-            self._runner.request(self._first)
+            self._runner.request(self._runner.native)
 
     def advance(self) -> None:
         """Takes up what has been compiled since the last tick, and begins what is next.
@@ -164,7 +161,7 @@ class Compilation:
 
     def _next(self) -> BatchKey | None:
         """What is compiled next, once the compiler is free."""
-        keys = [self._first, *(lane.batch_key for lane in self._lanes if lane.held)]
+        keys = [self._runner.native, *(lane.batch_key for lane in self._lanes if lane.held)]
         return next((each for each in keys if self._runner.should_compile(each)), None)
 
     def _go_on(self, batch_key: BatchKey | None) -> None:

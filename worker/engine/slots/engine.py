@@ -18,138 +18,74 @@ import torch
 
 from imagefleet import errors
 from imagefleet.job.prompt import Prompt
-from worker.engine import contract, decoder, sampler
+from worker.engine import contract, sampler
 from worker.engine import errors as engine_errors
 from worker.engine.checkpoint import Checkpoint
-from worker.engine.control.held import KEPT_BYTES, ControlNets
-from worker.engine.kernels import layers
+from worker.engine.control.held import KEPT_BYTES
+from worker.engine.families.table import Model
 from worker.engine.kernels.background import Around, nothing_around
-from worker.engine.kernels.compile import GraphPool
-from worker.engine.lora import merge
-from worker.engine.recovery import Recovery
 from worker.engine.self_check import SelfCheck
-from worker.engine.slots import linear, memory, prepare, queue, staging, weights
+from worker.engine.slots import memory, staging, weights
 from worker.engine.slots.compiling import Compilation
 from worker.engine.slots.lane import MAX_LANES, Lane, Lanes
-from worker.engine.slots.prepare import PLAIN_TOKENS, PreparedRequest
+from worker.engine.slots.parts import Parts
+from worker.engine.slots.prepare import PreparedRequest, RequestPreparer
 from worker.engine.slots.queue import BatchKey, FirstPass, SlotJob
-from worker.engine.slots.staging import Stager
-from worker.engine.slots.step import GUIDANCE, Step, StepRunner, tick
-from worker.engine.slots.unet import SlotUnet
+from worker.engine.slots.recovery import Recovery
+from worker.engine.slots.step import Step, StepRunner
 from worker.engine.upscalers.beside import BesideTicks, PreparedUpscale
 
 log = logging.getLogger(__name__)
-
-#: Slots of low rank have room for LoRAs of it from the start; for others their memory grows.
-_USUAL_RANK = 32
 
 #: Younger jobs per slot that may overtake one with other LoRAs, while theirs are merged for all.
 _OVERTAKES_PER_SLOT = 6
 
 
 class SlotEngine:
-    """A `contract.Engine` that draws *slots* images at once, each at its own step."""
+    """A `contract.Engine` that draws several images at once, each at its own step."""
 
-    def __init__(
-        self,
-        checkpoint: Checkpoint,
-        slots: int | None = None,
-        *,
-        blocks: int | None = None,
-        slot_weights: memory.SlotWeights | None = None,
-        backend: str | None = None,
-        compiled_modes: Sequence[queue.WeightMode] = queue.WEIGHT_MODES,
-        lora_cache_bytes: int = prepare.LORA_CACHE_BYTES,
-    ) -> None:
-        """*slots* None fits them to the GPU's memory.
-
-        *blocks*: how many lanes may have slots' weights of their own; None fits them as well.
-        *slot_weights*: how slots hold LoRAs, None decides by the memory; "reloaded" is one slot's.
-        *backend* is torch.compile's, None for no compilation; the UNet is compiled for the
-        *compiled_modes*, in this order.
-        """
-        self.model_name = checkpoint.name
-        self.family = checkpoint.family.slug
-        self.text_encoder: str | None = None
-        self.default_size = checkpoint.default_size
-        self.weight_mode: queue.WeightMode = "shared"
+    def __init__(self, parts: Parts) -> None:
+        model, settings = parts.model, parts.settings
+        self.model_name = model.name
+        self.family = model.family.slug
+        self.text_encoder = model.states_encoder
+        self.default_size = model.default_size
+        self.lora_lookups = parts.preparer.lora_lookups
+        self.weight_mode: memory.WeightMode = "shared"
         """The last tick's."""
         self.recompiles = 0
         """Graphs compiled after the warm-up; above 0 is a bug."""
         self._has_drawn_job = False
-        self._checkpoint = checkpoint
-        self._device: torch.device = checkpoint.unet.device
+        self._checkpoint = model
+        self._unet = parts.unet
+        self._preparer = parts.preparer
+        self._stager = parts.stager
+        self._control_nets = parts.control_nets
+        self._merger = parts.merger
+        self._decoder = parts.decoder
+        self._device = parts.unet.device
         self._on_gpu = self._device.type == "cuda"
         # Not on a CPU, where a tick takes longer than staging a job.
         self._draws_while_staging = self._on_gpu
-        if backend is not None:
-            layers.replace_group_norms(checkpoint.unet)
-            layers.replace_group_norms(checkpoint.vae)
-            layers.replace_upsamplers(checkpoint.vae)
-        self._control_nets = ControlNets(checkpoint.unet, is_compiled=backend is not None)
-        self._stager = Stager(checkpoint, self._control_nets)
-        is_large = checkpoint.family.has_large_layers
-        layer_bytes = linear.transformer_bytes(checkpoint.unet)
-        if slot_weights is None:
-            choose = memory.choose_weights
-            slot_weights = choose(self._device, layer_bytes, slots, is_large=is_large)
-        if slot_weights == "reloaded":
-            slots, compiled_modes = 1, ("per_slot",)
-        keeps_on_cpu = is_large and memory.has_no_room_for_originals(self._device, layer_bytes)
-        self._merger = merge.Merger(
-            checkpoint.unet, checkpoint.text_encoders, keeps_on_cpu=keeps_on_cpu
-        )
-        self._unet = SlotUnet(checkpoint.unet, slot_weights)
-        self._unet.changes.grow_for_transformers(_USUAL_RANK)
-        if backend is not None:
-            self._unet.fold()
-        self._preparer = prepare.RequestPreparer(
-            checkpoint,
-            {"unet": self._unet.groups, **linear.groups_of(checkpoint.text_encoders)},
-            self._control_nets,
-            convolutions=self._unet.changes.groups,
-            lora_cache_bytes=lora_cache_bytes,
-        )
-        self._upscales = BesideTicks(self._preparer.upscalers, self._device)
-        self.lora_lookups = self._preparer.lora_lookups
-        pool = GraphPool(self._device) if self._on_gpu else None
-        self._decoder = decoder.Decoder(checkpoint.vae, backend=backend, pool=pool)
-        self._runner = StepRunner(
-            self._unet,
-            slots or memory.CPU_SLOTS,
-            checkpoint=checkpoint,
-            backend=backend,
-            compiled_modes=compiled_modes,
-            pool=pool,
-            costs=queue.Costs(merge_seconds=1.0) if keeps_on_cpu else queue.Costs(),
-        )
-        self._weights = weights.Weights(
-            self._unet, self._merger, self._runner, self._stager, folds=backend is not None
-        )
+        self._upscales = BesideTicks(parts.preparer.upscalers, self._device)
+        self._runner = StepRunner(parts, settings.slots or memory.CPU_SLOTS)
+        self._weights = weights.Weights(parts, self._runner)
         self.self_check = self._make_self_check()
-        fitting = self._fit_memory(slots) if self._on_gpu else 1
-        max_overtakes = _OVERTAKES_PER_SLOT * self.slots
-        self._lanes = Lanes(self.slots, min(blocks or fitting, MAX_LANES), max_overtakes)
+        blocks = self._fit_memory(parts) if self._on_gpu else 1
+        self._lanes = Lanes(
+            self.slots,
+            min(settings.blocks or blocks, MAX_LANES),
+            _OVERTAKES_PER_SLOT * self.slots,
+        )
         self._runner.max_compiled = self._lanes.max_open - 1
         self._weights.resize(self.slots)
         self._decoder.max_images = self.slots
-        self._recovery = Recovery(
-            self._unet,
-            self._lanes,
-            self._runner,
-            self._weights,
-            self._decoder,
-            self._stager,
-            self._control_nets,
-            native=self.default_size,
-        )
+        self._recovery = Recovery(parts, self._lanes, self._runner, self._weights)
         self._decoder.free_memory = self._recovery.try_to_use_less_memory
         self._compilation = Compilation(
-            self._unet,
+            parts,
             self._runner,
-            self._decoder,
             self._lanes,
-            first=self._runner.batch_key(*self.default_size),
             open_lane=self._open_lane,
             use_less_memory=self._recovery.use_less_memory,
         )
@@ -161,7 +97,7 @@ class SlotEngine:
 
     @property
     def savings(self) -> memory.Savings:
-        on_cpu = self._checkpoint.has_text_on_cpu
+        on_cpu = isinstance(self._checkpoint, Checkpoint) and self._checkpoint.has_text_on_cpu
         return memory.Savings(self._unet.weights, self._decoder.is_striped, on_cpu)
 
     @property
@@ -185,11 +121,10 @@ class SlotEngine:
     def find_embeddings(
         self, prompts: Iterable[Prompt | str], names: Collection[str]
     ) -> tuple[str, ...]:
-        """See `text.Tokenizer.find_names`."""
-        return self._preparer.tokenizer.find_names(prompts, names)
+        return self._preparer.find_embeddings(prompts, names)
 
     def prepare(self, request: contract.ImageRequest) -> PreparedRequest | PreparedUpscale:
-        """See `RequestPreparer.prepare` and `BesideTicks.prepare`."""
+        """See `Preparer.prepare` and `BesideTicks.prepare`."""
         if request.upscale is not None:
             return self._upscales.prepare(request)
         return self._preparer.prepare(request)
@@ -248,12 +183,21 @@ class SlotEngine:
             finished += self._upscales.collect(wait=not (draws or finished))
         return finished
 
-    def warm_up(self, width: int, height: int, tokens: int = PLAIN_TOKENS) -> None:
+    def warm_up(
+        self, width: int | None = None, height: int | None = None, tokens: int | None = None
+    ) -> None:
         """Compiles, records and times all that a size needs; a minute or two on a GPU.
 
-        *tokens* of the context: more than those of ordinary prompts for the long ones.
+        By default the native size, and the *tokens* of ordinary prompts' context.
         """
-        self._compilation.run(self._runner.batch_key(width, height, tokens))
+        native = self._runner.native
+        self._compilation.run(
+            native._replace(
+                width=width or native.width,
+                height=height or native.height,
+                tokens=tokens or native.tokens,
+            )
+        )
 
     def warm_up_like(self, request: contract.ImageRequest) -> None:
         """The same for requests with the size, prompts' length and ControlNets of this one."""
@@ -271,7 +215,7 @@ class SlotEngine:
         self._compilation.finish()
 
     @property
-    def checkpoint(self) -> Checkpoint:
+    def checkpoint(self) -> Model:
         return self._checkpoint
 
     def take_weights(self, other: Checkpoint) -> bool:
@@ -280,13 +224,16 @@ class SlotEngine:
         *other* is on the CPU, and alike (`weights.is_alike`). False, and nothing is changed, while
         there are jobs.
         """
+        own, preparer = self._checkpoint, self._preparer
+        if not isinstance(own, Checkpoint) or not isinstance(preparer, RequestPreparer):
+            raise TypeError("only models of latents are exchanged")
         if self._lanes.jobs or self._decoder.busy or self._upscales.begun:
             return False
-        self._checkpoint = weights.exchange(self._checkpoint, other)
+        self._checkpoint = own = weights.exchange(own, other)
         self.model_name = other.name
         self._weights.renew()
         self._stager.forget()
-        self._preparer.use(self._checkpoint)
+        preparer.use(own)
         self.self_check = self._make_self_check()
         return True
 
@@ -306,13 +253,13 @@ class SlotEngine:
         torch.cuda.empty_cache()
 
     def _make_self_check(self) -> SelfCheck | None:
+        model = self._checkpoint
         # Images that enlarge the same one may be alike, whatever their seeds and LoRAs.
-        if self._checkpoint.family.enlarges_image:
+        if not isinstance(model, Checkpoint) or model.family.enlarges_image:
             return None
-        computing = {"unet": self._unet, "vae": self._checkpoint.vae}
+        computing = {"unet": self._unet, "vae": model.vae}
         lock = self._stager.text_encoder_lock
-        own = self._weights.without_own
-        return SelfCheck(self._checkpoint, self._merger, computing, lock, own)
+        return SelfCheck(model, self._merger, computing, lock, self._weights.without_own)
 
     # The parts of a tick.
 
@@ -408,11 +355,11 @@ class SlotEngine:
             state.original[slot].copy_(staged.inpainting.original)
         if state.mask is not None and staged.mask is not None:
             state.mask[rows].copy_(staged.mask)
+        added = None
+        if state.added is not None:
+            added = state.added[state.added_rows * slot : state.added_rows * (slot + 1)]
         factors = staged.factors if lane.weight_mode != "shared" else {}
-        self._unet.keys_values.compute(staged.vectors, factors, state.context[rows])
-        if state.added is not None and staged.added is not None:
-            added = slice(state.added_rows * slot, state.added_rows * (slot + 1))
-            state.added[added].copy_(self._unet.embed_added(*staged.added))
+        self._unet.compute_prompt(staged.vectors, staged.added, factors, state.context[rows], added)
         if state.conditioning is not None and staged.conditioning is not None:
             state.conditioning[slot].copy_(staged.conditioning)
         for control, hint in zip(step.controls, staged.hints, strict=True):
@@ -425,11 +372,12 @@ class SlotEngine:
         inputs.rows.zero_()
         noisy = False
         for slot, job in lane.active.items():
-            schedule = job.prepared.schedule
-            inputs.rows[slot, :GUIDANCE] = schedule.table[job.call]
-            inputs.rows[slot, GUIDANCE] = job.prepared.guidance(job.call)
-            for at, control in enumerate(job.prepared.controls, GUIDANCE + 1):
-                inputs.rows[slot, at] = control.weights[job.call]
+            schedule, row = job.prepared.schedule, inputs.rows[slot]
+            columns = schedule.table.shape[1]
+            row[:columns] = schedule.table[job.call]
+            row[columns] = job.prepared.guidance(job.call)
+            for at, control in enumerate(job.prepared.controls, columns + 1):
+                row[at] = control.weights[job.call]
             if schedule.noisy[job.call] and job.staged is not None:
                 job.staged.noise.fill(inputs.noise[slot])
                 noisy = True
@@ -469,10 +417,10 @@ class SlotEngine:
         self._stager.begin_within([job for each in nexts for job in each if job is not None])
 
     @torch.no_grad()
-    def _fit_memory(self, slots: int | None) -> int:
-        """Fits the GPU's memory for images of the checkpoint's native size; returns the blocks."""
+    def _fit_memory(self, parts: Parts) -> int:
+        """Fits the GPU's memory for images of the model's native size; returns the blocks."""
         width, height = self.default_size
-        state = self._runner.make_slot_state(self._runner.batch_key(width, height), 1)
+        state = self._runner.make_slot_state(self._runner.native, 1)
         state_bytes = sum(tensor.nbytes for tensor in state if tensor is not None)
         is_large = self._checkpoint.family.has_large_layers
         decode = functools.partial(self._decoder.decode, state.latents)
@@ -482,12 +430,12 @@ class SlotEngine:
         fit = memory.fit(
             self._device,
             self._unet.slot_bytes + state_bytes,
-            lambda: tick(self._unet, "shared", state, ()),
+            lambda: parts.tick(self._unet, "shared", state, ()),
             decode,
-            slots,
+            parts.settings.slots,
             is_compiled=self._runner.may_compile,
             weights=self._unet.weights,
-            must_fit=is_large,
+            must_fit=is_large or not isinstance(self._checkpoint, Checkpoint),
         )
         self._runner.slots = fit.slots
         self._decoder.slice_pixels = fit.decoded * width * height

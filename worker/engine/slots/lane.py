@@ -10,9 +10,10 @@ import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
-from worker.engine.slots.prepare import PLAIN_TOKENS
-from worker.engine.slots.queue import BatchKey, SlotJob, SlotQueue, WeightMode
+from worker.engine.slots.memory import WeightMode
+from worker.engine.slots.queue import BatchKey, SlotJob, SlotQueue
 from worker.engine.slots.step import Step
+from worker.engine.text import PLAIN_TOKENS
 
 #: Ticks that an almost empty lane waits for more images; a half full one waits half of them. So a
 #: lane's empty slots cost at most 1/32 of the time, and it runs once in 32 ticks, and one more for

@@ -21,6 +21,14 @@ SlotWeights = Literal["merged", "factors", "reloaded"]
 as factors of low rank beside the shared layers; or merged into the layers themselves, of which the
 only slot's are loaded again from the host's memory for other LoRAs."""
 
+WeightMode = Literal["per_slot", "shared", "per_slot_convolutions"]
+"""Each slot its own weights (where memory is short: low-rank changes beside the shared ones); one
+set for all, the checkpoint's own or with LoRAs merged in; or each slot its own weights and its own
+changes of convolutions, while a job in any slot has some."""
+
+#: Compiled from the start: the third one only where such jobs are frequent.
+WEIGHT_MODES: tuple[WeightMode, ...] = ("per_slot", "shared")
+
 #: The most slots: above 16, SD1.5 at 512x512 gains nothing on the fastest card measured (14.3
 #: images/s at 16, 14.5 at 32), while each slot costs 0.5 GB and every image takes longer.
 MAX_SLOTS = 16

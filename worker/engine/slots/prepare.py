@@ -5,14 +5,15 @@ from __future__ import annotations
 import contextlib
 import itertools
 import threading
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
 import torch
 
 from imagefleet import errors
-from imagefleet.job.chunks import MAX_CHUNKS, Chunk
+from imagefleet.job.clip import MAX_CHUNKS, Chunk
+from imagefleet.job.prompt import Prompt
 from worker.engine import contract, embeddings, sampler, text
 from worker.engine.checkpoint import Checkpoint
 from worker.engine.control import request as control_request
@@ -21,18 +22,12 @@ from worker.engine.control.request import PreparedControl
 from worker.engine.files.safetensors import Identity
 from worker.engine.lora import file as lora_file
 from worker.engine.lora import layout, merge
+from worker.engine.networks import convolution
 from worker.engine.noise import NoiseStream
 from worker.engine.passes import init_image, low_resolution, upscaling
 from worker.engine.passes import steps as pass_steps
 from worker.engine.passes.upscaling import Upscaling
-from worker.engine.slots import convolution
 from worker.engine.upscalers.model import UpscalerCache
-
-#: Prompt chunks in the context of ordinary calls. A prompt of one chunk is repeated, which changes
-#: nothing in a softmax: no token needs a mask, which takes a third of cross-attention's time.
-PLAIN_CHUNKS = 2
-
-PLAIN_TOKENS = PLAIN_CHUNKS * text.CONTEXT_TOKENS
 
 #: Prompt chunks in the contexts of longer prompts, which share calls with each other by these: only
 #: cross-attention depends on the context, so a call takes 1 %, 4 % and 13 % more operations than a
@@ -57,17 +52,20 @@ class PreparedRequest:
     """A request that the engine can start at once."""
 
     request: contract.ImageRequest
-    prompt: tuple[Chunk, ...]
-    negative_prompt: tuple[Chunk, ...]
     schedule: sampler.Schedule
-    loras: tuple[merge.AppliedLora, ...]
-    unet_loras: tuple[merge.AppliedLora, ...]
-    text_encoder_loras: tuple[merge.AppliedLora, ...]
-    unet_pack: merge.PackedLoras | None
+    prompt: tuple[Chunk, ...] = ()
+    negative_prompt: tuple[Chunk, ...] = ()
+    states: torch.Tensor | None = None
+    """Text states of both prompts [2, tokens, width], in their chunks' place."""
+    unet_loras: tuple[merge.AppliedLora, ...] = ()
+    text_encoder_loras: tuple[merge.AppliedLora, ...] = ()
+    unet_pack: merge.PackedLoras | None = None
     """The UNet's LoRAs for a slot; None if they must be merged into the shared weights instead."""
-    convolution_pack: convolution.ConvolutionPack | None
+    convolution_pack: convolution.ConvolutionPack | None = None
     """The LoRAs' changes of convolutions; None if they must be merged instead, and then all are."""
-    text_encoder_packs: Mapping[layout.Network, merge.PackedLoras | None]
+    text_encoder_packs: Mapping[layout.Network, merge.PackedLoras | None] = field(
+        default_factory=dict
+    )
     image: init_image.PreparedImage | None = None
     """What it begins with beside noise."""
     second: PreparedRequest | None = None
@@ -127,49 +125,23 @@ class PreparedRequest:
     @property
     def tokens(self) -> int:
         """The context of its calls: the shortest that holds its longer prompt."""
+        if self.states is not None:
+            return self.states.shape[1]
         longest = max(len(self.prompt), len(self.negative_prompt))
-        if longest <= PLAIN_CHUNKS:
-            return PLAIN_TOKENS
+        if longest <= text.PLAIN_CHUNKS:
+            return text.PLAIN_TOKENS
         tokens = min(each for each in LONG_CHUNKS if each >= longest) * text.CONTEXT_TOKENS
         return tokens + -tokens % _TOKENS_ALIGNMENT
 
 
-class RequestPreparer:
-    """Prepares requests for one checkpoint; called from several threads."""
+class Preparer:
+    """Prepares requests for one model; called from several threads."""
 
-    def __init__(
-        self,
-        checkpoint: Checkpoint,
-        groups: Groups,
-        control_nets: ControlNets,
-        *,
-        convolutions: Mapping[convolution.Shape, Sequence[str]] = MappingProxyType({}),
-        lora_cache_bytes: int = LORA_CACHE_BYTES,
-    ) -> None:
-        self._checkpoint = checkpoint
-        self.groups = groups
-        self._control_nets = control_nets
-        self._convolutions = convolutions
-        self._held_as_convolutions = convolution.all_paths(convolutions)
-        self._dtype: torch.dtype = checkpoint.unet.dtype
-        self._encoders = checkpoint.text_encoders
-        self.tokenizer = text.Tokenizer(checkpoint.tokenizer)
-        widths = {
-            embeddings.NAMES[network]: each.get_input_embeddings().weight.shape[1]
-            for network, each in checkpoint.text_encoders.items()
-        }
-        self._embedding_cache = embeddings.EmbeddingCache(widths, checkpoint.text_encoder.dtype)
-        layers = layout.Layers(checkpoint.unet, checkpoint.text_encoders)
-        self._lora_cache = lora_file.LoraCache(layers, lora_cache_bytes)
-        self.lora_lookups: Mapping[str, int] = self._lora_cache.lookups
-        self.upscalers = UpscalerCache(checkpoint.unet.device)
+    def __init__(self, device: torch.device) -> None:
+        self.upscalers = UpscalerCache(device)
+        self.lora_lookups: Mapping[str, int] = {"hit": 0, "miss": 0, "no_effect": 0}
         self._may_go_on = threading.Event()
         self._may_go_on.set()
-
-    def use(self, checkpoint: Checkpoint) -> None:
-        """Prepares for another checkpoint, in the networks of the one before."""
-        self._checkpoint = checkpoint
-        self.tokenizer = text.Tokenizer(checkpoint.tokenizer)
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
@@ -185,6 +157,64 @@ class RequestPreparer:
             self._may_go_on.set()
 
     def prepare(self, request: contract.ImageRequest) -> PreparedRequest:
+        """Checks a request and reads its files.
+
+        Raises:
+            JobError: this model cannot draw it.
+            TransientError: a file could not be read.
+        """
+        raise NotImplementedError
+
+    def find_embeddings(
+        self,
+        _prompts: Iterable[Prompt | str],
+        _names: Collection[str],
+    ) -> tuple[str, ...]:
+        """See `text.Tokenizer.find_names`; none without CLIP, for which embeddings are made."""
+        return ()
+
+
+class RequestPreparer(Preparer):
+    """Prepares requests for a model of latents."""
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        groups: Groups,
+        control_nets: ControlNets,
+        *,
+        convolutions: Mapping[convolution.Shape, Sequence[str]] = MappingProxyType({}),
+        lora_cache_bytes: int = LORA_CACHE_BYTES,
+    ) -> None:
+        super().__init__(checkpoint.unet.device)
+        self._checkpoint = checkpoint
+        self.groups = groups
+        self._control_nets = control_nets
+        self._convolutions = convolutions
+        self._held_as_convolutions = convolution.all_paths(convolutions)
+        self._dtype: torch.dtype = checkpoint.unet.dtype
+        self._encoders = checkpoint.text_encoders
+        self.tokenizer = text.Tokenizer(checkpoint.tokenizer)
+        widths = {
+            embeddings.NAMES[network]: each.get_input_embeddings().weight.shape[1]
+            for network, each in checkpoint.text_encoders.items()
+        }
+        self._embedding_cache = embeddings.EmbeddingCache(widths, checkpoint.text_encoder.dtype)
+        layers = layout.Layers(checkpoint.unet, checkpoint.text_encoders)
+        self._lora_cache = lora_file.LoraCache(layers, lora_cache_bytes)
+        self.lora_lookups = self._lora_cache.lookups
+
+    def use(self, checkpoint: Checkpoint) -> None:
+        """Prepares for another checkpoint, in the networks of the one before."""
+        self._checkpoint = checkpoint
+        self.tokenizer = text.Tokenizer(checkpoint.tokenizer)
+
+    def find_embeddings(
+        self, prompts: Iterable[Prompt | str], names: Collection[str]
+    ) -> tuple[str, ...]:
+        return self.tokenizer.find_names(prompts, names)
+
+    def prepare(self, request: contract.ImageRequest) -> PreparedRequest:
         """Checks a request, tokenises its prompts, reads its files and packs its LoRAs.
 
         Raises:
@@ -197,7 +227,7 @@ class RequestPreparer:
         init, image, steps = request.init, None, request.steps
         enlarged = None
         if (image_noise := self._checkpoint.image_noise) is not None:
-            factor = self._checkpoint.vae_factor
+            factor = self._checkpoint.factor
             enlarged = low_resolution.prepare(request, image_noise, factor)
         if init is None or enlarged is not None:
             schedule = self._schedule(request, request.steps)
@@ -208,7 +238,7 @@ class RequestPreparer:
             schedule, steps = self._schedule(request, *taken), taken.t_enc + 1
             self._may_go_on.wait()
             size = request.width, request.height
-            image = init_image.prepare(init, *size, self._checkpoint.vae_factor)
+            image = init_image.prepare(init, *size, self._checkpoint.factor)
         named = [self._embedding_cache.get(each) for each in request.embeddings]
         prompt = self.tokenizer.chunks(request.prompt, named)
         negative_prompt = self.tokenizer.chunks(request.negative_prompt, named)
@@ -221,16 +251,17 @@ class RequestPreparer:
         unet_pack = None if convolution_pack is None else self._pack(unet_loras, "unet")
         prepared = PreparedRequest(
             request,
+            schedule,
             prompt,
             negative_prompt,
-            schedule,
-            loras,
-            unet_loras,
-            tuple(itertools.chain.from_iterable(text_encoder_loras.values())),
-            unet_pack,
-            convolution_pack,
-            {network: self._pack(each, network) for network, each in text_encoder_loras.items()},
-            image,
+            unet_loras=unet_loras,
+            text_encoder_loras=tuple(itertools.chain.from_iterable(text_encoder_loras.values())),
+            unet_pack=unet_pack,
+            convolution_pack=convolution_pack,
+            text_encoder_packs={
+                network: self._pack(each, network) for network, each in text_encoder_loras.items()
+            },
+            image=image,
             controls=self._controls(request, schedule, steps),
             enlarged=enlarged,
         )
@@ -300,7 +331,7 @@ class RequestPreparer:
         )
 
     def _check_size(self, request: contract.ImageRequest) -> None:
-        factor = self._checkpoint.vae_factor
+        factor = self._checkpoint.factor
         if request.width % factor or request.height % factor:
             raise errors.JobError(
                 f"{request.width}x{request.height} pixels cannot be drawn: both sides must be"

@@ -6,7 +6,7 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -14,18 +14,12 @@ from worker.engine.files.safetensors import Identity
 from worker.engine.lora.kinds import StackedChange
 from worker.engine.lora.layout import Network
 from worker.engine.lora.merge import Group, LoraKey
+from worker.engine.networks import convolution
 from worker.engine.noise import NoiseStream
 from worker.engine.sampler import Inpainting
-from worker.engine.slots import convolution
-from worker.engine.slots.prepare import PLAIN_TOKENS, PreparedRequest
-
-WeightMode = Literal["per_slot", "shared", "per_slot_convolutions"]
-"""Each slot its own weights (where memory is short: low-rank changes beside the shared ones); one
-set for all, the checkpoint's own or with LoRAs merged in; or each slot its own weights and its own
-changes of convolutions, while a job in any slot has some."""
-
-#: Compiled from the start: the third one only where such jobs are frequent.
-WEIGHT_MODES: tuple[WeightMode, ...] = ("per_slot", "shared")
+from worker.engine.slots.memory import WeightMode
+from worker.engine.slots.prepare import PreparedRequest
+from worker.engine.text import PLAIN_TOKENS
 
 
 class BatchKey(NamedTuple):
@@ -44,14 +38,14 @@ class BatchKey(NamedTuple):
     @classmethod
     def of(cls, prepared: PreparedRequest) -> BatchKey:
         request = prepared.request
-        merged = prepared.lora_key if prepared.unet_pack is None else None
+        merged = (prepared.lora_key or None) if prepared.unet_pack is None else None
         controls = tuple(each.identity for each in prepared.controls)
         return cls(request.width, request.height, prepared.tokens, merged, None, controls)
 
     @property
     def is_masked(self) -> bool:
         """True if prompts may be shorter than the context."""
-        return self.tokens != PLAIN_TOKENS
+        return self.tokens > PLAIN_TOKENS
 
     @property
     def is_rare(self) -> bool:
@@ -69,7 +63,7 @@ class AddedInputs(NamedTuple):
 
 
 class NoiseLevel(NamedTuple):
-    """What the x4 upscaler's UNet takes in their place."""
+    """What the UNet of a family that enlarges images takes in their place."""
 
     levels: torch.Tensor
     """[1]: the timestep of the noise on its image."""
@@ -105,19 +99,19 @@ class Staged:
     latents: torch.Tensor
     """[4, height, width]"""
     vectors: torch.Tensor
-    """[2, tokens, width]: of the prompt and the negative prompt, padded with zeros."""
-    mask: torch.Tensor | None
-    """[2, 1, 1, tokens], added to the attention scores; None for an unmasked batch key."""
-    added: AddedInputs | NoiseLevel | None
-    loras: Sequence[torch.Tensor]
-    """The tensors of the LoRAs, of which `factors` and `convolutions` are views."""
-    factors: dict[Group, StackedChange]
-    """Empty once the slot holds the weights: `Stager.factors_of` copies them again."""
-    convolutions: dict[convolution.Shape, convolution.Factors]
-    """The same of its changes of convolutions."""
+    """[2, tokens, width]: of the prompt and the negative prompt, padded with zeros; or states."""
     noise: NoiseStream
     """The image's noise after its first, which `latents` has."""
-    inpainting: Inpainting | None
+    mask: torch.Tensor | None = None
+    """[2, 1, 1, tokens], added to the attention scores; None for an unmasked batch key."""
+    added: AddedInputs | NoiseLevel | None = None
+    loras: Sequence[torch.Tensor] = ()
+    """The tensors of the LoRAs, of which `factors` and `convolutions` are views."""
+    factors: Mapping[Group, StackedChange] = field(default_factory=dict)
+    """Empty once the slot holds the weights: `Stager.factors_of` copies them again."""
+    convolutions: Mapping[convolution.Shape, convolution.Factors] = field(default_factory=dict)
+    """The same of its changes of convolutions."""
+    inpainting: Inpainting | None = None
     """What it keeps, without the dimension of the batch; None if it keeps nothing."""
     hints: Sequence[torch.Tensor] = ()
     """[channels, height, width] for each ControlNet: its embedded image."""

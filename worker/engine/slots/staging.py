@@ -18,22 +18,23 @@ from typing import NamedTuple
 
 import torch
 
-from imagefleet.job.chunks import Chunk
+from imagefleet.job.clip import Chunk
 from worker.engine import contract, embeddings, text
 from worker.engine import errors as engine_errors
 from worker.engine.checkpoint import Checkpoint
 from worker.engine.control.held import ControlNets
 from worker.engine.families import table
+from worker.engine.families.table import Model
 from worker.engine.lora import merge
 from worker.engine.lora.kinds import StackedChange
 from worker.engine.lora.layout import Network
 from worker.engine.lora.merge import Group
+from worker.engine.networks import convolution
+from worker.engine.networks.linear import TextEncoderLoras
 from worker.engine.passes.images import ImageCoder
 from worker.engine.passes.upscaling import Upscaling
 from worker.engine.sampler import Inpainting
-from worker.engine.slots import convolution
-from worker.engine.slots.linear import TextEncoderLoras
-from worker.engine.slots.prepare import PLAIN_CHUNKS, PreparedRequest
+from worker.engine.slots.prepare import PreparedRequest
 from worker.engine.slots.queue import AddedInputs, AssembledLoras, NoiseLevel, SlotJob, Staged
 
 #: Threads that assemble LoRAs; with a large one for each job, one is not enough.
@@ -62,31 +63,16 @@ def first_within(limit_bytes: float, jobs: Iterable[SlotJob]) -> list[SlotJob]:
 
 
 class Stager:
-    """Encodes prompts and copies jobs' data to the device, on a thread of its own.
+    """Copies jobs' data to the device, on a thread of its own, as a family says in `_load`.
 
     `begin` and `stage` are for the engine's thread.
     """
 
-    def __init__(self, checkpoint: Checkpoint, control_nets: ControlNets) -> None:
+    def __init__(self, model: Model, control_nets: ControlNets) -> None:
         self._control_nets = control_nets
-        self._device = checkpoint.unet.device
-        self._dtype = checkpoint.unet.dtype
-        self._channels = checkpoint.latent_channels
-        self._is_inpainting = (
-            checkpoint.conditioning_channels > 0 and not checkpoint.family.enlarges_image
-        )
-        self._factor = checkpoint.vae_factor
-        self._family = checkpoint.family
-        networks, tokenizer = checkpoint.text_encoders, checkpoint.tokenizer
-        readers = [
-            text.Reader(networks[each.network], each.rules, embeddings.NAMES[each.network])
-            for each in self._family.text_encoders
-        ]
-        self._encoder = text.Encoder(readers, tokenizer.bos_token_id, tokenizer.eos_token_id)
-        self._images = ImageCoder(checkpoint.vae)
-        self._text_loras = {
-            network: TextEncoderLoras(each) for network, each in checkpoint.text_encoders.items()
-        }
+        self._device: torch.device = model.unet.device
+        self._channels = model.channels
+        self._factor = model.factor
         self._stream: torch.cuda.Stream | None = None
         if self._device.type == "cuda":
             # High priority: it has little to do, and a slot may wait for it.
@@ -178,18 +164,11 @@ class Stager:
 
     def forget(self) -> None:
         """Forgets what replaced weights have computed; nothing may be staged meanwhile."""
-        self._encoder.clear()
-        self._images.clear()
-        for each in self._text_loras.values():
-            each.forget()
 
     def close(self) -> None:
         self._thread.shutdown(cancel_futures=True)
         self._assemblers.shutdown()
-        self._encoder.clear()
-        self._images.clear()
-        for each in self._text_loras.values():
-            each.close()
+        self.forget()
 
     def _stage_all(self, begun: Sequence[_Begun]) -> None:
         on_device = torch.cuda.device(self._device) if self._stream else contextlib.nullcontext()
@@ -207,17 +186,8 @@ class Stager:
                 else:
                     staging.set_result(staged)
 
-    @torch.no_grad()
     def _encode_together(self, jobs: Iterable[SlotJob]) -> None:
-        """Encodes the prompts of all jobs without LoRAs for the text encoder."""
-        chunks: dict[int, list[Chunk]] = {}
-        for job in jobs:
-            prepared = job.prepared
-            if not prepared.text_encoder_loras:
-                by_clip_skip = chunks.setdefault(prepared.request.clip_skip, [])
-                by_clip_skip += [*prepared.prompt, *prepared.negative_prompt]
-        for clip_skip, each in chunks.items():
-            self._encoder.encode_ahead(each, clip_skip)
+        """Computes what is faster for several jobs at once."""
 
     def _assemble_ahead(
         self, begun: Iterable[_Begun]
@@ -236,14 +206,66 @@ class Stager:
 
     def _stage(self, job: SlotJob, loras: AssembledLoras) -> Staged:
         try:
-            return self._begin_to_stage(job, loras)
+            return self._load(job, loras)
         finally:
             # Until then the copies read memory that is used again afterwards.
             if self._stream is not None:
                 self._stream.synchronize()
 
+    def _load(self, job: SlotJob, loras: AssembledLoras) -> Staged:
+        """Begins to copy a job's data, and computes what it starts from."""
+        raise NotImplementedError
+
+    def _copy(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(self._device, non_blocking=True)
+
+
+class LatentStager(Stager):
+    """Encodes prompts and images as well."""
+
+    def __init__(self, checkpoint: Checkpoint, control_nets: ControlNets) -> None:
+        super().__init__(checkpoint, control_nets)
+        self._dtype = checkpoint.unet.dtype
+        self._family = checkpoint.family
+        self._is_inpainting = (
+            checkpoint.conditioning_channels > 0 and not checkpoint.family.enlarges_image
+        )
+        networks, tokenizer = checkpoint.text_encoders, checkpoint.tokenizer
+        readers = [
+            text.Reader(networks[each.network], each.rules, embeddings.NAMES[each.network])
+            for each in self._family.text_encoders
+        ]
+        self._encoder = text.Encoder(readers, tokenizer.bos_token_id, tokenizer.eos_token_id)
+        self._images = ImageCoder(checkpoint.vae)
+        self._text_loras = {
+            network: TextEncoderLoras(each) for network, each in checkpoint.text_encoders.items()
+        }
+
+    def forget(self) -> None:
+        self._encoder.clear()
+        self._images.clear()
+        for each in self._text_loras.values():
+            each.forget()
+
+    def close(self) -> None:
+        super().close()
+        for each in self._text_loras.values():
+            each.close()
+
     @torch.no_grad()
-    def _begin_to_stage(self, job: SlotJob, loras: AssembledLoras) -> Staged:
+    def _encode_together(self, jobs: Iterable[SlotJob]) -> None:
+        """Encodes the prompts of all jobs without LoRAs for the text encoder."""
+        chunks: dict[int, list[Chunk]] = {}
+        for job in jobs:
+            prepared = job.prepared
+            if not prepared.text_encoder_loras:
+                by_clip_skip = chunks.setdefault(prepared.request.clip_skip, [])
+                by_clip_skip += [*prepared.prompt, *prepared.negative_prompt]
+        for clip_skip, each in chunks.items():
+            self._encoder.encode_ahead(each, clip_skip)
+
+    @torch.no_grad()
+    def _load(self, job: SlotJob, loras: AssembledLoras) -> Staged:
         copies: list[torch.Tensor] = []
         factors, convolutions = {}, {}
         if (packed := job.prepared.unet_pack) and loras.unet is not None:
@@ -257,7 +279,8 @@ class Stager:
         conditioning: torch.Tensor | None = None
         level: NoiseLevel | None = None
         if (enlarged := job.prepared.enlarged) is not None:
-            conditioning = self._copy(enlarged.with_noise(noise))
+            drawn = noise.of_image(enlarged.image.shape)
+            conditioning = self._copy(enlarged.with_noise(drawn))
             level = NoiseLevel(self._copy(torch.tensor([enlarged.level])))
         latents = self._copy(job.prepared.first_latents(noise))
         original, kept = self._image_of(job), None
@@ -274,15 +297,15 @@ class Stager:
         return Staged(
             latents,
             vectors,
-            mask,
-            added or level,
-            copies,
-            factors,
-            convolutions,
             noise,
-            kept,
-            hints,
-            conditioning,
+            mask=mask,
+            added=added or level,
+            loras=copies,
+            factors=factors,
+            convolutions=convolutions,
+            inpainting=kept,
+            hints=hints,
+            conditioning=conditioning,
         )
 
     def _image_of(self, job: SlotJob) -> torch.Tensor | None:
@@ -305,9 +328,6 @@ class Stager:
             latents = self._images.encode(upscaling.enlarge_pixels(pixels))
         return upscaling.crop(latents, self._factor)
 
-    def _copy(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.to(self._device, non_blocking=True)
-
     def _encode(
         self, job: SlotJob, loras: Mapping[Network, torch.Tensor]
     ) -> tuple[torch.Tensor, torch.Tensor | None, AddedInputs | None]:
@@ -315,7 +335,7 @@ class Stager:
         prepared = job.prepared
         prompts = [prepared.prompt, prepared.negative_prompt]
         if not job.batch_key.is_masked:
-            prompts = [prompt * (PLAIN_CHUNKS // len(prompt)) for prompt in prompts]
+            prompts = [prompt * (text.PLAIN_CHUNKS // len(prompt)) for prompt in prompts]
         with self._loras_merged(prepared, loras):
             key = merge.key_of(prepared.text_encoder_loras)
             context = self._encoder.encode(prompts, prepared.request.clip_skip, key)

@@ -10,21 +10,22 @@ import itertools
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 
 from worker.engine import sampler
-from worker.engine.checkpoint import Checkpoint
 from worker.engine.control.network import ControlState, SlotControlNet, residuals
-from worker.engine.kernels.compile import Compiled, GraphPool
+from worker.engine.kernels.compile import Compiled
 from worker.engine.kernels.layers import KernelSelector, fastest_seconds, time_convolutions
-from worker.engine.slots.prepare import PLAIN_TOKENS
-from worker.engine.slots.queue import WEIGHT_MODES, BatchKey, Costs, WeightMode
-from worker.engine.slots.unet import SlotUnet
+from worker.engine.networks.transformer import Call, SlotState
+from worker.engine.networks.unet import SlotUnet
+from worker.engine.slots.memory import WEIGHT_MODES, WeightMode
+from worker.engine.slots.parts import Parts
+from worker.engine.slots.queue import BatchKey
 
 #: The column of the guidance scale, after the sampler's own columns.
-GUIDANCE = sampler.COLUMNS
+_GUIDANCE = sampler.COLUMNS
 
 #: Ticks that may wait for the one that the GPU is at. One hides the host's own work. For a third
 #: recorded tick of SD1.5, or a second one of SDXL, the driver has no room: it spins until the GPU
@@ -40,56 +41,6 @@ _COMPILE_AFTER_IMAGES = 1000
 _MAX_COMPILED_KEYS = 6
 
 _TIMED_TICKS = 3
-
-
-class SlotState(NamedTuple):
-    """The slots' tensors, which a tick updates in place."""
-
-    latents: torch.Tensor
-    """[slots, 4, height, width], always float32."""
-    history: torch.Tensor
-    """[sampler.HISTORY, slots, 4, height, width]"""
-    rows: torch.Tensor
-    """[slots, columns]: this call's sampler coefficients, the guidance scale, and a weight for each
-    ControlNet of the lane."""
-    noise: torch.Tensor
-    """[slots, 4, height, width]"""
-    kept: torch.Tensor
-    """[slots, 1, height, width]: 1 where inpainting keeps the original, 0 for other images."""
-    original: torch.Tensor
-    """[slots, 4, height, width]: the latents that are kept there."""
-    context: torch.Tensor
-    """[2 * slots, tokens, width]: the keys and values of all cross-attentions."""
-    mask: torch.Tensor | None
-    """[2 * slots, 1, 1, tokens], if prompts may be shorter than that."""
-    added: torch.Tensor | None
-    """[rows * slots, width], added to the embedded timesteps in UNets with such inputs: one row of
-    each slot or two, as the UNet's `added_rows` says."""
-    conditioning: torch.Tensor | None
-    """[slots, channels, height, width], which some UNets take beside the latents: five channels for
-    inpainting, three of the image that an upscaler enlarges."""
-
-    @property
-    def added_rows(self) -> int:
-        """The number of rows that each slot has in `added`."""
-        return 0 if self.added is None else len(self.added) // len(self.latents)
-
-    def first(self, slots: int) -> SlotState:
-        """Views of the first slots."""
-        if slots == len(self.latents):
-            return self
-        return SlotState(
-            self.latents[:slots],
-            self.history[:, :slots],
-            self.rows[:slots],
-            self.noise[:slots],
-            self.kept[:slots],
-            self.original[:slots],
-            self.context[: 2 * slots],
-            None if self.mask is None else self.mask[: 2 * slots],
-            None if self.added is None else self.added[: self.added_rows * slots],
-            None if self.conditioning is None else self.conditioning[:slots],
-        )
 
 
 def tick(
@@ -110,15 +61,16 @@ def tick(
     if x.device.type == "cuda":
         x = x.contiguous(memory_format=torch.channels_last)
     times = coefficients[:, sampler.TIMESTEP]
-    per_slot, changes = weight_mode != "shared", weight_mode == "per_slot_convolutions"
+    slots = len(x) if weight_mode == "per_slot_convolutions" else 0
+    call = Call(state.context, state.mask, weight_mode != "shared", slots)
     steering: Sequence[torch.Tensor] = ()
     if controls:
-        steering = residuals(controls, x, times, state.mask, state.rows[:, GUIDANCE + 1 :])
+        steering = residuals(controls, x, times, state.mask, state.rows[:, _GUIDANCE + 1 :])
     if state.conditioning is not None:
         x = torch.cat([x, state.conditioning], dim=1)
-    output = unet(x, times, state.context, state.mask, per_slot, changes, state.added, steering)
+    output = unet(x, times, call, state.added, steering)
     cond, uncond = output.float().unflatten(0, (-1, 2)).unbind(dim=1)
-    guided = uncond + state.rows[:, GUIDANCE, None, None, None] * (cond - uncond)
+    guided = uncond + state.rows[:, _GUIDANCE, None, None, None] * (cond - uncond)
     stepped, remembered = sampler.step(
         coefficients, state.latents, guided, state.history, state.noise, image
     )
@@ -126,22 +78,11 @@ def tick(
     state.history.copy_(remembered)
 
 
-@dataclass(frozen=True, slots=True)
-class StepInputs:
+class StepInputs(NamedTuple):
     """A tick's `rows` and `noise` in host memory."""
 
     rows: torch.Tensor
     noise: torch.Tensor
-
-
-class HasInputs(Protocol):
-    """A lane's tensors that each tick needs from the host."""
-
-    @property
-    def rows(self) -> torch.Tensor: ...
-
-    @property
-    def noise(self) -> torch.Tensor: ...
 
 
 class InputFeeder:
@@ -151,7 +92,7 @@ class InputFeeder:
     After `wait_for_tick`, the next one blocks until no tick is left.
     """
 
-    def __init__(self, state: HasInputs, copied: deque[torch.cuda.Event]) -> None:
+    def __init__(self, state: SlotState, copied: deque[torch.cuda.Event]) -> None:
         """*copied*: the events after the last copies of all feeders."""
         self._state = state
         self._copied = copied
@@ -227,32 +168,20 @@ class Step:
 class StepRunner:
     """Makes, compiles and runs the steps of all lanes."""
 
-    def __init__(
-        self,
-        unet: SlotUnet,
-        slots: int,
-        *,
-        checkpoint: Checkpoint,
-        backend: str | None,
-        compiled_modes: Sequence[WeightMode],
-        pool: GraphPool | None,
-        costs: Costs,
-    ) -> None:
-        """*costs*: guesses, until ticks and merging have been timed."""
-        self.costs = costs
+    def __init__(self, parts: Parts, slots: int) -> None:
+        self.costs = parts.costs
         self.slots = slots
         self.max_compiled = _MAX_COMPILED_KEYS
         self.paused_for: BatchKey | None = None
         """The key whose jobs need the memory: nothing is compiled while there are some."""
-        self._unet = unet
-        self._channels = checkpoint.latent_channels
-        self._conditioning_channels = checkpoint.conditioning_channels
-        self._vae_factor = checkpoint.vae_factor
-        self._device: torch.device = checkpoint.unet.device
-        self._backend = backend
-        self._compiled_modes = compiled_modes
+        self._unet = parts.unet
+        self._model = parts.model
+        self._tick = parts.tick
+        self._device = parts.unet.device
+        self._backend = parts.settings.backend
+        self._compiled_modes = parts.settings.compiled_modes
         self._kernels = KernelSelector()
-        self._pool = pool
+        self._pool = parts.pool
         self._copied: deque[torch.cuda.Event] = deque()
         self._compiled: dict[BatchKey, Step] = {}
         self._to_compile: set[BatchKey] = set()
@@ -321,9 +250,10 @@ class StepRunner:
             modes.append("per_slot_convolutions")
         return [each for each in modes if each not in step.compiled]
 
-    def batch_key(self, width: int, height: int, tokens: int = PLAIN_TOKENS) -> BatchKey:
-        """The key of ordinary jobs of a size in pixels, with prompts of so many *tokens*."""
-        return BatchKey(width, height, tokens, None, None)
+    @property
+    def native(self) -> BatchKey:
+        """The key of ordinary jobs."""
+        return BatchKey(*self._model.default_size, self._model.family.plain_tokens, None, None)
 
     def can_run(self, step: Step, weight_mode: WeightMode) -> bool:
         """False if another mode should run, since that is compiled and this one is not.
@@ -341,7 +271,7 @@ class StepRunner:
                 step.feeder.wait_for_tick()
         else:
             time_convolutions(lasting=slots == len(step.state.latents))
-            tick(self._unet, weight_mode, *step.first(slots))
+            self._tick(self._unet, weight_mode, *step.first(slots))
 
     def select_kernels(self, step: Step) -> None:
         """Selects the attention kernels of a step that is not compiled yet; keeps its images."""
@@ -352,7 +282,7 @@ class StepRunner:
                 for network in (self._unet, *step.networks):
                     selecting.enter_context(network.selecting_kernels(self._kernels))
                 with torch.no_grad():
-                    tick(self._unet, "shared", step.state, step.controls)
+                    self._tick(self._unet, "shared", step.state, step.controls)
 
     def make_compiled(self, step: Step, weight_mode: WeightMode) -> Compiled:
         """A step's tick, to be traced on any thread and then taken up."""
@@ -360,7 +290,7 @@ class StepRunner:
         return Compiled(
             f"the UNet for {slots} slots of {key.width}x{key.height} and {key.tokens} tokens"
             f" ({weight_mode} weights{f', {len(key.controls)} ControlNets' * bool(key.controls)})",
-            tick,
+            self._tick,
             (self._unet, weight_mode, step.state, step.controls),
             backend=self._backend,
             pool=self._pool,
@@ -430,26 +360,26 @@ class StepRunner:
 
     def make_slot_state(self, batch_key: BatchKey, slots: int) -> SlotState:
         """Zeros for *slots* slots."""
-        unet = self._unet
-        sides = batch_key.height // self._vae_factor, batch_key.width // self._vae_factor
-        shape, tokens = (slots, self._channels, *sides), batch_key.tokens
+        unet, model, tokens = self._unet, self._model, batch_key.tokens
+        sides = batch_key.height // model.factor, batch_key.width // model.factor
+        shape = (slots, model.channels, *sides)
 
         def zeros(*size: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
             return torch.zeros(size, dtype=dtype, device=self._device)
 
         conditioning = None
-        if self._conditioning_channels:
-            conditioning = zeros(slots, self._conditioning_channels, *sides, dtype=unet.dtype)
+        if model.conditioning_channels:
+            conditioning = zeros(slots, model.conditioning_channels, *sides, dtype=unet.dtype)
             if self._device.type == "cuda":
                 conditioning = conditioning.contiguous(memory_format=torch.channels_last)
         return SlotState(
             latents=zeros(*shape),
             history=zeros(sampler.HISTORY, *shape),
-            rows=zeros(slots, sampler.COLUMNS + 1 + len(batch_key.controls)),
+            rows=zeros(slots, model.columns + 1 + len(batch_key.controls)),
             noise=zeros(*shape),
             kept=zeros(slots, 1, *sides),
             original=zeros(*shape),
-            context=zeros(2 * slots, tokens, unet.keys_values.width, dtype=unet.dtype),
+            context=zeros(2 * slots, tokens, unet.context_width, dtype=unet.dtype),
             mask=zeros(2 * slots, 1, 1, tokens, dtype=unet.dtype) if batch_key.is_masked else None,
             added=zeros(unet.added_rows * slots, unet.added_width, dtype=unet.dtype)
             if unet.added_width

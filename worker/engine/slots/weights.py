@@ -23,10 +23,9 @@ from worker.engine.kernels.layers import Upsampler
 from worker.engine.lora import merge
 from worker.engine.slots import queue
 from worker.engine.slots.lane import Lane
+from worker.engine.slots.parts import Parts
 from worker.engine.slots.queue import SlotJob
-from worker.engine.slots.staging import Stager
 from worker.engine.slots.step import Step, StepRunner
-from worker.engine.slots.unet import SlotUnet
 
 #: Keys of a configuration that say nothing of what a network computes.
 _UNIMPORTANT = frozenset({"architectures", "dtype", "torch_dtype", "transformers_version"})
@@ -42,23 +41,14 @@ class _Held(NamedTuple):
 class Weights:
     """Brings the weights into the state that a lane's tick needs."""
 
-    def __init__(
-        self,
-        unet: SlotUnet,
-        merger: merge.Merger,
-        runner: StepRunner,
-        stager: Stager,
-        *,
-        folds: bool,
-    ) -> None:
-        """*folds*: the UNet's upsamplers are folded."""
+    def __init__(self, parts: Parts, runner: StepRunner) -> None:
         self.merged: merge.LoraKey | None = ()
         """What is merged into the shared weights; None if unknown."""
-        self._unet = unet
-        self._merger = merger
+        self._unet = unet = parts.unet
+        self._merger = parts.merger
         self._runner = runner
-        self._stager = stager
-        self._folds = folds
+        self._stager = parts.stager
+        self._folds = parts.settings.backend is not None
         # The lane whose jobs' weights are in each block.
         self._loaded: dict[int, Lane] = {}
         # Reloaded: what the slot's weights are made of; None if unknown.

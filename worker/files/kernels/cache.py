@@ -27,12 +27,11 @@ from imagefleet.storage import protocol
 from worker import tasks
 from worker.files import manifest, model
 from worker.files.disk_cache import DiskCache
-from worker.files.download import Download
+from worker.files.download import BlobSource, Download
 from worker.files.kernels import archive
 from worker.files.kernels.archive import Key
 from worker.files.kernels.machine import find_key
 from worker.files.manifest import Manifest
-from worker.files.sources import BlobSource
 from worker.settings import WorkerSettings
 
 log = logging.getLogger(__name__)
@@ -48,9 +47,6 @@ RETRIES = retry.RetryPolicy(tries=3, give_up_seconds=30)
 
 #: Torch's and Triton's variables for their folders.
 TORCH_FOLDER, TRITON_FOLDER = "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"
-
-#: How the folder's name begins that torch uses by default.
-_TORCHS_OWN = "torchinductor_"
 
 
 class KernelCache:
@@ -249,19 +245,17 @@ def use_folder(cache: Path, key: Key) -> Path:
 
     Where their variables name folders already, they keep those. Raises as `DiskCache.errors`.
     """
-    folder = _chosen_folder() or cache.expanduser().absolute() / "kernels" / key.name
+    folder = Path(os.environ.get(TORCH_FOLDER, ""))
+    # Torch sets the variable itself once imported, to a temporary folder.
+    temporary = Path(tempfile.gettempdir())
+    is_torchs = folder.parent == temporary and folder.name.startswith("torchinductor_")
+    if is_torchs or folder == Path():
+        folder = cache.expanduser().absolute() / "kernels" / key.name
     with DiskCache(folder).errors():
         folder.mkdir(parents=True, exist_ok=True)
     os.environ[TORCH_FOLDER] = str(folder)
     os.environ.setdefault(TRITON_FOLDER, str(folder / "triton"))
     return folder
-
-
-def _chosen_folder() -> Path | None:
-    """The operator's; torch sets the variable itself once imported, to a temporary folder."""
-    given = Path(os.environ.get(TORCH_FOLDER, ""))
-    is_torchs = given.parent == Path(tempfile.gettempdir()) and given.name.startswith(_TORCHS_OWN)
-    return None if given == Path() or is_torchs else given
 
 
 async def find_sha256(
@@ -286,7 +280,13 @@ def by_one_first(folder: Path, what: str) -> Iterator[None]:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if not done.exists():
-            _acquire(lock)
+            try:
+                lock.acquire(blocking=False)
+            except Timeout:
+                log.info(
+                    "waiting for another worker's kernels", extra={"action": "compile_awaited"}
+                )
+                lock.acquire()
     except OSError as error:
         log.warning(
             "compiling without waiting for other workers: %s", error, extra={"action": "no_lock"}
@@ -299,11 +299,3 @@ def by_one_first(folder: Path, what: str) -> Iterator[None]:
             done.touch()
     finally:
         lock.release()
-
-
-def _acquire(lock: FileLock) -> None:
-    try:
-        lock.acquire(blocking=False)
-    except Timeout:
-        log.info("waiting for another worker's kernels", extra={"action": "compile_awaited"})
-        lock.acquire()

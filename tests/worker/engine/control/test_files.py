@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from families import tiny_controlnets, tiny_families
 from imagefleet import errors
 from worker.engine.control import held
+from worker.engine.networks.transformer import Call
 
 ROUNDING = 1
 
@@ -164,9 +165,8 @@ def test_sdxls_smaller_ones_leave_attentions_out(
     found = ours(
         x,
         times,
-        ours.keys_values.compute(vectors, {}),
-        None,
-        ours.embed_added(pooled, sizes),
+        Call(ours.keys_values.compute(vectors, {})),
+        ours.added(pooled, sizes),
         ours.embed(pixels.numpy())[None],
         torch.tensor([0.5]),
     )

@@ -53,7 +53,9 @@ def family_checkpoint(family_folder: Any) -> Callable[..., checkpoints.Checkpoin
 @pytest.fixture(scope="session")
 def family_engine(family_folder: Any) -> Callable[[str], Any]:
     """Shared by tests that leave it unchanged."""
-    return cache(lambda family: load.load_engine(family_folder(family), "cpu", slots=3))
+    return cache(
+        lambda family: load.load_engine(load.EngineSettings(family_folder(family), "cpu", slots=3))
+    )
 
 
 @pytest.fixture(scope="session")

@@ -13,7 +13,9 @@ from diffusers import AutoencoderKL, UNet2DConditionModel
 import lora_kinds
 from worker.engine import checkpoint as checkpoints
 from worker.engine import contract
+from worker.engine.families.latents import of_latents
 from worker.engine.slots import engine as slot_engine
+from worker.engine.slots.parts import Settings
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +46,7 @@ def test_a_larger_rank_compiles_once_more(
 ) -> None:
     def load(**settings: Any) -> slot_engine.SlotEngine:
         loaded = checkpoints.load_checkpoint(small_model, torch.device("cpu"), torch.float32)
-        return slot_engine.SlotEngine(loaded, 2, **settings)
+        return slot_engine.SlotEngine(of_latents(loaded, Settings(2, **settings)))
 
     engine, plain = load(backend="eager", slot_weights="factors"), load(slot_weights="merged")
     engine.warm_up(*engine.default_size)

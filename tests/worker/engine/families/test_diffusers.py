@@ -11,8 +11,9 @@ import torch
 from worker.engine import text
 from worker.engine.control.held import ControlNets
 from worker.engine.families.table import size_ids
+from worker.engine.networks.transformer import Call
+from worker.engine.networks.unet import SlotUnet
 from worker.engine.slots.staging import Stager
-from worker.engine.slots.unet import SlotUnet
 
 FAMILIES = ["sd1", "sd2", "sdxl"]
 
@@ -130,13 +131,13 @@ def test_unet_output_is_diffusers(family_checkpoint: Any) -> None:
         expected = original(rows, times.repeat_interleave(2), vectors, **extra).sample
         unet = SlotUnet(original)
         if family == "sdxl":
-            added = unet.embed_added(pooled, sizes)
+            added = unet.added(pooled, sizes)
         unet.resize(3)
         for slot in range(3):
             unet.load_slot(slot, {}, {})
         context = torch.cat([unet.keys_values.compute(each, {}) for each in vectors.split(2)])
         for per_slot in (False, True):
-            output = unet(x, times, context, None, per_slot, added=added)
+            output = unet(x, times, Call(context, per_slot=per_slot), added)
             torch.testing.assert_close(output, expected, rtol=1e-4, atol=1e-4)
 
 

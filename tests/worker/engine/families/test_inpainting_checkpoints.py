@@ -37,9 +37,11 @@ from imagefleet import errors
 from worker.engine import checkpoint as checkpoints
 from worker.engine import contract, load
 from worker.engine.families import reading
+from worker.engine.families.latents import of_latents
 from worker.engine.families.table import SD1, find_prediction
 from worker.engine.passes import init_image, steps
 from worker.engine.slots import engine as slots
+from worker.engine.slots.parts import Settings
 
 #: Out of 255: another batch size and other products mean another order of float32 sums.
 ROUNDING = 2
@@ -69,7 +71,9 @@ def folder(family_folder: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
 @pytest.fixture(scope="session")
 def engine(folder: Any) -> Any:
     """Shared by tests that leave it unchanged."""
-    return cache(lambda family: load.load_engine(folder(family), "cpu", slots=3))
+    return cache(
+        lambda family: load.load_engine(load.EngineSettings(folder(family), "cpu", slots=3))
+    )
 
 
 @pytest.fixture(scope="session")
@@ -307,7 +311,7 @@ def make_engine(folder: Any) -> Any:
 
     def make(**settings: Any) -> slots.SlotEngine:
         loaded = checkpoints.load_checkpoint(folder("sd1"), torch.device("cpu"), torch.float32)
-        made.append(slots.SlotEngine(loaded, **{"slots": 3, **settings}))
+        made.append(slots.SlotEngine(of_latents(loaded, Settings(**{"slots": 3, **settings}))))
         return made[-1]
 
     yield make
@@ -420,7 +424,7 @@ def test_a_single_file_is_told_by_its_first_layer(
     )
     file = tmp_path / "one.safetensors"
     save_file(key_names.original_layout(whole), file)
-    single = load.load_engine(file, "cpu", slots=2)
+    single = load.load_engine(load.EngineSettings(file, "cpu", slots=2))
     (one,), (other,) = draw(single, request_of()), draw(engine("sd1"), request_of())
     single.close()
     assert (one == other).all()
@@ -440,4 +444,4 @@ def test_a_unet_with_other_inputs_is_refused(family_folder: Any, tmp_path: Path)
     config["in_channels"] = 8
     checkpoints.UNet2DConditionModel.from_config(config).save_pretrained(part)
     with pytest.raises(errors.SetupError, match=r"has 8 inputs: .* have 4, and inpainting .* 9"):
-        load.load_engine(tmp_path / "editing", "cpu", slots=1)
+        load.load_engine(load.EngineSettings(tmp_path / "editing", "cpu", slots=1))

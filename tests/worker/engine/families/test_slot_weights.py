@@ -12,9 +12,11 @@ import torch
 import lora_kinds
 from worker.engine import checkpoint as checkpoints
 from worker.engine import contract
+from worker.engine.families.latents import of_latents
 from worker.engine.families.table import FAMILIES
 from worker.engine.slots import memory
 from worker.engine.slots.engine import SlotEngine
+from worker.engine.slots.parts import Settings
 
 ROUNDING = 2
 
@@ -26,7 +28,7 @@ def engines(family_folder: Any) -> Iterator[dict[str, SlotEngine]]:
     for weights in get_args(memory.SlotWeights):
         cpu = torch.device("cpu")
         loaded = checkpoints.load_checkpoint(family_folder("sdxl"), cpu, torch.float32)
-        made[weights] = SlotEngine(loaded, 3, slot_weights=weights)
+        made[weights] = SlotEngine(of_latents(loaded, Settings(3, slot_weights=weights)))
     yield made
     for engine in made.values():
         engine.close()

@@ -29,13 +29,16 @@ import tiny_model
 from families import tiny_families
 from imagefleet import errors
 from imagefleet.job import clip
-from imagefleet.job.noise import Noise
+from imagefleet.job.samplers import Noise
 from worker.engine import checkpoint as checkpoints
 from worker.engine import contract, load
 from worker.engine import noise as noises
+from worker.engine.families.latents import of_latents
 from worker.engine.families.table import X4_UPSCALER, of_folder
+from worker.engine.networks.transformer import Call
+from worker.engine.networks.unet import SlotUnet
 from worker.engine.slots import engine as slots
-from worker.engine.slots.unet import SlotUnet
+from worker.engine.slots.parts import Settings
 
 #: Out of 255: another batch size and other products mean another order of float32 sums.
 ROUNDING = 2
@@ -60,7 +63,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def engine(folder: Path) -> slots.SlotEngine:
     """Shared by tests that leave it unchanged."""
-    return load.load_engine(folder, "cpu", slots=3)
+    return load.load_engine(load.EngineSettings(folder, "cpu", slots=3))
 
 
 @pytest.fixture
@@ -69,7 +72,7 @@ def make_engine(folder: Path) -> Any:
 
     def make(path: Path = folder, **settings: Any) -> slots.SlotEngine:
         loaded = checkpoints.load_checkpoint(path, torch.device("cpu"), torch.float32)
-        made.append(slots.SlotEngine(loaded, **{"slots": 3, **settings}))
+        made.append(slots.SlotEngine(of_latents(loaded, Settings(**{"slots": 3, **settings}))))
         return made[-1]
 
     yield make
@@ -248,7 +251,7 @@ def test_unet_output_is_diffusers(folder: Path) -> None:
         unet.load_slot(slot, {}, {})
     context = torch.cat([unet.keys_values.compute(each, {}) for each in vectors.split(2)])
     for per_slot in (False, True):
-        output = unet(x, times, context, None, per_slot, added=unet.embed_added(noise))
+        output = unet(x, times, Call(context, per_slot=per_slot), unet.added(noise))
         torch.testing.assert_close(output, expected, rtol=1e-4, atol=1e-4)
 
 
@@ -385,7 +388,7 @@ def test_a_unet_with_other_inputs_is_refused(folder: Path, tmp_path: Path) -> No
     unet = checkpoints.UNet2DConditionModel.from_config({**config, "in_channels": 8})
     unet.save_pretrained(part)
     with pytest.raises(errors.SetupError, match=r"has 8 inputs: .* x4 upscaler's has 7"):
-        load.load_engine(tmp_path / "x4", "cpu", slots=1)
+        load.load_engine(load.EngineSettings(tmp_path / "x4", "cpu", slots=1))
 
 
 def test_the_published_sizes_make_four_times_the_image() -> None:

@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+import batch_engine
 from imagefleet import errors
 from worker.engine import contract
 
@@ -152,7 +153,7 @@ def merged(engine: Any, make_request: Any, path: Path, layer: str, parts: Tensor
     weight = weight_of(engine, layer)
     before = weight.clone()
     use = contract.Lora(path.stem, path, STRENGTH, STRENGTH)
-    engine._merger.activate(engine.prepare(make_request(loras=(use,))).loras)
+    engine._merger.activate(batch_engine.loras_of(engine.prepare(make_request(loras=(use,)))))
     after = weight.double().numpy()
     engine._merger.activate(())
     assert torch.equal(weight, before)

@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+import batch_engine
 from imagefleet import errors
 from worker.engine import contract
 from worker.engine.lora import file as lora_file
@@ -141,7 +142,7 @@ def test_convolutions_and_different_ranks_are_merged_and_unmerged_bit_exactly(
     save_file(weights, path)
     unet = engine._checkpoint.unet
     before = unet.conv_in.weight.clone()
-    engine._merger.activate(engine.prepare(make_request(loras=(use(path),))).loras)
+    engine._merger.activate(batch_engine.loras_of(engine.prepare(make_request(loras=(use(path),)))))
     down, up = (weights[f"lora_unet_conv_in.lora_{side}.weight"] for side in ("down", "up"))
     inputs = torch.randn((1, 4, 8, 8), generator=generator)
     conv = torch.nn.functional.conv2d
@@ -164,7 +165,7 @@ def test_a_hundred_merges_leave_the_checkpoints_weights_bit_exact(
         loras = (use(lora_paths[at % 3], 0.1 + at / 10), use(lora_paths[at % 2], -1.0))[
             : 1 + at % 2
         ]
-        engine._merger.activate(engine.prepare(make_request(loras=loras)).loras)
+        engine._merger.activate(batch_engine.loras_of(engine.prepare(make_request(loras=loras))))
     changed = networks[0].state_dict()
     assert not all(torch.equal(changed[name], tensor) for name, tensor in before[0].items())
     engine._merger.activate(())

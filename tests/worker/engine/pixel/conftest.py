@@ -16,7 +16,9 @@ from diffusers import IFPipeline, IFSuperResolutionPipeline
 from pixel import tiny_cascade
 from worker.engine import contract
 from worker.engine.pixel import checkpoint as checkpoints
-from worker.engine.pixel import engine as engines
+from worker.engine.pixel.parts import of_pixels
+from worker.engine.slots.engine import SlotEngine
+from worker.engine.slots.parts import Settings
 
 PROMPT, NEGATIVE = "A red house", "blurry"
 
@@ -46,15 +48,15 @@ def without_encoder(stage: Any, tmp_path_factory: pytest.TempPathFactory) -> Pat
 
 
 @pytest.fixture
-def make_engine(stage: Any) -> Iterator[Callable[..., engines.PixelEngine]]:
+def make_engine(stage: Any) -> Iterator[Callable[..., SlotEngine]]:
     made = []
 
     def make(
         name: str = "base", *, slots: int = 3, backend: str | None = None, **scheduler: Any
-    ) -> engines.PixelEngine:
+    ) -> SlotEngine:
         folder = scheduler.pop("folder", None) or stage(name, **scheduler)
         loaded = checkpoints.load_checkpoint(folder, torch.device("cpu"), torch.float32)
-        made.append(engines.PixelEngine(loaded, slots, backend=backend))
+        made.append(SlotEngine(of_pixels(loaded, Settings(slots, backend=backend))))
         return made[-1]
 
     yield make
@@ -110,15 +112,15 @@ def request_of(low_image: contract.Pixels) -> Callable[..., contract.ImageReques
 def draw_floats(draw: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[torch.Tensor]]:
     """Draws requests; returns their images [3, height, width] before they are rounded."""
 
-    def run(engine: engines.PixelEngine, *requests: contract.ImageRequest) -> list[torch.Tensor]:
+    def run(engine: SlotEngine, *requests: contract.ImageRequest) -> list[torch.Tensor]:
         found: Images = {}
-        add = engine._finished.add
+        add = engine._decoder.add
 
-        def note(tickets: Any, images: torch.Tensor) -> None:
-            found.update(zip(tickets, images.clone(), strict=True))
-            add(tickets, images)
+        def note(ticket: int, image: torch.Tensor) -> None:
+            found[ticket] = image.clone()
+            add(ticket, image)
 
-        monkeypatch.setattr(engine._finished, "add", note)
+        monkeypatch.setattr(engine._decoder, "add", note)
         outcomes = draw(engine, *requests)
         monkeypatch.undo()
         assert all(isinstance(each, np.ndarray) for each in outcomes), outcomes

@@ -10,11 +10,8 @@ import pytest
 import torch
 
 from imagefleet import errors
-from imagefleet.job.noise import Noise
-from imagefleet.job.samplers import Options
+from imagefleet.job.samplers import Noise, Options
 from worker.engine import contract, load
-from worker.engine.pixel import engine as engines
-from worker.engine.pixel.engine import PixelEngine
 from worker.engine.slots.engine import SlotEngine
 
 #: Calls of another size are rounded in another way; over an image that is a level or two of 255.
@@ -65,7 +62,7 @@ def test_the_strength_is_the_noise_on_the_image_that_is_upscaled(
     engine = make_engine("sr")
     for strength, level in ((0.0, 0), (0.25, 250), (1.0, 999)):
         prepared = engine.prepare(request_of("sr", init=contract.InitImage(low_image, strength)))
-        assert prepared.noise_level == level
+        assert prepared.enlarged.level == level
 
 
 def test_jobs_are_admitted_up_to_the_capacity(make_engine: Any, request_of: Any) -> None:
@@ -149,16 +146,17 @@ def fail(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[list[int]]]:
 
     def apply(engine: Any, error: Exception, when: Callable[[list[int]], bool]) -> list[list[int]]:
         ticks: list[list[int]] = []
-        original = engine._run
+        original = engine._runner.run
 
-        def run(slots: int) -> None:
-            seeds = [job.prepared.request.seed for job in engine._active.values()]
+        def run(step: Any, weight_mode: Any, slots: int) -> None:
+            (lane,) = (each for each in engine._lanes if each.step is step)
+            seeds = [job.prepared.request.seed for job in lane.active.values()]
             ticks.append(seeds)
             if when(seeds):
                 raise error
-            original(slots)
+            original(step, weight_mode, slots)
 
-        monkeypatch.setattr(engine, "_run", run)
+        monkeypatch.setattr(engine._runner, "run", run)
         return ticks
 
     return apply
@@ -223,6 +221,11 @@ def test_an_image_that_is_nan_is_drawn_again_elsewhere_and_spoils_no_other(
 # Compiling.
 
 
+def compiled_tick(engine: SlotEngine) -> Any:
+    (step,) = engine._runner._compiled.values()
+    return step.compiled["shared"]
+
+
 @pytest.mark.parametrize("name", ["base", "sr"])
 def test_compiled_ticks_draw_the_same_images_and_are_compiled_once(
     name: str, make_engine: Any, request_of: Any, draw: Any, difference: Any
@@ -233,8 +236,9 @@ def test_compiled_ticks_draw_the_same_images_and_are_compiled_once(
     engine.warm_up()
     for image, own in zip(draw(engine, *requests), expected, strict=True):
         assert difference(image, own) <= ROUNDING
-    assert engine._compiled.is_compiled
-    assert (engine._compiled.graphs, engine.recompiles) == (1, 0)
+    compiled = compiled_tick(engine)
+    assert compiled.is_compiled
+    assert (compiled.graphs, engine.recompiles) == (1, 0)
 
 
 def test_images_in_slots_stay_while_a_tick_is_compiled_beside_them(
@@ -247,7 +251,7 @@ def test_images_in_slots_stay_while_a_tick_is_compiled_beside_them(
     engine.compile_in_background()
     engine.tick()
     engine.finish_compiling()
-    assert engine._compiled.is_compiled
+    assert compiled_tick(engine).is_compiled
     assert not engine.is_compiling
     (finished,) = [each for _ in range(6) for each in engine.tick()]
     assert difference(finished.outcome, expected) <= ROUNDING
@@ -264,9 +268,9 @@ def test_a_compiled_tick_that_fails_is_dropped_and_fails_no_image(
     def break_down(_: Any) -> None:
         raise RuntimeError("a kernel that does not run")
 
-    monkeypatch.setattr(type(engine._compiled), "__call__", break_down)
+    monkeypatch.setattr(type(compiled_tick(engine)), "__call__", break_down)
     images = draw(engine, request_of(), request_of(seed=2))
-    assert engine._compiled is None
+    assert not engine._runner._compiled
     for image, own in zip(images, expected, strict=True):
         assert difference(image, own) <= ROUNDING
 
@@ -277,14 +281,15 @@ def test_a_compiled_tick_that_fails_is_dropped_and_fails_no_image(
 def test_an_engine_is_found_by_what_the_model_is(
     stage: Any, checkpoint: Path, monkeypatch: Any
 ) -> None:
-    base, sr = (load.load_any_engine(stage(name), "cpu", slots=2) for name in ("base", "sr"))
-    assert isinstance(base, PixelEngine)
-    assert isinstance(sr, PixelEngine)
+    base, sr = (
+        load.load_engine(load.EngineSettings(stage(name), "cpu", slots=2))
+        for name in ("base", "sr")
+    )
     assert (base.family, base.default_size, base.slots) == ("if", (16, 16), 2)
     assert (sr.family, sr.default_size) == ("if_sr", (32, 32))
     assert base.model_name == "base"
     assert (base.find_embeddings(["a"], ["a"]), base.self_check) == ((), None)
-    latent = load.load_any_engine(checkpoint, "cpu", slots=1, compiled_modes=())
+    latent = load.load_engine(load.EngineSettings(checkpoint, "cpu", slots=1, compiled_modes=()))
     assert isinstance(latent, SlotEngine)
     for engine in (base, sr, latent):
         engine.close()
@@ -296,7 +301,7 @@ def test_requests_of_another_engine_are_refused(make_engine: Any, request_of: An
 
 
 def test_the_jobs_of_a_closed_engine_are_gone(make_engine: Any, request_of: Any) -> None:
-    engine: engines.PixelEngine = make_engine()
+    engine: SlotEngine = make_engine()
     engine.admit(0, engine.prepare(request_of()))
     engine.close()
     assert not engine.busy

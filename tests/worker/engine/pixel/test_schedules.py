@@ -15,7 +15,8 @@ from imagefleet.job import samplers
 from imagefleet.job.samplers import Options
 from pixel import tiny_cascade
 from worker.engine import sampler
-from worker.engine.pixel import schedules, step
+from worker.engine.networks.transformer import SlotState
+from worker.engine.pixel import parts, schedules
 
 CONFIG = {
     key: value
@@ -51,7 +52,7 @@ def test_the_named_lists_of_timesteps_are_those_of_diffusers(name: str, steps: i
 def test_jobs_know_the_samplers_of_pixels_by_name() -> None:
     assert len(schedules.LISTS) == 8
     own = {schedules.DDPM, schedules.EDM, *schedules.LISTS}
-    assert set(samplers.PIXEL_SAMPLERS) == own
+    assert {each.key for each in samplers.NAMES.values()} - {*samplers.SAMPLERS} == own
     assert {samplers.find(name.upper()).key for name in own} == own
 
 
@@ -89,6 +90,7 @@ def run_step(row: torch.Tensor, image: Any, output: Any, variance: Any, noise: A
 
     class Unet:
         dtype = torch.float32
+        limit = staticmethod(noise_schedule().limit_of(image[0].numel()))
 
         def __call__(self, *_: Any) -> torch.Tensor:
             return torch.cat([output, variance], dim=1).repeat(2, 1, 1, 1)
@@ -96,10 +98,9 @@ def run_step(row: torch.Tensor, image: Any, output: Any, variance: Any, noise: A
     history = torch.zeros(sampler.HISTORY, *image.shape)
     rows = torch.cat([row, torch.tensor([7.0])])[None]
     stepped = image.clone()
-    rank = step.find_rank(0.95, image[0].numel())
     unused = torch.zeros(2, 1, 1)
-    state = step.SlotState(stepped, history, rows, noise, unused, unused, None)
-    step.tick(Unet(), 1.5, rank, state)  # type: ignore[arg-type]
+    state = SlotState(stepped, history, rows, noise, unused, unused, unused, None, unused, None)
+    parts.tick(Unet(), "shared", state, ())  # type: ignore[arg-type]
     return stepped
 
 
@@ -108,7 +109,7 @@ def test_dynamic_thresholding_is_that_of_diffusers(scale: float) -> None:
     scheduler = tiny_cascade.make_scheduler("base")
     images = scale * torch.randn(4, 3, 9, 7, generator=torch.Generator().manual_seed(0))
     images[1] *= 10
-    found = step.threshold(images, 1.5, step.find_rank(0.95, 3 * 9 * 7))
+    found = schedules.threshold(images, 1.5, schedules.find_rank(0.95, 3 * 9 * 7))
     assert torch.allclose(found, scheduler._threshold_sample(images), rtol=0, atol=1e-6)
 
 
@@ -116,7 +117,7 @@ def test_the_rank_of_a_quantile_is_torchs_for_all_sizes() -> None:
     random = torch.Generator().manual_seed(0)
     for quantile, count in itertools.product((0.5, 0.95, 0.995, 1.0), (3, 768, 12288, 196608)):
         values = torch.randn(count, generator=random).sort().values
-        rank = step.find_rank(quantile, count)
+        rank = schedules.find_rank(quantile, count)
         below = int(rank)
         above = min(below + 1, count - 1)
         found = torch.lerp(values[below], values[above], rank - below)

@@ -14,7 +14,7 @@ import torch
 from PIL import Image
 
 from families import tiny_families
-from fleet.files import canary, preview
+from fleet.files import drawing
 from imagefleet import errors
 from imagefleet.storage import dead_letter
 from imagefleet.storage.open import Storage
@@ -35,7 +35,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def upscaler(folder: Path) -> Iterator[slots.SlotEngine]:
-    engine = load.load_engine(folder, "cpu", slots=3)
+    engine = load.load_engine(load.EngineSettings(folder, "cpu", slots=3))
     yield engine
     engine.close()
 
@@ -89,7 +89,7 @@ async def test_a_job_of_its_own_makes_four_times_its_image(
     await storage.queue.send([message(**fields, id="one", n_iter=2)])
     await storage.queue.send([message(**fields, id="sized", width=96, height=64)])
     await run_pipeline(upscaler)
-    again = load.load_engine(folder, "cpu", slots=3)
+    again = load.load_engine(load.EngineSettings(folder, "cpu", slots=3))
     expected = draw(again, *(request_of(pixels, 0.1, seed=seed) for seed in (1, 2, 1)))
     again.close()
     for name, image in zip(("one-0", "one-1", "sized"), expected, strict=True):
@@ -125,7 +125,7 @@ async def test_a_cascade_of_three_stages_ends_with_the_x4_upscaler(
     (small, _), (large, _) = [await read(storage, f"default/one~{at}.png") for at in (2, 3)]
     assert small.shape[:2] == (tiny_cascade.SR_SIDE, tiny_cascade.SR_SIDE)
     assert large.shape[:2] == (4 * tiny_cascade.SR_SIDE, 4 * tiny_cascade.SR_SIDE)
-    again = load.load_engine(folder, "cpu", slots=3)
+    again = load.load_engine(load.EngineSettings(folder, "cpu", slots=3))
     (expected,) = draw(again, request_of(small, 0.1, seed=1))
     again.close()
     assert difference(large, expected) <= ROUNDING
@@ -144,7 +144,7 @@ async def test_a_job_that_it_cannot_draw_fails_with_what_to_change(
         ]
     )
     await run_pipeline(upscaler)
-    failed = [dead_letter.FailedJob.read(each.body) async for each in storage.poison.browse()]
+    failed = [dead_letter.FailedJob.parse(each.body) async for each in storage.poison.browse()]
     reasons = {each.id: each.reason for each in failed if each is not None}
     assert "the job needs init_images" in reasons["text"]
     assert "makes 96x64 pixels of an image of 24x16" in reasons["small"]
@@ -168,7 +168,7 @@ def test_a_model_is_tried_with_an_image_and_has_no_reference_images(
 ) -> None:
     assert check.family(folder) == "SD x4 upscaler"
     check.check_path(folder)
-    drawn = preview.draw(folder, tmp_path / "x4.png")
+    drawn = drawing.test_image(folder, tmp_path / "x4.png")
     assert (drawn["width"], drawn["height"]) == (64, 64)
     with pytest.raises(errors.SetupError, match="enlarges images: nodes do not compare"):
-        canary.draw(folder, lambda _: None)
+        drawing.canary(folder)

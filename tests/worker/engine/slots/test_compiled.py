@@ -15,9 +15,11 @@ import tiny_model
 from engine_process import decibels
 from worker.engine import checkpoint as checkpoints
 from worker.engine import contract
+from worker.engine.families.latents import of_latents
 from worker.engine.kernels import compile as compiling
 from worker.engine.slots import engine as slot_engine
 from worker.engine.slots import step
+from worker.engine.slots.parts import Settings
 
 ROUNDING = 2
 
@@ -38,7 +40,7 @@ def drawn_meanwhile(
     Traced as on a GPU with fullgraph, without generating kernels.
     """
     loaded = checkpoints.load_checkpoint(small_model, torch.device("cpu"), torch.float32)
-    engine = slot_engine.SlotEngine(loaded, 2, backend="eager")
+    engine = slot_engine.SlotEngine(of_latents(loaded, Settings(2, backend="eager")))
     engine.compile_in_background()
     images: list[contract.Outcome] = []
     noticed: list[bool] = []
@@ -147,7 +149,7 @@ def test_jobs_that_begin_with_an_image_cause_no_recompile(
     (call,) = compiled_engine._runner._compiled.values()
     assert call.compiled["shared"].is_compiled
     loaded = checkpoints.load_checkpoint(small_model, torch.device("cpu"), torch.float32)
-    uncompiled = slot_engine.SlotEngine(loaded, 2)
+    uncompiled = slot_engine.SlotEngine(of_latents(loaded, Settings(2)))
     for request, image in zip(requests, images, strict=True):
         assert difference(image, draw(uncompiled, request)[0]) <= ROUNDING
     uncompiled.close()
@@ -194,7 +196,7 @@ def test_controlnets_are_compiled_with_the_tick_and_cause_no_recompile(
     assert [each.data_ptr() for each in before.state if each is not None] == tensors
     assert before.compiled == graphs
     loaded = checkpoints.load_checkpoint(small_model, torch.device("cpu"), torch.float32)
-    uncompiled = slot_engine.SlotEngine(loaded, 2)
+    uncompiled = slot_engine.SlotEngine(of_latents(loaded, Settings(2)))
     for request, image in zip(requests, images, strict=True):
         assert difference(image, draw(uncompiled, request)[0]) <= ROUNDING
         if request.controls:
@@ -266,7 +268,9 @@ def test_a_weight_mode_that_is_not_compiled_is_not_used(
     small_model: Path, plain_engine: contract.Engine, make_request: Any, draw: Any, difference: Any
 ) -> None:
     loaded = checkpoints.load_checkpoint(small_model, torch.device("cpu"), torch.float32)
-    engine = slot_engine.SlotEngine(loaded, 2, backend="eager", compiled_modes=("per_slot",))
+    engine = slot_engine.SlotEngine(
+        of_latents(loaded, Settings(2, backend="eager", compiled_modes=("per_slot",)))
+    )
     engine.warm_up(*engine.default_size)
     request = make_request(width=32, height=32)
     (image,) = draw(engine, request)

@@ -12,8 +12,10 @@ from safetensors.torch import save_file
 
 from worker.engine import contract
 from worker.engine.lora.layout import adaptable_layers
-from worker.engine.slots import convolution, step
+from worker.engine.networks import convolution
+from worker.engine.networks.transformer import Call
 from worker.engine.slots import engine as slots
+from worker.engine.slots import step
 
 ROUNDING = 2
 
@@ -103,16 +105,16 @@ def test_a_slots_own_change_of_a_layer_computes_what_merging_it_does(
     assert packed is not None
     generator = torch.Generator().manual_seed(0)
     x = torch.randn((3, 4, height, 8), generator=generator)
-    context = torch.randn((6, 2, unet.keys_values.width), generator=generator)
-    arguments = (x, torch.tensor([1.0, 500.0, 900.0]), context, None)
+    context = torch.randn((6, 2, unet.context_width), generator=generator)
+    arguments = (x, torch.tensor([1.0, 500.0, 900.0]))
     with torch.no_grad():
         unet.changes.grow(packed.ranks.items())
         for slot, changes in enumerate([{}, packed.by_shape(packed.assemble()), {}]):
             unet.load_slot(slot, {}, changes)
-        own = unet(*arguments, True, True)
-        plain = unet(*arguments, False)
+        own = unet(*arguments, Call(context, per_slot=True, slots=len(x)))
+        plain = unet(*arguments, Call(context))
         slot_engine._merger.activate(prepared.unet_loras)
-        merged = unet(*arguments, False)
+        merged = unet(*arguments, Call(context))
         slot_engine._merger.activate(())
     assert (merged - plain).abs().max() > 0.02
     expected = torch.cat([plain[:2], merged[2:4], plain[4:]])

@@ -10,8 +10,8 @@ import torch
 
 from imagefleet import errors
 from worker.engine import contract, decoder
+from worker.engine.networks.linear import SlotLinear
 from worker.engine.slots import queue, step
-from worker.engine.slots.linear import SlotLinear
 from worker.engine.slots.weights import Weights
 
 ROUNDING = 2

@@ -12,7 +12,8 @@ from safetensors.torch import save_file
 import lora_kinds
 from worker.engine import contract
 from worker.engine.lora.layout import adaptable_layers
-from worker.engine.slots import linear, queue, step
+from worker.engine.networks import linear
+from worker.engine.slots import queue, step
 
 #: See test_engine.
 ROUNDING = 2

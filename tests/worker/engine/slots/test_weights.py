@@ -17,9 +17,11 @@ from families import tiny_families
 from pixel import tiny_cascade
 from worker.engine import contract, load
 from worker.engine.checkpoint import load_checkpoint
+from worker.engine.families.latents import of_latents
+from worker.engine.networks.linear import ReloadedStack, SlotLinear, stack_by_shape
+from worker.engine.networks.unet import SlotUnet
 from worker.engine.slots import engine as slots
-from worker.engine.slots.linear import ReloadedStack, SlotLinear, stack_by_shape
-from worker.engine.slots.unet import SlotUnet
+from worker.engine.slots.parts import Settings
 
 CPU = torch.device("cpu")
 
@@ -58,11 +60,11 @@ def two_models(folder: Path, family: tiny_families.FamilyName) -> tuple[Path, Pa
 
 def engine_of(folder: Path, **settings: Any) -> slots.SlotEngine:
     checkpoint = load_checkpoint(folder, CPU, torch.float32)
-    return slots.SlotEngine(checkpoint, **{"slots": 3, **settings})
+    return slots.SlotEngine(of_latents(checkpoint, Settings(**{"slots": 3, **settings})))
 
 
 def take(engine: slots.SlotEngine, folder: Path) -> None:
-    swap = load.read_beside(engine, folder)
+    swap = load.read_beside(engine, load.EngineSettings(folder))
     assert swap is not None
     assert swap()
 
@@ -126,7 +128,7 @@ def test_a_model_is_not_taken_while_there_are_jobs(tmp_path: Path, make_request:
     first, second = two_models(tmp_path, "sd1")
     engine = engine_of(first)
     engine.admit(0, engine.prepare(make_request()))
-    swap = load.read_beside(engine, second)
+    swap = load.read_beside(engine, load.EngineSettings(second))
     assert swap is not None
     assert not swap()
     assert engine.model_name == "first"
@@ -147,7 +149,7 @@ def test_a_model_of_another_architecture_needs_another_engine(
     tmp_path: Path, build: Callable[[Path], Path]
 ) -> None:
     engine = engine_of(tiny_families.build(tmp_path / "first", "sd1"))
-    assert load.read_beside(engine, build(tmp_path / "second")) is None
+    assert load.read_beside(engine, load.EngineSettings(build(tmp_path / "second"))) is None
     engine.close()
 
 

@@ -41,10 +41,14 @@ def load_batch_engine(
     return BatchEngine(checkpoint.load_checkpoint(model, cpu, dtype, config), max_batch)
 
 
+def loras_of(prepared: PreparedRequest) -> tuple[merge.AppliedLora, ...]:
+    return (*prepared.unet_loras, *prepared.text_encoder_loras)
+
+
 def group(prepared: PreparedRequest) -> tuple[object, ...]:
     """What two requests must have in common to share a UNet call."""
     request = prepared.request
-    loras = tuple(applied.key for applied in prepared.loras)
+    loras = tuple(applied.key for applied in loras_of(prepared))
     calls = len(prepared.schedule.table)
     return (request.width, request.height, calls, request.clip_skip, loras)
 
@@ -135,14 +139,14 @@ class BatchEngine:
 
     def _run(self, batch: Sequence[PreparedRequest]) -> list[contract.Outcome]:
         try:
-            self._merger.activate(batch[0].loras)
+            self._merger.activate(loras_of(batch[0]))
             return self._generate(batch)
         except Exception as error:  # noqa: BLE001 - any failure is this batch's outcome
             return [engine_errors.classify(error)] * len(batch)
 
     @torch.inference_mode()
     def _generate(self, batch: Sequence[PreparedRequest]) -> list[contract.Outcome]:
-        unet, factor = self._checkpoint.unet, self._checkpoint.vae_factor
+        unet, factor = self._checkpoint.unet, self._checkpoint.factor
         latents = denoise(unet, batch, self._encode_prompts(batch), factor)
         request = batch[0].request
         return decode(self._checkpoint.vae, latents, request.width * request.height)

@@ -97,8 +97,8 @@ def test_a_folder_that_cannot_be_written_stops_nobody(
 def test_a_worker_draws_first_and_each_graph_is_compiled_once_on_a_machine(
     monkeypatch: pytest.MonkeyPatch, worker_settings: Callable[..., Any], tmp_path: Path
 ) -> None:
-    given: dict[str, Any] = {}
-    monkeypatch.setattr(load, "load_engine", lambda *_, **rest: given.update(rest))
+    given: list[load.EngineSettings] = []
+    monkeypatch.setattr(load, "load_engine", given.append)
     settings = worker_settings(model=str(DEMO_MODEL), compile="auto")
     stop, hurry = asyncio.Event(), asyncio.Event()
     ignore = lambda _: None  # noqa: E731 - shorter
@@ -106,7 +106,9 @@ def test_a_worker_draws_first_and_each_graph_is_compiled_once_on_a_machine(
     worker._kernels = KernelCache(tmp_path, KEY)
     worker._kernels.give_up()
     worker._load_engine(Checkpoint("demo", settings))
-    assert given["compile"] == "background"
-    with given["around_compiling"]("the UNet"), given["around_compiling"]("the VAE"):
+    (asked,) = given
+    assert asked.compile == "background"
+    assert asked.around_compiling is not None
+    with asked.around_compiling("the UNet"), asked.around_compiling("the VAE"):
         pass  # a graph does not wait for another
     assert len(list(tmp_path.glob("*.compiled"))) == 2

@@ -27,7 +27,7 @@ from worker.engine.files import safetensors
 from worker.engine.lora.kinds import StackedChange
 from worker.engine.lora.layout import Network, adaptable_layers
 from worker.engine.lora.merge import Group
-from worker.engine.slots.convolution import LowRankChange
+from worker.engine.networks.convolution import LowRankChange
 
 #: The most bytes of one tensor with weights for all slots. Of SDXL's shapes the largest would take
 #: 25 GB; see "SDXL" in benchmarks/engine-notes.md.

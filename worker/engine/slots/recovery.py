@@ -9,15 +9,12 @@ import torch
 
 from imagefleet import errors
 from worker.engine import contract
-from worker.engine.control.held import ControlNets
-from worker.engine.decoder import Decoder
 from worker.engine.files.safetensors import Identity
 from worker.engine.slots import memory
 from worker.engine.slots.lane import Lane, Lanes
+from worker.engine.slots.parts import Parts
 from worker.engine.slots.queue import BatchKey, SlotJob
-from worker.engine.slots.staging import Stager
 from worker.engine.slots.step import StepRunner
-from worker.engine.slots.unet import SlotUnet
 from worker.engine.slots.weights import Weights
 
 log = logging.getLogger(__name__)
@@ -26,27 +23,15 @@ log = logging.getLogger(__name__)
 class Recovery:
     """Restarts images from their seeds, and takes less memory; for the engine's thread."""
 
-    def __init__(
-        self,
-        unet: SlotUnet,
-        lanes: Lanes,
-        runner: StepRunner,
-        weights: Weights,
-        decoder: Decoder,
-        stager: Stager,
-        control_nets: ControlNets,
-        *,
-        native: tuple[int, int],
-    ) -> None:
-        """*native*: the checkpoint's width and height in pixels."""
-        self._unet = unet
+    def __init__(self, parts: Parts, lanes: Lanes, runner: StepRunner, weights: Weights) -> None:
+        self._unet = parts.unet
         self._lanes = lanes
         self._runner = runner
         self._weights = weights
-        self._decoder = decoder
-        self._stager = stager
-        self._control_nets = control_nets
-        self._native = native
+        self._decoder = parts.decoder
+        self._stager = parts.stager
+        self._control_nets = parts.control_nets
+        self._native = parts.model.default_size
 
     def recover(
         self, lane: Lane, failure: errors.FleetError, *, out_of_memory: bool

@@ -11,7 +11,6 @@ transformers of the x4 upscaler attend to the prompt twice, and not to the image
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -21,36 +20,38 @@ import torch.nn.functional as F  # noqa: N812 - its name everywhere
 from torch import nn
 
 from imagefleet import errors
-from worker.engine.kernels.layers import KernelSelector, Upsampler, default_attention
-from worker.engine.lora.kinds import TEMPORARY_BYTES, StackedChange
+from worker.engine.kernels.layers import Upsampler
+from worker.engine.lora.kinds import StackedChange
 from worker.engine.lora.merge import Group
-from worker.engine.slots import convolution
-from worker.engine.slots.convolution import LowRankChange, SlotChanges, SlotConv
-from worker.engine.slots.linear import (
+from worker.engine.networks.convolution import LowRankChange, SlotChanges, SlotConv
+from worker.engine.networks.linear import (
     ReloadedStack,
     SlotLinear,
     WeightStack,
     join_biases,
     stack_by_shape,
 )
-from worker.engine.slots.memory import SlotWeights
-from worker.engine.slots.transformer import (
+from worker.engine.networks.transformer import (
     UNKNOWN_UNET,
+    Call,
     CrossAttention,
     KeysValues,
     SelfAttention,
+    SlotNetwork,
     Transformer,
     repeat_rows,
-    select_and_attend,
 )
+from worker.engine.slots.memory import SlotWeights
 
 
-class SlotEncoder(nn.Module):
+class SlotEncoder(SlotNetwork):
     """The first half of a UNet, down to its middle, which ControlNets have as well."""
 
-    def __init__(self, original: Any, paths: Mapping[nn.Module, str]) -> None:
+    def __init__(
+        self, original: Any, paths: Mapping[nn.Module, str], weights: SlotWeights = "merged"
+    ) -> None:
         """*original* is diffusers' UNet or ControlNet; *paths* are those of its modules."""
-        super().__init__()
+        super().__init__(original.conv_in.weight, weights)
         self.time_proj = original.time_proj
         self.time_embedding = _TimeEmbedding(original.time_embedding, paths)
         self.added = _added_embedding(original)
@@ -59,8 +60,6 @@ class SlotEncoder(nn.Module):
         attentions = getattr(original.mid_block, "attentions", None) or ()
         self.mid = _Layers(original.mid_block.resnets[1:], attentions, paths)
         self.mid_first = _Resnet(original.mid_block.resnets[0], paths)
-        self.dtype: torch.dtype = original.conv_in.weight.dtype
-        self.device: torch.device = original.conv_in.weight.device
 
     def _join(self, paths: Mapping[nn.Module, str], *, saves_memory: bool = False) -> None:
         """Makes one product each of what all layers compute of the time and of the prompt."""
@@ -74,42 +73,44 @@ class SlotEncoder(nn.Module):
         self.keys_values = KeysValues(crosses, paths, saves_memory=saves_memory)
 
     @property
+    def context_width(self) -> int:
+        return self.keys_values.width
+
+    @property
     def added_width(self) -> int:
-        """Number of values the UNet takes beside the timestep; 0 if it takes none."""
         return 0 if self.added is None else self.added.width
 
     @property
     def added_rows(self) -> int:
-        """Rows of a slot in `added`: 2 if prompt and negative prompt have one each, else 1."""
         return 2 if isinstance(self.added, _AddedEmbedding) else 1
 
     @torch.no_grad()
-    def embed_added(self, *inputs: torch.Tensor) -> torch.Tensor:
-        """`encode`'s *added* [rows, width] of pooled vectors and size ids, one each per row.
-
-        Of upscalers, of the levels of noise on the images [rows].
-        """
-        if self.added is None:
-            raise RuntimeError("this network has no such inputs")
-        embedded: torch.Tensor = self.added(*inputs)
-        return embedded
+    def compute_prompt(
+        self,
+        vectors: torch.Tensor,
+        added: tuple[torch.Tensor, ...] | None,
+        changes: Mapping[Group, StackedChange],
+        context: torch.Tensor,
+        added_rows: torch.Tensor | None,
+    ) -> None:
+        self.keys_values.compute(vectors, changes, context)
+        if self.added is not None and added is not None and added_rows is not None:
+            added_rows.copy_(self.added(*added))
 
     def encode(
         self,
         x: torch.Tensor,
         times: torch.Tensor,
-        context: torch.Tensor,
-        mask: torch.Tensor | None,
-        per_slot: bool,
-        slots: int,
+        call: Call,
         added: torch.Tensor | None,
         hint: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
         """The middle's output, the embedded timesteps, and the output of every layer before.
 
-        As `SlotUnet.forward`; *slots*: 0 without changes. *hint* [slots, channels, height, width]
-        is added to the first layer's output.
+        As `SlotUnet.forward`; *hint* [slots, channels, height, width] is added to the first layer's
+        output.
         """
+        slots = call.slots
         time = self.time_embedding(self.time_proj(times).to(x.dtype), slots)
         if added is not None:
             time = repeat_rows(time, len(added)) + added
@@ -121,26 +122,11 @@ class SlotEncoder(nn.Module):
             x = repeat_rows(x, len(added))
         skips = [x]
         for block in self.down:
-            x = block(x, time, skips, context, mask, per_slot, slots)
+            x = block(x, time, skips, call)
         x = self.mid_first(x, time, slots)
         for attend, resnet in zip(self.mid.attentions, self.mid.resnets, strict=True):
-            x = resnet(attend(x, context, mask, per_slot), time, slots)
+            x = resnet(attend(x, call), time, slots)
         return x, time, skips
-
-    @contextlib.contextmanager
-    def selecting_kernels(self, selector: KernelSelector) -> Iterator[None]:
-        """Has the next call of each self-attention within select its fastest kernel."""
-        for attend in self._self_attentions:
-            attend.kernel = select_and_attend(attend, selector)
-        try:
-            yield
-        except BaseException:
-            self.use_default_attention()
-            raise
-
-    def use_default_attention(self) -> None:
-        for attend in self._self_attentions:
-            attend.kernel = default_attention
 
 
 class SlotUnet(SlotEncoder):
@@ -149,13 +135,11 @@ class SlotUnet(SlotEncoder):
     def __init__(self, unet: Any, weights: SlotWeights = "merged") -> None:
         """*weights*: how slots hold LoRAs of transformers; "reloaded" is for one slot."""
         paths = {module: path for path, module in unet.named_modules()}
-        super().__init__(unet, paths)
-        self.weights: SlotWeights = weights
+        super().__init__(unet, paths, weights)
         self.up = nn.ModuleList(_Up(block, paths) for block in unet.up_blocks)
         self.norm_out = unet.conv_norm_out
         self.conv_out = _conv(paths, unet.conv_out)
         linears = [module for module in self.modules() if isinstance(module, SlotLinear)]
-        self._stacks: Mapping[Group, WeightStack | ReloadedStack] = {}
         if weights == "factors":
             for linear in linears:
                 linear.keep_apart()
@@ -169,9 +153,6 @@ class SlotUnet(SlotEncoder):
             (module for module in self.modules() if isinstance(module, LowRankChange)),
             unet.conv_out.weight.detach(),
         )
-        self._block = 0
-        self.temporary_bytes = TEMPORARY_BYTES
-        """Memory for weights while they are merged."""
 
     @property
     def groups(self) -> dict[Group, list[str]]:
@@ -179,42 +160,21 @@ class SlotUnet(SlotEncoder):
         stacks = {**self._stacks, **self.keys_values.stacks}
         return {group: stack.paths for group, stack in stacks.items()}
 
-    @property
-    def slot_bytes(self) -> int:
-        """Size of a slot's weights and changes; those that are reloaded take none more."""
-        if self.weights == "reloaded":
-            return self.changes.slot_bytes
-        weights = sum(stack.shared.nbytes for stack in self._stacks.values())
-        return weights + self.changes.slot_bytes
-
-    @property
-    def reloaded(self) -> dict[str, torch.Tensor]:
-        """What the only slot computes with in place of parameters, by their names, if any."""
-        stacks = (each for each in self._stacks.values() if isinstance(each, ReloadedStack))
-        return {f"{path}.weight": own for stack in stacks for path, own in stack.own.items()}
-
     def forward(
         self,
         x: torch.Tensor,
         times: torch.Tensor,
-        context: torch.Tensor,
-        mask: torch.Tensor | None,
-        per_slot: bool,
-        changes: bool = False,
+        call: Call,
         added: torch.Tensor | None = None,
         residuals: Sequence[torch.Tensor] = (),
     ) -> torch.Tensor:
         """The UNet's output [2 * slots, 4, height, width].
 
-        x [slots, 4, height, width]; times [slots]; context [2 * slots, tokens, width] from
-        `keys_values`; mask [2 * slots, 1, 1, tokens], added to the attention scores, or None.
-        *per_slot* uses each slot's own weights, else the shared ones. *changes* adds each slot's
-        changes of convolutions and of the layers for the time. *added* [added_rows * slots, width]
-        is added to the embedded timesteps, in UNets with such inputs. *residuals* of ControlNets
-        are added to the outputs of all layers of the first half, the middle's last.
+        x [slots, 4, height, width]; times [slots]. *added* [added_rows * slots, width] is added to
+        the embedded timesteps, in UNets with such inputs. *residuals* of ControlNets are added to
+        the outputs of all layers of the first half, the middle's last.
         """
-        slots = len(x) if changes else 0
-        x, time, skips = self.encode(x, times, context, mask, per_slot, slots, added)
+        x, time, skips = self.encode(x, times, call, added)
         if residuals:
             *firsts, last = residuals
             skips = [
@@ -223,51 +183,13 @@ class SlotUnet(SlotEncoder):
             ]
             x = x + last
         for block in self.up:
-            x = block(x, time, skips, context, mask, per_slot, slots)
-        output: torch.Tensor = self.conv_out(F.silu(self.norm_out(x)), slots)
+            x = block(x, time, skips, call)
+        output: torch.Tensor = self.conv_out(F.silu(self.norm_out(x)), call.slots)
         return output
 
-    def fold(self) -> None:
-        """Folds the upsamplers' weights; call again whenever the shared weights change."""
-        for sampler in self._upsamplers:
-            sampler.fold()
-
-    def resize(self, slots: int) -> None:
-        """Allocates zero weights for *slots* slots, in one block."""
-        self._block = 0
-        for stack in self._stacks.values():
-            stack.resize(slots)
-        self.changes.resize(slots)
-
-    def use_block(self, block: int) -> None:
-        """Uses another block of slots' weights, allocated at its first use.
-
-        A CUDA graph keeps the block with which it was recorded.
-        """
-        if block != self._block:
-            for stack in self._stacks.values():
-                stack.use_block(block)
-            self.changes.use_block(block)
-            self._block = block
-
     def close(self) -> None:
-        """Frees all weights."""
-        self._stacks = {}
         self.keys_values.stacks.clear()
-        self.changes.clear()
-        self.to("meta")
-
-    @torch.no_grad()
-    def load_slot(
-        self,
-        slot: int,
-        changes: Mapping[Group, StackedChange],
-        convolutions: Mapping[convolution.Shape, convolution.Factors],
-    ) -> None:
-        """Sets a slot to the shared weights plus its LoRAs' changes, asynchronously."""
-        for group, stack in self._stacks.items():
-            stack.load(slot, changes.get(group), self.temporary_bytes)
-        self.changes.load(slot, convolutions)
+        super().close()
 
 
 class _TimeEmbedding(nn.Module):
@@ -400,22 +322,15 @@ class _Down(_Layers):
         )
 
     def forward(
-        self,
-        x: torch.Tensor,
-        time: torch.Tensor,
-        skips: list[torch.Tensor],
-        context: torch.Tensor,
-        mask: torch.Tensor | None,
-        per_slot: bool,
-        slots: int,
+        self, x: torch.Tensor, time: torch.Tensor, skips: list[torch.Tensor], call: Call
     ) -> torch.Tensor:
         for resnet, attend in self.pairs():
-            x = resnet(x, time, slots)
+            x = resnet(x, time, call.slots)
             if attend is not None:
-                x = attend(x, context, mask, per_slot)
+                x = attend(x, call)
             skips.append(x)
         for sampler in self.samplers:
-            x = sampler(x, slots)
+            x = sampler(x, call.slots)
             skips.append(x)
         return x
 
@@ -428,22 +343,15 @@ class _Up(_Layers):
         )
 
     def forward(
-        self,
-        x: torch.Tensor,
-        time: torch.Tensor,
-        skips: list[torch.Tensor],
-        context: torch.Tensor,
-        mask: torch.Tensor | None,
-        per_slot: bool,
-        slots: int,
+        self, x: torch.Tensor, time: torch.Tensor, skips: list[torch.Tensor], call: Call
     ) -> torch.Tensor:
         for resnet, attend in self.pairs():
             x = torch.cat([x, repeat_rows(skips.pop(), len(x))], dim=1)
-            x = resnet(x, time, slots)
+            x = resnet(x, time, call.slots)
             if attend is not None:
-                x = attend(x, context, mask, per_slot)
+                x = attend(x, call)
         for sampler in self.samplers:
-            x = sampler(x, slots, skips[-1].shape[2:])
+            x = sampler(x, call.slots, skips[-1].shape[2:])
         return x
 
 

@@ -1,0 +1,385 @@
+"""What networks for slots have in common, and the transformers of Stable Diffusion's UNets."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F  # noqa: N812 - its name everywhere
+from torch import nn
+
+from imagefleet import errors
+from worker.engine.kernels.layers import Attend, KernelSelector, Upsampler, default_attention
+from worker.engine.lora.kinds import TEMPORARY_BYTES, StackedChange
+from worker.engine.lora.merge import Group
+from worker.engine.networks import convolution
+from worker.engine.networks.convolution import SlotChanges
+from worker.engine.networks.linear import ReloadedStack, SlotLinear, WeightStack, stack_by_shape
+from worker.engine.slots.memory import SlotWeights
+
+UNKNOWN_UNET = "this UNet is not of Stable Diffusion's architecture, the only one supported"
+
+
+class Call(NamedTuple):
+    """What the layers of one call take beside their inputs."""
+
+    context: torch.Tensor
+    """[2 * slots, tokens, width]: see `KeysValues.compute`."""
+    mask: torch.Tensor | None = None
+    """[2 * slots, 1, 1, tokens], added to the attention scores."""
+    per_slot: bool = False
+    """Each slot's own weights are used, else the shared ones."""
+    slots: int = 0
+    """Slots whose own changes of convolutions and of the layers for the time are added."""
+
+
+class KeysValues:
+    """The keys and values of all cross-attentions, computed from a prompt's vectors."""
+
+    def __init__(
+        self,
+        crosses: list[CrossAttention],
+        paths: Mapping[nn.Module, str],
+        *,
+        saves_memory: bool = False,
+    ) -> None:
+        """*saves_memory*: it is too short to merge changes of low rank."""
+        self._saves_memory = saves_memory
+        layers = [layer for cross in crosses for layer in (cross.to_k, cross.to_v)]
+        linears = (SlotLinear({paths[each]: each}) for each in layers)
+        self.stacks = stack_by_shape(WeightStack, "prompt", linears)
+        slices: dict[str, slice] = {}
+        self.width = 0
+        for (_, width, _), stack in self.stacks.items():
+            for path in stack.paths:
+                slices[path] = slice(self.width, self.width + width)
+                self.width += width
+        for cross in crosses:
+            cross.keys, cross.values = (slices[paths[each]] for each in (cross.to_k, cross.to_v))
+
+    @torch.no_grad()
+    def compute(
+        self,
+        vectors: torch.Tensor,
+        changes: Mapping[Group, StackedChange],
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Keys and values [rows, tokens, width] of vectors [rows, tokens, text width].
+
+        *out*, if given, is what they are written to.
+        """
+        if out is None:
+            out = vectors.new_empty((*vectors.shape[:2], self.width))
+        rows, outputs, at = vectors.flatten(0, 1), out.flatten(0, 1), 0
+        for group, stack in self.stacks.items():
+            weights, change = stack.shared, changes.get(group)
+            stays_apart = change is not None and self._saves_memory and not change.stacks
+            if change is not None and not stays_apart:
+                weights = torch.empty_like(stack.shared)
+                change.merge(stack.shared, weights)
+            flat = weights.flatten(0, 1)
+            part = outputs[:, at : at + len(flat)]
+            torch.mm(rows, flat.T, out=part)
+            if change is not None and stays_apart:
+                change.add_to(part, rows)
+            at += len(flat)
+        return out
+
+
+class Transformer(nn.Module):
+    def __init__(self, original: Any, paths: Mapping[nn.Module, str]) -> None:
+        super().__init__()
+        self.norm = original.norm
+        self.proj_in = _linear(paths, original.proj_in)
+        self.blocks = nn.ModuleList(_Block(block, paths) for block in original.transformer_blocks)
+        self.proj_out = _linear(paths, original.proj_out)
+
+    def forward(self, x: torch.Tensor, call: Call) -> torch.Tensor:
+        rows, (_, channels, height, width) = len(call.context), x.shape
+        # All rows of a slot as one from here on: Inductor copies inputs of products that it finds
+        # in another shape.
+        tokens = self.norm(x).permute(0, 2, 3, 1).reshape(rows // 2, -1, channels)
+        tokens = self.proj_in(tokens, call.per_slot)
+        for block in self.blocks:
+            tokens = block(tokens, len(x), call)
+            x = repeat_rows(x, rows)
+        tokens = self.proj_out(tokens, call.per_slot)
+        changed: torch.Tensor = tokens.view(rows, height, width, channels).permute(0, 3, 1, 2) + x
+        return changed
+
+
+class _Block(nn.Module):
+    def __init__(self, original: Any, paths: Mapping[nn.Module, str]) -> None:
+        super().__init__()
+        gate = original.ff.net[0]
+        if original.norm_type != "layer_norm" or original.attn2 is None or original.pos_embed:
+            raise errors.SetupError(UNKNOWN_UNET)
+        self.norm1, self.norm2, self.norm3 = original.norm1, original.norm2, original.norm3
+        kind = CrossAttention if original.only_cross_attention else SelfAttention
+        self.attend_first = kind(original.attn1, paths)
+        self.attend_prompt = CrossAttention(original.attn2, paths)
+        self.gate = _linear(paths, gate.proj)
+        self.out = _linear(paths, original.ff.net[2])
+
+    def forward(self, x: torch.Tensor, rows: int, call: Call) -> torch.Tensor:
+        """[slots, tokens of *rows* rows, width] to [slots, tokens of all rows, width]."""
+        first, per_slot, all_rows = self.attend_first, call.per_slot, len(call.context)
+        if isinstance(first, SelfAttention):
+            x = x + first(self.norm1(x), rows, per_slot)
+        if rows < all_rows:
+            x = x.repeat(1, all_rows // rows, 1)
+        if isinstance(first, CrossAttention):
+            x = x + first(self.norm1(x), call)
+        x = x + self.attend_prompt(self.norm2(x), call)
+        values, gates = self.gate(self.norm3(x), per_slot).chunk(2, dim=-1)
+        gated: torch.Tensor = x + self.out(values * F.gelu(gates), per_slot)
+        return gated
+
+
+class SelfAttention(nn.Module):
+    def __init__(self, original: Any, paths: Mapping[nn.Module, str]) -> None:
+        super().__init__()
+        self.heads = original.heads
+        self.qkv = _linear(paths, original.to_q, original.to_k, original.to_v)
+        self.out = _linear(paths, original.to_out[0])
+        self.kernel: Attend = default_attention
+
+    def forward(self, x: torch.Tensor, rows: int, per_slot: bool) -> torch.Tensor:
+        q, k, v = (
+            _split_heads(each, rows, self.heads) for each in self.qkv(x, per_slot).chunk(3, dim=-1)
+        )
+        attended = self.kernel(q, k, v)
+        output: torch.Tensor = self.out(_merge_heads(attended, len(x)), per_slot)
+        return output
+
+
+class CrossAttention(nn.Module):
+    #: The slices of keys and of values in the context's last dimension.
+    keys: slice
+    values: slice
+
+    def __init__(self, original: Any, paths: Mapping[nn.Module, str]) -> None:
+        super().__init__()
+        self.heads = original.heads
+        self.to_q = _linear(paths, original.to_q)
+        self.to_k, self.to_v = original.to_k, original.to_v
+        self.out = _linear(paths, original.to_out[0])
+
+    def forward(self, x: torch.Tensor, call: Call) -> torch.Tensor:
+        context = call.context
+        q = _split_heads(self.to_q(x, call.per_slot), len(context), self.heads)
+        shape = (*context.shape[:2], self.heads, -1)
+        k = context[..., self.keys].view(shape).transpose(1, 2)
+        v = context[..., self.values].view(shape).transpose(1, 2)
+        attended = F.scaled_dot_product_attention(q, k, v, attn_mask=call.mask)
+        output: torch.Tensor = self.out(_merge_heads(attended, len(x)), call.per_slot)
+        return output
+
+
+def select_and_attend(attend: SelfAttention, selector: KernelSelector) -> Attend:
+    """A kernel that selects the fastest one for its inputs, which the layer uses from then on."""
+
+    def select(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        attend.kernel = selector.select(q, k, v)
+        return attend.kernel(q, k, v)
+
+    return select
+
+
+def _linear(paths: Mapping[nn.Module, str], *layers: nn.Module) -> SlotLinear:
+    return SlotLinear({paths[layer]: layer for layer in layers})
+
+
+def repeat_rows(x: torch.Tensor, rows: int) -> torch.Tensor:
+    """[slots, ...] to [rows, ...], each slot's row for its prompt and its negative prompt."""
+    if len(x) == rows:
+        return x
+    channels_last = x.movedim(1, -1)  # the repeated rows stay in this order
+    return channels_last.repeat_interleave(rows // len(x), dim=0).movedim(-1, 1)
+
+
+def _split_heads(x: torch.Tensor, rows: int, heads: int) -> torch.Tensor:
+    """[slots, tokens of all rows, width] to a view [rows, heads, tokens, head width]."""
+    slots, tokens, width = x.shape
+    return x.view(rows, slots * tokens // rows, heads, width // heads).transpose(1, 2)
+
+
+def _merge_heads(x: torch.Tensor, slots: int) -> torch.Tensor:
+    """[rows, heads, tokens, head width] back to [slots, tokens of all rows, width]."""
+    _, heads, _, width = x.shape
+    return x.transpose(1, 2).reshape(slots, -1, heads * width)
+
+
+class SlotState(NamedTuple):
+    """The slots' tensors, which a tick updates in place."""
+
+    latents: torch.Tensor
+    """[slots, 4, height, width], always float32."""
+    history: torch.Tensor
+    """[sampler.HISTORY, slots, 4, height, width]"""
+    rows: torch.Tensor
+    """[slots, columns]: this call's sampler coefficients, the guidance scale, and a weight for each
+    ControlNet of the lane."""
+    noise: torch.Tensor
+    """[slots, 4, height, width]"""
+    kept: torch.Tensor
+    """[slots, 1, height, width]: 1 where inpainting keeps the original, 0 for other images."""
+    original: torch.Tensor
+    """[slots, 4, height, width]: the latents that are kept there."""
+    context: torch.Tensor
+    """[2 * slots, tokens, width]: the keys and values of all cross-attentions."""
+    mask: torch.Tensor | None
+    """[2 * slots, 1, 1, tokens], if prompts may be shorter than that."""
+    added: torch.Tensor | None
+    """[rows * slots, width], added to the embedded timesteps in UNets with such inputs: one row of
+    each slot or two, as the UNet's `added_rows` says."""
+    conditioning: torch.Tensor | None
+    """[slots, channels, height, width], which some UNets take beside the latents: five channels for
+    inpainting, three of the image that an upscaler enlarges."""
+
+    @property
+    def added_rows(self) -> int:
+        """The number of rows that each slot has in `added`."""
+        return 0 if self.added is None else len(self.added) // len(self.latents)
+
+    def first(self, slots: int) -> SlotState:
+        """Views of the first slots."""
+        if slots == len(self.latents):
+            return self
+        return SlotState(
+            self.latents[:slots],
+            self.history[:, :slots],
+            self.rows[:slots],
+            self.noise[:slots],
+            self.kept[:slots],
+            self.original[:slots],
+            self.context[: 2 * slots],
+            None if self.mask is None else self.mask[: 2 * slots],
+            None if self.added is None else self.added[: self.added_rows * slots],
+            None if self.conditioning is None else self.conditioning[:slots],
+        )
+
+
+class SlotNetwork(nn.Module):
+    """A network with two rows per slot, and the weights that slots have of their own, if any."""
+
+    def __init__(self, like: torch.Tensor, weights: SlotWeights = "merged") -> None:
+        """*like* has the device and the type; *weights*: how slots hold LoRAs of transformers."""
+        super().__init__()
+        self.dtype: torch.dtype = like.dtype
+        self.device: torch.device = like.device
+        self.weights: SlotWeights = weights
+        self.changes = SlotChanges((), like.detach())
+        self.temporary_bytes = TEMPORARY_BYTES
+        """Memory for weights while they are merged."""
+        self._stacks: Mapping[Group, WeightStack | ReloadedStack] = {}
+        self._self_attentions: list[SelfAttention] = []
+        self._upsamplers: list[Upsampler] = []
+        self._block = 0
+
+    @property
+    def context_width(self) -> int:
+        """Numbers that the cross-attentions take of each token."""
+        raise NotImplementedError
+
+    @property
+    def added_width(self) -> int:
+        """Number of values the network takes beside the timestep; 0 if it takes none."""
+        raise NotImplementedError
+
+    @property
+    def added_rows(self) -> int:
+        """Rows of a slot in `added`: 2 if prompt and negative prompt have one each, else 1."""
+        return 2
+
+    def compute_prompt(
+        self,
+        vectors: torch.Tensor,
+        added: tuple[torch.Tensor, ...] | None,
+        changes: Mapping[Group, StackedChange],
+        context: torch.Tensor,
+        added_rows: torch.Tensor | None,
+    ) -> None:
+        """Computes what a slot's calls take of its prompts, into *context* and *added_rows*.
+
+        Args:
+            vectors: of the prompt and the negative prompt [2, tokens, text width].
+            added: pooled vectors and size ids, one each per row; of an image that is enlarged, the
+                level of the noise on it [1].
+            changes: those of the slot's LoRAs.
+            context: the keys and values of all cross-attentions [2, tokens, `context_width`].
+            added_rows: what is added to the embedded timesteps [`added_rows`, `added_width`].
+        """
+        raise NotImplementedError
+
+    @property
+    def slot_bytes(self) -> int:
+        """Size of a slot's weights and changes; those that are reloaded take none more."""
+        if self.weights == "reloaded":
+            return self.changes.slot_bytes
+        weights = sum(stack.shared.nbytes for stack in self._stacks.values())
+        return weights + self.changes.slot_bytes
+
+    @property
+    def reloaded(self) -> dict[str, torch.Tensor]:
+        """What the only slot computes with in place of parameters, by their names, if any."""
+        stacks = (each for each in self._stacks.values() if isinstance(each, ReloadedStack))
+        return {f"{path}.weight": own for stack in stacks for path, own in stack.own.items()}
+
+    @contextlib.contextmanager
+    def selecting_kernels(self, selector: KernelSelector) -> Iterator[None]:
+        """Has the next call of each self-attention within select its fastest kernel."""
+        for attend in self._self_attentions:
+            attend.kernel = select_and_attend(attend, selector)
+        try:
+            yield
+        except BaseException:
+            self.use_default_attention()
+            raise
+
+    def use_default_attention(self) -> None:
+        for attend in self._self_attentions:
+            attend.kernel = default_attention
+
+    def fold(self) -> None:
+        """Folds the upsamplers' weights; call again whenever the shared weights change."""
+        for sampler in self._upsamplers:
+            sampler.fold()
+
+    def resize(self, slots: int) -> None:
+        """Allocates zero weights for *slots* slots, in one block."""
+        self._block = 0
+        for stack in self._stacks.values():
+            stack.resize(slots)
+        self.changes.resize(slots)
+
+    def use_block(self, block: int) -> None:
+        """Uses another block of slots' weights, allocated at its first use.
+
+        A CUDA graph keeps the block with which it was recorded.
+        """
+        if block != self._block:
+            for stack in self._stacks.values():
+                stack.use_block(block)
+            self.changes.use_block(block)
+            self._block = block
+
+    @torch.no_grad()
+    def load_slot(
+        self,
+        slot: int,
+        changes: Mapping[Group, StackedChange],
+        convolutions: Mapping[convolution.Shape, convolution.Factors],
+    ) -> None:
+        """Sets a slot to the shared weights plus its LoRAs' changes, asynchronously."""
+        for group, stack in self._stacks.items():
+            stack.load(slot, changes.get(group), self.temporary_bytes)
+        self.changes.load(slot, convolutions)
+
+    def close(self) -> None:
+        """Frees all weights."""
+        self._stacks = {}
+        self.changes.clear()
+        self.to("meta")
