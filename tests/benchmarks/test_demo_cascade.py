@@ -15,13 +15,13 @@ import pytest
 import torch
 from PIL import Image
 from safetensors import safe_open
+from worker.engine.pixel.prepare import RequestPreparer
 
 from demo_world import captions
 from demo_world.cascade import losses, measure, networks, pictures, stage, train
 from demo_world.cascade.losses import StageLoss
 from worker.engine import contract
 from worker.engine.pixel import checkpoint
-from worker.engine.pixel.prepare import RequestPreparer
 
 CPU = torch.device("cpu")
 
