@@ -8,16 +8,17 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+import lora_kinds
 from engine_process import Channel, Figures, Options, build, decibels, limit_memory, rate, warm
 from evaluation.bench import engine as bench_engine
 from evaluation.bench import jobs as bench_jobs
-from evaluation.bench import random_model, work
+from evaluation.bench import work
 from imagefleet.files import demo
 from worker.engine import contract, load
 
 log = logging.getLogger("benchmark")
 
-LoraOfRank = tuple[random_model.LoraFormat, int]
+LoraOfRank = tuple[lora_kinds.LoraFormat, int]
 """A LoRA's kind and rank."""
 
 #: More than there are slots: no two images drawn at once share a LoRA.
@@ -71,9 +72,7 @@ def build_loras(
     """Writes one LoRA and links it, which to an engine are as many files; returns their names."""
     name, rank = kind
     folder = setup.workload.lora_directory / options.group
-    (first,) = random_model.build_random_loras(
-        folder, setup.model, 1, options.torch_device, rank=rank, kind=name
-    )
+    (first,) = lora_kinds.build(folder, setup.model, 1, options.torch_device, rank=rank, kind=name)
     names = [f"{first}-{number}" for number in range(count)]
     for each in names:
         (folder / f"{each}.safetensors").hardlink_to(folder / f"{first}.safetensors")

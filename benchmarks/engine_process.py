@@ -21,7 +21,8 @@ import tiny_model
 from evaluation.bench import engine as bench_engine
 from evaluation.bench import jobs as bench_jobs
 from evaluation.bench import machine, work
-from imagefleet import errors, likeness
+from evaluation.score import metrics
+from imagefleet import errors
 from worker.engine import contract, load
 from worker.engine import device as devices
 from worker.engine.slots.engine import SlotEngine
@@ -189,5 +190,5 @@ def limit_memory(options: Options) -> None:
 
 def decibels(image: contract.Pixels, reference: contract.Pixels) -> float:
     """Peak signal-to-noise ratio in dB; 99 for identical images."""
-    found = likeness.psnr(likeness.mean_square(image, reference))
+    found = metrics.psnr(metrics.mean_square(image, reference))
     return 99.0 if found is None else found

@@ -72,9 +72,9 @@ class Setup:
 
 def prepare(folder: Path, model: Path | None, count: int, *, is_tiny: bool) -> Setup:
     """Writes a LoRA and links it once for each job: to a worker they are as many files."""
+    import lora_kinds
     import tiny_model
     from evaluation.bench import engine as bench_engine
-    from evaluation.bench import random_model
     from worker.engine import device
 
     name = "cpu" if is_tiny else "auto"
@@ -82,9 +82,7 @@ def prepare(folder: Path, model: Path | None, count: int, *, is_tiny: bool) -> S
         model = tiny_model.build_tiny_checkpoint(folder / "tiny")
     setup = bench_engine.prepare(model, folder, name, loras=0)
     directory = setup.workload.lora_directory
-    (first,) = random_model.build_random_loras(
-        directory, setup.model, 1, device.find_device(name), rank=RANK
-    )
+    (first,) = lora_kinds.build(directory, setup.model, 1, device.find_device(name), rank=RANK)
     names = [f"{first}-{number}" for number in range(count)]
     for each in names:
         (directory / f"{each}.safetensors").hardlink_to(directory / f"{first}.safetensors")

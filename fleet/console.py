@@ -13,7 +13,15 @@ import sys
 import tempfile
 import threading
 import traceback
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import (
+    AsyncIterator,
+    Callable,
+    Coroutine,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, ParamSpec, TypeVar
@@ -189,9 +197,14 @@ def number_column(heading: str) -> Column:
     return Column(heading, justify="right", no_wrap=True)
 
 
-def table(*columns: Column | str, title: str | None = None) -> Table:
-    """A table without vertical lines: a selected row is its text."""
-    return Table(
+def table(
+    *columns: Column | str, rows: Iterable[Iterable[object]] = (), title: str | None = None
+) -> Table:
+    """A table without vertical lines: a selected row is its text.
+
+    Cells are `untrusted`; numbers get their commas, and None is `-`.
+    """
+    made = Table(
         *columns,
         title=title,
         title_justify="left",
@@ -201,6 +214,15 @@ def table(*columns: Column | str, title: str | None = None) -> Table:
         pad_edge=False,
         show_edge=False,
     )
+    for row in rows:
+        made.add_row(*map(_cell, row))
+    return made
+
+
+def _cell(value: object) -> Text:
+    if value is None:
+        return Text("-")
+    return untrusted(f"{value:,}" if isinstance(value, int) else str(value))
 
 
 def print_tables(*parts: ConsoleRenderable | str, to: Console = stdout) -> None:

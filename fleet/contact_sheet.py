@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from PIL import Image, ImageDraw, ImageFont
 
 from imagefleet.files import picture
-from imagefleet.job import embedded, prompt
+from imagefleet.job import prompt
 from imagefleet.redaction import printable
 
 #: The longer side of an image on the sheet; smaller ones are enlarged.
@@ -82,7 +82,7 @@ def read_image(data: bytes, longer_side: int) -> tuple[Image.Image, str]:
         DamagedImageError: it is no image of a worker, or larger than one can be.
     """
     with picture.opened(data) as image:
-        parameters = printable(embedded.parameters(image, _MAX_CHARACTERS))
+        parameters = printable(picture.parameters(image, _MAX_CHARACTERS))
         scale = longer_side / max(image.size)
         size = (max(1, round(image.width * scale)), max(1, round(image.height * scale)))
         tile = image.convert("RGB").resize(size, Image.Resampling.LANCZOS)

@@ -125,8 +125,9 @@ def command(
             campaign=jobs.campaign,
         )
     if checking.check:
-        directory, models = checking.lora_directory, sending.model
-        _check(settings, source, skipped, directory, models, read, as_json=as_json)
+        folder = checking.lora_directory or os.environ.get(options.variable("lora_directory"))
+        elsewhere = missing.Elsewhere(Path(folder) if folder else None, sending.model or ())
+        _check(settings, source, skipped, elsewhere, read, as_json=as_json)
     elif checking.dry_run:
         with read("checking") as on_read:
             source.check(0, on_read)
@@ -180,19 +181,15 @@ def _check(
     settings: LoadSettings,
     source: Source,
     skipped: _Skipped,
-    lora_directory: Path | None,
-    models: list[str] | None,
+    elsewhere: missing.Elsewhere,
     read: filling.Reading,
     *,
     as_json: bool,
 ) -> None:
     """Reads all jobs, and tells what they name that workers would not find."""
-    if lora_directory is None and (folder := os.environ.get(options.variable("lora_directory"))):
-        lora_directory = Path(folder)
     uses = missing.Uses()
     with read("checking", jobs=source.jobs_to_make) as on_read:
         source.check(0, on_read, uses.add)
-    elsewhere = missing.Elsewhere(lora_directory, models or ())
     found = console.run(missing.look(settings, uses, elsewhere))
     if as_json:
         console.print_json(missing.summary(uses, found) | {"invalid": skipped.count})

@@ -15,7 +15,6 @@ import re
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from datetime import datetime
-from enum import Enum
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
@@ -146,32 +145,14 @@ def from_settings(model: type[BaseSettings]) -> Callable[[Command[Result]], Comm
         @options.from_settings(StorageSettings)
         def failed(settings: StorageSettings, which: Selected, limit: Limit = 20) -> None: ...
     """
-    shared = list(_parameters(model))
-
-    def decorate(command: Command[Result]) -> Command[Result]:
-        first = next(iter(inspect.signature(command).parameters))
-
-        def with_settings(arguments: dict[str, Any], groups: dict[str, Any]) -> Result:
-            given = {each.name: _joined(arguments.pop(each.name)) for each in shared}
-            return command(**{first: read(model, given)}, **arguments, **groups)
-
-        return _flat(command, with_settings, leave_out=first, more=shared)
-
-    return decorate
+    return functools.partial(flat, model=model)
 
 
-def flat(command: Command[Result]) -> Command[Result]:
+def flat(command: Command[Result], model: type[BaseSettings] | None = None) -> Command[Result]:
     """A typer command, maybe a coroutine, whose dataclasses stand for one option a field."""
-    return _flat(command, lambda arguments, groups: command(**arguments, **groups))
-
-
-def _flat(
-    command: Command[Result],
-    call: Callable[[dict[str, Any], dict[str, Any]], Result],
-    leave_out: str = "",
-    more: Iterable[inspect.Parameter] = (),
-) -> Command[Result]:
-    parameters = inspect.signature(command, eval_str=True).parameters
+    parameters = dict(inspect.signature(command, eval_str=True).parameters)
+    settings = parameters.pop(next(iter(parameters))).name if model else ""
+    shared = list(_parameters(model)) if model else []
     groups: dict[str, Any] = {}
     flattened: list[inspect.Parameter] = []
     for name, parameter in parameters.items():
@@ -184,20 +165,21 @@ def _flat(
         elif isinstance(field := parameter.default, dataclasses.Field):
             field.name = name
             flattened.append(_as_typer_does(parameter.annotation, field))
-        elif name != leave_out:
+        else:
             flattened.append(parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY))
-    flattened += more
+    flattened += shared
 
     @functools.wraps(command)
-    def wrapper(**arguments: Any) -> Result:
-        made = {
-            name: group(
-                **{each.name: arguments.pop(each.name) for each in dataclasses.fields(group)}
-            )
-            for name, group in groups.items()
-        }
+    def wrapper(**given: Any) -> Result:
         with console.one_line_errors():
-            result = call(arguments, made)
+            made: dict[str, Any] = {}
+            if model is not None:
+                values = {each.name: _joined(given.pop(each.name)) for each in shared}
+                made[settings] = read(model, values)
+            for name, group in groups.items():
+                names = [each.name for each in dataclasses.fields(group)]
+                made[name] = group(**{each: given.pop(each) for each in names})
+            result = command(**made, **given)
             return asyncio.run(result) if inspect.iscoroutine(result) else result
 
     wrapper.__signature__ = inspect.Signature(flattened)  # type: ignore[attr-defined]
@@ -207,7 +189,8 @@ def _flat(
 
 def _as_typer_does(hint: Any, field: dataclasses.Field[Any]) -> inspect.Parameter:
     if field.metadata:
-        flags = field.metadata["flags"] or ([flag(field.name)] if hint is bool else [])
+        is_switch = hint is bool and not field.default  # without a --no-
+        flags = field.metadata["flags"] or ([flag(field.name)] if is_switch else [])
         hint = Annotated[hint, field.metadata["make"](*flags, **field.metadata["terms"])]
     is_required = field.default is dataclasses.MISSING
     return inspect.Parameter(
@@ -356,8 +339,6 @@ def _bare_type(annotation: object) -> object:
 def _metavar(kind: object) -> str:
     if get_origin(kind) is Literal:
         return "|".join(str(each) for each in get_args(kind))
-    if isinstance(kind, type) and issubclass(kind, Enum):
-        return "|".join(str(each.value) for each in kind)
     return _METAVARS.get(kind, "TEXT")
 
 
@@ -365,10 +346,9 @@ def _default(field: FieldInfo) -> str:
     # A factory's value differs from machine to machine; the description says what it is.
     if field.is_required() or field.default_factory or field.default is None:
         return ""
-    value = field.default
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    return str(value.value if isinstance(value, Enum) else value)
+    if isinstance(field.default, bool):
+        return "yes" if field.default else "no"
+    return str(field.default)
 
 
 def _complaint(model: type[BaseSettings], detail: Mapping[str, Any]) -> str:

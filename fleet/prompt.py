@@ -21,7 +21,7 @@ from fleet.options import argument, option
 from imagefleet import errors
 from imagefleet.job import clip
 from imagefleet.job import prompt as prompts
-from imagefleet.job.chunks import Embedding, Insert, Names, cut_into_chunks
+from imagefleet.job.clip import Embedding, Insert, Names, cut_into_chunks
 from worker.files import check
 
 #: CLIP's pre-tokenization: words, digits and punctuation.
@@ -119,22 +119,15 @@ def _read(
 ) -> dict[str, Any]:
     """The prompt as JSON, or the reason why it is not supported."""
     tokenise = functools.partial(_tokenise, tokenizer)
-    nothing: dict[str, Any] = {
-        "tokens": 0,
-        "chunks": [],
-        "loras": [],
-        "embeddings": [],
-        "weight": 1.0,
-    }
-    if isinstance(parsed, errors.JobError):
-        return nothing | {"unsupported": parsed.message}
-    names = Names[Embedding](
-        zip(tokenise([each.name for each in embeddings]), embeddings, strict=True)
-    )
+    named = zip(tokenise([each.name for each in embeddings]), embeddings, strict=True)
     try:
-        cut = cut_into_chunks(parsed, tokenise, tokenizer.token_to_id(",</w>"), names)
+        if isinstance(parsed, errors.JobError):
+            raise parsed
+        comma = tokenizer.token_to_id(",</w>")
+        cut = cut_into_chunks(parsed, tokenise, comma, Names[Embedding](named))
     except errors.JobError as error:
-        return nothing | {"unsupported": error.message}
+        nothing: dict[str, Any] = {name: [] for name in ("chunks", "loras", "embeddings")}
+        return nothing | {"tokens": 0, "weight": 1.0, "unsupported": error.message}
     inserts = [
         (number, insert) for number, chunk in enumerate(cut, start=1) for insert in chunk.inserts
     ]

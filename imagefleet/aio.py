@@ -20,16 +20,15 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypedDict, TypeVar, Unpack
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import TypeAdapter
 
 from imagefleet import cancelled, concurrency, errors, retry, signing, validation
 from imagefleet.job.change import Change
 from imagefleet.job.message import Job, SafeId, split_job_key
 from imagefleet.records import columns, outcomes, reader
-from imagefleet.records.batch import Submission, Watch
+from imagefleet.records.batch import SentJobs, Submission, Watch
 from imagefleet.records.outcomes import JobFacts, Status
 from imagefleet.records.reader import Counts
-from imagefleet.records.sent import SentJobs
 from imagefleet.storage import dead_letter_queue, enqueue, protocol
 from imagefleet.storage.dead_letter import Check, Selection
 from imagefleet.storage.dead_letter_queue import OnProgress, Preview, Swept
@@ -86,10 +85,7 @@ class Result(JobFacts):
     fleet: Fleet = field(kw_only=True, repr=False, compare=False)
 
     async def data(self, index: int = 0) -> bytes:
-        """The image's file: PNG, JPEG or WebP.
-
-        Raises JobError if there is none, because the job failed, say.
-        """
+        """The image's file: PNG, JPEG or WebP; raises JobError if there is none."""
         if not self.blobs:
             raise errors.JobError(f"job {self.id} has no image: {self.reason or self.status}")
         name, storage = self.blobs[index], self.fleet.storage
@@ -104,12 +100,9 @@ class Result(JobFacts):
 def connect(storage: str | None = None, **settings: Unpack[ConnectOptions]) -> Fleet:
     """Connects as `imagefleet.connect` does, to be entered with `async with`."""
     given: dict[str, Any] = {**settings} if storage is None else {"storage": storage, **settings}
-    try:
+    with validation.as_error(errors.SetupError, known=SignerSettings.model_fields):
         all_settings = SignerSettings(**given)
         return Fleet(open_storage(all_settings), all_settings.keys())
-    except ValidationError as error:
-        reason = validation.sentence(error, SignerSettings.model_fields)
-        raise errors.SetupError(reason) from None
 
 
 class Fleet:
@@ -141,7 +134,6 @@ class Fleet:
         for task in self._running:
             task.cancel()
         await asyncio.gather(*self._running, return_exceptions=True)
-        await self._sent.close()
         await self.storage.__aexit__(None, None, None)
 
     async def run(self, operation: Coroutine[Any, Any, _Result]) -> _Result:
@@ -169,21 +161,16 @@ class Fleet:
     ) -> Batch:
         """Sends jobs; creates the queues and the containers if there are none.
 
-        A job without an id gets one. *campaign* is for jobs without one. Workers take jobs of high
-        *priority* first and of low priority last. Jobs before an invalid one are sent. *models* are
-        what workers have from elsewhere than `models/` in the storage. Raises JobError if two jobs
-        have one id, a job is too large for a message, or no worker can have the model that it
-        names, and FleetError if the storage cannot be used.
+        A job without an id gets one, one without a campaign *campaign*. Workers take high
+        *priority* first and low last. Jobs before an invalid one are sent. *models* are what
+        workers have from elsewhere than `models/` in the storage. Raises JobError if two jobs have
+        one id, one is too large for a message, or no worker can have its model.
         """
         campaign = campaign and _checked("campaign", campaign)
         return await self.run(self._submit(jobs, campaign, checked_priority(priority), models))
 
     async def _submit(
-        self,
-        jobs: Iterable[Job],
-        campaign: str | None,
-        priority: Priority,
-        models: Collection[str],
+        self, jobs: Iterable[Job], campaign: str | None, priority: Priority, models: Collection[str]
     ) -> Batch:
         if not self._created:
             await self.storage.create()
@@ -206,10 +193,7 @@ class Fleet:
         return Batch(self, submission)
 
     def results(self, campaign: str) -> Results:
-        """What has become of a campaign's jobs so far, whoever submitted them; each job once.
-
-        Jobs that are queued or running are left out.
-        """
+        """What has become of a campaign's jobs, each once; not of those queued or running."""
         found = outcomes.of_campaign(self.storage, _checked("campaign", campaign))
         return Results(self, self._each(found))
 
@@ -233,8 +217,8 @@ class Fleet:
     async def cancel(self, campaign: str) -> datetime:
         """Cancels what was sent of a campaign, and ends its running loads; returns until when.
 
-        Workers obey within seconds: what they have begun ends, the rest becomes `cancelled`. This
-        call takes some twelve seconds; what is sent after it runs.
+        Within seconds what workers have begun ends, and the rest becomes `cancelled`. This call
+        takes some twelve seconds; what is sent after it runs.
         """
         return await self.run(cancelled.cancel(self.storage, _checked("campaign", campaign)))
 
@@ -249,10 +233,7 @@ class Fleet:
         return Depth(await self.run(queue.depth()), await self.run(failed.depth()))
 
     def failed(self, **which: Unpack[Which]) -> Results:
-        """The jobs that have failed and were neither replayed nor discarded since.
-
-        Nothing is moved or hidden meanwhile, unlike the messages in the poison queue.
-        """
+        """The jobs that have failed and were neither replayed nor discarded since."""
         return Results(self, self._each(outcomes.failures(self.storage, **which)))
 
     async def preview_replay(
@@ -278,9 +259,9 @@ class Fleet:
     ) -> Swept:
         """Puts failed jobs back into the job queue of *priority*; without a condition, all of them.
 
-        *set* has new values of some fields of each job: `{"steps": 20}`. With a key only jobs that
-        are signed; those that are changed are signed again. *invalid*: also jobs that this version
-        takes for invalid, for newer workers. Raises SetupError if no job can have these values.
+        *set* has new values of fields: `{"steps": 20}`; SetupError if no job can have them. With a
+        key only signed jobs; those that are changed are signed again. *invalid*: also jobs that
+        this version takes for invalid, for newer workers.
         """
         check = self._replay_check(set, takes_invalid=invalid)
         selection = Selection(**which)
@@ -338,10 +319,7 @@ class Results:
         return await anext(self._results)
 
     async def frame(self) -> pd.DataFrame:
-        """The results as a data frame: a row for each image, and for each job without.
-
-        Its columns are those of `imagefleet results`. Raises SetupError if pandas is not installed.
-        """
+        """A row for each image, and for each job without; the columns of `imagefleet results`."""
         records = (record async for result in self for record in result.records)
         return await columns.frame(records, self._fleet.storage.blobs.address)
 
@@ -359,10 +337,7 @@ class Batch:
         return len(self._jobs)
 
     def results(self, timeout: float | None = None) -> Results:
-        """Each job's result once, as they end; called again, all of them again.
-
-        Raises TimeoutError if not all have ended after *timeout* seconds.
-        """
+        """Each job's result once, as they end; raises TimeoutError after *timeout* seconds."""
         return Results(self._fleet, self._results(timeout))
 
     async def _results(
@@ -403,8 +378,7 @@ class JobHandle:
     async def result(self, timeout: float | None = None) -> Result:  # noqa: ASYNC109 - as above
         """Waits until the job has completed or failed, or was cancelled.
 
-        Raises TimeoutError if it is not done after *timeout* seconds, and FleetError if the job is
-        not in this storage.
+        Raises TimeoutError after *timeout* seconds, and FleetError if it is not in this storage.
         """
         pace = _Pace(self._fleet, timeout)
         while (job := await pace.poll(self._look_up)).status == "pending":
@@ -453,7 +427,5 @@ def decode(data: bytes) -> Image.Image:
 
 
 def _checked(what: str, name: str) -> str:
-    try:
+    with validation.as_error(errors.JobError, f"{what} {name[:80]!r}: "):
         return TypeAdapter(SafeId).validate_python(name)
-    except ValidationError as error:
-        raise errors.JobError(f"{what} {name[:80]!r}: {validation.sentence(error)}") from None

@@ -1,7 +1,6 @@
 """The list of cancelled campaigns, `cancelled.json` among the files, which workers and `load` obey.
 
-A job is cancelled if its message was sent before its campaign was: both times are by the clock of
-the storage. Whatever is sent later runs.
+A job is cancelled if its message was sent before its campaign was, by the clock of the storage.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from collections.abc import Callable, Mapping
 from datetime import datetime, timedelta
 from typing import NoReturn, Self
 
-from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AwareDatetime, BaseModel, Field
 
 from imagefleet import errors, retry, validation
 from imagefleet.job.message import DEFAULT_CAMPAIGN, SafeId
@@ -47,28 +46,21 @@ _TRIES = 10
 _CLOCK_SECONDS = 0.5
 
 
-class Cancellation(BaseModel):
+class Cancellation(BaseModel, extra="allow", frozen=True):
     """One campaign of one queue, and until when its messages were sent."""
-
-    model_config = ConfigDict(extra="allow", frozen=True)
 
     queue: str = Field(max_length=200)
     campaign: SafeId
     at: AwareDatetime
 
 
-class CancelledList(BaseModel):
+class CancelledList(BaseModel, extra="allow", frozen=True):
     """The whole list; several fleets, each with a queue of its own, may share it."""
-
-    model_config = ConfigDict(extra="allow", frozen=True)
 
     campaigns: tuple[Cancellation, ...] = ()
 
     def with_entry(self, new: Cancellation, *, forget: bool) -> Self:
-        """The list with *new* in place of what it says of that campaign.
-
-        *forget*: without what is too old to matter, since the queue is empty.
-        """
+        """With *new* in place of an older entry; *forget*: without what is too old to matter."""
         kept = [
             each
             for each in self.campaigns
@@ -101,10 +93,7 @@ class CancelledCampaigns:
         return cancelled_at is not None and sent_at <= cancelled_at
 
     async def refresh(self, older_than_seconds: float | None = None) -> None:
-        """Reads the list, if the last reading is older (by default five seconds), and it changed.
-
-        Where it cannot be read, what was read last stays in force.
-        """
+        """Reads the list, if it was last read longer ago (by default five seconds)."""
         async with self._reading:
             now = time.monotonic()
             seconds = PERIOD_SECONDS if older_than_seconds is None else older_than_seconds
@@ -149,9 +138,8 @@ class CancelledCampaigns:
 async def cancel(storage: Storage, campaign: str) -> datetime:
     """Cancels what was sent of a campaign, and ends its running loads; returns until when.
 
-    Workers obey within seconds. This returns after some twelve: a load that begins then runs.
-    Raises TransientError if others change the list all the time, and SetupError if it is full or
-    damaged.
+    Returns after some twelve seconds: a load that begins then runs. Raises TransientError if others
+    change the list all the time, and SetupError if it is full or damaged.
     """
     at = (await storage.queue.stamps()).latest + timedelta(seconds=LOAD_SECONDS)
     new = Cancellation(queue=storage.queue.name, campaign=campaign, at=at)
@@ -186,10 +174,6 @@ async def _read_list(files: BlobStore) -> tuple[str | None, CancelledList]:
     part = await files.read_part(BLOB, 0, MAX_BYTES)
     if part is None:
         return None, CancelledList()
-    try:
+    before = f"correct or delete {BLOB} in {files.name}, which is not a list of campaigns: "
+    with validation.as_error(errors.SetupError, before):
         return part.version, CancelledList.model_validate_json(part.data)
-    except ValidationError as error:
-        raise errors.SetupError(
-            f"{BLOB} in {files.name} is not a list of campaigns: correct or delete it"
-            f" ({validation.sentence(error)})"
-        ) from None

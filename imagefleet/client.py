@@ -196,7 +196,6 @@ def connect(storage: str | None = None, **settings: Unpack[ConnectOptions]) -> F
     """The fleet behind a storage address; a context manager, or `close` it.
 
     *storage* is `local:FOLDER`, an Azure connection string or `https://ACCOUNT.blob...`; it and the
-    settings default to the `IMAGEFLEET_` variables. Raises SetupError if the address or a setting
-    is not valid.
+    settings default to the `IMAGEFLEET_` variables. SetupError says which is not valid.
     """
     return Fleet(aio.connect(storage, **settings))

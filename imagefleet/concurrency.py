@@ -9,14 +9,7 @@ import os
 import threading
 import time
 from collections import defaultdict, deque
-from collections.abc import (
-    AsyncIterator,
-    Awaitable,
-    Callable,
-    Coroutine,
-    Iterable,
-    Sequence,
-)
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Sequence
 from concurrent.futures import Executor
 from pathlib import Path
 from typing import Any, Generic, NamedTuple, TypeVar, overload
@@ -134,8 +127,8 @@ class Batches(Generic[Item, Result]):
     ) -> None:
         """*work* returns each item's result or error, or raises what all of them get.
 
-        A batch has at most *most* items, and at most *at_once* batches are in the threads: more
-        than one only where calls would wait for longer than a thread takes to wake.
+        At most *most* items a batch, and *at_once* batches in the threads: more than one only where
+        calls would wait for longer than a thread takes to wake.
         """
         self._work = work
         self._threads = threads

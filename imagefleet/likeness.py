@@ -8,7 +8,6 @@ so images are compared by distance and never byte by byte. `benchmarks/canary.py
 from __future__ import annotations
 
 import base64
-import math
 from itertools import pairwise
 
 import numpy as np
@@ -38,20 +37,6 @@ _SMOOTH_CELLS = SIDE * SIDE // 4
 _ROUGHNESS_WEIGHT = 10.0
 
 
-_WHITE = 255.0
-
-
-def mean_square(a: npt.NDArray[np.uint8], b: npt.NDArray[np.uint8]) -> float:
-    """The mean square of the difference of all channels, out of 255 squared."""
-    difference = a.astype(np.int16) - b
-    return float(np.square(difference, dtype=np.int32).mean())
-
-
-def psnr(square: float) -> float | None:
-    """The peak signal-to-noise ratio in dB by the mean square; None for the same pixels."""
-    return None if square == 0 else 10 * math.log10(_WHITE**2 / square)
-
-
 def fingerprint(pixels: npt.NDArray[np.uint8]) -> Fingerprint:
     """The fingerprint of an image [height, width, 3]; images of any size can be compared."""
     for axis in (0, 1):
@@ -76,8 +61,8 @@ def distance(a: Fingerprint, b: Fingerprint) -> float:
 def repeats(a: Fingerprint, b: Fingerprint) -> bool:
     """True for the same picture, with added noise as well.
 
-    Only images of different seeds tell anything: those of one seed may be the same rightly, as
-    when their prompts differ in what changes nothing.
+    Images of one seed may be the same rightly, as when their prompts differ in what changes
+    nothing.
     """
     return float(np.sqrt((_colour_distances(a, b) ** 2).mean())) < REPEATED_BELOW
 

@@ -14,8 +14,6 @@ from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 from typing import TypeVar
 
-import tenacity
-
 from imagefleet import errors
 
 _LOGGER = logging.getLogger(__name__)
@@ -34,10 +32,7 @@ def backoff(retries: int, first_seconds: float, longest_seconds: float) -> float
 
 
 def after_seconds(value: str | None, longest: float, date: str | None = None) -> float | None:
-    """The seconds of a Retry-After header, a number or a date, and *longest* at most.
-
-    *date* is the server's time, if it is known: this machine's clock may be wrong by hours.
-    """
+    """A Retry-After header in seconds, *longest* at most; *date* is the server's time, if known."""
     text = (value or "").strip()
     if text.isascii() and text.isdigit():
         return min(longest, float(text[:10]))
@@ -64,13 +59,10 @@ def log_retry(error: errors.TransientError) -> None:
 class RetryPolicy:
     """How often and how long a call is retried; `on_retry` is called before each retry.
 
-    The default waits add up to 8 seconds on average and 16 at most, without the attempts
-    themselves. No attempt starts after `give_up_seconds`. Jitter is full (from 0), so that a fleet
-    does not return to a recovered storage in lockstep.
-
-    With `waits_for_access`, new credentials for expired ones, and space on the full disk of a
-    storage, are waited for without limit, and such attempts do not count. So it is, with
-    `waits_while_busy`, with a storage that asks to slow down.
+    The default waits add up to 8 seconds on average and 16 at most. No attempt starts after
+    `give_up_seconds`. Jitter is full (from 0), so that a fleet does not return in lockstep. Without
+    limit and count, `waits_for_access` waits for new credentials and for space on a full disk, and
+    `waits_while_busy` for a storage that asks to slow down.
     """
 
     tries: int = 6
@@ -83,51 +75,27 @@ class RetryPolicy:
 
     async def call(self, operation: Callable[[], Awaitable[_Result]]) -> _Result:
         """Awaits *operation* until it succeeds; raises the error of the last attempt."""
-        # Almost every call succeeds at once; to count its attempts costs as much as to sign it.
         began_at = time.monotonic()
-        try:
-            return await operation()
-        except errors.TransientError as error:
-            failed: list[errors.TransientError] = [error]
-
-        tries = tenacity.AsyncRetrying(
-            stop=tenacity.stop_after_attempt(self.tries)
-            | tenacity.stop_after_delay(self.give_up_seconds - (time.monotonic() - began_at)),
-            wait=tenacity.wait_random_exponential(
-                multiplier=self.first_wait_seconds, max=self.longest_wait_seconds
-            ),
-            retry=tenacity.retry_if_exception_type(errors.TransientError),
-            before_sleep=self._report,
-            reraise=True,
-        )
-
-        async def attempt() -> _Result:
-            waits = 0
-            while True:
-                try:
-                    if failed:
-                        raise failed.pop()
-                    return await operation()
-                except errors.BusyError as error:
-                    if not self.waits_while_busy:
+        failed = waited = 0
+        while True:
+            try:
+                return await operation()
+            except errors.TransientError as error:
+                closed = isinstance(error, errors.NoAccessError | errors.StorageFullError)
+                if closed and self.waits_for_access:
+                    pause = jitter(self.longest_wait_seconds, low=0)
+                elif isinstance(error, errors.BusyError) and self.waits_while_busy:
+                    pause = backoff(waited, self.first_wait_seconds / 10, self.longest_wait_seconds)
+                    waited += 1
+                else:
+                    failed, waited = failed + 1, 0
+                    is_late = time.monotonic() - began_at >= self.give_up_seconds
+                    if failed >= self.tries or is_late:
                         raise
-                    self.on_retry(error)
-                    await asyncio.sleep(
-                        backoff(waits, self.first_wait_seconds / 10, self.longest_wait_seconds)
-                    )
-                except (errors.NoAccessError, errors.StorageFullError) as error:
-                    if not self.waits_for_access:
-                        raise
-                    self.on_retry(error)
-                    await asyncio.sleep(jitter(self.longest_wait_seconds, low=0))
-                waits += 1
-
-        return await tries(attempt)
-
-    def _report(self, state: tenacity.RetryCallState) -> None:
-        error = state.outcome.exception() if state.outcome else None
-        if isinstance(error, errors.TransientError):
-            self.on_retry(error)
+                    longest = self.first_wait_seconds * 2 ** min(failed - 1, 30)
+                    pause = jitter(min(longest, self.longest_wait_seconds), low=0)
+                self.on_retry(error)
+            await asyncio.sleep(pause)
 
 
 #: The policy inside the storage. Longer outages are the caller's to retry, with the job still in

@@ -46,10 +46,7 @@ class SigningKey:
 
     @classmethod
     def create(cls, path: Path) -> Self:
-        """Makes a new key in a new file, which only its owner may read.
-
-        Raises FileExistsError if there is a file, and OSError if it cannot be written.
-        """
+        """Makes a new key in a new file, which only its owner may read; raises OSError."""
         from cryptography.hazmat.primitives import serialization
         from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
@@ -66,10 +63,9 @@ class SigningKey:
 
     @classmethod
     def read(cls, path: Path) -> Self:
-        """The key in a PEM file.
+        """The key in a PEM file; raises SetupError if it is no Ed25519 key.
 
-        Raises SetupError if it cannot be read, or is not an Ed25519 key. It does not say what was
-        given for the path: that may be the key itself.
+        Its message does not have what was given for the path: that may be the key itself.
         """
         from cryptography.exceptions import UnsupportedAlgorithm
         from cryptography.hazmat.primitives import serialization
@@ -106,11 +102,7 @@ class TrustedKeys:
 
     @classmethod
     def read(cls, text: str) -> Self:
-        """Reads public keys, separated by commas.
-
-        Raises ValueError if one of them is not a public key. The key is not quoted: it may be the
-        private one.
-        """
+        """Reads public keys, with commas between; the ValueError does not quote them."""
         from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 
         names = list(dict.fromkeys(each.strip() for each in text.split(",")))
@@ -139,7 +131,6 @@ class TrustedKeys:
 
 
 def trusted_keys(text: str | None) -> TrustedKeys | None:
-    """The keys in a setting's text; None where it has none."""
     return TrustedKeys.read(text) if text else None
 
 

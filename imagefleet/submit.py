@@ -45,18 +45,6 @@ class Progress:
     """Messages sent in addition to the jobs, for second drawings."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Sending:
-    end: int
-    jobs: int
-    second_drawings: int
-    task: asyncio.Task[None]
-
-
-async def _nothing() -> None:
-    pass
-
-
 async def keep_noting(note: Callable[[], Awaitable[None]]) -> NoReturn:
     """Side task: calls *note* now and then, soon at first."""
     notes = 0
@@ -67,11 +55,10 @@ async def keep_noting(note: Callable[[], Awaitable[None]]) -> NoReturn:
 
 
 class BulkSender:
-    """Sends messages to a queue; None in *bodies* is a position without one.
+    """Sends messages to a queue; None in *bodies* is a position without one, from *start* on.
 
-    *start* is the position of the first of them. *second_drawing* returns a second message for
-    some of the bodies, which is sent with the same batch. *before_send* is awaited before each
-    batch is sent.
+    *second_drawing* returns a second message for some of the bodies, which is sent with the same
+    batch. *before_send* is awaited before each batch is sent.
     """
 
     def __init__(
@@ -83,7 +70,7 @@ class BulkSender:
         concurrency: int = 4,
         rate: float | None = None,
         second_drawing: Callable[[str], str | None] = lambda _: None,
-        before_send: Callable[[], Awaitable[None]] = _nothing,
+        before_send: Callable[[], Awaitable[None]] | None = None,
         retry_policy: retry.RetryPolicy = RETRIES,
     ) -> None:
         self.progress = Progress(start, 0)
@@ -96,7 +83,7 @@ class BulkSender:
         self._on_confirmed: Callable[[Progress], None] | None = None
         self._retry_policy = retry_policy
         self._stopping = asyncio.Event()
-        self._window: deque[_Sending] = deque()
+        self._window: deque[tuple[asyncio.Task[None], Progress]] = deque()
         self._source_error: errors.FleetError | None = None
 
     def stop(self) -> None:
@@ -107,7 +94,7 @@ class BulkSender:
         """Sends until the source ends or `stop` is called; returns what is stored.
 
         *on_confirmed* is called for each batch, in order, once it and all before it are stored.
-        Raises FleetError if a send failed for good, or the source contains an invalid job.
+        Raises FleetError if a send failed for good, or the source has an invalid job.
         """
         self._on_confirmed = on_confirmed
         try:
@@ -120,7 +107,7 @@ class BulkSender:
 
     async def _send_all(self) -> bool:
         """Returns whether the source has ended."""
-        position = self.progress.confirmed
+        sent = self.progress
         next_send = time.monotonic()
         while True:
             await self._confirm_finished()
@@ -131,16 +118,20 @@ class BulkSender:
                 if self._source_error is not None:
                     raise self._source_error
                 return True
-            position += len(batch)
             messages = [body for body in batch if body is not None]
             # After the batch, so that the worker that pulls a job has mostly not its second one.
             second = [also for body in messages if (also := self._second_drawing(body))]
             task = asyncio.create_task(self._send([*messages, *second]))
-            self._window.append(_Sending(position, len(messages), len(second), task))
+            sent = Progress(
+                sent.confirmed + len(batch),
+                sent.sent + len(messages),
+                second_drawings=sent.second_drawings + len(second),
+            )
+            self._window.append((task, sent))
             if self._rate is not None:
                 # From now on: time lost to slow storage is not made up for in a burst.
-                sent = len(messages) + len(second)
-                next_send = max(next_send, time.monotonic()) + sent / self._rate
+                count = len(messages) + len(second)
+                next_send = max(next_send, time.monotonic()) + count / self._rate
 
     def _take(self) -> list[str | None]:
         size = BATCH
@@ -156,13 +147,14 @@ class BulkSender:
 
     async def _send(self, messages: list[str]) -> None:
         if messages:
-            await self._retry_policy.call(self._before_send)
+            if self._before_send is not None:
+                await self._retry_policy.call(self._before_send)
             await self._retry_policy.call(lambda: self._queue.send(messages))
 
     async def _confirm_finished(self) -> None:
         """Confirms finished sends, and waits for the oldest while too many are in flight."""
         while self._window and (
-            len(self._window) >= self._concurrency or self._window[0].task.done()
+            len(self._window) >= self._concurrency or self._window[0][0].done()
         ):
             await self._confirm_oldest()
 
@@ -174,24 +166,16 @@ class BulkSender:
                 await asyncio.wait_for(self._stopping.wait(), min(left, _PACING_STEP_SECONDS))
 
     async def _confirm_oldest(self) -> None:
-        oldest = self._window[0]
-        await oldest.task
-        self._window.popleft()
-        self.progress = Progress(
-            oldest.end,
-            self.progress.sent + oldest.jobs,
-            second_drawings=self.progress.second_drawings + oldest.second_drawings,
-        )
+        await self._window[0][0]
+        _, self.progress = self._window.popleft()
         if self._on_confirmed is not None:
             self._on_confirmed(self.progress)
 
     async def _finish_window(self) -> None:
         """Waits for the rest after an error or a cancellation; confirms up to the first gap."""
-        await asyncio.gather(*(each.task for each in self._window), return_exceptions=True)
-        while self._window and _succeeded(self._window[0].task):
+        ended = await asyncio.gather(*(task for task, _ in self._window), return_exceptions=True)
+        for error in ended:
+            if error is not None:
+                break
             await self._confirm_oldest()
         self._window.clear()
-
-
-def _succeeded(task: asyncio.Task[None]) -> bool:
-    return not task.cancelled() and task.exception() is None

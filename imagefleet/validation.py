@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 from pydantic import ValidationError
@@ -35,6 +36,15 @@ def sentence(error: ValidationError, known: Iterable[str] = ()) -> str:
     reasons = [reason(cast("Mapping[str, Any]", detail), known) for detail in shown]
     more = len(details) - len(shown)
     return "; ".join(reasons) + (f"; and {more:,} more" if more > 0 else "")
+
+
+@contextlib.contextmanager
+def as_error(kind: type[Exception], before: str = "", known: Iterable[str] = ()) -> Iterator[None]:
+    """What is wrong in the block, after *before*, as an error of another *kind*."""
+    try:
+        yield
+    except ValidationError as error:
+        raise kind(before + sentence(error, known)) from None
 
 
 def reason(detail: Mapping[str, Any], known: Iterable[str] = ()) -> str:

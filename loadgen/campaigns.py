@@ -1,7 +1,9 @@
-"""The campaigns of a load: how many jobs of each are sent, and which were cancelled meanwhile."""
+"""What a load sends: no jobs of cancelled campaigns, and some jobs twice, to be compared."""
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -9,8 +11,16 @@ from datetime import datetime
 
 from imagefleet import errors
 from imagefleet.cancelled import CancelledCampaigns
-from imagefleet.job.message import DEFAULT_CAMPAIGN, message_fields
-from imagefleet.records.shard import RecordLog
+from imagefleet.job import sizes
+from imagefleet.job.chain import THEN_FIELD
+from imagefleet.job.message import (
+    COMPARABLE_STEPS,
+    DEFAULT_CAMPAIGN,
+    SIGNATURE_FIELD,
+    message_fields,
+)
+from imagefleet.records.record import RecordLog
+from imagefleet.signing import OF_JOBS, SigningKey
 
 #: Campaigns of one load whose jobs are counted: each has a record of its own.
 MAX_CAMPAIGNS = 1_000
@@ -38,7 +48,6 @@ class LoadedCampaigns:
     sent: Counter[str]
     """Jobs sent by campaign, earlier runs of this load included."""
     left_out: Counter[str] = field(default_factory=Counter, init=False)
-    """Jobs that were not sent, since their campaigns were cancelled."""
     _runs: deque[_Run] = field(default_factory=deque, init=False)
     _noted: dict[str, int] = field(default_factory=dict, init=False)
     _is_refused: bool = field(default=False, init=False)
@@ -54,12 +63,13 @@ class LoadedCampaigns:
     ) -> Iterator[str | None]:
         """*bodies* from position *start* on, with None for those of cancelled campaigns.
 
-        *only* is the campaign of all of them, if they have only one: nothing follows then. A
-        position without a body is a job of it that was sent before.
+        *only* is the campaign of all, if there is one: nothing follows. None is a job sent before.
         """
         position = start
         for body in bodies:
-            campaign = only or (None if body is None else _campaign_of(body))
+            campaign = only
+            if campaign is None and body is not None:
+                campaign = message_fields(body).get("campaign") or DEFAULT_CAMPAIGN
             if campaign is not None and self.is_cancelled(campaign):
                 if campaign not in self.left_out:
                     self.notice(f"campaign {campaign} was cancelled: no more of its jobs are sent")
@@ -77,8 +87,15 @@ class LoadedCampaigns:
         while self._runs and self._runs[0].start < confirmed:
             run = self._runs[0]
             end = min(run.end, confirmed)
-            if run.campaign is not None:
-                self._count(run.campaign, end - run.start)
+            if run.campaign in self.sent or len(self.sent) < MAX_CAMPAIGNS:
+                if run.campaign is not None:
+                    self.sent[run.campaign] += end - run.start
+            elif run.campaign is not None and not self._has_too_many:
+                self._has_too_many = True
+                self.notice(
+                    f"these are jobs of more than {MAX_CAMPAIGNS:,} campaigns: how many are sent is"
+                    " not recorded for the others"
+                )
             run.start = end
             if run.start == run.end:
                 self._runs.popleft()
@@ -107,16 +124,31 @@ class LoadedCampaigns:
         else:
             self._runs.append(_Run(campaign, position, position + 1))
 
-    def _count(self, campaign: str, jobs: int) -> None:
-        if campaign in self.sent or len(self.sent) < MAX_CAMPAIGNS:
-            self.sent[campaign] += jobs
-        elif not self._has_too_many:
-            self._has_too_many = True
-            self.notice(
-                f"these are jobs of more than {MAX_CAMPAIGNS:,} campaigns: how many are sent is not"
-                " recorded for the others"
-            )
 
+class Sample:
+    """Chooses a share of the messages: the same ones again, by a key that no worker knows."""
 
-def _campaign_of(body: str) -> str:
-    return message_fields(body).get("campaign") or DEFAULT_CAMPAIGN
+    def __init__(self, share: float, key: str, signing_key: SigningKey | None = None) -> None:
+        self._below = round(share * 2**64)
+        own_key = key.encode()[: hashlib.blake2b.MAX_KEY_SIZE]
+        self._hash = hashlib.blake2b(key=own_key, digest_size=8)
+        self._signing_key = signing_key
+
+    def second_drawing(self, body: str) -> str | None:
+        """The message for the second drawing of a job of `Job.to_message`; None: not chosen."""
+        hashed = self._hash.copy()
+        hashed.update(body.encode(errors="surrogatepass"))
+        if int.from_bytes(hashed.digest()) >= self._below:
+            return None
+        fields = json.loads(body)
+        is_signed = fields.pop(SIGNATURE_FIELD, None) is not None
+        if fields.get("verify") or fields.get("steps", COMPARABLE_STEPS) < COMPARABLE_STEPS:
+            return None
+        fields["verify"] = True
+        fields.pop(THEN_FIELD, None)
+        if self._signing_key is not None:
+            fields[SIGNATURE_FIELD] = self._signing_key.sign(OF_JOBS, fields)
+        elif is_signed:  # with somebody else's key
+            return None
+        message = json.dumps(fields, separators=(",", ":"))
+        return message if sizes.fits(message) else None

@@ -1,7 +1,4 @@
-"""A sweep's jobs: each caption of a file in each group. The jobs of one caption are neighbours.
-
-So a sweep that is half drawn has about the same captions in all groups.
-"""
+"""A sweep's jobs: each caption of a file in each group; those of one caption are neighbours."""
 
 from __future__ import annotations
 
@@ -13,7 +10,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from pydantic import JsonValue, ValidationError
+from pydantic import JsonValue
 
 from imagefleet import errors, validation
 from imagefleet.job import samplers, sizes
@@ -49,11 +46,10 @@ _OWN_WEIGHT = re.compile(r":\s*[+-]?[\d.]+\s*$")
 
 
 class CaptionFile:
-    """A file of captions, the first *count* of them.
+    """A file of captions, the first *count* of them; it is read once to count and hash them.
 
-    *one_per_image*: of COCO's annotations, the first of each image. The file is read once to count
-    and hash what it holds. Raises SetupError if it cannot be read, or has a line or an annotation
-    without a caption, or none.
+    *one_per_image*: the first of each image in COCO's annotations. Raises SetupError for a file
+    with none, or with a line or an annotation without one.
     """
 
     def __init__(
@@ -161,7 +157,7 @@ def groups(
 ) -> tuple[Group, ...]:
     """All combinations; a group's name says the guidance, and what else differs between groups.
 
-    Raises SetupError if a value is not valid, comes twice, or there are too many groups.
+    Raises SetupError if a value is not valid or comes twice.
     """
     axes: Mapping[str, Sequence[Any]] = {
         "--models": models,
@@ -186,7 +182,7 @@ def groups(
             f"lora-{_decimal(strength)}" if len(strengths) > 1 else "",
             f"cfg-{_decimal(scale)}",
         ]
-        try:
+        with validation.as_error(errors.SetupError):
             group = Group(
                 name="-".join(filter(None, parts)),
                 guidance=scale,
@@ -196,8 +192,6 @@ def groups(
                 lora=lora,
                 lora_strength=strength,
             )
-        except ValidationError as error:
-            raise errors.SetupError(validation.sentence(error)) from None
         if group.name in found:
             raise errors.SetupError(f"two groups would have the name {group.name}")
         found[group.name] = group
@@ -205,10 +199,7 @@ def groups(
 
 
 class SweepSource:
-    """The jobs of a sweep, a source for `loadgen.load.Load`.
-
-    Raises SetupError if a field of its jobs is not valid.
-    """
+    """The jobs of a sweep, a source of `Load`; raises SetupError for an invalid field."""
 
     #: `check` reports bytes, not jobs.
     jobs_to_make = None
@@ -256,7 +247,6 @@ class SweepSource:
                 yield self._body(group, number, caption)
 
     def jobs(self, start: int = 0) -> Iterator[Job]:
-        """The jobs from position *start* on."""
         return itertools.starmap(self._job, self._images(start))
 
     def first_jobs(self) -> Iterator[Job]:
@@ -297,13 +287,9 @@ class SweepSource:
             fields["prompt"] += f" <lora:{group.lora}:{group.lora_strength:g}>"
         if fields["prompt"] != caption:
             fields["metadata"] = {sweep.CAPTION: caption}
-        try:
+        before = f"group {group.name}, caption {number} ({caption[:60]!r}): "
+        with validation.as_error(errors.SetupError, before, Job.model_fields):
             return Job.model_validate(fields)
-        except ValidationError as error:
-            reason = validation.sentence(error, Job.model_fields)
-            raise errors.SetupError(
-                f"group {group.name}, caption {number} ({caption[:60]!r}): {reason}"
-            ) from None
 
     def _body(self, group: Group, number: int, caption: str) -> str:
         body = self._job(group, number, caption).to_message(self._key)

@@ -99,7 +99,6 @@ class _EntrySource(abc.ABC):
         return self._read(start, self._on_invalid or _refuse, self._message)
 
     def examples(self, most: int) -> Iterator[str]:
-        """The first messages."""
         return itertools.islice((body for body in self.bodies(0) if body is not None), most)
 
     def _message(self, entry: Entry, id_text: str) -> str:
@@ -140,8 +139,7 @@ def _to_message(text: str, job: Job, key: SigningKey | None) -> str:
 class FileSource(_EntrySource):
     """A file of jobs; an entry without a job, as an empty line is, keeps its position.
 
-    A job without an id takes one from the digest of the file's content and the entry's number
-    (from 1), so a file gives the same jobs compressed or not.
+    A job without an id takes one from the digest of the content and the entry's number (from 1).
     """
 
     def __init__(
@@ -174,10 +172,7 @@ class FileSource(_EntrySource):
         self.count = entries if count is None else min(count, entries)
 
     def check(self, start: int, on_read: OnRead = ignore, on_job: OnJob | None = None) -> None:
-        """Checks each entry that is to be sent; calls *on_job* for each job.
-
-        Raises SetupError if some are not valid, and are not to be skipped.
-        """
+        """Checks each entry that is to be sent, for *on_job*; a SetupError has the first ten."""
         if self._on_invalid is not None and on_job is None:
             return
         invalid: list[str] = []
@@ -241,10 +236,7 @@ class FileSource(_EntrySource):
 
 
 class StreamSource(_EntrySource):
-    """Standard input; it cannot be read twice, so it has no checkpoint.
-
-    A job without an id takes a random one: the same stream again gives new jobs.
-    """
+    """Standard input, which has no checkpoint; a job without an id takes a random one."""
 
     def __init__(
         self,

@@ -12,22 +12,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
-from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AwareDatetime, BaseModel, Field, ValidationError
 
 from imagefleet import concurrency, errors
 from imagefleet.cancelled import CancelledCampaigns
-from imagefleet.records.shard import RecordLog
+from imagefleet.records.record import RecordLog
 from imagefleet.storage import enqueue
 from imagefleet.storage.open import Storage, absolute_url
 from imagefleet.storage.settings import Priority
 from imagefleet.submit import BulkSender, Progress, keep_noting
-from loadgen.campaigns import LoadedCampaigns
+from loadgen.campaigns import LoadedCampaigns, Sample
 from loadgen.caption_sweep import SweepSource
 from loadgen.file_source import OnRead
 from loadgen.pace import seconds_left
 from loadgen.processes.frames import Refusals
 from loadgen.processes.pool import SenderProcesses
-from loadgen.second_drawing import Sample
 from loadgen.settings import MOST_BATCHES, LoadSettings
 from loadgen.sources import Source
 
@@ -37,10 +36,8 @@ POSITIONS_BETWEEN_CHECKPOINTS = 256
 SECONDS_BETWEEN_CHECKPOINTS = 0.05
 
 
-class Checkpoint(BaseModel):
+class Checkpoint(BaseModel, extra="forbid", frozen=True):
     """One load of one source into one queue; `confirmed` counts the positions that are stored."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     source: str
     storage: str
@@ -83,34 +80,6 @@ class Checkpoint(BaseModel):
                 f"the checkpoint {path} cannot be written: {error.strerror};"
                 " choose another path with --state FILE"
             ) from None
-
-
-class _Keeper:
-    """Writes the checkpoint of *start* to *path*, unless that is None."""
-
-    def __init__(self, path: Path | None, start: Checkpoint, sent: Mapping[str, int]) -> None:
-        self._path = path
-        self._start = start
-        self._sent = sent
-        self._confirmed = self._written = start.confirmed
-        self._written_at = 0.0
-
-    def note(self, confirmed: int) -> None:
-        """Positions below *confirmed* are stored: writes that soon."""
-        self._confirmed = confirmed
-        if (
-            confirmed - self._written >= POSITIONS_BETWEEN_CHECKPOINTS
-            or time.monotonic() - self._written_at >= SECONDS_BETWEEN_CHECKPOINTS
-        ):
-            self.write()
-
-    def write(self) -> None:
-        if self._path is None:
-            return
-        changes = {"confirmed": self._confirmed, "sent": dict(self._sent)}
-        self._start.model_copy(update=changes).write(self._path)
-        self._written = self._confirmed
-        self._written_at = time.monotonic()
 
 
 def default_path(source: Path, queue: str) -> Path:
@@ -165,10 +134,7 @@ class Summary:
 
 
 class Load:
-    """Fills a job queue; resumes at *checkpoint_path*, if there is one and *restart* is false.
-
-    Raises SetupError if the checkpoint belongs to another load, or cannot be read.
-    """
+    """Fills a job queue; resumes at *checkpoint_path*, unless *restart*, or raises SetupError."""
 
     def __init__(
         self,
@@ -186,8 +152,7 @@ class Load:
     ) -> None:
         """*on_notice* is told what the operator should know, while the load goes on.
 
-        *models* are what workers have from elsewhere than the storage. *refusals* are the
-        storage's. *shards* is the number of each queue's from now on.
+        *models* are what workers have from elsewhere. *shards* is the number of each queue's.
         """
         self._storage = storage
         self._queue = storage.queues[priority]
@@ -203,7 +168,8 @@ class Load:
         )
         self._start = resume(checkpoint_path, new) if checkpoint_path and not restart else new
         #: Positions that earlier runs have sent.
-        self.confirmed = self._start.confirmed
+        self.confirmed = self._written = self._start.confirmed
+        self._written_at = 0.0
         #: Whether earlier runs have sent everything.
         self.is_done = source.count is not None and self.confirmed >= source.count
         self._on_notice = on_notice
@@ -229,7 +195,8 @@ class Load:
         )
         signing_key = settings.keys().signing
         sample = Sample(settings.second_drawings, self._start.sample_key, signing_key)
-        self._to = enqueue.JobSender(storage, priority, elsewhere=models, through=self._processes)
+        send = self._processes.send if self._processes else None
+        self._to = enqueue.JobSender(storage, priority, elsewhere=models, send=send)
         self._sender = BulkSender(
             self._to,
             self._campaigns.wanted(
@@ -250,14 +217,10 @@ class Load:
             self._source.check(self.confirmed, on_read)
 
     def stop(self) -> None:
-        """Ends `run` once the sends in flight are done."""
         self._sender.stop()
 
     async def run(self, on_confirmed: Callable[[int], None]) -> Summary:
-        """Sends what is left to the opened storage; calls `on_confirmed` with the positions stored.
-
-        Raises FleetError if the storage cannot be used, or a job of the source is not valid.
-        """
+        """Sends what is left, or raises FleetError; *on_confirmed* gets the positions stored."""
         began = time.monotonic()
         progress = Progress(self.confirmed, 0, finished=True)
         try:
@@ -304,25 +267,35 @@ class Load:
             known = dict(self._cancelled.times)
             self._start = self._start.model_copy(update={"cancelled": known})
             self._campaigns.known = known
-        campaigns = self._campaigns
-        keeper = _Keeper(self._path, self._start, campaigns.sent)
 
         def confirm(progress: Progress) -> None:
-            campaigns.confirm(progress.confirmed)
+            self._campaigns.confirm(progress.confirmed)
             self._say_what_is_unreadable()
-            keeper.note(progress.confirmed)
+            if (
+                progress.confirmed - self._written >= POSITIONS_BETWEEN_CHECKPOINTS
+                or time.monotonic() - self._written_at >= SECONDS_BETWEEN_CHECKPOINTS
+            ):
+                self._write_checkpoint(progress.confirmed)
             on_confirmed(progress.confirmed)
 
-        keeper.write()  # fails before anything is sent if the path is not writable
+        self._write_checkpoint(
+            self.confirmed
+        )  # fails before anything is sent if the path is not writable
         watching = self._cancelled.watch(lambda: True)
         async with (
-            concurrency.beside(watching, keep_noting(campaigns.note)),
+            concurrency.beside(watching, keep_noting(self._campaigns.note)),
             self._processes or contextlib.nullcontext(),
         ):
             try:
                 return await self._sender.run(confirm)
             finally:
-                keeper.write()
+                self._write_checkpoint(self._sender.progress.confirmed)
+
+    def _write_checkpoint(self, confirmed: int) -> None:
+        if self._path is not None:
+            changes = {"confirmed": confirmed, "sent": dict(self._campaigns.sent)}
+            self._start.model_copy(update=changes).write(self._path)
+            self._written, self._written_at = confirmed, time.monotonic()
 
     def _say_what_is_unreadable(self) -> None:
         """Once, and not before something is sent: what cannot be sent has an error of its own."""

@@ -14,7 +14,6 @@ _MOMENTS = 60
 
 
 def seconds_left(total: int | None, confirmed: int, per_second: float) -> float | None:
-    """Seconds until the load is done; None if nobody knows."""
     if total is None:
         return None
     if total <= confirmed:

@@ -42,10 +42,7 @@ class LoadSettings(SignerSettings):
         " each processor core but the first, 4 at most.",
     )
     rate: float | None = Field(
-        default=None,
-        gt=0,
-        allow_inf_nan=False,
-        description="Jobs/s at most; default: no limit.",
+        default=None, gt=0, allow_inf_nan=False, description="Jobs/s at most; default: no limit."
     )
     verify_share: float | None = Field(
         default=None,
@@ -59,7 +56,6 @@ class LoadSettings(SignerSettings):
 
     @property
     def second_drawings(self) -> float:
-        """The share that is drawn a second time."""
         if self.verify_share is not None:
             return self.verify_share
         return 0.0 if self._is_local else DEFAULT_VERIFY_SHARE

@@ -33,9 +33,8 @@ def open_source(
     """The source for a file's name, of jobs signed with *key*; `-` is standard input.
 
     *campaign* is for jobs without one. *form* overrides what the name tells about the format.
-    *on_invalid* is called with the place of each invalid job, which is skipped; without it, the
-    first invalid job is an error. *on_read*: a file's jobs are counted before this returns. Raises
-    SetupError if the file cannot be read or has an unknown suffix.
+    *on_invalid* gets the place of each invalid job, which is skipped; without it, the first one is
+    a SetupError. *on_read*: a file's jobs are counted before this returns.
     """
     path = Path(name)
     if form is None and path.suffix in template.SUFFIXES:
@@ -61,13 +60,7 @@ def open_source(
             f" standard input; or choose --format {'|'.join(files.FORMATS)}"
         )
     return FileSource(
-        path,
-        found,
-        count=count,
-        on_invalid=on_invalid,
-        on_read=on_read,
-        key=key,
-        campaign=campaign,
+        path, found, count=count, on_invalid=on_invalid, on_read=on_read, key=key, campaign=campaign
     )
 
 

@@ -10,14 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    Field,
-    PlainValidator,
-    ValidationError,
-    model_validator,
-)
+from pydantic import BaseModel, Field, PlainValidator, model_validator
 
 from imagefleet import validation
 from imagefleet.job import samplers
@@ -68,10 +61,8 @@ def _number(value: Any) -> Any:
 Number = Annotated[int | float, PlainValidator(_number)]
 
 
-class Range(BaseModel):
+class Range(BaseModel, extra="forbid", frozen=True, allow_inf_nan=False):
     """Numbers from the first to the last, both included."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     first: Number = Field(alias="from")
     last: Number = Field(alias="to")
@@ -118,10 +109,7 @@ class Sweep:
         return {name: chosen[name] for name in self.values}
 
     def drawn(self, seed: int, index: int) -> Fields:
-        """The fields of job *index*, each drawn by itself.
-
-        Draws use SHAKE-256, as those of the prompts do, but a stream of their own.
-        """
+        """The fields of job *index*, each drawn by itself from a stream of their own."""
         data = struct.pack(">QQ", seed, index) + b"fields"
         stream = hashlib.shake_256(data).digest(16 * len(self.values))
         numbers = (int.from_bytes(stream[at : at + 16]) for at in range(0, len(stream), 16))
@@ -137,10 +125,7 @@ class Sweep:
 
 
 def read(fields: Mapping[str, Any]) -> tuple[Fields, Sweep]:
-    """The fields of `job:` that are the same for all jobs, and those with several values.
-
-    Raises ValueError if a value is none of its field; names it.
-    """
+    """The fields of `job:` that all jobs share, and those with several values; or ValueError."""
     fixed: Fields = {}
     swept: dict[str, Sequence[Any]] = {}
     for name, value in fields.items():
@@ -168,7 +153,9 @@ def read(fields: Mapping[str, Any]) -> tuple[Fields, Sweep]:
 def _values(name: str, value: Any) -> Sequence[Any] | None:
     """The values of a field that takes several; None for one that is the same for all jobs."""
     if name in SWEPT and isinstance(value, dict):
-        return _range(name, value)
+        before = f"{name}: a range is {{from: 20, to: 40, step: 5}}: "
+        with validation.as_error(ValueError, before, ("from", "to", "step")):
+            return Range.model_validate(value).values()
     if name in SWEPT and isinstance(value, list):
         if not value:
             raise ValueError(f"{name}: the list is empty")
@@ -201,20 +188,9 @@ def _spelt(name: str, value: Any) -> str:
 
 
 def slug(text: str) -> str:
-    """*text* in the characters of an id."""
     return re.sub(r"[^A-Za-z0-9.]+", "_", text).strip("_.")
 
 
-def _range(name: str, value: Mapping[str, Any]) -> Sequence[int | float]:
-    try:
-        return Range.model_validate(value).values()
-    except ValidationError as error:
-        reason = validation.sentence(error, ("from", "to", "step"))
-        raise ValueError(f"{name}: a range is {{from: 20, to: 40, step: 5}}: {reason}") from None
-
-
 def _check(fields: Fields) -> None:
-    try:
+    with validation.as_error(ValueError, known={*Job.model_fields, SIZE}):
         Job.model_validate({"prompt": "", **fields})
-    except ValidationError as error:
-        raise ValueError(validation.sentence(error, {*Job.model_fields, SIZE})) from None

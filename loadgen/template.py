@@ -24,11 +24,9 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import (
     BaseModel,
     BeforeValidator,
-    ConfigDict,
     Field,
     JsonValue,
     StringConstraints,
-    ValidationError,
     field_validator,
     model_validator,
 )
@@ -47,12 +45,10 @@ ListName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")
 Strength = Annotated[float, Field(ge=-prompt.WEIGHT_LIMIT, le=prompt.WEIGHT_LIMIT)]
 
 
-class Choice(BaseModel):
+class Choice(
+    BaseModel, extra="forbid", frozen=True, allow_inf_nan=False, hide_input_in_errors=True
+):
     """An entry of a list: words, or a LoRA and its trigger words."""
-
-    model_config = ConfigDict(
-        extra="forbid", frozen=True, allow_inf_nan=False, hide_input_in_errors=True
-    )
 
     text: str = ""
     lora: SafeFileName | None = None
@@ -92,17 +88,15 @@ class Choice(BaseModel):
         return self
 
 
-def _as_list(value: object) -> object:
-    return [value] if isinstance(value, str | Mapping) else value
+Choices = Annotated[
+    tuple[Choice, ...],
+    BeforeValidator(lambda value: [value] if isinstance(value, str | Mapping) else value),
+    Field(min_length=1),
+]
 
 
-Choices = Annotated[tuple[Choice, ...], BeforeValidator(_as_list), Field(min_length=1)]
-
-
-class Template(BaseModel):
+class Template(BaseModel, extra="forbid", frozen=True, hide_input_in_errors=True):
     """A validated template file; `Patterns` reads its patterns."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, hide_input_in_errors=True)
 
     prompt: Choices
     negative_prompt: Choices = (Choice(text=""),)
@@ -144,7 +138,6 @@ class Template(BaseModel):
 
     @property
     def choices(self) -> dict[str, Choices]:
-        """All that can be drawn from, by name."""
         return {"prompt": self.prompt, "negative_prompt": self.negative_prompt, **self.lists}
 
 
@@ -153,17 +146,13 @@ _FIELDS = {*Template.model_fields, *Choice.model_fields}
 
 
 def read_template(path: Path) -> tuple[Template, str]:
-    """Reads a template file and returns it with a canonical text of its content.
+    """Reads a template file and returns it with a canonical text of its content; or SetupError.
 
-    Comments, layout, `count` and `seed` do not change that text, so a longer run of a template
-    begins with the jobs of a shorter one. Raises SetupError if the file cannot be read or is not a
-    valid template.
+    `count`, `seed` and layout do not change that text: a longer run begins with the same jobs.
     """
     document = _load(path)
-    try:
+    with validation.as_error(errors.SetupError, f"{path}: ", _FIELDS):
         template = Template.model_validate(document)
-    except ValidationError as error:
-        raise errors.SetupError(f"{path}: {validation.sentence(error, _FIELDS)}") from None
     content = {key: value for key, value in document.items() if key not in {"count", "seed"}}
     return template, json.dumps(content, sort_keys=True, separators=(",", ":"), default=str)
 
@@ -236,8 +225,7 @@ class Patterns:
     def slot(self, choices: Sequence[Choice], place: str) -> int:
         """Adds a slot with these choices and returns its number.
 
-        Raises SetupError for an unknown list, a single brace, and lists that refer to each other in
-        a circle, or so often that their text is endless.
+        Raises SetupError for an unknown list, a single brace, and lists without end.
         """
         words = tuple(_Word(self._parts(choice.text, place), choice) for choice in choices)
         size = max(sum(map(self._size, word.parts)) for word in words)
@@ -255,11 +243,9 @@ class Patterns:
         return max(len(slot.words) for slot in self._slots)
 
     def slot_of(self, name: str) -> int | None:
-        """The slot of the placeholder `{name}`, if there is one."""
         return self._numbers.get(name)
 
     def with_word(self, draws: Sequence[Draw], slot: int, word: int) -> list[Draw]:
-        """*draws*, but with choice *word* in *slot*."""
         changed = list(draws)
         changed[slot] = (self._slots[slot].fraction_of(word), draws[slot][1])
         return changed

@@ -1,8 +1,7 @@
 """Jobs from a template: job n is a function of the file's content, the seed and n.
 
 A template with lists of fields is a sweep: job n has combination n modulo their number, and the
-words that are drawn for the n divided by it. So each drawn prompt comes in every combination, with
-one seed.
+words and the seed of n divided by it.
 """
 
 from __future__ import annotations
@@ -50,8 +49,6 @@ class _EveryWord:
 
 
 class TemplateSource:
-    """Jobs from a template."""
-
     def __init__(
         self,
         path: Path,
@@ -189,13 +186,10 @@ class TemplateSource:
         labels = [*(each.label(word) for each, word in words), sweep.label(told)]
         fields = sweep.as_job_fields(chosen)
         if not self._is_random and "seed" not in {*fields, *self._fixed}:
-            fields["seed"] = self._shared_seed(index // self.combinations)
+            # One seed for all points of a turn: pictures differ by what is swept alone.
+            data = f"{self.identity} seed {index // self.combinations}".encode()
+            fields["seed"] = int.from_bytes(hashlib.blake2b(data, digest_size=4).digest())
         return fields, "-".join(filter(None, labels))
-
-    def _shared_seed(self, turn: int) -> int:
-        """The seed of all points of a turn, so that pictures differ by what is swept alone."""
-        data = f"{self.identity} seed {turn}".encode()
-        return int.from_bytes(hashlib.blake2b(data, digest_size=4).digest())
 
     def _job(self, index: int, draws: list[Draw]) -> Job:
         render = self._patterns.render

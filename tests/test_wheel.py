@@ -40,8 +40,7 @@ import polling
 from fleet.main import app
 from header_files import LORA, file_of, shaped
 from imagefleet.files.contents import TEXT_STATES_FORMAT
-from imagefleet.records.record import Record
-from imagefleet.records.shard import RecordLog
+from imagefleet.records.record import Record, RecordLog
 from imagefleet.storage.dead_letter import FailedJob
 from imagefleet.storage.open import open_storage
 from imagefleet.storage.settings import StorageSettings
@@ -55,13 +54,14 @@ AZURE = "DefaultEndpointsProtocol=https;AccountName=pictures;AccountKey=a2V5a2V5
 
 FAILED_JOBS = [
     FailedJob(
+        outcome="failed",
         id=job_id,
         campaign="spring",
         error="MissingFileError",
         reason="there is no LoRA fox",
         attempts=1,
         worker="w1",
-        failed_at=datetime(2026, 11, 1, tzinfo=UTC),
+        at=datetime(2026, 11, 1, tzinfo=UTC),
         source=f"message-{job_id}",
         body='{"prompt": "a fox"}',
     )
@@ -274,8 +274,7 @@ def work(tmp_path_factory: pytest.TempPathFactory, azurite_address: str, salad: 
         ) as local:
             await local.create()
             await local.poison.send([job.encode() for job in FAILED_JOBS])
-            failed = [Record(outcome="failed", **job.facts()) for job in FAILED_JOBS]
-            await RecordLog(local.blobs, "w1").add(failed)
+            await RecordLog(local.blobs, "w1").add(FAILED_JOBS)
             facts = {"worker": "w1", "seconds": "2", "attempt": "1", "job": "0001"}
             await local.blobs.create("spring/0001.png", stored.getvalue(), "image/png", facts)
             image = Record(

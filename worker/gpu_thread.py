@@ -113,21 +113,14 @@ class EngineThread:
         self._accepting = True
         self._holds_jobs = False
         self._stopping = False
-        self._backlog = backlog
-        # Each is written by one thread alone; a semaphore would cost both a lock for each image.
-        self._delivered = 0
-        self._taken = 0
-        self._less_backlog = threading.Condition()
-        self._waits_for_less = False
+        self._room = threading.Semaphore(backlog)
         self._finished: asyncio.Queue[Delivery] = asyncio.Queue()
         self._admitted_at: dict[int, float] = {}
         self._loop = asyncio.get_running_loop()
         self._loaded: asyncio.Future[contract.Engine] = self._loop.create_future()
         self._ended: asyncio.Future[None] = self._loop.create_future()
-        self._may_wait: asyncio.Semaphore | None = None
-        # Below zero: more wait than the capacity, which has become smaller.
-        self._to_let_in = 0
-        self._told_capacity = 0
+        self._in_order = asyncio.Lock()
+        self._fewer_wait = asyncio.Event()
         self._thread = threading.Thread(target=self._run, name=THREAD_NAME, daemon=True)
 
     async def start(self) -> contract.Engine:
@@ -141,10 +134,8 @@ class EngineThread:
         """Closes the engine, then loads another on its thread; what the first held is lost.
 
         *take*, if given, is called before: if it returns True, the engine stays, and has another
-        model. Until then, no request is accepted.
-
-        Raises:
-            Exception: what *load* raised; call this again then: there is no engine.
+        model. Until then, no request is accepted. After an error of *load*, which is raised here,
+        there is no engine: call this again then.
         """
         loaded: asyncio.Future[contract.Engine] = self._loop.create_future()
         self.stop_accepting()
@@ -163,10 +154,7 @@ class EngineThread:
         self.lora_lookups = engine.lora_lookups
         self.recompiles = lambda: int(getattr(engine, "recompiles", 0))
         self.is_compiling = lambda: bool(getattr(engine, "is_compiling", False))
-        # As many requests may wait for the engine as it holds.
-        self._may_wait = asyncio.Semaphore(0)
-        self._to_let_in, self.capacity = 0, 0
-        self._let_in(0, engine.capacity)
+        self._let_in(engine.capacity)
         return engine
 
     @property
@@ -179,16 +167,15 @@ class EngineThread:
 
         Returns whether it was accepted: not after `stop_accepting`.
         """
-        if self._may_wait is None:
-            raise RuntimeError("start the engine thread first")
-        await self._may_wait.acquire()
+        async with self._in_order:
+            while self._accepting and len(self._waiting) >= self.capacity:
+                self._fewer_wait.clear()
+                await self._fewer_wait.wait()
         with self._wake:
             if self._accepting:
                 self._waiting.append((ticket, prepared))
                 self._wake.notify()
-                return True
-        self._may_wait.release()
-        return False
+        return self._accepting
 
     async def draw(self, ticket: int, prepared: contract.PreparedRequest) -> Delivery | None:
         """Draws a request that is no job's before all that wait, however many they are.
@@ -219,15 +206,13 @@ class EngineThread:
             for ticket, _ in self._urgent:
                 self._call(_set_result, self._drawing.pop(ticket), None)
             self._urgent.clear()
-        if self._may_wait is not None:
-            self._may_wait.release()  # every blocked `submit` wakes the next one
+        self._fewer_wait.set()
         return tickets
 
     async def call(self, function: Callable[[], Result]) -> Result:
-        """Calls *function* on the engine's thread, between two ticks.
+        """Calls *function* on the engine's thread, between two ticks; raises what it raised.
 
-        Raises:
-            Exception: what *function* raised; one that the thread no longer calls never returns.
+        Where the thread calls nothing any more, this never returns.
         """
         answer: asyncio.Future[Result] = self._loop.create_future()
         with self._wake:
@@ -238,21 +223,15 @@ class EngineThread:
     async def finished(self) -> Delivery:
         """The next outcome."""
         delivery = await self._finished.get()
-        self._count_taken()
+        self._room.release()
         return delivery
 
     def finished_already(self) -> Delivery | None:
         """Takes what `finished` would, without a wait: None if there is no outcome yet."""
         if self._finished.empty():
             return None
-        self._count_taken()
+        self._room.release()
         return self._finished.get_nowait()
-
-    def _count_taken(self) -> None:
-        self._taken += 1
-        if self._waits_for_less:
-            with self._less_backlog:
-                self._less_backlog.notify()
 
     @property
     def is_stalled(self) -> bool:
@@ -313,7 +292,6 @@ class EngineThread:
     def _forget_requests(self) -> None:
         """Forgets the requests that an engine has begun and will not finish."""
         self._admitted_at.clear()
-        self._told_capacity = 0
         for drawing in self._drawing.values():
             self._call(_set_result, drawing, None)
         self._drawing.clear()
@@ -391,14 +369,14 @@ class EngineThread:
             self._answer_calls()
             admitted: list[tuple[int, contract.PreparedRequest, bool]] = []
             cancelled: list[int] = []
-            waited = 0
+            waited = False
             with self._wake:
                 while len(admitted) < engine.free:
                     is_job = not (self._urgent or self._holds_jobs)
                     queue = self._waiting if is_job else self._urgent
                     if not queue:
                         break
-                    waited += is_job
+                    waited |= is_job
                     ticket, prepared = queue.popleft()
                     if is_job and self.is_cancelled(ticket):
                         cancelled.append(ticket)
@@ -409,9 +387,8 @@ class EngineThread:
                     self._wait_for_work()
             for ticket, prepared, urgent in admitted:
                 engine.admit(ticket, prepared, urgent=urgent)
-            if waited or engine.capacity != self._told_capacity:
-                self._told_capacity = engine.capacity
-                self._call(self._let_in, waited, engine.capacity)
+            if waited or engine.capacity != self.capacity:
+                self._call(self._let_in, engine.capacity)
             now = time.monotonic()
             self._deliver(
                 Delivery(contract.Finished(ticket, errors.JobCancelled()), now, now)
@@ -446,38 +423,30 @@ class EngineThread:
             if drawing := self._drawing.pop(delivery.finished.ticket, None):
                 self._call(_set_result, drawing, delivery)
                 continue
-            if self._delivered - self._taken >= self._backlog:
+            if not self._room.acquire(blocking=False):
                 self._call(self._put_finished, for_jobs)
                 for_jobs = []
-                self._wait_for_less()
-            self._delivered += 1
+                self._wait_for_room()
             for_jobs.append(delivery)
         if for_jobs:
             self._call(self._put_finished, for_jobs)
 
-    def _wait_for_less(self) -> None:
+    def _wait_for_room(self) -> None:
         began_at = time.monotonic()
-        with self._less_backlog:
-            self._waits_for_less = True
-            # Once the thread stops, or the engine is replaced, nothing is taken any more.
-            while not (self._stopping or self._replacement):
-                if self._delivered - self._taken < self._backlog:
-                    break
-                self._less_backlog.wait(IDLE_TICK_SECONDS)
-            self._waits_for_less = False
+        # Once the thread stops, or the engine is replaced, nothing is taken any more.
+        while not (self._stopping or self._replacement):
+            if self._room.acquire(timeout=IDLE_TICK_SECONDS):
+                break
         self.clock.idle_seconds["backpressure"] += time.monotonic() - began_at
 
     def _put_finished(self, deliveries: Iterable[Delivery]) -> None:
         for delivery in deliveries:
             self._finished.put_nowait(delivery)
 
-    def _let_in(self, count: int, capacity: int) -> None:
-        """Lets as many requests wait as were admitted, or as the engine now holds more."""
-        self._to_let_in += count + capacity - self.capacity
+    def _let_in(self, capacity: int) -> None:
+        """Requests were admitted, or the engine holds more: others may wait."""
         self.capacity = capacity
-        while self._may_wait is not None and self._to_let_in > 0:
-            self._to_let_in -= 1
-            self._may_wait.release()
+        self._fewer_wait.set()
 
     def _call(self, function: Callable[..., object], *arguments: object) -> None:
         # The loop is closed when an error kills the worker: then nothing waits for this.

@@ -86,21 +86,13 @@ class LeaseKeeper:
             await asyncio.sleep(pause_seconds)
 
     async def acknowledge(self, lease: Lease) -> None:
-        """Deletes the message.
-
-        Raises:
-            LeaseLost, TransientError
-        """
+        """Deletes the message; raises LeaseLost or TransientError, as the next two do."""
         async with lease.lock:
             lease.check()
             await self._end(lease, self._queue.delete(lease.message))
 
     async def rewrite(self, lease: Lease, body: str) -> None:
-        """Renews the lease and replaces the message's text.
-
-        Raises:
-            LeaseLost, TransientError
-        """
+        """Renews the lease and replaces the message's text."""
         async with lease.lock:
             lease.check()
             asked_at = time.monotonic()
@@ -114,11 +106,7 @@ class LeaseKeeper:
     async def release(
         self, lease: Lease, delay_seconds: float = 0, body: str | None = None
     ) -> None:
-        """Hands the message back, visible again after *delay_seconds*, with *body* as its text.
-
-        Raises:
-            LeaseLost, TransientError
-        """
+        """Hands the message back, visible again after *delay_seconds*, with *body* as its text."""
         async with lease.lock:
             lease.check()
             await self._end(lease, self._queue.release(lease.message, delay_seconds, body))

@@ -1,21 +1,36 @@
-"""A worker's Prometheus metrics."""
+"""A worker's Prometheus metrics: what it counts, its engine's clock, its cost, its queues' depth.
+
+A replica is billed while it runs: loading the model, waiting and draining included. Start-up, idle
+and busy time add up to the GPU's cost; the time of failed and duplicate images is part of the busy
+time.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+import asyncio
+import logging
+import time
+from collections import Counter as Counted
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from datetime import UTC, datetime
 from functools import partial
-from typing import Literal, get_args
+from typing import Literal, NoReturn, get_args
 
 from prometheus_client import Counter, Gauge, Histogram, Info
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from imagefleet import errors
-from imagefleet.telemetry import exposition
-from imagefleet.telemetry.queue_gauges import QueueGauges
+from imagefleet import errors, retry
+from imagefleet.storage.protocol import JobQueue, Operations
+from imagefleet.storage.routing.queue import RoutedQueue
+from imagefleet.telemetry import metrics
+from imagefleet.telemetry.metrics import QueueGauges
 from worker.files.kernels.cache import Origin
 from worker.files.library import FileLibrary
 from worker.gpu_thread import EngineThread
+from worker.replica import Replica
+
+log = logging.getLogger(__name__)
 
 Outcome = Literal[
     "completed",
@@ -57,6 +72,15 @@ NodeFault = Literal[
 ]
 """What is wrong with a node; `engine`: loading the model or the first images failed."""
 
+LostImage = Literal["failed", "duplicate", "second_drawing"]
+"""Why an image that the GPU generated is not stored by this worker as a job's."""
+
+#: Seconds between two measurements. Every worker measures, so the metrics are fresher the larger
+#: the fleet; more often would only be billed.
+DEPTH_SECONDS = 60.0
+
+_SECONDS_PER_HOUR = 3600
+
 #: The errors that send a job to the poison queue.
 FAILURES: tuple[type[errors.FleetError], ...] = (
     errors.JobError,
@@ -74,7 +98,10 @@ class WorkerMetrics:
     def __init__(self, fleet: str | None = None, device: str | None = None) -> None:
         """Labels of every series, if given; *device* is one of several GPUs of this machine."""
         labels = {"fleet": fleet, "device": device}
-        self.registry = exposition.LabelledRegistry(
+        self.outcomes: Counted[str] = Counted()
+        """Jobs by outcome, and the images stored, since the worker's start."""
+        self.images_stored = 0
+        self.registry = metrics.LabelledRegistry(
             {name: value for name, value in labels.items() if value}
         )
         counter = partial(Counter, registry=self.registry)
@@ -145,6 +172,18 @@ class WorkerMetrics:
         self.queues = QueueGauges(self.registry)
         self._collectors: tuple[Collector, ...] = ()
         self._start_at_zero()
+
+    def image_stored(self, model: str, stage: int, stages: int) -> None:
+        self.images_stored += 1
+        self.images.inc()
+        self.model_images.labels(model).inc()
+        if stages > 1:
+            self.chain_images.labels(str(stage)).inc()
+
+    def job_ended(self, model: str, outcome: Outcome) -> None:
+        self.outcomes[outcome] += 1
+        self.jobs.labels(outcome).inc()
+        self.model_jobs.labels(model, outcome).inc()
 
     def set_worker_info(self, **labels: str) -> None:
         """Labels of this worker, in one series that the others are joined with."""
@@ -249,3 +288,141 @@ class EngineCollector(Collector):
             "LoRA files read that change nothing: all their deltas are zero.",
             value=self._engine_thread.lora_lookups.get("no_effect", 0),
         )
+
+
+class CostMeter(Collector):
+    """One replica's cost, computed at each scrape; the GPU's only where its price is known."""
+
+    def __init__(
+        self,
+        engine_thread: EngineThread,
+        replica: Replica,
+        operations: Operations,
+        began_at: float | None = None,
+    ) -> None:
+        """*began_at*: the start of billing (monotonic seconds); None: now."""
+        self._engine_thread = engine_thread
+        self._replica = replica
+        self._operations = operations
+        self._began_at = time.monotonic() if began_at is None else began_at
+        #: This replica's part of each image's metadata, in ASCII (`fleet.report.records`).
+        self.record = {
+            "started_at": datetime.now(UTC).isoformat(timespec="milliseconds"),
+            "gpu": replica.gpu.encode("ascii", "replace").decode(),
+        }
+        if replica.dollars_per_hour is not None:
+            self.record["price_per_hour"] = f"{replica.dollars_per_hour:g}"
+        self._ready_at: float | None = None
+        self._idle_seconds = 0.0
+        self._lost_seconds: dict[str, float] = dict.fromkeys(get_args(LostImage), 0.0)
+
+    @property
+    def gpu_dollars(self) -> float | None:
+        """Dollars for the GPU from the start until now; None where the price is unknown."""
+        return self._dollars(time.monotonic() - self._began_at)
+
+    @property
+    def storage_dollars(self) -> float:
+        """Dollars for the storage's operations so far; keeping images is billed by the month."""
+        prices = self._replica.storage_prices
+        return (
+            self._operations.queue * prices.queue_operation
+            + self._operations.blob_writes * prices.blob_write
+            + self._operations.blob_reads * prices.blob_read
+        )
+
+    def ready(self) -> None:
+        """The start-up is over: the engine is loaded."""
+        self._ready_at = time.monotonic()
+        self.record["start_up_seconds"] = f"{self._ready_at - self._began_at:.3f}"
+
+    def lost(self, reason: LostImage) -> None:
+        """A generated image is no job's: counts the mean time of one."""
+        clock = self._engine_thread.clock
+        if clock.images:
+            self._lost_seconds[reason] += clock.busy_seconds / clock.images
+
+    def wasted_seconds(self) -> dict[str, float]:
+        """Wasted seconds of the replica by reason."""
+        now = time.monotonic()
+        ready_at = now if self._ready_at is None else self._ready_at
+        clock, tick_began_at = self._engine_thread.clock, self._engine_thread.tick_began_at
+        in_tick = 0.0 if tick_began_at is None else now - tick_began_at
+        # The engine's thread writes both while this reads them. Prometheus takes a counter that
+        # decreases, even by one tick, for a reset and adds its whole value again.
+        self._idle_seconds = max(self._idle_seconds, now - ready_at - clock.busy_seconds - in_tick)
+        return {
+            "start_up": ready_at - self._began_at,
+            "idle": self._idle_seconds,
+            **self._lost_seconds,
+        }
+
+    def collect(self) -> Iterator[Metric]:
+        cost = CounterMetricFamily(
+            "imagefleet_cost_dollars",
+            "Cost of this replica: its running time and its storage operations.",
+            labels=["kind"],
+        )
+        cost.add_metric(["storage"], self.storage_dollars)
+        if (gpu_dollars := self.gpu_dollars) is not None:
+            cost.add_metric(["gpu"], gpu_dollars)
+            wasted = CounterMetricFamily(
+                "imagefleet_wasted_dollars",
+                "GPU cost without a stored image, by reason.",
+                labels=["reason"],
+            )
+            for reason, seconds in self.wasted_seconds().items():
+                wasted.add_metric([reason], self._dollars(seconds) or 0.0)
+            yield wasted
+            yield GaugeMetricFamily(
+                "imagefleet_price_dollars_per_hour",
+                "Price of this replica.",
+                value=self._replica.dollars_per_hour,
+            )
+        yield cost
+        operations = CounterMetricFamily(
+            "imagefleet_storage_operations", "Billed storage operations by kind.", labels=["kind"]
+        )
+        operations.add_metric(["queue"], self._operations.queue)
+        operations.add_metric(["blob_write"], self._operations.blob_writes)
+        operations.add_metric(["blob_read"], self._operations.blob_reads)
+        yield operations
+        if self._ready_at is not None:
+            yield GaugeMetricFamily(
+                "imagefleet_start_up_seconds",
+                "Time from this worker's start until its engine was loaded.",
+                value=self._ready_at - self._began_at,
+            )
+
+    def _dollars(self, seconds: float) -> float | None:
+        price = self._replica.dollars_per_hour
+        return None if price is None else seconds / _SECONDS_PER_HOUR * price
+
+
+async def measure_depth(
+    jobs: RoutedQueue,
+    poison: JobQueue,
+    metrics: WorkerMetrics,
+    on_depth: Callable[[int], None],
+) -> NoReturn:
+    """Side task: measures both queues, and calls *on_depth* with the messages in *jobs*."""
+    unmeasured: set[str] = set()
+    while True:
+        for queue in (jobs, poison):
+            try:
+                depth = await queue.depth()
+            except errors.FleetError as error:
+                # A worker's token may not allow it, and no job depends on it.
+                if queue.name not in unmeasured:
+                    unmeasured.add(queue.name)
+                    log.info(
+                        "the depth of %s is not measured: %s",
+                        queue.name,
+                        error,
+                        extra={"action": "depth_unknown"},
+                    )
+            else:
+                metrics.queues.update(queue.name, depth)
+                if queue is jobs:
+                    on_depth(depth.messages)
+        await asyncio.sleep(retry.jitter(jobs.look_seconds(DEPTH_SECONDS), high=1.5))

@@ -21,24 +21,22 @@ from imagefleet import errors, retry
 from imagefleet.cancelled import CancelledCampaigns
 from imagefleet.storage.open import Storage
 from worker import leases, tasks
-from worker.cost import CostMeter
 from worker.engine import contract
 from worker.files import model
 from worker.gpu_thread import EngineThread
-from worker.inputs.job_files import JobFiles
-from worker.jobs.depth import measure_depth
+from worker.inputs.reader import JobFiles
 from worker.jobs.in_flight import InFlightJob
-from worker.metrics import EngineCollector, Outcome, WorkerMetrics
+from worker.metrics import CostMeter, EngineCollector, Outcome, WorkerMetrics, measure_depth
 from worker.models.change import Following, WorkerModels, make_queues, note_served
 from worker.node import reference
 from worker.node.check import NodeCheck
 from worker.node.quarantine import Quarantine
+from worker.node.salad import Reallocation
 from worker.node.self_check import NodeSelfCheck
 from worker.node.watchdog import NO_LIMITS, Diagnose, NodeLimits, NodeWatchdog
 from worker.progress import Phase
 from worker.pull import Puller
 from worker.replica import UNKNOWN, Replica
-from worker.salad.metadata import Reallocation
 from worker.settings import WorkerSettings, machine_name
 from worker.settle import Settler
 from worker.stages.image import STORAGE_RETRIES, GenerateStage
@@ -149,10 +147,6 @@ class Pipeline:
         self._is_draining = False
 
     @property
-    def images_written(self) -> int:
-        return self.settler.images_written
-
-    @property
     def phase(self) -> Phase:
         if not self.started:
             return self.start_up_phase
@@ -171,11 +165,8 @@ class Pipeline:
         """Works until *stop* is set, or with --until-empty until the queue is empty; then drains.
 
         *hurry* ends the grace time at once. *models* are served in turn, unless the pipeline was
-        given an engine.
-
-        Raises:
-            NodeError: this machine cannot do its work; SetupError: the operator has to act.
-            Jobs in flight have been handed back by then.
+        given an engine. Raises NodeError if this machine cannot do its work, and SetupError if the
+        operator has to act; jobs in flight have been handed back by then.
         """
         self.models = models
         if reason := await self._quarantine.reason():
@@ -399,8 +390,7 @@ class Pipeline:
     async def _watch_node(self, diagnose: Diagnose) -> None:
         """Finishes the jobs in flight on a broken node; works on if no other node is granted.
 
-        Raises:
-            NodeError: another node is on its way, or there is no service to ask for one.
+        Raises NodeError if one is on its way, or there is no service to ask for one.
         """
         while True:
             reason = await self._watchdog.wait_until_broken(diagnose)

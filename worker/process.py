@@ -9,7 +9,6 @@ import logging
 import signal
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import NoReturn
@@ -23,17 +22,16 @@ from worker.engine import contract, load
 from worker.files import check, model
 from worker.files.kernels import cache as kernels
 from worker.gpu_thread import THREAD_NAME, Take
-from worker.gpus.member import Member
+from worker.gpus.child import Member
 from worker.metrics import Outcome, WorkerMetrics
 from worker.models import checkpoints
 from worker.models.change import WorkerModels
 from worker.models.checkpoints import Checkpoint
 from worker.models.choice import share_of
+from worker.node import salad
 from worker.node.watchdog import limits_of
 from worker.pipeline import Machine, Pipeline
 from worker.progress import Counts, Phase, Progress, ProgressMeter, WorkerReport
-from worker.salad import metadata as salad_metadata
-from worker.salad import wait_for_operator
 from worker.settings import WorkerSettings
 
 log = logging.getLogger(__name__)
@@ -68,14 +66,13 @@ async def run_worker(
 
     On SaladCloud it does not end for what another node would meet as well: it goes on polling an
     empty queue (`until_empty` is ignored), and waits for storage, credentials and whatever else
-    only the operator can fix (`worker.salad.wait_for_operator`). A broken node is given up
-    (`worker.salad.metadata`). SIGTERM may not come before the end there; leases cover that.
+    only the operator can fix (`worker.node.salad`). A broken node is given up. SIGTERM may not come
+    before the end there; leases cover that.
 
-    Raises:
-        SetupError: a queue, a credential or the model is missing; NodeError: the machine is
-        broken. Jobs in flight have been handed back by then.
+    Raises SetupError if a queue, a credential or the model is missing, and NodeError if the machine
+    is broken; jobs in flight have been handed back by then.
     """
-    metadata = salad_metadata.find_metadata()
+    metadata = salad.find_metadata()
     if metadata is not None and settings.until_empty:
         log.warning(
             "--until-empty is ignored: SaladCloud restarts a worker that exits",
@@ -97,15 +94,13 @@ class _Worker:
     _load: Callable[[], contract.Engine] | None
     _on_settled: Callable[[Outcome], None]
     _on_progress: Callable[[Progress], None] | None
-    _metadata: salad_metadata.SaladMetadata | None
+    _metadata: salad.SaladMetadata | None
     _stop: asyncio.Event
     _hurry: asyncio.Event
     _member: Member | None = None
     _began_at: float = field(default_factory=time.monotonic)
     _meter: ProgressMeter = field(default_factory=ProgressMeter)
     _pipeline: Pipeline | None = None
-    _jobs: Counter[str] = field(default_factory=Counter)
-    _earlier_images: int = 0  # of earlier attempts on SaladCloud
     _waiting_for: Phase | None = None
     _has_started: bool = False
     _port: int = 0
@@ -115,11 +110,13 @@ class _Worker:
 
     def __post_init__(self) -> None:
         member = self._member
-        self._metrics = WorkerMetrics(self._settings.fleet_name, member.gpu if member else None)
+        self._metrics = WorkerMetrics(
+            self._settings.fleet_name, member.assignment.gpu if member else None
+        )
         # The container is the parent's to give up: the other GPUs go on.
         self._container = None if member else self._metadata
         self._reallocation = (
-            salad_metadata.Reallocation(self._container, self._metrics.reallocations)
+            salad.Reallocation(self._container, self._metrics.reallocations)
             if self._container
             else None
         )
@@ -140,9 +137,9 @@ class _Worker:
                 self._metrics.registry,
                 settings,
                 job="imagefleet-worker",
-                instance=self._member.instance if self._member else None,
+                instance=self._member.assignment.instance if self._member else None,
             ),
-            salad_metadata.updating_deletion_cost(self._container, self._jobs_in_flight),
+            salad.updating_deletion_cost(self._container, self._jobs_in_flight),
             tasks.background(self._show_progress(), "show progress"),
         ):
             if self._member is not None:
@@ -158,7 +155,7 @@ class _Worker:
 
     async def _run_on_salad(self) -> None:
         try:
-            await wait_for_operator.retry_until_fixed(
+            await salad.retry_until_fixed(
                 self._attempt,
                 stop=self._stop,
                 set_waiting=self._set_waiting,
@@ -167,16 +164,12 @@ class _Worker:
         except errors.NodeError as error:
             if self._reallocation and await self._reallocation.request(error.message):
                 self._waiting_for = "waiting for another node"
-                await tasks.first_of(
-                    self._stop.wait(), timeout_seconds=salad_metadata.REALLOCATION_SECONDS
-                )
+                await tasks.first_of(self._stop.wait(), timeout_seconds=salad.REALLOCATION_SECONDS)
             if not self._stop.is_set():
                 raise
 
     async def _attempt(self) -> None:
         """Opens the storage and works until there is a reason to end."""
-        if self._pipeline is not None:
-            self._earlier_images += self._pipeline.images_written
         self._pipeline = None
         if self._load is None:
             self._import_engine()
@@ -188,7 +181,7 @@ class _Worker:
                 storage,
                 self._load,
                 self._settings,
-                on_settled=self._settled,
+                on_settled=self._on_settled,
                 on_depth=self._measured,
                 metrics=self._metrics,
                 machine=Machine(
@@ -243,7 +236,7 @@ class _Worker:
             found, fetch, self._load_engine, on_cpu=on_cpu, read=self._read_weights
         )
         queue = storage.models.served(models.names if len(found) > 1 else [])
-        share = self._member.share if self._member else share_of(self._settings.name)
+        share = self._member.assignment.share if self._member else share_of(self._settings.name)
         storage.models.stand_at(share)
         await models.begin(queue, share)
         self._first_model = models.current.settings
@@ -266,10 +259,6 @@ class _Worker:
     def _jobs_in_flight(self) -> int:
         return len(self._pipeline.settler.in_flight) if self._pipeline is not None else 0
 
-    def _settled(self, outcome: Outcome) -> None:
-        self._jobs[outcome] += 1
-        self._on_settled(outcome)
-
     def _measured(self, messages: int) -> None:
         self._meter.measured(time.monotonic(), messages, self._counts())
 
@@ -279,16 +268,13 @@ class _Worker:
             dollars = gpu_dollars + pipeline.cost.storage_dollars
         recording = pipeline.settler.pending.jobs if pipeline is not None else 0
         return Counts(
-            images=self._images(),
-            ended_jobs=sum(self._jobs[outcome] for outcome in _ENDED) + recording,
-            failed_jobs=self._jobs["failed"],
-            cancelled_jobs=self._jobs["cancelled"],
+            images=self._metrics.images_stored,
+            ended_jobs=sum(self._metrics.outcomes[outcome] for outcome in _ENDED) + recording,
+            failed_jobs=self._metrics.outcomes["failed"],
+            cancelled_jobs=self._metrics.outcomes["cancelled"],
             jobs_in_flight=max(0, self._jobs_in_flight() - recording),
             dollars=dollars,
         )
-
-    def _images(self) -> int:
-        return self._earlier_images + (self._pipeline.images_written if self._pipeline else 0)
 
     def _phase(self) -> Phase:
         if self._stop.is_set():
@@ -326,18 +312,18 @@ class _Worker:
 
     def _report(self) -> WorkerReport:
         seconds = time.monotonic() - self._began_at
-        pipeline = self._pipeline
-        if pipeline is None:
-            return WorkerReport(self._images(), dict(self._jobs), seconds, start_up_seconds=seconds)
+        counted = self._metrics.images_stored, dict(self._metrics.outcomes)
+        if self._pipeline is None:
+            return WorkerReport(*counted, seconds, start_up_seconds=seconds)
+        clock, cost = self._pipeline.engine_thread.clock, self._pipeline.cost
         return WorkerReport(
-            images=self._images(),
-            jobs=dict(self._jobs),
+            *counted,
             seconds=seconds,
-            start_up_seconds=pipeline.cost.wasted_seconds()["start_up"],
-            engine_busy_seconds=pipeline.engine_thread.clock.busy_seconds,
-            engine_idle_fraction=pipeline.engine_thread.clock.idle_fraction,
-            gpu_dollars=pipeline.cost.gpu_dollars,
-            storage_dollars=pipeline.cost.storage_dollars,
+            start_up_seconds=cost.wasted_seconds()["start_up"],
+            engine_busy_seconds=clock.busy_seconds,
+            engine_idle_fraction=clock.idle_fraction,
+            gpu_dollars=cost.gpu_dollars,
+            storage_dollars=cost.storage_dollars,
         )
 
     def _import_engine(self) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Literal
 
-from imagefleet.telemetry.queue_gauges import QueueFlow
+from imagefleet.telemetry.metrics import QueueFlow
 
 log = logging.getLogger(__name__)
 

@@ -48,10 +48,7 @@ def find_replica(settings: WorkerSettings) -> Replica:
     """The GPU and prices by the settings, else by driver and price table; blocks on the driver.
 
     A group of several GPU classes gets whichever is free, so the actual card counts. An unknown
-    price is logged and does not stop the worker.
-
-    Raises:
-        SetupError: the price file is wrong.
+    price is logged and does not stop the worker; a wrong price file is a SetupError.
     """
     table = prices.read_table(settings.price_file)
     gpu = _gpu(settings, table)

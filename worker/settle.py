@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -13,23 +12,19 @@ from typing import Any
 
 from imagefleet import errors, retry
 from imagefleet.cancelled import CancelledCampaigns
-from imagefleet.records.record import MAX_NAME_CHARACTERS, Record, of_job
+from imagefleet.records.record import MAX_NAME_CHARACTERS, Record, RecordLog, of_job
 from imagefleet.records.record import Outcome as RecordOutcome
-from imagefleet.records.shard import RecordLog
 from imagefleet.storage import dead_letter, queue_names
 from imagefleet.storage.dead_letter import FailedJob
 from imagefleet.storage.deliveries import without_deliveries
 from imagefleet.storage.open import Storage
 from imagefleet.storage.routing.models import named
 from imagefleet.storage.settings import checked_priority
-from worker.cost import CostMeter
-from worker.jobs import chains, stored
-from worker.jobs.in_flight import FailedImage, InFlightImage, InFlightJob
+from worker.jobs import chains, in_flight
+from worker.jobs.in_flight import FailedImage, InFlightImage, InFlightJob, PendingRecords
 from worker.leases import LeaseKeeper
-from worker.metrics import Outcome, WorkerMetrics
+from worker.metrics import CostMeter, Outcome, WorkerMetrics
 from worker.settings import WorkerSettings
-from worker.stages import record
-from worker.stages.record import PendingRecords
 
 log = logging.getLogger(__name__)
 
@@ -54,10 +49,8 @@ class Settler:
     on_settled: Callable[[InFlightJob, Outcome], None]
     cancelled_campaigns: CancelledCampaigns
     pending: PendingRecords = field(init=False)
-    outcomes: Counter[str] = field(default_factory=Counter, init=False)
     model_name: str = field(default="", init=False)
     """The model whose jobs are in flight."""
-    images_written: int = field(default=0, init=False)
     in_flight: dict[InFlightJob, None] = field(default_factory=dict, init=False)  # in order
     nothing_in_flight: asyncio.Event = field(default_factory=asyncio.Event, init=False)
 
@@ -66,7 +59,7 @@ class Settler:
         self.pending = PendingRecords(
             RecordLog(self.storage.blobs, self.settings.name, self.retry_policy),
             self.metrics,
-            record.flush_seconds(self.storage.url, self.settings.lease_seconds),
+            in_flight.flush_seconds(self.storage.url, self.settings.lease_seconds),
             lambda: len(self.in_flight),
         )
 
@@ -84,9 +77,7 @@ class Settler:
         """Awaits *work* unless the job is settled; an error, a lost lease's too, ends the job.
 
         An error of work on an *image*, which the GPU has generated, ends only that one at first.
-
-        Raises:
-            NodeError, SetupError: the error is not the job's.
+        NodeError and SetupError, which are not the job's, are raised.
         """
         if not entry.settled:
             try:
@@ -153,7 +144,7 @@ class Settler:
         entry.recorded |= known
         if earlier.is_unsure or job.stage > 1:  # which may have been sent twice
             unknown = sorted(images - entry.stored)
-            look = partial(stored.find, self.storage.blobs, job, entry.source, unknown)
+            look = partial(in_flight.find_stored, self.storage.blobs, job, entry.source, unknown)
             found = await self.retry_policy.call(look)
             entry.again += found
             entry.stored.update(each.index for each in found)
@@ -191,14 +182,25 @@ class Settler:
             return error
         return None
 
-    async def _not_sent(self, entry: InFlightJob, error: errors.FleetError) -> None:
-        """The next stage of a job could not be sent: it is delivered again."""
-        if isinstance(error, errors.LeaseLost):
-            self._ended(entry, "lost")
-        elif isinstance(error, errors.TransientError):
-            self._abandoned(entry, error)
-        else:
-            await self._leave(entry, error, "is drawn, but its next stage cannot be sent; it")
+    async def _not_sent(
+        self,
+        entry: InFlightJob,
+        error: errors.FleetError,
+        why: str = "is drawn, but its next stage cannot be sent; it",
+    ) -> None:
+        """A job, or its next stage, could not be sent: it comes again, here or elsewhere."""
+        if isinstance(error, (errors.LeaseLost, errors.TransientError)):
+            self._lost(entry, error)
+            return
+        log.warning(
+            "job %s %s stays in the queue %s: %s",
+            entry.id,
+            why,
+            entry.lease.message.queue,
+            error.message,
+            extra={"action": "job_not_moved", "job_id": entry.id},
+        )
+        await self._end(entry, "handed_back", partial(self._release, entry, NOT_MOVED_SECONDS))
 
     async def cancelled(self, entry: InFlightJob) -> None:
         """Acknowledges a job of a cancelled campaign; what was begun is stored."""
@@ -207,27 +209,20 @@ class Settler:
         if entry.is_second_drawing:
             await self._end_unverified(entry, "its campaign was cancelled")
             return
-
-        async def finish(error: errors.TransientError | None) -> None:
-            await self._acknowledge(entry, "cancelled", error)
-
         if not await self._ended_earlier(entry):
-            record = self.record(entry, "cancelled")
-            await self.pending.put(finish, [*entry.records, record], entry.again)
+            records = [*entry.records, self.record(entry, "cancelled")]
+            acknowledge = partial(self._acknowledge, entry, "cancelled")
+            await self.pending.put(acknowledge, records, entry.again)
 
     async def _ended_earlier(self, entry: InFlightJob) -> bool:
         """Ends a job that is to end without its images, if they are all stored nevertheless.
 
         If some of them are, by a worker that died, their records are in `again` from here on.
         """
-
-        async def finish(error: errors.TransientError | None) -> None:
-            await self._acknowledge(entry, "duplicate", error)
-
         try:
             await self.look_up(entry)
         except errors.TransientError as error:
-            self._abandoned(entry, error)
+            self._lost(entry, error)
             return True
         if not entry.is_all_stored:
             return False
@@ -242,7 +237,8 @@ class Settler:
             await self._not_sent(entry, fault)
             return True
         entry.mark_completed()
-        await self.pending.put(finish, entry.records, entry.again)
+        acknowledge = partial(self._acknowledge, entry, "duplicate")
+        await self.pending.put(acknowledge, entry.records, entry.again)
         return True
 
     async def _acknowledge(
@@ -250,17 +246,13 @@ class Settler:
     ) -> Outcome:
         """Ends a job whose records are stored, or not, after an *error*."""
         if error is not None:
-            return self._abandoned(entry, error)
+            return self._lost(entry, error)
         return await self._end(entry, outcome, lambda: self.keeper.acknowledge(entry.lease))
 
     async def failed(
         self, entry: InFlightJob, error: Exception, image: InFlightImage | None = None
     ) -> None:
-        """An *image* of a job, or the job itself, failed.
-
-        Raises:
-            NodeError, SetupError: *error* is not the job's.
-        """
+        """An *image* of a job, or the job itself, failed; an *error* not of the job is raised."""
         if isinstance(error, (errors.NodeError, errors.SetupError)):
             raise error
         if isinstance(error, errors.JobCancelled):
@@ -270,7 +262,7 @@ class Settler:
             return
         if isinstance(error, errors.LeaseLost):
             entry.settle()
-            self._ended(entry, "lost")
+            self._lost(entry, error)
             return
         error = entry.fault_of(error)
         if image is None or entry.has_ended:  # at its end no image is left that could be awaited
@@ -299,11 +291,7 @@ class Settler:
     async def hand_back(self, entry: InFlightJob, delay_seconds: float = 0) -> None:
         """Leaves a job that was not finished in time to another worker, by default at once."""
         if entry.settle():
-            await self._end(
-                entry,
-                "handed_back",
-                lambda: self._release(entry, failed=False, delay_seconds=delay_seconds),
-            )
+            await self._end(entry, "handed_back", partial(self._release, entry, delay_seconds))
 
     async def put_off(self, entry: InFlightJob) -> None:
         """Hands back a job of which some images are stored perhaps; another worker draws the rest.
@@ -311,9 +299,7 @@ class Settler:
         It does not have to look for them, since it waits for their records.
         """
         if entry.settle():
-            await self._end_after_records(
-                entry, "handed_back", lambda: self._release(entry, failed=False)
-            )
+            await self._end_after_records(entry, "handed_back", partial(self._release, entry))
 
     async def move(self, entry: InFlightJob) -> None:
         """Another model's job: sends it to the queue of its model, where it waits for a worker.
@@ -325,7 +311,7 @@ class Settler:
         message, model = entry.lease.message, entry.job.model
         priority = checked_priority(queue_names.priority_of(message.queue))
         if self.storage.models.of(model)[priority].name == message.queue:
-            await self._end(entry, "handed_back", lambda: self._release(entry, failed=False))
+            await self._end(entry, "handed_back", partial(self._release, entry))
             return
         # Sent again it is younger; but who cancels its campaign waits as long as this worker may
         # not know of it.
@@ -337,12 +323,8 @@ class Settler:
 
         try:
             await self.retry_policy.call(send)
-        except errors.LeaseLost:
-            self._ended(entry, "lost")
-        except errors.TransientError as error:
-            self._abandoned(entry, error)
-        except (errors.SetupError, errors.JobError) as error:
-            await self._leave(entry, error)
+        except errors.FleetError as error:
+            await self._not_sent(entry, error, "asks for another model and")
         else:
             log.info(
                 "job %s asks for the model %s and is moved to its queue",
@@ -351,24 +333,6 @@ class Settler:
                 extra={"action": "job_moved", "job_id": entry.id, "model": model},
             )
             await self._end(entry, "moved", lambda: self.keeper.acknowledge(entry.lease))
-
-    async def _leave(
-        self, entry: InFlightJob, error: errors.FleetError, why: str = "asks for another model and"
-    ) -> None:
-        """Hands back a job that cannot be moved; it comes again, here or to a worker that may."""
-        log.warning(
-            "job %s %s stays in the queue %s: %s",
-            entry.id,
-            why,
-            entry.lease.message.queue,
-            error.message,
-            extra={"action": "job_not_moved", "job_id": entry.id},
-        )
-        await self._end(
-            entry,
-            "handed_back",
-            lambda: self._release(entry, failed=False, delay_seconds=NOT_MOVED_SECONDS),
-        )
 
     async def unverified(self, entry: InFlightJob, reason: str) -> None:
         """There will be no second drawing: acknowledges the message that asks for it."""
@@ -415,12 +379,10 @@ class Settler:
 
         try:
             failed = await self.retry_policy.call(add)
-        except errors.LeaseLost:
-            self._ended(entry, "lost")
-        except errors.TransientError as fault:
-            self._abandoned(entry, fault)
+        except (errors.LeaseLost, errors.TransientError) as fault:
+            self._lost(entry, fault)
         else:
-            record = self.record(entry, "failed", **failed.facts())
+            record = self.record(entry, **failed.model_dump(exclude_unset=True))
             await self.pending.put(finish, [*entry.records, record], entry.again)
 
     async def _retry(self, entry: InFlightJob, error: errors.FleetError, attempts: int) -> None:
@@ -434,11 +396,12 @@ class Settler:
             error,
             extra={"action": "job_retried", "job_id": entry.id, "error": type(error).__name__},
         )
-        await self._end_after_records(
-            entry, "retried", lambda: self._release(entry, failed=True, delay_seconds=delay_seconds)
-        )
+        release = partial(self._release, entry, delay_seconds, failed=True)
+        await self._end_after_records(entry, "retried", release)
 
-    async def _release(self, entry: InFlightJob, *, failed: bool, delay_seconds: float = 0) -> None:
+    async def _release(
+        self, entry: InFlightJob, delay_seconds: float = 0, *, failed: bool = False
+    ) -> None:
         body = entry.ended(failed=failed).write_to(entry.lease.message.body)
         await self.keeper.release(entry.lease, delay_seconds, body)
 
@@ -452,7 +415,7 @@ class Settler:
 
         async def finish(error: errors.TransientError | None) -> None:
             if error is not None:
-                self._abandoned(entry, error)
+                self._lost(entry, error)
                 return
             entry.recorded |= entry.stored
             await self._end(entry, outcome, call)
@@ -465,21 +428,20 @@ class Settler:
         """Returns *outcome*, or `lost` where the storage did not accept it."""
         try:
             await self.retry_policy.call(call)
-        except errors.LeaseLost:
-            outcome = "lost"
-        except errors.TransientError as error:
-            return self._abandoned(entry, error)
+        except (errors.LeaseLost, errors.TransientError) as error:
+            return self._lost(entry, error)
         self._ended(entry, outcome)
         return outcome
 
-    def _abandoned(self, entry: InFlightJob, error: errors.TransientError) -> Outcome:
-        """The lease expires and the job is delivered again; what is stored stays stored."""
-        log.warning(
-            "the storage does not answer; job %s will be delivered again: %s",
-            entry.id,
-            error,
-            extra={"action": "job_abandoned", "job_id": entry.id},
-        )
+    def _lost(self, entry: InFlightJob, error: errors.LeaseLost | errors.TransientError) -> Outcome:
+        """The job is delivered again, or was; what is stored stays stored."""
+        if isinstance(error, errors.TransientError):
+            log.warning(
+                "the storage does not answer; job %s will be delivered again: %s",
+                entry.id,
+                error,
+                extra={"action": "job_abandoned", "job_id": entry.id},
+            )
         self._ended(entry, "lost")
         return "lost"
 
@@ -489,7 +451,5 @@ class Settler:
         self.pending.job_ended()
         if not self.in_flight:
             self.nothing_in_flight.set()
-        self.outcomes[outcome] += 1
-        self.metrics.jobs.labels(outcome).inc()
-        self.metrics.model_jobs.labels(self.model_name, outcome).inc()
+        self.metrics.job_ended(self.model_name, outcome)
         self.on_settled(entry, outcome)

@@ -12,11 +12,7 @@ from typing import Any, NoReturn
 async def first_of(
     *works: Awaitable[Any], timeout_seconds: float | None = None
 ) -> set[asyncio.Future[Any]]:
-    """Waits until one of *works* ends, cancels the others and returns those that ended.
-
-    Raises:
-        Exception: what one of them raised.
-    """
+    """Waits until one of *works* ends, cancels the others, and returns or raises what ended."""
     tasks: list[asyncio.Future[Any]] = [asyncio.ensure_future(work) for work in works]
     try:
         done, _ = await asyncio.wait(

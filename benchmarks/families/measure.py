@@ -33,6 +33,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 from filelock import FileLock
 
+import lora_kinds
 from engine import Group
 from engine_process import Channel, Figures, Measure, decibels
 from evaluation.bench import engine as bench_engine
@@ -89,7 +90,7 @@ def build_model(arguments: argparse.Namespace, family: tiny_families.FamilyName)
 def build_workload(
     arguments: argparse.Namespace,
     model: Path,
-    kinds: tuple[random_model.LoraFormat, ...] = ("lora",),
+    kinds: tuple[lora_kinds.LoraFormat, ...] = ("lora",),
 ) -> bench_jobs.Workload:
     """Jobs with another LoRA each: one file of each kind and rank 32, under many names."""
     count = TINY_FILES if arguments.tiny else FILES
@@ -100,9 +101,7 @@ def build_workload(
             kind = kinds[number % len(kinds)]
             original = directory / f"random-{kind}-32-000.safetensors"
             if not original.exists():
-                random_model.build_random_loras(
-                    directory, model, 1, arguments.device, rank=32, kind=kind
-                )
+                lora_kinds.build(directory, model, 1, arguments.device, rank=32, kind=kind)
             link = directory / f"{kind}-{number}.safetensors"
             if not link.exists():
                 link.hardlink_to(original)

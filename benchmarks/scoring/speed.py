@@ -30,8 +30,7 @@ from rich.table import Table
 
 from demo_world import captions, world
 from imagefleet import concurrency
-from imagefleet.records.record import Record
-from imagefleet.records.shard import RecordLog
+from imagefleet.records.record import Record, RecordLog
 from imagefleet.storage.open import Storage, open_storage
 from imagefleet.storage.settings import StorageSettings
 

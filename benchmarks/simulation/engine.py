@@ -182,9 +182,8 @@ class SimulatedEngineThread(EngineThread):
             self._deliver([delivery])
             return
         began_at = self._loop.time()
-        while self._delivered - self._taken >= self._backlog:
+        while not self._room.acquire(blocking=False):
             self._has_room.clear()
             await self._has_room.wait()
         self.clock.idle_seconds["backpressure"] += self._loop.time() - began_at
-        self._delivered += 1
         self._finished.put_nowait(delivery)

@@ -9,7 +9,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from imagefleet.scoring import curve
+from imagefleet import scores as curve
 
 _WIDTH, _HEIGHT = 560, 340
 _LEFT, _RIGHT, _TOP, _BOTTOM = 70, 24, 24, 50

@@ -7,13 +7,13 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-import typer
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from evaluation.bench.options import Asked, Kind, Shown, check
 from fleet import console, options
+from fleet.options import argument
 from imagefleet.pricing import prices
 from worker.files import check as checkpoint
 from worker.node import libraries
@@ -25,16 +25,13 @@ _SECONDS_PER_HOUR = 3600
 
 
 @options.flat
-@console.one_line_errors()
 def command(
-    kind: Annotated[
-        Kind,
-        typer.Argument(
-            metavar="[engine|latency|scaling]",
-            help="images/s of one worker; seconds for 1, 2 and 4 images; or images/s of 1, 2, 4,"
-            " .. workers.",
-        ),
-    ],
+    *,
+    kind: Kind = argument(
+        "images/s of one worker; seconds for 1, 2 and 4 images; or images/s of 1, 2, 4,"
+        " .. workers.",
+        metavar="[engine|latency|scaling]",
+    ),
     asked: Asked,
     shown: Shown,
 ) -> None:

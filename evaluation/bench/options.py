@@ -5,11 +5,10 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
-
-import typer
+from typing import Literal
 
 from fleet import options
+from fleet.options import option
 from imagefleet import errors
 from imagefleet.pricing import families, prices
 
@@ -20,92 +19,56 @@ Kind = Literal["engine", "latency", "scaling"]
 class Asked:
     """What is measured, and how."""
 
-    model: Annotated[
-        Path | None,
-        typer.Option(
-            help="A checkpoint, as for the worker. By default SD1.5 with random weights on a GPU"
-            " (2 GB in the temporary folder), and the small demo checkpoint on a CPU."
-        ),
-    ] = None
-    family: Annotated[
-        str,
-        typer.Option(
-            metavar="|".join(families.FAMILIES),
-            help="engine, latency: of the checkpoint with random weights. SDXL takes 7 GB in the"
-            " temporary folder.",
-        ),
-    ] = families.SD1.slug
-    device: Annotated[
-        str, typer.Option(help="auto, cpu, cuda or cuda:N; scaling: auto or cpu.")
-    ] = "auto"
-    slots: Annotated[
-        int | None,
-        typer.Option(
-            min=1, max=256, help="engine, scaling: images at once. [default: by free memory]"
-        ),
-    ] = None
-    seconds: Annotated[
-        float | None,
-        typer.Option(
-            min=0.1,
-            help="engine, scaling: per measured rate. [default: 20 and 60 on a GPU, 3 and 20 on a"
-            " CPU]",
-        ),
-    ] = None
-    steps: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            max=150,
-            help="latency, scaling: of each image. [default: 15 of SD1.5, else 20]",
-        ),
-    ] = None
-    set_: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--set",
-            metavar="FIELD=VALUE",
-            help="scaling: a field of each job, sampler_name=PLMS say; repeatable.",
-        ),
-    ] = None
-    workers: Annotated[
-        str | None,
-        typer.Option(
-            metavar="LIST",
-            help="scaling: numbers of workers, 1,2,4. [default: powers of two up to the GPUs, or"
-            " with --device cpu up to the cores]",
-        ),
-    ] = None
-    baseline: Annotated[
-        bool,
-        typer.Option("--baseline", help="engine: also diffusers + peft, one job at a time."),
-    ] = False
-    fp16_accumulate: Annotated[
-        bool, typer.Option("--fp16-accumulate", help="engine: as the worker's setting.")
-    ] = False
-    price_per_hour: Annotated[
-        float | None,
-        typer.Option(min=0.0001, metavar="DOLLARS", help="engine: this machine's price in $/h."),
-    ] = None
-    gpu: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME", help="engine: GPU class, for its price. [default: this machine's]"
-        ),
-    ] = None
-    priority: Annotated[
-        str,
-        typer.Option(metavar="|".join(prices.PRIORITIES), help="engine: SaladCloud's priority."),
-    ] = "batch"
+    model: Path | None = option(
+        "A checkpoint, as for the worker. By default SD1.5 with random weights on a GPU"
+        " (2 GB in the temporary folder), and the small demo checkpoint on a CPU."
+    )
+    family: str = option(
+        "engine, latency: of the checkpoint with random weights. SDXL takes 7 GB in the"
+        " temporary folder.",
+        families.SD1.slug,
+        metavar="|".join(families.FAMILIES),
+    )
+    device: str = option("auto, cpu, cuda or cuda:N; scaling: auto or cpu.", "auto")
+    slots: int | None = option(
+        "engine, scaling: images at once. [default: by free memory]", min=1, max=256
+    )
+    seconds: float | None = option(
+        "engine, scaling: per measured rate. [default: 20 and 60 on a GPU, 3 and 20 on a CPU]",
+        min=0.1,
+    )
+    steps: int | None = option(
+        "latency, scaling: of each image. [default: 15 of SD1.5, else 20]", min=1, max=150
+    )
+    set_: list[str] | None = option(
+        "scaling: a field of each job, sampler_name=PLMS say; repeatable.",
+        None,
+        "--set",
+        metavar="FIELD=VALUE",
+    )
+    workers: str | None = option(
+        "scaling: numbers of workers, 1,2,4. [default: powers of two up to the GPUs, or"
+        " with --device cpu up to the cores]",
+        metavar="LIST",
+    )
+    baseline: bool = option("engine: also diffusers + peft, one job at a time.", default=False)
+    fp16_accumulate: bool = option("engine: as the worker's setting.", default=False)
+    price_per_hour: float | None = option(
+        "engine: this machine's price in $/h.", min=0.0001, metavar="DOLLARS"
+    )
+    gpu: str | None = option(
+        "engine: GPU class, for its price. [default: this machine's]", metavar="NAME"
+    )
+    priority: str = option(
+        "engine: SaladCloud's priority.", "batch", metavar="|".join(prices.PRIORITIES)
+    )
 
 
 @dataclass(frozen=True, slots=True)
 class Shown:
     """How the figures are shown."""
 
-    form: Annotated[
-        Literal["table", "markdown"], typer.Option("--format", help="markdown: scaling.")
-    ] = "table"
+    form: Literal["table", "markdown"] = option("markdown: scaling.", "table", "--format")
     json_file: options.JsonFile = None
     as_json: options.AsJson = False
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Annotated
 
 import typer
 
@@ -13,19 +12,19 @@ from evaluation.gate.options import Drawn, Judged, Plan
 from evaluation.gate.page import Result
 from evaluation.gate.verdict import Bounds
 from fleet import console, options
+from fleet.options import argument, option
 from imagefleet.storage.settings import StorageSettings
 
 
 @options.from_settings(StorageSettings)
 def command(
     settings: StorageSettings,
-    a: Annotated[str, typer.Argument(metavar="A", help="The reference.")],
-    b: Annotated[str, typer.Argument(metavar="B", help="What is compared with it.")],
+    *,
+    a: str = argument("The reference.", metavar="A"),
+    b: str = argument("What is compared with it.", metavar="B"),
     drawn: Drawn,
     judged: Judged,
-    output: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Also write a page with the worst pairs.")
-    ] = None,
+    output: Path | None = option("Also write a page with the worst pairs.", metavar="FILE"),
     json_file: options.JsonFile = None,
     as_json: options.AsJson = False,
 ) -> None:

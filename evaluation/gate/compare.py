@@ -47,7 +47,7 @@ class PairFigures:
 
     @property
     def psnr(self) -> float | None:
-        return likeness.psnr(self.squares)
+        return metrics.psnr(self.squares)
 
 
 @dataclass(slots=True)
@@ -119,7 +119,7 @@ def _add(
                 names[1][key],
                 known.caption,
                 known.seed,
-                likeness.mean_square(a.pixels, b.pixels),
+                metrics.mean_square(a.pixels, b.pixels),
                 likeness.distance(*(likeness.fingerprint(each.pixels) for each in (a, b))),
                 distance,
             )

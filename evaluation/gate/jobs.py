@@ -9,7 +9,7 @@ from evaluation.gate import images
 from imagefleet import concurrency, errors
 from imagefleet.files import demo
 from imagefleet.job.message import Job, read_job
-from imagefleet.job.passes import sources
+from imagefleet.job.passes import img2img
 from loadgen.sources import open_source
 
 #: Of a file, unless --count says more.
@@ -68,7 +68,7 @@ def _to_draw(job: Job, steps: int | None) -> Job:
     Raises:
         SetupError: it takes more than an engine to draw it.
     """
-    named = [each for each in job.sources if sources.place(each) is not None]
+    named = [each for each in job.sources if img2img.place(each) is not None]
     files = [*named, *job.upscaler_files, *(unit.model for unit in job.controls)]
     reason = None
     if job.stages > 1:

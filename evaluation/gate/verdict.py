@@ -11,7 +11,7 @@ from typing import Any, Self
 import numpy as np
 
 from evaluation.gate.compare import Comparison, Measures, PairFigures
-from evaluation.score.metrics import frechet_distance
+from evaluation.score.metrics import frechet_distance, psnr
 from imagefleet import errors, likeness, validation
 
 #: Pairs that are listed and shown, unless --limit says otherwise.
@@ -118,7 +118,7 @@ class Verdict:
 def judge(found: Comparison, measures: Measures, bounds: Bounds, worst: int = WORST) -> Verdict:
     """The verdict on at least one pair."""
     pairs = found.pairs
-    total = likeness.psnr(float(np.mean([pair.squares for pair in pairs])))
+    total = psnr(float(np.mean([pair.squares for pair in pairs])))
     alike = sum(pair.fingerprint_distance < likeness.SAME_BELOW for pair in pairs)
     share = 100 * alike / len(pairs)
     checks = [

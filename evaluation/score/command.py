@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
 
 import typer
 from rich.table import Table
@@ -14,9 +13,10 @@ from evaluation.score.extractors import DEMO
 from evaluation.score.session import Computing, Networks
 from fleet import console, options
 from fleet.campaigns import target
+from fleet.options import option
 from imagefleet import errors
-from imagefleet.scoring import curve as drawing
-from imagefleet.scoring.scores import GroupScores, Scores, facts
+from imagefleet import scores as drawing
+from imagefleet.scores import GroupScores, Scores, facts
 from imagefleet.storage.settings import StorageSettings
 
 #: Facts of a group that differ in one sweep and not in another.
@@ -24,19 +24,15 @@ _VARIED = ("sampler", "steps", "model", "lora", "lora_strength")
 
 
 @options.from_settings(StorageSettings)
-@console.one_line_errors()
 def command(
     settings: StorageSettings,
     campaign: target.Campaign,
     networks: Networks,
     computing: Computing,
-    write_reference: Annotated[
-        Path | None,
-        typer.Option(metavar="STATISTICS", help="Write those of the folder --reference."),
-    ] = None,
-    output: Annotated[
-        Path | None, typer.Option(metavar="SVG", help="Draw FID over the CLIP score.")
-    ] = None,
+    write_reference: Path | None = option(
+        "Write those of the folder --reference.", metavar="STATISTICS"
+    ),
+    output: Path | None = option("Draw FID over the CLIP score.", metavar="SVG"),
     json_file: options.JsonFile = None,
     as_json: options.AsJson = False,
 ) -> None:

@@ -6,9 +6,11 @@ memory; here an ONNX network needs neither, and features stay in files. It has n
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
 from evaluation.score.statistics import Doubles, Features, Rows, Statistics, blocks
 from imagefleet import errors
@@ -33,6 +35,17 @@ class Kid:
     mean: float
     std: float
     subset_size: int
+
+
+def mean_square(a: npt.NDArray[np.uint8], b: npt.NDArray[np.uint8]) -> float:
+    """The mean square of the difference of all channels, out of 255 squared."""
+    difference = a.astype(np.int16) - b
+    return float(np.square(difference, dtype=np.int32).mean())
+
+
+def psnr(square: float) -> float | None:
+    """The peak signal-to-noise ratio in dB by the mean square; None for the same pixels."""
+    return None if square == 0 else 10 * math.log10(255**2 / square)
 
 
 def frechet_distance(a: Statistics, b: Statistics) -> float:

@@ -10,7 +10,7 @@ from evaluation.score.extractors import ExtractorFacts
 from evaluation.score.plan import Chunk, Plan
 from evaluation.score.reference import Reference
 from evaluation.score.statistics import Statistics
-from imagefleet.scoring.scores import GroupScores, Scores
+from imagefleet.scores import GroupScores, Scores
 
 #: FID and KID of fewer images are not defined.
 _LEAST = 2

@@ -22,7 +22,7 @@ from fleet import console
 from fleet.campaigns import target
 from imagefleet import errors
 from imagefleet.records import reader
-from imagefleet.scoring.scores import Scores
+from imagefleet.scores import Scores
 from imagefleet.storage.settings import StorageSettings
 
 #: More only wait for the storage, and each has the networks in memory.

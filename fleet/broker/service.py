@@ -26,6 +26,14 @@ from fleet.settings import BrokerSettings
 from imagefleet import errors
 from imagefleet.storage.open import open_storage
 
+log = logging.getLogger(__name__)
+
+#: Seconds in which nodes may still get tokens that are revoked already; they ask again.
+CHECK_SECONDS = 30.0
+
+#: Nodes wait for the answer meanwhile.
+LONGEST_CHECK_SECONDS = 10.0
+
 #: SaladCloud's public keys; a new one is published every week.
 KEYS_URL = "https://matrix-rest-api.salad.com/.well-known/workload-jwks.json"
 
@@ -100,15 +108,6 @@ class Identities:
         return isinstance(group, str) and (
             group in self._fleets or any(groups.parse_name(each, group) for each in self._fleets)
         )
-
-
-log = logging.getLogger(__name__)
-
-#: Seconds in which nodes may still get tokens that are revoked already; they ask again.
-CHECK_SECONDS = 30.0
-
-#: Nodes wait for the answer meanwhile.
-LONGEST_CHECK_SECONDS = 10.0
 
 
 class Policy:

@@ -3,34 +3,28 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from datetime import datetime
-from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
+from rich.console import Console
 
 from fleet import console, options
 from fleet.campaigns import target
+from fleet.options import argument, option
 from imagefleet import cancelled, errors
+from imagefleet.records import reader
 from imagefleet.storage.open import Storage
+from imagefleet.storage.protocol import JobQueue
 from imagefleet.storage.settings import StorageSettings
-
-if TYPE_CHECKING:
-    from imagefleet.records.reader import Counts
 
 
 @options.from_settings(StorageSettings)
-def command(
+async def command(
     settings: StorageSettings,
-    campaign: Annotated[
-        str | None,
-        typer.Argument(metavar="CAMPAIGN", help="The campaign; `default` for jobs without one."),
-    ] = None,
-    everything: Annotated[
-        bool,
-        typer.Option(
-            "--all", help="Delete all messages of the job queue for good, of all campaigns."
-        ),
-    ] = False,
+    campaign: str | None = argument(
+        "The campaign; `default` for jobs without one.", None, metavar="CAMPAIGN"
+    ),
+    everything: bool = option(
+        "Delete all messages of the job queue for good, of all campaigns.", False, "--all"
+    ),
     dry_run: bool = options.dry_run("what would be cancelled or deleted"),
     yes: options.Yes = False,
     as_json: options.AsJson = False,
@@ -51,43 +45,41 @@ def command(
     named = target.campaign(campaign)
     if everything == (named is not None):
         raise errors.SetupError("choose what to cancel: a CAMPAIGN or --all")
-    if named is None:
-        console.run(_empty(settings, dry_run=dry_run, yes=yes, as_json=as_json))
-    else:
-        console.run(_cancel(settings, named, dry_run=dry_run, yes=yes, as_json=as_json))
+    async with console.connected(settings) as fleet:
+        if named is None:
+            await _empty(fleet.storage.queue, dry_run=dry_run, yes=yes, as_json=as_json)
+        else:
+            await _cancel(fleet.storage, named, dry_run=dry_run, yes=yes, as_json=as_json)
 
 
 async def _cancel(
-    settings: StorageSettings, campaign: str, *, dry_run: bool, yes: bool, as_json: bool
+    storage: Storage, campaign: str, *, dry_run: bool, yes: bool, as_json: bool
 ) -> None:
-    from imagefleet.records import reader
-
-    async with console.connected(settings) as fleet:
-        storage = fleet.storage
-        if unsure := await target.check_campaign(storage, campaign):
-            console.print_warning(unsure)
-        found = await reader.counts(storage, campaign)
-        messages = (await storage.queue.depth()).messages
-        if dry_run and as_json:
-            console.print_json(_record(storage, campaign, found, messages, None))
-            return
-        _describe(storage, campaign, found, messages, dry_run=dry_run)
-        if dry_run:
-            return
+    if unsure := await target.check_campaign(storage, campaign):
+        console.print_warning(unsure)
+    found = await reader.counts(storage, campaign)
+    messages = (await storage.queue.depth()).messages
+    at = None
+    if not (dry_run and as_json):
+        to = console.stdout if dry_run else console.stderr
+        _describe(storage, found, messages, campaign, to)
+    if not dry_run:
         console.confirm(f"Cancel what is left of campaign {campaign}?", yes=yes)
         with console.stderr.status("the list is written; running loads read it within 10 seconds"):
             at = await cancelled.cancel(storage, campaign)
-        if as_json:
-            console.print_json(_record(storage, campaign, found, messages, at))
-        else:
-            console.print_plain(
-                f"campaign {campaign} is cancelled: workers end what was sent until"
-                f" {at:%Y-%m-%d %H:%M:%S} UTC, and a load that begins now runs"
-            )
+    if as_json:
+        of_queue = {"campaign": campaign, "queue": storage.queue.name, "messages": messages}
+        numbers = {**asdict(found), "pending": found.pending}
+        console.print_json({**of_queue, **numbers, "cancelled_until": at})
+    elif at is not None:
+        console.print_plain(
+            f"campaign {campaign} is cancelled: workers end what was sent until"
+            f" {at:%Y-%m-%d %H:%M:%S} UTC, and a load that begins now runs"
+        )
 
 
 def _describe(
-    storage: Storage, campaign: str, found: Counts, messages: int, *, dry_run: bool
+    storage: Storage, found: reader.Counts, messages: int, campaign: str, to: Console
 ) -> None:
     in_queue = f"the queue {storage.queue.name} holds {console.counted(messages, 'message')}"
     left = "an unknown number" if found.pending is None else console.counted(found.pending, "job")
@@ -100,36 +92,19 @@ def _describe(
             "cancelled before": f"{found.cancelled:,}",
             "would be cancelled": f"{left}, less what is being drawn; {in_queue}",
         },
-        console.stdout if dry_run else console.stderr,
+        to,
     )
 
 
-def _record(
-    storage: Storage, campaign: str, found: Counts, messages: int, at: datetime | None
-) -> dict[str, Any]:
-    return {
-        "campaign": campaign,
-        "queue": storage.queue.name,
-        "messages": messages,
-        **asdict(found),
-        "pending": found.pending,
-        "cancelled_until": at,
-    }
-
-
-async def _empty(settings: StorageSettings, *, dry_run: bool, yes: bool, as_json: bool) -> None:
-    async with console.connected(settings) as fleet:
-        queue = fleet.storage.queue
-        count = (await queue.depth()).messages
-        messages = console.counted(count, "message")
-        if not dry_run:
-            if count:
-                question = f"Delete {messages} of the queue {queue.name} for good?"
-                console.confirm(question, yes=yes)
-            await queue.clear()
-        if as_json:
-            console.print_json({"queue": queue.name, "messages": count, "deleted": not dry_run})
-        elif dry_run:
-            console.print_plain(f"{messages} of the queue {queue.name} would be deleted")
-        else:
-            console.print_plain(f"{messages} of the queue {queue.name} deleted")
+async def _empty(queue: JobQueue, *, dry_run: bool, yes: bool, as_json: bool) -> None:
+    count = (await queue.depth()).messages
+    messages = console.counted(count, "message")
+    if not dry_run:
+        if count:
+            console.confirm(f"Delete {messages} of the queue {queue.name} for good?", yes=yes)
+        await queue.clear()
+    if as_json:
+        console.print_json({"queue": queue.name, "messages": count, "deleted": not dry_run})
+    else:
+        would = "would be " if dry_run else ""
+        console.print_plain(f"{messages} of the queue {queue.name} {would}deleted")

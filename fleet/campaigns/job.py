@@ -9,10 +9,8 @@ from typing import Any, Literal
 from fleet import console, options
 from fleet.campaigns import target
 from imagefleet import errors
-from imagefleet.job.message import (
-    job_key,
-    read_job,
-)
+from imagefleet.job.message import job_key, read_job
+from imagefleet.records import outcomes
 from imagefleet.storage.open import Storage
 from imagefleet.storage.settings import StorageSettings
 
@@ -46,7 +44,7 @@ class JobState:
 
 
 @options.from_settings(StorageSettings)
-def command(
+async def command(
     settings: StorageSettings,
     job: target.OneJob,
     as_json: options.AsJson = False,
@@ -57,25 +55,19 @@ def command(
 
     imagefleet job spring/0001 --json
     """
-    found = console.run(_look_up(settings, *target.job(job)))
+    named = target.job(job)
+    async with console.connected(settings) as fleet:
+        found = await look_up(fleet.storage, *named)
+        if found.state == "unknown" and not found.images:
+            raise await target.unknown_job(fleet.storage, target.Target(*named))
     if as_json:
         console.print_json(asdict(found))
     else:
         _print(found)
 
 
-async def _look_up(settings: StorageSettings, campaign: str, job_id: str) -> JobState:
-    async with console.connected(settings) as fleet:
-        found = await look_up(fleet.storage, campaign, job_id)
-        if found.state == "unknown" and not found.images:
-            raise await target.unknown_job(fleet.storage, target.Target(campaign, job_id))
-        return found
-
-
 async def look_up(storage: Storage, campaign: str, job_id: str) -> JobState:
     """Searches its images' names, then the queue's messages, then the campaign's records."""
-    from imagefleet.records import outcomes
-
     job = outcomes.JobFacts(job_id, campaign)
     # Before the images: a job that completes in between must not be taken for an unknown one.
     messages = (await storage.queue.depth()).messages

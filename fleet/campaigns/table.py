@@ -91,20 +91,16 @@ class Campaigns:
 def table(listing: Listing, count: int) -> Table:
     """The first *count* campaigns."""
     figures = ("sent", "completed", "failed", "cancelled", "pending", "images")
-    shown = console.table(
+    rows = []
+    for campaign, counts in listing.rows[:count]:
+        numbers = (getattr(counts, figure) for figure in figures)
+        rows.append((campaign, *numbers, _moment(counts.first_at), _moment(counts.last_at)))
+    return console.table(
         console.name_column("campaign"),
         *map(console.number_column, figures),
         *map(console.name_column, ("first (UTC)", "last (UTC)")),
+        rows=rows,
     )
-    for campaign, counts in listing.rows[:count]:
-        numbers = {**asdict(counts), "pending": counts.pending}
-        shown.add_row(
-            console.untrusted(campaign),
-            *(console.number(numbers[figure]) for figure in figures),
-            _moment(counts.first_at),
-            _moment(counts.last_at),
-        )
-    return shown
 
 
 def notes(listing: Listing, count: int, messages: int) -> list[str]:

@@ -9,6 +9,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from imagefleet import errors, validation
 from imagefleet.job.message import DEFAULT_CAMPAIGN, SafeId, job_key, message_fields
+from imagefleet.records import reader
 from imagefleet.storage.open import Storage
 from imagefleet.storage.protocol import FoundMessage
 
@@ -104,8 +105,6 @@ async def check_campaign(storage: Storage, name: str | None) -> str | None:
     Azure does not show what most messages are: a campaign may then exist that has nothing else,
     and the sentence that is returned says so.
     """
-    from imagefleet.records import reader
-
     if name is None:
         return None
     names = [known async for known in reader.campaigns(storage)]

@@ -33,11 +33,7 @@ _SECOND = {"model": "sr", "steps": 20, "cfg_scale": 1, "denoising_strength": 0.0
 
 
 def find_stages() -> list[Path]:
-    """The folders of both stages.
-
-    Raises:
-        SetupError: one is missing.
-    """
+    """The folders of both stages; raises SetupError if one is missing."""
     folders = [TRAINED / name for name in STAGES]
     for folder in folders:
         if not folder.is_dir():

@@ -6,8 +6,9 @@ import logging
 import shlex
 import shutil
 import sys
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import typer
 
@@ -36,21 +37,6 @@ _MARKER = "made-by-imagefleet-demo"
 
 #: The worker would wait for space, and the demo's log is on the same disk.
 _LEAST_FREE_BYTES = 20_000_000
-
-
-@dataclass(frozen=True, slots=True)
-class DemoReport:
-    """The demo's figures, as `--json` prints them."""
-
-    jobs: int
-    images: int
-    failed: int
-    seconds: float
-    images_per_second: float
-    engine_idle_fraction: float
-    dollars: float
-    images_per_dollar: float
-    contact_sheet: str
 
 
 @options.flat
@@ -101,11 +87,10 @@ def command(
     with console.only_one(storage, in_use):
         _prepare(storage)
         report = console.run(_demo(settings, output, messages))
-    record = asdict(report)
     if json_file is not None:
-        console.write_file(json_file, console.json_text(record))
+        console.write_file(json_file, console.json_text(report))
     if as_json:
-        console.print_json(record)
+        console.print_json(report)
     else:
         _show(report, settings, storage, cascade=cascade)
 
@@ -129,7 +114,8 @@ def _prepare(storage: Path) -> None:
         )
 
 
-async def _demo(settings: WorkerSettings, output: Path, messages: list[str]) -> DemoReport:
+async def _demo(settings: WorkerSettings, output: Path, messages: list[str]) -> dict[str, Any]:
+    """Draws the jobs; returns the figures, as `--json` prints them."""
     from worker import process  # needs the extra `worker`
 
     jobs = [Job.model_validate_json(each) for each in messages if each != INVALID_MESSAGE]
@@ -165,33 +151,35 @@ async def _demo(settings: WorkerSettings, output: Path, messages: list[str]) -> 
     console.write_file(sheet, contact_sheet.draw_contact_sheet(images))
     seconds = drawn.seconds - drawn.start_up_seconds
     dollars = seconds / 3600 * prices.gpu_dollars_per_hour(PRICED_GPU, PRICED_PRIORITY)
-    return DemoReport(
-        jobs=len(messages),
-        images=drawn.images,
-        failed=failed,
-        seconds=seconds,
-        images_per_second=drawn.images_per_second,
-        engine_idle_fraction=drawn.engine_idle_fraction,
-        dollars=dollars,
-        images_per_dollar=drawn.images / dollars,
-        contact_sheet=str(sheet),
-    )
-
-
-def _show(report: DemoReport, settings: WorkerSettings, storage: Path, *, cascade: bool) -> None:
-    price = prices.gpu_dollars_per_hour(PRICED_GPU, PRICED_PRIORITY)
-    facts = {
-        "images": f"{report.images} in {storage / settings.container}",
-        "contact sheet": report.contact_sheet,
-        "images/s": f"{report.images_per_second:.2f} ({report.seconds:.1f} s after the start-up)",
-        "engine idle": f"{console.percent(report.engine_idle_fraction)} of the time",
-        "images per dollar": f"{report.images_per_dollar:,.0f}: this machine's speed at the price"
-        f" of an {PRICED_GPU} ({PRICED_PRIORITY} priority, ${price:.2f}/h). The demo's model is a"
-        " hundredth of Stable Diffusion's size: not comparable",
-        "failed jobs": f"{report.failed}, invalid on purpose; list them with:",
+    return {
+        "jobs": len(messages),
+        "images": drawn.images,
+        "failed": failed,
+        "seconds": seconds,
+        "images_per_second": drawn.images_per_second,
+        "engine_idle_fraction": drawn.engine_idle_fraction,
+        "dollars": dollars,
+        "images_per_dollar": drawn.images / dollars,
+        "contact_sheet": str(sheet),
     }
-    if cascade:
-        del facts["failed jobs"]
+
+
+def _show(
+    report: Mapping[str, Any], settings: WorkerSettings, storage: Path, *, cascade: bool
+) -> None:
+    price = prices.gpu_dollars_per_hour(PRICED_GPU, PRICED_PRIORITY)
+    speed, seconds = report["images_per_second"], report["seconds"]
+    facts = {
+        "images": f"{report['images']} in {storage / settings.container}",
+        "contact sheet": report["contact_sheet"],
+        "images/s": f"{speed:.2f} ({seconds:.1f} s after the start-up)",
+        "engine idle": f"{console.percent(report['engine_idle_fraction'])} of the time",
+        "images per dollar": f"{report['images_per_dollar']:,.0f}: this machine's speed at the"
+        f" price of an {PRICED_GPU} ({PRICED_PRIORITY} priority, ${price:.2f}/h). The demo's model"
+        " is a hundredth of Stable Diffusion's size: not comparable",
+    }
+    if not cascade:
+        facts["failed jobs"] = f"{report['failed']}, invalid on purpose; list them with:"
     console.print_facts(facts)
     if cascade:
         return

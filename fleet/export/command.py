@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
 from fleet import console, options
 from fleet.campaigns import target
+from fleet.export import plan as plans
+from fleet.export.plan import WORK, Format, Manifest, Plan, Work
+from fleet.export.shards import Exporter
+from fleet.options import argument, option
+from fleet.results import files
+from fleet.results.forms import arrow
 from imagefleet import errors
+from imagefleet.records import reader
+from imagefleet.records.stored import Damaged
 from imagefleet.storage.open import Storage, absolute_url
 from imagefleet.storage.settings import StorageSettings
-
-if TYPE_CHECKING:
-    from fleet.export.manifest import Manifest
-    from fleet.export.plan import Plan
 
 #: Images of a shard, as many as by img2dataset's default.
 _SHARD_SIZE = 10_000
@@ -32,18 +36,16 @@ _BYTES_BESIDE = 5_000
 def command(
     settings: StorageSettings,
     campaign: target.Campaign,
-    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="For the shards.")],
-    form: Annotated[
-        Literal["webdataset", "parquet", "imagefolder"],
-        typer.Option(
-            "--format",
-            help="Tar files as img2dataset writes them, or what `datasets` reads: Parquet with"
-            " images, or folders with a metadata.jsonl.",
-        ),
-    ] = "webdataset",
-    shard_size: Annotated[
-        int, typer.Option(min=1, max=1_000_000, metavar="IMAGES", help="Images in each shard.")
-    ] = _SHARD_SIZE,
+    folder: Path = argument("For the shards.", metavar="FOLDER"),
+    form: Format = option(
+        "Tar files as img2dataset writes them, or what `datasets` reads: Parquet with"
+        " images, or folders with a metadata.jsonl.",
+        "webdataset",
+        "--format",
+    ),
+    shard_size: int = option(
+        "Images in each shard.", _SHARD_SIZE, min=1, max=1_000_000, metavar="IMAGES"
+    ),
     dry_run: bool = options.dry_run("what would be written, and its size"),
     as_json: options.AsJson = False,
 ) -> None:
@@ -57,24 +59,19 @@ def command(
 
     imagefleet export spring ./spring --format parquet --dry-run
     """
-    from fleet.export.plan import wanted
-
-    plan = wanted(target.campaign(campaign), form, shard_size)
+    plan = Plan(campaign=target.campaign(campaign), format=form, shard_size=shard_size)
     if dry_run:
         _show_plan(console.run(_measure(settings, plan)), folder, as_json=as_json)
         return
-    with console.one_line_errors(), console.only_one(folder, f"{folder} is being exported to"):
-        manifest = console.run(_export(settings, folder, plan, quiet=as_json))
-    _report(manifest, folder, as_json=as_json)
-    if not manifest.is_whole:
+    with console.only_one(folder, f"{folder} is being exported to"):
+        made = console.run(_export(settings, folder, plan, quiet=as_json))
+    _report(made, folder, as_json=as_json)
+    if not made.is_whole:
         raise typer.Exit(console.EXIT_IMAGES_WRONG)
 
 
 async def _measure(settings: StorageSettings, plan: Plan) -> Plan:
     """The plan with its numbers, without writing anything."""
-    from imagefleet.records import reader
-    from imagefleet.records.stored import Damaged
-
     damaged = Damaged()
     images = size = 0
     async with console.connected(settings) as fleet:
@@ -91,45 +88,46 @@ async def _measure(settings: StorageSettings, plan: Plan) -> Plan:
 async def _export(
     settings: StorageSettings, folder: Path, wanted: Plan, *, quiet: bool
 ) -> Manifest:
-    from fleet.export import manifest, plan, shards
-    from fleet.results import files
-    from imagefleet.records import reader
-
-    shards.format_of(wanted)  # or its library is missing
+    if wanted.format != "imagefolder":
+        arrow()  # or it is not installed
     async with console.connected(settings) as fleet:
         storage = fleet.storage
         wanted = wanted.model_copy(update={"storage": absolute_url(storage)})
         with files.writing(folder):
-            found = manifest.read(folder)
+            found = plans.read_manifest(folder)
             if found is None:
-                begun = plan.read(folder) or await _plan(storage, folder, wanted, quiet=quiet)
-                _check_same(begun, wanted, folder)
-                exporter = shards.Exporter(folder, begun, storage.blobs)
-                with console.counting("exported", begun.images, quiet=quiet) as on_images:
-                    found = manifest.of(begun, await exporter.run(on_images))
-                manifest.write(folder, found)
+                found = await _make(storage, folder, wanted, quiet=quiet)
             else:
                 _check_same(found, wanted, folder)
                 stored = (await reader.counts(storage, wanted.campaign)).images
                 new = max(0, stored - found.images - found.missing - found.changed)
-                since = (
-                    f"; {console.counted(new, 'image')} stored since are not in it" if new else ""
-                )
-                console.print_note(f"{folder} has the whole export already{since}")
-            shutil.rmtree(folder / plan.WORK, ignore_errors=True)
+                since = f"; {console.counted(new, 'image')} stored since are not in it"
+                console.print_note(f"{folder} has the whole export already{since if new else ''}")
+            shutil.rmtree(folder / WORK, ignore_errors=True)
         return found
 
 
-async def _plan(storage: Storage, folder: Path, wanted: Plan, *, quiet: bool) -> Plan:
-    from fleet.export import plan
-    from imagefleet.records import reader
-    from imagefleet.records.stored import Damaged
+async def _make(storage: Storage, folder: Path, wanted: Plan, *, quiet: bool) -> Manifest:
+    """Goes on with the export in *folder*, or begins one."""
+    if not (folder / WORK).exists():
+        await target.check_campaign(storage, wanted.campaign)
+        if not (await reader.counts(storage, wanted.campaign)).images:
+            raise errors.SetupError(
+                f"campaign {wanted.campaign} has no images yet: nothing to export"
+            )
+        plans.check_empty(folder)
+    with contextlib.closing(Work(folder)) as work:
+        plan = work.plan() or await _plan(storage, folder, work, wanted, quiet=quiet)
+        _check_same(plan, wanted, folder)
+        with console.counting("exported", plan.images, quiet=quiet) as on_images:
+            shards = await Exporter(folder, work, plan, storage.blobs).run(on_images)
+    made = plans.manifest_of(plan, shards)
+    plans.write_manifest(folder, made)
+    return made
 
-    await target.check_campaign(storage, wanted.campaign)
+
+async def _plan(storage: Storage, folder: Path, work: Work, wanted: Plan, *, quiet: bool) -> Plan:
     counts = await reader.counts(storage, wanted.campaign)
-    if not counts.images:
-        raise errors.SetupError(f"campaign {wanted.campaign} has no images yet: nothing to export")
-    plan.check_empty(folder)
     if counts.pending:
         console.print_warning(
             f"{console.counted(counts.pending, 'job')} of {wanted.campaign} still to do: their"
@@ -138,7 +136,7 @@ async def _plan(storage: Storage, folder: Path, wanted: Plan, *, quiet: bool) ->
     damaged = Damaged()
     records = reader.results(storage, wanted.campaign, {"completed"}, damaged)
     with console.counting("planned", counts.images, quiet=quiet) as on_records:
-        made = await plan.make(records, folder, wanted, damaged, on_records)
+        made = await work.make(records, wanted, damaged, on_records)
     if damaged.count:
         console.print_warning(str(damaged))
     needed, free = _needed(made), shutil.disk_usage(folder).free
@@ -170,14 +168,9 @@ def _size(size: float) -> str:
 
 
 def _show_plan(plan: Plan, folder: Path, *, as_json: bool) -> None:
-    facts: dict[str, Any] = {
-        **plan.model_dump(),
-        "shards": plan.shards,
-        "bytes_needed": _needed(plan),
-        "reads": plan.images,
-    }
     if as_json:
-        console.print_json({**facts, "folder": str(folder)})
+        more = {"shards": plan.shards, "bytes_needed": _needed(plan), "reads": plan.images}
+        console.print_json({**plan.model_dump(), **more, "folder": str(folder)})
         return
     console.print_facts(
         {
@@ -191,22 +184,21 @@ def _show_plan(plan: Plan, folder: Path, *, as_json: bool) -> None:
         console.print_warning(f"{console.counted(plan.left_out, 'damaged record')} left out")
 
 
-def _report(manifest: Manifest, folder: Path, *, as_json: bool) -> None:
-    named = {
-        "missing": (manifest.missing, manifest.first_missing),
-        "not as recorded": (manifest.changed, manifest.first_changed),
-    }
-    for what, (count, names) in named.items():
+def _report(made: Manifest, folder: Path, *, as_json: bool) -> None:
+    for what, count, names in (
+        ("missing", made.missing, made.first_missing),
+        ("not as recorded", made.changed, made.first_changed),
+    ):
         if count:
             more = f" and {count - _SHOWN:,} more" if count > _SHOWN else ""
             shown = ", ".join(names[:_SHOWN])
             console.print_error(f"{console.counted(count, 'image')} {what}: {shown}{more}")
-    if manifest.left_out:
-        console.print_error(f"{console.counted(manifest.left_out, 'damaged record')} left out")
+    if made.left_out:
+        console.print_error(f"{console.counted(made.left_out, 'damaged record')} left out")
     if as_json:
-        console.print_json({**manifest.model_dump(exclude={"shards"}), "folder": str(folder)})
+        console.print_json({**made.model_dump(exclude={"shards"}), "folder": str(folder)})
         return
     console.print_plain(
-        f"{console.counted(manifest.images, 'image')}, {_size(manifest.bytes)}, in"
-        f" {console.counted(len(manifest.shards), 'shard')}: {folder}"
+        f"{console.counted(made.images, 'image')}, {_size(made.bytes)}, in"
+        f" {console.counted(len(made.shards), 'shard')}: {folder}"
     )

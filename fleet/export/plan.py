@@ -1,17 +1,16 @@
-"""What goes into which shard, decided once: a resumed export goes on with the same plan.
+"""What goes into which shard, decided once, and what was made of it: `manifest.json`.
 
 The records are sorted by the names of their images, so that the shards of a campaign are the same
-whoever exports it. They are sorted on the disk: memory is flat.
+whoever exports it. SQLite sorts them on the disk: memory is flat.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import heapq
-import itertools
-import shutil
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+import sqlite3
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from importlib import metadata
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -24,11 +23,19 @@ from imagefleet.records.stored import Damaged
 
 #: The subfolder of an export until it is done.
 WORK = ".export"
-_PLAN = "plan.json"
-_SORTED = "sorted"
 
-#: Records sorted in memory, some 100 MB.
-_CHUNK = 50_000
+_TABLES = (
+    "CREATE TABLE plan(json TEXT)",
+    "CREATE TABLE listed(blob TEXT, at REAL, size INTEGER, line BLOB)",
+    "CREATE TABLE records(place INTEGER PRIMARY KEY, size INTEGER, line BLOB)",
+    "CREATE TABLE done(shard INTEGER PRIMARY KEY, json TEXT)",
+)
+
+#: The latest record of each image: one that was drawn again has several.
+_SORT = (
+    "INSERT INTO records(size, line) SELECT size, line"
+    " FROM (SELECT blob, size, line, max(at) FROM listed GROUP BY blob) ORDER BY blob"
+)
 
 Format = Literal["webdataset", "parquet", "imagefolder"]
 
@@ -39,12 +46,12 @@ class Plan(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     campaign: str
-    storage: str
+    storage: str = ""
     format: Format
     shard_size: Annotated[int, Field(ge=1)]
-    images: int
-    bytes: int
-    left_out: int
+    images: int = 0
+    bytes: int = 0
+    left_out: int = 0
     """Records that are damaged, or whose image is none of the campaign's."""
 
     @property
@@ -52,107 +59,192 @@ class Plan(BaseModel):
         return -(-self.images // self.shard_size)
 
 
-def wanted(campaign: str, form: Format, shard_size: int) -> Plan:
-    """A plan that has no numbers yet."""
-    return Plan(
-        campaign=campaign,
-        storage="",
-        format=form,
-        shard_size=shard_size,
-        images=0,
-        bytes=0,
-        left_out=0,
+def check_empty(folder: Path) -> None:
+    """Raises SetupError for a folder that has something in it."""
+    if folder.exists() and any(folder.iterdir()):
+        raise errors.SetupError(f"{folder} is not empty: choose another folder for the export")
+
+
+class Work:
+    """The database of an export that is not done yet."""
+
+    def __init__(self, folder: Path) -> None:
+        self._path = folder / WORK / "plan.sqlite"
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        self._db = sqlite3.connect(self._path, isolation_level=None, check_same_thread=False)
+
+    def close(self) -> None:
+        self._db.close()
+
+    def plan(self) -> Plan | None:
+        """The plan of a run before; raises SetupError for one of another version."""
+        try:
+            if not self._db.execute("SELECT name FROM sqlite_master").fetchall():
+                return None
+            return Plan.model_validate_json(*self._db.execute("SELECT json FROM plan").fetchone())
+        except (sqlite3.DatabaseError, ValidationError):
+            raise errors.SetupError(
+                f"{self._path.parent} is not of this version of imagefleet: delete it to begin"
+                " again"
+            ) from None
+
+    async def make(
+        self,
+        records: AsyncIterator[list[Record]],
+        plan: Plan,
+        damaged: Damaged,
+        on_records: Callable[[int], None],
+    ) -> Plan:
+        """Writes the plan, whole or not at all; *plan* has no numbers yet.
+
+        *damaged* counts what is left out while *records* are read.
+        """
+        with self._transaction():
+            for table in _TABLES:
+                self._db.execute(table)
+            async for batch in records:
+                await asyncio.to_thread(self._list, batch)
+                on_records(len(batch))
+            await asyncio.to_thread(self._db.execute, _SORT)
+            self._db.execute("DROP TABLE listed")
+            found = self._db.execute("SELECT count(*), coalesce(sum(size), 0) FROM records")
+            images, size = found.fetchone()
+            numbers = {"images": images, "bytes": size, "left_out": damaged.count}
+            plan = plan.model_copy(update=numbers)
+            self._db.execute("INSERT INTO plan VALUES(?)", [plan.model_dump_json()])
+        return plan
+
+    def records(self, number: int, shard_size: int) -> Iterator[Record]:
+        """The records of a shard, by the names of their images."""
+        places = number * shard_size, (number + 1) * shard_size
+        query = "SELECT line FROM records WHERE place > ? AND place <= ? ORDER BY place"
+        for (line,) in self._db.execute(query, places):
+            yield Record.read(line)
+
+    def done(self, number: int) -> str | None:
+        """The note of a shard that is done."""
+        found = self._db.execute("SELECT json FROM done WHERE shard = ?", [number]).fetchone()
+        return found and str(found[0])
+
+    def note(self, number: int, json: str) -> None:
+        self._db.execute("INSERT OR REPLACE INTO done VALUES(?, ?)", [number, json])
+
+    @contextmanager
+    def _transaction(self) -> Iterator[None]:
+        self._db.execute("BEGIN")
+        try:
+            yield
+        except BaseException:
+            self._db.execute("ROLLBACK")
+            raise
+        self._db.execute("COMMIT")
+
+    def _list(self, records: Sequence[Record]) -> None:
+        rows = ((each.blob, each.at.timestamp(), each.size_bytes, each.line()) for each in records)
+        self._db.executemany("INSERT INTO listed VALUES(?, ?, ?, ?)", rows)
+
+
+MANIFEST = "manifest.json"
+
+#: Named of the images that are missing or changed; a shard's Parquet file has all of them.
+_NAMED = 1_000
+
+
+class File(BaseModel):
+    """A file of a shard."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    bytes: int
+    sha256: str
+
+
+class Shard(BaseModel):
+    """A shard that is complete."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    name: str
+    images: int
+    bytes: int
+    """Bytes of all images together."""
+    files: dict[str, File]
+    """Files by their path in the folder; of an image folder, its metadata with all hashes."""
+    missing: list[str]
+    changed: list[str]
+
+
+class Manifest(BaseModel):
+    """The whole export."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    format: Format
+    campaign: str
+    storage: str
+    imagefleet: str
+    shard_size: int
+    images: int
+    bytes: int
+    missing: int
+    changed: int
+    left_out: int
+    """Records that are damaged, or whose image is none of the campaign's."""
+    first_missing: list[str]
+    first_changed: list[str]
+    shards: list[Shard]
+
+    @property
+    def is_whole(self) -> bool:
+        """Every image that the records promise is there, as it was recorded."""
+        return not (self.missing or self.changed or self.left_out)
+
+
+def manifest_of(plan: Plan, shards: Iterable[Shard]) -> Manifest:
+    """The manifest of the shards of a plan."""
+    done = list(shards)
+    missing = [name for shard in done for name in shard.missing]
+    changed = [name for shard in done for name in shard.changed]
+    return Manifest(
+        format=plan.format,
+        campaign=plan.campaign,
+        storage=plan.storage,
+        imagefleet=metadata.version("imagefleet"),
+        shard_size=plan.shard_size,
+        images=sum(shard.images for shard in done),
+        bytes=sum(shard.bytes for shard in done),
+        missing=len(missing),
+        changed=len(changed),
+        left_out=plan.left_out,
+        first_missing=missing[:_NAMED],
+        first_changed=changed[:_NAMED],
+        shards=[each.model_copy(update={"missing": [], "changed": []}) for each in done],
     )
 
 
-def read(folder: Path) -> Plan | None:
-    """The plan of an unfinished export in *folder*; None if there is none.
+def write_manifest(folder: Path, manifest: Manifest) -> None:
+    with files.whole(folder / MANIFEST) as draft:
+        draft.write_text(manifest.model_dump_json(indent=2) + "\n", encoding="utf-8")
+
+
+def read_manifest(folder: Path) -> Manifest | None:
+    """The manifest of a finished export; None if there is none.
 
     Raises:
-        SetupError: it is of another version.
+        SetupError: it is none of an export, or some of its files are not there any more.
     """
     try:
-        return Plan.model_validate_json((folder / WORK / _PLAN).read_bytes())
+        found = Manifest.model_validate_json((folder / MANIFEST).read_bytes())
     except FileNotFoundError:
         return None
     except ValidationError:
         raise errors.SetupError(
-            f"{folder / WORK} is not of this version of imagefleet: delete it to begin again"
+            f"{folder / MANIFEST} is not of this version of imagefleet: choose another folder"
         ) from None
-
-
-def check_empty(folder: Path) -> None:
-    """Creates the folder; raises SetupError if it has something in it."""
-    folder.mkdir(parents=True, exist_ok=True)
-    if {each.name for each in folder.iterdir()} - {WORK}:
-        raise errors.SetupError(f"{folder} is not empty: choose another folder for the export")
-
-
-async def make(
-    records: AsyncIterator[list[Record]],
-    folder: Path,
-    plan: Plan,
-    damaged: Damaged,
-    on_records: Callable[[int], None],
-) -> Plan:
-    """Writes the plan of an export that has none; *plan* has no numbers yet.
-
-    *damaged* counts what is left out while *records* are read.
-    """
-    work = folder / WORK
-    shutil.rmtree(work, ignore_errors=True)  # of a run that was killed before its plan was whole
-    (work / _SORTED).mkdir(parents=True)
-    names = (work / _SORTED / f"{number}" for number in itertools.count())
-    chunk: list[Record] = []
-    async for batch in records:
-        chunk += batch
-        if len(chunk) >= _CHUNK:
-            await asyncio.to_thread(_write_sorted, chunk, next(names))
-            chunk = []
-        on_records(len(batch))
-    await asyncio.to_thread(_write_sorted, chunk, next(names))
-    images, size = await asyncio.to_thread(_cut, work, plan.shard_size)
-    plan = plan.model_copy(update={"images": images, "bytes": size, "left_out": damaged.count})
-    shutil.rmtree(work / _SORTED)
-    with files.whole(work / _PLAN) as draft:
-        draft.write_text(plan.model_dump_json(indent=2) + "\n", encoding="utf-8")
-    return plan
-
-
-def records_of(folder: Path, number: int) -> Iterator[Record]:
-    """The records of a shard, by the names of their images."""
-    with (folder / WORK / f"{number:05}.plan").open("rb") as lines:
-        yield from map(Record.read, lines)
-
-
-def _write_sorted(records: Iterable[Record], path: Path) -> None:
-    # A line begins with the name of its image, so lines sort as the names do.
-    path.write_bytes(b"".join(sorted(record.line() for record in records)))
-
-
-def _cut(work: Path, shard_size: int) -> tuple[int, int]:
-    """Writes the records of each shard to a file; returns the images and their bytes."""
-    images = size = 0
-    with contextlib.ExitStack() as stack:
-        chunks = [stack.enter_context(each.open("rb")) for each in (work / _SORTED).iterdir()]
-        lines = _latest(heapq.merge(*chunks))
-        for number in itertools.count():
-            shard = list(itertools.islice(lines, shard_size))
-            if not shard:
-                return images, size
-            (work / f"{number:05}.plan").write_bytes(b"".join(shard))
-            images += len(shard)
-            size += sum(Record.read(line).size_bytes or 0 for line in shard)
-    raise AssertionError
-
-
-def _latest(lines: Iterable[bytes]) -> Iterator[bytes]:
-    """The latest line of each image: one that was drawn again has several."""
-    for _, each in itertools.groupby(lines, key=_image_of):
-        same = list(each)
-        yield same[0] if len(same) == 1 else max(same, key=lambda line: Record.read(line).at)
-
-
-def _image_of(line: bytes) -> bytes:
-    # {"outcome":"completed","blob":"NAME",...
-    return line.split(b'"', 8)[7]
+    for shard in found.shards:
+        for name, file in shard.files.items():
+            if files.size_of(folder / name) != file.bytes:
+                raise errors.SetupError(
+                    f"{folder / name} is not as {MANIFEST} says: export into another folder"
+                )
+    return found

@@ -11,17 +11,13 @@ import asyncio
 import itertools
 import os
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from pydantic import ValidationError
-
-from fleet.export import formats, imagefolder, parquet, plan, sample, webdataset
-from fleet.export.imagefolder import METADATA
-from fleet.export.manifest import File, Shard
-from fleet.export.plan import WORK, Plan
-from fleet.results import files, images
+from fleet.export.formats import METADATA, Imagefolder, Parquet, Sample, ShardFiles, Webdataset
+from fleet.export.plan import WORK, File, Plan, Shard, Work
+from fleet.results import download, files
 from imagefleet import concurrency, errors
 from imagefleet.records.record import Record
 from imagefleet.storage.protocol import BlobStore
@@ -29,18 +25,21 @@ from imagefleet.storage.protocol import BlobStore
 #: Images read while as many others are written, some 40 MB.
 _BATCH = 64
 
+_FORMATS: Mapping[str, Callable[[Path, int, int], ShardFiles]] = {
+    "webdataset": Webdataset,
+    "parquet": Parquet,
+    "imagefolder": Imagefolder,
+}
+
 
 @dataclass(frozen=True, slots=True)
 class Exporter:
     """Makes the shards of *plan* in *folder*."""
 
     folder: Path
+    work: Work
     plan: Plan
     blobs: BlobStore
-
-    @property
-    def format(self) -> formats.ShardFormat:
-        return format_of(self.plan)
 
     async def run(self, on_images: Callable[[int], None]) -> list[Shard]:
         """Makes those that are not there yet; returns all."""
@@ -53,86 +52,89 @@ class Exporter:
             done.append(shard)
         return done
 
+    def _files(self, number: int) -> ShardFiles:
+        draft = self.folder / WORK / f"{number:05}"
+        return _FORMATS[self.plan.format](draft, number, self.plan.shards)
+
     def _finished(self, number: int) -> Shard | None:
         """The shard if it was noted as done, moved into place; else None."""
-        try:
-            shard = Shard.model_validate_json(self._note(number).read_bytes())
-        except (FileNotFoundError, ValidationError):
+        if (note := self.work.done(number)) is None:
             return None
-        self._move(number)
+        shard = Shard.model_validate_json(note)
+        self._move(self._files(number))
         sizes = {name: files.size_of(self.folder / name) for name in shard.files}
         is_there = sizes == {name: file.bytes for name, file in shard.files.items()}
         return shard if is_there else None
 
     async def _make(self, number: int, on_images: Callable[[int], None]) -> Shard:
-        draft = self._draft(number)
-        await asyncio.to_thread(_empty, draft)
-        writer = self.format.writer(draft, number, self.blobs.address)
-        shard = _Counted(f"{number:05}")
+        written = self._files(number)
+        shutil.rmtree(written.folder, ignore_errors=True)
+        written.folder.mkdir(parents=True)
+        written.open(self.blobs.address)
+        counted = _Counted()
         try:
-            fetched: Sequence[sample.Sample] = []
+            fetched: Sequence[Sample] = []
             for batch in _batches(self._keyed(number)):
                 # The next images are read while these are written.
                 fetched, _ = await concurrency.gather(
-                    self._fetch(batch), asyncio.to_thread(shard.write, writer, fetched)
+                    self._fetch(batch), asyncio.to_thread(counted.write, written, fetched)
                 )
                 on_images(len(batch))
-            await asyncio.to_thread(shard.write, writer, fetched)
+            await asyncio.to_thread(counted.write, written, fetched)
         finally:
-            await asyncio.to_thread(writer.close)
-        return await asyncio.to_thread(self._complete, number, shard)
+            await asyncio.to_thread(written.close)
+        shard = await asyncio.to_thread(self._complete, written, counted)
+        self.work.note(number, shard.model_dump_json())
+        await asyncio.to_thread(self._move, written)
+        return shard
 
-    async def _fetch(self, batch: Sequence[tuple[str, Record]]) -> list[sample.Sample]:
-        turn = asyncio.Semaphore(images.CONCURRENCY)
+    async def _fetch(self, batch: Sequence[tuple[str, Record]]) -> list[Sample]:
+        turn = asyncio.Semaphore(download.CONCURRENCY)
 
-        async def read(key: str, record: Record) -> sample.Sample:
+        async def read(key: str, record: Record) -> Sample:
             async with turn:
-                image = await images.read(self.blobs, record)
-            return await asyncio.to_thread(sample.of, key, record, image)
+                data, fault = await download.read(self.blobs, record)
+            return Sample(key, record, None if fault else data, fault)
 
         return list(await concurrency.gather(*(read(*each) for each in batch)))
 
     def _keyed(self, number: int) -> Iterator[tuple[str, Record]]:
-        for place, record in enumerate(plan.records_of(self.folder, number)):
-            yield formats.key_of(number, place, self.plan.shard_size), record
+        """The records with keys as img2dataset makes them."""
+        digits = max(4, len(str(self.plan.shard_size - 1)))
+        for place, record in enumerate(self.work.records(number, self.plan.shard_size)):
+            yield f"{number:05}{place:0{digits}}", record
 
-    def _complete(self, number: int, counted: _Counted) -> Shard:
-        """Compares what was written, notes the shard as done, and moves it into place."""
-        draft = self._draft(number)
-        if list(self.format.digests(draft, number)) != counted.digests:
+    def _complete(self, written: ShardFiles, counted: _Counted) -> Shard:
+        """Compares what was written, and has it on the disk."""
+        if list(written.digests()) != counted.digests:
             raise errors.TransientError(
-                f"shard {counted.name} was read back from {self.folder} other than it was written:"
+                f"shard {written.stem} was read back from {self.folder} other than it was written:"
                 " check the disk, and run the same command again"
             )
-        entries = [draft / entry for entry in self.format.entries(number)]
+        entries = [written.folder / entry for entry in written.entries]
         if any(each.is_dir() for each in entries):
             os.sync()  # of thousands of files one by one would take longer
         listed = [each / METADATA if each.is_dir() else each for each in entries]
         for each in listed:
             files.sync(each)
-        shard = Shard(
-            name=counted.name,
+        return Shard(
+            name=written.stem,
             images=len(counted.digests),
             bytes=counted.bytes,
             files={
-                str(each.relative_to(draft)): File(
-                    bytes=each.stat().st_size, sha256=formats.sha256_of(each)
+                str(each.relative_to(written.folder)): File(
+                    bytes=each.stat().st_size, sha256=files.sha256(each)
                 )
                 for each in listed
             },
             missing=counted.missing,
             changed=counted.changed,
         )
-        with files.whole(self._note(number)) as note:
-            note.write_text(shard.model_dump_json(), encoding="utf-8")
-        self._move(number)
-        return shard
 
-    def _move(self, number: int) -> None:
+    def _move(self, written: ShardFiles) -> None:
         """Moves what is still in the draft of a shard that is done."""
-        draft = self._draft(number)
-        for entry in self.format.entries(number):
-            source, target = draft / entry, self.folder / entry
+        for entry in written.entries:
+            source, target = written.folder / entry, self.folder / entry
             if not source.exists():
                 continue
             target.parent.mkdir(exist_ok=True)
@@ -140,51 +142,31 @@ class Exporter:
                 shutil.rmtree(target)
             source.replace(target)
             files.sync(target.parent)
-        shutil.rmtree(draft, ignore_errors=True)
-
-    def _draft(self, number: int) -> Path:
-        return self.folder / WORK / f"{number:05}"
-
-    def _note(self, number: int) -> Path:
-        return self.folder / WORK / f"{number:05}.done.json"
+        shutil.rmtree(written.folder, ignore_errors=True)
 
 
-def format_of(plan: Plan) -> formats.ShardFormat:
-    """The format of an export; raises SetupError if its library is not installed."""
-    if plan.format == "webdataset":
-        return webdataset.Webdataset()
-    if plan.format == "imagefolder":
-        return imagefolder.Imagefolder()
-    return parquet.Parquet(plan.shards)
-
-
+@dataclass(slots=True)
 class _Counted:
     """What was written of a shard."""
 
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self.digests: list[str] = []
-        self.bytes = 0
-        self.missing: list[str] = []
-        self.changed: list[str] = []
+    digests: list[str] = field(default_factory=list)
+    bytes: int = 0
+    missing: list[str] = field(default_factory=list)
+    changed: list[str] = field(default_factory=list)
 
-    def write(self, writer: formats.ShardWriter, samples: Sequence[sample.Sample]) -> None:
+    def write(self, to: ShardFiles, samples: Sequence[Sample]) -> None:
         if samples:
-            writer.add(samples)
-        for each in samples:
-            if each.sha256 is not None:
-                self.digests.append(each.sha256)
-                self.bytes += len(each.data or b"")
-            elif each.fault is not None:
-                (self.missing if each.fault == "missing" else self.changed).append(each.blob)
+            to.add(samples)
+        for sample in samples:
+            if sample.fault is not None:
+                faulty = self.missing if sample.fault == "missing" else self.changed
+                faulty.append(sample.record.blob or "")
+            elif sample.sha256 is not None:
+                self.digests.append(sample.sha256)
+                self.bytes += len(sample.data or b"")
 
 
 def _batches(keyed: Iterable[tuple[str, Record]]) -> Iterator[list[tuple[str, Record]]]:
     rest = iter(keyed)
     while batch := list(itertools.islice(rest, _BATCH)):
         yield batch
-
-
-def _empty(folder: Path) -> None:
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)

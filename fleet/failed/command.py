@@ -7,19 +7,17 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Annotated
-
-import typer
 
 from fleet import console, options
 from fleet.campaigns import target
 from fleet.failed import output, read
 from fleet.failed.output import Verb
+from fleet.options import option
 from imagefleet import aio, errors
 from imagefleet.job.change import Change
 from imagefleet.storage import dead_letter_queue
 from imagefleet.storage.dead_letter import Check, Selection
-from imagefleet.storage.dead_letter_queue import Preview, Swept
+from imagefleet.storage.dead_letter_queue import Swept
 from imagefleet.storage.settings import Priority, SignerSettings, checked_priority
 
 
@@ -28,13 +26,10 @@ class Which:
     """The failed jobs that a command is about."""
 
     job: target.OnlyJobs = None
-    error: Annotated[
-        str | None,
-        typer.Option(metavar="TEXT", help="Only errors with this text in their class or message."),
-    ] = None
-    model: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Only jobs that name this model.")
-    ] = None
+    error: str | None = option(
+        "Only errors with this text in their class or message.", metavar="TEXT"
+    )
+    model: str | None = option("Only jobs that name this model.", metavar="NAME")
 
     @property
     def target(self) -> target.Target:
@@ -49,31 +44,25 @@ class Which:
 class How:
     """What a command that moves failed jobs asks before it does."""
 
-    everything: Annotated[bool, typer.Option("--all", help="All failed jobs.")] = False
+    everything: bool = option("All failed jobs.", False, "--all")
     dry_run: bool = options.dry_run("what would be moved or deleted")
     yes: options.Yes = False
     as_json: options.AsJson = False
 
 
 @options.from_settings(SignerSettings)
-def command(
+async def command(
     settings: SignerSettings,
     which: Which,
-    limit: Annotated[int, typer.Option(min=0, metavar="COUNT", help="Jobs to list.")] = 20,
-    export: Annotated[
-        bool,
-        typer.Option(
-            "--export", help="Print whole jobs, one JSON object per line, which `load` takes."
-        ),
-    ] = False,
-    from_queue: Annotated[
-        bool,
-        typer.Option(
-            "--from-queue",
-            help="Read the poison queue's messages, not the records: also those of older workers."
-            " On Azure this hides them from other readers meanwhile.",
-        ),
-    ] = False,
+    limit: int = option("Jobs to list.", 20, min=0, metavar="COUNT"),
+    export: bool = option(
+        "Print whole jobs, one JSON object per line, which `load` takes.", default=False
+    ),
+    from_queue: bool = option(
+        "Read the poison queue's messages, not the records: also those of older workers."
+        " On Azure this hides them from other readers meanwhile.",
+        default=False,
+    ),
     as_json: options.AsJson = False,
 ) -> None:
     """Counts the failed jobs by error and lists them, or shows one.
@@ -89,21 +78,17 @@ def command(
     imagefleet failed --error InvalidMessageError --export > fix.jsonl
     """
     named, selection = which.target, which.selection()
-
-    async def look() -> None:
-        async with console.connected(settings) as fleet:
-            if export:
-                await _export(fleet, selection, from_queue=from_queue)
-            elif named.id is not None:
-                records = await read.find(fleet, selection, from_queue=from_queue)
-                output.print_jobs(records, as_json=as_json)
-            else:
-                listing = await read.listing(fleet, selection, limit, from_queue=from_queue)
-                if not listing.count:
-                    await target.check_campaign(fleet.storage, named.campaign)
-                output.print_listing(listing, as_json=as_json)
-
-    console.run(look())
+    async with console.connected(settings) as fleet:
+        if export:
+            await _export(fleet, selection, from_queue=from_queue)
+        elif named.id is not None:
+            records = await read.find(fleet, selection, from_queue=from_queue)
+            output.print_jobs(records, as_json=as_json)
+        else:
+            listing = await read.listing(fleet, selection, limit, from_queue=from_queue)
+            if not listing.count:
+                await target.check_campaign(fleet.storage, named.campaign)
+            output.print_listing(listing, as_json=as_json)
 
 
 async def _export(fleet: aio.Fleet, selection: Selection, *, from_queue: bool) -> None:
@@ -130,27 +115,21 @@ async def _export(fleet: aio.Fleet, selection: Selection, *, from_queue: bool) -
 
 
 @options.from_settings(SignerSettings)
-def replay_command(
+async def replay_command(
     settings: SignerSettings,
     which: Which,
     how: How,
     priority: options.JobPriority = "normal",
-    set_: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--set",
-            metavar="NAME=VALUE",
-            help="Change a field of each job, steps=20 say; repeatable. Signed jobs are signed"
-            " again, for which it needs --signing-key.",
-        ),
-    ] = None,
-    invalid: Annotated[
-        bool,
-        typer.Option(
-            "--invalid",
-            help="Also jobs that are not valid for this version: newer workers may take them.",
-        ),
-    ] = False,
+    set_: list[str] | None = option(
+        "Change a field of each job, steps=20 say; repeatable. Signed jobs are signed"
+        " again, for which it needs --signing-key.",
+        None,
+        "--set",
+        metavar="NAME=VALUE",
+    ),
+    invalid: bool = option(
+        "Also jobs that are not valid for this version: newer workers may take them.", default=False
+    ),
 ) -> None:
     """Puts failed jobs back into the job queue.
 
@@ -166,44 +145,39 @@ def replay_command(
     """
     chosen = checked_priority(priority)
     selection = _chosen(which, how)
-    check = console.run(_check(settings, set_ or [], takes_invalid=invalid))
-    if how.dry_run or not how.yes:
-        preview = console.run(_preview(settings, selection, check))
-        if how.dry_run:
-            output.print_preview(preview, console.stdout, as_json=how.as_json)
-            return
-        if preview.count > 1:
-            output.print_preview(preview, console.stderr)
-            jobs = console.counted(preview.count, "failed job")
-            console.confirm(f"Send {jobs} again?", yes=how.yes)
-    swept, missing = console.run(_replay(settings, selection, check, chosen))
+    keys = settings.keys()
+    check = Check(keys.trusted, invalid, Change.read(set_, keys.signing) if set_ else None)
+    async with console.connected(settings) as fleet:
+        if how.dry_run or not how.yes:
+            preview = await dead_letter_queue.preview(fleet.storage, selection, check)
+            if not (preview.count or preview.refused or preview.unsigned):
+                await _refuse_nothing(fleet, selection)
+            if how.dry_run:
+                output.print_preview(preview, console.stdout, as_json=how.as_json)
+                return
+            if preview.count > 1:
+                output.print_preview(preview, console.stderr)
+                jobs = console.counted(preview.count, "failed job")
+                console.confirm(f"Send {jobs} again?", yes=how.yes)
+        swept, missing = await _replay(fleet, selection, check, chosen)
     output.report("replayed", swept, missing=missing, as_json=how.as_json)
 
 
 @options.from_settings(SignerSettings)
-def discard_command(
+async def discard_command(
     settings: SignerSettings,
     which: Which,
     how: How,
-    jobs_file: Annotated[
-        Path | None,
-        typer.Option(
-            "--jobs",
-            metavar="FILE",
-            help="Only the jobs in this file of `failed --export`, once they are loaded again.",
-        ),
-    ] = None,
-    unsigned: Annotated[
-        bool,
-        typer.Option("--unsigned", help="Only what is not signed with a key of yours."),
-    ] = False,
-    completed: Annotated[
-        bool,
-        typer.Option(
-            "--completed",
-            help="Only jobs that were sent again since, and whose images are all stored.",
-        ),
-    ] = False,
+    jobs_file: Path | None = option(
+        "Only the jobs in this file of `failed --export`, once they are loaded again.",
+        None,
+        "--jobs",
+        metavar="FILE",
+    ),
+    unsigned: bool = option("Only what is not signed with a key of yours.", default=False),
+    completed: bool = option(
+        "Only jobs that were sent again since, and whose images are all stored.", default=False
+    ),
 ) -> None:
     """Deletes failed jobs for good.
 
@@ -216,18 +190,25 @@ def discard_command(
     imagefleet discard --unsigned
     """
     selection = _chosen(which, how, jobs_file, alone=unsigned or completed)
-    if how.dry_run or not how.yes:
-        count = console.run(_count(settings, selection, unsigned=unsigned, completed=completed))
-        jobs = console.counted(count, "failed job")
-        if how.dry_run:
-            if how.as_json:
+    async with console.connected(settings) as fleet:
+        keep_signed = fleet.checks_signatures() if unsigned else None
+        if how.dry_run or not how.yes:
+            count = await _count(fleet, selection, keep_signed, completed=completed)
+            jobs = console.counted(count, "failed job")
+            if how.dry_run and how.as_json:
                 console.print_json({"count": count})
-            else:
+            elif how.dry_run:
                 console.stdout.print(f"{jobs} would be discarded")
-            return
-        if count:
-            console.confirm(f"Discard {jobs} for good?", yes=how.yes)
-    swept = console.run(_discard(settings, selection, unsigned=unsigned, completed=completed))
+            elif count:
+                console.confirm(f"Discard {jobs} for good?", yes=how.yes)
+            if how.dry_run:
+                return
+        with _counting("discarded") as show:
+            swept = await dead_letter_queue.discard(
+                fleet.storage, selection, show, keep_signed, completed=completed
+            )
+        if not (swept.done or swept.refused or unsigned or completed):
+            await _refuse_nothing(fleet, selection)
     output.report("discarded", swept, as_json=how.as_json)
 
 
@@ -255,69 +236,36 @@ async def _refuse_nothing(fleet: aio.Fleet, selection: Selection) -> None:
     await target.check_campaign(fleet.storage, selection.campaign)
 
 
-async def _check(settings: SignerSettings, changes: list[str], *, takes_invalid: bool) -> Check:
-    """What a job must be to be sent again; the changes are checked before anything is read."""
-    async with console.connected(settings) as fleet:
-        keys = fleet.keys
-        change = Change.read(changes, keys.signing) if changes else None
-        return Check(keys.trusted, takes_invalid, change)
-
-
 async def _count(
-    settings: SignerSettings, selection: Selection, *, unsigned: bool, completed: bool
+    fleet: aio.Fleet, selection: Selection, keep_signed: Check | None, *, completed: bool
 ) -> int:
-    count = 0
-    async with console.connected(settings) as fleet:
-        check, storage = fleet.checks_signatures() if unsigned else None, fleet.storage
-        found = dead_letter_queue.find(storage, selection)
-        is_any = False
-        async for some in dead_letter_queue.in_batches(found):
-            is_any = True
-            count += len(
-                await dead_letter_queue.to_discard(storage, some, check, completed=completed)
-            )
-        if not is_any:
-            await _refuse_nothing(fleet, selection)
+    """How many jobs `discard` would delete."""
+    found = count = 0
+    storage = fleet.storage
+    entries = dead_letter_queue.find(storage, selection)
+    async for some in dead_letter_queue.in_batches(entries):
+        found += len(some)
+        chosen = await dead_letter_queue.to_discard(storage, some, keep_signed, completed=completed)
+        count += len(chosen)
+    if not found:
+        await _refuse_nothing(fleet, selection)
     return count
 
 
-async def _preview(settings: SignerSettings, selection: Selection, check: Check) -> Preview:
-    async with console.connected(settings) as fleet:
-        found = await dead_letter_queue.preview(fleet.storage, selection, check)
-        if not (found.count or found.refused or found.unsigned):
-            await _refuse_nothing(fleet, selection)
-        return found
-
-
 async def _replay(
-    settings: SignerSettings, selection: Selection, check: Check, priority: Priority
+    fleet: aio.Fleet, selection: Selection, check: Check, priority: Priority
 ) -> tuple[Swept, int]:
     """Replays the selected jobs; also returns how many have no message that could be sent."""
     began_at = datetime.now(UTC)
-    async with console.connected(settings) as fleet:
-        with _counting("replayed") as show:
-            swept = await dead_letter_queue.replay(fleet.storage, selection, show, check, priority)
-        refused = {each.id for each in swept.refused}
-        missing = 0
-        async for entry in dead_letter_queue.recorded(fleet.storage, selection):
-            missing += entry.id not in refused and entry.message.enqueued_at < began_at
-        if not (swept.done or refused or missing):
-            await _refuse_nothing(fleet, selection)
+    with _counting("replayed") as show:
+        swept = await dead_letter_queue.replay(fleet.storage, selection, show, check, priority)
+    refused = {each.id for each in swept.refused}
+    missing = 0
+    async for entry in dead_letter_queue.recorded(fleet.storage, selection):
+        missing += entry.id not in refused and entry.message.enqueued_at < began_at
+    if not (swept.done or refused or missing):
+        await _refuse_nothing(fleet, selection)
     return swept, missing
-
-
-async def _discard(
-    settings: SignerSettings, selection: Selection, *, unsigned: bool, completed: bool
-) -> Swept:
-    async with console.connected(settings) as fleet:
-        keep_signed = fleet.checks_signatures() if unsigned else None
-        with _counting("discarded") as show:
-            swept = await dead_letter_queue.discard(
-                fleet.storage, selection, show, keep_signed, completed=completed
-            )
-        if not (swept.done or swept.refused or unsigned or completed):
-            await _refuse_nothing(fleet, selection)
-        return swept
 
 
 @contextlib.contextmanager

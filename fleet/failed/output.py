@@ -62,7 +62,7 @@ def _print_staying(some: list[Refused], count: int, unsigned: int, to: Console) 
         )
 
 
-def as_record(preview: Preview) -> dict[str, Any]:
+def _as_record(preview: Preview) -> dict[str, Any]:
     return {
         "count": preview.count,
         "jobs": [
@@ -73,12 +73,7 @@ def as_record(preview: Preview) -> dict[str, Any]:
         "unsigned": preview.unsigned,
         "refused": preview.refused,
         "changes": [
-            {
-                "field": name,
-                "from": json.loads(before),
-                "to": json.loads(after),
-                "count": count,
-            }
+            {"field": name, "from": json.loads(before), "to": json.loads(after), "count": count}
             for (name, before, after), count in preview.changes.most_common()
         ],
     }
@@ -86,21 +81,14 @@ def as_record(preview: Preview) -> dict[str, Any]:
 
 def print_preview(preview: Preview, to: Console, *, as_json: bool = False) -> None:
     if as_json:
-        console.print_json(as_record(preview))
+        console.print_json(_as_record(preview))
         return
     jobs = console.counted(preview.count, "failed job")
     to.print(f"{jobs} would be replayed")
     if preview.count:
-        kinds = console.table(
-            console.number_column("count"),
-            console.name_column("campaign"),
-            console.name_column("error"),
-        )
-        for (campaign, error), count in preview.kinds.most_common(_SHOWN):
-            kinds.add_row(
-                f"{count:,}", console.untrusted(campaign or "-"), console.untrusted(error)
-            )
-        console.print_tables(kinds, to=to)
+        columns = console.number_column("count"), *map(console.name_column, ("campaign", "error"))
+        rows = ((count, *kind) for kind, count in preview.kinds.most_common(_SHOWN))
+        console.print_tables(console.table(*columns, rows=rows), to=to)
         if (more := len(preview.kinds) - _SHOWN) > 0:
             to.print(f"and {more:,} other kinds (--json lists them)")
     for (name, before, after), count in preview.changes.most_common(_SHOWN):
@@ -149,15 +137,13 @@ def print_listing(listing: Listing, *, as_json: bool) -> None:
 
 
 def _print_errors(listing: Listing, count: int) -> None:
-    summary = console.table(
-        console.number_column("count"),
-        console.name_column("error"),
+    columns = (
+        *(console.number_column("count"), console.name_column("error")),
         Column("reason", overflow="fold"),
-        title=console.counted(count, "failed job"),
     )
-    for (error, reason), number in listing.errors.most_common(_SHOWN):
-        summary.add_row(f"{number:,}", console.untrusted(error), console.untrusted(reason))
-    console.print_tables(summary)
+    rows = ((number, *kind) for kind, number in listing.errors.most_common(_SHOWN))
+    title = console.counted(count, "failed job")
+    console.print_tables(console.table(*columns, rows=rows, title=title))
     if (more := len(listing.errors) - _SHOWN) > 0:
         console.stdout.print(f"and {more:,} other errors (--json lists them)")
     if listing.others:
@@ -171,16 +157,17 @@ def _print_jobs(jobs: list[dict[str, Any]]) -> None:
     signed = [Column("signed")] if "signed" in jobs[0] else []
     stage = [console.number_column("stage")] if any("stage" in job for job in jobs) else []
     failed = Column("failed (UTC)", no_wrap=True)
-    rows = console.table(*names, *stage, failed, "completed since", *signed)
+    rows = []
     for job in jobs:
-        failed_at = job.get("failed_at", "")[5:16].replace("T", " ")
+        failed_at = job.get("at", "")[5:16].replace("T", " ")
         cells = [job_key(job.get("campaign"), job["id"]), job["error"]]
         cells += [str(job.get("stage", ""))] if stage else []
         cells += [failed_at]
         cells += ["yes" if job["completed_since"] else ""]
         cells += ["yes" if job["signed"] else "NO"] if signed else []
-        rows.add_row(*map(console.untrusted, cells))
-    console.print_tables("", rows)
+        rows.append(cells)
+    shown = console.table(*names, *stage, failed, "completed since", *signed, rows=rows)
+    console.print_tables("", shown)
 
 
 def _shortened(text: str) -> str:

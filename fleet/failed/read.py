@@ -12,6 +12,7 @@ from typing import Any
 from imagefleet import errors
 from imagefleet.aio import Fleet
 from imagefleet.job.message import (
+    DEFAULT_CAMPAIGN,
     DELIVERIES_FIELD,
     FAILURE_FIELD,
     SIGNATURE_FIELD,
@@ -25,6 +26,9 @@ from imagefleet.storage.protocol import BlobStore
 
 #: The reason given for a message that is in the poison queue by mistake.
 NO_RECORD = "not a record of a failed job"
+
+#: The fields of a failure that are shown.
+SHOWN = {"id", "campaign", "error", "reason", "attempts", "worker", "at", "stage", "source"}
 
 #: Kinds of failures that are counted apart: a reason may name what no other job has.
 MOST_KINDS = 1000
@@ -56,13 +60,12 @@ class Listing:
             self.others += 1
 
     def as_record(self) -> dict[str, Any]:
-        counts = [
-            {"error": error, "reason": reason, "count": count}
-            for (error, reason), count in self.errors.most_common()
-        ]
         return {
             "count": self.count,
-            "errors": counts,
+            "errors": [
+                {"error": error, "reason": reason, "count": count}
+                for (error, reason), count in self.errors.most_common()
+            ],
             "other_errors": self.others,
             "jobs": self.jobs,
             "unrecorded": self.unrecorded,
@@ -124,8 +127,8 @@ def facts(entry: Entry) -> dict[str, Any]:
     if entry.record is None:
         known = {"id": entry.message.id, "error": NO_RECORD}
     else:
-        hidden = {"body", "packed_body", "body_blob"}
-        known = entry.record.model_dump(mode="json", exclude=hidden, exclude_none=True)
+        shown = SHOWN if entry.record.stages > 1 else SHOWN - {"stage"}
+        known = entry.record.model_dump(mode="json", include=shown, exclude_none=True)
     return {**known, "message_id": entry.message.id}
 
 
@@ -146,12 +149,11 @@ async def exported(entry: Entry, blobs: BlobStore) -> dict[str, Any]:
     # A signature is of the fields as they were: a load signs the mended job.
     for name in (DELIVERIES_FIELD, SIGNATURE_FIELD, FAILURE_FIELD):
         fields.pop(name, None)
-    named = {"id": entry.id} | ({"campaign": each} if (each := entry.record.campaign) else {})
-    reasons = entry.record.model_dump(
-        mode="json",
-        include={"error", "reason", "attempts", "worker", "failed_at", "source"},
-        exclude_none=True,
-    )
+    named = {"id": entry.id}
+    if entry.record.campaign != DEFAULT_CAMPAIGN:
+        named["campaign"] = entry.record.campaign
+    shown = SHOWN - {"id", "campaign", "stage"}
+    reasons = entry.record.model_dump(mode="json", include=shown, exclude_none=True)
     # A job without an id took its message's: it stays the same job.
     given = {name: each for name, each in fields.items() if each is not None or name not in named}
     return named | given | {FAILURE_FIELD: reasons}
@@ -163,19 +165,16 @@ def sources_of(path: Path) -> frozenset[str]:
     Raises:
         SetupError: it cannot be read, or has none.
     """
-    sources = set()
     try:
         with path.open("rb") as lines:
-            for line in lines:
-                sources.add(_source(line))
+            sources = frozenset(source for source in map(_source, lines) if source is not None)
     except OSError as error:
         raise errors.SetupError(f"cannot read {path}: {error.strerror or error}") from None
-    sources.discard(None)
     if not sources:
         raise errors.SetupError(
             f"{path} has no failed jobs: give a file that `imagefleet failed --export` has written"
         )
-    return frozenset(each for each in sources if each is not None)
+    return sources
 
 
 def _source(line: bytes) -> str | None:

@@ -1,21 +1,78 @@
-"""Stores files of one kind: all are checked first, then stored, then listed."""
+"""Stores files of one kind: all are checked first, then stored, then listed.
+
+A checkpoint is tried on this machine before, and a folder of one is packed.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
-from collections.abc import AsyncIterator
-from dataclasses import asdict
+import io
+import tarfile
+import tempfile
+from collections.abc import AsyncIterator, Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated
 
-from fleet.files import kernels, models, transfer
-from fleet.files.arguments import AddOptions
-from fleet.files.listed import Listing
+import typer
+
+from fleet import console
+from fleet.files import drawing, kernels, transfer
+from fleet.files.stored import Listing
 from fleet.files.transfer import Ready, Report
+from fleet.options import option
 from imagefleet import errors
-from imagefleet.files import kinds
-from imagefleet.files.kinds import FileKind
+from imagefleet.files import contents, kinds
+from imagefleet.files.kinds import MODEL, FileKind
 from imagefleet.job.prompt import SAFE_NAME
 from imagefleet.storage.open import open_storage
 from imagefleet.storage.settings import SignerSettings
+from worker.files import addresses, check
+from worker.node import reference
+
+Manifest = Annotated[
+    bool,
+    typer.Option(
+        "--manifest",
+        help="List its hash in the folder's manifest.json even if there is none yet; with a"
+        " signing key, also sign one that is not signed, with all that it lists.",
+    ),
+]
+
+#: Marks a folder in diffusers format; one without it is a checkpoint all the same.
+_INDEX = "model_index.json"
+_LEAST_INDEX = b'{"_class_name": "StableDiffusionPipeline"}'
+
+#: What the worker reads of a folder: no safety checker, no pickles, no pictures.
+_PARTS = (
+    *("unet", "vae", "text_encoder", "text_encoder_2", "tokenizer", "tokenizer_2", "scheduler"),
+)
+_SUFFIXES = frozenset({".json", ".txt", ".safetensors"})
+
+
+@dataclass(frozen=True, slots=True)
+class AddOptions:
+    """The options of `files add`; some are for certain kinds alone."""
+
+    name: str | None = option(
+        "Its name for jobs or workers; by default the file's.", metavar="NAME"
+    )
+    sha256: str | None = option(
+        "The SHA-256 that the file must have; required for plain http://.",
+        None,
+        "--sha256",
+        "--model-sha256",
+        metavar="HEX",
+    )
+    cache: Path = option(
+        "Where a download is kept until it is stored.",
+        Path("~/.cache/imagefleet"),
+        metavar="FOLDER",
+    )
+    test: bool = option("Draw a model's images first, if torch is there.", True, "--test/--no-test")
+    replace: bool = option("Replace other kernels for the same GPU.", default=False)
+    manifest: Manifest = False
 
 
 async def add(
@@ -79,7 +136,7 @@ async def _ready(
     async with transfer.local_file(source, given.sha256, kind, given.cache) as path:
         if kind is kinds.MODEL:
             is_tried = given.test and not dry_run
-            async with models.ready(path, given.name, given.cache, is_tried=is_tried) as model:
+            async with _model(path, given.name, given.cache, is_tried=is_tried) as model:
                 yield model
             return
         content = transfer.check_file(path, kind)
@@ -90,3 +147,96 @@ async def _ready(
                 " _ . + ( ) - only, as prompts may have it"
             )
         yield Ready(path, f"{name}{kind.suffixes[0]}", content)
+
+
+@contextlib.asynccontextmanager
+async def _model(
+    path: Path, name: str | None, cache: Path, *, is_tried: bool
+) -> AsyncIterator[Ready]:
+    """The checkpoint as one file with its reference images, for the block.
+
+    Raises:
+        SetupError: it cannot be loaded or has no valid name.
+    """
+    check.check_path(path)
+    _check_prediction(path)
+    file_name = _file_name(name, path)
+    facts: dict[str, object] = {"image": None, "reference": None}
+    beside: dict[str, bytes] = {}
+    if is_tried and drawing.can_draw():
+        console.print_note("drawing a test image; --no-test skips it")
+        target = Path(f"{MODEL.stem(file_name)}.png")
+        facts["image"] = await asyncio.to_thread(drawing.test_image, path, target)
+        try:
+            found = await asyncio.to_thread(drawing.canary, path)
+        except errors.SetupError as error:
+            console.print_note(f"stored without reference images: {error}")
+        else:
+            facts["reference"] = reference.stored_name(f"{MODEL.folder}/{file_name}")
+            beside[str(facts["reference"])] = drawing.encode(found)
+    async with _as_file(path, cache) as file:
+        yield Ready(file, file_name, check.family(path), facts, beside)
+
+
+def _file_name(name: str | None, path: Path) -> str:
+    suffix = ".tar" if path.is_dir() else ".safetensors"
+    own = name or (path.resolve().name if path.is_dir() else path.stem)
+    file_name = own.removesuffix(suffix) + suffix
+    if not addresses.FILE_NAME.fullmatch(file_name):
+        raise errors.SetupError(
+            f"the name {own[:80]!r} is refused: give a --name of letters, digits, spaces and"
+            " _ . + - only"
+        )
+    return file_name
+
+
+def _check_prediction(path: Path) -> None:
+    """Raises SetupError if only a .yaml beside the file tells that it predicts v."""
+    if path.is_dir():
+        return
+    stated = contents.prediction_type(check.read_header(path))
+    if check.prediction_type(path) not in {stated, "epsilon"}:
+        raise errors.SetupError(
+            f"{str(path)!r} predicts v, as the .yaml beside it says, and a stored file has none"
+            " beside it: write it into the file first (see 'v-prediction' in docs/models.md)"
+        )
+
+
+@contextlib.asynccontextmanager
+async def _as_file(path: Path, cache: Path) -> AsyncIterator[Path]:
+    """*path*, or for a folder a temporary .tar of it."""
+    size = sum(each.stat().st_size for each in files_of(path))
+    if size == 0:  # a single file
+        yield path
+        return
+    with tempfile.TemporaryDirectory(dir=transfer.room_for(cache, size)) as folder:
+        target = Path(folder, "model.tar")
+        with transfer.showing("packing") as show:
+            await asyncio.to_thread(pack, path, target, lambda packed: show(packed, size))
+        yield target
+
+
+def files_of(folder: Path) -> list[Path]:
+    """The files of a folder to pack, in order; none of a single file."""
+    parts = [each for part in _PARTS for each in (folder / part).glob("*")]
+    files = [folder / _INDEX, *(each for each in parts if each.suffix in _SUFFIXES)]
+    return sorted(each for each in files if each.is_file())
+
+
+def pack(folder: Path, target: Path, on_progress: Callable[[int], None]) -> None:
+    """Writes a .tar, the same for the same folder; *on_progress* gets the bytes packed so far."""
+    packed = 0
+    files = files_of(folder)
+    with tarfile.open(target, "w", format=tarfile.GNU_FORMAT) as tar:
+        if folder / _INDEX not in files:
+            entry = tarfile.TarInfo(_INDEX)
+            entry.size = len(_LEAST_INDEX)
+            tar.addfile(entry, io.BytesIO(_LEAST_INDEX))
+        for path in files:
+            # Without times and owners, which would make each .tar another.
+            entry = tarfile.TarInfo(path.relative_to(folder).as_posix())
+            entry.size, entry.mode = path.stat().st_size, 0o644
+            with path.open("rb") as file:
+                tar.addfile(entry, file)
+            packed += entry.size
+            on_progress(packed)

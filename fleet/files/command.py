@@ -3,26 +3,33 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection
-from dataclasses import asdict
+from collections.abc import Collection, Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from fleet import console, options
-from fleet.files import add, arguments, canary, kernels, stored, texts
-from fleet.files.arguments import MADE, AddOptions, MakeOptions, MakeSettings
+from fleet.files import add, drawing, kernels, stored, texts
+from fleet.files.add import AddOptions
 from fleet.files.transfer import Report
+from fleet.options import argument, option
 from imagefleet import errors, validation
 from imagefleet.files import kinds
 from imagefleet.files.kinds import KINDS, FileKind
 from imagefleet.storage.open import open_storage
 from imagefleet.storage.settings import SignerSettings, StorageSettings
 from loadgen.sources import open_source
+from worker.settings import WorkerSettings
 
 #: Names that a question shows.
 _SHOWN = 10
+
+#: What `files make` makes.
+MADE = ("kernels", "text", "canary")
+
+_NAMED = ("model", "lora", "embedding", "controlnet", "upscaler")
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -32,21 +39,59 @@ app = typer.Typer(
 KindName = Annotated[str, typer.Argument(metavar="KIND", help=f"{', '.join(KINDS)}.")]
 
 
+class MakeSettings(WorkerSettings, SignerSettings):
+    """Settings of `files make`: a worker's, and the key that signs what is stored."""
+
+
+@dataclass(frozen=True, slots=True)
+class MakeOptions:
+    """The options of `files make`; all are for certain kinds alone."""
+
+    form: options.JobFormat = None
+    count: int | None = option("Number of jobs; overrides JOBS'.", min=1)
+    seed: int | None = option("Overrides the template's seed.", min=0, max=2**63 - 1)
+    manifest: add.Manifest = False
+    output: Path = option(
+        "Where the file of kernels is written.", Path("kernels"), metavar="FOLDER"
+    )
+
+
+#: Options of `files add` that not all kinds take, with those that do.
+_ADD: Mapping[str, Collection[str]] = {
+    **dict.fromkeys(("name", "sha256", "cache"), _NAMED),
+    "test": ("model",),
+    "replace": ("kernels",),
+}
+
+
+#: The same of `files make`, with the worker's settings.
+_MAKE: Mapping[str, Collection[str]] = {
+    **{
+        name: ("kernels", "text")
+        if name in {*SignerSettings.model_fields, "device"}
+        else ("kernels",)
+        for name in MakeSettings.model_fields
+        if name != "model"
+    },
+    **dict.fromkeys(("jobs", "form", "count", "seed", "manifest", "signing_key"), ("text",)),
+    "output": ("kernels",),
+    "dry_run": ("kernels", "text"),
+}
+
+
 @app.command("add")
 @options.from_settings(SignerSettings)
 def add_command(
     settings: SignerSettings,
+    *,
     context: typer.Context,
-    kind: KindName,
-    sources: Annotated[
-        list[str],
-        typer.Argument(
-            metavar="FILE|FOLDER|URL...",
-            help="A .safetensors file or its https:// address; of a model also a folder in"
-            " diffusers format; what `files make kernels` wrote; a folder of text states.",
-        ),
-    ],
     given: AddOptions,
+    kind: KindName,
+    sources: list[str] = argument(
+        "A .safetensors file or its https:// address; of a model also a folder in"
+        " diffusers format; what `files make kernels` wrote; a folder of text states.",
+        metavar="FILE|FOLDER|URL...",
+    ),
     dry_run: bool = options.dry_run("what would be stored"),
     as_json: options.AsJson = False,
 ) -> None:
@@ -65,7 +110,7 @@ def add_command(
     imagefleet files add kernels kernels --dry-run
     """
     found = _kind(kind)
-    arguments.refuse_foreign(context, kind, arguments.ADD)
+    _refuse_foreign(context, kind, _ADD)
     if found is kinds.TEXT:
         if len(sources) != 1 or not Path(sources[0]).is_dir():
             raise errors.SetupError(
@@ -81,7 +126,7 @@ def add_command(
 
 @app.command("list")
 @options.from_settings(StorageSettings)
-def list_command(
+async def list_command(
     settings: StorageSettings, kind: KindName, as_json: options.AsJson = False
 ) -> None:
     """Lists the files of a kind in the storage; of text states, prompts are not shown.
@@ -89,12 +134,8 @@ def list_command(
     imagefleet files list lora
     """
     found = _kind(kind)
-
-    async def read() -> list[stored.Row]:
-        async with open_storage(settings) as storage:
-            return await stored.read(storage, found)
-
-    rows = console.run(read())
+    async with open_storage(settings) as storage:
+        rows = await stored.read(storage, found)
     if as_json:
         console.print_json({"files": [asdict(row) for row in rows]})
     elif rows:
@@ -105,12 +146,10 @@ def list_command(
 
 @app.command("remove")
 @options.from_settings(SignerSettings)
-def remove_command(
+async def remove_command(
     settings: SignerSettings,
     kind: KindName,
-    names: Annotated[
-        list[str], typer.Argument(metavar="NAME...", help="Their names, as `files list` has them.")
-    ],
+    names: list[str] = argument("Their names, as `files list` has them.", metavar="NAME..."),
     yes: options.Yes = False,
     dry_run: bool = options.dry_run("what would be removed"),
     as_json: options.AsJson = False,
@@ -124,21 +163,14 @@ def remove_command(
     imagefleet files remove lora magic-fantasy-forest-v2
     """
     found = _kind(kind)
-
-    async def remove(rows: list[stored.Row] | None = None) -> list[stored.Row]:
-        async with open_storage(settings) as storage:
-            if rows is None:
-                return await stored.find(storage, found, names)
+    async with open_storage(settings) as storage:
+        rows = await stored.find(storage, found, names)
+        if not dry_run:
+            shown = ", ".join(row.name for row in rows[:_SHOWN]) + ", ..." * (len(rows) > _SHOWN)
+            size = sum(row.bytes for row in rows) / 1e6
+            question = f"Remove {shown} ({size:,.1f} MB) from {found.folder}/? Jobs may name them."
+            console.confirm(question, yes=yes)
             await stored.remove(storage, found, rows, settings.keys())
-            return rows
-
-    rows = console.run(remove())
-    if not dry_run:
-        shown = ", ".join(row.name for row in rows[:_SHOWN]) + ", ..." * (len(rows) > _SHOWN)
-        size = sum(row.bytes for row in rows) / 1e6
-        question = f"Remove {shown} ({size:,.1f} MB) from {found.folder}/? Jobs may name them."
-        console.confirm(question, yes=yes)
-        console.run(remove(rows))
     would = "would be " if dry_run else ""
     lines = [f"{found.folder}/{row.name}: {would}removed" for row in rows]
     document = {"files": [asdict(row) for row in rows], "dry_run": dry_run}
@@ -149,18 +181,17 @@ def remove_command(
 @options.from_settings(MakeSettings)
 def make_command(
     settings: MakeSettings,
+    *,
     context: typer.Context,
-    kind: Annotated[str, typer.Argument(metavar="KIND", help=f"{', '.join(MADE)}.")],
     given: MakeOptions,
-    jobs: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="[JOBS]",
-            help="For text: jobs as for `imagefleet load`, a template (.yaml, .toml), a file of"
-            " jobs (.jsonl, .json, .csv, .parquet, .txt with a prompt per line), or - for standard"
-            " input.",
-        ),
-    ] = None,
+    kind: str = argument(f"{', '.join(MADE)}.", metavar="KIND"),
+    jobs: str | None = argument(
+        "For text: jobs as for `imagefleet load`, a template (.yaml, .toml), a file of"
+        " jobs (.jsonl, .json, .csv, .parquet, .txt with a prompt per line), or - for standard"
+        " input.",
+        None,
+        metavar="[JOBS]",
+    ),
     dry_run: bool = options.dry_run("what would be made"),
     as_json: options.AsJson = False,
 ) -> None:
@@ -186,11 +217,11 @@ def make_command(
     """
     if kind not in MADE:
         raise _unknown(kind, MADE)
-    arguments.refuse_foreign(context, kind, arguments.MAKE)
+    _refuse_foreign(context, kind, _MAKE)
     if kind == "kernels":
         made = kernels.make(settings, given.output, dry_run=dry_run)
     elif kind == "canary":
-        made = canary.make(Path(settings.model))
+        made = drawing.make_canary(Path(settings.model))
     else:
         if jobs is None:
             raise errors.SetupError("JOBS is missing: the file of jobs whose prompts are read")
@@ -217,3 +248,15 @@ def _kind(name: str) -> FileKind:
 def _unknown(name: str, known: Collection[str]) -> errors.SetupError:
     hint = validation.suggestion(name, known) or f": give one of {', '.join(known)}"
     return errors.SetupError(f"unknown kind {name[:40]!r}{hint}")
+
+
+def _refuse_foreign(
+    context: typer.Context, kind: str, takers: Mapping[str, Collection[str]]
+) -> None:
+    """Raises SetupError for an option on the command line that the kind does not take."""
+    for parameter in context.command.params:
+        source = context.get_parameter_source(parameter.name or "")
+        takes = takers.get(parameter.name or "", (kind,))
+        if kind not in takes and source is not None and source.name == "COMMANDLINE":
+            flag = parameter.opts[0] if parameter.opts[0].startswith("-") else "JOBS"
+            raise errors.SetupError(f"{flag} is for {', '.join(takes)}, not for {kind}")

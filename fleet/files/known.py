@@ -12,7 +12,7 @@ from fleet.files.missing import comfyui_names
 from imagefleet import errors
 from imagefleet.files import kinds
 from imagefleet.job import prompt as prompts
-from imagefleet.job.chunks import Names, sections_of
+from imagefleet.job.clip import Names, sections_of
 from imagefleet.storage.open import open_storage
 from imagefleet.storage.settings import StorageSettings
 from worker.files import check

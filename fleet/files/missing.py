@@ -11,17 +11,17 @@ from typing import Any
 from rich.table import Column
 
 from fleet import console
-from fleet.files.listed import Listing
+from fleet.files.stored import Listing
 from imagefleet import errors, signing, validation
 from imagefleet.files.kinds import CONTROLNET, EMBEDDING, LORA, MODEL, UPSCALER, FileKind
 from imagefleet.job.message import Job
-from imagefleet.job.passes import sources
+from imagefleet.job.passes import img2img
 from imagefleet.storage.open import LOCAL_SCHEME, Storage, open_storage
 from imagefleet.storage.settings import SignerSettings
 
 #: Images that jobs name: no file of a worker's, so they are listed in no manifest.
 IMAGE = FileKind(
-    "image", "image", sources.INPUTS.removesuffix("/"), "jobs begin with it", suffixes=()
+    "image", "image", img2img.INPUTS.removesuffix("/"), "jobs begin with it", suffixes=()
 )
 
 #: What jobs may name, by its noun, in the order of the report.
@@ -79,8 +79,8 @@ def named(job: Job) -> set[tuple[str, str]]:
     names |= {(CONTROLNET.noun, unit.model) for unit in job.controls}
     # An image of the fleet itself may be drawn until it is needed.
     names |= {
-        (IMAGE.noun, place.blob.removeprefix(sources.INPUTS))
-        for place in map(sources.place, job.sources)
+        (IMAGE.noun, place.blob.removeprefix(img2img.INPUTS))
+        for place in map(img2img.place, job.sources)
         if place is not None and place.container == "files"
     }
     for text in (job.prompt, job.negative_prompt, job.hr_prompt, job.hr_negative_prompt):
@@ -160,22 +160,12 @@ def summary(uses: Uses, found: list[Use]) -> dict[str, Any]:
 def show(uses: Uses, found: list[Use]) -> None:
     """Prints a table of what is missing, and the numbers of what is named, on stderr."""
     if found:
-        table = console.table(
-            "kind",
-            console.name_column("name"),
-            console.number_column("jobs"),
-            "first in",
+        columns = (
+            *("kind", console.name_column("name"), console.number_column("jobs"), "first in"),
             Column("why", overflow="fold"),
         )
-        for use in found:
-            table.add_row(
-                use.kind,
-                console.untrusted(use.name),
-                f"{use.jobs:,}",
-                console.untrusted("; ".join(use.places)),
-                console.untrusted(use.reason),
-            )
-        console.print_tables(table)
+        rows = ((use.kind, use.name, use.jobs, "; ".join(use.places), use.reason) for use in found)
+        console.print_tables(console.table(*columns, rows=rows))
     named = ", ".join(
         console.counted(len(uses.of(noun)), noun)
         for noun, kind in NAMED.items()

@@ -1,20 +1,108 @@
-"""What is stored of a kind of file: as a table or JSON, and what is removed of it."""
+"""What is stored of a kind of file, and the manifest of its folder, which workers read."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 
 from fleet import console
 from fleet.files import transfer
-from fleet.files.listed import Listing
 from imagefleet import errors, validation
 from imagefleet.files import kinds
 from imagefleet.files.kinds import FileKind
 from imagefleet.signing import Keys
 from imagefleet.storage.open import Storage
+from worker.files import manifest
 from worker.node import reference
+
+#: Others may change the manifest at the same time.
+_TRIES = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Listing:
+    """The manifest of *folder*; *create* starts one, and signs a plain one for a key."""
+
+    storage: Storage
+    folder: str
+    keys: Keys
+    create: bool = False
+
+    @property
+    def blob(self) -> str:
+        return f"{self.folder}/{manifest.NAME}"
+
+    async def read(self) -> tuple[manifest.Contents | None, str | None]:
+        """What is there, whoever may change it, and its version."""
+        part = await self.storage.files.read_part(self.blob, 0, manifest.MAX_BYTES + 1)
+        return (
+            (None, None) if part is None else (manifest.parse(self.where, part.data), part.version)
+        )
+
+    async def check(self) -> None:
+        """Raises SetupError if nothing may be listed: before a long upload, rather than after."""
+        await self._read()
+
+    async def files(self) -> Mapping[str, str]:
+        """The hashes that it lists; raises as `check`."""
+        contents, _ = await self._read()
+        return contents.files if contents else {}
+
+    async def change(self, add: Mapping[str, str] = {}, remove: Collection[str] = ()) -> bool:
+        """Lists files' hashes and no longer some others; False without a manifest.
+
+        None is created where nothing is added, or without a key and *create*.
+
+        Raises:
+            SetupError: the manifest is signed, and not with these keys, or it is not signed.
+            TransientError: others are changing it.
+        """
+        for _ in range(_TRIES):
+            contents, version = await self._read()
+            if contents is None and not (add and (self.create or self.keys.signing)):
+                return False
+            before = contents.files if contents else {}
+            files = {name: before[name] for name in before if name not in remove} | dict(add)
+            is_as_wanted = contents is not None and contents.is_signed == bool(self.keys.signing)
+            if is_as_wanted and files == before:
+                return True
+            content = manifest.encode(self.folder, files, self.keys.signing)
+            manifest.parse(self.where, content)  # raises if it has become too large
+            if await self.storage.files.replace(self.blob, content, "application/json", version):
+                return True
+        raise errors.TransientError(
+            f"{self.blob} is being changed by others: run the same command again in a moment"
+        )
+
+    @property
+    def described(self) -> str:
+        """What is said of a file that was listed."""
+        return f"listed {'and signed ' if self.keys.signing else ''}in {self.blob}"
+
+    @property
+    def where(self) -> str:
+        return f"{self.blob} in the container {self.storage.files.name!r}"
+
+    async def _read(self) -> tuple[manifest.Contents | None, str | None]:
+        """What is there and its version, if these keys may change it."""
+        contents, version = await self.read()
+        if contents is None:
+            return None, None
+        if contents.is_signed and not contents.is_signed_by(self.keys.trusted, self.folder):
+            raise errors.SetupError(
+                f"{self.where} is signed, and not with your key: set IMAGEFLEET_SIGNING_KEY, and"
+                " IMAGEFLEET_TRUSTED_KEY to the former key where keys are changing"
+            )
+        if contents.is_signed and self.keys.signing is None:
+            raise errors.SetupError(f"{self.where} is signed: set IMAGEFLEET_SIGNING_KEY")
+        if self.keys.signing and not contents.is_signed and contents.files and not self.create:
+            count = len(contents.files)
+            raise errors.SetupError(
+                f"{self.where} is not signed, and lists {count:,} file{'s' * (count != 1)}: look"
+                " through it, then sign it as it is with --manifest, or delete it"
+            )
+        return contents, version
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,18 +136,18 @@ async def read(storage: Storage, kind: FileKind) -> list[Row]:
 
 def show(rows: Sequence[Row]) -> None:
     """Prints files as a table."""
-    table = console.table(
-        console.name_column("name"), "content", console.number_column("MB"), "added", "SHA-256"
-    )
+    cells = []
     for row in rows:
-        table.add_row(
-            console.untrusted(row.name),
-            console.untrusted(row.content or "-"),
-            console.number(row.bytes / 1e6, 1),
-            f"{row.added_at:%Y-%m-%d %H:%M}",
-            console.untrusted((row.sha256 or "-")[:12]),
-        )
-    console.print_tables(table)
+        size, added = f"{row.bytes / 1e6:,.1f}", f"{row.added_at:%Y-%m-%d %H:%M}"
+        cells.append((row.name, row.content, size, added, row.sha256 and row.sha256[:12]))
+    columns = (
+        console.name_column("name"),
+        "content",
+        console.number_column("MB"),
+        "added",
+        "SHA-256",
+    )
+    console.print_tables(console.table(*columns, rows=cells))
 
 
 async def find(storage: Storage, kind: FileKind, names: Sequence[str]) -> list[Row]:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from fleet import console
 from fleet.files import missing, transfer
-from fleet.files.listed import Listing
+from fleet.files.stored import Listing
 from fleet.files.transfer import Report
 from fleet.filling import reading
 from imagefleet import concurrency, errors

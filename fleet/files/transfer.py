@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hashlib
 import re
 import shutil
 import time
@@ -16,6 +15,7 @@ from typing import Literal
 from rich import progress
 
 from fleet import console
+from fleet.results import files
 from imagefleet import errors
 from imagefleet.files import kinds
 from imagefleet.files.kinds import FileKind
@@ -134,7 +134,8 @@ async def store(
         TransientError: it was taken meanwhile.
     """
     blob = f"{kind.folder}/{ready.name}"
-    sha256, size = await asyncio.to_thread(identify, ready.path)
+    sha256 = await asyncio.to_thread(files.sha256, ready.path)
+    size = (await asyncio.to_thread(ready.path.stat)).st_size
     try:
         there = await storage.files.metadata(blob)
     except errors.MissingResourceError:  # in a dry run
@@ -225,16 +226,9 @@ def showing(what: str) -> Iterator[Progress]:
         yield lambda so_far, total: bar.update(task, completed=so_far, total=total)
 
 
-def identify(path: Path) -> tuple[str, int]:
-    """A file's SHA-256 and size."""
-    with path.open("rb") as file:
-        sha256 = hashlib.file_digest(file, "sha256").hexdigest()
-        return sha256, file.tell()
-
-
 def _own_file(source: str, sha256: str | None) -> Path:
     path = Path(source).expanduser()
-    if sha256 is not None and path.is_file() and identify(path)[0] != sha256.lower():
+    if sha256 is not None and path.is_file() and files.sha256(path) != sha256.lower():
         raise errors.SetupError(f"{source!r} has another SHA-256 than {sha256}")
     return path
 

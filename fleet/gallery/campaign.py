@@ -15,7 +15,7 @@ from fleet.gallery.index import Filter, Index
 from imagefleet import errors
 from imagefleet.job.message import RECORDS
 from imagefleet.records import reader
-from imagefleet.records.shard import ShardName
+from imagefleet.records.record import ShardName
 from imagefleet.records.stored import Damaged
 from imagefleet.storage.open import Storage
 

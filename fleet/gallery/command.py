@@ -7,27 +7,24 @@ import math
 import os
 import sys
 import webbrowser
-from typing import Annotated
-
-import typer
 
 from fleet import console, options
 from fleet.campaigns import target
+from fleet.gallery import server
+from fleet.options import argument, option
 from imagefleet.storage.settings import SignerSettings
+from imagefleet.telemetry import probes
 
 
 @options.from_settings(SignerSettings)
-def command(
+async def command(
     settings: SignerSettings,
-    campaign: Annotated[
-        str | None,
-        typer.Argument(metavar="CAMPAIGN", help="Shown first; by default the one that began last."),
-    ] = None,
-    host: Annotated[
-        str, typer.Option(help="Address that it listens on; 0.0.0.0 for all interfaces.")
-    ] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65_535, help="Port; 0 picks a free one.")] = 8000,
-    browser: Annotated[bool, typer.Option(help="Open the page in a browser.")] = True,
+    campaign: str | None = argument(
+        "Shown first; by default the one that began last.", None, metavar="CAMPAIGN"
+    ),
+    host: str = option("Address that it listens on; 0.0.0.0 for all interfaces.", "127.0.0.1"),
+    port: int = option("Port; 0 picks a free one.", 8000, min=0, max=65_535),
+    browser: bool = option("Open the page in a browser.", default=True),
 ) -> None:
     """Shows a campaign's images in the browser, as they arrive.
 
@@ -39,19 +36,11 @@ def command(
 
     imagefleet gallery spring --port 8080 --no-browser
     """
-    console.run(_serve(settings, target.campaign(campaign), host, port, browser=browser))
-
-
-async def _serve(
-    settings: SignerSettings, campaign: str | None, host: str, port: int, *, browser: bool
-) -> None:
-    from fleet.gallery import server
-    from imagefleet.telemetry import probes
-
+    shown = target.campaign(campaign)
     async with console.connected(settings) as fleet:
-        await target.check_campaign(fleet.storage, campaign)
+        await target.check_campaign(fleet.storage, shown)
         async with (
-            server.opened(fleet, settings, host=host, campaign=campaign) as app,
+            server.opened(fleet, settings, host=host, campaign=shown) as app,
             probes.listening(app, host, port, "the gallery") as chosen,
         ):
             name = "localhost" if host in {"0.0.0.0", "::"} else host  # noqa: S104 - compared only

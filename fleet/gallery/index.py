@@ -13,7 +13,6 @@ import zlib
 from array import array
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -52,14 +51,6 @@ class Filter(NamedTuple):
     text: str = ""
     lora: str = ""
     worker: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class Counts:
-    """The rows of each tab, and the jobs that have ended in one of them."""
-
-    tabs: dict[Tab, int]
-    jobs: int
 
 
 class Row(NamedTuple):
@@ -137,10 +128,10 @@ class Index:
             counts["outcome", found[0]] -= 1
             counts["outcome", record.outcome] += 1
 
-    def counts(self) -> Counts:
+    def counts(self) -> tuple[dict[Tab, int], int]:
         """The rows of each tab, and the jobs that have ended."""
         tabs = {tab: self._counts["outcome", outcome] for tab, outcome in _OUTCOMES.items()}
-        return Counts(tabs, self._counts["job", ""] + tabs["failed"] + tabs["cancelled"])
+        return tabs, self._counts["job", ""] + tabs["failed"] + tabs["cancelled"]
 
     def names(self, kind: Facet, limit: int) -> list[tuple[str, int]]:
         """The most frequent LoRAs or workers, each with its images."""

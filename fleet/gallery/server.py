@@ -4,24 +4,28 @@ from __future__ import annotations
 
 import asyncio
 import sqlite3
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from importlib import resources
 from typing import Any, get_args
 
 from aiohttp import web
 
+from fleet import console
 from fleet.gallery import campaign as campaign_index
-from fleet.gallery import guard, shown
+from fleet.gallery import guard
 from fleet.gallery.campaign import Campaign, Campaigns, View
 from fleet.gallery.images import Images
-from fleet.gallery.index import Facet, Filter, Tab
-from fleet.gallery.replay import Replays
+from fleet.gallery.index import Facet, Filter, Row, Tab
+from fleet.keys import check
 from imagefleet import aio, errors, redaction
 from imagefleet.files.picture import DamagedImageError
+from imagefleet.job.message import DEFAULT_CAMPAIGN
 from imagefleet.records.record import Record
+from imagefleet.redaction import printable
+from imagefleet.storage.azure.roles import ROLES
 from imagefleet.storage.open import LOCAL_SCHEME
-from imagefleet.storage.settings import StorageSettings
+from imagefleet.storage.settings import Resource, StorageSettings
 
 PAGE = resources.files("fleet.gallery") / "page"
 
@@ -44,6 +48,13 @@ _FOREVER = "private, max-age=31536000, immutable"
 _A_WHILE = "private, max-age=300"
 
 
+#: The most characters of a prompt or a reason on a tile; the record has the rest.
+_TILE_CHARACTERS = 240
+
+#: What a replay does: it takes the job out of one queue and puts it into another.
+_NEEDED: dict[Resource, str] = {"queue": "a", "poison": "rup"}
+
+
 @asynccontextmanager
 async def opened(
     fleet: aio.Fleet, settings: StorageSettings, *, host: str, campaign: str | None
@@ -59,6 +70,59 @@ async def opened(
         yield gallery.application()
     finally:
         await campaigns.close()
+
+
+class Replays:
+    """Replays failed jobs of one storage, or says why it may not."""
+
+    def __init__(self, fleet: aio.Fleet, settings: StorageSettings, host: str) -> None:
+        self._fleet = fleet
+        self._settings = settings
+        self._host = host
+        self._refusal: str | None = None
+        self._lock = asyncio.Lock()
+        self._checks = asyncio.Lock()
+
+    async def refusal(self) -> str:
+        """Why no job can be sent again; empty if one can be."""
+        async with self._checks:
+            if self._refusal is None:
+                self._refusal = await self._find_refusal()
+        return self._refusal
+
+    async def _find_refusal(self) -> str:
+        if not guard.is_loopback(self._host):
+            return f"The gallery listens on {self._host}: anybody there could send jobs again."
+        if self._settings.storage.strip().startswith(LOCAL_SCHEME):
+            return ""
+        try:
+            checked = {each.resource: each for each in await check.check(self._settings)}
+        except errors.FleetError as error:
+            return error.message
+        if all(
+            set(letters) <= set(checked[resource].allowed) for resource, letters in _NEEDED.items()
+        ):
+            return ""
+        name = ROLES["operator"].name
+        return (
+            f"These credentials may only read. Tokens of the role {name} may send jobs again:"
+            f" imagefleet keys mint {name}"
+        )
+
+    async def replay(self, record: Record) -> None:
+        """Puts a failed job back into the queue.
+
+        Raises:
+            FleetError: it stays where it is; says why.
+        """
+        if refusal := await self.refusal():
+            raise errors.SetupError(refusal)
+        async with self._lock:
+            swept = await self._fleet.replay(id=record.id, campaign=record.campaign)
+        if swept.refused:
+            raise errors.JobError(swept.refused[0].reason)
+        if not swept.done:
+            raise errors.JobError("It is not in the poison queue any more.")
 
 
 class Gallery:
@@ -118,21 +182,21 @@ class Gallery:
             {
                 "campaigns": await self._campaigns.names(),
                 "newest": newest,
-                "storage": redaction.printable(self._storage),
+                "storage": printable(self._storage),
             }
         )
 
     async def _state(self, request: web.Request) -> web.Response:
         await (await self._campaign(request)).refresh()
         campaign, view = await self._chosen(request)
-        counts = await asyncio.to_thread(campaign.index.counts)
+        tabs, jobs = await asyncio.to_thread(campaign.index.counts)
         return web.json_response(
             {
                 "total": len(view.seqs),
                 "generation": view.generation,
                 "index": campaign.index.birth,
-                "counts": counts.tabs,
-                "jobs": counts.jobs,
+                "counts": tabs,
+                "jobs": jobs,
                 "sent": campaign.sent,
                 "reading": not view.is_complete,
                 "read": campaign.read_share,
@@ -146,7 +210,7 @@ class Gallery:
         kinds: tuple[Facet, ...] = get_args(Facet)
         found = {
             kind: [
-                [name, redaction.printable(name), count]
+                [name, printable(name), count]
                 for name, count in await asyncio.to_thread(campaign.index.names, kind, _MOST_NAMES)
             ]
             for kind in kinds
@@ -159,12 +223,12 @@ class Gallery:
         seqs = view.seqs[start : start + count].tolist()
         rows = await asyncio.to_thread(campaign.index.rows, seqs)
         return web.json_response(
-            {"generation": view.generation, "from": start, "rows": shown.tiles(rows)}
+            {"generation": view.generation, "from": start, "rows": _tiles(rows)}
         )
 
     async def _record(self, request: web.Request) -> web.Response:
         record = await self._found(request)
-        answer = shown.record(record)
+        answer = _shown(record)
         if record.outcome == "failed":
             answer["refusal"] = _sentence(await self._replays.refusal())
         return web.json_response(answer)
@@ -241,4 +305,57 @@ def _refusal(reason: str, status: int) -> web.Response:
 
 
 def _sentence(text: str) -> str:
-    return redaction.printable(redaction.message(text))
+    return printable(redaction.message(text))
+
+
+def _tiles(rows: Iterable[Row]) -> list[list[Any]]:
+    """The tile of each row: its number, its job, its prompt and why it failed."""
+    return [
+        [
+            row.seq,
+            printable(row.job),
+            printable(row.prompt[:_TILE_CHARACTERS]),
+            row.reason and printable(row.reason[:_TILE_CHARACTERS]),
+        ]
+        for row in rows
+    ]
+
+
+def _shown(found: Record) -> dict[str, Any]:
+    """All of a record that its view has."""
+    dumped = found.model_dump(mode="json", exclude_none=True)
+    shown: dict[str, Any] = _printable(dumped)
+    shown["text"] = console.json_text(_as_job(found)).rstrip()
+    return shown
+
+
+def _as_job(found: Record) -> dict[str, Any]:
+    """A job that draws the same image again, as `imagefleet load` reads it.
+
+    Without the id: an image of that name is stored already.
+    """
+    fields = {
+        "campaign": None if found.campaign == DEFAULT_CAMPAIGN else found.campaign,
+        "prompt": found.prompt,
+        "negative_prompt": found.negative_prompt or None,
+        "model": found.model,
+        "sampler_name": found.sampler,
+        "steps": found.steps,
+        "cfg_scale": found.cfg_scale,
+        "clip_skip": None if found.clip_skip == 1 else found.clip_skip,
+        "width": found.width,
+        "height": found.height,
+        "seed": found.seed,
+        "metadata": found.metadata or None,
+    }
+    return {name: value for name, value in fields.items() if value is not None}
+
+
+def _printable(value: Any) -> Any:
+    if isinstance(value, str):
+        return printable(value)
+    if isinstance(value, dict):
+        return {printable(str(name)): _printable(each) for name, each in value.items()}
+    if isinstance(value, list):
+        return [_printable(each) for each in value]
+    return value

@@ -19,20 +19,18 @@ from azure.core.exceptions import HttpResponseError
 from azure.storage.blob.aio import ContainerClient
 from azure.storage.queue.aio import QueueClient
 
+from fleet.keys.mint import Place
 from imagefleet import errors
 from imagefleet.storage.azure import account, sas
 from imagefleet.storage.azure import errors as azure_errors
-from imagefleet.storage.azure.credentials import Access, Credentials
+from imagefleet.storage.azure.credentials import Credentials
 from imagefleet.storage.azure.queue import shards_of
-from imagefleet.storage.azure.refusals import LESS_PERMISSION
 from imagefleet.storage.azure.roles import (
     OPTIONAL,
     RESOURCES,
     is_container,
     is_job_queue,
-    name_of,
 )
-from imagefleet.storage.azure.storage import API_VERSION
 from imagefleet.storage.settings import Resource, StorageSettings
 
 #: The id and the receipt of a message that does not exist.
@@ -98,48 +96,19 @@ async def check(settings: StorageSettings) -> list[Checked]:
 async def _check(
     settings: StorageSettings, credentials: Credentials, resource: Resource, shard: int
 ) -> Checked:
-    access = credentials.of(resource, None, shard)
+    access, place = credentials.of(resource, None, shard), Place(resource, None, shard)
     probes = BLOB_PROBES if is_container(resource) else QUEUE_PROBES
-    async with _client(settings, access, resource, shard) as client:
-        name = name_of(settings, resource, None, shard)
+    name, allowed = place.name(settings), ""
+    async with place.client(settings, access.credential, retry_total=0) as client:
         try:
-            return await _try(resource, name, access, client, probes)
+            for letter, probe in probes.items():
+                if await access.attempt(letter, functools.partial(_is_allowed, probe, client)):
+                    allowed += letter
         except errors.MissingResourceError as error:
             has_token = not isinstance(error, azure_errors.NoTokenError)
             if has_token and resource not in OPTIONAL:
                 raise
             return Checked(resource, name, "", "".join(probes), None, None)
-
-
-async def _shards(settings: StorageSettings, credentials: Credentials, resource: Resource) -> int:
-    """The shards of a job queue; those that there are tokens for, where it cannot be read."""
-    access = credentials.of(resource)
-    granted = credentials.shards(resource, None)
-    async with _client(settings, access, resource, 0) as client:
-        try:
-            found = await access.attempt(
-                f"the queue {client.queue_name!r}", "r", client.get_queue_properties
-            )
-        except errors.SetupError:
-            return granted
-    return max(granted, shards_of(found).made)
-
-
-def _client(settings: StorageSettings, access: Access, resource: Resource, shard: int) -> Any:
-    address = account.read_address(settings.storage.strip())
-    open_client = address.container_client if is_container(resource) else address.queue_client
-    name = name_of(settings, resource, None, shard)
-    return open_client(name, access.credential, api_version=API_VERSION, retry_total=0)
-
-
-async def _try(
-    resource: Resource, name: str, access: Access, client: Any, probes: Mapping[str, Any]
-) -> Checked:
-    what = f"the {'container' if is_container(resource) else 'queue'} {name!r}"
-    allowed = ""
-    for letter, probe in probes.items():
-        if await access.attempt(what, letter, functools.partial(_is_allowed, probe, client)):
-            allowed += letter
     denied = "".join(letter for letter in probes if letter not in allowed)
     credential = access.credential
     token = credential.signature if isinstance(credential, AzureSasCredential) else ""
@@ -147,12 +116,24 @@ async def _try(
     return Checked(resource, name, allowed, denied, sas.expiry(token), policy)
 
 
+async def _shards(settings: StorageSettings, credentials: Credentials, resource: Resource) -> int:
+    """The shards of a job queue; those that there are tokens for, where it cannot be read."""
+    access = credentials.of(resource)
+    granted = credentials.shards(resource, None)
+    async with Place(resource).client(settings, access.credential, retry_total=0) as client:
+        try:
+            found = await access.attempt("r", client.get_queue_properties)
+        except errors.SetupError:
+            return granted
+    return max(granted, shards_of(found).made)
+
+
 async def _is_allowed(probe: Callable[[Any], Awaitable[Any]], client: Any) -> bool:
     try:
         await probe(client)
     except HttpResponseError as error:
         code, status = azure_errors.code_of(error), error.status_code or 0
-        if code in LESS_PERMISSION:
+        if code in azure_errors.LESS_PERMISSION:
             return False
         is_client_error = 400 <= status < 500 and status not in _NOT_AN_ANSWER  # noqa: PLR2004
         if code in azure_errors.MISSING or not is_client_error:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import re
-from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from typing import Any, NamedTuple
@@ -39,8 +39,6 @@ from imagefleet.storage.settings import Resource, StorageSettings
 #: Azure's limit of stored policies for a queue or container.
 MAX_POLICIES = 5
 
-_OPTIONS = {"api_version": API_VERSION}
-
 _NO_KEY = (
     "tokens are signed with the account key: set IMAGEFLEET_STORAGE to a connection string with"
     " AccountName and AccountKey"
@@ -59,6 +57,13 @@ class Place(NamedTuple):
 
     def name(self, settings: StorageSettings) -> str:
         return name_of(settings, *self)
+
+    def client(self, settings: StorageSettings, credential: Any = None, **terms: Any) -> Any:
+        """The client of the queue or container, with a credential or the account's key."""
+        address = account.read_address(settings.storage.strip())
+        is_blobs = is_container(self.resource)
+        open_client = address.container_client if is_blobs else address.queue_client
+        return open_client(self.name(settings), credential, api_version=API_VERSION, **terms)
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,8 +120,8 @@ class Minter:
         if not address.has_key or address.sas is not None:
             raise errors.SetupError(_NO_KEY)
         self._settings = settings
-        queue = address.queue_client(settings.queue, None, **_OPTIONS)
-        container = address.container_client(settings.container, None, **_OPTIONS)
+        queue = Place("queue").client(settings)
+        container = Place("blob").client(settings)
         key = getattr(queue.credential, "account_key", None)
         if key is None:  # a connection string with a SAS token
             raise errors.SetupError(_NO_KEY)
@@ -176,10 +181,6 @@ def _places(role: Role | None, models: Collection[str] = (), shards: int = 1) ->
     return [each for each in places if role is None or each.letters(role)]
 
 
-def _may_be_missing(place: Place) -> bool:
-    return place.resource in OPTIONAL or place.model is not None or place.shard > 0
-
-
 async def store_policy(
     settings: StorageSettings,
     role: Role,
@@ -215,7 +216,7 @@ async def store_policy(
         return existing is None
 
     places = _places(role, models, shards)
-    optional = [each for each in places if _may_be_missing(each)]
+    optional = [each for each in places if each.resource in OPTIONAL or each.model or each.shard]
     await _change_policies(settings, [each for each in places if each not in optional], store)
     if models:
         async with open_storage(settings) as storage:
@@ -230,8 +231,15 @@ async def policies(settings: StorageSettings, role: Role, models: Collection[str
 
     All but shards, which `store_policy` adds.
     """
-    places = _places(role, models)
-    return set.intersection(*[await _policy_names(settings, role, each) for each in places])
+    places, found = _places(role, models), list[set[str]]()
+
+    def note(place: Place, stored: dict[str, Any]) -> bool:
+        permission = str(_permission(place.resource, place.letters(role)))
+        found.append({name for name, each in stored.items() if each.permission == permission})
+        return False
+
+    await _change_policies(settings, places, note, skip_missing=True)
+    return set.intersection(*found) if len(found) == len(places) else set()
 
 
 def is_of_broker(policy: str, name: str) -> bool:
@@ -268,12 +276,10 @@ def _permission(resource: Resource, letters: str) -> QueueSasPermissions | Conta
 
 async def _create_queues(settings: StorageSettings, places: Iterable[Place]) -> None:
     """Creates those that do not exist."""
-    address = account.read_address(settings.storage.strip())
     for place in places:
-        name = place.name(settings)
-        async with address.queue_client(name, None, **_OPTIONS) as client:
+        async with place.client(settings) as client:
             with (
-                azure_errors.translated(f"the queue {name!r}"),
+                azure_errors.translated(f"the queue {client.queue_name!r}"),
                 azure_errors.tolerated({"QueueAlreadyExists"}),
             ):
                 await client.create_queue()
@@ -293,7 +299,7 @@ def _address_without_key(queue: QueueClient, container: ContainerClient, https: 
 async def _change_policies(
     settings: StorageSettings,
     places: Iterable[Place],
-    change: Callable[[Place, dict[str, Any]], bool | None],
+    change: Callable[[Place, dict[str, Any]], bool],
     *,
     skip_missing: bool = False,
 ) -> list[str]:
@@ -304,36 +310,16 @@ async def _change_policies(
     changed = []
     for place in places:
         name = place.name(settings)
-        async with _policies_of(settings, place) as client:
-            with azure_errors.tolerated(azure_errors.MISSING if skip_missing else ()):
+        async with place.client(settings) as client:
+            with (
+                azure_errors.translated(f"the stored policies of {name!r}"),
+                azure_errors.tolerated(azure_errors.MISSING if skip_missing else ()),
+            ):
                 policies = await _read_policies(client)
                 if change(place, policies):
                     await _write_policies(client, policies)
                     changed.append(name)
     return changed
-
-
-async def _policy_names(settings: StorageSettings, role: Role, place: Place) -> set[str]:
-    """Policies with the role's permissions; none of a queue or container that does not exist."""
-    permission = str(_permission(place.resource, place.letters(role)))
-    async with _policies_of(settings, place) as client:
-        with azure_errors.tolerated(azure_errors.MISSING):
-            stored = await _read_policies(client)
-            return {name for name, each in stored.items() if each.permission == permission}
-    return set()
-
-
-@contextlib.asynccontextmanager
-async def _policies_of(
-    settings: StorageSettings, place: Place
-) -> AsyncIterator[QueueClient | ContainerClient]:
-    """The client to read and change them with, whose errors name them."""
-    address = account.read_address(settings.storage.strip())
-    name = place.name(settings)
-    open_client = address.container_client if is_container(place.resource) else address.queue_client
-    async with open_client(name, None, **_OPTIONS) as client:
-        with azure_errors.translated(f"the stored policies of {name!r}"):
-            yield client
 
 
 async def _read_policies(client: QueueClient | ContainerClient) -> dict[str, Any]:

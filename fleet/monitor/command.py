@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from rich.console import Group
@@ -47,19 +47,11 @@ class QueueStatus:
 
 
 @dataclass(frozen=True, slots=True)
-class WaitingModel:
-    """A model whose jobs wait, and which no worker serves."""
-
-    model: str
-    messages: int
-
-
-@dataclass(frozen=True, slots=True)
 class FleetStatus:
     """The job queues, their poison queue and the campaigns; *fleet* only with a Prometheus.
 
     *queue* is the sum of *queues*, which are in the order in which workers take jobs.
-    *without_worker* are the models whose jobs wait until somebody starts a worker for them.
+    *without_worker* are the jobs of the models that wait until somebody starts a worker for them.
     """
 
     storage: str
@@ -67,12 +59,15 @@ class FleetStatus:
     failed: QueueStatus
     fleet: rates.FleetRates | None = None
     queues: Sequence[QueueStatus] = ()
-    without_worker: Sequence[WaitingModel] = ()
+    without_worker: Mapping[str, int] = field(default_factory=dict)
     campaigns: Listing | None = None
 
     def as_record(self) -> dict[str, Any]:
         listing = self.campaigns
         return asdict(replace(self, campaigns=None)) | {
+            "without_worker": [
+                {"model": model, "messages": count} for model, count in self.without_worker.items()
+            ],
             "campaigns": listing.records() if listing else [],
             "damaged_files": listing.damaged_files if listing else 0,
         }
@@ -166,7 +161,7 @@ async def read_status(
     )
 
 
-async def _without_worker(client: aio.Fleet, depth: QueueDepth) -> list[WaitingModel]:
+async def _without_worker(client: aio.Fleet, depth: QueueDepth) -> dict[str, int]:
     """Models with jobs but no worker, by what workers note every ten minutes."""
     waiting: Counter[str] = Counter()
     for each in depth.by_queue.values():
@@ -177,11 +172,8 @@ async def _without_worker(client: aio.Fleet, depth: QueueDepth) -> list[WaitingM
         return await client.run(serving.is_served(client.storage.blobs, model))
 
     served = await concurrency.gather(*(is_served(model) for model in waiting))
-    return [
-        WaitingModel(model, messages)
-        for (model, messages), is_one in zip(waiting.items(), served, strict=True)
-        if not is_one
-    ]
+    found = zip(waiting.items(), served, strict=True)
+    return {model: messages for (model, messages), is_one in found if not is_one}
 
 
 def _queue_status(name: str, depth: QueueDepth) -> QueueStatus:
@@ -207,13 +199,11 @@ def _status_screen(status: FleetStatus, count: int = 20) -> Group:
         shards = f" ({each.shards} shards)" if each.shards > 1 else ""
         table.add_row(each.name + shards, *shown, _age(each.oldest_age_seconds))
     parts: list[Text | Table] = [console.untrusted(status.storage, "bold"), table]
-    for waiting in status.without_worker:
-        jobs = console.counted(waiting.messages, "job")
-        sentence = (
-            f"{jobs} of the model {waiting.model}, which no worker serves: start one with"
-            " that --model"
+    for model, messages in status.without_worker.items():
+        jobs = console.counted(messages, "job")
+        parts += _notes(
+            f"{jobs} of the model {model}, which no worker serves: start one with that --model"
         )
-        parts += _notes(sentence)
     if (fleet := status.fleet) is not None:
         rows = {
             "workers": console.number(fleet.workers),

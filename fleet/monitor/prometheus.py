@@ -38,19 +38,13 @@ class _Result(BaseModel):
     values: list[_Point] = []
 
 
-class _Scalar(BaseModel):
-    resultType: Literal["scalar"]  # noqa: N815 - Prometheus' name
-    result: _Point
-
-
-class _Vector(BaseModel):
-    resultType: Literal["vector", "matrix"]  # noqa: N815
+class _Data(BaseModel):
     result: list[_Result]
 
 
 class _Success(BaseModel):
     status: Literal["success"]
-    data: Annotated[_Scalar | _Vector, Field(discriminator="resultType")]
+    data: _Data
 
 
 class _Failure(BaseModel):
@@ -123,7 +117,7 @@ class Prometheus:
                 f"{shown} does not answer as a Prometheus does: {answer}"
             ) from None
         if isinstance(reply, _Success):
-            return _series(reply.data)
+            return list(filter(None, map(_series, reply.data.result)))
         complaint = redaction.printable(reply.error[:_SHOWN_CHARACTERS])
         raise errors.SetupError(f"Prometheus rejects {query}: {complaint}")
 
@@ -153,17 +147,12 @@ def connected_if(
     return connected(url, fleet) if url else nullcontext()
 
 
-def _series(data: _Scalar | _Vector) -> list[Series]:
-    found = []
-    results = [_Result(metric={}, value=data.result)] if isinstance(data, _Scalar) else data.result
-    for each in results:
-        points = each.values or ([each.value] if each.value else [])
-        # NaN and infinities are the quotients of an idle fleet.
-        usable = tuple(
-            (at, value if abs(value) >= _MIN_VALUE else 0.0)
-            for at, value in points
-            if 0 <= at <= _LATEST and math.isfinite(value) and abs(value) <= _MAX_VALUE
-        )
-        if usable:
-            found.append(Series(each.metric, usable))
-    return found
+def _series(result: _Result) -> Series | None:
+    points = result.values or ([result.value] if result.value else [])
+    # NaN and infinities are the quotients of an idle fleet.
+    usable = tuple(
+        (at, value if abs(value) >= _MIN_VALUE else 0.0)
+        for at, value in points
+        if 0 <= at <= _LATEST and math.isfinite(value) and abs(value) <= _MAX_VALUE
+    )
+    return Series(result.metric, usable) if usable else None

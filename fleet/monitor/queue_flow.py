@@ -15,8 +15,8 @@ from fleet.settings import ExporterSettings
 from imagefleet import concurrency, errors
 from imagefleet.storage.open import Storage
 from imagefleet.storage.protocol import JobQueue
-from imagefleet.telemetry import exposition
-from imagefleet.telemetry.queue_gauges import QueueFlow, QueueGauges
+from imagefleet.telemetry import metrics
+from imagefleet.telemetry.metrics import QueueFlow, QueueGauges
 
 log = logging.getLogger(__name__)
 
@@ -60,7 +60,7 @@ class Exporter(Collector):
     def __init__(
         self, storage: Storage, settings: ExporterSettings, server: prometheus.Prometheus | None
     ) -> None:
-        self.registry = exposition.LabelledRegistry({"fleet": settings.fleet_name})
+        self.registry = metrics.LabelledRegistry({"fleet": settings.fleet_name})
         self.failed_samples = 0
         self._gauges = QueueGauges(self.registry)
         self._storage = storage

@@ -18,9 +18,6 @@ from imagefleet import errors
 from imagefleet.pricing import families, prices
 from loadgen import sources
 
-_DEFAULT_GPU = "RTX 3060 Ti"
-_NO_START_UP = estimate.Input(0.0, "assumed", "not included without --bench")
-
 
 @dataclass(frozen=True, slots=True)
 class Batch:
@@ -51,25 +48,29 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class Machines:
-    """What draws it, at which speed and price, and by when."""
+    """What draws it, at which speed and price."""
 
     gpu: list[str] | None = option(
-        f"GPU class; repeat it, with replicas, for a mix. [default: {_DEFAULT_GPU}]",
+        f"GPU class; repeat it, with replicas, for a mix. [default: {estimate.DEFAULT_GPU}]",
         metavar="NAME[=COUNT]",
     )
-    priority: str = option("SaladCloud priority.", "batch", metavar="|".join(prices.PRIORITIES))
     price_per_hour: float | None = option("$/h of one replica.", min=0.0001, metavar="DOLLARS")
     prices_path: options.PriceFile = None
     images_per_second: float | None = option("Speed of one replica.", min=0.0001, metavar="NUMBER")
     bench: options.BenchReports = None
     replicas: int | None = option("Number of replicas.", min=1, metavar="COUNT")
-    deadline: float | None = option(
-        "Plan enough replicas to finish in so many hours.", min=0.01, metavar="HOURS"
-    )
 
 
 @options.flat
-def command(batch: Batch, machines: Machines, as_json: options.AsJson = False) -> None:
+def command(
+    batch: Batch,
+    machines: Machines,
+    priority: str = option("SaladCloud priority.", "batch", metavar="|".join(prices.PRIORITIES)),
+    deadline: float | None = option(
+        "Plan enough replicas to finish in so many hours.", min=0.01, metavar="HOURS"
+    ),
+    as_json: options.AsJson = False,
+) -> None:
     """Plans a batch: hours, dollars and images per dollar.
 
     With --deadline, also the replicas needed. Every input is shown with its source. Images of
@@ -84,51 +85,35 @@ def command(batch: Batch, machines: Machines, as_json: options.AsJson = False) -
 
     imagefleet plan --jobs 1000000 --gpu "RTX 4090" --deadline 24 --bench bench.json
     """
-    if machines.replicas is not None and machines.deadline is not None:
+    if machines.replicas is not None and deadline is not None:
         raise errors.SetupError("give --replicas or --deadline, not both")
     works = _works(
         batch.file, batch.jobs, batch.images_per_job, read_models(batch.model or [], batch.family)
     )
     table = prices.read_table(machines.prices_path)
-    mix = _mix(machines, works, table)
+    mix = mix_of(machines, works, table, prices.as_priority(priority))
     images = sum(work.images for work in works)
-    if machines.deadline is not None:
-        mix = estimate.mix_for(images, mix, machines.deadline)
+    if deadline is not None:
+        mix = estimate.mix_for(images, mix, deadline)
     plan = estimate.make_plan(sum(work.jobs for work in works), images, mix, table)
     if as_json:
         console.print_json({**asdict(plan), "storage_prices": asdict(table.storage)})
     else:
-        _show(plan, table)
+        show(plan, table)
 
 
-def _mix(
-    machines: Machines, works: Sequence[Work], table: prices.PriceTable
+def mix_of(
+    machines: Machines,
+    works: Sequence[Work],
+    table: prices.PriceTable,
+    priority: prices.Priority = "batch",
 ) -> list[estimate.Part]:
     """The GPU classes with their speeds and prices."""
     benches = [estimate.read_bench(path, table) for path in machines.bench or []]
-    named = _named(machines.gpu, benches, machines.replicas)
-    dollars, rate = machines.price_per_hour, machines.images_per_second
-    if len(named) > 1 and (dollars is not None or rate is not None):
-        raise errors.SetupError(
-            "--price-per-hour and --images-per-second apply to one GPU class; for a mix use"
-            " --price-file and --bench"
-        )
-    known = prices.as_priority(machines.priority)
-    has_own = dollars is not None and rate is not None
-    mix = []
-    for name, count in named:
-        found = name
-        if not has_own:  # a class with a report need not be in the table
-            measured = prices.matching_gpus(name, [each.gpu for each in benches])
-            found = measured[0] if measured else prices.find_gpu(name, table.gpus)
-        speeds = estimate.find_speeds(found, works, rate, benches)
-        price = estimate.find_price(found, known, dollars, table)
-        made_on = estimate.bench_of(found, benches, works[0].family)
-        start_up = made_on.start_up if made_on else _NO_START_UP
-        speed = estimate.mean_speed(speeds)
-        mix.append(estimate.Part(found, count, speed, price, start_up, speeds))
-    estimate.refuse_unused(benches, {part.gpu for part in mix})
-    return mix
+    known = estimate.Known(
+        table, benches, priority, machines.price_per_hour, machines.images_per_second
+    )
+    return estimate.make_mix(_named(machines.gpu, benches, machines.replicas), works, known)
 
 
 def _works(
@@ -153,7 +138,7 @@ def _named(
 ) -> list[tuple[str, int]]:
     """GPU classes as given, and the replicas of each."""
     named = []
-    for text in names or [bench.gpu for bench in benches] or [_DEFAULT_GPU]:
+    for text in names or [bench.gpu for bench in benches] or [estimate.DEFAULT_GPU]:
         name, equals, count = text.rpartition("=")
         if not equals:
             name, count = text, "1"
@@ -169,7 +154,7 @@ def _named(
     return [(named[0][0], replicas)]
 
 
-def _show(plan: estimate.Plan, table: prices.PriceTable) -> None:
+def show(plan: estimate.Plan, table: prices.PriceTable) -> None:
     rows = {
         "images": f"{plan.images:,}",
         "replicas": f"{plan.replicas:,}",
@@ -187,28 +172,13 @@ def _show(plan: estimate.Plan, table: prices.PriceTable) -> None:
         console.print_tables("", _model_table(plan.models))
     console.print_tables("")
     for part in plan.mix:
-        inputs = [
-            (f"{each.images_per_second.value:.3g} {_described(each)}/s", each.images_per_second)
-            for each in part.models
-        ]
-        inputs.append((f"${part.dollars_per_hour.value:g}/h", part.dollars_per_hour))
-        start_up = part.start_up_seconds
-        inputs.append((f"{start_up.value:g} s of start-up", start_up))
-        for text, each in inputs:
-            console.print_tables(f"{part.gpu}: {text}: {each.kind}: {each.source}.")
+        console.print_tables(*estimate.sources(part))
     changes = ", workers' changes between models" if len(plan.models) > 1 else ""
     console.print_tables(
         f"Storage operations: listed: {table.storage.source}.",
         "Interruptions, idle time, second drawings (`imagefleet load --verify-share`, by default"
         " 0.5 % more)" + changes + " and storing the images are not included.",
     )
-
-
-def _described(model: estimate.ModelSpeed) -> str:
-    if model.model is not None:
-        return f"images of {console.untrusted(model.model)}"
-    is_sd1 = model.family == families.SD1.slug
-    return "images" if is_sd1 else f"{families.find(model.family).name} images"
 
 
 def _model_table(models: Sequence[estimate.ModelCost]) -> Table:

@@ -15,8 +15,9 @@ from imagefleet import errors, redaction, validation
 from imagefleet.pricing import families, prices
 from imagefleet.pricing.families import Family
 
-_SECONDS_PER_HOUR = 3600
+DEFAULT_GPU = "RTX 3060 Ti"
 
+_SECONDS_PER_HOUR = 3600
 
 Basis = Literal["measured", "given", "listed", "assumed", "estimated"]
 
@@ -40,6 +41,20 @@ class Bench:
     start_up: Input
     family: Family = families.SD1
     tflop_per_image: float = families.SD1.image_tflop()
+
+
+_NO_START_UP = Input(0.0, "assumed", "not included without --bench")
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """What is known of the machines: prices, reports, and the operator's own figures."""
+
+    table: prices.PriceTable
+    benches: Sequence[Bench]
+    priority: prices.Priority
+    dollars_per_hour: float | None
+    images_per_second: float | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,6 +166,52 @@ def _model_costs(mix: Sequence[Part], hours: float) -> list[ModelCost]:
             )
         )
     return costs
+
+
+def make_mix(named: Sequence[tuple[str, int]], works: Sequence[Work], known: Known) -> list[Part]:
+    """So many replicas of each GPU class, with their speeds and prices.
+
+    Raises:
+        SetupError: a class, its speed or its price is not known, or a report is of none of them.
+    """
+    benches, dollars, rate = known.benches, known.dollars_per_hour, known.images_per_second
+    if len(named) > 1 and (dollars is not None or rate is not None):
+        raise errors.SetupError(
+            "--price-per-hour and --images-per-second apply to one GPU class; for a mix use"
+            " --price-file and --bench"
+        )
+    mix = []
+    for name, count in named:
+        found = name
+        if dollars is None or rate is None:  # a class with a report need not be in the table
+            measured = prices.matching_gpus(name, [each.gpu for each in benches])
+            found = measured[0] if measured else prices.find_gpu(name, known.table.gpus)
+        speeds = find_speeds(found, works, rate, benches)
+        price = find_price(found, known.priority, dollars, known.table)
+        made_on = bench_of(found, benches, works[0].family)
+        start_up = made_on.start_up if made_on else _NO_START_UP
+        mix.append(Part(found, count, mean_speed(speeds), price, start_up, speeds))
+    refuse_unused(benches, {part.gpu for part in mix})
+    return mix
+
+
+def sources(part: Part) -> list[str]:
+    """The figures of a part and their sources, a sentence each."""
+    inputs = [
+        (f"{each.images_per_second.value:.3g} {_described(each)}/s", each.images_per_second)
+        for each in part.models
+    ]
+    inputs.append((f"${part.dollars_per_hour.value:g}/h", part.dollars_per_hour))
+    start_up = part.start_up_seconds
+    inputs.append((f"{start_up.value:g} s of start-up", start_up))
+    return [f"{part.gpu}: {text}: {each.kind}: {each.source}." for text, each in inputs]
+
+
+def _described(model: ModelSpeed) -> str:
+    if model.model is not None:
+        return f"images of {redaction.printable(model.model)}"
+    is_sd1 = model.family == families.SD1.slug
+    return "images" if is_sd1 else f"{families.find(model.family).name} images"
 
 
 def mix_for(images: int, mix: Sequence[Part], deadline_hours: float) -> list[Part]:
@@ -274,12 +335,8 @@ def mean_speed(speeds: Sequence[ModelSpeed]) -> Input:
     return Input(value, kind, f"the mean over {len(speeds)} models, weighted by their images")
 
 
-def find_speed(
-    gpu: str, given: float | None, bench: Bench | None, work: Work | None = None
-) -> Input:
+def find_speed(gpu: str, given: float | None, bench: Bench | None, work: Work) -> Input:
     """Images/s of one *gpu*: given, measured, assumed, or estimated from another family's.
-
-    Without *work*, of images as they were measured.
 
     Raises:
         SetupError: none is known.
@@ -296,11 +353,9 @@ def find_speed(
     return _scaled(record, families.SD1, families.SD1.image_tflop(), work)
 
 
-def _scaled(known: Input, family: Family, tflop_per_image: float, work: Work | None) -> Input:
+def _scaled(known: Input, family: Family, tflop_per_image: float, work: Work) -> Input:
     """A known speed, in images of this work: by their operations, and the families' rates."""
-    if work is None or (
-        work.family is family and math.isclose(work.tflop_per_image, tflop_per_image)
-    ):
+    if work.family is family and math.isclose(work.tflop_per_image, tflop_per_image):
         return known
     rate = work.family.rate / family.rate
     value = known.value * rate * tflop_per_image / work.tflop_per_image

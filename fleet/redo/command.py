@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Any
 
 import typer
 
 from fleet import console, options
 from fleet.campaigns import target
-from fleet.options import Since
-from imagefleet import errors, signing
+from fleet.options import Since, argument, option
+from fleet.redo import replace, select
+from fleet.verify import quarantine
+from imagefleet import errors
+from imagefleet.storage.open import Storage
 from imagefleet.storage.settings import SignerSettings, StorageSettings
-
-if TYPE_CHECKING:
-    from fleet.redo import select
-    from imagefleet.storage.open import Storage
+from loadgen import sources
 
 #: Lines of a list: about a screen.
 _SHOWN = 20
@@ -27,33 +28,21 @@ _SHOWN = 20
 class Which:
     """The images that are drawn again."""
 
-    job: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="CAMPAIGN[/ID]",
-            help="The images of this job, or this image of it, as in spring/a-2.png; for --worker"
-            " and --suspect, only images of this campaign.",
-        ),
-    ] = None
-    worker: Annotated[
-        str | None,
-        typer.Option(metavar="ID", help="Images of this worker, or machine on SaladCloud."),
-    ] = None
-    suspect: Annotated[
-        bool,
-        typer.Option(
-            "--suspect", help="Images that nodes which failed their checks have marked as suspect."
-        ),
-    ] = False
+    job: str | None = argument(
+        "The images of this job, or this image of it, as in spring/a-2.png; for --worker"
+        " and --suspect, only images of this campaign.",
+        None,
+        metavar="CAMPAIGN[/ID]",
+    )
+    worker: str | None = option("Images of this worker, or machine on SaladCloud.", metavar="ID")
+    suspect: bool = option(
+        "Images that nodes which failed their checks have marked as suspect.", default=False
+    )
     since: Since = None
-    until: Annotated[
-        str | None, typer.Option(metavar="TIME", help="Only what was stored until then.")
-    ] = None
+    until: str | None = option("Only what was stored until then.", metavar="TIME")
 
     def wanted(self) -> select.Wanted:
         """What is selected; raises SetupError for options that choose nothing, or two things."""
-        from fleet.redo import select
-
         named = target.images(self.job)
         if sum((self.worker is not None, self.suspect, named.id is not None)) != 1:
             raise errors.SetupError("choose the images: CAMPAIGN/ID, --worker or --suspect")
@@ -72,14 +61,11 @@ class Which:
 def command(
     settings: SignerSettings,
     which: Which,
-    jobs: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE",
-            help="The jobs, a line each or as a template, for images without their job in them; it"
-            " takes precedence.",
-        ),
-    ] = None,
+    jobs: Path | None = option(
+        "The jobs, a line each or as a template, for images without their job in them; it"
+        " takes precedence.",
+        metavar="FILE",
+    ),
     dry_run: bool = options.dry_run("the number of images by worker"),
     yes: options.Yes = False,
     as_json: options.AsJson = False,
@@ -98,7 +84,10 @@ def command(
     imagefleet redo spring/0001
     """
     wanted = which.wanted()
-    given = {} if jobs is None else _read_jobs(jobs, settings.keys().signing)
+    given = {}
+    if jobs is not None:
+        source = sources.open_source(str(jobs), key=settings.keys().signing)
+        given = replace.by_key(source.bodies(0))
     result = console.run(_run(settings, wanted, given, dry_run=dry_run, yes=yes, quiet=as_json))
     if as_json:
         console.print_json(result)
@@ -106,14 +95,6 @@ def command(
         _show(result, dry_run=dry_run)
     if result.get("not_redone"):
         raise typer.Exit(console.EXIT_IMAGES_WRONG)
-
-
-def _read_jobs(path: Path, key: signing.SigningKey | None) -> dict[str, str]:
-    """The messages in a file of jobs, signed with *key*, by the jobs' keys."""
-    from fleet.redo.jobs import by_key
-    from loadgen import sources
-
-    return by_key(sources.open_source(str(path), key=key).bodies(0))
 
 
 async def _run(
@@ -125,10 +106,6 @@ async def _run(
     yes: bool,
     quiet: bool,
 ) -> dict[str, Any]:
-    from fleet.redo import replace
-    from fleet.redo import select as selecting
-    from fleet.redo.jobs import JobFinder
-
     async with console.connected(settings) as fleet:
         storage = fleet.storage
         if not dry_run:
@@ -139,7 +116,7 @@ async def _run(
             for journal in journals:
                 await replace.finish(storage, journal, finished)
         with console.counting("listed", None, quiet=quiet) as on_listed:
-            found = await selecting.select(storage, wanted, on_listed)
+            found = await select.select(storage, wanted, on_listed)
         result = {
             "images": len(found.images),
             "workers": dict(found.by_worker.most_common()),
@@ -154,7 +131,7 @@ async def _run(
         cost = "" if found.dollars is None else f", which took about ${found.dollars:,.2f}"
         images = console.counted(len(found.images), "image")
         console.confirm(f"Have {images} drawn again{cost}?", yes=yes)
-        finder = JobFinder(storage.blobs, given, fleet.keys.trusted)
+        finder = replace.JobFinder(storage.blobs, given, fleet.keys.trusted)
         await finder.list_duplicates(wanted.named.prefix)
         replaced = replace.Replaced()
         with console.counting("replaced", len(found.images), quiet=quiet) as on_image:
@@ -169,8 +146,6 @@ async def _run(
 
 async def _warn_of_nodes_at_work(storage: Storage, found: select.Selection) -> None:
     """A worker that may draw its own images again, as wrong as before."""
-    from fleet.verify import quarantine
-
     known = {node.name for node in (await quarantine.read(storage.files))[0].nodes}
     for worker in sorted(set(found.by_worker) - {""}):
         if known.isdisjoint({worker, quarantine.node_of(worker)}):
@@ -199,10 +174,9 @@ def _show(result: dict[str, Any], *, dry_run: bool) -> None:
 
 
 def _show_workers(result: dict[str, Any]) -> None:
-    table = console.table(console.name_column("worker"), console.number_column("images"))
-    for worker, count in list(result["workers"].items())[:_SHOWN]:
-        table.add_row(console.untrusted(worker or "(none)"), f"{count:,}")
-    console.print_tables(table)
+    columns = console.name_column("worker"), console.number_column("images")
+    rows = ((worker or "(none)", count) for worker, count in result["workers"].items())
+    console.print_tables(console.table(*columns, rows=itertools.islice(rows, _SHOWN)))
     dollars = result["dollars"]
     cost = "" if dollars is None else f"; drawing them took about ${dollars:,.2f}"
     console.print_plain(f"{_images(result['images'])} would be drawn again{cost}")

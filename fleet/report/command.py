@@ -5,26 +5,22 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
-
-import typer
 
 from fleet import console, options
 from fleet.campaigns import target
 from fleet.monitor import prometheus
+from fleet.options import option
 from fleet.report import figures as report_figures
 from fleet.report import metrics as report_metrics
+from fleet.report import page as report_page
 from fleet.report import records as report_records
 from fleet.settings import MonitorSettings
 from imagefleet import errors
+from imagefleet import scores as campaign_scores
 from imagefleet.job.message import DEFAULT_CAMPAIGN
 from imagefleet.pricing import prices
-from imagefleet.scoring import scores as campaign_scores
-from imagefleet.scoring.scores import Scores
+from imagefleet.scores import Scores
 from imagefleet.storage.open import LOCAL_SCHEME
-
-if TYPE_CHECKING:
-    from fleet.report.samples import Sample
 
 #: Reasons for damage that stderr shows; the page and the JSON have some more.
 _SHOWN_REASONS = 3
@@ -34,18 +30,11 @@ _SHOWN_REASONS = 3
 class Price:
     """The price of a worker, where it is not what the workers recorded."""
 
-    price_per_hour: Annotated[
-        float | None,
-        typer.Option(
-            min=0.0001, metavar="DOLLARS", help="$/h of one worker, instead of what it recorded."
-        ),
-    ] = None
-    gpu: Annotated[
-        str | None, typer.Option(metavar="NAME", help="GPU class, to use its listed price.")
-    ] = None
-    priority: Annotated[
-        prices.Priority, typer.Option(help="SaladCloud priority of that price.")
-    ] = "batch"
+    price_per_hour: float | None = option(
+        "$/h of one worker, instead of what it recorded.", min=0.0001, metavar="DOLLARS"
+    )
+    gpu: str | None = option("GPU class, to use its listed price.", metavar="NAME")
+    priority: prices.Priority = option("SaladCloud priority of that price.", "batch")
     prices_path: options.PriceFile = None
 
 
@@ -55,18 +44,13 @@ def command(
     campaign: target.Campaign = DEFAULT_CAMPAIGN,
     *,
     price: Price,
-    output: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="The page [default: NAME-report.html].")
-    ] = None,
+    output: Path | None = option("The page [default: NAME-report.html].", metavar="FILE"),
     json_file: options.JsonFile = None,
-    scores: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="The --json-file of `imagefleet score`, for its curve."),
-    ] = None,
-    limit: Annotated[
-        int, typer.Option(min=0, max=200, metavar="COUNT", help="Sample pictures on the page.")
-    ] = 24,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, write no page.")] = False,
+    scores: Path | None = option(
+        "The --json-file of `imagefleet score`, for its curve.", metavar="FILE"
+    ),
+    limit: int = option("Sample pictures on the page.", 24, min=0, max=200, metavar="COUNT"),
+    as_json: bool = option("Print JSON, write no page.", False, "--json"),
 ) -> None:
     """Writes a campaign's report: throughput, cost, failures.
 
@@ -100,8 +84,6 @@ def command(
     if as_json:
         console.print_json(facts)
         return
-    from fleet.report import page as report_page  # only this loads jinja2
-
     page = output or Path(f"{campaign}-report.html")
     console.write_file(page, report_page.render(figures, metrics, sampled, made_at, scored))
     console.print_plain(f"{_summary(figures)}\nReport: {page}")
@@ -123,9 +105,7 @@ async def _read(
     table: prices.PriceTable,
     price: tuple[float | None, str],
     samples: int,
-) -> tuple[report_figures.Figures, report_metrics.Metrics | None, list[Sample]]:
-    from fleet.report import samples as report_samples  # only this loads Pillow
-
+) -> tuple[report_figures.Figures, report_metrics.Metrics | None, list[report_page.Sample]]:
     async with console.connected(settings) as client:
         storage = client.storage
         await target.check_campaign(storage, campaign)
@@ -134,7 +114,7 @@ async def _read(
             raise errors.SetupError(
                 f"campaign {campaign!r} has no images and no failed jobs in {storage.url}"
             )
-        sampled = await report_samples.read(storage.blobs, records)
+        sampled = await report_page.read_samples(storage.blobs, records)
     figures = report_figures.compute(records, storage.url, table, *price)
     metrics = None
     if settings.prometheus is not None and figures.began_at and figures.ended_at:

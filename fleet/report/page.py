@@ -2,22 +2,31 @@
 
 from __future__ import annotations
 
+import base64
+import io
+import textwrap
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 from datetime import datetime
 
 import jinja2
 from markupsafe import Markup
 
+from fleet import contact_sheet
 from fleet.console import counted
 from fleet.report.figures import Figures
 from fleet.report.metrics import Metrics
 from fleet.report.plot import Bar, Line, bars, histogram, time_plot
-from fleet.report.samples import Sample
-from imagefleet.scoring import curve
-from imagefleet.scoring import scores as campaign_scores
-from imagefleet.scoring.curve import number_text
-from imagefleet.scoring.scores import Scores
+from fleet.report.records import Records
+from imagefleet import errors
+from imagefleet import scores as campaign_scores
+from imagefleet import scores as curve
+from imagefleet.files import picture
+from imagefleet.job import prompt
+from imagefleet.job.message import MAX_IMAGE_BYTES
+from imagefleet.scores import Scores, number_text
+from imagefleet.storage.protocol import BlobStore
 
 #: Rows of the table of workers, the slowest first.
 _MAX_WORKERS = 15
@@ -28,6 +37,63 @@ _UNKNOWN = "n/a"
 
 #: The colour of waste.
 _BAD = 3
+
+
+#: The longer side of a sample: twice its size on the page, for screens of high resolution.
+_PIXELS = 384
+_WEBP_QUALITY = 80
+
+#: The most characters of a prompt; the rest is shown on demand.
+_SHOWN_CHARACTERS = 110
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """An image for the page; *data* is a WebP in base64, None for what is no image."""
+
+    job: str
+    address: str
+    data: str | None = None
+    width: int = 0
+    height: int = 0
+    words: str = ""
+    loras: Sequence[str] = ()
+
+    @property
+    def short(self) -> str:
+        return textwrap.shorten(self.words, _SHOWN_CHARACTERS, placeholder=" …")
+
+
+async def read_samples(blobs: BlobStore, records: Records) -> list[Sample]:
+    """The samples of *records* that are still there; counts the damaged ones in them."""
+    samples = []
+    for blob, job in records.samples:
+        try:
+            data = await blobs.read(blob, MAX_IMAGE_BYTES)
+            if data is not None:
+                samples.append(shrunk(job, blobs.address(blob), data))
+        except (picture.DamagedImageError, errors.JobError) as error:
+            records.damaged.add(blob, str(error))
+            records.damaged_samples += 1
+            samples.append(Sample(job, blobs.address(blob)))
+    return samples
+
+
+def shrunk(job: str, address: str, data: bytes) -> Sample:
+    """The sample in a file's bytes; raises DamagedImageError."""
+    tile, text = contact_sheet.read_image(data, _PIXELS)
+    words, loras = prompt.read_words(text)
+    stored = io.BytesIO()
+    tile.save(stored, "WEBP", quality=_WEBP_QUALITY)
+    return Sample(
+        job,
+        address,
+        base64.b64encode(stored.getvalue()).decode(),
+        tile.width,
+        tile.height,
+        words,
+        [f"{lora.name} {number_text(lora.unet_weight)}" for lora in loras],
+    )
 
 
 def render(
@@ -55,17 +121,9 @@ def render(
         slowest=list(reversed(figures.workers))[:_MAX_WORKERS],
         samples=samples,
         scores=scores,
-        curve=_curve(scores),
-        scored_with=_scored_with(scores),
+        curve=Markup(curve.svg(scores) if scores else ""),  # noqa: S704 - its texts are escaped
+        scored_with=campaign_scores.facts(scores) if scores else {},
     )
-
-
-def _curve(scores: Scores | None) -> Markup:
-    return Markup(curve.svg(scores) if scores else "")  # noqa: S704 - its texts are escaped
-
-
-def _scored_with(scores: Scores | None) -> dict[str, str]:
-    return campaign_scores.facts(scores) if scores else {}
 
 
 def _plots(figures: Figures) -> dict[str, Markup]:

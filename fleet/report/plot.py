@@ -15,7 +15,7 @@ from html import escape
 
 from markupsafe import Markup
 
-from imagefleet.scoring.curve import nice_step, nice_ticks, number_text, scale
+from imagefleet.scores import nice_step, nice_ticks, number_text, scale
 
 #: The SVG's own units; its shape on the page is up to the style sheet.
 WIDTH = 1000

@@ -5,14 +5,14 @@ Memory depends on the hours and the workers, not on the images.
 
 from __future__ import annotations
 
+import heapq
 import math
-import random
 from collections import Counter
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 
 from imagefleet.records import reader
-from imagefleet.records.record import Record
+from imagefleet.records.record import Record, hashed
 from imagefleet.records.stored import Damaged
 from imagefleet.redaction import printable
 from imagefleet.storage import dead_letter
@@ -59,14 +59,6 @@ class WorkerRecord:
         return self.images / working if working > 0 and self.images > 1 else None
 
 
-@dataclass(frozen=True, slots=True)
-class SampleName:
-    """An image drawn as a sample."""
-
-    blob: str
-    job: str
-
-
 @dataclass(slots=True)
 class Records:
     """Totals of a campaign."""
@@ -84,7 +76,8 @@ class Records:
     """Seconds by a worker's key and the model: start-up and changes of models included."""
     failed_by_error: Counter[tuple[str, str]] = field(default_factory=Counter)
     cancelled: int = 0
-    samples: list[SampleName] = field(default_factory=list)
+    samples: list[tuple[str, str]] = field(default_factory=list)
+    """Images drawn as samples: blobs and their jobs."""
     damaged: Damaged = field(default_factory=Damaged)
     damaged_samples: int = 0
 
@@ -115,41 +108,23 @@ class Records:
 async def read_records(storage: Storage, campaign: str, samples: int) -> Records:
     """Reads a campaign's records and draws *samples* random images.
 
-    The sample is the same each time, as long as the records are.
+    The sample is the same each time, as long as the records are: the names with the least hashes.
     """
     records = Records(campaign)
-    sampler = _Sampler(campaign, samples)
+    drawn: list[tuple[int, str, str]] = []
     async for record in reader.images(storage, campaign, records.damaged):
-        sampler.add(record)
+        blob = record.blob or ""
+        heapq.heappush(drawn, (-hashed(blob), blob, record.id))
+        if len(drawn) > samples:
+            heapq.heappop(drawn)
         _count_image(records, record)
     async for ended in reader.ended(storage, campaign, records.damaged):
         if ended.outcome == "failed":
             _count_failure(records, ended.error or "", ended.reason or "")
         else:
             records.cancelled += 1
-    records.samples = sorted(sampler.drawn, key=lambda sample: sample.blob)
+    records.samples = sorted((blob, job) for _, blob, job in drawn)
     return records
-
-
-class _Sampler:
-    """Reservoir sampling: each image is equally likely, and one reading is enough."""
-
-    def __init__(self, campaign: str, samples: int) -> None:
-        self.drawn: list[SampleName] = []
-        self._samples = samples
-        self._seen = 0
-        self._generator = random.Random(campaign)  # noqa: S311 - no secret
-
-    def add(self, record: Record) -> None:
-        self._seen += 1
-        if len(self.drawn) < self._samples:
-            self.drawn.append(_sample(record))
-        elif (place := self._generator.randrange(self._seen)) < self._samples:
-            self.drawn[place] = _sample(record)
-
-
-def _sample(record: Record) -> SampleName:
-    return SampleName(record.blob or "", record.id)
 
 
 def _count_failure(records: Records, error: str, reason: str) -> None:

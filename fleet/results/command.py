@@ -2,18 +2,31 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import asyncio
+import contextlib
+import sys
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Literal, TextIO
 
 import typer
 
 from fleet import console, options
 from fleet.campaigns import target
+from fleet.options import option
+from fleet.results import download, files, forms
 from imagefleet import errors
 from imagefleet.job.message import DEFAULT_CAMPAIGN
+from imagefleet.records import reader
+from imagefleet.records.record import Record
+from imagefleet.records.stored import Damaged
+from imagefleet.storage.open import Storage
 from imagefleet.storage.settings import StorageSettings
+
+#: Results in each table: about a screen.
+_SHOWN = 20
 
 
 class Outcome(StrEnum):
@@ -26,39 +39,54 @@ class Outcome(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """Where the results go, and how."""
+    """Which results, where they go, and how."""
 
     as_json: options.AsJsonLines = False
-    form: Annotated[
-        Literal["csv", "parquet"] | None,
-        typer.Option("--format", help="Rows of CSV, or a file of Parquet; not a table."),
-    ] = None
-    output: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE", help="For the lines or the Parquet, whole or not at all, not stdout."
-        ),
-    ] = None
-    download: Annotated[
-        Path | None,
-        typer.Option(metavar="FOLDER", help="Download the images; what is there is kept."),
-    ] = None
+    form: Literal["csv", "parquet"] | None = option(
+        "Rows of CSV, or a file of Parquet; not a forms.", None, "--format"
+    )
+    output: Path | None = option(
+        "For the lines or the Parquet, whole or not at all, not stdout.", metavar="FILE"
+    )
+    download: Path | None = option("Download the images; what is there is kept.", metavar="FOLDER")
+    follow: bool = option(
+        "Go on with new results until the campaign's end or Ctrl-C.", default=False
+    )
+    outcome: list[Outcome] | None = option("Only these; repeaforms.")
+    limit: int | None = option("At most so many [default: all; table: 20].", min=1, metavar="COUNT")
+
+    @property
+    def outcomes(self) -> frozenset[str]:
+        """The outcomes asked for; a download is of images."""
+        if self.download is not None and not self.outcome:
+            return frozenset({"completed"})
+        return frozenset(each.value for each in self.outcome or Outcome)
+
+    def check(self) -> None:
+        """Raises SetupError for options that cannot go together."""
+        given = {
+            "--json": self.as_json and self.download is None,  # with it, the summary is JSON
+            f"--format {self.form}": self.form is not None,
+            "--download": self.download is not None,
+        }
+        chosen = [flag for flag, is_given in given.items() if is_given]
+        if len(chosen) > 1:
+            raise errors.SetupError(f"{' and '.join(chosen)} are different results: choose one")
+        if self.download is not None and self.outcomes != {"completed"}:
+            raise errors.SetupError("--download is for images: leave out --outcome")
+        if self.output is not None and chosen not in (["--json"], [f"--format {self.form}"]):
+            raise errors.SetupError("--output is for --json or --format")
+        if self.form == "parquet" and self.output is None:
+            raise errors.SetupError("--format parquet needs --output FILE")
+        if self.follow and self.output:
+            raise errors.SetupError(
+                "--output writes a file at its end: it does not go with --follow"
+            )
 
 
 @options.from_settings(StorageSettings)
 def command(
-    settings: StorageSettings,
-    to: Output,
-    campaign: target.Campaign = DEFAULT_CAMPAIGN,
-    follow: Annotated[
-        bool,
-        typer.Option("--follow", help="Go on with new results until the campaign's end or Ctrl-C."),
-    ] = False,
-    outcome: Annotated[list[Outcome] | None, typer.Option(help="Only these; repeatable.")] = None,
-    limit: Annotated[
-        int | None,
-        typer.Option(min=1, metavar="COUNT", help="At most so many [default: all; table: 20]."),
-    ] = None,
+    settings: StorageSettings, to: Output, campaign: target.Campaign = DEFAULT_CAMPAIGN
 ) -> None:
     """Shows a campaign's images, and its failed or cancelled jobs.
 
@@ -73,44 +101,162 @@ def command(
 
     imagefleet results spring --download ./spring --follow
     """
-    from fleet.results import run
-
-    outcomes = {each.value for each in outcome or Outcome}
-    if to.download is not None and not outcome:
-        outcomes = {"completed"}
-    _check(to, outcomes, follow=follow)
-    parquet = to.output if to.form == "parquet" else None
-    wanted = run.Wanted(
-        target.campaign(campaign),
-        frozenset(outcomes),
-        limit,
-        as_json=to.as_json,
-        as_csv=to.form == "csv",
-        output=None if parquet else to.output,
-        parquet=parquet,
-        download=to.download,
-        follow=follow,
-    )
+    to.check()
     console.check_writable(to.output)
-    if not console.run(run.run(settings, wanted)):
+    if not console.run(_run(settings, target.campaign(campaign), to)):
         raise typer.Exit(console.EXIT_IMAGES_WRONG)
 
 
-def _check(to: Output, outcomes: set[str], *, follow: bool) -> None:
-    """Raises SetupError for options that cannot go together."""
-    given = {
-        "--json": to.as_json and to.download is None,  # with it, the summary is JSON
-        f"--format {to.form}": to.form is not None,
-        "--download": to.download is not None,
-    }
-    chosen = [flag for flag, is_given in given.items() if is_given]
-    if len(chosen) > 1:
-        raise errors.SetupError(f"{' and '.join(chosen)} are different results: choose one")
-    if to.download is not None and outcomes != {"completed"}:
-        raise errors.SetupError("--download is for images: leave out --outcome")
-    if to.output is not None and chosen not in (["--json"], [f"--format {to.form}"]):
-        raise errors.SetupError("--output is for --json or --format")
-    if to.form == "parquet" and to.output is None:
-        raise errors.SetupError("--format parquet needs --output FILE")
-    if follow and to.output:
-        raise errors.SetupError("--output writes a file at its end: it does not go with --follow")
+@dataclass(slots=True)
+class _Results:
+    """The results of a campaign that are asked for."""
+
+    to: Output
+    campaign: str
+    storage: Storage
+    damaged: Damaged = field(default_factory=Damaged)
+
+    def records(self) -> AsyncIterator[list[Record]]:
+        """The results so far, some at a time; with --follow those that come, too."""
+        if self.to.follow:
+            return self.followed(self.to.limit)
+        return reader.results(
+            self.storage, self.campaign, self.to.outcomes, self.damaged, self.to.limit
+        )
+
+    async def followed(
+        self, left: int | None, position: dict[str, int] | None = None
+    ) -> AsyncIterator[list[Record]]:
+        """Results from a follower's *position* on, until the campaign's end; *left* at most."""
+        follower = reader.Follower(self.storage, self.campaign, position, self.damaged)
+        polls = reader.follow(
+            self.storage, follower, self.campaign, self.to.outcomes, console.print_warning
+        )
+        if left is not None and left <= 0:
+            return
+        async for batch in polls:
+            yield batch[:left]
+            if left is not None and (left := left - len(batch)) <= 0:
+                return
+
+    async def total(self) -> int:
+        """How many results there are, for a bar."""
+        total = self.total_of(await reader.counts(self.storage, self.campaign))
+        return total if self.to.limit is None else min(total, self.to.limit)
+
+    def total_of(self, counts: reader.Counts) -> int:
+        numbers = {
+            "completed": counts.images,
+            "failed": counts.failed,
+            "cancelled": counts.cancelled,
+        }
+        return sum(numbers[outcome] for outcome in self.to.outcomes)
+
+
+async def _run(settings: StorageSettings, campaign: str, to: Output) -> bool:
+    """Does what is asked for; False if images are missing."""
+    async with console.connected(settings) as fleet:
+        if unsure := await target.check_campaign(fleet.storage, campaign):
+            console.print_warning(unsure)
+        results = _Results(to, campaign, fleet.storage)
+        is_whole = True
+        try:
+            # Ctrl-C is how one stops to follow; asyncio turns it into this cancellation.
+            with contextlib.suppress(*([asyncio.CancelledError] if to.follow else [])):
+                if to.download is not None:
+                    is_whole = await _download(results, to.download)
+                elif to.form == "parquet" and to.output is not None:
+                    with console.counting("written", await results.total()) as on_records:
+                        address = fleet.storage.blobs.address
+                        await forms.write_parquet(results.records(), to.output, address, on_records)
+                elif to.as_json or to.form == "csv":
+                    await _write_lines(results)
+                else:
+                    await _show(results)
+        finally:
+            if results.damaged.count:
+                console.print_warning(str(results.damaged))
+    return is_whole
+
+
+async def _write_lines(results: _Results) -> None:
+    is_csv, path = results.to.form == "csv", results.to.output
+    to_text = forms.csv_lines if is_csv else forms.json_lines
+    total = None if path is None else await results.total()
+    with _text_file(path) as file, console.counting("written", total, quiet=path is None) as on:
+        if is_csv:
+            file.write(forms.csv_header())
+        async for records in results.records():
+            file.write(to_text(records, results.storage.blobs.address))
+            on(len(records))
+            file.flush()
+
+
+@contextlib.contextmanager
+def _text_file(path: Path | None) -> Iterator[TextIO]:
+    if path is None:
+        yield sys.stdout
+        return
+    with files.whole(path) as draft, draft.open("w", encoding="utf-8", newline="") as file:
+        yield file
+
+
+async def _download(results: _Results, folder: Path) -> bool:
+    total = None if results.to.follow else await results.total()
+    with download.opened(folder, results.storage.blobs) as running:
+        try:
+            with console.counting("downloaded", total) as on_image:
+                async for records in results.records():
+                    await running.run(records, on_image)
+        finally:
+            _report_download(running.done, folder, as_json=results.to.as_json)
+    return not running.done.missing
+
+
+def _report_download(done: download.Downloaded, folder: Path, *, as_json: bool) -> None:
+    if done.missing:
+        more = done.missing - len(done.first_missing)
+        names = ", ".join(done.first_missing) + (f" and {more:,} more" if more else "")
+        console.print_error(f"{console.counted(done.missing, 'image')} missing: {names}")
+    if done.changed:
+        console.print_warning(
+            f"{console.counted(done.changed, 'image')} of another size than recorded: drawn again,"
+            " or edited"
+        )
+    if as_json:
+        console.print_json_line({"folder": str(folder), **asdict(done)})
+        return
+    there = f"; {done.already_there:,} were there already" if done.already_there else ""
+    console.print_plain(
+        f"{console.counted(done.images, 'image')} downloaded to {folder},"
+        f" {done.bytes / 1e6:,.1f} MB{there}"
+    )
+
+
+async def _show(results: _Results) -> None:
+    to, storage, campaign = results.to, results.storage, results.campaign
+    # Before the tables, so that none is in neither.
+    shown_until = await reader.end(storage, campaign) if to.follow else None
+    counts = await reader.counts(storage, campaign)
+    console.print_tables(forms.counts_table(counts))
+    limit = to.limit or _SHOWN
+    shown = 0
+    for outcomes, to_table in (
+        (to.outcomes & {"completed"}, forms.images_table),
+        (to.outcomes - {"completed"}, forms.ended_table),
+    ):
+        found = reader.results(storage, campaign, outcomes, results.damaged, limit)
+        records = [record async for some in found for record in some]
+        shown += len(records)
+        if records:
+            console.print_tables("", to_table(records))
+    if shown < (total := results.total_of(counts)):
+        console.print_note(
+            f"{shown:,} of {console.counted(total, 'result')} shown: --limit COUNT shows more of"
+            " each kind; --json and --format have all"
+        )
+    if to.follow:
+        left = None if to.limit is None else to.limit - shown
+        async for batch in results.followed(left, shown_until):
+            for record in batch:
+                console.print_plain(forms.line(record))

@@ -1,4 +1,4 @@
-"""Downloads the images of results into a folder; what is there already is not read again."""
+"""Reads images by their records, and downloads them; what is there already is not read again."""
 
 from __future__ import annotations
 
@@ -9,12 +9,34 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
 from fleet import console
-from fleet.results import files, images
-from imagefleet import concurrency
+from fleet.results import files
+from imagefleet import concurrency, errors
+from imagefleet.job.message import MAX_IMAGE_BYTES
 from imagefleet.records.record import Record
 from imagefleet.storage.protocol import BlobStore
+from imagefleet.submit import RETRIES
+
+#: Reads at the same time: an image has some 400 KB.
+CONCURRENCY = 32
+
+Fault = Literal["missing", "changed"]
+
+
+async def read(blobs: BlobStore, record: Record) -> tuple[bytes | None, Fault | None]:
+    """The image of a record; with a fault, None or not what a worker has stored."""
+    assert record.blob is not None  # noqa: S101 - every record of an image names it
+    name = record.blob
+    try:
+        data = await RETRIES.call(lambda: blobs.read(name, MAX_IMAGE_BYTES))
+    except errors.UnusableFileError:  # larger than any image
+        return None, "changed"
+    if data is None:
+        return None, "missing"
+    return data, None if record.size_bytes in {None, len(data)} else "changed"
+
 
 #: Below the folder: what is not yet whole.
 _PARTIAL = ".partial"
@@ -37,14 +59,14 @@ class Downloaded:
 
 
 @contextmanager
-def opened(folder: Path, blobs: BlobStore, campaign: str) -> Iterator[Download]:
+def opened(folder: Path, blobs: BlobStore) -> Iterator[Download]:
     """A download into *folder*, which no other process writes to meanwhile."""
     with files.writing(folder), console.only_one(folder, f"{folder} is being downloaded to"):
         partial = folder / _PARTIAL
         shutil.rmtree(partial, ignore_errors=True)  # of a download that was killed
         partial.mkdir(parents=True)
         try:
-            yield Download(folder, blobs, campaign, ignores_case=files.ignores_case(partial))
+            yield Download(folder, blobs, ignores_case=files.ignores_case(partial))
         finally:
             shutil.rmtree(partial, ignore_errors=True)
 
@@ -52,13 +74,10 @@ def opened(folder: Path, blobs: BlobStore, campaign: str) -> Iterator[Download]:
 class Download:
     """Images on their way into a folder, some at once."""
 
-    def __init__(
-        self, folder: Path, blobs: BlobStore, campaign: str, *, ignores_case: bool
-    ) -> None:
+    def __init__(self, folder: Path, blobs: BlobStore, *, ignores_case: bool) -> None:
         self.done = Downloaded()
         self._folder = folder
         self._blobs = blobs
-        self._campaign = campaign
         self._ignores_case = ignores_case
         self._numbers = itertools.count()
 
@@ -69,7 +88,7 @@ class Download:
             await self._fetch(record)
             on_image()
 
-        await concurrency.for_each(records, fetch, images.CONCURRENCY)
+        await concurrency.for_each(records, fetch, CONCURRENCY)
 
     async def _fetch(self, record: Record) -> None:
         blob = record.blob or ""
@@ -78,16 +97,16 @@ class Download:
         if record.size_bytes is not None and files.size_of(path) == record.size_bytes:
             self.done.already_there += 1
             return
-        image = await images.read(self._blobs, record)
-        if image.data is None:
+        data, fault = await read(self._blobs, record)
+        if data is None:
             self.done.missing += 1
             if len(self.done.first_missing) < _SHOWN:
                 self.done.first_missing.append(blob)
             return
-        await asyncio.to_thread(self._write, path, image.data)
+        await asyncio.to_thread(self._write, path, data)
         self.done.images += 1
-        self.done.bytes += len(image.data)
-        self.done.changed += image.fault == "changed"
+        self.done.bytes += len(data)
+        self.done.changed += fault == "changed"
 
     def _write(self, path: Path, data: bytes) -> None:
         # Not synced: a file that a power failure has emptied is not of its size.

@@ -86,8 +86,8 @@ async def apply(
 async def _apply(
     file: Path | None, change: Change, *, dry_run: bool, yes: bool, as_json: bool
 ) -> None:
-    fleet_file, folder = salad_file.find(file)
-    async with deployment.connected(fleet_file, folder) as fleet:
+    fleet_file = salad_file.read_file(file)
+    async with deployment.connected(fleet_file) as fleet:
         known, existing, quota = await concurrency.gather(
             fleet.client.gpu_classes(), fleet.groups(), fleet.client.quota()
         )
@@ -95,7 +95,7 @@ async def _apply(
         bodies = groups.render(
             fleet_file,
             classes,
-            lambda source: source.read(folder),
+            fleet_file.secret,
             change.replicas,
             existing=[group.name for group in existing],
         )
@@ -158,8 +158,8 @@ async def _resize(
     file: Path | None, replicas: int, *, dry_run: bool, yes: bool, as_json: bool
 ) -> None:
     """Sets the number of replicas in place, without restarting workers."""
-    fleet_file, folder = salad_file.find(file)
-    async with deployment.connected(fleet_file, folder) as fleet:
+    fleet_file = salad_file.read_file(file)
+    async with deployment.connected(fleet_file) as fleet:
         groups, known, quota = await concurrency.gather(
             fleet.existing_groups(), fleet.client.gpu_classes(), fleet.client.quota()
         )
@@ -169,19 +169,18 @@ async def _resize(
         price = groups[0].price(known)
         cost = f"{price.times(replicas)} while all run" if price else "unknown price"
         console.print_note(f"{replicas:,} replicas, {more:+,}: {cost}")
-        if dry_run:
-            parts = split(replicas, len(groups))
-            shares = {group.name: part for group, part in zip(groups, parts, strict=True)}
-        else:
+        if not dry_run:
             if more > 0 or any(group.is_stopped for group in groups):
                 console.confirm("Resize?", yes=yes)
-            shares = await fleet.scale(replicas, groups)
+            await fleet.scale(replicas, groups)
     if as_json:
         console.print_json(
             {
                 "replicas": replicas,
                 "more_replicas": more,
-                "groups": shares,
+                "groups": dict(
+                    zip((each.name for each in groups), split(replicas, len(groups)), strict=True)
+                ),
                 "dollars_per_hour": asdict(price.times(replicas)) if price else None,
             }
         )
@@ -194,8 +193,8 @@ async def status(file: File = None, watch: watching.Watch = False, as_json: AsJs
 
     imagefleet deploy status --follow
     """
-    fleet_file, folder = salad_file.find(file)
-    async with deployment.connected(fleet_file, folder) as fleet:
+    fleet_file = salad_file.read_file(file)
+    async with deployment.connected(fleet_file) as fleet:
         # Read once: they hardly change, and each refresh counts against the rate limit.
         known, quota = await concurrency.gather(fleet.client.gpu_classes(), fleet.client.quota())
         await watching.show(
@@ -225,8 +224,8 @@ async def drain(
 
     imagefleet deploy drain --delete
     """
-    fleet_file, folder = salad_file.find(file)
-    async with deployment.connected(fleet_file, folder) as fleet:
+    fleet_file = salad_file.read_file(file)
+    async with deployment.connected(fleet_file) as fleet:
         groups = await fleet.existing_groups()
         names = [group.name for group in groups]
         running = sum(group.running for group in groups)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Annotated, Any
@@ -14,6 +14,7 @@ from pydantic import (
     BaseModel,
     ConfigDict,
     Field,
+    PrivateAttr,
     SecretStr,
     ValidationError,
     create_model,
@@ -32,72 +33,19 @@ from imagefleet.storage import queue_names
 from worker.files import addresses
 from worker.settings import WorkerSettings
 
-_SUFFIX = ".safetensors"
+#: Bounds are those of SaladCloud's OpenAPI specification 0.9.0-alpha.17, or of its nodes where they
+#: are narrower (16 CPUs, 60 GB of memory, 250 GB of disk).
+API_URL = "https://api.salad.com/api/public"
 
+_LABEL = r"^[a-z][a-z0-9-]{0,61}[a-z0-9]$"
 
-@dataclass(frozen=True, slots=True)
-class Model:
-    """One model of a fleet: *queue* is that of its jobs of normal priority."""
+#: A group's name has 63 characters at most, `-REVISION-NUMBER` included.
+_FLEET_NAME = r"^[a-z][a-z0-9-]{0,48}[a-z0-9]$"
 
-    name: str
-    family: Family
-    queue: str
+_DIGEST = re.compile(r"\S+@sha256:[0-9a-f]{64}")
 
-
-def name_of(text: str) -> str:
-    """The name by which jobs ask for a model of `models:`.
-
-    Raises:
-        ValueError: only a worker that has fetched it would know.
-    """
-    if "," in text or "?" in text or "*" in text:
-        raise ValueError(
-            "models: name each model by itself, as store:NAME.safetensors, a path in the image or"
-            " an https:// address without a token; others belong in IMAGEFLEET_MODEL"
-        )
-    try:
-        address = addresses.read_address(text, None, "")
-    except errors.SetupError as error:
-        raise ValueError(f"models: {error.message}") from None
-    if address is None:
-        return PurePosixPath(text).name.removesuffix(_SUFFIX)
-    if address.file_name is None and address.blob is None:
-        raise ValueError("models: an address there should end in the file's name")
-    return address.stem
-
-
-def check_models(given: Mapping[str, object], environment: Mapping[str, object]) -> None:
-    """Raises ValueError for models that workers would refuse."""
-    if "IMAGEFLEET_MODEL" in environment:
-        raise ValueError(
-            "environment: IMAGEFLEET_MODEL is what `models` says: leave one of them out"
-        )
-    if len(given) > 1:
-        for variable in ("IMAGEFLEET_MODEL_SHA256", "IMAGEFLEET_CONFIG"):
-            if variable in environment:
-                raise ValueError(
-                    f"environment: {variable} is for one model, and `models` has several"
-                )
-    names = [name_of(text) for text in given]
-    for name, family in zip(names, given.values(), strict=True):
-        if family not in families.FAMILIES:
-            known = ", ".join(families.FAMILIES)
-            raise ValueError(f"models: the family of {name} should be one of {known}")
-    if len(set(names)) < len(names):
-        raise ValueError("models: two of them have one name, by which jobs ask for them")
-
-
-def models_of(given: Mapping[str, object] | None, queue: object) -> list[Model]:
-    """The models of `models:`, that of jobs without a model first; none without `models:`.
-
-    *queue* is the fleet's IMAGEFLEET_QUEUE, if it has one.
-    """
-    base = queue if isinstance(queue, str) else "jobs"
-    return [
-        Model(name, families.find(str(family)), queue_names.job_queue(base, name))
-        for text, family in (given or {}).items()
-        for name in [name_of(text)]
-    ]
+#: A trusted key is public.
+_SECRET_NAME = re.compile(r"(SAS|TOKEN|(?<!TRUSTED_)KEY|PASSWORD|SECRET)$", re.IGNORECASE)
 
 
 #: Files in order of precedence: the operator's own, then the example of this repository.
@@ -115,19 +63,14 @@ WaitMinutes = Annotated[
     float, typer.Option(min=0, metavar="MINUTES", help="Longest wait for instances.")
 ]
 
-#: Bounds are those of SaladCloud's OpenAPI specification 0.9.0-alpha.17, or of its nodes where they
-#: are narrower (16 CPUs, 60 GB of memory, 250 GB of disk).
-API_URL = "https://api.salad.com/api/public"
 
-_LABEL = r"^[a-z][a-z0-9-]{0,61}[a-z0-9]$"
+@dataclass(frozen=True, slots=True)
+class Model:
+    """One model of a fleet: *queue* is that of its jobs of normal priority."""
 
-#: A group's name has 63 characters at most, `-REVISION-NUMBER` included.
-_FLEET_NAME = r"^[a-z][a-z0-9-]{0,48}[a-z0-9]$"
-
-_DIGEST = re.compile(r"\S+@sha256:[0-9a-f]{64}")
-
-#: A trusted key is public.
-_SECRET_NAME = re.compile(r"(SAS|TOKEN|(?<!TRUSTED_)KEY|PASSWORD|SECRET)$", re.IGNORECASE)
+    name: str
+    family: Family
+    queue: str
 
 
 class _Strict(BaseModel):
@@ -226,9 +169,24 @@ class FleetFile(_Strict):
     logging: dict[str, _Provider] | None = Field(default=None, min_length=1, max_length=1)
     registry: dict[str, _Provider] | None = Field(default=None, min_length=1, max_length=1)
 
+    _folder: Path = PrivateAttr(default=Path())
+
+    def model_post_init(self, folder: Path | None) -> None:
+        self._folder = folder or Path()
+
+    def secret(self, source: SecretSource) -> SecretStr:
+        """The secret, whose path is relative to the file; raises SetupError if there is none."""
+        return source.read(self._folder)
+
     def served_models(self) -> list[Model]:
         """The models of its workers, that of jobs without a model first; none if it names none."""
-        return models_of(self.models, self.environment.get("IMAGEFLEET_QUEUE"))
+        given = self.environment.get("IMAGEFLEET_QUEUE")
+        queue = given if isinstance(given, str) else "jobs"
+        return [
+            Model(name, families.find(str(family)), queue_names.job_queue(queue, name))
+            for text, family in (self.models or {}).items()
+            for name in [name_of(text)]
+        ]
 
     def gpu_classes(self, known: Sequence[GpuClass]) -> list[GpuClass]:
         """The fleet's GPU classes.
@@ -243,17 +201,34 @@ class FleetFile(_Strict):
         return found
 
     @model_validator(mode="after")
-    def _check_bounds_and_models(self) -> FleetFile:
-        if self.models is not None:
-            check_models(self.models, self.environment)
-        if self.min_replicas > self.replicas:
+    def _check_models(self) -> FleetFile:
+        if self.models is None:
+            return self
+        if "IMAGEFLEET_MODEL" in self.environment:
             raise ValueError(
-                f"min_replicas: {self.min_replicas:,} are more than replicas, {self.replicas:,}"
+                "environment: IMAGEFLEET_MODEL is what `models` says: leave one of them out"
             )
+        if len(self.models) > 1:
+            for variable in ("IMAGEFLEET_MODEL_SHA256", "IMAGEFLEET_CONFIG"):
+                if variable in self.environment:
+                    raise ValueError(
+                        f"environment: {variable} is for one model, and `models` has several"
+                    )
+        names = [name_of(text) for text in self.models]
+        for name, family in zip(names, self.models.values(), strict=True):
+            if family not in families.FAMILIES:
+                known = ", ".join(families.FAMILIES)
+                raise ValueError(f"models: the family of {name} should be one of {known}")
+        if len(set(names)) < len(names):
+            raise ValueError("models: two of them have one name, by which jobs ask for them")
         return self
 
     @model_validator(mode="after")
     def _check(self) -> FleetFile:
+        if self.min_replicas > self.replicas:
+            raise ValueError(
+                f"min_replicas: {self.min_replicas:,} are more than replicas, {self.replicas:,}"
+            )
         if not _DIGEST.fullmatch(self.image):
             raise ValueError(
                 "image: should end in @sha256:DIGEST, so that every node runs the same image;"
@@ -279,25 +254,16 @@ class FleetFile(_Strict):
         return self
 
 
-def find(path: Path | None) -> tuple[FleetFile, Path]:
-    """The fleet file, and the folder that the paths of its secrets are relative to.
-
-    Raises:
-        SetupError: the file is missing or invalid.
-    """
+def read_file(path: Path | None) -> FleetFile:
+    """The file at *path*, or the one there is; raises SetupError that names the wrong key."""
     if path is None:
         path = next((each for each in DEFAULT_FILES if each.is_file()), None)
     if path is None:
         raise errors.SetupError(
             f"neither {' nor '.join(map(str, DEFAULT_FILES))} exists: give the fleet file as --file"
         )
-    return read_file(path), path.parent
-
-
-def read_file(path: Path) -> FleetFile:
-    """Raises SetupError with a sentence that names the wrong key."""
     try:
-        return FleetFile.model_validate(yaml_file.parse(path.read_bytes()))
+        return FleetFile.model_validate(yaml_file.parse(path.read_bytes()), context=path.parent)
     except OSError as error:
         raise errors.SetupError(
             f"the fleet file {path}: {error.strerror or error}; start from a copy of"
@@ -319,6 +285,28 @@ def _reason(error: ValidationError) -> str:
         return f"{validation.location(path)}: {what}"
     known = FleetFile.model_fields if len(path) == 1 else Probe.model_fields
     return validation.reason({**detail, "loc": path}, known)
+
+
+def name_of(text: str) -> str:
+    """The name by which jobs ask for a model of `models:`.
+
+    Raises:
+        ValueError: only a worker that has fetched it would know.
+    """
+    if "," in text or "?" in text or "*" in text:
+        raise ValueError(
+            "models: name each model by itself, as store:NAME.safetensors, a path in the image or"
+            " an https:// address without a token; others belong in IMAGEFLEET_MODEL"
+        )
+    try:
+        address = addresses.read_address(text, None, "")
+    except errors.SetupError as error:
+        raise ValueError(f"models: {error.message}") from None
+    if address is None:
+        return PurePosixPath(text).name.removesuffix(".safetensors")
+    if address.file_name is None and address.blob is None:
+        raise ValueError("models: an address there should end in the file's name")
+    return address.stem
 
 
 def _check_setting(setting: str, value: _Value) -> None:

@@ -32,18 +32,6 @@ ReadSecret = Callable[[SecretSource], SecretStr]
 
 
 @dataclass(frozen=True, slots=True)
-class GroupName:
-    """NAME-REVISION-NUMBER; the revision changes with everything that restarts workers."""
-
-    fleet: str
-    revision: str
-    number: int
-
-    def __str__(self) -> str:
-        return f"{self.fleet}-{self.revision}-{self.number}"
-
-
-@dataclass(frozen=True, slots=True)
 class Group:
     """A container group: the *replicas* requested, and its instances by state."""
 
@@ -112,10 +100,13 @@ def as_quota(record: Mapping[str, Any]) -> Quota:
     return Quota(int(quotas["container_replicas_quota"]), int(quotas["container_replicas_used"]))
 
 
-def parse_name(fleet: str, name: str) -> GroupName | None:
-    """The parts of a group's name, or None if the group is not one of *fleet*."""
+def parse_name(fleet: str, name: str) -> tuple[str, int] | None:
+    """The revision and the number of a group's name; None if the group is not one of *fleet*.
+
+    The revision changes with everything that restarts workers.
+    """
     found = re.fullmatch(rf"{re.escape(fleet)}-([0-9a-f]{{{_REVISION_DIGITS}}})-([1-9]\d*)", name)
-    return GroupName(fleet, found[1], int(found[2])) if found else None
+    return (found[1], int(found[2])) if found else None
 
 
 def split(replicas: int, groups: int = 1) -> list[int]:
@@ -142,10 +133,10 @@ def render(
     template = _template(file, gpus, read_secret)
     text = json.dumps(reveal(template), sort_keys=True)
     revision = hashlib.sha256(text.encode()).hexdigest()[:_REVISION_DIGITS]
-    names = [parse_name(file.name, each) for each in existing]
-    groups = max((each.number for each in names if each and each.revision == revision), default=1)
+    names = filter(None, (parse_name(file.name, each) for each in existing))
+    groups = max((number for of, number in names if of == revision), default=1)
     return [
-        {"name": str(GroupName(file.name, revision, number)), "replicas": share, **template}
+        {"name": f"{file.name}-{revision}-{number}", "replicas": share, **template}
         for number, share in enumerate(split(replicas or file.replicas, groups), start=1)
     ]
 

@@ -35,7 +35,7 @@ class Rendering:
 
 def render(file: Path | None, replicas: int | None, rendering: Rendering, *, as_json: bool) -> None:
     """Prints the groups of a fleet file, as `apply` creates them, and their price."""
-    fleet_file, folder = salad_file.find(file)
+    fleet_file = salad_file.read_file(file)
     table = prices.read_table(rendering.prices_path)
     classes = fleet_file.gpu_classes(gpus.built_in(table))
     served = fleet_file.served_models()
@@ -45,7 +45,7 @@ def render(file: Path | None, replicas: int | None, rendering: Rendering, *, as_
 
     def read_secret(source: salad_file.SecretSource) -> SecretStr:
         try:
-            return source.read(folder)
+            return fleet_file.secret(source)
         except errors.SetupError as error:
             if rendering.show_secrets:
                 raise

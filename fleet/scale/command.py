@@ -99,7 +99,7 @@ async def command(
     imagefleet scale --dollars-per-hour 15 --max-dollars 100 --dry-run --once
     """
     end = _end(limits)
-    fleet_file, folder = salad_file.find(file)
+    fleet_file = salad_file.read_file(file)
     models = queue.model or [each.name for each in fleet_file.served_models()] or None
     goal = replace(_goal(limits, end, running, fleet_file), models=models)
     if not running.dry_run:
@@ -116,7 +116,7 @@ async def command(
         async with (
             console.connected(settings) as client,
             prometheus.connected_if(settings.prometheus, settings.queried_fleet) as server,
-            deployment.connected(fleet_file, folder) as fleet,
+            deployment.connected(fleet_file) as fleet,
         ):
             scaling = scaler.Scaler(
                 goal,
@@ -138,12 +138,10 @@ def _end(limits: Limits) -> float | None:
     if limits.deadline is None and limits.dollars_per_hour is None:
         raise errors.SetupError("give a goal: --deadline, --dollars-per-hour or both")
     moment = options.read_moment("--deadline", limits.deadline)
-    if moment is None:
-        return None
-    if moment.timestamp() <= time.time():
+    if moment is not None and moment.timestamp() <= time.time():
         past = moment.isoformat(" ", "minutes")
         raise errors.SetupError(f"--deadline {past} is in the past: give a later one")
-    return moment.timestamp()
+    return moment.timestamp() if moment else None
 
 
 def _goal(

@@ -8,7 +8,8 @@ from pathlib import Path
 from pydantic import TypeAdapter
 
 from fleet import console
-from imagefleet import errors, uptime
+from imagefleet import errors
+from imagefleet.telemetry import host
 
 _SECONDS_PER_HOUR = 3600
 
@@ -66,8 +67,8 @@ def read(path: Path, fleet: str, now: float) -> Ledger:
             f"the scaler's ledger {path} cannot be read ({error!r}), so the cost is unknown; delete"
             " it to start from zero"
         ) from None
-    if ledger.boot is not None and ledger.boot == uptime.boot_id():
-        ledger = replace(ledger, at=now - (uptime.seconds() - ledger.uptime))
+    if ledger.boot is not None and ledger.boot == host.boot_id():
+        ledger = replace(ledger, at=now - (host.uptime() - ledger.uptime))
     if ledger.fleet != fleet:
         raise errors.SetupError(
             f"the scaler's ledger {path} belongs to the fleet {ledger.fleet}, not {fleet}: use"
@@ -84,5 +85,5 @@ def read(path: Path, fleet: str, now: float) -> Ledger:
 
 def write(path: Path, ledger: Ledger) -> None:
     """Replaces the file atomically; raises SetupError if it cannot be written."""
-    written = replace(ledger, boot=uptime.boot_id(), uptime=uptime.seconds())
+    written = replace(ledger, boot=host.boot_id(), uptime=host.uptime())
     console.write_file(path, _LEDGER.dump_json(written))

@@ -6,10 +6,10 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from fleet.monitor import prometheus, rates
 from fleet.salad import deployment
@@ -19,12 +19,14 @@ from fleet.salad.gpus import GpuClass
 from fleet.salad.groups import Group
 from fleet.scale import ledger
 from fleet.scale.decision import SETTLE_SECONDS, Decision, Goal, Known, decide
-from imagefleet import errors, uptime
+from imagefleet import errors
 from imagefleet.pricing import families
 from imagefleet.storage.open import Storage
+from imagefleet.telemetry import host
 
 log = logging.getLogger(__name__)
 
+_Answer = TypeVar("_Answer")
 
 #: Work, in replica-seconds, after which the shrinking queue gives a speed.
 _MEASURED_REPLICA_SECONDS = 600.0
@@ -150,7 +152,7 @@ class Scaler:
         self._ledger_path = ledger_path
         self._speeds = speeds
         self._is_dry_run = is_dry_run
-        self._clock = clock or uptime.steady_clock()
+        self._clock = clock or host.steady_clock()
         self._wall_clock = wall_clock
         self._ledger = ledger.read(ledger_path, fleet.fleet, self._clock())
         self._classes: Sequence[GpuClass] = ()
@@ -204,6 +206,7 @@ class Scaler:
             obstacle = "the ledger cannot be written"
         self._speeds.queue.add(now, self._jobs_of_first, running)
         speed = await self._speeds.find()
+        quota = await _known(self._fleet.client.quota(), "quota") if is_due else None
         per_job = self._jobs_of_first / self._messages if self._messages else 1.0
         known = Known(
             now=self._wall_clock(),
@@ -213,7 +216,7 @@ class Scaler:
             running=running,
             spent_dollars=self._ledger.dollars,
             price=self._ledger.price,
-            quota_free=await self._quota_free() if is_due else None,
+            quota_free=quota.free if quota else None,
             jobs_per_second=speed.jobs_per_second / per_job,
         )
         self._known = known
@@ -309,18 +312,18 @@ class Scaler:
     async def _price(self, groups: Sequence[Group], *, is_due: bool) -> float | None:
         """$/h of a replica of the most expensive class; in an outage, by the last known prices."""
         if is_due or not self._classes:
-            try:
-                self._classes = await self._fleet.client.gpu_classes()
-            except errors.TransientError as error:
-                log.warning("using the last prices: %s", error, extra={"action": "prices_unknown"})
+            asked = self._fleet.client.gpu_classes()
+            self._classes = await _known(asked, "prices") or self._classes
         found = [group.price(self._classes) for group in groups]
         highest = [each.most if each else 0.0 for each in found]
         # If one group has no price, that of the fleet is unknown.
         return max(highest) if highest and min(highest) > 0 else None
 
-    async def _quota_free(self) -> int | None:
-        try:
-            return (await self._fleet.client.quota()).free
-        except errors.TransientError as error:
-            log.warning("the quota is unknown: %s", error, extra={"action": "quota_unknown"})
-            return None
+
+async def _known(asked: Awaitable[_Answer], what: str) -> _Answer | None:
+    """SaladCloud's answer; None in an outage."""
+    try:
+        return await asked
+    except errors.TransientError as error:
+        log.warning("not known now: the %s: %s", what, error, extra={"action": f"{what}_unknown"})
+        return None

@@ -6,23 +6,25 @@ import functools
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Any
 
 import typer
 
 from fleet import console, filling, options
 from fleet.campaigns import target
+from fleet.options import argument, option
+from fleet.plan import command as planning
+from fleet.plan import estimate
+from fleet.plan.command import Machines
+from fleet.plan.work import Models, Work, add_stages
+from fleet.sweep import resume
+from fleet.sweep import settings as sweep_settings
 from imagefleet import errors
-from imagefleet.pricing import families
+from imagefleet.pricing import families, prices
 from imagefleet.storage.settings import checked_priority
+from loadgen.caption_sweep import CaptionFile, SweepSource
+from loadgen.load import Summary
 from loadgen.settings import LoadSettings
-
-if TYPE_CHECKING:
-    from fleet.plan.estimate import Plan
-    from fleet.plan.work import Models
-    from fleet.sweep.price import Machine
-    from loadgen.caption_sweep import SweepSource
-    from loadgen.load import Summary
 
 #: Groups that the table shows; `--json` has all.
 _SHOWN_GROUPS = 40
@@ -32,86 +34,42 @@ _SHOWN_GROUPS = 40
 class Captions:
     """Which captions are drawn."""
 
-    file: Annotated[
-        Path,
-        typer.Argument(
-            metavar="FILE",
-            help="Captions: .txt with one per line, .jsonl with `caption`, `prompt` or `text`, or"
-            " COCO's annotations (.json); all also as .gz.",
-        ),
-    ]
-    campaign: Annotated[
-        str, typer.Option(metavar="NAME", help="The campaign, which holds nothing else.")
-    ]
-    count: Annotated[int | None, typer.Option(min=1, help="Only the first so many captions.")] = (
-        None
+    file: Path = argument(
+        "Captions: .txt with one per line, .jsonl with `caption`, `prompt` or `text`, or"
+        " COCO's annotations (.json); all also as .gz.",
+        metavar="FILE",
     )
-    one_per_image: Annotated[
-        bool,
-        typer.Option("--one-per-image", help="The first caption of each image of COCO's."),
-    ] = False
-    form: Annotated[
-        str | None,
-        typer.Option("--format", metavar="txt|jsonl|coco", help="By default as FILE's name says."),
-    ] = None
-    seed: Annotated[
-        int, typer.Option(min=0, max=2**53 - 1, help="Another one gives all captions other seeds.")
-    ] = 0
+    campaign: str = option("The campaign, which holds nothing else.", ..., metavar="NAME")
+    count: int | None = option("Only the first so many captions.", min=1)
+    one_per_image: bool = option("The first caption of each image of COCO's.", default=False)
+    form: str | None = option(
+        "By default as FILE's name says.", None, "--format", metavar="txt|jsonl|coco"
+    )
+    seed: int = option("Another one gives all captions other seeds.", 0, min=0, max=2**53 - 1)
 
 
 @dataclass(frozen=True, slots=True)
 class Grid:
     """The settings with whose combinations they are drawn, and what all of them share."""
 
-    fields: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--set",
-            metavar="FIELD=VALUES",
-            help="Values with commas of cfg_scale, sampler_name, steps or lora_strength, which are"
-            " combined; or the value of all jobs of lora, size or another field of a job."
-            " Repeatable.",
-        ),
-    ] = None
-    models: Annotated[
-        str | None,
-        typer.Option(
-            metavar="LIST",
-            help="Models: dreams,xl=sdxl, with their families for the price; by default that of the"
-            " worker that draws.",
-        ),
-    ] = None
-    family: Annotated[
-        str,
-        typer.Option(
-            metavar="|".join(families.FAMILIES),
-            help="Of models without one in --models, for the price.",
-        ),
-    ] = families.SD1.slug
-
-
-@dataclass(frozen=True, slots=True)
-class Machines:
-    """What draws them, for the hours and the price."""
-
-    gpu: Annotated[str | None, typer.Option(metavar="NAME", help="GPU class, for the price.")] = (
-        None
+    fields: list[str] | None = option(
+        "Values with commas of cfg_scale, sampler_name, steps or lora_strength, which are"
+        " combined; or the value of all jobs of lora, size or another field of a job."
+        " Repeatable.",
+        None,
+        "--set",
+        metavar="FIELD=VALUES",
     )
-    replicas: Annotated[
-        int, typer.Option(min=1, metavar="COUNT", help="Their number, for the hours.")
-    ] = 1
-    images_per_second: Annotated[
-        float | None,
-        typer.Option(min=0.0001, metavar="NUMBER", help="Speed of one replica at these steps."),
-    ] = None
-    price_per_hour: Annotated[
-        float | None, typer.Option(min=0.0001, metavar="DOLLARS", help="$/h of one replica.")
-    ] = None
-    bench: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="JSON of `imagefleet bench engine`, for the speed."),
-    ] = None
-    prices_path: options.PriceFile = None
+    models: str | None = option(
+        "Models: dreams,xl=sdxl, with their families for the price; by default that of the"
+        " worker that draws.",
+        metavar="LIST",
+    )
+    family: str = option(
+        "Of models without one in --models, for the price.",
+        families.SD1.slug,
+        metavar="|".join(families.FAMILIES),
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,18 +77,13 @@ class Sending:
     """How the jobs are sent."""
 
     priority: options.JobPriority = "normal"
-    model: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="NAME",
-            help="One of --models that workers have from elsewhere than the storage; repeatable.",
-        ),
-    ] = None
+    model: list[str] | None = option(
+        "One of --models that workers have from elsewhere than the storage; repeatable.",
+        metavar="NAME",
+    )
     dry_run: bool = options.dry_run("the groups, the hours and the price")
-    restart: Annotated[
-        bool, typer.Option("--restart", help="Send all jobs again, whatever was sent before.")
-    ] = False
-    quiet: Annotated[bool, typer.Option("--quiet", help="No progress.")] = False
+    restart: bool = option("Send all jobs again, whatever was sent before.", default=False)
+    quiet: bool = option("No progress.", default=False)
 
 
 @options.from_settings(LoadSettings)
@@ -152,33 +105,22 @@ def command(
 
     imagefleet sweep captions_val2014.json --campaign curve --set sampler_name=PLMS --set steps=50
     """
-    from fleet.plan import work as plan_work
-    from fleet.sweep import price
-
     target.check_name("--campaign", captions.campaign)
     is_shown = not (sending.quiet or as_json)
     reading = functools.partial(filling.reading, captions.file, is_shown=is_shown)
     named = _models(grid.models)
-    of_models = plan_work.Models(
+    of_models = Models(
         {name: families.find(slug or grid.family) for name, slug in named.items()},
         families.find(grid.family),
     )
     source = _source(settings, captions, grid, named, sending.model, reading)
-    machine = price.Machine(
-        machines.gpu,
-        machines.replicas,
-        machines.images_per_second,
-        machines.price_per_hour,
-        machines.bench,
-        machines.prices_path,
-    )
     if sending.dry_run:
         with reading("checking") as on_read:
             source.check(0, on_read)
-        _show_plan(source, price.plan(source, machine, of_models), as_json=as_json)
+        _show_plan(source, *_plan(source, machines, of_models), as_json=as_json)
         return
     if is_shown:
-        console.print_note(f"{source.describe()}; {_hours_and_price(source, machine, of_models)}")
+        console.print_note(f"{source.describe()}; {_hours_and_price(source, machines, of_models)}")
     summary = _send(settings, source, reading, sending, quiet=not is_shown)
     if as_json:
         console.print_json({**asdict(summary), **_facts(source)})
@@ -195,10 +137,6 @@ def _source(
     reading: Callable[..., Any],
 ) -> SweepSource:
     """The jobs; raises SetupError for settings that cannot be drawn with."""
-    from fleet.sweep import settings as sweep_settings
-    from loadgen import caption_sweep
-    from loadgen.caption_sweep import CaptionFile
-
     groups, shared = sweep_settings.read(grid.fields or [], list(named) or [None])
     stages = shared.get("then", [])
     _check_models({*named, *(str(stage.get("model")) for stage in stages)}, elsewhere)
@@ -210,7 +148,7 @@ def _source(
             one_per_image=captions.one_per_image,
             on_read=on_read,
         )
-    return caption_sweep.SweepSource(
+    return SweepSource(
         file,
         groups,
         captions.campaign,
@@ -228,8 +166,6 @@ def _send(
     *,
     quiet: bool,
 ) -> Summary:
-    from fleet.sweep import resume
-
     chosen = checked_priority(sending.priority)
     models, restart = sending.model or [], sending.restart
     path = resume.checkpoint_path(source, settings.queue)
@@ -272,17 +208,38 @@ def _check_models(names: Collection[str], elsewhere: Sequence[str] | None) -> No
             )
 
 
-def _hours_and_price(source: SweepSource, machine: Machine, models: Models) -> str:
-    """The note of hours and price; an unknown price does not keep anybody from sending."""
-    from fleet.sweep import price
+def _plan(
+    source: SweepSource, machines: Machines, models: Models
+) -> tuple[estimate.Plan, prices.PriceTable]:
+    """The sweep on the machines, with all stages of its jobs; *models* tells their families.
 
+    Raises:
+        SetupError: a class or its speed is not known, a file cannot be read, or a stage is of a
+        size that its model's family cannot have.
+    """
+    found: dict[str | None, Work] = {}
+    for job in source.first_jobs():
+        try:
+            add_stages(found, models, job, source.sweep.captions.count)
+        except errors.JobError as error:
+            raise errors.SetupError(error.message) from None
+    works = list(found.values())
+    table = prices.read_table(machines.prices_path)
+    mix = planning.mix_of(machines, works, table)
+    images = sum(work.images for work in works)
+    return estimate.make_plan(images, images, mix, table), table
+
+
+def _hours_and_price(source: SweepSource, machines: Machines, models: Models) -> str:
+    """The note of hours and price; an unknown price does not keep anybody from sending."""
     try:
-        plan = price.plan(source, machine, models)
+        plan, _ = _plan(source, machines, models)
     except errors.SetupError as error:
         return f"its price is not known: {error.message}"
+    machines_ = ", ".join(f"{part.replicas:,} x {part.gpu}" for part in plan.mix)
     return (
-        f"some {plan.hours:,.1f} hours on {plan.replicas:,} x {plan.mix[0].gpu},"
-        f" ${plan.dollars:,.2f}; --dry-run says how that was found"
+        f"some {plan.hours:,.1f} hours on {machines_}, ${plan.dollars:,.2f}; --dry-run says how"
+        " that was found"
     )
 
 
@@ -297,34 +254,28 @@ def _facts(source: SweepSource) -> dict[str, Any]:
     }
 
 
-def _show_plan(source: SweepSource, plan: Plan, *, as_json: bool) -> None:
-    from fleet.sweep import price
-
+def _show_plan(
+    source: SweepSource, plan: estimate.Plan, table: prices.PriceTable, *, as_json: bool
+) -> None:
     sweep = source.sweep
     if as_json:
         console.print_json({**_facts(source), "plan": asdict(plan)})
         return
     console.print_plain(source.describe())
     console.print_plain(f"captions' SHA-256: {sweep.captions.sha256}")
+    rows = []
+    for group in sweep.groups[:_SHOWN_GROUPS]:
+        lora = f"{group.lora} {group.lora_strength:g}" if group.lora else None
+        guidance = f"{group.guidance:g}"
+        rows.append((group.name, guidance, group.steps, group.sampler, group.model, lora))
     shown = console.table(
         console.name_column("group"),
         *map(console.number_column, ("guidance", "steps")),
         *map(console.name_column, ("sampler", "model", "LoRA")),
+        rows=rows,
     )
-    for group in sweep.groups[:_SHOWN_GROUPS]:
-        of_lora = f"{group.lora} {group.lora_strength:g}" if group.lora else "-"
-        row = f"{group.guidance:g}", f"{group.steps}", group.sampler, group.model or "-", of_lora
-        shown.add_row(group.name, *map(console.untrusted, row))
     console.print_tables("", shown)
     if (more := len(sweep.groups) - _SHOWN_GROUPS) > 0:
         console.print_plain(f"and {console.counted(more, 'more group')}")
-    facts = {
-        "hours": f"{plan.hours:,.2f}",
-        "GPU": f"${plan.gpu_dollars:,.2f}",
-        "storage operations": f"${plan.storage_dollars:,.2f}",
-        "all in": f"${plan.dollars:,.2f}",
-    }
-    console.print_tables("", console.totals(facts), "")
-    for line in price.sources(plan):
-        console.print_plain(line)
-    console.print_plain(f"Other machines: {price.command(plan)}")
+    console.print_tables("")
+    planning.show(plan, table)

@@ -3,33 +3,35 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from typing import Annotated, Any, get_args
+from collections.abc import Container, Sequence
+from dataclasses import asdict
+from typing import get_args
 
 import typer
 
 from fleet import console, options
 from fleet.campaigns import target
-from fleet.options import Since
+from fleet.options import Since, option
+from fleet.verify import pairs
+from fleet.verify import quarantine as quarantining
+from fleet.verify.pairs import Pair
 from imagefleet.storage.settings import StorageSettings
 
 #: Lines of each table: about a screen.
 _SHOWN = 20
 
+_NOBODY = "(none: no worker's record)"
+
 
 @options.from_settings(StorageSettings)
-def command(
+async def command(
     settings: StorageSettings,
     job: target.OnlyJobs = None,
     since: Since = None,
-    quarantine: Annotated[
-        bool,
-        typer.Option(
-            "--quarantine",
-            help="Add the workers that draw wrong to quarantine.json: they lease no more jobs.",
-        ),
-    ] = False,
+    quarantine: bool = option(
+        "Add the workers that draw wrong to quarantine.json: they lease no more jobs.",
+        default=False,
+    ),
     yes: options.Yes = False,
     as_json: options.AsJson = False,
 ) -> None:
@@ -43,18 +45,22 @@ def command(
 
     imagefleet verify --since 2026-12-01T08:00 --quarantine
     """
-    from fleet.verify import pairs, verdict
-
     named = target.read(job)
     moment = options.read_moment("--since", since)
-    compared, newest = console.run(_compare(settings, named, moment, quiet=as_json))
-    records = verdict.judge(compared)
-    wrong = [each.worker for each in records if each.draws_wrong]
-    undecided = verdict.undecided(compared, records)
     new: list[str] = []
-    if quarantine and wrong:
-        console.confirm(f"Quarantine {console.counted(len(wrong), 'worker')}?", yes=yes)
-        new = console.run(_quarantine(settings, wrong))
+    async with console.connected(settings) as fleet:
+        storage = fleet.storage
+        await target.check_campaign(storage, named.campaign)
+        seconds = [each async for each in pairs.listed(storage, named, moment)]
+        with console.counting("compared", len(seconds), quiet=as_json) as on_pair:
+            compared = await pairs.compare(storage, seconds, on_pair)
+        records = pairs.judge(compared)
+        wrong = [record.worker for record in records if record.draws_wrong]
+        undecided = pairs.undecided(compared, records)
+        if quarantine and wrong:
+            console.confirm(f"Quarantine {console.counted(len(wrong), 'worker')}?", yes=yes)
+            reason = "its images differ from those of other workers (imagefleet verify)"
+            new = await quarantining.add(storage.files, wrong, reason)
     counts = Counter(pair.result for pair in compared)
     different = [pair for pair in compared if pair.result == "different"]
     if as_json:
@@ -62,7 +68,7 @@ def command(
             {
                 "pairs": len(compared),
                 **{each: counts[each] for each in get_args(pairs.Result)},
-                "newest": newest,
+                "newest": max((each.created_at for each in seconds), default=None),
                 "workers": [{**asdict(each), "draws_wrong": each.draws_wrong} for each in records],
                 "different_pairs": [asdict(each) for each in different],
                 "undecided": [each.image for each in undecided],
@@ -70,48 +76,25 @@ def command(
             }
         )
     else:
-        _show(_Findings(counts, different, records, wrong, undecided))
+        _show_counts(counts)
+        if different:
+            _show_different(different, records, {pair.second for pair in undecided})
+        if wrong:
+            console.print_note(
+                "`imagefleet redo --worker WORKER --since TIME` replaces what such a worker drew"
+            )
+        if undecided:
+            console.print_note(
+                "undecided: `imagefleet redo IMAGE` has it drawn a third time; then run this again"
+            )
         if quarantine:
             console.print_note(f"{console.counted(len(new), 'worker')} added to the quarantine")
     if different:
         raise typer.Exit(console.EXIT_IMAGES_WRONG)
 
 
-async def _compare(
-    settings: StorageSettings, named: target.Target, since: Any, *, quiet: bool
-) -> tuple[list[Any], Any]:
-    """The pairs, and when the newest second drawing was stored."""
-    from fleet.verify import pairs
-
-    async with console.connected(settings) as fleet:
-        storage = fleet.storage
-        await target.check_campaign(storage, named.campaign)
-        seconds = [each async for each in pairs.listed(storage, named, since)]
-        with console.counting("compared", len(seconds), quiet=quiet) as on_pair:
-            compared = await pairs.compare(storage, seconds, on_pair)
-    return compared, max((each.created_at for each in seconds), default=None)
-
-
-async def _quarantine(settings: StorageSettings, workers: Sequence[str]) -> list[str]:
-    from fleet.verify import quarantine
-
-    async with console.connected(settings) as fleet:
-        reason = "its images differ from those of other workers (imagefleet verify)"
-        return await quarantine.add(fleet.storage.files, workers, reason)
-
-
-@dataclass(frozen=True, slots=True)
-class _Findings:
-    counts: Counter[Any]
-    different: Sequence[Any]
-    records: Sequence[Any]
-    wrong: Sequence[str]
-    undecided: Sequence[Any]
-
-
-def _show(found: _Findings) -> None:
-    counts = found.counts
-    if not counts.total():
+def _show_counts(counts: Counter[pairs.Result]) -> None:
+    if not counts:
         console.print_plain("no second drawings: `imagefleet load --verify-share` asks for them")
         return
     rows = {
@@ -124,36 +107,29 @@ def _show(found: _Findings) -> None:
     }
     shown = {name: f"{count:,}" for name, count in rows.items() if count}
     console.print_tables(console.totals(shown))
-    if not found.different:
-        return
-    workers = console.table(
-        console.name_column("worker"), *map(console.number_column, ("pairs", "differ")), "verdict"
+
+
+def _show_different(
+    different: Sequence[Pair], records: Sequence[pairs.Record], undecided: Container[str]
+) -> None:
+    names, numbers = console.name_column, console.number_column
+    of_workers = (
+        (each.worker or _NOBODY, each.compared, each.different, "draws wrong" * each.draws_wrong)
+        for each in [each for each in records if each.different][:_SHOWN]
     )
-    involved = [each for each in found.records if each.different]
-    for each in involved[:_SHOWN]:
-        verdict = "draws wrong" if each.draws_wrong else ""
-        name = console.untrusted(each.worker or "(none: no worker's record)")
-        workers.add_row(name, f"{each.compared:,}", f"{each.different:,}", verdict)
-    images = console.table(
-        console.name_column("image"),
-        console.name_column("drawn by"),
-        console.name_column("and by"),
-        console.number_column("distance"),
-        "",
-    )
-    undecided = {pair.second for pair in found.undecided}
-    for pair in sorted(found.different, key=lambda each: each.second not in undecided)[:_SHOWN]:
+    of_images = []
+    for pair in sorted(different, key=lambda pair: pair.second not in undecided)[:_SHOWN]:
         note = pair.note or ("undecided" if pair.second in undecided else "")
-        names = (console.untrusted(each or "(none)") for each in (pair.image, *pair.workers))
-        images.add_row(*names, console.number(pair.distance, 1), note)
-    console.print_tables("", workers, "", images)
-    if len(found.different) > _SHOWN:
-        console.print_plain(f"and {len(found.different) - _SHOWN:,} others (--json lists them)")
-    if found.wrong:
-        console.print_note(
-            "`imagefleet redo --worker WORKER --since TIME` replaces what such a worker drew"
-        )
-    if found.undecided:
-        console.print_note(
-            "undecided: `imagefleet redo IMAGE` has it drawn a third time; then run this again"
-        )
+        drawn_by = (worker or "(none)" for worker in pair.workers)
+        of_images.append((pair.image, *drawn_by, console.number(pair.distance, 1), note))
+    heads = *map(names, ("image", "drawn by", "and by")), numbers("distance")
+    console.print_tables(
+        "",
+        console.table(
+            names("worker"), *map(numbers, ("pairs", "differ")), "verdict", rows=of_workers
+        ),
+        "",
+        console.table(*heads, "", rows=of_images),
+    )
+    if len(different) > _SHOWN:
+        console.print_plain(f"and {len(different) - _SHOWN:,} others (--json lists them)")

@@ -18,7 +18,7 @@ from fleet.webhooks import deliveries, endpoint, service
 from fleet.webhooks.endpoint import Signer
 from fleet.webhooks.events import Event, State
 from imagefleet import errors, redaction
-from imagefleet.telemetry import exposition, logs
+from imagefleet.telemetry import logs, metrics
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +87,7 @@ async def _deliver(
     *,
     once: bool,
 ) -> None:
-    registry = exposition.LabelledRegistry({"fleet": settings.fleet_name})
+    registry = metrics.LabelledRegistry({"fleet": settings.fleet_name})
     async with aiohttp.ClientSession(trust_env=True) as session:
         to = endpoint.Endpoint(session, *receiver)
         sending = deliveries.Deliveries(to, registry, state)
@@ -113,7 +113,7 @@ async def _preview(source: service.Source, state: State) -> None:
         while (event := source.next_event()) is not None:
             if event.id not in known:
                 _print(event)
-    async for event in source.campaign_ends(is_patient=False):
+    async for event in source.ends.found(is_patient=False):
         _print(event)
 
 

@@ -18,6 +18,25 @@ import aiohttp
 from fleet.webhooks.events import Event
 from imagefleet import errors, redaction, retry
 
+#: The specification recommends 15 to 30 seconds.
+TIMEOUT_SECONDS = 20.0
+
+#: A receiver that names no time gets this pause where it says that it has too much to do.
+PAUSE_SECONDS = 30.0
+
+_LONGEST_PAUSE_SECONDS = 24 * 3600.0
+
+_LOCAL_HOSTS = frozenset({"localhost", "127.0.0.1", "::1"})
+
+_OVERLOADED = frozenset(
+    {
+        HTTPStatus.TOO_MANY_REQUESTS,
+        HTTPStatus.BAD_GATEWAY,
+        HTTPStatus.SERVICE_UNAVAILABLE,
+        HTTPStatus.GATEWAY_TIMEOUT,
+    }
+)
+
 #: The prefix of a secret, so that it is recognised as one.
 PREFIX = "whsec_"
 
@@ -83,26 +102,6 @@ def _secret(line: str) -> bytes:
             " one"
         )
     return secret
-
-
-#: The specification recommends 15 to 30 seconds.
-TIMEOUT_SECONDS = 20.0
-
-#: A receiver that names no time gets this pause where it says that it has too much to do.
-PAUSE_SECONDS = 30.0
-
-_LONGEST_PAUSE_SECONDS = 24 * 3600.0
-
-_LOCAL_HOSTS = frozenset({"localhost", "127.0.0.1", "::1"})
-
-_OVERLOADED = frozenset(
-    {
-        HTTPStatus.TOO_MANY_REQUESTS,
-        HTTPStatus.BAD_GATEWAY,
-        HTTPStatus.SERVICE_UNAVAILABLE,
-        HTTPStatus.GATEWAY_TIMEOUT,
-    }
-)
 
 
 class Answer(NamedTuple):

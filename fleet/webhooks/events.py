@@ -67,14 +67,8 @@ def _job_event(fleet: str, record: Record, source: str, data: dict[str, JsonValu
 
 def campaign_completed(fleet: str, campaign: str, counts: Counts) -> Event:
     """The end of a campaign; one that goes on and ends again has another id."""
-    figures: dict[str, JsonValue] = {
-        "sent": counts.sent,
-        "images": counts.images,
-        "completed": counts.completed,
-        "failed": counts.failed,
-        "cancelled": counts.cancelled,
-        "pending": counts.pending,
-    }
+    names = ("sent", "images", "completed", "failed", "cancelled", "pending")
+    figures: dict[str, JsonValue] = {name: getattr(counts, name) for name in names}
     kind = "campaign.completed"
     data: dict[str, JsonValue] = {
         "campaign": campaign,

@@ -21,6 +21,20 @@ from imagefleet.records.record import Record
 from imagefleet.records.stored import Damaged
 from imagefleet.storage.open import Storage
 
+log = logging.getLogger(__name__)
+
+#: Seconds between two looks for new records, which cost a listing of the shards each.
+POLL_SECONDS = 10.0
+
+#: Seconds between two saves of the state: a service that is killed repeats what it sent since.
+SAVE_SECONDS = 5.0
+
+#: Seconds for the requests in flight when the service is stopped.
+DRAIN_SECONDS = 10.0
+
+#: The longest pause of the loop.
+_STEP_SECONDS = 1.0
+
 #: A filler notes what it has sent a little later, and may be slower than the workers.
 SETTLE_SECONDS = 15.0
 
@@ -55,8 +69,11 @@ class CampaignEnds:
             self._pauses[campaign] = SETTLE_SECONDS
             self._due_at[campaign] = time.monotonic() + SETTLE_SECONDS
 
-    async def found(self, *, is_patient: bool) -> AsyncIterator[tuple[str, Event]]:
-        """The campaigns that have ended since; *is_patient*: others are not counted each time."""
+    async def found(self, *, is_patient: bool) -> AsyncIterator[Event]:
+        """The campaigns that have ended since; *is_patient*: others are not counted each time.
+
+        The end of one is noted when the next is asked for: it is sent then, or waits.
+        """
         for campaign in sorted(self._state.open_campaigns):
             began_at = time.monotonic()
             if is_patient and began_at < self._due_at.get(campaign, 0.0):
@@ -64,18 +81,16 @@ class CampaignEnds:
             counts = await reader.counts(self._storage, campaign)
             if await self._has_ended(counts):
                 event = events.campaign_completed(self._fleet, campaign, counts)
-                if self._state.ended.get(campaign) == event.id:
-                    self.reported(campaign, event)
-                else:
-                    yield campaign, event
+                if self._state.ended.get(campaign) != event.id:
+                    yield event
+                self._note(campaign, event)
                 continue
             now = time.monotonic()
             pause = self._pauses.get(campaign, SETTLE_SECONDS)
             self._due_at[campaign] = now + max(pause, _PAUSE_PER_COUNT * (now - began_at))
             self._pauses[campaign] = min(2 * pause, _LONGEST_PAUSE_SECONDS)
 
-    def reported(self, campaign: str, event: Event) -> None:
-        """The event is sent, or waits."""
+    def _note(self, campaign: str, event: Event) -> None:
         self._state.open_campaigns.discard(campaign)
         self._due_at.pop(campaign, None)
         self._pauses.pop(campaign, None)
@@ -96,21 +111,6 @@ class CampaignEnds:
         return (await self._storage.queue.depth()).messages == 0
 
 
-log = logging.getLogger(__name__)
-
-#: Seconds between two looks for new records, which cost a listing of the shards each.
-POLL_SECONDS = 10.0
-
-#: Seconds between two saves of the state: a service that is killed repeats what it sent since.
-SAVE_SECONDS = 5.0
-
-#: Seconds for the requests in flight when the service is stopped.
-DRAIN_SECONDS = 10.0
-
-#: The longest pause of the loop.
-_STEP_SECONDS = 1.0
-
-
 @dataclass(frozen=True, slots=True)
 class Wanted:
     """The events to send, and the name of the fleet, which is part of their ids."""
@@ -128,7 +128,7 @@ class Source:
     """The events that records tell; each comes at least once, however often this is restarted."""
 
     def __init__(self, storage: Storage, wanted: Wanted, state: State) -> None:
-        self._ends = CampaignEnds(storage, wanted.fleet, state)
+        self.ends = CampaignEnds(storage, wanted.fleet, state)
         self._state = state
         self._wanted = wanted
         self._damaged = Damaged()
@@ -142,7 +142,7 @@ class Source:
         records = await self._follower.poll()
         if self._damaged.count > before:
             log.warning("%s", self._damaged, extra={"action": "record_damaged"})
-        self._ends.seen({each.campaign for each in records if self._may_end_a_campaign(each)})
+        self.ends.seen({each.campaign for each in records if self._may_end_a_campaign(each)})
         if self._wanted.each_job:
             self._records.extend(records)
         self._has_read = True
@@ -156,12 +156,6 @@ class Source:
             if event is not None and self._wanted.includes(record.at):
                 return event
         return None
-
-    async def campaign_ends(self, *, is_patient: bool) -> AsyncIterator[Event]:
-        """The campaigns that have ended."""
-        async for campaign, event in self._ends.found(is_patient=is_patient):
-            yield event
-            self._ends.reported(campaign, event)
 
     def note_position(self) -> None:
         """Notes in the state how far records are read, if all of them are turned into events.
@@ -237,7 +231,7 @@ class Service:
             self._source.note_position()
             if await self._source.read():
                 return True
-            async for event in self._source.campaign_ends(is_patient=not once):
+            async for event in self._source.ends.found(is_patient=not once):
                 self._deliveries.add(event)
         except errors.TransientError as error:
             if once:

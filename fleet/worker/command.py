@@ -13,11 +13,10 @@ from fleet import console, options
 from fleet.options import option
 from fleet.worker import live
 from imagefleet.telemetry import logs
-from worker.gpus.member import Member
+from worker.gpus.child import Member
 from worker.models import checkpoints
-from worker.node import libraries
+from worker.node import libraries, salad
 from worker.progress import WorkerReport, duration
-from worker.salad import metadata
 from worker.settings import MachineSettings, WorkerSettings
 
 
@@ -51,7 +50,7 @@ def command(
     from worker.gpus import choice, parent
 
     if member := Member.from_environment():
-        logs.name_device(member.gpu)
+        logs.name_device(member.assignment.gpu)
         logs.configure(settings.log_format)
         report = _run(member.settings(settings), member)
     else:
@@ -87,7 +86,7 @@ def _has_terminal(settings: WorkerSettings) -> bool:
 
 def _is_on_salad() -> bool:
     """There, an exit code other than 0 says that the node is broken."""
-    return metadata.find_metadata() is not None
+    return salad.find_metadata() is not None
 
 
 def _run(settings: WorkerSettings, member: Member | None = None) -> WorkerReport:

@@ -24,7 +24,6 @@ class Content:
     use: str | None = None
     """The name of the kind of file (`imagefleet.files.kinds`) that it can be stored as."""
     family: str = ""
-    """The models that it is, or is for."""
 
 
 SD1 = Content("a Stable Diffusion 1.x checkpoint", use="model", family="SD 1.x")
@@ -92,10 +91,7 @@ _TELLING_NAMES: tuple[tuple[Content, str], ...] = (
     ),
     (_DIFFUSERS_PARTS, r"^unet\.(conv_in|down_blocks)\."),
     (Content("a Stable Diffusion 3 checkpoint"), r"^(model\.diffusion_model\.)?joint_blocks\."),
-    (
-        Content("a HunyuanVideo checkpoint"),
-        r"(^|\.)txt_in\.individual_token_refiner\.",
-    ),
+    (Content("a HunyuanVideo checkpoint"), r"(^|\.)txt_in\.individual_token_refiner\."),
     (
         Content("a Flux checkpoint"),
         r"^(model\.diffusion_model\.)?(double_blocks\.|single_transformer_blocks\.)",
@@ -160,7 +156,9 @@ _LORA_CROSS_ATTENTION = re.compile(
     r"attn2[._]to_k[._].*(lora_down|lora_A|lora\.down|lora_linear_layer\.down|hada_w1_b)\b"
 )
 _SDXL_LORA_NAME = re.compile(
-    r"^(lora_te2_|text_encoder_2\.)|transformer_blocks[._][1-9]", re.MULTILINE
+    r"^(lora_te2_|text_encoder_2\.|lora_unet_(input_blocks|output_blocks|middle_block)_)"
+    r"|transformer_blocks[._][1-9]",
+    re.MULTILINE,
 )
 _OTHER_LORA_NAME = re.compile(
     r"(double|single|joint)_blocks[._]|^(lora_)?transformer[._]|single_transformer_blocks[._]"
@@ -212,7 +210,6 @@ def prediction_type(header: Header) -> str | None:
 
 
 def _with_unet(header: Header, names: str) -> Content:
-    """The content of a checkpoint of Stable Diffusion 1.x to XL."""
     content = _BY_CONTEXT.get(_size(header, _CROSS_ATTENTION, axis=-1))
     texts = [each for each, pattern in _TEXT_ENCODERS.items() if _has(names, pattern)]
     content = content or next(iter(texts), SD1)
@@ -241,7 +238,6 @@ def _alike(content: Content, inputs: int, names: str) -> Content | None:
 
 
 def _has(names: str, pattern: str) -> bool:
-    """Whether one of the names, a line each, begins so."""
     return re.search(pattern, names, re.MULTILINE) is not None
 
 

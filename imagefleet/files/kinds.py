@@ -12,7 +12,7 @@ from imagefleet import errors
 from imagefleet.files import contents
 from imagefleet.files.contents import Content
 from imagefleet.files.safetensors import Header
-from imagefleet.job.chunks import CHUNK_TOKENS
+from imagefleet.job.clip import CHUNK_TOKENS
 
 Describe = Callable[[str, Header, Content], str]
 """Describes a file by its path, its header and what that holds, as lists show it."""
@@ -25,9 +25,7 @@ class FileKind:
     name: str
     """Its word on the command line."""
     noun: str
-    """A file of the kind in messages."""
     folder: str
-    """Its folder in the container of files."""
     use: str
     """How stored files are used, as the end of a sentence."""
     handle: str = "{stem}"
@@ -35,7 +33,6 @@ class FileKind:
     describe: Describe = lambda _path, _header, content: content.name
     suffixes: tuple[str, ...] = (".safetensors",)
     max_bytes: int | None = None
-    """The largest file that workers take."""
     fetched_at_once: int = 8
     """The most files that a worker fetches at once; they are in memory meanwhile."""
     needs_list: bool = False
@@ -49,7 +46,6 @@ class FileKind:
 
     @property
     def add_command(self) -> str:
-        """The command that stores a file."""
         return f"imagefleet files add {self.name}"
 
     @property
@@ -58,30 +54,16 @@ class FileKind:
         return f"--{self.name}-directory"
 
     def stem(self, file_name: str) -> str:
-        """A file's name without its suffix."""
         suffix = next((each for each in self.suffixes if file_name.endswith(each)), "")
         return file_name.removesuffix(suffix)
 
     def listed_name(self, file_name: str) -> str:
-        """A file's name in the manifest."""
         return file_name if self.lists_suffixes else self.stem(file_name)
-
-
-def _describe_by_family(_path: str, _header: Header, content: Content) -> str:
-    return content.family
-
-
-def _describe_lora(_path: str, _header: Header, content: Content) -> str:
-    return f"{content.family} LoRA"
 
 
 def _describe_embedding(path: str, header: Header, _content: Content) -> str:
     family, vectors = describe_embedding(path, header)
     return f"{family} embedding, {vectors} vector{'s' * (vectors != 1)}"
-
-
-def _describe_text_states(_path: str, header: Header, _content: Content) -> str:
-    return header.metadata.get("encoder", "")
 
 
 MODEL = FileKind(
@@ -90,7 +72,7 @@ MODEL = FileKind(
     "models",
     "a worker draws with it by the flags",
     "--model store:{name} --model-sha256 {sha256}",
-    _describe_by_family,
+    lambda _path, _header, content: content.family,
     suffixes=(".safetensors", ".tar"),
     stops_without_list=True,
     lists_suffixes=True,
@@ -102,7 +84,7 @@ LORA = FileKind(
     "loras",
     "prompts use it by the tag",
     "<lora:{stem}:1>",
-    _describe_lora,
+    lambda _path, _header, content: f"{content.family} LoRA",
     max_bytes=2**30,
     stops_without_list=True,
 )
@@ -141,7 +123,7 @@ TEXT = FileKind(
     "text states",
     "text-states",
     "stages without a text encoder draw from them",
-    describe=_describe_text_states,
+    describe=lambda _path, header, _content: header.metadata.get("encoder", ""),
     max_bytes=2**22,
 )
 #: Programs, whose key `worker.files.kernels` reads.
@@ -165,10 +147,7 @@ BY_FOLDER: Mapping[str, FileKind] = {kind.folder: kind for kind in KINDS.values(
 
 
 def check(kind: FileKind, path: str, header: Header) -> str:
-    """Describes a file of the *kind* by its header, as in 'SDXL LoRA'.
-
-    Raises SetupError if it is of another kind, or workers cannot use it.
-    """
+    """What a file is, as in 'SDXL LoRA'; raises SetupError if it is no usable one of the *kind*."""
     content = contents.identify(header)
     if not accepts(kind, content):
         raise errors.SetupError(refusal(path, content))
@@ -190,10 +169,7 @@ def refusal(what: str, content: Content) -> str:
 
 
 def describe_embedding(path: str, header: Header) -> tuple[str, int]:
-    """The models that an embedding is for, and its number of vectors.
-
-    Raises SetupError if its tensors are not those of an embedding.
-    """
+    """The models that an embedding is for, and its number of vectors; SetupError if it is none."""
     shapes = [shape if len(shape) > 1 else (1, *shape) for shape in header.shapes.values()]
     counts = {shape[0] for shape in shapes}
     widths = {shape[-1] for shape in shapes}

@@ -1,7 +1,6 @@
 """The header of a safetensors file: names and shapes, without the weights.
 
-It is untrusted: whoever made the file wrote it. Its size, the number of tensors and their shapes
-are bounded.
+It is untrusted: its size, the number of tensors and their shapes are bounded.
 """
 
 from __future__ import annotations
@@ -9,7 +8,9 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, BinaryIO
+from typing import Annotated, BinaryIO
+
+from pydantic import BaseModel, Field, StrictInt, TypeAdapter
 
 #: SD1.5's takes 0.2 MB, and the largest with thumbnails and training notes a few MB. Without a
 #: limit, eight stray bytes could ask for all memory.
@@ -18,7 +19,7 @@ MAX_HEADER_BYTES = 32 * 2**20
 #: The most known are some 10,000.
 MAX_TENSORS = 50_000
 
-_MAX_DIMENSIONS = 8
+_Size = Annotated[StrictInt, Field(ge=0, lt=2**63)]
 
 LENGTH_BYTES = 8
 
@@ -33,19 +34,21 @@ class TruncatedError(MalformedError):
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """What a safetensors file says of its content."""
-
     shapes: Mapping[str, tuple[int, ...]]
     metadata: Mapping[str, str]
     file_bytes: int
-    """The size of the whole file."""
+
+
+class _Tensor(BaseModel):
+    shape: Annotated[tuple[_Size, ...], Field(max_length=8)]
+    data_offsets: tuple[_Size, _Size]
+
+
+_TENSORS = TypeAdapter(Annotated[dict[str, _Tensor], Field(max_length=MAX_TENSORS)])
 
 
 def read_header(file: BinaryIO) -> Header:
-    """Reads the header at the start of *file*, no more.
-
-    Raises TruncatedError if even the header is incomplete, and MalformedError if it is none.
-    """
+    """Reads no more than the header; TruncatedError if it is incomplete, MalformedError if none."""
     start = file.read(LENGTH_BYTES)
     if len(start) < LENGTH_BYTES:
         raise TruncatedError
@@ -58,31 +61,15 @@ def read_header(file: BinaryIO) -> Header:
     try:
         entries = json.loads(content)
         metadata = entries.pop("__metadata__", {})
-        if len(entries) > MAX_TENSORS:
+        tensors = _TENSORS.validate_python(entries)
+        if any(tensor.data_offsets[0] > tensor.data_offsets[1] for tensor in tensors.values()):
             raise MalformedError
-        ends = [_end(entry) for entry in entries.values()]
         return Header(
-            shapes={name: _shape(entry) for name, entry in entries.items()},
+            shapes={name: tensor.shape for name, tensor in tensors.items()},
             metadata={key: value for key, value in metadata.items() if isinstance(value, str)},
-            file_bytes=LENGTH_BYTES + header_bytes + max(ends, default=0),
+            file_bytes=LENGTH_BYTES
+            + header_bytes
+            + max((tensor.data_offsets[1] for tensor in tensors.values()), default=0),
         )
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+    except (ValueError, TypeError, AttributeError, RecursionError) as error:
         raise MalformedError from error
-
-
-def _end(entry: Mapping[str, Any]) -> int:
-    begin, end = entry["data_offsets"]
-    if not _is_size(begin) or not _is_size(end) or begin > end:
-        raise MalformedError
-    return int(end)
-
-
-def _shape(entry: Mapping[str, Any]) -> tuple[int, ...]:
-    shape = entry["shape"]
-    if len(shape) > _MAX_DIMENSIONS or not all(_is_size(size) for size in shape):
-        raise MalformedError
-    return tuple(shape)
-
-
-def _is_size(number: object) -> bool:
-    return isinstance(number, int) and not isinstance(number, bool) and 0 <= number < 2**63

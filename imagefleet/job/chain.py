@@ -1,7 +1,7 @@
 """Chains: a job whose `then` lists further stages; each begins with the image of the one before.
 
-The message of a later stage is that of the whole job, as it was sent and with its signature, and a
-field `stage` beside it. So a worker needs no key to send it, and whoever changes that field changes
+The message of a later stage is that of the whole job as it was sent, with its signature, and a
+field `stage` beside it: a worker needs no key to send it, and whoever changes that field changes
 which stage is drawn, and nothing else.
 """
 
@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, Field, ValidationError
 
 from imagefleet import errors
 from imagefleet.job import sizes
@@ -54,10 +54,8 @@ OF_JOB = frozenset({"id", "campaign", "verify", THEN_FIELD})
 _OF_IMAGES = frozenset({"batch_size", "n_iter"})
 
 
-class StageField(BaseModel):
+class StageField(BaseModel, extra="forbid", frozen=True, hide_input_in_errors=True):
     """The field `stage` of a message. It is untrusted: only a job is signed."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, hide_input_in_errors=True)
 
     number: int = Field(ge=2, le=MAX_STAGES)
     message: str | None = Field(default=None, max_length=200)
@@ -99,8 +97,7 @@ def inherited(before: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, 
 def check_size(text: str) -> None:
     """Raises InvalidMessageError for a job that leaves no room for the messages of later stages.
 
-    *text* is its message as they have it, which may be longer than it was sent: in base64, say, no
-    character counts as several.
+    *text* is its message as they have it, maybe longer than it was sent, in base64 say.
     """
     most = sizes.MAX_MESSAGE_BYTES - sizes.STAGE_BYTES
     if sizes.message_bytes(text) > most:
@@ -108,10 +105,7 @@ def check_size(text: str) -> None:
 
 
 def own_fields(fields: dict[str, Any], place: object) -> dict[str, Any]:
-    """The fields of the stage that a message asks for: the job's, or one of its list's.
-
-    Raises InvalidMessageError if it has no such stage.
-    """
+    """The fields of the stage that a message asks for; raises InvalidMessageError."""
     if place is None:
         return fields
     try:

@@ -15,8 +15,8 @@ from imagefleet.job.message import (
     DELIVERIES_FIELD,
     SIGNATURE_FIELD,
     Job,
+    fields_if_any,
     is_signed,
-    message_fields,
     read_job,
 )
 from imagefleet.signing import SigningKey
@@ -45,10 +45,7 @@ class Change:
     def __init__(
         self, values: Mapping[str, Any], key: SigningKey | None = None, option: str = "set"
     ) -> None:
-        """Signs what it changes with *key*; complaints begin with *option*.
-
-        Raises SetupError if no job can have these values; names the field.
-        """
+        """Signs with *key*; a SetupError begins with *option* and names what no job can have."""
         self._key = key
         for name in values:
             _check_name(name, option)
@@ -59,10 +56,7 @@ class Change:
 
     @classmethod
     def read(cls, texts: Iterable[str], key: SigningKey | None = None) -> Self:
-        """Reads NAME=VALUE, each value by the type of its field.
-
-        Raises SetupError if it is not such a text, or no valid value.
-        """
+        """Reads NAME=VALUE, each value by the type of its field; raises SetupError for others."""
         values: dict[str, Any] = {}
         for text in texts:
             name, separator, value = text.partition("=")
@@ -73,10 +67,7 @@ class Change:
         return cls(values, key, "--set")
 
     def apply(self, body: str, job_id: str) -> tuple[str, Job]:
-        """The message of the changed job, and the job.
-
-        Raises JobError if it cannot be changed, or is not valid afterwards; says why.
-        """
+        """The changed job's message, and the job; JobError says why it cannot be."""
         fields = _fields(body)
         if is_signed(body) and self._key is None:
             raise errors.JobError(
@@ -85,13 +76,9 @@ class Change:
         for name in (DELIVERIES_FIELD, SIGNATURE_FIELD):
             fields.pop(name, None)
         place = fields.pop(chain.STAGE_FIELD, None)
-        try:
+        before = "its job is not valid even with the change: "
+        with validation.as_error(errors.InvalidMessageError, before, Job.model_fields):
             job = Job.model_validate(self._changed(fields, place))
-        except ValidationError as error:
-            reason = validation.sentence(error, Job.model_fields)
-            raise errors.InvalidMessageError(
-                f"its job is not valid even with the change: {reason}"
-            ) from None
         job = job.identified(job_id)
         if place is not None:
             job = job.stage_of_message(place)
@@ -110,7 +97,6 @@ class Change:
         return fields
 
     def differences(self, body: str) -> dict[str, tuple[Any, Any]]:
-        """What it changes in a job: each field's value before and after."""
         before = _fields(body)
         if chain.STAGE_FIELD in before:
             before = read_job(body, "none").model_dump(mode="json")
@@ -156,11 +142,7 @@ def _value(name: str, text: str) -> Any:
 
 
 def _fields(body: str) -> dict[str, Any]:
-    try:
-        fields = message_fields(body)
-    except (ValueError, RecursionError):
-        fields = None
-    if not isinstance(fields, dict):
+    if not (fields := fields_if_any(body)):
         raise errors.InvalidMessageError("its message is no job in JSON, so nothing can be set")
     return fields
 

@@ -1,7 +1,8 @@
-"""A prompt's words for CLIP: its tokenizer, how texts are cleaned for it, and embeddings in tokens.
+"""A prompt's words for CLIP: its tokenizer, chunks of 75 tokens, and embeddings in them. No torch.
 
 The tokenizer is part of the package, since a single-file checkpoint carries none. The files are
 OpenAI's vocabulary, as open-clip has it; `benchmarks/demo_world/make_tokenizer.py` writes them.
+Embeddings (textual inversion) are found as AUTOMATIC1111 finds them.
 """
 
 from __future__ import annotations
@@ -11,7 +12,13 @@ import html.entities
 import itertools
 import re
 import unicodedata
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Generic, NamedTuple, Protocol, TypeVar
+
+from imagefleet import errors
+from imagefleet.job.prompt import Prompt, Section, weighted_parts
 
 #: CLIP's tokenizer in the format of transformers: vocab.json and merges.txt.
 TOKENIZER = Path(__file__).with_name("clip_tokenizer")
@@ -19,12 +26,21 @@ TOKENIZER = Path(__file__).with_name("clip_tokenizer")
 #: A text encoder with a vocabulary of another size needs a tokenizer of its own.
 VOCABULARY_SIZE = 49_408
 
+CHUNK_TOKENS = 75
+
+#: A phrase that starts within this many tokens of a chunk's end moves to the next chunk, if the
+#: chunk cannot hold all of it; AUTOMATIC1111's default.
+COMMA_BACKTRACK = 20
+
+#: 2,400 tokens. Without a limit, one prompt of 64 KiB could fill the GPU.
+MAX_CHUNKS = 32
+
+Tokenise = Callable[[Sequence[str]], Sequence[Sequence[int]]]
+"""The token ids of each text, without start and end tokens."""
+
 
 def tokenizer_of(folder: Path, vocabulary_size: int) -> Path:
-    """The tokenizer of a checkpoint in *folder*: its own, else CLIP's where it fits.
-
-    It may not exist: then there is none.
-    """
+    """A checkpoint's tokenizer: its own, else CLIP's where it fits. It may not exist."""
     own = folder / "tokenizer"
     has_own = any((own / name).is_file() for name in ("vocab.json", "tokenizer.json"))
     return TOKENIZER if vocabulary_size == VOCABULARY_SIZE and not has_own else own
@@ -59,9 +75,9 @@ _REPLACED = {
 def cleaned(text: str) -> str:
     """A prompt's words as AUTOMATIC1111's tokenizers clean them, with ftfy.
 
-    Curly quotes are straight, wide signs (as of Chinese and Japanese keyboards) and ligatures the
-    usual ones, control characters are dropped, and HTML's names of characters (`&amp;`) are read,
-    unless a `<` is in the same line or before. What was decoded wrongly is not repaired.
+    Straightens quotes, makes wide signs and ligatures the usual ones, drops control characters, and
+    reads HTML's names of characters (`&amp;`), unless a `<` is in the same line or before. What was
+    decoded wrongly is not repaired.
     """
     if _CLEAN.fullmatch(text):
         return text
@@ -79,3 +95,166 @@ def _character(name: re.Match[str]) -> str:
     if name[1].startswith("#"):
         return html.unescape(name[0])
     return html.entities.html5.get(name[1], name[0])
+
+
+class Embedding(Protocol):
+    """An embedding as chunks know it; those of the same file are equal."""
+
+    @property
+    def sha256(self) -> str:
+        """The SHA-256 of the embedding's file."""
+
+    @property
+    def length(self) -> int:
+        """The number of its vectors, each of which takes the place of a token."""
+
+    def __hash__(self) -> int: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Insert:
+    """The vectors of an embedding in a chunk, from its token number *at* on."""
+
+    at: int
+    embedding: Embedding
+
+
+T_co = TypeVar("T_co", covariant=True)
+
+
+class Names(Generic[T_co]):
+    """What names stand for, by the token ids of each, found as AUTOMATIC1111 finds them.
+
+    Capitals do not matter, and the beginning of a word is no name. The longest name is found, by
+    its tokens, and of names with the same tokens the first.
+    """
+
+    def __init__(self, named: Iterable[tuple[Sequence[int], T_co]]) -> None:
+        self._by_first: dict[int, list[tuple[tuple[int, ...], T_co]]] = {}
+        for ids, value in named:
+            if ids:
+                self._by_first.setdefault(ids[0], []).append((tuple(ids), value))
+        for same_start in self._by_first.values():
+            same_start.sort(key=lambda each: len(each[0]), reverse=True)
+
+    def split(self, ids: Sequence[int]) -> Iterator[int | tuple[T_co]]:
+        """The tokens of a text, with what a name stands for, in a tuple, in place of its tokens."""
+        at = 0
+        while at < len(ids):
+            for name, value in self._by_first.get(ids[at], ()):
+                if tuple(ids[at : at + len(name)]) == name:
+                    yield (value,)
+                    at += len(name)
+                    break
+            else:
+                yield ids[at]
+                at += 1
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Up to 75 tokens and the weight of each; the text encoder pads it."""
+
+    tokens: tuple[int, ...] = ()
+    """`PLACEHOLDER` for each vector of an embedding."""
+    weights: tuple[float, ...] = ()
+    inserts: tuple[Insert, ...] = ()
+    """The embeddings, in order; also some in the padding."""
+
+
+#: The token in whose place a vector of an embedding comes: AUTOMATIC1111's.
+PLACEHOLDER = 0
+
+
+class _Place(NamedTuple):
+    """A token's place in a chunk; *embedding* is the one whose first vector is there."""
+
+    token: int
+    weight: float
+    embedding: Embedding | None = None
+
+
+_NO_NAMES: Names[Embedding] = Names(())
+
+
+def sections_of(prompt: Prompt | str) -> tuple[Section, ...]:
+    """The sections of a prompt, or of a text without LoRA tags."""
+    return weighted_parts(prompt) if isinstance(prompt, str) else prompt.sections
+
+
+def cut_into_chunks(
+    prompt: Prompt | str,
+    tokenise: Tokenise,
+    comma: int | None,
+    embeddings: Names[Embedding] = _NO_NAMES,
+) -> tuple[Chunk, ...]:
+    """Cuts a prompt (text: one without LoRA tags) into chunks; *comma* is the comma's token id.
+
+    Raises JobError if it is too long, or a weight is not valid.
+    """
+    sections = sections_of(prompt)
+    ids = iter(tokenise([part.text for section in sections for part in section]))
+    chunks: list[Chunk] = []
+    for section in sections:
+        phrases = [
+            _places(found, part.weight) for part in section for found in embeddings.split(next(ids))
+        ]
+        chunks.extend(_cut_section(phrases, comma) or [Chunk()])
+    # BREAK ends its chunk, even an empty one, but starts none at the end of the prompt.
+    if len(sections) > 1 and not chunks[-1].tokens:
+        chunks.pop()
+    if len(chunks) > MAX_CHUNKS:
+        raise errors.JobError(
+            f"the prompt has {len(chunks):,} chunks of {CHUNK_TOKENS} tokens; {MAX_CHUNKS} at most"
+        )
+    return tuple(chunks)
+
+
+def _places(found: int | tuple[Embedding], weight: float) -> list[_Place]:
+    """The places of a token, or of an embedding, which are not to be parted."""
+    if isinstance(found, int):
+        return [_Place(found, weight)]
+    (embedding,) = found
+    rest = [_Place(PLACEHOLDER, weight)] * (embedding.length - 1)
+    return [_Place(PLACEHOLDER, weight, embedding), *rest]
+
+
+def _cut_section(phrases: Iterable[list[_Place]], comma: int | None) -> list[Chunk]:
+    """Cuts a section where AUTOMATIC1111 does.
+
+    Of the words behind a comma that move to the next chunk, an embedding stays behind, in place of
+    the padding, and leaves its placeholders to the next chunk, which are words there ('!').
+    """
+    chunks = []
+    chunk: list[_Place] = []
+    last_comma: int | None = None
+    for phrase in phrases:
+        is_comma = phrase[0].token == comma
+        if len(chunk) == CHUNK_TOKENS:
+            end = CHUNK_TOKENS
+            if last_comma is not None and not is_comma and end - last_comma <= COMMA_BACKTRACK:
+                end = last_comma + 1
+            chunks.append(_chunk(chunk, end))
+            chunk, last_comma = [place._replace(embedding=None) for place in chunk[end:]], None
+        if len(chunk) + len(phrase) > CHUNK_TOKENS:
+            chunks.append(_chunk(chunk))
+            chunk, last_comma = [], None
+        if is_comma:
+            last_comma = len(chunk)
+        chunk += phrase
+    if chunk:
+        chunks.append(_chunk(chunk))
+    return chunks
+
+
+def _chunk(places: Sequence[_Place], end: int = CHUNK_TOKENS) -> Chunk:
+    """A chunk of the places before *end*, with the embeddings of all."""
+    inserts = (
+        Insert(at, place.embedding)
+        for at, place in enumerate(places)
+        if place.embedding is not None
+    )
+    kept = places[:end]
+    return Chunk(
+        tuple(place.token for place in kept), tuple(place.weight for place in kept), tuple(inserts)
+    )

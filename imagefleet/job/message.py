@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import base64
-import binascii
+import contextlib
 import functools
 import hashlib
 import json
@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 from pydantic import (
     AfterValidator,
     BaseModel,
-    ConfigDict,
     Field,
     JsonValue,
     ValidationError,
@@ -27,7 +26,7 @@ from pydantic import (
 from imagefleet import errors, signing, validation
 from imagefleet.job import chain
 from imagefleet.job.passes import fields as passes
-from imagefleet.job.passes import sources
+from imagefleet.job.passes import img2img
 from imagefleet.job.passes.fields import PassFields
 from imagefleet.job.passes.first import MAX_IMAGES_PER_JOB, MAX_SIDE
 from imagefleet.job.prompt import SAFE_NAME
@@ -99,21 +98,15 @@ ASIDE = "-"
 SUFFIXES = {"png": "png", "jpeg": "jpg", "webp": "webp"}
 
 
-class Output(BaseModel):
+class Output(BaseModel, extra="forbid", frozen=True):
     """How images are stored; `quality` is for JPEG and WebP."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     format: Literal["png", "jpeg", "webp"] = "png"
     quality: int = Field(default=90, ge=1, le=100)
 
 
-class Job(PassFields):
+class Job(PassFields, extra="forbid", frozen=True, allow_inf_nan=False, hide_input_in_errors=True):
     """A validated job; one that `read_job` returned has an `id` and a `seed`."""
-
-    model_config = ConfigDict(
-        extra="forbid", frozen=True, allow_inf_nan=False, hide_input_in_errors=True
-    )
 
     model: SafeFileName | None = None
     id: SafeId | None = None
@@ -169,10 +162,7 @@ class Job(PassFields):
         )
 
     def at_stage(self, number: int, message: str | None = None) -> Job:
-        """The job that draws stage *number* of this whole job, from 1.
-
-        Raises ValueError if the stage, or one before, is not valid.
-        """
+        """The job of stage *number* of this job, from 1; raises ValueError if there is none."""
         known: Job = self
         input_size = self.final_size
         for place, given in enumerate(self.then[: number - 1], start=2):
@@ -181,12 +171,9 @@ class Job(PassFields):
             )
             fields = chain.inherited(before, given) | given
             fields |= {"id": self.id, "campaign": self.campaign}
-            fields[chain.INPUT_FIELD] = [f"{sources.IMAGES}{known.blob_name(0)}"]
-            try:
+            fields[chain.INPUT_FIELD] = [f"{img2img.IMAGES}{known.blob_name(0)}"]
+            with validation.as_error(ValueError, f"stage {place}: ", Job.model_fields):
                 known = Job.model_validate(fields)
-            except ValidationError as error:
-                reason = validation.sentence(error, Job.model_fields)
-                raise ValueError(f"stage {place}: {reason}") from None
             known = known.placed(Place(self, place, message, input_size))
             try:
                 input_size = known.final_size
@@ -195,15 +182,9 @@ class Job(PassFields):
         return known
 
     def stage_of_message(self, field: object) -> Job:
-        """The stage of this whole job that its message asks for in its *field* `stage`.
-
-        Raises InvalidMessageError if it is none of its stages.
-        """
-        try:
+        """The stage that a message asks for in its *field* `stage`; raises InvalidMessageError."""
+        with validation.as_error(errors.InvalidMessageError, f"{chain.STAGE_FIELD}: "):
             asked = chain.StageField.model_validate(field)
-        except ValidationError as error:
-            reason = validation.sentence(error)
-            raise errors.InvalidMessageError(f"{chain.STAGE_FIELD}: {reason}") from None
         if asked.number > len(self.then) + 1:
             raise errors.InvalidMessageError(
                 f"{chain.STAGE_FIELD}: the job has no stage {asked.number} to be drawn"
@@ -211,7 +192,6 @@ class Job(PassFields):
         return self.at_stage(asked.number, asked.message)
 
     def placed(self, place: Place) -> Job:
-        """This as a later stage of a job."""
         job = self.model_copy()
         job.__dict__["place"] = place
         return job if place.job.id is None else job.identified(place.job.id)
@@ -237,18 +217,15 @@ class Job(PassFields):
 
     @property
     def stages(self) -> int:
-        """The stages of the whole job, 1 without a chain."""
         return 1 + len(self.whole.then)
 
     def stages_left(self) -> Iterator[Job]:
-        """This stage and those after it."""
         yield self
         for number in range(self.stage + 1, self.stages + 1):
             yield self.whole.at_stage(number)
 
     @property
     def last_stage(self) -> Job:
-        """The stage whose image is the job's result."""
         return self if self.stage == self.stages else self.whole.at_stage(self.stages)
 
     @property
@@ -263,8 +240,7 @@ class Job(PassFields):
     def source(self, message_id: str) -> str:
         """The sending that a record is of: of a later stage, the message of the first one.
 
-        A worker that dies may send a stage twice; that both messages fail, or that two stages are
-        cancelled, is one end of one job.
+        A worker that dies may send a stage twice; that both end is one end of one job.
         """
         return (self.place and self.place.message) or message_id
 
@@ -284,11 +260,7 @@ class Job(PassFields):
         return f"{folder}{job_key(self.campaign, self.id)}{number}.{suffix}"
 
     def to_message(self, key: SigningKey | None = None) -> str:
-        """One line of JSON without defaults, for `read_job`; signed with *key*.
-
-        Of a later stage, the whole job's with the number of the stage. Raises ValueError if a job
-        to be signed has no id.
-        """
+        """The whole job in a line of JSON, with the stage's number; signed with *key*."""
         job = self.whole
         fields = job.model_dump(mode="json", exclude_defaults=True)
         if key is not None:
@@ -305,7 +277,6 @@ class Place:
     """A later stage's place in its job: `number` counts from 1."""
 
     job: Job
-    """The whole job, as its message has it."""
     number: int
     message: str | None
     """The id of the message of the first stage, or of the one that was replayed."""
@@ -326,9 +297,7 @@ def read_job(body: str, message_id: str, trusted: TrustedKeys | None = None) -> 
         reason = f"is not JSON: {error}" if body.strip() else "is empty"
         raise errors.InvalidMessageError(f"the message {reason}") from None
     if not isinstance(fields, dict):
-        raise errors.InvalidMessageError(
-            f"the message is a JSON {_JSON_TYPES[type(fields)]}, not an object"
-        )
+        raise errors.InvalidMessageError("the message is JSON, but no object")
     fields.pop(DELIVERIES_FIELD, None)
     signature = fields.pop(SIGNATURE_FIELD, None)
     stage = fields.pop(chain.STAGE_FIELD, None)
@@ -345,19 +314,12 @@ def read_job(body: str, message_id: str, trusted: TrustedKeys | None = None) -> 
     return job if stage is None else job.stage_of_message(stage)
 
 
-_JSON_TYPES: Mapping[type, str] = {
-    bool: "boolean",
-    float: "number",
-    int: "number",
-    list: "array",
-    str: "string",
-    type(None): "null",
-}
-
-
 def message_fields(body: str) -> Any:
     """The JSON of a message, plain or in base64; raises ValueError or RecursionError for others."""
-    return json.loads(_without_base64(body))
+    if body.lstrip()[:1] not in {"{", "["}:
+        with contextlib.suppress(ValueError):
+            body = base64.b64decode(body.strip(), validate=True).decode()
+    return json.loads(body)
 
 
 def message_text(fields: Mapping[str, Any]) -> str:
@@ -369,10 +331,7 @@ def message_text(fields: Mapping[str, Any]) -> str:
 
 
 def text_for_image(body: str, job: Job) -> str:
-    """A job's message for its image's file (`imagefleet.job.embedded`), in ASCII.
-
-    As it was received, its signature included, with its id, and without its deliveries.
-    """
+    """The message as it was received, with the job's id, in ASCII for its image's file."""
     fields = message_fields(body)
     fields.pop(DELIVERIES_FIELD, None)
     if not fields.get("id"):  # which no signed job lacks
@@ -419,15 +378,6 @@ def split_job_key(name: str, campaign: str | None = None) -> tuple[str, str]:
     if campaign is None and "/" in name:
         campaign, _, name = name.partition("/")
     return campaign or DEFAULT_CAMPAIGN, name
-
-
-def _without_base64(body: str) -> str:
-    if body.lstrip()[:1] in {"{", "["}:
-        return body
-    try:
-        return base64.b64decode(body.strip(), validate=True).decode()
-    except (binascii.Error, ValueError):
-        return body
 
 
 def _seed_from(job_id: str) -> int:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from types import MappingProxyType
 from typing import Any
 
 from imagefleet import validation
@@ -33,86 +32,49 @@ _USUAL_ETA = "eta_ancestral"
 
 #: Settings about saving, sending and showing images, or about features that are refused elsewhere.
 WITHOUT_EFFECT = frozenset(
-    {
-        "add_model_hash_to_info",
-        "add_model_name_to_info",
-        "add_user_name_to_info",
-        "add_version_to_infotext",
-        "code_former_weight",
-        "batch_cond_uncond",  # these change at most the rounding
-        "cross_attention_optimization",
-        "upcast_attn",
-        "disable_mmap_load_safetensors",
-        "do_not_show_images",
-        "enable_pnginfo",
-        "initial_noise_multiplier",  # this and the next ones are of img2img
-        "inpainting_mask_weight",
-        "overlay_inpaint",
+    (
+        *("add_model_hash_to_info", "add_model_name_to_info", "add_user_name_to_info"),
+        *("add_version_to_infotext", "enable_pnginfo", "lora_add_hashes_to_infotext"),
+        *("do_not_show_images", "export_for_4chan", "jpeg_quality", "webp_lossless"),
+        *("return_grid", "target_side_length", "use_original_name_batch"),
+        *("code_former_weight", "face_restoration_model", "face_restoration_unload"),
+        *("disable_mmap_load_safetensors", "lora_in_memory_limit", "lora_preferred_name"),
+        *("memmon_poll_rate", "multiple_tqdm", "persistent_cond_cache"),
+        *("sd_checkpoint_cache", "sd_checkpoints_limit", "sd_checkpoints_keep_in_cpu"),
+        # These change at most the rounding.
+        *("batch_cond_uncond", "cross_attention_optimization", "upcast_attn"),
+        # These are of img2img.
+        *("initial_noise_multiplier", "inpainting_mask_weight", "overlay_inpaint"),
         "upscaler_for_img2img",
-        "export_for_4chan",
-        "face_restoration_model",
-        "face_restoration_unload",
-        "jpeg_quality",
-        "lora_add_hashes_to_infotext",
-        "lora_in_memory_limit",
-        "lora_preferred_name",
-        "memmon_poll_rate",
-        "multiple_tqdm",
-        "persistent_cond_cache",
-        "return_grid",
-        "sd_checkpoint_cache",
-        "sd_checkpoints_limit",
-        "sd_checkpoints_keep_in_cpu",
-        "target_side_length",
-        "use_original_name_batch",
-        "webp_lossless",
-    }
+    )
 )
 WITHOUT_EFFECT_PREFIXES = (
-    "directories_",
-    "grid_",
-    "hires_fix_",
-    "img2img_",
-    "live_preview",
-    "outdir_",
-    "samples_",
-    "save_",
-    "show_progress",
-    "uni_pc_",
+    *("directories_", "grid_", "hires_fix_", "img2img_", "live_preview", "outdir_"),
+    *("samples_", "save_", "show_progress", "uni_pc_"),
+)
+
+_SWITCHED_OFF = (
+    *("always_discard_next_to_last_sigma", "enable_quantization", "face_restoration"),
+    *("lora_functional", "pad_cond_uncond", "pad_cond_uncond_v0", "s_min_uncond_all"),
+    *("sgm_noise_multiplier", "tiling", "use_old_emphasis_implementation"),
+    *("use_downcasted_alpha_bar", "use_old_hires_fix_width_height"),
+    *("use_old_karras_scheduler_sigmas", "use_old_scheduling"),
 )
 
 #: Settings that change the image -> their neutral values.
 NEUTRAL_VALUES: Mapping[str, tuple[object, ...]] = {
-    "always_discard_next_to_last_sigma": (None, False),
+    **dict.fromkeys(_SWITCHED_OFF, (None, False)),
+    **dict.fromkeys(("enable_batch_seeds", "enable_emphasis"), (None, True)),
+    **dict.fromkeys(
+        ("rho", "sigma_max", "sigma_min", "skip_early_cond", "token_merging_ratio"), (None, 0)
+    ),
+    **dict.fromkeys(("sd_hypernetwork", "sd_lora"), (None, "", "None")),
+    **dict.fromkeys(("sd_unet", "sd_vae"), (None, "", "Automatic", "None")),
     "comma_padding_backtrack": (None, 20),
-    "enable_batch_seeds": (None, True),
     "emphasis": (None, "Original"),
-    "enable_emphasis": (None, True),
-    "enable_quantization": (None, False),
-    "face_restoration": (None, False),
     "k_sched_type": (None, "Automatic", "default"),
-    "lora_functional": (None, False),
-    "pad_cond_uncond": (None, False),
-    "pad_cond_uncond_v0": (None, False),
-    "rho": (None, 0),
-    "s_min_uncond_all": (None, False),
-    "sd_hypernetwork": (None, "", "None"),
-    "sd_lora": (None, "", "None"),
     "sd_noise_schedule": (None, "Default"),
-    "sd_unet": (None, "", "Automatic", "None"),
-    "sd_vae": (None, "", "Automatic", "None"),
     "sd_vae_decode_method": (None, "Full"),
-    "sgm_noise_multiplier": (None, False),
-    "sigma_max": (None, 0),
-    "sigma_min": (None, 0),
-    "skip_early_cond": (None, 0),
-    "tiling": (None, False),
-    "token_merging_ratio": (None, 0),
-    "use_old_emphasis_implementation": (None, False),
-    "use_downcasted_alpha_bar": (None, False),
-    "use_old_hires_fix_width_height": (None, False),
-    "use_old_karras_scheduler_sigmas": (None, False),
-    "use_old_scheduling": (None, False),
 }
 
 _UNSET: tuple[object, ...] = (None, "")
@@ -126,12 +88,11 @@ _TITLE = re.compile(
 def fields(
     settings: object,
     payload: Mapping[str, Any],
-    neutral: Mapping[str, tuple[object, ...]] = MappingProxyType({}),
+    neutral: Mapping[str, tuple[object, ...]],
 ) -> dict[str, Any]:
     """The fields of a job that *settings* set; *payload* has those that are given as well.
 
-    *neutral* has neutral values of further settings that change the job's image. Raises ValueError
-    if a setting is not supported, or contradicts a field; names it.
+    *neutral* has neutral values of further settings. Raises ValueError, which names the setting.
     """
     if not isinstance(settings, dict):
         raise ValueError("override_settings: must be an object")  # noqa: TRY004 - for pydantic
@@ -140,11 +101,15 @@ def fields(
         if field := FIELDS.get(name):
             if value not in _UNSET and not _is_others_eta(name, payload):
                 found[field] = name_of_title(value) if field == "model" else value
-                _refuse_conflict(name, field, found[field], payload)
+                if payload.get(field) not in (None, found[field]):
+                    raise ValueError(
+                        f"override_settings.{name} contradicts the field {field}: keep one of the"
+                        " two"
+                    )
         elif name in neutral:
-            _refuse_change(name, value, neutral)
+            _check_neutral(name, value, neutral)
         elif name not in WITHOUT_EFFECT and not name.startswith(WITHOUT_EFFECT_PREFIXES):
-            _refuse_change(name, value, NEUTRAL_VALUES)
+            _check_neutral(name, value, NEUTRAL_VALUES)
     return found
 
 
@@ -163,15 +128,7 @@ def name_of_title(title: object) -> object:
     return match["name"] if match else title
 
 
-def _refuse_conflict(name: str, field: str, value: object, payload: Mapping[str, Any]) -> None:
-    given = payload.get(field)
-    if given not in (None, value):
-        raise ValueError(
-            f"override_settings.{name} contradicts the field {field}: keep one of the two"
-        )
-
-
-def _refuse_change(name: str, value: object, neutral: Mapping[str, tuple[object, ...]]) -> None:
+def _check_neutral(name: str, value: object, neutral: Mapping[str, tuple[object, ...]]) -> None:
     if name not in neutral:
         hint = validation.suggestion(name, [*FIELDS, *NEUTRAL_VALUES])
         raise ValueError(

@@ -67,8 +67,6 @@ class LoraTag:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Words with one weight."""
-
     text: str
     weight: float
 
@@ -103,8 +101,7 @@ def without_comments(prompt: str) -> str:
 def read_prompt(prompt: str, *, comments: bool = True) -> Prompt:
     """Splits a prompt into weighted words and LoRAs; without *comments*, `#` is a letter.
 
-    Raises JobError if a tag is malformed, its name unsafe or its kind unsupported; or the words use
-    AND, prompt editing or alternation, or a weight is not a number or out of range.
+    Raises JobError for a tag or a weight that is not valid, AND, prompt editing and alternation.
     """
     if comments:
         prompt = without_comments(prompt)
@@ -158,11 +155,7 @@ def _split_own_weight(text: str) -> tuple[str, float]:
 # A campaign's jobs share a few negative prompts.
 @functools.lru_cache(maxsize=256)
 def read_negative_prompt(prompt: str, *, comments: bool = True) -> Prompt:
-    """Reads it as `read_prompt` does, but takes AND, LoRA tags and `:1.3` at its end for words.
-
-    Raises JobError if it uses prompt editing or alternation, or a weight is not a number or out of
-    range.
-    """
+    """Reads it as `read_prompt` does, but takes AND, LoRA tags and `:1.3` at its end for words."""
     if comments:
         prompt = without_comments(prompt)
     refuse_editing(prompt)
@@ -175,8 +168,7 @@ def weighted_parts(text: str) -> tuple[Section, ...]:
     `(x)` multiplies by 1.1, `[x]` divides by it, `(x:1.3)` multiplies by 1.3; they nest. An open
     bracket is closed at the end of the prompt; a closing one without a partner is a letter, and so
     is one after a backslash. BREAK ends its section outside brackets only: inside, AUTOMATIC1111
-    draws the word, with a negative weight. Raises JobError if a weight is not a number or out of
-    range.
+    draws the word, with a negative weight. Raises JobError for a weight that is not valid.
     """
     if not (_WEIGHTED.search(text) or "BREAK" in text):
         return ((Part(text, 1.0),) if text else (),)
@@ -257,8 +249,6 @@ def _merge(texts: list[list[str]], weights: list[float]) -> Section:
 
 @dataclass(slots=True)
 class _Open:
-    """An open bracket, and the signs directly inside it."""
-
     start: int
     colons: int = 0
     last_colon: int = 0
@@ -266,11 +256,7 @@ class _Open:
 
 
 def refuse_editing(text: str) -> None:
-    """Refuses prompt editing `[from:to:when]` and alternation `[a|b]`.
-
-    Unpaired brackets, and everything around them, are letters. Raises JobError if the text uses one
-    of them; quotes the place.
-    """
+    """Raises JobError for prompt editing `[from:to:when]` and alternation `[a|b]`."""
     if ":" not in text and "|" not in text:
         return
     opened: list[_Open] = []
@@ -309,10 +295,7 @@ def _is_group(text: str, bracket: _Open, end: int) -> bool:
 
 
 def _read_tag(arguments: str) -> LoraTag:
-    """Reads `name[:text encoder weight[:UNet weight]]`, also with the names `te=` and `unet=`.
-
-    The text encoder's weight defaults to 1, the UNet's to the text encoder's.
-    """
+    """Reads `name[:text encoder weight, 1[:UNet weight, the same]]`; also `te=` and `unet=`."""
     name, *rest = arguments.split(":")
     if not SAFE_NAME.fullmatch(name):
         raise errors.JobError(

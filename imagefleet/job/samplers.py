@@ -1,4 +1,4 @@
-"""The samplers of a job, by AUTOMATIC1111's and k-diffusion's names. No torch.
+"""The samplers of a job, by AUTOMATIC1111's and k-diffusion's names, and its noise. No torch.
 
 Up to AUTOMATIC1111 1.8 a sampler's name included its schedule ('DPM++ 2M Karras'); 1.9 added the
 field `scheduler`. Both are accepted. A name alone means what it meant before 1.9, so 'DPM++ 2M' has
@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 #: Values of a job's `scheduler`.
 SCHEDULERS = ("Automatic", "Uniform", "Karras")
@@ -73,6 +74,7 @@ _ALL = (
 #: DeepFloyd IF's lists of timesteps.
 _LISTS = ["fast27", "smart27", "smart50", "smart100", "smart185", "super27", "super40", "super100"]
 
+#: Those of stages of DeepFloyd IF, which draw in pixels.
 _OF_PIXELS = (
     Sampler("ddpm", "DDPM", None),
     Sampler("edm", "EDM", None),
@@ -81,9 +83,6 @@ _OF_PIXELS = (
 
 #: Samplers by the engine's key.
 SAMPLERS: Mapping[str, Sampler] = {sampler.key: sampler for sampler in _ALL}
-
-#: The same of those that only stages of DeepFloyd IF have, which draw in pixels.
-PIXEL_SAMPLERS: Mapping[str, Sampler] = {sampler.key: sampler for sampler in _OF_PIXELS}
 
 #: Samplers by every accepted name, in lower case.
 NAMES: Mapping[str, Sampler] = {
@@ -124,3 +123,29 @@ def too_few_steps(key: str) -> str:
 def least_steps(key: str) -> int:
     """The fewest steps that draw an image."""
     return 2 if key in _BY_TIMESTEPS else 1
+
+
+NoiseSource = Literal["CPU", "GPU", "NV"]
+"""AUTOMATIC1111's `randn_source`: torch's generator on the CPU, its generator on an NVIDIA GPU, or
+the same computed on the CPU. Here the last two are the same: no noise depends on the machine."""
+
+#: Seeds of the Philox generator, which has keys of 64 bits, do not wrap at 32 bits as torch's do.
+PHILOX: frozenset[NoiseSource] = frozenset({"GPU", "NV"})
+
+
+@dataclass(frozen=True, slots=True)
+class Noise:
+    """How an image's noise follows from its seed."""
+
+    source: NoiseSource = "CPU"
+    seed_delta: int = 0
+    """`eta_noise_seed_delta`: added to the seed for all noise but the first."""
+    subseed: int = 0
+    subseed_strength: float = 0.0
+    """How far the first noise is turned towards that of the subseed."""
+    resize_from: tuple[int, int] | None = None
+    """(width, height) in pixels of the image whose first noise is put into the middle of it."""
+
+
+#: The noise of all jobs that do not say otherwise.
+DEFAULT_NOISE = Noise()

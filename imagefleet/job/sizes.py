@@ -72,17 +72,12 @@ def _is_small(metadata: dict[str, JsonValue]) -> dict[str, JsonValue]:
     text = json.dumps(metadata)  # in ASCII, as the header has it
     if len(text) > MAX_METADATA_BYTES:
         raise ValueError(f"is {len(text):,} bytes of JSON; {MAX_METADATA_BYTES:,} are allowed")
-    if "\\ud" in text and not _is_encodable(metadata):
-        raise ValueError("contains half of a surrogate pair")
+    if "\\ud" in text:
+        try:
+            json.dumps(metadata, ensure_ascii=False).encode()
+        except UnicodeEncodeError:
+            raise ValueError("contains half of a surrogate pair") from None
     return metadata
-
-
-def _is_encodable(metadata: dict[str, JsonValue]) -> bool:
-    try:
-        json.dumps(metadata, ensure_ascii=False).encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 Metadata = Annotated[dict[str, JsonValue], AfterValidator(_is_small)]

@@ -7,7 +7,9 @@ import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from pydantic import TypeAdapter
 
 from imagefleet import errors, validation
 
@@ -105,14 +107,12 @@ class Family:
 def _read() -> Mapping[str, Family]:
     path = Path(__file__).with_name("families.toml")
     tables = tomllib.loads(path.read_text(encoding="utf-8"))
-    return {slug: _family(slug, table) for slug, table in tables.items() if isinstance(table, dict)}
-
-
-def _family(slug: str, table: dict[str, Any]) -> Family:
-    pairs: dict[str, Any] = {
-        name: tuple(value) for name, value in table.items() if isinstance(value, list)
+    family = TypeAdapter(Family)
+    return {
+        slug: family.validate_python({"slug": slug, **table})
+        for slug, table in tables.items()
+        if isinstance(table, dict)
     }
-    return Family(slug=slug, **{**table, **pairs})
 
 
 FAMILIES: Mapping[str, Family] = _read()

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import tomllib
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, Field
 
 from imagefleet import errors, validation, yaml_file
 
@@ -92,10 +93,7 @@ def matching_gpus(name: str, gpus: Collection[str]) -> list[str]:
 
 
 def gpu_of_driver(name: str, memory_bytes: int, table: PriceTable = BUILT_IN) -> str:
-    """The GPU class for a driver's name of a card; the card's short name if it has no class.
-
-    Some names exist with several memory sizes, so name and memory are tried before the name alone.
-    """
+    """A card's GPU class by its driver's name, with its memory first; else its short name."""
     short = name.strip().removeprefix("NVIDIA ").removeprefix("GeForce ")
     for candidate in (f"{short} {round(memory_bytes / 2**30)}GB", short):
         if len(found := matching_gpus(candidate, table.gpus)) == 1:
@@ -136,14 +134,16 @@ def _key(name: str) -> str:
 _Dollars = Annotated[float, Field(ge=0, le=1000, allow_inf_nan=False)]
 
 
-class _Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True)
+class _Strict(BaseModel, extra="forbid", strict=True):
+    """Takes no number for a text, or a text for a number."""
 
 
 class _Storage(_Strict):
-    blob_writes_per_10000: _Dollars | None = None
-    blob_reads_per_10000: _Dollars | None = None
-    queue_operations_per_10000: _Dollars | None = None
+    """By the names of `StoragePrices`."""
+
+    blob_write: _Dollars | None = Field(default=None, alias="blob_writes_per_10000")
+    blob_read: _Dollars | None = Field(default=None, alias="blob_reads_per_10000")
+    queue_operation: _Dollars | None = Field(default=None, alias="queue_operations_per_10000")
 
 
 class _File(_Strict):
@@ -153,46 +153,30 @@ class _File(_Strict):
 
 
 def read_table(path: Path | None) -> PriceTable:
-    """The built-in table, overridden by the file's entries.
+    """The built-in table, overridden by the file's entries; raises SetupError if it is not valid.
 
     YAML or JSON: `source` (where and when the prices are from), `gpus` ($/h by class and priority)
-    and `storage` (dollars per 10,000 operations). Raises SetupError if the file cannot be read, or
-    an entry is not valid.
+    and `storage` (dollars per 10,000 operations).
     """
     if path is None:
         return BUILT_IN
-    file = _read(path)
-    gpus = dict(BUILT_IN.gpus)
-    for name, dollars in file.gpus.items():
-        known = matching_gpus(name, BUILT_IN.gpus)
-        gpu = find_gpu(name) if known else name
-        gpus[gpu] = GpuPrices(dollars, file.source)
-    return PriceTable(gpus, _storage_prices(file))
-
-
-def _read(path: Path) -> _File:
+    name = f"the price file {path}"
     try:
-        return _File.model_validate(yaml_file.parse(path.read_bytes()) or {})
+        content = yaml_file.parse(path.read_bytes()) or {}
     except OSError as error:
-        raise errors.SetupError(f"the price file {path}: {error.strerror or error}") from None
+        raise errors.SetupError(f"{name}: {error.strerror or error}") from None
     except yaml_file.YamlError as error:
-        raise errors.SetupError(f"the price file {path} is not valid YAML: {error}") from None
-    except ValidationError as error:
-        reason = validation.sentence(error, _Storage.model_fields)
-        raise errors.SetupError(f"the price file {path}: {reason}") from None
-
-
-def _storage_prices(file: _File) -> StoragePrices:
-    ours = BUILT_IN.storage
-    if file.storage is None:
-        return ours
-
-    def price(given: float | None, built_in: float) -> float:
-        return built_in if given is None else given / 10_000
-
-    return StoragePrices(
-        blob_write=price(file.storage.blob_writes_per_10000, ours.blob_write),
-        blob_read=price(file.storage.blob_reads_per_10000, ours.blob_read),
-        queue_operation=price(file.storage.queue_operations_per_10000, ours.queue_operation),
-        source=file.source,
-    )
+        raise errors.SetupError(f"{name} is not valid YAML: {error}") from None
+    known = [str(field.alias) for field in _Storage.model_fields.values()]
+    with validation.as_error(errors.SetupError, f"{name}: ", known):
+        file = _File.model_validate(content)
+    gpus = dict(BUILT_IN.gpus)
+    for written, dollars in file.gpus.items():
+        gpu = find_gpu(written) if matching_gpus(written, BUILT_IN.gpus) else written
+        gpus[gpu] = GpuPrices(dollars, file.source)
+    storage = BUILT_IN.storage
+    if file.storage is not None:
+        given = file.storage.model_dump(exclude_none=True)
+        own = {operation: price / 10_000 for operation, price in given.items()}
+        storage = dataclasses.replace(storage, **own, source=file.source)
+    return PriceTable(gpus, storage)

@@ -6,8 +6,9 @@ import asyncio
 import itertools
 import logging
 import uuid
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from imagefleet import errors
@@ -15,10 +16,9 @@ from imagefleet.job import sizes
 from imagefleet.job.message import DEFAULT_CAMPAIGN, Job, job_key
 from imagefleet.records import reader
 from imagefleet.records.outcomes import JobFacts
-from imagefleet.records.record import Record
-from imagefleet.records.sent import SentJobs
-from imagefleet.records.shard import ShardName
+from imagefleet.records.record import Record, RecordLog
 from imagefleet.storage.open import Storage
+from imagefleet.storage.protocol import BlobStore
 
 if TYPE_CHECKING:
     from imagefleet.signing import SigningKey
@@ -27,6 +27,58 @@ log = logging.getLogger(__name__)
 
 _Failure = tuple[str, str | None]
 """A job, and the message that it failed with."""
+
+
+#: Campaigns whose sums are kept: those that were sent to last.
+_MAX_CAMPAIGNS = 1_000
+
+
+@dataclass(slots=True, eq=False)
+class _Campaign:
+    """One campaign's jobs so far; *log* counts as a filler of its own."""
+
+    log: RecordLog
+    sent: int = 0
+    noted: int = 0
+    writing: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+
+class SentJobs:
+    """The jobs of one program's submissions by campaign, noted in the campaigns' records.
+
+    A campaign's sum of all of them is in one shard, since each shard is listed and read.
+    """
+
+    def __init__(self, blobs: BlobStore) -> None:
+        self._blobs = blobs
+        self._campaigns: OrderedDict[str, _Campaign] = OrderedDict()
+
+    def add(self, campaign: str, jobs: int) -> None:
+        """Counts so many more of a campaign's jobs as sent."""
+        if campaign not in self._campaigns:
+            self._campaigns[campaign] = _Campaign(RecordLog(self._blobs, "client"))
+        self._campaigns.move_to_end(campaign)
+        self._campaigns[campaign].sent += jobs
+
+    async def note(self, campaign: str) -> None:
+        """Notes a campaign's sum, or raises FleetError; those who ask at once share a write."""
+        if (known := self._campaigns.get(campaign)) is None:
+            return
+        wanted = known.sent
+        async with known.writing:
+            if known.noted >= wanted:
+                return
+            jobs = known.sent
+            try:
+                await known.log.sent(campaign, jobs)
+            except errors.SetupError:
+                self._campaigns.pop(campaign, None)
+                raise
+            known.noted = jobs
+        too_many = max(0, len(self._campaigns) - _MAX_CAMPAIGNS)
+        for name, each in list(itertools.islice(self._campaigns.items(), too_many)):
+            if each.noted == each.sent and not each.writing.locked():
+                del self._campaigns[name]
 
 
 class Submission:
@@ -50,10 +102,7 @@ class Submission:
     def messages(
         self, jobs: Iterable[Job], campaign: str | None, key: SigningKey | None = None
     ) -> Iterator[str]:
-        """The jobs' messages; adds each job to `jobs`.
-
-        Raises JobError if two jobs have one id, or a job is too large for a message.
-        """
+        """The jobs' messages; adds each job to `jobs`. Raises JobError for two with one id."""
         for number, given in enumerate(jobs, start=1):
             job = given.identified(f"{self._token}-{number:06}", campaign)
             if job.verify:
@@ -94,13 +143,12 @@ class Submission:
     def positions(self) -> dict[str, dict[str, int]]:
         """The positions at which to begin to look for results, by campaign.
 
-        Images count whenever they were made, so those of ids that may have been used before are
-        looked for from the start; failures count only from now on.
+        Images of ids that may have been used before are looked for from the start.
         """
         return {
             campaign: end
             if campaign not in self._with_own_ids
-            else {name: size for name, size in end.items() if _is_of_jobs(name)}
+            else {name: size for name, size in end.items() if name.endswith(".jobs.jsonl.gz")}
             for campaign, end in self._ends.items()
         }
 
@@ -131,10 +179,7 @@ class Watch:
     """Finds the ends of many jobs in the records of their campaigns."""
 
     def __init__(
-        self,
-        storage: Storage,
-        jobs: Iterable[JobFacts],
-        positions: Mapping[str, dict[str, int]],
+        self, storage: Storage, jobs: Iterable[JobFacts], positions: Mapping[str, dict[str, int]]
     ) -> None:
         self.found: list[JobFacts] = []
         self.waiting = {job.key: job for job in jobs}
@@ -149,10 +194,7 @@ class Watch:
         self._replayed: set[_Failure] = set()
 
     async def poll(self) -> None:
-        """Moves jobs from `waiting` to `found`; after an error, it can run again.
-
-        A listing for each campaign, and a read for each shard that has grown.
-        """
+        """Moves jobs from `waiting` to `found`: a listing, and a read for each grown shard."""
         self.is_behind = False
         for follower in self._followers:
             for record in await follower.poll():
@@ -180,8 +222,3 @@ class Watch:
             if len(images) == len(job.blobs):
                 del self._images[job.key], self.waiting[job.key]
                 self.found.append(job.completed(images.values()))
-
-
-def _is_of_jobs(shard: str) -> bool:
-    name = ShardName.read(shard)
-    return name is not None and name.kind == "jobs"

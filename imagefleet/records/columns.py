@@ -31,7 +31,6 @@ Address = Callable[[str], str]
 
 
 def row(record: Record, address: Address) -> dict[str, Any]:
-    """The result of a record, by column."""
     result: dict[str, Any] = {name: getattr(record, name, None) for name in COLUMNS}
     result["loras"] = [lora._asdict() for lora in record.loras]
     result["embeddings"] = [embedding._asdict() for embedding in record.embeddings]
@@ -40,7 +39,6 @@ def row(record: Record, address: Address) -> dict[str, Any]:
 
 
 def json_text(value: object) -> str:
-    """A value as JSON within a cell."""
     return json.dumps(value, ensure_ascii=False, separators=(",", ":"), sort_keys=True)
 
 

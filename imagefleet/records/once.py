@@ -17,9 +17,9 @@ _BEFORE_NAME = b'{"outcome":"completed","blob":"'
 
 
 def note(name: str, metadata: Mapping[str, str], journal: str) -> Record | None:
-    """The note that a drawing of image *name* was replaced; None if it can have no record.
+    """The note that a drawing, by its *metadata*, was replaced; None if it can have no record.
 
-    *metadata* is the drawing's own. *journal* names the replacement: noted twice, it counts once.
+    *journal* names the replacement: noted twice, it counts once.
     """
     if name.startswith(ASIDE):
         return None
@@ -57,10 +57,7 @@ class Replaced:
                 self._left[hashed(drawing)] += 1
 
     def without(self, records: list[Record], *, once: bool) -> list[Record]:
-        """*records* without those of drawings that were replaced.
-
-        *once*: for each note only the first of them, since the same worker may draw an image again.
-        """
+        """Leaves out drawings that were replaced; *once*: for each note the first of its worker."""
         if not self._left:
             return records
         return [each for each in records if not self._is_replaced(each, once=once)]
@@ -82,10 +79,7 @@ def _drawing(record: Record) -> str:
 
 
 class MissingRecords:
-    """Names of images that may have no record of their own, by hash: some 60 bytes each.
-
-    A worker that has died may have stored one, and written none.
-    """
+    """Images without a record, should their worker have died before: 60 bytes for each name."""
 
     def __init__(self) -> None:
         self._hashes: set[int] = set()
@@ -103,10 +97,7 @@ class MissingRecords:
             self._hashes.difference_update(map(hashed, names))
 
     def found_in(self, lines: Sequence[bytes]) -> list[int]:
-        """Notes the records in these lines of shards; returns the hash of each one's name.
-
-        The rest of a line is not read, which takes a tenth of the time.
-        """
+        """Notes the records in these lines; returns the hash of each one's name."""
         hashes = [hashed(_name(line)) for line in lines]
         self._hashes.difference_update(hashes)
         return hashes

@@ -65,8 +65,7 @@ class JobFacts:
 async def of_campaign(storage: Storage, campaign: str) -> AsyncIterator[JobFacts]:
     """The jobs of a campaign that have ended, each once.
 
-    Memory holds 60 bytes for each job that failed or was cancelled, and the records of jobs of
-    several images while some of them are missing.
+    In memory: 60 bytes for each that has failed, and jobs of which some images are missing.
     """
     ended = {hash(record.key) async for record in reader.ended(storage, campaign)}
     partial: dict[str, dict[int, Record]] = {}
@@ -107,10 +106,7 @@ async def failures(
 
 
 async def look_up(storage: Storage, job: JobFacts) -> JobFacts:
-    """A job of which only id and campaign are known, as it is now.
-
-    Looks for its images by their names, and reads the campaign's records of failed jobs.
-    """
+    """A job by its id and campaign: its images by their names, or its end in the records."""
     # Before the images: a job that completes in between must not be taken for an unknown one.
     waiting = (await storage.queue.depth()).messages
     images = await stored_images(storage, job)
@@ -125,9 +121,8 @@ async def look_up(storage: Storage, job: JobFacts) -> JobFacts:
 async def stored_images(storage: Storage, job: JobFacts) -> list[Record]:
     """A job's images, as their metadata tells; none as long as the first one is missing.
 
-    By the name of each: `a-1.png` is image 1 of job `a`, or the only one of job `a-1`. Of several
-    stages, they are in the stages' order. Nothing is listed: beside a job's images there may be a
-    million others.
+    By the name of each, in the stages' order: `a-1.png` is image 1 of job `a`, or the only one of
+    job `a-1`. Nothing is listed: beside a job's images there may be a million others.
     """
     if (only := await _image(storage, job, job.key)) is not None:
         names = (f"{job.key}{SEPARATOR}{number}" for number in range(2, only.stages + 1))
@@ -147,7 +142,6 @@ async def stored_images(storage: Storage, job: JobFacts) -> list[Record]:
 
 
 def are_all(images: Sequence[Record]) -> bool:
-    """Whether *images* are all of a job's."""
     if not images or images[-1].stage < images[-1].stages:
         return False
     return len(images) >= images[0].images
@@ -184,10 +178,7 @@ def _is_of_its_job(record: Record) -> bool:
 
 
 async def _image(
-    storage: Storage,
-    job: JobFacts,
-    name: str,
-    suffixes: Iterable[str] = tuple(SUFFIXES.values()),
+    storage: Storage, job: JobFacts, name: str, suffixes: Iterable[str] = tuple(SUFFIXES.values())
 ) -> Record | None:
     """The record of the image that has this name in any format; a read for each."""
     for suffix in suffixes:

@@ -10,14 +10,13 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from datetime import datetime
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, Field, ValidationError
 
 from imagefleet import concurrency, errors
 from imagefleet.job.message import RECORDS
-from imagefleet.records import shard, stored
+from imagefleet.records import stored
 from imagefleet.records.once import MissingRecords, Replaced
-from imagefleet.records.record import Outcome, Record, hashed
-from imagefleet.records.shard import NOTHING, ShardName, Totals
+from imagefleet.records.record import NOTHING, Outcome, Record, ShardName, Totals, hashed
 from imagefleet.records.stored import Damaged, StoredShard
 from imagefleet.storage.open import Storage
 from imagefleet.storage.protocol import BlobStore
@@ -52,9 +51,7 @@ class Counts:
     first_at: datetime | None
     """The time at which the first process began to write records."""
     last_at: datetime | None
-    """The time at which the latest record was written."""
     discarded: int = 0
-    """Failed jobs that an operator has discarded."""
 
     @property
     def pending(self) -> int | None:
@@ -65,9 +62,7 @@ class Counts:
         return max(0, self.sent - ended)
 
 
-class _Sent(BaseModel):
-    model_config = ConfigDict(hide_input_in_errors=True)
-
+class _Sent(BaseModel, hide_input_in_errors=True):
     load: str = Field(max_length=200)
     jobs: int = Field(ge=0, lt=2**53)
 
@@ -75,27 +70,21 @@ class _Sent(BaseModel):
 async def campaigns(storage: Storage) -> AsyncIterator[str]:
     """The campaigns that have records, by name; one listing of folders."""
     async for name in storage.blobs.folders(RECORDS):
-        if ShardName.read(f"{shard.folder(name)}-.jobs.jsonl.gz"):
+        if ShardName.read(f"{RECORDS}{name}/-.jobs.jsonl.gz"):
             yield name
 
 
 def images(
     storage: Storage, campaign: str, damaged: Damaged | None = None
 ) -> AsyncIterator[Record]:
-    """Each stored image of a campaign once, in an order that stays the same.
-
-    Reads every shard of images once: a listing, and a read for each 4 MiB.
-    """
+    """Each stored image of a campaign once; a listing, and a read for each 4 MiB of records."""
     return _singly(_images(storage, campaign, damaged or Damaged()))
 
 
 def ended(
     storage: Storage, campaign: str | None = None, damaged: Damaged | None = None
 ) -> AsyncIterator[Record]:
-    """The jobs that have failed or were cancelled, except for those replayed or discarded since.
-
-    None: of all campaigns. A job that failed again after a replay has a record of each time.
-    """
+    """The jobs that failed or were cancelled, and not replayed or discarded since; None: of all."""
     return _singly(_ended(storage, campaign, damaged or Damaged()))
 
 
@@ -150,10 +139,7 @@ async def sent_by_filler(storage: Storage, campaign: str) -> dict[str, int]:
 
 
 async def newest(storage: Storage, campaign: str, most: int) -> list[Record]:
-    """Some of the latest images and jobs, without reading the rest; the oldest of them first.
-
-    A listing, and a read for each of the shards that grew last, 16 at most of each kind.
-    """
+    """The latest images and jobs, oldest first: a listing, and the ends of 32 shards at most."""
     shards = await stored.shards_of(storage.blobs, campaign)
     shards.sort(key=lambda each: each.blob.modified_at or each.blob.created_at)
     ends = (
@@ -166,17 +152,15 @@ async def newest(storage: Storage, campaign: str, most: int) -> list[Record]:
 
 
 async def _end(blobs: BlobStore, each: StoredShard, most: int) -> list[Record]:
-    """The records of the last members of a shard, *most* at most."""
     lines = await stored.last_lines(blobs, each, Damaged())
     return await asyncio.to_thread(stored.parsed, lines[-most:], each, Damaged())
 
 
 async def counts(storage: Storage, campaign: str, damaged: Damaged | None = None) -> Counts:
-    """A campaign's numbers, mostly from the ends of its shards.
+    """A campaign's numbers: a listing, and the ends of its shards of images; all of the other ones.
 
-    A listing, a small read for each shard of images, and all shards of other kinds. Where images'
-    names were taken, the names of all images are read, and where images were replaced, which is
-    rare, all of their records.
+    Where images' names were taken, the names of all images are read, and where images were
+    replaced, which is rare, all of their records.
     """
     blobs, damaged = storage.blobs, damaged or Damaged()
     shards = await stored.shards_of(blobs, campaign)
@@ -210,8 +194,7 @@ async def counts(storage: Storage, campaign: str, damaged: Damaged | None = None
 class Follower:
     """New records of one campaign, or of all, as they are written; at least once each.
 
-    An image whose name was taken comes again, from the worker that found it taken. `position` is
-    what has been read, as JSON; it goes on from there.
+    An image whose name was taken comes again. `position` is what has been read, as JSON.
     """
 
     def __init__(
@@ -234,10 +217,7 @@ class Follower:
         self._given_up: set[str] = set()
 
     async def poll(self) -> list[Record]:
-        """The next new records; [] if there are none.
-
-        A listing, and a read for each shard that has grown.
-        """
+        """The next new records, if any: a listing, and a read for each shard that has grown."""
         found: list[Record] = []
         before = dict(self.position)
         try:
@@ -257,7 +237,7 @@ class Follower:
 
     async def _read(self, each: StoredShard, offset: int) -> list[Record]:
         name, found = each.blob.name, list[Record]()
-        decoder = shard.Decoder(offset)
+        decoder = stored.ShardDecoder(offset)
         async for lines in stored.lines(
             self._blobs, each, decoder, self._damaged, part_bytes=self._part_bytes
         ):
@@ -281,8 +261,7 @@ async def follow(
 ) -> AsyncIterator[list[Record]]:
     """New results, polled for; an image comes twice where two workers drew it.
 
-    Ends with the campaign, where its filler has noted how many jobs it has sent. *on_retry* gets
-    what a poll failed for, before the next one.
+    Ends with the campaign, if its filler has noted the jobs it sent. *on_retry* gets errors.
     """
     quiet, count_at = 0, _QUIET_POLLS
     while True:
@@ -351,24 +330,18 @@ async def _totals(blobs: BlobStore, shards: Collection[StoredShard], damaged: Da
 
     async def add(each: StoredShard) -> None:
         nonlocal records, jobs
-        start = max(0, each.blob.size_bytes - shard.TOTALS_BYTES)
-        end = await blobs.read_part(each.blob.name, start, shard.TOTALS_BYTES)
-        totals = shard.totals(end.data) if end else NOTHING
-        if totals is None:  # it has grown since, or lost its end in a power failure
-            totals = await _counted(blobs, each, damaged)
-        records += totals.records
-        jobs += totals.jobs
+        totals = await stored.totals(blobs, each)
+        if totals is not None:
+            records += totals.records
+            jobs += totals.jobs
+            return
+        # It has grown since, or lost its end in a power failure.
+        async for found in stored.records(blobs, [each], damaged):
+            records += len(found)
+            jobs += sum(record.completes_job for record in found)
 
     await concurrency.for_each(shards, add, stored.CONCURRENT_READS)
     return Totals(records, jobs)
-
-
-async def _counted(blobs: BlobStore, each: StoredShard, damaged: Damaged) -> Totals:
-    found = NOTHING
-    async for records in stored.records(blobs, [each], damaged):
-        jobs = sum(record.completes_job for record in records)
-        found = Totals(found.records + len(records), found.jobs + jobs)
-    return found
 
 
 async def _totals_again(

@@ -1,12 +1,22 @@
-"""The record of one image, or of one job that ended without.
+"""The record of one image, or of one job that ended without, and the log that stores records.
 
-It is untrusted: whoever may store images may write records, too.
+They are untrusted: whoever may store images may write records, too. The log's shards are gzip
+members of JSON lines, each followed by an empty one with totals; `zcat` reads them. The totals lie
+in the extra field of the empty member's header, so that the end of a shard tells what is in it.
 """
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
-from collections.abc import Mapping
+import json
+import re
+import secrets
+import struct
+import zlib
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Annotated, Any, Literal, NamedTuple, Self
 
@@ -14,18 +24,18 @@ import pydantic_core
 from pydantic import (
     AwareDatetime,
     BaseModel,
-    ConfigDict,
     Field,
     JsonValue,
     StringConstraints,
     ValidationError,
 )
 
-from imagefleet import errors, validation
+from imagefleet import concurrency, errors, retry, validation
 from imagefleet.job.chain import MAX_STAGES
-from imagefleet.job.message import DEFAULT_CAMPAIGN, Job, SafeId, job_key
+from imagefleet.job.message import DEFAULT_CAMPAIGN, RECORDS, Job, SafeId, job_key
 from imagefleet.job.passes.first import MAX_IMAGES_PER_JOB
 from imagefleet.job.sizes import MAX_BLOB_NAME, MAX_MESSAGE_BYTES
+from imagefleet.storage.protocol import BlobStore
 
 #: No job waits longer in a worker, and no worker starts for longer.
 _LONGEST_SECONDS = 7 * 24 * 3600
@@ -38,16 +48,12 @@ _Text = Annotated[str, StringConstraints(max_length=MAX_MESSAGE_BYTES)]
 #: What columns of tables and plots hold; a clock that was never set is in 1970.
 _Number = Annotated[int, Field(ge=0, lt=2**53)]
 _Moment = Annotated[
-    AwareDatetime,
-    Field(ge=datetime(1970, 1, 1, tzinfo=UTC), lt=datetime(3000, 1, 1, tzinfo=UTC)),
+    AwareDatetime, Field(ge=datetime(1970, 1, 1, tzinfo=UTC), lt=datetime(3000, 1, 1, tzinfo=UTC))
 ]
 _Seconds = Annotated[float, Field(ge=0, le=_LONGEST_SECONDS)]
 
 Outcome = Literal["completed", "failed", "cancelled", "replayed", "discarded", "replaced"]
-"""`completed` is one stored image, `replaced` one that `imagefleet redo` has put aside.
-
-The others are of a whole job; the last three are by an operator.
-"""
+"""`completed` and `replaced` are of one image, the others of a job: the last two an operator's."""
 
 
 #: What the metadata of an image's blob have by the same names.
@@ -56,10 +62,46 @@ _OF_BLOB = (
     *("images", "stage", "stages", "seed"),
 )
 
+#: `again` are images whose names were taken; most of them have a record in `images`.
+Kind = Literal["again", "images", "jobs", "replaced", "sent"]
+
+#: The most bytes in a member's lines. Azure appends 4 MiB at once; a record has 200 KiB at most.
+MAX_MEMBER_BYTES = 3 * 2**20
+
+_NAME = re.compile(
+    rf"{re.escape(RECORDS)}(?P<campaign>[^/]+)/[^/]+\.(?P<kind>again|images|jobs|replaced|sent)\.jsonl\.gz"
+)
+
+#: An empty gzip member whose header has one extra field, `IF`: lines, and completed jobs.
+_TOTALS = struct.Struct("<4s4xxB H2sHQQ 2s8x")
+_GZIP_WITH_EXTRA = b"\x1f\x8b\x08\x04"
+_UNKNOWN_SYSTEM = 255
+_SUBFIELD = b"IF"
+_EMPTY_BLOCK = b"\x03\x00"
+
+TOTALS_BYTES = _TOTALS.size
+
+#: How the empty members begin.
+_BEFORE_TOTALS = struct.pack("<4s5xB H2sH", _GZIP_WITH_EXTRA, _UNKNOWN_SYSTEM, 20, _SUBFIELD, 16)
+
+#: zlib's parameter for a gzip member.
+GZIP = 31
+
+#: Azure appends 50,000 times to one blob; smaller shards are read side by side.
+_MAX_APPENDS = 40_000
+_MAX_BYTES = 64 * 2**20
+
+#: Shards that one process keeps open, of as many campaigns.
+_MAX_OPEN = 1_000
+
+#: Shards with a random name each that are tried, should somebody else write to one.
+_TRIES = 3
+
+#: The retries of writing: only one process writes to a shard, so a lost reply is asked for again.
+RETRIES = retry.RetryPolicy(tries=8, first_wait_seconds=0.5, longest_wait_seconds=30)
+
 
 class Lora(NamedTuple):
-    """A LoRA that a prompt names, and its weight."""
-
     name: _Name
     weight: float
 
@@ -71,12 +113,8 @@ class Embedding(NamedTuple):
     sha256: _Name
 
 
-class Record(BaseModel):
+class Record(BaseModel, frozen=True, allow_inf_nan=False, hide_input_in_errors=True):
     """One line of a shard: an image, or a job that ended otherwise."""
-
-    model_config = ConfigDict(
-        extra="ignore", frozen=True, allow_inf_nan=False, hide_input_in_errors=True
-    )
 
     outcome: Outcome
     blob: Annotated[str, StringConstraints(max_length=MAX_BLOB_NAME)] | None = None
@@ -92,7 +130,6 @@ class Record(BaseModel):
     worker: _Name = "?"
     gpu: _Name | None = None
     started_at: _Moment | None = None
-    """The time at which the worker started."""
     start_up_seconds: _Seconds = 0
     price_per_hour: float | None = Field(default=None, ge=0, le=1_000)
     """US dollars."""
@@ -112,7 +149,6 @@ class Record(BaseModel):
     prompt: _Text | None = None
     negative_prompt: _Text | None = None
     seed: int | None = Field(default=None, ge=0, lt=2**32)
-    """The image's own."""
     model: _Name | None = None
     sampler: _Name | None = None
     steps: _Number | None = None
@@ -125,7 +161,6 @@ class Record(BaseModel):
     metadata: dict[str, JsonValue] = Field(default_factory=dict)
 
     error: _Name | None = None
-    """The class of the error that the job failed with."""
     reason: _Text | None = None
     body: _Text | None = None
     """The message that replays a failed job."""
@@ -150,10 +185,7 @@ class Record(BaseModel):
 
     @classmethod
     def of_blob(cls, known: Mapping[str, Any], metadata: Mapping[str, str]) -> Self:
-        """The record of an image as the *metadata* of its blob tell it, beside what is *known*.
-
-        They are untrusted: of damaged ones, only what is known.
-        """
+        """The record of an image, of which *known* is certain, from the *metadata* of its blob."""
         try:
             told: dict[str, Any] = {name: metadata[name] for name in _OF_BLOB if name in metadata}
             if "attempt" in metadata:
@@ -175,10 +207,7 @@ def hashed(text: str) -> int:
 
 
 def of_job(job: Job) -> dict[str, object]:
-    """The fields of a record that a job's own tell.
-
-    A stage that only enlarges an image has the settings by which its chain has drawn it.
-    """
+    """The fields that a job tells; one that only enlarges has those that its chain has drawn by."""
     is_drawn = not job.only_upscales or job.stage > 1
     return {
         "id": job.id,
@@ -195,3 +224,192 @@ def of_job(job: Job) -> dict[str, object]:
         "loras": tuple(Lora(each.name, each.unet_weight) for each in job.parsed_prompt.loras),
         "metadata": job.metadata,
     }
+
+
+class Totals(NamedTuple):
+    """What a shard holds: its records, and the jobs that are complete with one of them."""
+
+    records: int
+    jobs: int
+
+
+NOTHING = Totals(0, 0)
+
+
+class ShardName(NamedTuple):
+    """What a shard's name says."""
+
+    campaign: str
+    kind: Kind
+
+    @classmethod
+    def read(cls, blob: str) -> ShardName | None:
+        """The name's parts; None for a blob that is no shard."""
+        match = _NAME.fullmatch(blob)
+        return cls(match["campaign"], match["kind"]) if match else None  # type: ignore[arg-type]
+
+
+def shard_folder(campaign: str) -> str:
+    """The folder of a campaign's shards."""
+    return f"{RECORDS}{campaign}/"
+
+
+def shard_part(lines: Iterable[bytes], totals: Totals) -> bytes:
+    """What to append: *lines*, and the *totals* of the shard with them."""
+    compressor = zlib.compressobj(6, wbits=GZIP)
+    data = compressor.compress(b"".join(lines)) + compressor.flush()
+    return data + _TOTALS.pack(
+        *(_GZIP_WITH_EXTRA, _UNKNOWN_SYSTEM, 20, _SUBFIELD, 16, *totals, _EMPTY_BLOCK)
+    )
+
+
+def totals_at(end: bytes) -> Totals | None:
+    """The totals in a shard's last `TOTALS_BYTES`; None if it ends otherwise."""
+    if len(end) != TOTALS_BYTES:
+        return None
+    start, system, length, subfield, size, records, jobs, block = _TOTALS.unpack(end)
+    expected = (_GZIP_WITH_EXTRA, _UNKNOWN_SYSTEM, 20, _SUBFIELD, 16, _EMPTY_BLOCK)
+    if (start, system, length, subfield, size, block) != expected or jobs > records:
+        return None
+    return Totals(records, jobs)
+
+
+def first_member(end: bytes) -> int:
+    """The start of the first whole member of lines in a shard's end, after some totals."""
+    found = end.find(_BEFORE_TOTALS)
+    return found + TOTALS_BYTES if found >= 0 else len(end)
+
+
+@dataclass(slots=True)
+class _Shard:
+    """The open shard of one campaign and kind."""
+
+    folder: str
+    writer: str
+    kind: Kind
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+    name: str = ""
+    position: int = 0
+    appends: int = 0
+    totals: Totals = NOTHING
+
+    def begin(self) -> None:
+        """The next append creates a new blob."""
+        now = datetime.now(UTC)
+        start = f"{self.folder}{now:%Y%m%dT%H%M%SZ}-{self.writer}-{secrets.token_hex(4)}"
+        self.name = f"{start}.{self.kind}.jsonl.gz"
+        self.position = self.appends = 0
+        self.totals = NOTHING
+
+
+class RecordLog:
+    """Adds records to the campaigns' shards; each call is durable when it returns."""
+
+    def __init__(
+        self, blobs: BlobStore, writer: str, retry_policy: retry.RetryPolicy = RETRIES
+    ) -> None:
+        """*writer*, a worker's name say, becomes part of the shards' names."""
+        self._blobs = blobs
+        self._writer = re.sub(r"[^A-Za-z0-9._-]", "_", writer)[:100] or "_"
+        self._retry_policy = retry_policy
+        self._shards: OrderedDict[tuple[str, Kind], _Shard] = OrderedDict()
+        self._load = secrets.token_hex(8)
+
+    async def add(self, records: Iterable[Record], *, again: bool = False) -> None:
+        """Adds records, those of images as `images` or *again*: somebody had taken their names.
+
+        Raises TransientError if the storage does not answer (some records may be stored), and
+        SetupError if access is refused.
+        """
+        grouped: dict[tuple[str, Kind], list[Record]] = {}
+        for record in records:
+            kind: Kind = "jobs"
+            if record.outcome == "completed":
+                kind = "again" if again else "images"
+            elif record.outcome == "replaced":
+                kind = "replaced"
+            grouped.setdefault((record.campaign, kind), []).append(record)
+        await concurrency.gather(
+            *(
+                self._append(
+                    *key,
+                    [record.line() for record in group],
+                    jobs=sum(record.completes_job for record in group),
+                )
+                for key, group in grouped.items()
+            )
+        )
+
+    async def check(self, campaign: str, kind: Kind = "jobs") -> None:
+        """Raises SetupError if records may not be written; adds none."""
+        await self._append(campaign, kind, [], jobs=0)
+
+    async def sent(self, campaign: str, jobs: int, load: str | None = None) -> None:
+        """Notes how many jobs of a campaign have been sent so far.
+
+        *load* names what sends them across restarts; by default this object.
+        """
+        line = json.dumps({"load": load or self._load, "jobs": jobs}).encode() + b"\n"
+        await self._append(campaign, "sent", [line], jobs=0)
+
+    async def _append(self, campaign: str, kind: Kind, lines: list[bytes], *, jobs: int) -> None:
+        open_shard = self._shard(campaign, kind)
+        async with open_shard.lock:
+            *parts, last = _parts(lines)
+            for part in parts:
+                await self._append_part(open_shard, part, 0)
+            await self._append_part(open_shard, last, jobs)
+
+    def _shard(self, campaign: str, kind: Kind) -> _Shard:
+        key = campaign, kind
+        if key not in self._shards:
+            self._shards[key] = _Shard(shard_folder(campaign), self._writer, kind)
+            if len(self._shards) > _MAX_OPEN:
+                self._shards.popitem(last=False)
+        self._shards.move_to_end(key)
+        return self._shards[key]
+
+    async def _append_part(self, to: _Shard, lines: list[bytes], jobs: int) -> None:
+        if not to.name or to.appends >= _MAX_APPENDS or to.position >= _MAX_BYTES:
+            to.begin()
+        for _ in range(_TRIES):
+            totals = Totals(to.totals.records + len(lines), to.totals.jobs + jobs)
+            data = shard_part(lines, totals)
+            try:
+                is_appended = await self._append_once(to, data)
+            except BaseException:
+                to.name = ""  # nobody knows how long it is
+                raise
+            if is_appended:
+                to.position += len(data)
+                to.appends += 1
+                to.totals = totals
+                return
+            to.begin()
+        raise errors.TransientError(f"somebody else writes to the records in {to.folder}")
+
+    async def _append_once(self, to: _Shard, data: bytes) -> bool:
+        is_in_doubt = False
+
+        async def append() -> bool:
+            nonlocal is_in_doubt
+            try:
+                return await self._blobs.append(to.name, data, to.position) or is_in_doubt
+            except errors.TransientError as error:
+                is_in_doubt = is_in_doubt or error.outcome_is_unknown
+                raise
+
+        return await self._retry_policy.call(append)
+
+
+def _parts(lines: Iterable[bytes]) -> Iterator[list[bytes]]:
+    """Lines for one member each; at least one, which may be empty."""
+    part: list[bytes] = []
+    size = 0
+    for line in lines:
+        if part and size + len(line) > MAX_MEMBER_BYTES:
+            yield part
+            part, size = [], 0
+        part.append(line)
+        size += len(line)
+    yield part

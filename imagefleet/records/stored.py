@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+import zlib
 from collections import deque
 from collections.abc import AsyncGenerator, Iterable
 from contextlib import aclosing
@@ -13,9 +14,19 @@ from itertools import islice
 
 from imagefleet import errors
 from imagefleet.job.message import RECORDS
-from imagefleet.records import shard
-from imagefleet.records.record import Record
-from imagefleet.records.shard import Kind, ShardName
+from imagefleet.records.record import (
+    GZIP,
+    MAX_MEMBER_BYTES,
+    NOTHING,
+    TOTALS_BYTES,
+    Kind,
+    Record,
+    ShardName,
+    Totals,
+    first_member,
+    shard_folder,
+    totals_at,
+)
 from imagefleet.redaction import printable
 from imagefleet.storage.protocol import BlobPart, BlobRecord, BlobStore
 
@@ -42,6 +53,40 @@ _DAMAGED = "the shard is damaged: it is not one of JSON lines in gzip members"
 #: Reasons that are kept, and those of them that a warning names.
 _KEPT_REASONS = 10
 _SHOWN_REASONS = 3
+
+
+@dataclass(slots=True)
+class ShardDecoder:
+    """Reads a shard from its parts; `position` is the end of the last whole member."""
+
+    position: int = 0
+    is_damaged: bool = False
+    _member: zlib._Decompress | None = None
+    _member_bytes: int = 0
+    _text: bytes = b""
+
+    def lines(self, data: bytes) -> list[bytes]:
+        """The lines of the members that *data*, the next bytes of the shard, completes.
+
+        Where it is damaged, they end, and `is_damaged` is set.
+        """
+        found: list[bytes] = []
+        while data and not self.is_damaged:
+            if self._member is None:
+                self._member, self._member_bytes, self._text = zlib.decompressobj(GZIP), 0, b""
+            try:
+                self._text += self._member.decompress(data, MAX_MEMBER_BYTES + 1)
+            except zlib.error:
+                self.is_damaged = True
+                break
+            self.is_damaged = len(self._text) > MAX_MEMBER_BYTES
+            self._member_bytes += len(data) - len(self._member.unused_data)
+            data = self._member.unused_data
+            if self._member.eof:
+                self._member = None
+                self.position += self._member_bytes
+                found += self._text.removesuffix(b"\n").split(b"\n") if self._text else []
+        return found
 
 
 @dataclass(slots=True)
@@ -77,7 +122,7 @@ class StoredShard:
 
 
 async def shards_of(blobs: BlobStore, campaign: str | None) -> list[StoredShard]:
-    prefix = RECORDS if campaign is None else shard.folder(campaign)
+    prefix = RECORDS if campaign is None else shard_folder(campaign)
     found = [
         StoredShard(blob, *name)
         async for blob in blobs.records(prefix)
@@ -87,12 +132,16 @@ async def shards_of(blobs: BlobStore, campaign: str | None) -> list[StoredShard]
 
 
 def image_name(blob: str, campaign: str) -> str | None:
-    """The name of a campaign's image in its folder; None for a blob that is none of its images.
-
-    Records are untrusted: a name might lead out of a folder.
-    """
+    """An image's name in its campaign's folder; None for one that leads out of it, or is none."""
     folder, _, name = blob.partition("/")
     return name if folder == campaign and _IMAGE_NAME.fullmatch(name) else None
+
+
+async def totals(blobs: BlobStore, shard: StoredShard) -> Totals | None:
+    """What the end of a shard says of it; None if it says nothing."""
+    start = max(0, shard.blob.size_bytes - TOTALS_BYTES)
+    end = await blobs.read_part(shard.blob.name, start, TOTALS_BYTES)
+    return totals_at(end.data) if end else NOTHING
 
 
 def of_kind(shards: Iterable[StoredShard], kind: Kind) -> list[StoredShard]:
@@ -137,15 +186,12 @@ async def _starts(
 async def lines(
     blobs: BlobStore,
     each: StoredShard,
-    decoder: shard.Decoder,
+    decoder: ShardDecoder,
     damaged: Damaged,
     part: BlobPart | None = None,
     part_bytes: int = PART_BYTES,
 ) -> AsyncGenerator[list[bytes]]:
-    """A shard's lines from the decoder's position on, part by part, up to where it is damaged.
-
-    *part* is the first one, if it has been read already.
-    """
+    """A shard's lines from the decoder's position on; *part*, if it was read, is the first."""
     name, offset = each.blob.name, decoder.position
     part = part or await blobs.read_part(name, offset, part_bytes)
     while part and part.data:
@@ -162,10 +208,9 @@ async def lines(
 async def lines_of_all(
     blobs: BlobStore, shards: Iterable[StoredShard], damaged: Damaged
 ) -> AsyncGenerator[tuple[StoredShard, list[bytes]]]:
-    """The lines of each shard, part by part, in order."""
     async with aclosing(_starts(blobs, shards)) as starts:
         async for each, part in starts:
-            async with aclosing(lines(blobs, each, shard.Decoder(), damaged, part)) as parts:
+            async with aclosing(lines(blobs, each, ShardDecoder(), damaged, part)) as parts:
                 async for some in parts:
                     yield each, some
 
@@ -202,13 +247,12 @@ def parsed(found: Iterable[bytes], each: StoredShard, damaged: Damaged) -> list[
 
 
 async def last_lines(blobs: BlobStore, each: StoredShard, damaged: Damaged) -> list[bytes]:
-    """The lines of the last members of a shard."""
     start = max(0, each.blob.size_bytes - _END_BYTES)
     part = await blobs.read_part(each.blob.name, start, _END_BYTES)
     if part is None:
         return []
-    decoder = shard.Decoder()
-    data = part.data[shard.first_member(part.data) :] if start else part.data
+    decoder = ShardDecoder()
+    data = part.data[first_member(part.data) :] if start else part.data
     found = await asyncio.to_thread(decoder.lines, data)
     if decoder.is_damaged:
         damaged.add(each.blob.name, _DAMAGED)

@@ -10,12 +10,11 @@ import re
 from collections.abc import Iterable
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, JsonValue, StringConstraints, ValidationError
+from pydantic import BaseModel, Field, JsonValue, StringConstraints
 
 from imagefleet import errors, validation
 from imagefleet.job.message import SafeFileName, SafeId
-from imagefleet.records import shard
-from imagefleet.records.record import Record
+from imagefleet.records.record import Record, shard_folder
 from imagefleet.storage.open import Storage
 
 #: The most groups of a sweep; each is a point of a curve.
@@ -40,19 +39,15 @@ GroupName = Annotated[
 _Count = Annotated[int, Field(ge=0, lt=2**53)]
 
 
-class Captions(BaseModel):
+class Captions(BaseModel, extra="ignore", frozen=True):
     """What all groups draw, in order; the SHA-256 is that of the captions as lines of UTF-8."""
-
-    model_config = ConfigDict(extra="ignore", frozen=True)
 
     count: _Count
     sha256: Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
 
 
-class Group(BaseModel):
+class Group(BaseModel, extra="ignore", frozen=True, allow_inf_nan=False):
     """The images that differ by their captions alone."""
-
-    model_config = ConfigDict(extra="ignore", frozen=True, allow_inf_nan=False)
 
     name: GroupName
     guidance: float
@@ -64,10 +59,8 @@ class Group(BaseModel):
     lora_strength: float | None = None
 
 
-class Sweep(BaseModel):
+class Sweep(BaseModel, extra="ignore", frozen=True):
     """The captions and groups of a campaign: each group has one image of each caption."""
-
-    model_config = ConfigDict(extra="ignore", frozen=True)
 
     version: Literal[1] = 1
     campaign: SafeId
@@ -76,7 +69,6 @@ class Sweep(BaseModel):
     seed: _Count = 0
     """Another one gives each caption another seed (`seed_of`)."""
     job: dict[str, JsonValue] = Field(default_factory=dict)
-    """Fields that all jobs share, such as the size and the negative prompt."""
 
     @property
     def images(self) -> int:
@@ -124,14 +116,17 @@ def digest(captions: Iterable[str]) -> Captions:
 async def read(storage: Storage, campaign: str) -> Sweep | None:
     """The sweep that a campaign is, or None; raises SetupError if its manifest is damaged."""
     part = await storage.blobs.read_part(_name(campaign), 0, MAX_BYTES)
-    return None if part is None else _parse(campaign, part.data)
+    if part is None:
+        return None
+    with validation.as_error(errors.SetupError, f"{_name(campaign)} is not a sweep's manifest: "):
+        found = Sweep.model_validate_json(part.data)
+    if found.campaign != campaign:
+        raise errors.SetupError(f"{_name(campaign)} is the manifest of another campaign")
+    return found
 
 
 async def write(storage: Storage, sweep: Sweep) -> bool:
-    """Stores a sweep's manifest, before its first job is sent; False if it is there already.
-
-    Raises SetupError if the campaign is another sweep already.
-    """
+    """Stores a manifest; False if it is there already, SetupError if that is another one."""
     data = sweep.model_dump_json(indent=1, exclude_none=True).encode() + b"\n"
     if await storage.blobs.create(_name(sweep.campaign), data, "application/json", {}):
         return True
@@ -145,18 +140,7 @@ async def write(storage: Storage, sweep: Sweep) -> bool:
 
 
 def _name(campaign: str) -> str:
-    return f"{shard.folder(campaign)}{_FILE}"
-
-
-def _parse(campaign: str, data: bytes) -> Sweep:
-    try:
-        found = Sweep.model_validate_json(data)
-    except ValidationError as error:
-        reason = validation.sentence(error)
-        raise errors.SetupError(f"{_name(campaign)} is not a sweep's manifest: {reason}") from None
-    if found.campaign != campaign:
-        raise errors.SetupError(f"{_name(campaign)} is the manifest of another campaign")
-    return found
+    return f"{shard_folder(campaign)}{_FILE}"
 
 
 def _difference(one: Sweep, other: Sweep) -> str:

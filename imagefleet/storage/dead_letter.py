@@ -8,37 +8,29 @@ from __future__ import annotations
 
 import base64
 import binascii
+import contextlib
 import hashlib
 import json
 import zlib
 from collections.abc import Collection
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import (
-    AwareDatetime,
-    BaseModel,
-    ConfigDict,
-    Field,
-    StringConstraints,
-    TypeAdapter,
-    ValidationError,
-)
+from pydantic import ConfigDict, Field, StringConstraints, TypeAdapter, ValidationError
 
 from imagefleet import errors
 from imagefleet.job import sizes
-from imagefleet.job.chain import MAX_STAGES
 from imagefleet.job.change import Change
 from imagefleet.job.message import (
     DEFAULT_CAMPAIGN,
     Job,
     SafeId,
+    fields_if_any,
     is_signed,
-    message_fields,
     read_job,
 )
-from imagefleet.records.record import Record
+from imagefleet.records.record import MAX_NAME_CHARACTERS, Record
 from imagefleet.signing import TrustedKeys
 from imagefleet.storage import protocol
 from imagefleet.storage.deliveries import Deliveries, sent_again, without_deliveries
@@ -48,8 +40,6 @@ from imagefleet.storage.routing import models
 #: An engine's error may list a page of tensor shapes; its first lines name the cause.
 MAX_REASON_CHARACTERS = 2_000
 
-_MAX_NAME_CHARACTERS = 200
-
 _UNSIGNED = "it is not signed with your key"
 
 _SAFE_ID: TypeAdapter[str] = TypeAdapter(SafeId)
@@ -58,57 +48,31 @@ _SAFE_ID: TypeAdapter[str] = TypeAdapter(SafeId)
 BlobName = Annotated[str, StringConstraints(pattern=r"^failed/[0-9a-f]{32}\.txt$")]
 
 
-class FailedJob(BaseModel):
+class FailedJob(Record):
     """The record of a failed job in the poison queue.
 
     The message that a replay sends is in `body`; in `packed_body` (zlib, base64) if it would not
     fit; or in the blob `body_blob` if it does not fit even packed.
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True, hide_input_in_errors=True)
+    model_config = ConfigDict(extra="forbid")
 
-    id: str
-    campaign: str | None = None
-    error: str
-    reason: str
-    attempts: int
-    worker: str
-    failed_at: AwareDatetime
-    stage: int | None = Field(default=None, ge=1, le=MAX_STAGES)
-    """The stage that failed, of a job with `then`."""
-    source: str | None = None
-    """The id of the message that failed: a record sent again after a lost reply has the same."""
-    body: str | None = None
+    outcome: Literal["failed"]
+    error: str = Field(default="", max_length=MAX_NAME_CHARACTERS)
+    reason: str = Field(default="", max_length=sizes.MAX_MESSAGE_BYTES)
     packed_body: str | None = None
     body_blob: BlobName | None = None
 
     @classmethod
-    def read(cls, text: str) -> Self | None:
+    def parse(cls, text: str) -> Self | None:
         """Parses a message of the poison queue; None if it is not a record."""
         try:
             return cls.model_validate(json.loads(text))
         except (ValidationError, ValueError, RecursionError):
             return None
 
-    @classmethod
-    def of(cls, record: Record) -> Self:
-        """The same by its record beside the images."""
-        campaign = record.campaign
-        return cls(
-            id=record.id,
-            campaign=None if campaign == DEFAULT_CAMPAIGN else campaign,
-            error=record.error or "",
-            reason=record.reason or "",
-            attempts=record.attempts,
-            worker=record.worker,
-            failed_at=record.at,
-            stage=record.stage if record.stages > 1 else None,
-            source=record.source,
-            body=record.body,
-        )
-
     @property
-    def model(self) -> str | None:
+    def named_model(self) -> str | None:
         """The model that the job names; None, too, if its message is in a blob or damaged."""
         try:
             body = self.body if self.packed_body is None else _unpack(self.packed_body)
@@ -116,32 +80,13 @@ class FailedJob(BaseModel):
             return None
         return models.model_of(body) if body else None
 
-    def facts(self) -> dict[str, Any]:
-        """The fields of its record beside the images."""
-        return {
-            "id": self.id,
-            "campaign": self.campaign or DEFAULT_CAMPAIGN,
-            "at": self.failed_at,
-            "source": self.source,
-            "attempts": self.attempts,
-            "worker": self.worker,
-            "error": self.error,
-            "reason": self.reason,
-            "body": self.body,
-        }
-
     def encode(self) -> str:
         """The message for the poison queue, in ASCII, which XML can always carry."""
-        return json.dumps(
-            self.model_dump(mode="json", exclude_none=True), separators=(",", ":"), sort_keys=True
-        )
+        fields = self.model_dump(mode="json", exclude_defaults=True)
+        return json.dumps(fields, separators=(",", ":"), sort_keys=True)
 
     async def message(self, blobs: protocol.BlobStore) -> str:
-        """The message that replays the job.
-
-        Raises:
-            JobError: it is damaged or lost.
-        """
+        """The message that replays the job; raises JobError if it is damaged or lost."""
         if self.body is not None:
             return self.body
         if self.packed_body is not None:
@@ -149,11 +94,10 @@ class FailedJob(BaseModel):
         # Bounded: whoever forged the record may have stored gigabytes under the name.
         limit = sizes.MAX_MESSAGE_BYTES
         stored = await blobs.read(self.body_blob, limit) if self.body_blob else None
-        shown = self.id[:_MAX_NAME_CHARACTERS]
         if stored is None:
-            raise errors.JobError(f"the message of job {shown} is missing: {self.body_blob}")
+            raise errors.JobError(f"the message of job {self.id} is missing: {self.body_blob}")
         if _blob_name(stored) != self.body_blob:
-            raise errors.JobError(f"{self.body_blob} is not the message of job {shown}")
+            raise errors.JobError(f"{self.body_blob} is not the message of job {self.id}")
         return stored.decode(errors="replace")
 
 
@@ -168,7 +112,7 @@ class Entry:
     def of(cls, record: Record) -> Self:
         """A failed job, by its record beside the images, as the poison queue would have it."""
         message = protocol.Message(record.source or record.id, record.body or "", 0, record.at)
-        return cls(message, FailedJob.of(record))
+        return cls(message, FailedJob(**{name: each for name, each in record if each is not None}))
 
     @property
     def id(self) -> str:
@@ -213,9 +157,9 @@ class Selection:
             is_named = self.id is not None and self.campaign == DEFAULT_CAMPAIGN
             others = (self.error, self.sources, self.model)
             return all(each is None for each in others) and (is_named or self.campaign is None)
-        if self.model is not None and self.model != record.model:
+        if self.model is not None and self.model != record.named_model:
             return False
-        if self.campaign is not None and self.campaign != (record.campaign or DEFAULT_CAMPAIGN):
+        if self.campaign is not None and self.campaign != record.campaign:
             return False
         if self.sources is not None and record.source not in self.sources:
             return False
@@ -238,8 +182,7 @@ class Check:
     async def job(self, entry: Entry, blobs: protocol.BlobStore) -> tuple[str, Job | None]:
         """The message that replays a job, and the job: None if it is invalid, and taken anyway.
 
-        Raises:
-            UntrustedJobError: none of the trusted keys has signed it; JobError: it is no job.
+        Raises UntrustedJobError if none of the trusted keys has signed it, JobError if it is none.
         """
         if entry.record is None:
             raise errors.JobError("it is not a record of a failed job")
@@ -296,20 +239,20 @@ async def add(
     body = _replayable(message, job)
     if job is not None and job.images > 1 and stored:
         body = Deliveries().with_images(stored, is_unsure=False).write_to(body) or body
+    known: dict[str, Any]
     if job is not None:
-        known = {"id": job.id, "campaign": job.campaign}
+        known = {"id": job.id, "campaign": job.campaign, "stage": job.stage, "stages": job.stages}
     else:
         # Who has not signed a job may name any campaign.
         known = {} if isinstance(error, errors.UntrustedJobError) else _named(body)
     record = FailedJob(
-        id=known.get("id") or message.id,
-        campaign=known.get("campaign"),
+        outcome="failed",
+        **{"id": message.id} | {name: each for name, each in known.items() if each},
         error=type(error).__name__,
         reason=_truncated(reason or error.message, MAX_REASON_CHARACTERS),
         attempts=Deliveries.of(message).failed + 1,
-        worker=_truncated(worker, _MAX_NAME_CHARACTERS),
-        failed_at=datetime.now(UTC),
-        stage=job.stage if job is not None and job.stages > 1 else None,
+        worker=_truncated(worker, MAX_NAME_CHARACTERS),
+        at=datetime.now(UTC),
         source=job.source(message.id) if job is not None else message.id,
         body=body,
     )
@@ -322,18 +265,11 @@ def _named(body: str) -> dict[str, Any]:
 
     Once it is mended, it is the same job.
     """
-    try:
-        fields = message_fields(body)
-    except (ValueError, RecursionError):
-        return {}
-    if not isinstance(fields, dict):
-        return {}
+    fields = fields_if_any(body)
     known = {}
     for name in ("id", "campaign"):
-        try:
+        with contextlib.suppress(ValidationError):
             known[name] = _SAFE_ID.validate_python(fields.get(name), strict=True)
-        except ValidationError:
-            continue
     return known
 
 
@@ -343,14 +279,14 @@ def _replayable(message: protocol.LeasedMessage, job: Job | None) -> str:
         return body if job is None or job.place is None else sent_again(body, job)
     body = job.to_message()
     # The job's generated id and seed may make a full message too large.
-    return body if sizes.message_bytes(body) <= sizes.MAX_MESSAGE_BYTES else message.body
+    return body if sizes.fits(body) else message.body
 
 
 async def _encode_to_fit(record: FailedJob, body: str, blobs: protocol.BlobStore) -> str:
     packed = base64.b64encode(zlib.compress(body.encode(), 9)).decode()
     for fitting in (record, record.model_copy(update={"body": None, "packed_body": packed})):
         text = fitting.encode()
-        if sizes.message_bytes(text) <= sizes.MAX_MESSAGE_BYTES:
+        if sizes.fits(text):
             return text
     # Only random data compresses so badly. The name is a hash of the content, so an existing blob
     # is the right one.

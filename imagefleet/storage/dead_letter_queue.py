@@ -22,9 +22,8 @@ from pydantic import TypeAdapter, ValidationError
 
 from imagefleet import concurrency, errors
 from imagefleet.job.change import Change
-from imagefleet.job.message import DEFAULT_CAMPAIGN, SafeId
-from imagefleet.records.record import Record
-from imagefleet.records.shard import RecordLog
+from imagefleet.job.message import SafeId
+from imagefleet.records.record import Record, RecordLog
 from imagefleet.storage import protocol
 from imagefleet.storage.dead_letter import Check, Entry, FailedJob, Selection
 from imagefleet.storage.open import Storage
@@ -46,9 +45,9 @@ MAX_CHANGES = 500
 
 NO_CHECK = Check()
 
-_Outcome = Literal["replayed", "discarded"]
+_CAMPAIGN: TypeAdapter[str | None] = TypeAdapter(SafeId | None)
 
-_CAMPAIGN: TypeAdapter[str] = TypeAdapter(SafeId)
+_Outcome = Literal["replayed", "discarded"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,11 +75,11 @@ class Swept:
 async def unrecorded(storage: Storage) -> int:
     """How many messages of the poison queue have no record of a failed job, about.
 
-    They are of workers of an earlier version, copies, or what a killed replay left.
+    They are copies, or what a killed worker or replay left.
     """
     waiting = (await storage.poison.depth()).messages
     if waiting:
-        async for _ in failed(storage):
+        async for _ in recorded(storage, Selection()):
             waiting -= 1
     return max(0, waiting)
 
@@ -91,24 +90,29 @@ async def find(storage: Storage, selection: Selection) -> AsyncIterator[Entry]:
     By their records, which hides none from other readers; where some messages have none, by the
     messages themselves.
     """
-    if await unrecorded(storage):
-        async for entry in browse(storage, selection):
-            yield entry
-    else:
-        async for entry in recorded(storage, selection):
-            yield entry
+    read = browse if await unrecorded(storage) else recorded
+    async for entry in read(storage, selection):
+        yield entry
 
 
-def recorded(storage: Storage, selection: Selection) -> AsyncIterator[Entry]:
-    """The selected failed jobs by their records."""
-    return failed(storage, selection.campaign, selection.matches)
+async def recorded(storage: Storage, selection: Selection) -> AsyncIterator[Entry]:
+    """The selected jobs that have failed and were neither replayed nor discarded, by records."""
+    from imagefleet.records import reader  # numpy is slow to import
+
+    try:
+        _CAMPAIGN.validate_python(selection.campaign)
+    except ValidationError:  # no job has such a campaign
+        return
+    async for record in reader.ended(storage, selection.campaign):
+        if record.outcome == "failed" and selection.matches(entry := Entry.of(record)):
+            yield entry
 
 
 async def browse(storage: Storage, selection: Selection) -> AsyncIterator[Entry]:
     """Iterates over the selected failed jobs, each once, without moving them."""
     seen: set[str] = set()
     async for message in storage.poison.browse():
-        entry = Entry(message, FailedJob.read(message.body))
+        entry = Entry(message, FailedJob.parse(message.body))
         if selection.matches(entry) and entry.source not in seen:
             seen.add(entry.source)
             yield entry
@@ -296,7 +300,7 @@ async def _sweep(
             leased.update({each.id: dataclasses.replace(each, body="") for each in received})
             if not fresh:
                 break
-            entries = [Entry(message, FailedJob.read(message.body)) for message in fresh]
+            entries = [Entry(message, FailedJob.parse(message.body)) for message in fresh]
             chosen: list[Entry] = []
             copies: list[str] = []
             for entry in filter(selection.matches, entries):
@@ -347,25 +351,6 @@ async def _settle(
             raise outcome
 
 
-async def failed(
-    storage: Storage,
-    campaign: str | None = None,
-    matches: Callable[[Entry], bool] = lambda _: True,
-) -> AsyncIterator[Entry]:
-    """The jobs that have failed and were neither replayed nor discarded; None: of all campaigns."""
-    from imagefleet.records import reader  # numpy is slow to import
-
-    try:
-        known = None if campaign is None else _CAMPAIGN.validate_python(campaign)
-    except ValidationError:  # no job has such a campaign
-        return
-    async for record in reader.ended(storage, known):
-        if record.outcome == "failed":
-            found = Entry.of(record)
-            if matches(found):
-                yield found
-
-
 async def are_completed(storage: Storage, entries: Sequence[Entry]) -> list[bool]:
     """Whether all images of each job are stored: it was sent again since, and completed.
 
@@ -377,9 +362,9 @@ async def are_completed(storage: Storage, entries: Sequence[Entry]) -> list[bool
 async def _is_completed(storage: Storage, failed: Entry) -> bool:
     from imagefleet.records import outcomes
 
-    if (note := _note(failed, "discarded", datetime.now(UTC))) is None:
+    if failed.record is None:
         return False
-    job = outcomes.JobFacts(note.id, note.campaign)
+    job = outcomes.JobFacts(failed.record.id, failed.record.campaign)
     return outcomes.are_all(await outcomes.stored_images(storage, job))
 
 
@@ -392,31 +377,19 @@ class Notes:
 
     async def check(self, entries: Iterable[Entry]) -> None:
         """Raises SetupError if the credentials do not allow notes on these, before a change."""
-        noted = (_note(each, "replayed", datetime.now(UTC)) for each in entries)
-        if not self._is_checked and (first := next(filter(None, noted), None)):
+        if not self._is_checked and (first := next(iter(_notes(entries, "replayed")), None)):
             await self._log.check(first.campaign)
             self._is_checked = True
 
-    async def add(
-        self, entries: Iterable[Entry], outcome: Literal["replayed", "discarded"]
-    ) -> None:
+    async def add(self, entries: Iterable[Entry], outcome: _Outcome) -> None:
         """Notes it of each failure; a failure of the same job that comes later is another."""
-        now = datetime.now(UTC)
-        noted = (_note(each, outcome, now) for each in entries)
-        await self._log.add([each for each in noted if each is not None])
+        await self._log.add(_notes(entries, outcome))
 
 
-def _note(each: Entry, outcome: _Outcome, now: datetime) -> Record | None:
-    failure = each.record
-    if failure is None or failure.source is None:  # of a version without records
-        return None
-    try:
-        return Record(
-            outcome=outcome,
-            id=failure.id,
-            campaign=failure.campaign or DEFAULT_CAMPAIGN,
-            at=now,
-            source=failure.source,
-        )
-    except ValidationError:  # made up: no failed job has such an id
-        return None
+def _notes(entries: Iterable[Entry], outcome: _Outcome) -> list[Record]:
+    now = datetime.now(UTC)
+    failures = [each.record for each in entries if each.record and each.record.source]
+    return [
+        Record(outcome=outcome, id=each.id, campaign=each.campaign, at=now, source=each.source)
+        for each in failures
+    ]

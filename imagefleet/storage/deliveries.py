@@ -7,21 +7,15 @@ ended; what the storage has counted beyond that was lost with a worker.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
-import json
 from collections.abc import Iterable
-from typing import Annotated, Any, Self
+from typing import Annotated, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from imagefleet.job import chain, sizes
-from imagefleet.job.message import (
-    DELIVERIES_FIELD,
-    Job,
-    fields_if_any,
-    message_fields,
-    message_text,
-)
+from imagefleet.job.message import DELIVERIES_FIELD, Job, fields_if_any, message_text
 from imagefleet.job.passes.first import MAX_IMAGES_PER_JOB
 from imagefleet.storage import protocol
 
@@ -58,13 +52,11 @@ class Deliveries(BaseModel):
     @classmethod
     def of(cls, message: protocol.Message) -> Self:
         """The deliveries before the present one. A damaged record counts as none."""
-        is_first = message.delivery_count == 1
+        is_first, before = message.delivery_count == 1, cls()
         if is_first and DELIVERIES_FIELD not in message.body:
-            return cls()
-        try:
-            before = cls.model_validate(message_fields(message.body).get(DELIVERIES_FIELD) or {})
-        except (ValidationError, ValueError, AttributeError, RecursionError):
-            before = cls()
+            return before
+        with contextlib.suppress(ValidationError):
+            before = cls.model_validate(fields_if_any(message.body).get(DELIVERIES_FIELD) or {})
         if is_first:  # sent again after it had failed
             return cls(stored=before.stored, is_unsure=before.is_unsure)
         lost = max(0, message.delivery_count - 1 - before.known)
@@ -105,14 +97,10 @@ class Deliveries(BaseModel):
 
     def write_to(self, body: str) -> str | None:
         """The message's text with this record; None where it cannot hold one."""
-        try:
-            fields = message_fields(body)
-        except (ValueError, RecursionError):
-            return None
-        if not isinstance(fields, dict):
+        if not (fields := fields_if_any(body)):
             return None
         record = self.model_dump(exclude_defaults=True)
-        text = _json({**fields, DELIVERIES_FIELD: record})
+        text = message_text({**fields, DELIVERIES_FIELD: record})
         return text if sizes.fits(text) else None
 
 
@@ -124,7 +112,7 @@ def without_deliveries(body: str) -> str:
     if DELIVERIES_FIELD not in fields:
         return body
     del fields[DELIVERIES_FIELD]
-    return json.dumps(fields, separators=(",", ":"))
+    return message_text(fields)
 
 
 def sent_again(body: str, stage: Job) -> str:
@@ -151,8 +139,3 @@ def _images(text: str) -> set[int]:
             return set()
         found.update(range(int(first), min(int(last or first), MAX_IMAGES_PER_JOB - 1) + 1))
     return found
-
-
-def _json(fields: dict[str, Any]) -> str:
-    # ASCII: whatever the text holds, XML can carry it.
-    return json.dumps(fields, separators=(",", ":"))

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable
+from collections.abc import Awaitable, Callable, Collection, Iterable
+from functools import partial
 from pathlib import PurePosixPath
 
 from imagefleet import errors, validation
@@ -27,15 +28,15 @@ class JobSender:
         priority: Priority = "normal",
         *,
         elsewhere: Collection[str] = (),
-        through: protocol.Sends | None = None,
+        send: Callable[[list[str]], Awaitable[None]] | None = None,
     ) -> None:
         """*elsewhere*: models, or their files, that workers have besides the storage's.
 
-        *through* sends in the storage's place.
+        *send* is called in the place of the storage's.
         """
         self._storage = storage
         self._priority = priority
-        self._through = through
+        self._send = send or partial(storage.models.send, priority=priority)
         self._known = {stem(name) for name in elsewhere}
         #: Messages that were sent, by the name of their queue.
         self.sent_to: Counter[str] = Counter()
@@ -43,17 +44,12 @@ class JobSender:
     async def send(self, bodies: Iterable[str]) -> None:
         """Adds each message to the queue of its job's model.
 
-        Raises:
-            JobError: a job names a model that is neither in the storage nor served by a worker, or
-            is over 64 KiB; none was sent.
+        None, with a JobError, if one is over 64 KiB, or names a model that `check` refuses.
         """
         messages = list(bodies)
         await self.check(model for body in messages for model in models_of(body))
         await self._storage.models.make_for_chains(messages)
-        if self._through is not None:
-            await self._through.send(messages)
-        else:
-            await self._storage.models.send(messages, self._priority)
+        await self._send(messages)
         for model, count in Counter(map(model_of, messages)).items():
             self.sent_to[self._storage.models.of(model)[self._priority].name] += count
 

@@ -74,9 +74,7 @@ def open_storage(
 
     *retry_policy* is for storage behind a network. *identity_token* fetches the identity token (a
     JSON Web Token) for the broker at `settings.broker_url`. Nothing connects before its first use.
-
-    Raises:
-        SetupError: the address is not valid, or lacks credentials.
+    Raises SetupError if the address is not valid, or lacks credentials.
     """
     address = settings.storage.strip()
     if address.startswith(LOCAL_SCHEME):

@@ -2,15 +2,14 @@
 
 They follow Azure Queue Storage, the more limited implementation: each renewal of a lease
 (visibility timeout) replaces its receipt, deliveries are counted, a message holds 64 KiB, and a
-receive on an empty queue returns at once. `tests/imagefleet/storage/test_contract.py` tests every
-implementation.
+receive on an empty queue returns at once. `test_contract.py` tests every implementation.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from pathlib import Path
 from typing import NamedTuple, Protocol, TypeVar
@@ -40,12 +39,21 @@ class Message:
     queue: str = field(default="", kw_only=True)
     shard: int = field(default=0, kw_only=True)
 
+    def leased(self, receipt: str) -> LeasedMessage:
+        """The same in flight."""
+        facts = self.id, self.body, self.delivery_count, self.enqueued_at
+        return LeasedMessage(*facts, receipt, queue=self.queue, shard=self.shard)
+
 
 @dataclass(frozen=True, slots=True)
 class LeasedMessage(Message):
     """A message in flight. Only its newest receipt renews, releases or deletes it."""
 
     receipt: str
+
+    def renewed(self, receipt: str, body: str | None) -> LeasedMessage:
+        """The same with its new receipt, and another text if there is one."""
+        return replace(self, receipt=receipt, body=self.body if body is None else body)
 
 
 AnyMessage = TypeVar("AnyMessage", bound=Message)
@@ -63,8 +71,8 @@ class FoundMessage:
 class QueueDepth:
     """The size of a queue. `leased` is None on Azure, which reports only the sum.
 
-    `by_queue` has each queue's own size where several are drained as one, and there each shard's.
-    `model` is that of the queue's jobs, None where they name none.
+    `by_queue` has the sizes of the queues that are drained as one, and there of their shards.
+    `model` is that of the queue's jobs.
     """
 
     messages: int
@@ -111,10 +119,8 @@ class JobQueue(Protocol):
     async def send(self, bodies: Iterable[str]) -> None:
         """Adds messages that never expire; when it returns, they are stored durably.
 
-        After an error, some of them may be stored: jobs have ids, so sending twice is harmless.
-
-        Raises:
-            JobError: a body is over 64 KiB; none was sent.
+        After an error some may be stored: jobs have ids, so sending twice is harmless. After a
+        JobError, for a body over 64 KiB, none is.
         """
 
     async def receive(self, max_messages: int, lease_seconds: float) -> list[LeasedMessage]:
@@ -128,33 +134,22 @@ class JobQueue(Protocol):
     ) -> LeasedMessage:
         """Extends a lease to *lease_seconds* from now; returns the message with its new receipt.
 
-        *body* replaces the message's text.
-
-        Raises:
-            LeaseLost: the receipt is stale, or the message was deleted.
+        *body* replaces the message's text. As `release` and `delete`, it raises LeaseLost if the
+        receipt is stale or the message was deleted.
         """
 
     async def release(
         self, message: LeasedMessage, delay_seconds: float = 0, body: str | None = None
     ) -> None:
-        """Hands a message back: others see it after *delay_seconds*, with *body* as its text.
-
-        Raises:
-            LeaseLost: as for renew.
-        """
+        """Hands a message back: others see it after *delay_seconds*, with *body* as its text."""
 
     async def delete(self, message: LeasedMessage) -> None:
-        """Acknowledges a message, which deletes it.
-
-        Raises:
-            LeaseLost: as for renew.
-        """
+        """Acknowledges a message, which deletes it."""
 
     def browse(self) -> AsyncIterator[Message]:
-        """Iterates over the visible messages, and leaves them visible.
+        """Iterates over the visible messages; for poison queues.
 
-        More than 32 are leased meanwhile on Azure, which counts as a delivery: it is for poison
-        queues.
+        On Azure, more than 32 are leased meanwhile, which counts as a delivery.
         """
 
     @property
@@ -230,12 +225,10 @@ class BlobStore(Protocol):
     ) -> bool:
         """Writes a blob durably; returns False if the name is taken (If-None-Match: *).
 
-        A name taken by an attempt of this call whose reply was lost counts as written. So it is to
-        the caller who repeats the call after an error with `outcome_is_unknown`. Somebody else may
-        have taken it all the same: *on_doubt* is called where nobody can tell.
-
-        Raises:
-            JobError: the name is not a plain relative path, or the metadata cannot be HTTP headers.
+        A name taken by an attempt of this call whose reply was lost counts as written, as it does
+        to a caller who repeats it after an error with `outcome_is_unknown`. Where somebody else may
+        have taken it all the same, *on_doubt* is called. Raises JobError if the name is no plain
+        relative path, or HTTP headers cannot carry the metadata.
         """
 
     async def upload(
@@ -253,29 +246,25 @@ class BlobStore(Protocol):
         """
 
     async def replace(self, name: str, data: bytes, content_type: str, version: str | None) -> bool:
-        """Overwrites a blob; returns False if it has no longer that *version*.
+        """Overwrites a blob; False if it has no longer that *version* (None: it does not exist).
 
-        None: it does not exist. For the few blobs that people edit: a local storage does not notice
-        two processes that overwrite the same one in the same moment.
+        For the few blobs that people edit: a local storage does not notice two processes that
+        overwrite the same one in the same moment.
         """
 
     async def append(self, name: str, data: bytes, position: int) -> bool:
         """Adds to the end of a blob of *position* bytes, durably; at 0 creates it.
 
-        Returns False if the blob has another length, or was not made by appending. After an error
-        with `outcome_is_unknown`, False to the same call means that the data is there. At most
-        4 MiB at once, and 50,000 times to one blob (Azure's limits).
+        False if it has another length, or was not made by appending; after an error with
+        `outcome_is_unknown`, to the same call, that the data is there. At most 4 MiB at once, and
+        50,000 times to one blob (Azure's limits).
         """
 
     async def exists(self, name: str) -> bool:
         """Whether there is such a blob, for credentials that may append, but not read."""
 
     async def read(self, name: str, max_bytes: int | None = None) -> bytes | None:
-        """A blob's bytes; None if it does not exist.
-
-        Raises:
-            UnusableFileError: it has more than *max_bytes*, and was not read.
-        """
+        """A blob's bytes; None without it. UnusableFileError: it has more than *max_bytes*."""
 
     async def record(self, name: str) -> BlobRecord | None:
         """A blob without its content; None if it does not exist. Lists nothing."""
@@ -310,7 +299,7 @@ class BlobStore(Protocol):
 class Operations:
     """Operations so far, as Azure bills them: each request, retries included; deletes are free.
 
-    A write whose name is taken is billed as one, and so is a page of a listing.
+    A write whose name is taken is billed, and so is a page of a listing, as a write.
     """
 
     queue: int = 0
@@ -335,10 +324,7 @@ def check_lease(lease_seconds: float) -> None:
 
 
 def check_blob_name(name: str) -> None:
-    """Raises JobError unless the name is a plain relative path.
-
-    No segment is empty or starts with a dot, so a name cannot point outside the folder.
-    """
+    """Raises JobError unless the name is a plain relative path, without dots at the start."""
     parts = name.split("/")
     if (
         any(not _BLOB_NAME_PART.fullmatch(part) for part in parts)

@@ -1,11 +1,9 @@
 """The names of job queues: one for each model and each priority.
 
 Jobs without a `model` are in the queue that `--queue` names, `jobs` by default. Those of a model
-are in `jobs-SLUG-HASH`: SLUG is what a queue's name can hold of the model's, to be read by people;
-HASH is of the exact name, in base 32, so that no two models share a queue (by chance, one pair in
-10^15). A name is within Azure's rules: 3 to 63 lower-case letters, digits and single hyphens.
-
-A queue of several shards is its own first one; the others have its name and their number.
+are in `jobs-SLUG-HASH`: SLUG is what a queue's name can hold of the model's, for people; HASH is of
+the exact name, in base 32, so that no two models share a queue (by chance, one pair in 10^15). A
+queue of several shards is its own first one; the others have its name and their number.
 """
 
 from __future__ import annotations
@@ -39,8 +37,7 @@ _NOT_IN_A_SLUG = re.compile("[^a-z0-9]+")
 def job_queue(base: str, model: str | None = None, priority: str = "normal", shard: int = 0) -> str:
     """The queue of jobs of a model, or of those without one, or one of its shards.
 
-    Raises:
-        SetupError: *base* leaves no room for a model's name, or for the shard's number.
+    Raises SetupError if *base* leaves no room for the model's name or the shard's number.
     """
     suffix = ("" if priority == "normal" else f"-{priority}") + (f"-{shard}" if shard else "")
     if model is not None:

@@ -134,11 +134,7 @@ class SignerSettings(StorageSettings):
     )
 
     def keys(self) -> signing.Keys:
-        """The keys that these settings name.
-
-        Raises:
-            SetupError: the file of the signing key is missing or wrong.
-        """
+        """The keys that these settings name; raises SetupError if a file is missing or wrong."""
         own = None if self.signing_key is None else signing.SigningKey.read(self.signing_key)
         names = [key for key in (own and own.public, self.trusted_key) if key]
         return signing.Keys(own, signing.trusted_keys(",".join(names)))

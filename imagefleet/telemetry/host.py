@@ -1,9 +1,11 @@
-"""The memory of this machine, and of the container that a worker is in."""
+"""This machine: the memory of it and of the container that a worker is in, and its uptime."""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 #: A container's, in version 2 of Linux' control groups.
@@ -40,3 +42,28 @@ def free_memory_bytes() -> int:
 
 def _read(name: str) -> int:
     return int((_CONTROL_GROUP / name).read_text(encoding="ascii"))
+
+
+#: A clock that goes on while the machine sleeps, as leases do. macOS has no other that does.
+CLOCK: int = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
+
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
+
+def uptime() -> float:
+    """Seconds since this machine started, which nobody sets and all of its processes share."""
+    return time.clock_gettime(CLOCK)
+
+
+def boot_id() -> str | None:
+    """The same for every process until the machine restarts; None where there is none."""
+    try:
+        return _BOOT_ID.read_text(encoding="ascii").strip() or None
+    except (OSError, ValueError):
+        return None
+
+
+def steady_clock() -> Callable[[], float]:
+    """The time of day as it is now (Unix seconds), going on whatever it is set to later."""
+    ahead = time.time() - uptime()
+    return lambda: ahead + uptime()

@@ -9,7 +9,6 @@ import sys
 import threading
 import time
 from datetime import UTC, datetime
-from types import TracebackType
 from typing import Any, Literal
 
 from imagefleet import redaction
@@ -34,16 +33,18 @@ _VERBOSE = ("azure", "aiohttp.access")
 class JsonLines(logging.Formatter):
     """One JSON object per line: time, severity, action, message, and the fields of `extra`.
 
-    SaladCloud's log collector reads `severity`. `action` is a slug that stays the same when the
-    message is reworded; `job_id` is present if the line is about one job.
+    `action` stays the same when the message is reworded; SaladCloud's log collector reads
+    `severity`.
     """
 
     def format(self, record: logging.LogRecord) -> str:
         extra = {name: value for name, value in vars(record).items() if name not in _STANDARD}
+        # asyncio, for one, logs what nothing has handled as an error with its traceback.
+        is_failure = record.exc_info and record.levelname in {"ERROR", "CRITICAL"}
         line: dict[str, Any] = {
             "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
             "severity": record.levelname,
-            "action": extra.pop("action", _other_action(record)),
+            "action": extra.pop("action", UNEXPECTED_ACTION if is_failure else OTHER_ACTION),
             "message": record.getMessage(),
             **extra,
         }
@@ -96,15 +97,15 @@ class Occasion:
 def configure(log_format: LogFormat, handler: logging.Handler | None = None) -> None:
     """Logs to stderr (or *handler*); `auto` is text on a terminal and JSON lines elsewhere.
 
-    Python's warnings are log records as well. With JSON lines, so are unhandled exceptions: a log
-    collector understands nothing else on stderr.
+    Warnings are log records, and with JSON lines so are unhandled exceptions: collectors read
+    nothing else.
     """
     handler = handler or _StandardError()
     if log_format == "text" or (log_format == "auto" and sys.stderr.isatty()):
         handler.setFormatter(TextLines())
     else:
         handler.setFormatter(JsonLines())
-        sys.excepthook = _log_unhandled
+        sys.excepthook = lambda _kind, error, _trace: log_unhandled(error)
         sys.unraisablehook = _log_unraisable
         threading.excepthook = _log_in_thread
     logging.basicConfig(level=logging.INFO, handlers=[handler], force=True)
@@ -126,7 +127,6 @@ def name_device(device: str) -> None:
 
 
 def are_json() -> bool:
-    """Whether this process logs JSON lines."""
     return any(isinstance(each.formatter, JsonLines) for each in logging.getLogger().handlers)
 
 
@@ -148,18 +148,6 @@ def log_unhandled(error: BaseException, where: str = "", *, exit_code: int | Non
         exc_info=error,
         extra={"action": UNEXPECTED_ACTION, "exit_code": exit_code},
     )
-
-
-def _other_action(record: logging.LogRecord) -> str:
-    """asyncio, for one, logs what nothing has handled as an error with its traceback."""
-    is_failure = record.exc_info and record.levelname in {"ERROR", "CRITICAL"}
-    return UNEXPECTED_ACTION if is_failure else OTHER_ACTION
-
-
-def _log_unhandled(
-    kind: type[BaseException], error: BaseException | None, _: TracebackType | None
-) -> None:
-    log_unhandled(error or kind())
 
 
 def _log_in_thread(failure: threading.ExceptHookArgs) -> None:

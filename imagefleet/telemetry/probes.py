@@ -9,7 +9,7 @@ from aiohttp import web
 from prometheus_client import CollectorRegistry
 
 from imagefleet import errors
-from imagefleet.telemetry import exposition
+from imagefleet.telemetry import metrics
 
 
 @contextlib.asynccontextmanager
@@ -26,16 +26,15 @@ async def serving(
     """Serves while the block runs; yields the port (with port 0, the system chooses it).
 
     Any answer shows that the event loop runs; *is_live* reports on the engine. *render* returns the
-    metrics in place of those of *registry* alone. Raises SetupError if the port is in use or not
-    permitted.
+    metrics in place of those of *registry* alone. Raises SetupError as `listening`.
     """
 
-    async def metrics(_: web.Request) -> web.Response:
-        body = exposition.render(registry) if render is None else await render()
-        return web.Response(body=body, headers={"Content-Type": exposition.CONTENT_TYPE})
+    async def scraped(_: web.Request) -> web.Response:
+        body = metrics.render(registry) if render is None else await render()
+        return web.Response(body=body, headers={"Content-Type": metrics.CONTENT_TYPE})
 
     app = web.Application()
-    app.router.add_get("/metrics", metrics)
+    app.router.add_get("/metrics", scraped)
     app.router.add_get(
         "/started", _probe(is_started, "started", "loading the model and checking the node")
     )
@@ -47,10 +46,7 @@ async def serving(
 
 @contextlib.asynccontextmanager
 async def listening(app: web.Application, host: str, port: int, what: str) -> AsyncIterator[int]:
-    """Serves *app* while the block runs; yields the port (with port 0, the system chooses it).
-
-    Raises SetupError if the port, which is for *what*, is in use or not permitted.
-    """
+    """Serves *app* in the block; yields the port, or raises SetupError if it is in use, say."""
     runner = web.AppRunner(app, access_log=None)
     try:
         await runner.setup()

@@ -1,8 +1,7 @@
 """Metrics pushed as text to VictoriaMetrics or vmagent, for nodes that cannot be scraped.
 
-A node behind a home router is out of Prometheus' reach. Each push carries the total of every
-counter, so nothing is buffered: the push after a failed one makes up for it. When a node dies, its
-series go stale.
+Each push carries the total of every counter, so the one after a failed one makes up for it. When a
+node dies, its series go stale.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from prometheus_client import CollectorRegistry
 from yarl import URL
 
 from imagefleet import errors, redaction, retry
-from imagefleet.telemetry import exposition
+from imagefleet.telemetry import metrics
 from imagefleet.telemetry.settings import TelemetrySettings
 
 log = logging.getLogger(__name__)
@@ -42,15 +41,11 @@ _RETRYABLE = frozenset({408, 425, 429})
 
 @contextlib.asynccontextmanager
 async def pushing(
-    registry: CollectorRegistry,
-    settings: TelemetrySettings,
-    job: str,
-    instance: str | None = None,
+    registry: CollectorRegistry, settings: TelemetrySettings, job: str, instance: str | None = None
 ) -> AsyncIterator[None]:
     """Pushes *registry* while the block runs and once more at its end, if `push_url` is set.
 
-    Every series gets the labels that a scrape would add: `job`, and *instance*, by default a new
-    one.
+    Every series gets the labels of a scrape: `job`, and *instance*, by default a new one.
     """
     if settings.push_url is None:
         yield
@@ -123,13 +118,9 @@ class Pusher:
         return True
 
     async def push(self) -> None:
-        """Sends one request.
-
-        Raises TransientError if the server is unreachable, overloaded or broken, and SetupError if
-        the address or the token is wrong.
-        """
-        body = gzip.compress(exposition.render(self._registry), compresslevel=1)
-        headers = {"Content-Type": exposition.CONTENT_TYPE, "Content-Encoding": "gzip"}
+        """Sends one request; raises TransientError, or SetupError for a wrong address or token."""
+        body = gzip.compress(metrics.render(self._registry), compresslevel=1)
+        headers = {"Content-Type": metrics.CONTENT_TYPE, "Content-Encoding": "gzip"}
         where = redaction.address(str(self._url))
         try:
             async with self._client.post(

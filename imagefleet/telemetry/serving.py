@@ -1,8 +1,7 @@
 """Which models have a worker: each notes those that it serves, in spans of ten minutes.
 
-A blob `-serving/MODEL/SPAN` is the note of all workers of that span: the first of them makes it,
-and the others find it there. So a fleet of any size leaves one empty blob for each model and span,
-which needs no more than a worker's token allows.
+A blob `-serving/MODEL/SPAN` is the note of all workers of that span: any fleet leaves one empty
+blob for each, which needs no more than a worker's token allows.
 """
 
 from __future__ import annotations

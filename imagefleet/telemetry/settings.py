@@ -73,11 +73,7 @@ class TelemetrySettings(FleetSettings):
 
 
 def fleet_name(storage: str, queue: str) -> str:
-    """`STORAGE/QUEUE`: the storage's account or folder, however the address names it.
-
-    It holds no secret, and raises no error for an address that is not valid: whoever opens the
-    storage does.
-    """
+    """`STORAGE/QUEUE`, with the account or folder of any address; it holds no secret."""
     name = re.sub(r"[^A-Za-z0-9_.-]+", "-", _storage(storage.strip())).strip("-.")
     return f"{name[:64] or 'storage'}/{queue}"
 

@@ -68,10 +68,7 @@ def observed(
 def decompressed(
     file: io.BufferedReader, on_data: Callable[[memoryview], None] = lambda _: None
 ) -> BinaryIO:
-    """The content of a file that may be gzip; *on_data* gets each piece of it.
-
-    Reading may raise EOFError and zlib.error, besides OSError, where it is damaged.
-    """
+    """The content of a file that may be gzip, and damaged: EOFError, zlib.error or OSError."""
     if file.peek(len(_GZIP_MAGIC)).startswith(_GZIP_MAGIC):
         return observed(gzip.GzipFile(fileobj=file), on_data)
     return observed(file, on_data)

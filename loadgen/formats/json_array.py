@@ -98,10 +98,7 @@ class _Text:
 
 
 def members(stream: BinaryIO, name: str) -> Iterator[Entry]:
-    """The elements of the array *name* of an object, whose other members are passed over.
-
-    Raises FormatError if it is no object, or has no such array.
-    """
+    """The elements of an object's array *name*; raises FormatError if there is none."""
     text = _Text(stream)
     if text.peek() != "{":
         raise FormatError(f"it is no object with the array {name!r}")
@@ -145,7 +142,6 @@ def _array(text: _Text) -> Iterator[tuple[int, str]]:
 
 
 def _elements(text: _Text) -> Iterator[tuple[int, str]]:
-    """Each element with its line."""
     first = text.peek()
     if first == "{":
         yield text.line, text.value()

@@ -41,10 +41,7 @@ _DECIMAL_COMMA = re.compile(r"-?\d+,\d+")
 
 
 class Columns:
-    """Makes jobs of rows.
-
-    Raises FormatError if a column is no field of a job, is there twice, or `prompt` is missing.
-    """
+    """Makes jobs of rows; raises FormatError for a column that is no field or there twice, say."""
 
     def __init__(self, names: Sequence[str]) -> None:
         keys = [_key(name) for name in names]
@@ -75,7 +72,8 @@ class Columns:
     def _job(self, cells: Iterable[Any]) -> str:
         fields: dict[str, Any] = {}
         for number, cell in enumerate(cells):
-            if cell is None or cell == "" or _is_nan(cell):
+            # A missing number of pandas is NaN.
+            if cell is None or cell == "" or (isinstance(cell, float) and math.isnan(cell)):
                 continue
             key, *path = self._columns[number] if number < len(self._columns) else ("",)
             if isinstance(cell, str) and not cell.strip() and key != "prompt":
@@ -106,11 +104,6 @@ def _key(name: str) -> str:
     name = name.strip()
     field, dot, rest = name.partition(".")
     return f"{field.lower()}{dot}{rest}"
-
-
-def _is_nan(cell: object) -> bool:
-    """A missing number of pandas is one."""
-    return isinstance(cell, float) and math.isnan(cell)
 
 
 def _value(field: str, cell: Any) -> Any:
@@ -239,7 +232,6 @@ class ParquetRows(Format):
 
 
 def _plain(value: Any) -> Any:
-    """A value as JSON has it."""
     match value:
         case decimal.Decimal():
             return float(value)

@@ -1,60 +1,47 @@
-"""A sending process: `python -m loadgen.processes.child`, started by a load.
-
-It ends with the load, however that one ends: its standard input is then closed.
-"""
+"""A sending process, `python -m loadgen.processes.child`; it ends with its standard input."""
 
 from __future__ import annotations
 
 import asyncio
 import sys
+from asyncio import StreamReader, StreamWriter
 
 from imagefleet import errors
-from imagefleet.storage.open import Storage, open_storage
-from imagefleet.storage.settings import Priority
+from imagefleet.storage.open import open_storage
 from loadgen.processes import frames
-from loadgen.processes.frames import Refusals
 
 
-class _Child:
+async def _serve(start: frames.Start, reader: StreamReader, writer: StreamWriter) -> None:
     """Sends batches, several at the same time, and answers each."""
+    settings, priority = start
+    refusals = frames.Refusals()
 
-    def __init__(self, storage: Storage, priority: Priority, refusals: Refusals) -> None:
-        self._storage = storage
-        self._priority = priority
-        self._refusals = refusals
-
-    async def run(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        async with asyncio.TaskGroup() as group:
-            sending: set[asyncio.Task[None]] = set()
-            while (batch := await frames.read(reader)) is not None:
-                task = group.create_task(self._send(batch, writer))
-                sending.add(task)
-                task.add_done_callback(sending.discard)
-            for task in sending:  # nobody waits for them
-                task.cancel()
-
-    async def _send(self, batch: frames.Batch, writer: asyncio.StreamWriter) -> None:
+    async def send(number: int, messages: list[str]) -> None:
+        error = None
         try:
-            await self._storage.models.send(batch.messages, self._priority)
-        except errors.FleetError as error:
-            answer = frames.Answer.of(batch.number, error, self._refusals.take())
-        else:
-            answer = frames.Answer(batch.number, refusals=self._refusals.take())
-        writer.write(frames.packed(answer))
+            await storage.models.send(messages, priority)
+        except errors.FleetError as caught:
+            error = caught
+        writer.write(frames.packed(frames.Answer(number, error, refusals.take())))
+
+    async with open_storage(settings, refusals.policy) as storage, asyncio.TaskGroup() as group:
+        sending: set[asyncio.Task[None]] = set()
+        while (batch := await frames.read(reader)) is not None:
+            task = group.create_task(send(*batch))
+            sending.add(task)
+            task.add_done_callback(sending.discard)
+        for task in sending:  # nobody waits for them
+            task.cancel()
 
 
 async def main() -> None:
     loop = asyncio.get_running_loop()
-    reader = asyncio.StreamReader()
+    reader = StreamReader()
     await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
     pipe, protocol = await loop.connect_write_pipe(asyncio.streams.FlowControlMixin, sys.stdout)
-    writer = asyncio.StreamWriter(pipe, protocol, None, loop)
-    start: frames.Start | None = await frames.read(reader)
-    if start is None:
-        return
-    refusals = Refusals()
-    async with open_storage(start.settings, refusals.policy) as storage:
-        await _Child(storage, start.priority, refusals).run(reader, writer)
+    writer = StreamWriter(pipe, protocol, None, loop)
+    if (start := await frames.read(reader)) is not None:
+        await _serve(start, reader, writer)
 
 
 if __name__ == "__main__":

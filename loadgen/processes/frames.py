@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import pickle
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from imagefleet import errors, retry
 from imagefleet.storage.settings import Priority, StorageSettings
@@ -14,40 +13,20 @@ from imagefleet.storage.settings import Priority, StorageSettings
 _LENGTH_BYTES = 8
 
 
-@dataclass(frozen=True, slots=True)
-class Start:
-    """The first frame for a sending process. It comes in a pipe, since it may hold the key."""
+#: The first frame for a sending process. It comes in a pipe, since it may hold the key.
+Start = tuple[StorageSettings, Priority]
 
-    settings: StorageSettings
-    priority: Priority
+#: A batch's number, and the messages to send.
+Batch = tuple[int, list[str]]
 
 
-@dataclass(frozen=True, slots=True)
-class Batch:
-    """Messages to send; the answer has the same number."""
+class Answer(NamedTuple):
+    """The batch of this number was sent, unless there is an *error*."""
 
     number: int
-    messages: list[str]
-
-
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """A batch was sent, unless there is an *error*, by the name of its class."""
-
-    number: int
-    error: str = ""
-    message: str = ""
-    refusals: int = 0
+    error: errors.FleetError | None
+    refusals: int
     """How often the storage has asked to slow down since the last answer."""
-
-    def raise_error(self) -> None:
-        if self.error:
-            raise getattr(errors, self.error)(self.message)
-
-    @classmethod
-    def of(cls, number: int, error: errors.FleetError, refusals: int) -> Answer:
-        kinds = (kind for kind in type(error).__mro__ if kind.__module__ == errors.__name__)
-        return cls(number, next(kinds).__name__, error.message, refusals)
 
 
 def packed(frame: Start | Batch | Answer) -> bytes:
@@ -73,7 +52,6 @@ class Refusals:
         self.policy = dataclasses.replace(retry.PATIENT, on_retry=self._note)
 
     def take(self) -> int:
-        """The number of refusals since the last call."""
         taken, self.count = self.count, 0
         return taken
 

@@ -22,14 +22,13 @@ END_SECONDS = 5.0
 class SenderProcesses:
     """Processes that send batches, each to the one with the fewest in flight.
 
-    A batch of a process that ended is sent by another: what it had sent of it is there twice, which
-    an image's name makes one again.
+    A batch of a process that ended is sent by another, maybe twice, which gives the same image.
     """
 
     def __init__(
         self, settings: StorageSettings, priority: Priority, count: int, refusals: Refusals
     ) -> None:
-        self._start = frames.Start(settings, priority)
+        self._start = settings, priority
         self._count = count
         self._refusals = refusals
         self._processes: list[_Process] = []
@@ -70,8 +69,6 @@ class SenderProcesses:
 
 
 class _Process:
-    """One of them."""
-
     def __init__(self, process: asyncio.subprocess.Process, refusals: Refusals) -> None:
         self._process = process
         self._to = cast("asyncio.StreamWriter", process.stdin)
@@ -112,8 +109,9 @@ class _Process:
         number = next(self._numbers)
         answered = self._waiting[number] = asyncio.get_running_loop().create_future()
         try:
-            self._write(frames.Batch(number, messages))
-            (await answered).raise_error()
+            self._write((number, messages))
+            if error := (await answered).error:
+                raise error
         finally:
             del self._waiting[number]
 

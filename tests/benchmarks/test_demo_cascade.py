@@ -15,13 +15,13 @@ import pytest
 import torch
 from PIL import Image
 from safetensors import safe_open
-from worker.engine.pixel.prepare import RequestPreparer
 
 from demo_world import captions
 from demo_world.cascade import losses, measure, networks, pictures, stage, train
 from demo_world.cascade.losses import StageLoss
 from worker.engine import contract
 from worker.engine.pixel import checkpoint
+from worker.engine.pixel.parts import StagePreparer
 
 CPU = torch.device("cpu")
 
@@ -154,8 +154,8 @@ def test_the_second_stage_is_trained_on_what_the_engine_gives_it(
     blocks = torch.from_numpy(image).permute(2, 0, 1).repeat_interleave(4, 1)
     drawn = blocks.repeat_interleave(4, 2)[None]
     loaded = checkpoint.load_checkpoint(trained / "sr", CPU, torch.float32)
-    expected, level = RequestPreparer(loaded)._read_image(contract.InitImage(image, 0.25))
-    assert expected is not None
+    enlarged = StagePreparer(loaded)._read_image(contract.InitImage(image, 0.25))
+    assert enlarged is not None
     assert loaded.image_noise is not None
     monkeypatch.setattr(losses.torch, "rand", lambda *_, **__: torch.full((1,), 0.5))
     monkeypatch.setattr(losses.torch, "randn_like", torch.zeros_like)
@@ -163,11 +163,11 @@ def test_the_second_stage_is_trained_on_what_the_engine_gives_it(
     loss = StageLoss("sr", networks.make_scheduler("sr"), CPU)
     _, given, levels = loss._prepare(drawn)
 
-    assert level == 250
+    assert enlarged.level == 250
     assert levels is not None
     assert levels.tolist() == [250]
-    share = loaded.image_noise.alphas_cumprod[250].sqrt()
-    torch.testing.assert_close(given, share * expected[None])
+    share = loaded.image_noise.scheduler.alphas_cumprod[250].sqrt()
+    torch.testing.assert_close(given, share * enlarged.image[None])
 
 
 @pytest.mark.parametrize("name", ["base", "sr"])

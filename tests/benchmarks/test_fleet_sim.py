@@ -16,7 +16,7 @@ import pytest
 from azure.core import exceptions
 
 import fleet_sim
-from imagefleet.records import shard
+from imagefleet.records.record import Totals, shard_part
 from simulation import account, clients, clock, fleet, measure, measured, nodes, reference
 from simulation.clients import Line
 from simulation.fleet import Fleet, Plan, Stage, stand_ins
@@ -220,7 +220,7 @@ def test_an_image_that_is_overwritten_or_recorded_twice_is_a_visible_duplicate()
     with pytest.raises(exceptions.HttpResponseError, match="BlobAlreadyExists"):
         store.put("images", "simulation/j0.png", 9)
     lines = [b'{"blob": "simulation/j0.png"}\n'] * 3
-    data = bytearray(shard.encode(lines, shard.Totals(3, 3)))
+    data = bytearray(shard_part(lines, Totals(3, 3)))
     store.container("images")["-records/simulation/x.images.jsonl.gz"] = account.Blob(9, data)
 
     assert (store.images, store.overwritten, store.recorded_twice("images")) == (1, 1, 2)

@@ -90,7 +90,7 @@ async def measure(storage: Storage, settings: WorkerSettings, jobs: int) -> dict
     empty_at = None
     while not running.done():
         await asyncio.sleep(LOOK_SECONDS)
-        if empty_at is None and pipeline.settler.outcomes["cancelled"] >= jobs - drawn(engine):
+        if empty_at is None and pipeline.metrics.outcomes["cancelled"] >= jobs - drawn(engine):
             empty_at = time.monotonic()
     await cancelling
     running.result()

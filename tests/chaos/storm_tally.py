@@ -77,7 +77,7 @@ async def count_up(
         tally.wrong_images += not is_image_of(seeds_of(record.name), data)
     failed: dict[str, str] = {}
     async for message in storage.poison.browse():
-        record = dead_letter.FailedJob.read(message.body)
+        record = dead_letter.FailedJob.parse(message.body)
         failed[record.id if record else message.id] = record.reason if record else "no record"
     for job in failed.keys() - bad:
         sys.stderr.write(f"the good job {job} failed: {failed[job]}\n")

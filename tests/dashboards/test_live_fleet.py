@@ -37,10 +37,10 @@ COMMAND = Path(sys.executable).with_name("imagefleet")
 PRELUDE = """
 import time
 from imagefleet.telemetry import push
-from worker.jobs import depth
+from worker import metrics
 from worker.engine import checkpoint
 from worker.engine.slots.engine import SlotEngine
-push.PUSH_SECONDS = depth.DEPTH_SECONDS = 1.0
+push.PUSH_SECONDS = metrics.DEPTH_SECONDS = 1.0
 tick = SlotEngine.tick
 def slower(engine):
     time.sleep(push.PUSH_SECONDS * 0.4)

@@ -25,7 +25,7 @@ from imagefleet.storage.open import Storage, open_storage
 from imagefleet.storage.settings import StorageSettings
 from worker import process
 from worker.metrics import Outcome
-from worker.salad import metadata
+from worker.node import salad
 from worker.settings import WorkerSettings
 from worker.testing import StandInEngine
 
@@ -40,11 +40,11 @@ from imagefleet import errors
 from imagefleet.storage.routing import queue
 from imagefleet.telemetry import logs
 from worker import gpu_thread, process, pull
-from worker.salad import metadata, wait_for_operator
+from worker.node import salad
 from worker.settings import WorkerSettings
 from worker.testing import StandInEngine
 
-wait_for_operator.FIRST_PAUSE_SECONDS = 0.2
+salad.FIRST_PAUSE_SECONDS = 0.2
 pull.LONGEST_PAUSE_SECONDS = 1
 
 def broken(request):
@@ -244,7 +244,7 @@ async def test_a_worker_waits_for_a_new_token_and_works_on(
 async def test_a_worker_without_storage_ends_after_a_while_without_blaming_the_node(
     start: Program, salad_metadata_service: Any
 ) -> None:
-    worker = start("wait_for_operator.GIVE_UP_SECONDS = 1")
+    worker = start("salad.GIVE_UP_SECONDS = 1")
     output = await end(worker)
 
     assert worker.returncode == 0, output
@@ -254,7 +254,7 @@ async def test_a_worker_without_storage_ends_after_a_while_without_blaming_the_n
 
 
 async def test_a_signal_ends_the_waiting(start: Program) -> None:
-    worker = start("wait_for_operator.FIRST_PAUSE_SECONDS = 60")
+    worker = start("salad.FIRST_PAUSE_SECONDS = 60")
     await line_with(worker, "setup_awaited")
     worker.send_signal(signal.SIGTERM)
     output = await end(worker)
@@ -310,7 +310,7 @@ async def test_a_broken_node_that_is_not_stopped_in_time_exits_with_the_code_for
     local_storage: Storage, start: Program, salad_metadata_service: Any
 ) -> None:
     await local_storage.queue.send(['{"prompt": "a house", "id": "j"}'])
-    worker = start("metadata.REALLOCATION_SECONDS = 0.2", engine="StandInEngine(draw=broken)")
+    worker = start("salad.REALLOCATION_SECONDS = 0.2", engine="StandInEngine(draw=broken)")
     output = await end(worker)
 
     assert worker.returncode == 3, output
@@ -323,7 +323,7 @@ async def test_a_gpu_that_hangs_is_not_live_and_its_node_is_reallocated(
 ) -> None:
     await local_storage.queue.send(['{"prompt": "a house", "id": "j"}'])
     worker = start(
-        "metadata.REALLOCATION_SECONDS = gpu_thread.STALL_SECONDS = 1",
+        "salad.REALLOCATION_SECONDS = gpu_thread.STALL_SECONDS = 1",
         engine="StandInEngine(tick_seconds=60)",
         port=str(port),
     )
@@ -357,7 +357,7 @@ async def test_the_deletion_cost_follows_the_jobs_in_flight(
         f'{{"prompt": "a house", "id": "j{number}"}}' for number in range(12)
     )
     start(
-        "from worker.salad import metadata; metadata.COST_SECONDS = 0.1",
+        "from worker.node import salad; salad.COST_SECONDS = 0.1",
         engine="StandInEngine(capacity=4, tick_seconds=0.3)",
     )
     await until(lambda: salad_metadata_service.deletion_costs[-1:] == [0])
@@ -399,10 +399,10 @@ async def test_a_metadata_service_that_fails_costs_no_image(
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("worker.salad.metadata.COST_SECONDS", 0.02)
+    monkeypatch.setattr("worker.node.salad.COST_SECONDS", 0.02)
     monkeypatch.setattr(
-        "worker.salad.metadata.find_metadata",
-        lambda: metadata.SaladMetadata(salad_metadata_service.url, timeout_seconds=0.1),
+        "worker.node.salad.find_metadata",
+        lambda: salad.SaladMetadata(salad_metadata_service.url, timeout_seconds=0.1),
     )
     salad_metadata_service.broken = broken
     await storage.queue.send(f'{{"prompt": "a house", "id": "j{number}"}}' for number in range(20))

@@ -69,7 +69,7 @@ async def test_a_worker_ends_with_one_line_and_goes_on_after_the_storage_is_made
     in_queue = (await storage.queue.depth()).messages
     stored = {name async for name in storage.blobs.names("default/")}
     pipeline = await work(storage_settings)
-    outcomes = pipeline.settler.outcomes
+    outcomes = pipeline.metrics.outcomes
     assert set(outcomes) <= {"completed", "duplicate"}
     assert sum(outcomes.values()) == in_queue
     now_stored = {name async for name in storage.blobs.names("default/")}

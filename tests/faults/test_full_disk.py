@@ -54,7 +54,7 @@ async def test_a_full_disk_of_the_storage_is_waited_for_and_costs_no_job(
         pipeline = await working
         assert await image_names(storage) == {f"default/j{number}.png" for number in range(30)}
         assert (await storage.poison.depth()).messages == 0
-    assert dict(pipeline.settler.outcomes) == {"completed": 30}
+    assert dict(pipeline.metrics.outcomes) == {"completed": 30}
     said = [each for each in caplog.records if "disk is full" in each.getMessage()]
     assert 1 <= len([each for each in said if each.levelno == logging.WARNING]) <= 3
 

@@ -101,7 +101,7 @@ async def test_a_folder_of_loras_that_is_gone_sends_no_job_to_the_poison_queue(
         folder.mkdir()
         (folder / "style.safetensors").write_bytes(CONTENT)
         pipeline = await work(local_settings, lora_directory=folder)
-    assert dict(pipeline.settler.outcomes) == {"completed": 5}
+    assert dict(pipeline.metrics.outcomes) == {"completed": 5}
 
 
 async def test_a_container_of_loras_that_is_gone_sends_no_job_to_the_poison_queue(
@@ -135,7 +135,7 @@ async def test_a_lora_that_is_still_being_copied_is_waited_for(
         await storage.create()
         await storage.queue.send(jobs(1, prompt="a house <lora:style:1>"))
         pipeline = await work(local_settings, lora_directory=tmp_path, on_settled=copied)
-    assert dict(pipeline.settler.outcomes) == {"retried": 1, "completed": 1}
+    assert dict(pipeline.metrics.outcomes) == {"retried": 1, "completed": 1}
 
 
 # Sources of jobs

@@ -20,8 +20,7 @@ from aiolimiter import AsyncLimiter
 import forks
 from imagefleet.job.message import Output
 from imagefleet.pricing import prices
-from imagefleet.records import shard
-from imagefleet.records.record import Record
+from imagefleet.records.record import Record, RecordLog
 from imagefleet.storage.open import Storage
 from imagefleet.storage.settings import StorageSettings
 from in_process import as_it_was, built, in_process
@@ -186,7 +185,7 @@ def store_images() -> StoreImages:
             record = Record.model_validate(known | fields)
             await storage.blobs.create(str(record.blob), data, "image/png", {"job": name})
             records.append(record)
-        await shard.RecordLog(storage.blobs, "w1").add(records)
+        await RecordLog(storage.blobs, "w1").add(records)
         return records
 
     return store
@@ -208,7 +207,7 @@ def add_job() -> Callable[..., Awaitable[Record]]:
             "reason": "there is no LoRA fox",
         }
         record = Record.model_validate(known | fields)
-        await shard.RecordLog(storage.blobs, "w1").add([record])
+        await RecordLog(storage.blobs, "w1").add([record])
         return record
 
     return add

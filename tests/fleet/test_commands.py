@@ -24,8 +24,7 @@ from fleet.salad import command as salad
 from fleet.salad import gpus, groups
 from imagefleet import errors
 from imagefleet.job.message import read_job
-from imagefleet.records.record import Record
-from imagefleet.records.shard import RecordLog
+from imagefleet.records.record import RecordLog
 from imagefleet.storage import dead_letter
 from imagefleet.storage.open import open_storage
 from imagefleet.storage.settings import StorageSettings
@@ -167,8 +166,7 @@ def fail_job(folder: Path, reason: str, **fields: str) -> None:
             job = read_job(message.body, message.id)
             error = errors.MissingFileError(reason)
             failed = await dead_letter.add(storage, message, job, error, "worker-1")
-            record = Record(outcome="failed", **failed.facts())
-            await RecordLog(storage.blobs, "worker-1").add([record])
+            await RecordLog(storage.blobs, "worker-1").add([failed])
 
     asyncio.run(add())
 

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import re
-from enum import Enum
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -22,11 +21,6 @@ runner = CliRunner()
 MODELS = list(options.PROJECT_SETTINGS)
 
 
-class Colour(Enum):
-    RED = "red"
-    BLUE = "blue"
-
-
 class Settings(BaseSettings):
     model_config = SettingsConfigDict(
         env_prefix="IMAGEFLEET_", env_ignore_empty=True, extra="forbid"
@@ -36,7 +30,7 @@ class Settings(BaseSettings):
     lease_seconds: float = Field(default=30, ge=5, description="How long it is kept.")
     attempts: int | None = Field(default=None, ge=1, description="Tries.")
     kind: Literal["local", "azure"] = Field(default="local", description="Which.")
-    colour: Colour = Field(default=Colour.RED, description="The colour.")
+    colour: Literal["red", "blue"] = Field(default="red", description="The colour.")
     eager: bool = Field(default=False, description="At once.")
     token: SecretStr | None = Field(default=None, description="A secret.")
     address: str = Field(default="local:", description="An address.")
@@ -91,7 +85,7 @@ def test_every_kind_of_setting_is_a_flag(app: typer.Typer, seen: dict[str, Any])
     assert settings.lease_seconds == 7.5
     assert settings.attempts == 3
     assert settings.kind == "azure"
-    assert settings.colour is Colour.BLUE
+    assert settings.colour == "blue"
     assert settings.eager is True
     assert settings.token.get_secret_value() == "hush"
     assert settings.address == "a:b"

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from fleet import console, prompt
 from imagefleet.files import demo
-from imagefleet.job import chunks, clip
+from imagefleet.job import clip
 
 Imagefleet = Callable[..., "subprocess.CompletedProcess[str]"]  # the fixture of conftest.py
 
@@ -171,6 +171,6 @@ def test_tokens_equal_the_workers(both_tokenizers: tuple[object, object], text: 
 
 def test_console_and_worker_share_the_limit_of_chunks() -> None:
     def tokenise(texts: object) -> list[list[int]]:
-        return [[1] * (chunks.CHUNK_TOKENS * chunks.MAX_CHUNKS)]
+        return [[1] * (clip.CHUNK_TOKENS * clip.MAX_CHUNKS)]
 
-    assert len(chunks.cut_into_chunks("x", tokenise, None)) == chunks.MAX_CHUNKS
+    assert len(clip.cut_into_chunks("x", tokenise, None)) == clip.MAX_CHUNKS

@@ -34,7 +34,7 @@ from imagefleet.storage.settings import StorageSettings
 from imagefleet.telemetry import push
 from kernel_files import KEY, compile_into
 from salad_fake import fleet_file
-from worker.files import sources
+from worker.files import download
 from worker.files.kernels import archive
 
 #: Every command under every failure takes a minute.
@@ -176,7 +176,7 @@ def pauses(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     monkeypatch.setattr(asyncio, "sleep", sleep)
     for module, name in (
         *((prometheus, "TIMEOUT_SECONDS"), (client, "TIMEOUT_SECONDS")),
-        *((push, "TIMEOUT_SECONDS"), (push, "LAST_PUSH_SECONDS"), (sources, "STALL_SECONDS")),
+        *((push, "TIMEOUT_SECONDS"), (push, "LAST_PUSH_SECONDS"), (download, "STALL_SECONDS")),
     ):
         monkeypatch.setattr(module, name, 0.2)
     for module, name in (

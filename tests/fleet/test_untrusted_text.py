@@ -80,13 +80,13 @@ def storage(tmp_path: Path) -> str:
 
 async def _fill(settings: StorageSettings) -> None:
     failed = FailedJob(
+        outcome="failed",
         id="cat",
-        campaign=HOSTILE,
         error=HOSTILE,
         reason=HOSTILE,
         attempts=1,
         worker=HOSTILE,
-        failed_at="2026-11-01T00:00:00Z",
+        at="2026-11-01T00:00:00Z",
         packed_body="damaged",
     )
     other = failed.model_copy(update={"id": HOSTILE})

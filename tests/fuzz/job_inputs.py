@@ -10,10 +10,10 @@ from PIL import Image
 
 from imagefleet.job import clip
 from imagefleet.job.message import Job, read_job
-from imagefleet.job.passes import sources
+from imagefleet.job.passes import img2img as given
 from imagefleet.storage import protocol
 from imagefleet.storage.routing import models
-from worker.inputs import control, img2img, pictures
+from worker.inputs import img2img, pictures
 
 INPAINTING = '{"prompt": "a", "init_images": ["a.png"], "mask": "b.png", "mask_blur": 2}'
 
@@ -40,7 +40,7 @@ def tokenise(texts: Sequence[str]) -> list[list[int]]:
 
 
 def check_sources(job: Job) -> None:
-    for place in filter(None, map(sources.place, job.sources)):
+    for place in filter(None, map(given.place, job.sources)):
         protocol.check_blob_name(place.blob)
 
 
@@ -58,7 +58,7 @@ def read(data: bytes) -> None:
     assert begun.init.pixels.shape == (64, 64, 3)
     if begun.overlay is not None:
         assert begun.overlay.put_over(begun.init.pixels).shape[1::-1] == image.size
-    assert control.pixels(image, 1, (64, 64)).shape == (64, 64, 3)
+    assert pictures.control(image, 1, (64, 64)).shape == (64, 64, 3)
 
 
 def _picture(kind: str) -> bytes:

@@ -33,7 +33,7 @@ from fleet.salad import file as salad_file
 from header_files import LORA, REFINER, SD1
 from imagefleet import errors, redaction
 from imagefleet.files import contents, picture, safetensors
-from imagefleet.job import chunks, message, prompt, sizes
+from imagefleet.job import clip, message, prompt, sizes
 from imagefleet.pricing import prices
 from imagefleet.records.record import Record
 from imagefleet.storage import deliveries, protocol
@@ -105,7 +105,7 @@ class InMemory:
     def __init__(self, data: bytes, name: str) -> None:
         self._data = data
         self.name = name
-        self.suffix = Path(name).suffix
+        self.suffix, self.parent = Path(name).suffix, Path()
 
     def __str__(self) -> str:
         return self.name
@@ -153,8 +153,8 @@ def _prompt(data: bytes) -> None:
         weights = [part.weight for section in parsed.sections for part in section]
         assert all(abs(weight) <= prompt.EMPHASIS_LIMIT for weight in weights)
         assert all(prompt.SAFE_NAME.fullmatch(lora.name) for lora in parsed.loras)
-        cut = chunks.cut_into_chunks(parsed, job_inputs.tokenise, 7)
-        assert len(cut) <= chunks.MAX_CHUNKS
+        cut = clip.cut_into_chunks(parsed, job_inputs.tokenise, 7)
+        assert len(cut) <= clip.MAX_CHUNKS
 
 
 def _safetensors(data: bytes) -> None:
@@ -217,7 +217,7 @@ def _no(constant: str) -> None:
 
 
 def _poison_record(data: bytes) -> None:
-    record = FailedJob.read(_lenient(data))
+    record = FailedJob.parse(_lenient(data))
     if record is None:
         raise errors.JobError("it is not a record of a failed job")
     console.json_text(record.model_dump(mode="json")).encode()
@@ -268,7 +268,8 @@ def _metrics_reply(data: bytes) -> None:
         reply = prometheus._REPLY.validate_json(data)
     except ValidationError:  # its text is not shown
         raise errors.SetupError("not a reply of Prometheus") from None
-    for series in prometheus._series(reply.data) if isinstance(reply, prometheus._Success) else ():
+    results = reply.data.result if isinstance(reply, prometheus._Success) else ()
+    for series in filter(None, map(prometheus._series, results)):
         line = plot.Line("x", series.points)
         plot.time_plot([line], "images/s")
         plot.bars([plot.Bar(name, series.last, name) for name in series.labels], "x")
@@ -318,8 +319,8 @@ JOB = (
 )
 
 RECORD = (
-    b'{"id": "0001", "campaign": "spring", "error": "MissingFileError", "reason": "no LoRA x",'
-    b' "attempts": 1, "worker": "w", "failed_at": "2026-11-01T00:00:00Z", "source": "m", '
+    b'{"outcome": "failed", "id": "0001", "campaign": "spring", "error": "MissingFileError",'
+    b' "reason": "no LoRA x", "at": "2026-11-01T00:00:00Z", "source": "m", '
 )
 
 _NONE: dict[str, Any] = {"dtype": "F16", "shape": [4, 320], "data_offsets": [0, 2560]}

@@ -165,5 +165,5 @@ async def test_a_damaged_list_is_a_warning_and_the_last_one_stays_in_force(
             await found.refresh(older_than_seconds=0)
     assert set(found.times) == {"spring"}
     assert [getattr(each, "action", "") for each in caplog.records] == ["cancelled_unread"]
-    with pytest.raises(errors.SetupError, match="correct or delete it"):
+    with pytest.raises(errors.SetupError, match=r"correct or delete cancelled\.json"):
         await cancelled.cancel(local, "autumn")

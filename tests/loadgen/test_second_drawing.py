@@ -11,9 +11,9 @@ from imagefleet.job.sizes import MAX_MESSAGE_BYTES
 from imagefleet.signing import SigningKey, TrustedKeys
 from imagefleet.storage.open import open_storage
 from imagefleet.storage.settings import StorageSettings
+from loadgen.campaigns import Sample
 from loadgen.file_source import FileSource
 from loadgen.load import Checkpoint, Load, Summary
-from loadgen.second_drawing import Sample
 from loadgen.settings import LoadSettings
 
 BODIES = [json.dumps({"prompt": f"a cat {number}", "id": f"j{number}"}) for number in range(4000)]

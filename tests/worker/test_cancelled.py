@@ -90,7 +90,7 @@ async def test_no_image_of_a_cancelled_campaign_is_begun_and_the_other_is_untouc
     drawn = engine.count("spring")
     assert 8 <= drawn < 8 + engine.capacity
     assert engine.count("autumn") == others == len(await images(storage, "autumn"))
-    assert dict(pipeline.settler.outcomes) == {
+    assert dict(pipeline.metrics.outcomes) == {
         "completed": others + drawn,
         "cancelled": many - drawn,
     }
@@ -126,7 +126,7 @@ async def test_of_a_job_of_several_images_those_that_are_begun_are_stored(
     assert len(await images(storage, "spring")) == drawn
     assert await recorded(storage, "spring") == await images(storage, "spring")
     assert len(await images(storage, "autumn")) == 2
-    assert pipeline.settler.outcomes == {"cancelled": 1, "completed": 1}
+    assert pipeline.metrics.outcomes == {"cancelled": 1, "completed": 1}
     assert Counter([each.id async for each in reader.ended(storage)]) == {"s": 1}
 
 
@@ -151,7 +151,7 @@ async def test_a_worker_that_was_idle_for_hours_reads_the_list_before_it_draws(
     stop.set()
     pipeline = await running
     assert engine.count("spring") == 0
-    assert pipeline.settler.outcomes == {"completed": 1, "cancelled": 1}
+    assert pipeline.metrics.outcomes == {"completed": 1, "cancelled": 1}
 
 
 async def test_images_of_a_worker_that_died_get_records_when_their_jobs_end_otherwise(
@@ -187,7 +187,7 @@ async def test_images_of_a_worker_that_died_get_records_when_their_jobs_end_othe
     await cancelled.cancel(storage, "spring")
     pipeline = await run_pipeline()
 
-    assert pipeline.settler.outcomes == {"cancelled": 2, "failed": 1, "duplicate": 2}
+    assert pipeline.metrics.outcomes == {"cancelled": 2, "failed": 1, "duplicate": 2}
     found = {
         str(record.blob).removesuffix(".png"): record
         for campaign in ("spring", "autumn")
@@ -212,7 +212,7 @@ async def test_a_second_drawing_of_a_cancelled_job_leaves_no_record_of_its_own(
     await storage.queue.send(both)
     await cancelled.cancel(storage, "spring")
     pipeline = await run_pipeline()
-    assert pipeline.settler.outcomes == {"cancelled": 1, "unverified": 1}
+    assert pipeline.metrics.outcomes == {"cancelled": 1, "unverified": 1}
     assert (await reader.counts(storage, "spring")).cancelled == 1
 
 
@@ -222,4 +222,4 @@ async def test_a_job_that_this_worker_could_not_draw_is_cancelled_all_the_same(
     await storage.queue.send([message(id="s", model="another", campaign="spring")])
     await cancelled.cancel(storage, "spring")
     pipeline = await run_pipeline()
-    assert pipeline.settler.outcomes == {"cancelled": 1}
+    assert pipeline.metrics.outcomes == {"cancelled": 1}

@@ -18,9 +18,9 @@ from imagefleet import errors
 from imagefleet.pricing import prices
 from imagefleet.storage.open import Storage
 from imagefleet.storage.protocol import Operations
-from worker import cost, process
-from worker.cost import CostMeter
+from worker import metrics, process
 from worker.engine import contract
+from worker.metrics import CostMeter
 from worker.replica import Replica
 from worker.settings import WorkerSettings
 from worker.testing import StandInEngine, draw_noise
@@ -133,7 +133,7 @@ async def test_start_up_idle_and_busy_add_up_to_the_whole(
     began_at = time.monotonic()
     pipeline = await run_pipeline(load=Noting, runs_on=runs_on)
     ended_at = time.monotonic()
-    monkeypatch.setattr(cost, "time", SimpleNamespace(monotonic=lambda: ended_at))
+    monkeypatch.setattr(metrics, "time", SimpleNamespace(monotonic=lambda: ended_at))
     seen = values(pipeline.cost)
     busy = pipeline.engine_thread.clock.busy_seconds
     start_up = seen["imagefleet_wasted_dollars_total:start_up"] / DOLLARS_PER_SECOND

@@ -153,11 +153,21 @@ async def test_submitting_blocks_while_a_batch_is_waiting() -> None:
         await submitting
 
 
-async def test_an_engine_whose_images_are_not_taken_blocks_and_counts_it_as_backpressure() -> None:
+async def test_an_engine_whose_images_are_not_taken_blocks_and_counts_it_as_backpressure(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    waits = threading.Event()
+    wait_for_room = EngineThread._wait_for_room
+
+    def wait(self: EngineThread) -> None:
+        waits.set()
+        wait_for_room(self)
+
+    monkeypatch.setattr(EngineThread, "_wait_for_room", wait)
     async with engine_thread_with(StandInEngine(capacity=1), backlog=2) as engine_thread:
         for ticket in range(4):
             await engine_thread.submit(ticket, prepared(ticket))
-        await polling.until(lambda: engine_thread._waits_for_less)
+        await polling.until(waits.is_set)
         assert engine_thread.clock.images == 3
         for _ in range(4):
             await engine_thread.finished()

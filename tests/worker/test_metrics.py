@@ -11,7 +11,7 @@ import pytest
 from imagefleet import errors
 from imagefleet.pricing import prices
 from imagefleet.storage.open import Storage
-from imagefleet.telemetry import exposition
+from imagefleet.telemetry import metrics
 from worker.metrics import FAILURES, IDLE_REASONS, Stage
 from worker.replica import Replica
 
@@ -25,7 +25,7 @@ async def text(storage: Storage, run_pipeline: RunPipeline, message: Callable[..
     """What a worker shows after one job."""
     await storage.queue.send([message()])
     pipeline = await run_pipeline(runs_on=RUNS_ON, group="g", priority="low")
-    return exposition.render(pipeline.metrics.registry).decode()
+    return metrics.render(pipeline.metrics.registry).decode()
 
 
 async def test_every_counter_starts_at_zero(text: str) -> None:

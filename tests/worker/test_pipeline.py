@@ -35,7 +35,7 @@ async def blob_names(storage: Storage) -> set[str]:
 
 async def poison_records(storage: Storage) -> list[dead_letter.FailedJob]:
     records = [
-        dead_letter.FailedJob.read(message.body) async for message in storage.poison.browse()
+        dead_letter.FailedJob.parse(message.body) async for message in storage.poison.browse()
     ]
     assert None not in records
     return [record for record in records if record is not None]
@@ -58,7 +58,7 @@ async def test_each_job_becomes_the_image_of_its_seed(
         image = Image.open(io.BytesIO(data))
         assert np.array_equal(np.asarray(image), draw_noise(request))
         assert f"Seed: {seed}," in image.info["parameters"]
-    assert dict(pipeline.settler.outcomes) == {"completed": 20}
+    assert dict(pipeline.metrics.outcomes) == {"completed": 20}
     assert await is_empty(storage)
 
 
@@ -68,15 +68,15 @@ async def test_a_job_of_several_images_is_acknowledged_with_its_last(
     await storage.queue.send([message(id="j", seed=7, batch_size=2, n_iter=3, campaign="c")])
     pipeline = await run_pipeline(StandInEngine(capacity=4))
     assert await blob_names(storage) == {f"c/j-{index}.png" for index in range(6)}
-    assert dict(pipeline.settler.outcomes) == {"completed": 1}
-    assert pipeline.images_written == 6
+    assert dict(pipeline.metrics.outcomes) == {"completed": 1}
+    assert pipeline.metrics.images_stored == 6
 
 
 @pytest.mark.parametrize(
     ("body", "reason"),
     [
         ("nonsense", "not JSON"),
-        ("[]", "not an object"),
+        ("[]", "no object"),
         ('{"prompt": "a", "stepz": 3}', "did you mean 'steps'"),
         ('{"prompt": "a", "steps": 100000}', "steps: should be less than"),
         ('{"prompt": "a", "tiling": true}', "tiling is not supported"),
@@ -98,7 +98,7 @@ async def test_a_job_that_can_never_succeed_goes_to_the_poison_queue_at_once(
     assert record.attempts == 1
     assert record.worker == "test-worker"
     assert await blob_names(storage) == {"default/good.png"}
-    assert dict(pipeline.settler.outcomes) == {"completed": 1, "failed": 1}
+    assert dict(pipeline.metrics.outcomes) == {"completed": 1, "failed": 1}
     assert await is_empty(storage)
 
 
@@ -124,7 +124,7 @@ async def test_one_failing_image_does_not_take_its_batch_along(
     (record,) = await poison_records(storage)
     assert (record.id, record.attempts, record.reason) == ("j2", 3, "out of memory")
     assert tries == 3
-    assert pipeline.settler.outcomes == {"completed": 3, "retried": 2, "failed": 1}
+    assert pipeline.metrics.outcomes == {"completed": 3, "retried": 2, "failed": 1}
 
 
 async def test_an_image_of_one_colour_is_retried_and_never_stored(
@@ -142,7 +142,7 @@ async def test_an_image_of_one_colour_is_retried_and_never_stored(
     black.insert(0, False)
     await storage.queue.send([message(id="j")])
     pipeline = await run_pipeline(StandInEngine(draw=draw))
-    assert pipeline.settler.outcomes == {"retried": 1, "completed": 1}
+    assert pipeline.metrics.outcomes == {"retried": 1, "completed": 1}
 
 
 async def test_a_node_that_fails_image_after_image_stops(
@@ -181,7 +181,7 @@ async def test_a_blob_that_exists_already_completes_the_job_as_a_duplicate(
     await storage.blobs.create("default/j.png", b"the first", "image/png", {})
     await storage.queue.send([message(id="j"), message(id="k")])
     pipeline = await run_pipeline()
-    assert pipeline.settler.outcomes == {"duplicate": 1, "completed": 1}
+    assert pipeline.metrics.outcomes == {"duplicate": 1, "completed": 1}
     assert await storage.blobs.read("default/j.png") == b"the first"
     assert await is_empty(storage)
 
@@ -233,7 +233,7 @@ async def test_an_upload_that_fails_is_repeated_without_generating_again(
     pipeline = await run_pipeline(opened=FaultyStorage(storage, faults=4))
     assert len(await blob_names(storage)) == 3
     assert pipeline.engine_thread.clock.images == 3
-    assert pipeline.settler.outcomes == {"completed": 3}
+    assert pipeline.metrics.outcomes == {"completed": 3}
 
 
 async def test_storage_that_stays_down_retries_the_job_instead_of_losing_it(
@@ -245,7 +245,7 @@ async def test_storage_that_stays_down_retries_the_job_instead_of_losing_it(
     monkeypatch.setattr("worker.settle.FIRST_RETRY_SECONDS", 0.05)
     await storage.queue.send([message(id="j")])
     pipeline = await run_pipeline(opened=FaultyStorage(storage, faults=7))
-    assert pipeline.settler.outcomes == {"retried": 1, "completed": 1}
+    assert pipeline.metrics.outcomes == {"retried": 1, "completed": 1}
     assert await blob_names(storage) == {"default/j.png"}
 
 
@@ -272,8 +272,8 @@ async def test_an_image_whose_reply_was_lost_is_the_workers_own_not_a_duplicate(
     opened = FaultyStorage(storage, faults=0)
     opened.blobs = LostReplies(storage.blobs, faults=3)
     pipeline = await run_pipeline(opened=opened)
-    assert pipeline.settler.outcomes == {"completed": 2, "duplicate": 1}
-    assert pipeline.images_written == 2
+    assert pipeline.metrics.outcomes == {"completed": 2, "duplicate": 1}
+    assert pipeline.metrics.images_stored == 2
 
 
 class WaitingBlobs(FaultyBlobs):
@@ -301,7 +301,7 @@ async def test_the_loras_of_a_job_are_fetched_concurrently(
     opened = FaultyStorage(storage, faults=0)
     opened.files = WaitingBlobs(storage.files)
     pipeline = await run_pipeline(opened=opened)
-    assert pipeline.settler.outcomes == {"completed": 1}
+    assert pipeline.metrics.outcomes == {"completed": 1}
 
 
 class ClosedBlobs(FaultyBlobs):
@@ -340,7 +340,7 @@ async def test_credentials_that_run_out_cost_a_job_no_attempt(
     opened.blobs = ClosedBlobs(storage.blobs, faults=9)  # more than there are tries
     opened.files = ClosedBlobs(storage.files, faults=9)
     pipeline = await run_pipeline(opened=opened, max_attempts=1)
-    assert pipeline.settler.outcomes == {"completed": 1}
+    assert pipeline.metrics.outcomes == {"completed": 1}
 
 
 async def test_a_stop_finishes_what_has_begun_and_hands_the_rest_back(
@@ -373,7 +373,7 @@ async def test_a_stop_finishes_what_has_begun_and_hands_the_rest_back(
     await asyncio.to_thread(begun.wait)
     stop.set()
     pipeline = await running
-    completed = pipeline.settler.outcomes["completed"]
+    completed = pipeline.metrics.outcomes["completed"]
     assert completed == len(await blob_names(storage))
     assert 1 <= completed <= 2  # the engine holds two, and may have begun with one
     assert len(await storage.queue.receive(32, 30)) == 12 - completed  # at once
@@ -418,7 +418,7 @@ async def test_what_outlasts_the_grace_time_is_handed_back(
     await asyncio.to_thread(hung.begun.wait)
     stop.set()
     pipeline = await running
-    assert pipeline.settler.outcomes == {"handed_back": 1}
+    assert pipeline.metrics.outcomes == {"handed_back": 1}
     assert len(await storage.queue.receive(1, 30)) == 1
     assert await blob_names(storage) == set()
 
@@ -437,7 +437,7 @@ async def test_a_second_signal_ends_the_grace_time(
     assert not running.done()
     hurry.set()
     pipeline = await running
-    assert pipeline.settler.outcomes == {"handed_back": 1}
+    assert pipeline.metrics.outcomes == {"handed_back": 1}
 
 
 async def test_until_empty_waits_for_what_a_dead_worker_still_leases(
@@ -446,7 +446,7 @@ async def test_until_empty_waits_for_what_a_dead_worker_still_leases(
     await storage.queue.send([message(id="j")])
     await storage.queue.receive(1, 1)  # and dies
     pipeline = await run_pipeline()
-    assert pipeline.settler.outcomes == {"completed": 1}
+    assert pipeline.metrics.outcomes == {"completed": 1}
 
 
 async def test_the_engine_is_hardly_idle_while_there_are_jobs(

@@ -31,7 +31,7 @@ async def test_until_empty_ends_when_the_queues_of_all_priorities_are_empty(
             message(id=f"{priority}{number}", steps=steps) for number in range(3)
         )
     pipeline = await run_pipeline(StandInEngine(capacity=1, draw=draw))
-    assert pipeline.settler.outcomes == {"completed": 9}
+    assert pipeline.metrics.outcomes == {"completed": 9}
     assert drawn == [3, 3, 3, 2, 2, 2, 1, 1, 1], "the high ones first"
     sample = pipeline.metrics.registry.get_sample_value
     state = "any" if (await storage.queue.depth()).leased is None else "visible"
@@ -61,6 +61,6 @@ async def test_a_job_that_is_retried_stays_in_the_queue_of_its_priority(
     for _ in range(2):
         await asyncio.to_thread(drawn.acquire)
     stop.set()
-    assert (await running).settler.outcomes == {"retried": 2}
+    assert (await running).metrics.outcomes == {"retried": 2}
     counts = [(await storage.queues[each].depth()).messages for each in ("high", "normal", "low")]
     assert counts == [1, 0, 1]

@@ -46,7 +46,7 @@ async def test_workers_empty_every_shard_and_what_fails_is_replayed_into_all(
                 for each, of in zip(engines, (one, another), strict=True)
             )
         )
-        outcomes = sum((Counter(each.settler.outcomes) for each in both), Counter[str]())
+        outcomes = sum((Counter(each.metrics.outcomes) for each in both), Counter[str]())
     assert outcomes == {"completed": 9, "failed": 3, "cancelled": 3}
     assert len([name async for name in storage.blobs.names("default/")]) == 9
     sample = both[0].metrics.registry.get_sample_value

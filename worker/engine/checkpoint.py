@@ -11,7 +11,7 @@ import logging
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from diffusers import AutoencoderKL, UNet2DConditionModel
@@ -25,7 +25,6 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import nn
 from transformers import (
-    CLIPTextConfig,
     CLIPTextModel,
     CLIPTextModelWithProjection,
     CLIPTokenizer,
@@ -38,7 +37,7 @@ from imagefleet.telemetry import logs
 from worker.engine import checksums
 from worker.engine.families import noise, reading, table
 from worker.engine.families import vae as vaes
-from worker.engine.families.table import Family, Model, TextEncoder
+from worker.engine.families.table import Config, Family, Model, TextEncoder
 from worker.engine.lora.layout import Network
 from worker.engine.slots import memory
 
@@ -236,8 +235,7 @@ _Networks = dict[str, Any]
 """The UNet, the VAE and the text encoders, by the names of their folders."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Read:
+class _Read(NamedTuple):
     """What a checkpoint's files contain."""
 
     family: Family
@@ -248,25 +246,30 @@ class _Read:
     """True if the family knows the native size, not a configuration."""
 
 
-def _read_folder(folder: Path) -> _Read:
-    configs = [
-        reading.read_json(folder / part / "config.json") for part in ("unet", "text_encoder")
-    ]
-    family = table.of_folder(*configs)
-    networks: _Networks = {
-        "unet": reading.read_network(UNet2DConditionModel, folder / "unet"),
-        "vae": reading.read_network(AutoencoderKL, folder / "vae"),
+def _parts(family: Family) -> dict[str, tuple[type[Any], Config]]:
+    """The networks' classes, and their configurations where a single file has none."""
+    parts: dict[str, tuple[type[Any], Config]] = {
+        "unet": (UNet2DConditionModel, family.unet_config),
+        "vae": (AutoencoderKL, family.vae_config),
     }
     for encoder in family.text_encoders:
-        networks[encoder.network] = reading.read_network(
-            _text_model(encoder), folder / encoder.network
-        )
-    return _Read(family, networks)
+        model = CLIPTextModelWithProjection if encoder.rules.has_pooled else CLIPTextModel
+        parts[encoder.network] = (model, encoder.config)
+    return parts
 
 
-def _text_model(encoder: TextEncoder) -> type[Any]:
-    projected: type[Any] = CLIPTextModelWithProjection
-    return projected if encoder.rules.has_pooled else CLIPTextModel
+def _read_folder(folder: Path) -> _Read:
+    unet, text_encoder = (
+        reading.read_json(folder / part / "config.json") for part in ("unet", "text_encoder")
+    )
+    family = table.of_folder(unet, text_encoder)
+    return _Read(
+        family,
+        {
+            name: reading.read_network(network, folder / name)
+            for name, (network, _) in _parts(family).items()
+        },
+    )
 
 
 def _config_folder(model: Path, config: Path | None) -> Path:
@@ -299,20 +302,22 @@ def _read_file(path: Path, config: Path) -> _Read:
     if family is None:
         known = " or ".join(each.name for each in table.FAMILIES)
         raise errors.SetupError(f"{str(path)!r} is not a {known} checkpoint")
+    parts = _parts(family)
+    parts["unet"] = (
+        UNet2DConditionModel,
+        {**family.unet_config, "in_channels": weights[_INPUTS].shape[1]},
+    )
     try:
-        with torch.device("meta"):
-            inputs = {"in_channels": weights[_INPUTS].shape[1]}
-            unet = UNet2DConditionModel.from_config(
-                reading.network_config(config / "unet", {**family.unet_config, **inputs})
-            )
-            vae = AutoencoderKL.from_config(
-                reading.network_config(config / "vae", family.vae_config)
-            )
-        _fill(unet, convert_ldm_unet_checkpoint(weights, unet.config))
-        _fill(vae, convert_ldm_vae_checkpoint(weights, vae.config))
-        networks = {"unet": unet, "vae": vae}
+        networks = {
+            name: reading.build(network, reading.network_config(config / name, default))
+            for name, (network, default) in parts.items()
+        }
+        unet, vae = networks["unet"], networks["vae"]
+        reading.assign(unet, convert_ldm_unet_checkpoint(weights, unet.config))
+        reading.assign(vae, convert_ldm_vae_checkpoint(weights, vae.config))
         for encoder in family.text_encoders:
-            networks[encoder.network] = _read_text_encoder(encoder, weights, config)
+            text_encoder = networks[encoder.network]
+            reading.assign(text_encoder, _text_weights(encoder, weights, text_encoder))
     except reading.LOADING_ERRORS as error:
         raise errors.SetupError(
             f"{str(path)!r} does not fit {family.name}: {reading.brief(error)}"
@@ -321,30 +326,19 @@ def _read_file(path: Path, config: Path) -> _Read:
     return _Read(family, networks, weights.keys(), has_own_size)
 
 
-def _read_text_encoder(
-    encoder: TextEncoder, weights: Mapping[str, torch.Tensor], config: Path
-) -> Any:
-    with torch.device("meta"):
-        text_config = CLIPTextConfig(
-            **reading.network_config(config / encoder.network, encoder.config)
-        )
-        network = _text_model(encoder)(text_config)
-    reading.number_positions(network)
+def _text_weights(
+    encoder: TextEncoder, weights: dict[str, torch.Tensor], network: Any
+) -> dict[str, torch.Tensor]:
+    """A text encoder's weights of a single file, in transformers' names."""
     if encoder.is_open_clip:
-        own = convert_open_clip_checkpoint(network, weights, encoder.prefix)
-    else:
-        own = {
-            key.removeprefix(encoder.prefix): weight
-            for key, weight in weights.items()
-            if key.startswith(encoder.prefix)
-        }
-    _fill(network, own)
-    return network
-
-
-def _fill(network: nn.Module, weights: Mapping[str, torch.Tensor]) -> None:
-    if missing := reading.assign(network, weights):
-        raise ValueError(f"{len(missing)} weights are missing, for example {missing[0]}")
+        found: dict[str, torch.Tensor]
+        found = convert_open_clip_checkpoint(network, weights, encoder.prefix)
+        return found
+    return {
+        key.removeprefix(encoder.prefix): weight
+        for key, weight in weights.items()
+        if key.startswith(encoder.prefix)
+    }
 
 
 def _find_tokenizer(checkpoint: Path, vocabulary_size: int) -> CLIPTokenizer:
@@ -379,16 +373,12 @@ def _check_architecture(
     ):
         raise errors.SetupError(f"{str(model)!r} does not have {family.name}'s architecture")
     latents, inputs = unet.config.out_channels, unet.config.in_channels
-    if family.enlarges_image and inputs != latents + table.IMAGE_CHANNELS:
-        raise errors.SetupError(
-            f"the UNet of {str(model)!r} has {inputs} inputs: the {family.name}'s has"
-            f" {latents + table.IMAGE_CHANNELS}"
-        )
-    if not family.enlarges_image and inputs not in (latents, 2 * latents + 1):
-        raise errors.SetupError(
-            f"the UNet of {str(model)!r} has {inputs} inputs: checkpoints that draw from text have"
-            f" {latents}, and inpainting checkpoints {2 * latents + 1}"
-        )
+    wanted = {latents: "checkpoints that draw from text have", 2 * latents + 1: "inpainting ones"}
+    if family.enlarges_image:
+        wanted = {latents + table.IMAGE_CHANNELS: f"the {family.name}'s has"}
+    if inputs not in wanted:
+        ones = ", and ".join(f"{whose} {number}" for number, whose in wanted.items())
+        raise errors.SetupError(f"the UNet of {str(model)!r} has {inputs} inputs: {ones}")
     if not isinstance(unet.config.sample_size, int):
         raise errors.SetupError(
             f"{str(model)!r} has no native size: sample_size in unet/config.json must be a number"

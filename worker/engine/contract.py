@@ -16,10 +16,8 @@ import numpy as np
 import numpy.typing as npt
 
 from imagefleet import errors
-from imagefleet.job import noise as job_noise
-from imagefleet.job.noise import Noise
 from imagefleet.job.prompt import Prompt
-from imagefleet.job.samplers import DEFAULT_OPTIONS, Options
+from imagefleet.job.samplers import DEFAULT_NOISE, DEFAULT_OPTIONS, Noise, Options
 
 Pixels = npt.NDArray[np.uint8]
 """One image: [height, width, 3], RGB."""
@@ -125,7 +123,7 @@ class ImageRequest:
     embeddings: tuple[Embedding, ...] = ()
     """The embeddings that the prompts name."""
     sampler_options: Options = DEFAULT_OPTIONS
-    noise: Noise = job_noise.DEFAULT
+    noise: Noise = DEFAULT_NOISE
     init: InitImage | None = None
     hires: HiresPass | None = None
     controls: tuple[Control, ...] = ()

@@ -6,6 +6,7 @@ import logging
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from diffusers import AutoencoderKL
@@ -29,8 +30,7 @@ _MAX_IMAGES = 8
 _MAX_WAIT_TICKS = 8
 
 
-@dataclass(frozen=True, slots=True)
-class _FinishedLatents:
+class _FinishedLatents(NamedTuple):
     ticket: int
     latents: torch.Tensor
     since_tick: int
@@ -152,14 +152,12 @@ class Decoder:
         """
         self._tick += 1
         for shape in dict.fromkeys(drawn.latents.shape for drawn in self._queue):
-            waiting = deque(drawn for drawn in self._queue if drawn.latents.shape == shape)
             size = self._slice_size(shape)
             is_urgent = flush or shape not in self._compiled
-            while waiting:
-                waited = self._tick - waiting[0].since_tick
-                if not (len(waiting) >= size or is_urgent or waited >= lanes * _MAX_WAIT_TICKS):
+            while part := [each for each in self._queue if each.latents.shape == shape][:size]:
+                waited = self._tick - part[0].since_tick
+                if not (len(part) == size or is_urgent or waited >= lanes * _MAX_WAIT_TICKS):
                     break
-                part = [waiting.popleft() for _ in range(min(size, len(waiting)))]
                 for drawn in part:
                     self._queue.remove(drawn)
                 self._decode_or_share(part)
@@ -224,22 +222,16 @@ class Decoder:
         if shape in self._compiled:
             self._compiled.pop(shape)[1].release()
         torch.cuda.empty_cache()
-        if len(part) == 1 and out_of_memory and shape not in self._striped_shapes:
+        if half := len(part) // 2:
+            if out_of_memory:
+                self.slice_pixels = min(self.slice_pixels, half * self._pixels(shape))
+            self._decode_or_share(part[:half])
+            self._decode_or_share(part[half:])
+        elif out_of_memory and (shape not in self._striped_shapes or self.free_memory()):
             self._striped_shapes.add(shape)
             self._decode_or_share(part)
-            return
-        if len(part) == 1 and out_of_memory and self.free_memory():
-            self._decode_or_share(part)
-            return
-        if len(part) == 1:
+        else:
             self._failed.append(contract.Finished(part[0].ticket, failure))
-            return
-        half = len(part) // 2
-        if out_of_memory:
-            limit = half * self._pixels(shape)
-            self.slice_pixels = min(self.slice_pixels, limit)
-        self._decode_or_share(part[:half])
-        self._decode_or_share(part[half:])
 
     @torch.no_grad()
     def _decode(self, part: Sequence[_FinishedLatents]) -> HostCopy:
@@ -291,17 +283,12 @@ def to_images(
     """The VAE's images of latents [images, 4, height, width], from -1 to 1, in float32."""
     if vae is None:
         return latents
-    scaled = _scale(vae, latents)
+    scaled = (latents / vae.config.scaling_factor).to(vae.dtype)
+    if vae.post_quant_conv is not None:
+        scaled = vae.post_quant_conv(scaled)
     images: torch.Tensor
     images = stripes.decode(vae.decoder, scaled) if in_stripes else vae.decoder(scaled)
     return images.float()
-
-
-def _scale(vae: AutoencoderKL, latents: torch.Tensor) -> torch.Tensor:
-    scaled: torch.Tensor = (latents / vae.config.scaling_factor).to(vae.dtype)
-    if vae.post_quant_conv is not None:
-        scaled = vae.post_quant_conv(scaled)
-    return scaled
 
 
 def to_pixels(images: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import sys
 from typing import Literal
 
@@ -29,9 +30,8 @@ _TEXT_SHARE, _MAX_TEXT_THREADS = 1 / 2, 8
 #: those that prepare jobs or compile may keep it for 5 ms at a time.
 _SWITCH_SECONDS = 0.0001
 
-#: The oldest NVIDIA driver by CUDA's major version. It runs the machine code of all minor versions;
-#: a newer one is needed only for code in PTX, which torch's wheels and Triton do not leave to the
-#: driver. https://docs.nvidia.com/deploy/cuda-compatibility/minor-version-compatibility.html
+#: The oldest NVIDIA driver by CUDA's major version, whose minor versions all run on it.
+#: https://docs.nvidia.com/deploy/cuda-compatibility/minor-version-compatibility.html
 OLDEST_DRIVERS = {11: 450, 12: 525, 13: 580}
 
 #: Memory in segments that grow, of which less is lost to fragments: with SDXL on 8 GB, a GiB.
@@ -53,13 +53,9 @@ def find_device(name: str) -> torch.device:
         )
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
-    unknown = f"{name!r} is not a device: use auto, cpu, cuda or cuda:N"
-    try:
-        device = torch.device(name)
-    except RuntimeError as error:
-        raise errors.SetupError(unknown) from error
-    if device.type not in {"cpu", "cuda"}:
-        raise errors.SetupError(unknown)
+    if not re.fullmatch(r"cpu|cuda(:\d{1,2})?", name):
+        raise errors.SetupError(f"{name!r} is not a device: use auto, cpu, cuda or cuda:N")
+    device = torch.device(name)
     gpus = torch.cuda.device_count()
     if device.type == "cuda" and (device.index or 0) >= gpus:
         raise errors.SetupError(f"the device {name!r} does not exist; torch finds {gpus} CUDA GPUs")
@@ -75,16 +71,12 @@ def find_device(name: str) -> torch.device:
             found,
             extra={"action": "driver", "needed": needed, "found": found},
         )
-    _set_up_allocator()
-    # Some of torch's functions accept a CUDA device only with its number.
-    return torch.device("cuda", device.index or 0)
-
-
-def _set_up_allocator() -> None:
-    """Configures torch's GPU allocator before its first memory; users' own settings stay."""
+    # The allocator is set up before its first memory; users' own settings stay.
     until_torch_2_9, since = "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"
     if until_torch_2_9 not in os.environ and since not in os.environ:
         os.environ[since if torch.__version__ >= "2.9" else until_torch_2_9] = _ALLOCATOR
+    # Some of torch's functions accept a CUDA device only with its number.
+    return torch.device("cuda", device.index or 0)
 
 
 def find_dtype(precision: Precision, device: torch.device) -> torch.dtype:

@@ -11,7 +11,8 @@ import torch
 from safetensors import SafetensorError
 
 from imagefleet import errors
-from imagefleet.job.chunks import CHUNK_TOKENS
+from imagefleet.files.contents import EMBEDDING_WIDTHS
+from imagefleet.job.clip import CHUNK_TOKENS
 from worker.engine import contract
 from worker.engine.files.safetensors import ReadOnce, UnusableError, named
 
@@ -23,9 +24,6 @@ NAMES = {"text_encoder": CLIP_L, "text_encoder_2": CLIP_G}
 
 #: The names that diffusers' training scripts for SDXL gave these tensors at first.
 _ALIASES = {"text_encoders_0": CLIP_L, "text_encoders_1": CLIP_G}
-
-#: What embeddings were made for, by the width of their vectors.
-_MADE_FOR = {768: "Stable Diffusion 1.x", 1024: "Stable Diffusion 2.x", 1280: "SDXL"}
 
 #: What the library raises for a damaged file.
 _DAMAGED = (SafetensorError, ValueError, KeyError, TypeError, RuntimeError)
@@ -125,7 +123,7 @@ def _unfit(tensors: Mapping[str, torch.Tensor], widths: Mapping[str, int]) -> Un
     elif len(tensors) == 1:
         (tensor,) = tensors.values()
         width = tensor.shape[-1] if tensor.dim() else 0
-        made_for = f", as for {_MADE_FOR[width]}" if width in _MADE_FOR else ""
+        made_for = f", as for {EMBEDDING_WIDTHS[width]}" if width in EMBEDDING_WIDTHS else ""
         origin = f"has vectors of {width:,} numbers{made_for}"
     else:
         keys = ", ".join(sorted(repr(key[:40]) for key in tensors)[:3])

@@ -1,26 +1,22 @@
 """An image's noise, from its seed alone: the same in any company and on any machine.
 
 There are two generators: torch's on the CPU (Mersenne Twister), and Philox 4x32-10 (Salmon et al.
-2011) with the Box-Muller transform, as cuRAND and so `torch.randn` on an NVIDIA GPU have it.
-AUTOMATIC1111 computes the latter on the CPU as `NV`; the GPU's own results differ from that by its
-rounding, and for large images on small GPUs, where a thread draws several numbers.
-
-Philox is computed here with integers and with additions, multiplications, divisions and square
-roots of float64 only, whose results IEEE 754 determines: the logarithm and the sine of libraries
-differ between machines in their last bits.
+2011) with the Box-Muller transform, as cuRAND has it and AUTOMATIC1111's `NV`. Philox is computed
+here with integers and with additions, multiplications, divisions and square roots of float64 only,
+whose results IEEE 754 determines: the logarithm and the sine of libraries differ between machines
+in their last bits.
 """
 
 from __future__ import annotations
 
 import math
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from imagefleet.job.noise import PHILOX, Noise
+from imagefleet.job.samplers import PHILOX, Noise
 
 Shape = tuple[int, ...]
 
@@ -75,18 +71,13 @@ class Philox:
 
 
 class _CpuGenerator:
+    """The same for torch's own."""
+
     def __init__(self, seed: int) -> None:
         self._generator = torch.Generator().manual_seed(seed % 2**64)
 
     def randn(self, shape: Shape) -> torch.Tensor:
         return torch.randn(shape, generator=self._generator, dtype=torch.float32)
-
-    def fill(self, out: torch.Tensor) -> None:
-        torch.randn(out.shape, generator=self._generator, out=out)
-
-
-class _Generator(Protocol):
-    def randn(self, shape: Shape) -> torch.Tensor: ...
 
 
 class NoiseStream:
@@ -131,9 +122,7 @@ class NoiseStream:
 
     def fill(self, out: torch.Tensor) -> None:
         """The next noise, into *out*."""
-        if isinstance(self._generator, _CpuGenerator):
-            self._generator.fill(out)
-        elif self._next is None:
+        if self._next is None:
             out.copy_(self._generator.randn(self._shape))
         else:
             out.copy_(self._next.result())
@@ -145,7 +134,7 @@ class NoiseStream:
             self._draws -= 1
             self._next = _AHEAD.submit(self._generator.randn, self._shape)
 
-    def _make(self, seed: int) -> _Generator:
+    def _make(self, seed: int) -> Philox | _CpuGenerator:
         return Philox(seed) if self._settings.source in PHILOX else _CpuGenerator(seed)
 
 
@@ -163,8 +152,7 @@ def philox(seed: int, offset: int, start: int, count: int) -> tuple[_Words, _Wor
 
 def philox_words(counter: list[_Words], key: tuple[int, int]) -> list[_Words]:
     """Philox 4x32-10 of four words of counters."""
-    even, left, odd, right = counter
-    key_even, key_odd = key
+    (even, left, odd, right), (key_even, key_odd) = counter, key
     word, half = np.uint64(_WORD), np.uint64(32)
     product_even, product_odd = np.empty_like(even), np.empty_like(odd)
     for _ in range(_ROUNDS):

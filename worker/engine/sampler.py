@@ -10,12 +10,16 @@ So one update serves all rows of a batch, whatever each row's sampler and step:
 Inpainting keeps a part of the latents, as AUTOMATIC1111's `CFGDenoiser` does: of the estimate where
 that is the image, and of what the UNet sees where it is the noise.
 
-Euler, Euler ancestral and DPM++ 2M follow k-diffusion (`sampling.py`): latents have variance
-sigma^2 + 1, and the estimate is the denoised image. Sigmas belong to evenly spaced timesteps, with
-log sigma interpolated (`external.py`), or are Karras et al.'s. DDIM and PLMS follow AUTOMATIC1111:
-latents have variance 1, and the estimate is the noise. Their timesteps are 1, 1 + r, 1 + 2r, ...
-below 1000 with r = 1000 // steps, of which the last takes no step; PLMS calls the UNet twice at the
-second one. img2img takes the end of a schedule (`t_enc`).
+Euler, Euler ancestral and DPM++ 2M follow k-diffusion. Their latents have variance sigma^2 + 1, and
+the estimate is the denoised image. Their sigmas belong to evenly spaced timesteps from the last to
+0, with log sigma interpolated, or are Karras et al.'s (2022).
+
+DDIM and PLMS follow AUTOMATIC1111. Their latents have variance 1, and the estimate is the noise.
+Their timesteps are 1, 1 + r, 1 + 2r, ... below 1000 with r = 1000 // steps. The last of them is
+where they end, so it takes no step; PLMS calls the UNet twice at the second one.
+
+img2img takes the end of a schedule: the noise of the sigma or timestep `t_enc` steps before the
+last one; the first call is at that sigma, and at the timestep after that one.
 """
 
 from __future__ import annotations
@@ -91,38 +95,31 @@ def make_schedule(
     *,
     t_enc: int | None = None,
 ) -> Schedule:
-    """The schedule of one of `imagefleet.job.samplers`.
+    """The schedule of one of `imagefleet.job.samplers`, by its name, such as "dpmpp_2m_karras".
 
-    Args:
-        name: the sampler's canonical name, such as "dpmpp_2m_karras".
-        steps: of the whole schedule; DDIM and PLMS may make more UNet calls.
-        alphas_cumprod: the model's noise schedule [train timesteps] in float64.
-        prediction_type: what the UNet predicts, "epsilon" or "v_prediction".
-        options: eta and the like; a sampler ignores those that it does not have.
-        t_enc: for the end of the schedule alone, on an image's latents: AUTOMATIC1111's number of
-            the step, from the end, whose noise they have. Where no step is left, one call leaves
-            the latents as they are.
-
-    Raises:
-        JobError: there is no such sampler, or it has no step to take.
+    DDIM and PLMS may make more UNet calls than *steps*; *alphas_cumprod* [train timesteps] is the
+    model's noise schedule in float64. *t_enc*: for the end of the schedule alone, on an image's
+    latents: AUTOMATIC1111's number of the step, from the end, whose noise they have. Where no step
+    is left, one call leaves the latents as they are. Raises JobError if there is no such sampler,
+    or it has no step to take.
     """
     alphas = alphas_cumprod.double().numpy()
     initial_scale, initial_churn = 1.0, None
     image_scale = 0.0 if t_enc is None else 1.0
-    if name.removesuffix("_karras") in _SIGMA_UPDATES:
-        make_sigmas = _karras_sigmas if name.endswith("_karras") else _even_sigmas
+    kind = name.removesuffix("_karras")
+    if kind in _SIGMA_UPDATES:
+        make_sigmas = _even_sigmas if kind == name else _karras_sigmas
         all_sigmas = np.sqrt((1 - alphas) / alphas)
         sigmas = [*make_sigmas(all_sigmas, steps).tolist(), 0.0]
         if t_enc is not None:
             sigmas = sigmas[steps - t_enc - 1 :]
         initial_scale = sigmas[0]
-        if name.removesuffix("_karras") == "euler" and options.s_churn > 0:
+        churned = sigmas
+        if kind == "euler" and options.s_churn > 0:
             taken = max(1, len(sigmas) - 1)
             churned = [_churned(sigma, taken, options) for sigma in sigmas]
             initial_churn = _churn_noise(sigmas[0], churned[0], options)
-        else:
-            churned = sigmas
-        update_of = _SIGMA_UPDATES[name.removesuffix("_karras")]
+        update_of = _SIGMA_UPDATES[kind]
         levels = churned[:-1]
         calls: Iterable[_Call] = (
             (
@@ -201,14 +198,10 @@ def step(
 
     A row that restarts needs zeros in *history*: its weights are 0, but 0 times NaN is NaN.
 
-    Args:
-        rows: each image's row of its table [batch, COLUMNS].
-        latents: [batch, 4, height, width].
-        output: the UNet's, with guidance [batch, 4, height, width].
-        history: earlier estimates, newest first [HISTORY, batch, 4, height, width].
-        noise: [batch, 4, height, width], or None if no row uses any.
-        image: None if no row keeps anything.
-        limit: what estimates are limited by, if by anything.
+    *rows* are of each image's table [batch, COLUMNS], *history* earlier estimates, newest first
+    [HISTORY, batch, 4, height, width]; latents, the UNet's *output* with guidance and *noise* are
+    [batch, 4, height, width]. Noise is None if no row uses any, *image* if none keeps anything.
+    *limit* is what estimates are limited by, if by anything.
     """
     columns = rows.T[..., None, None, None]
     seen = latents if image is None else mask_input(rows, latents, image)
@@ -225,14 +218,11 @@ def step(
     return stepped, history
 
 
+#: keep, weights (newest estimate first), noise_scale; None if no noise is drawn.
 _Update = tuple[float, Sequence[float], float | None]
-"""keep, weights (newest estimate first), noise_scale; None if no noise is drawn."""
-
-_Alphas = npt.NDArray[np.float64]
-
+#: timestep, input_scale, the estimate's coefficients, the update.
 _Call = tuple[float, float, tuple[float, float], _Update]
-"""timestep, input_scale, the estimate's coefficients, the update."""
-
+_Alphas = npt.NDArray[np.float64]
 
 #: Latents stay as they are.
 _NO_STEP: _Call = (0.0, 1.0, (0.0, 0.0), (1.0, (), None))
@@ -370,18 +360,12 @@ def _transfer(alpha: float, following: float, noise: float = 0.0) -> tuple[float
     return keep, math.sqrt(max(0.0, 1 - following - noise**2)) - keep * math.sqrt(1 - alpha)
 
 
-_SigmaUpdate = Callable[[Sequence[float], Sequence[float], int, Options], _Update]
-"""Makes a step's update from the sigmas, the sigmas after churn, the step and the options."""
+#: Makes a step's update from the sigmas, the sigmas after churn, the step and the options.
+_SIGMA_UPDATES: Mapping[
+    str, Callable[[Sequence[float], Sequence[float], int, Options], _Update]
+] = {"euler_ancestral": _euler_ancestral, "euler": _euler, "dpmpp_2m": _dpmpp_2m}
 
-_SIGMA_UPDATES: Mapping[str, _SigmaUpdate] = {
-    "euler_ancestral": _euler_ancestral,
-    "euler": _euler,
-    "dpmpp_2m": _dpmpp_2m,
-}
-_TimestepUpdates = Callable[[Sequence[int], _Alphas, Options], Iterator[tuple[int, _Update]]]
-"""The timestep and the update of each call, from the timesteps, the last of which is the end."""
-
-_TIMESTEP_UPDATES: Mapping[str, _TimestepUpdates] = {
-    "ddim": _ddim,
-    "plms": _plms,
-}
+#: The timestep and the update of each call, from the timesteps, the last of which is the end.
+_TIMESTEP_UPDATES: Mapping[
+    str, Callable[[Sequence[int], _Alphas, Options], Iterator[tuple[int, _Update]]]
+] = {"ddim": _ddim, "plms": _plms}

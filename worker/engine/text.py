@@ -6,6 +6,7 @@ import contextlib
 import threading
 from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from cachetools import LRUCache
@@ -13,7 +14,7 @@ from transformers import CLIPTextModel, CLIPTokenizer
 
 from imagefleet import errors
 from imagefleet.job import clip
-from imagefleet.job.chunks import CHUNK_TOKENS, Chunk, Names, cut_into_chunks, sections_of
+from imagefleet.job.clip import CHUNK_TOKENS, Chunk, Names, cut_into_chunks, sections_of
 from imagefleet.job.prompt import Prompt
 from worker.engine.embeddings import CLIP_L, Embedding
 
@@ -61,16 +62,20 @@ class Rules:
     """The vector of the end token, projected, is read too."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Encoded:
+class Reader(NamedTuple):
+    """A text encoder and how it is read."""
+
+    network: CLIPTextModel
+    rules: Rules = Rules()
+    name: str = CLIP_L
+    """That of its vectors in the files of embeddings for several text encoders."""
+
+
+class _Encoded(NamedTuple):
     """A chunk's vectors [77, width], and its pooled one [width], if any."""
 
     vectors: torch.Tensor
     pooled: torch.Tensor | None
-
-    @property
-    def nbytes(self) -> int:
-        return self.vectors.nbytes + (0 if self.pooled is None else self.pooled.nbytes)
 
 
 class Tokenizer:
@@ -82,10 +87,7 @@ class Tokenizer:
         # The Rust tokenizer raises "Already borrowed" when two threads use it at once.
         self._lock = threading.Lock()
         # Of a fleet's embeddings, some thousands at most, which rarely change.
-        self._names: tuple[Collection[str], Names[str]] = (
-            (),
-            Names(()),
-        )
+        self._names: tuple[Collection[str], Names[str]] = ((), Names(()))
 
     def chunks(
         self, prompt: Prompt | str, embeddings: Sequence[Embedding] = ()
@@ -136,8 +138,8 @@ def _key(chunk: Chunk) -> Hashable:
 
 
 @contextlib.contextmanager
-def _inserted(text_encoder: CLIPTextModel, name: str, chunks: Sequence[Chunk]) -> Iterator[None]:
-    """The chunks' embeddings in the places of their tokens' vectors; *name*: see `Encoder`."""
+def _inserted(reader: Reader, chunks: Sequence[Chunk]) -> Iterator[None]:
+    """The chunks' embeddings in the places of their tokens' vectors."""
     if not any(chunk.inserts for chunk in chunks):
         yield
         return
@@ -149,10 +151,10 @@ def _inserted(text_encoder: CLIPTextModel, name: str, chunks: Sequence[Chunk]) -
             for each in chunk.inserts:
                 assert isinstance(each.embedding, Embedding)  # noqa: S101 - of this engine
                 begin = 1 + each.at  # after the start token
-                row[begin : begin + each.embedding.length] = each.embedding.vectors[name]
+                row[begin : begin + each.embedding.length] = each.embedding.vectors[reader.name]
         return found
 
-    hook = text_encoder.get_input_embeddings().register_forward_hook(insert)
+    hook = reader.network.get_input_embeddings().register_forward_hook(insert)
     try:
         yield
     finally:
@@ -160,27 +162,20 @@ def _inserted(text_encoder: CLIPTextModel, name: str, chunks: Sequence[Chunk]) -
 
 
 class Encoder:
-    """The text encoder, with an LRU cache of its output on the device; not thread-safe."""
+    """A model's text encoders as one, their vectors side by side; not thread-safe.
+
+    An LRU cache of *cache_bytes* for each holds their output on the device.
+    """
 
     def __init__(
-        self,
-        text_encoder: CLIPTextModel,
-        start: int,
-        end: int,
-        cache_bytes: int = _CACHE_BYTES,
-        rules: Rules = Rules(),
-        *,
-        name: str = CLIP_L,
+        self, readers: Sequence[Reader], start: int, end: int, cache_bytes: int = _CACHE_BYTES
     ) -> None:
-        """*name* is that of its vectors in the files of embeddings for several text encoders."""
-        self._text_encoder = text_encoder
-        self._name = name
-        self._start = start
-        self._end = end
-        self._rules = rules
-        self._padding = end if rules.padding is None else rules.padding
+        """*start* and *end* are their tokens; the pooled vectors are the last encoder's."""
+        self._readers = readers
+        self._start, self._end = start, end
         self._cache: LRUCache[Hashable, _Encoded] = LRUCache(
-            cache_bytes, getsizeof=lambda encoded: encoded.nbytes
+            cache_bytes * len(readers),
+            getsizeof=lambda encoded: sum(each.nbytes for each in encoded if each is not None),
         )
 
     def encode(
@@ -204,10 +199,7 @@ class Encoder:
         return Context(torch.nn.utils.rnn.pad_sequence(rows, batch_first=True), mask, stacked)
 
     def encode_ahead(self, chunks: Iterable[Chunk], clip_skip: int) -> None:
-        """Encodes chunks together, for `encode` to find in the cache.
-
-        Raises JobError if the weights in one of the prompts cancel each other out.
-        """
+        """Encodes chunks together, for `encode` to find in the cache; raises as there."""
         self._look_up(dict.fromkeys(chunks), clip_skip, ())
 
     def clear(self) -> None:
@@ -227,71 +219,41 @@ class Encoder:
                 encoded[chunk] = cached
         for at in range(0, len(missing), _CHUNKS_PER_CALL):
             part = missing[at : at + _CHUNKS_PER_CALL]
-            vectors, pooled = self._compute(part, clip_skip)
-            for at_chunk, chunk in enumerate(part):
+            found = [self._read(reader, part, clip_skip) for reader in self._readers]
+            pooled = found[-1].pooled
+            for row, chunk in enumerate(part):
                 # A view would keep the whole call's vectors in memory.
-                own = None if pooled is None else pooled[at_chunk].clone()
-                each = _Encoded(vectors[at_chunk].clone(), own)
+                vectors = torch.cat([each.vectors[row] for each in found], dim=-1)
+                each = _Encoded(vectors, None if pooled is None else pooled[row].clone())
                 encoded[chunk] = self._cache[_key(chunk), clip_skip, loras] = each
         return encoded
 
-    def _compute(
-        self, part: Sequence[Chunk], clip_skip: int
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Chunks as vectors [chunks, 77, width], and pooled ones [chunks, width], if any."""
-        device = self._text_encoder.device
+    def _read(self, reader: Reader, part: Sequence[Chunk], clip_skip: int) -> _Encoded:
+        """Chunks' vectors [chunks, 77, width], and pooled ones [chunks, width], if any."""
+        network, rules = reader.network, reader.rules
+        padding = self._end if rules.padding is None else rules.padding
         filling = [CHUNK_TOKENS - len(chunk.tokens) for chunk in part]
         rows = [
-            (self._start, *chunk.tokens, self._end, *[self._padding] * fill)
+            (self._start, *chunk.tokens, self._end, *[padding] * fill)
             for chunk, fill in zip(part, filling, strict=True)
         ]
-        with _inserted(self._text_encoder, self._name, part):
-            output = self._text_encoder(
-                torch.tensor(rows, device=device), output_hidden_states=True
-            )
-        pooled: torch.Tensor | None = output.text_embeds if self._rules.has_pooled else None
-        vectors: torch.Tensor = output.hidden_states[-(self._rules.layer or clip_skip)]
-        if self._rules.is_normalised:
+        with _inserted(reader, part):
+            output = network(torch.tensor(rows, device=network.device), output_hidden_states=True)
+        pooled: torch.Tensor | None = output.text_embeds if rules.has_pooled else None
+        vectors: torch.Tensor = output.hidden_states[-(rules.layer or clip_skip)]
+        if rules.is_normalised:
             # The module tree lost its `text_model` level in transformers 5.6.
-            layers = getattr(self._text_encoder, "text_model", self._text_encoder)
-            vectors = layers.final_layer_norm(vectors)
+            vectors = getattr(network, "text_model", network).final_layer_norm(vectors)
         if all(weight == 1 for chunk in part for weight in chunk.weights):
-            return vectors, pooled
+            return _Encoded(vectors, pooled)
         weights = [
             (1.0, *chunk.weights, *[1.0] * (fill + 1))
             for chunk, fill in zip(part, filling, strict=True)
         ]
-        weighted = _weigh(vectors, torch.tensor(weights, device=device))
+        weighted = _weigh(vectors, torch.tensor(weights, device=vectors.device))
         if vectors.isfinite().all() and not weighted.isfinite().all():
             raise errors.JobError("the weights in the prompt cancel each other out")
-        return weighted, pooled
-
-
-class JointEncoder:
-    """Several text encoders of one model as one: their vectors side by side."""
-
-    def __init__(self, encoders: Sequence[Encoder]) -> None:
-        self._encoders = encoders
-
-    def encode(
-        self, prompts: Sequence[Sequence[Chunk]], clip_skip: int, loras: Hashable = ()
-    ) -> Context:
-        """See `Encoder.encode`; the pooled vectors are the last encoder's."""
-        contexts = [each.encode(prompts, clip_skip, loras) for each in self._encoders]
-        if len(contexts) == 1:
-            return contexts[0]
-        vectors = torch.cat([each.vectors for each in contexts], dim=-1)
-        return Context(vectors, contexts[0].mask, contexts[-1].pooled)
-
-    def encode_ahead(self, chunks: Iterable[Chunk], clip_skip: int) -> None:
-        """See `Encoder.encode_ahead`."""
-        distinct = list(chunks)
-        for each in self._encoders:
-            each.encode_ahead(distinct, clip_skip)
-
-    def clear(self) -> None:
-        for each in self._encoders:
-            each.clear()
+        return _Encoded(weighted, pooled)
 
 
 def _weigh(vectors: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:

@@ -43,6 +43,16 @@ _CREDENTIALS = re.compile(
     re.IGNORECASE,
 )
 
+#: What a pickle holds, by the thing that it should be, and how it is taken out of it.
+_MODEL_TENSORS = (
+    ' w = w.get("state_dict", w);'
+    " save_file({k: v.clone().contiguous() for k, v in w.items() if torch.is_tensor(v)}, "
+)
+_EMBEDDING_TENSORS = (
+    ' (v,) = w.get("string_to_param", w).values();'
+    ' save_file({"emb_params": v.detach().clone().contiguous()}, '
+)
+
 
 @dataclass(frozen=True, slots=True)
 class Address:
@@ -69,10 +79,9 @@ class Address:
 
 
 def read_address(text: str, sha256: str | None, storage: str) -> Address | None:
-    """The address in *text*; None if it is a path. *storage* identifies the fleet's storage.
+    """The address in *text*, None if it is a path; raises SetupError if it can be neither.
 
-    Raises:
-        SetupError: it can be no address of a model.
+    *storage* identifies the fleet's storage.
     """
     if _IS_URL.match(text):
         address = _read_url(text)
@@ -104,17 +113,6 @@ def hub_advice(text: str) -> str | None:
         start = "its repository on Hugging Face is gone; download its copy:"
     command = f"hf download {_MOVED.get(text, text)} --local-dir ./model"
     return f"{start} `{command}`, and then --model ./model"
-
-
-#: What a pickle holds, by the thing that it should be, and how it is taken out of it.
-_MODEL_TENSORS = (
-    ' w = w.get("state_dict", w);'
-    " save_file({k: v.clone().contiguous() for k, v in w.items() if torch.is_tensor(v)}, "
-)
-_EMBEDDING_TENSORS = (
-    ' (v,) = w.get("string_to_param", w).values();'
-    ' save_file({"emb_params": v.detach().clone().contiguous()}, '
-)
 
 
 def pickle_advice(path: str, *, is_embedding: bool = False) -> str:

@@ -57,7 +57,8 @@ _OTHER_NOISE = ("EDM", "FlowMatch")
 _PARAMETERIZATIONS = {"eps": "epsilon", "v": "v_prediction"}
 _SCALINGS = {"EpsScaling": "epsilon", "VScaling": "v_prediction"}
 
-#: Suffixes of a VAE beside a single file, in AUTOMATIC1111's order.
+#: Suffixes of a VAE beside a single file. AUTOMATIC1111 decodes with it; here a checkpoint is one
+#: file, wherever it is sent.
 _VAE_SUFFIXES = (".vae.pt", ".vae.ckpt", ".vae.safetensors")
 
 #: The text width of the refiner, which has the second text encoder alone.
@@ -88,7 +89,13 @@ def check_path(path: Path) -> None:
             raise errors.SetupError(f"{str(path)!r} is {addresses.pickle_advice(str(path))}")
         else:
             kinds.check(kinds.MODEL, str(path), read_header(path))
-            _refuse_vae_beside(path)
+            for suffix in _VAE_SUFFIXES:
+                if (vae := path.with_suffix(suffix)).is_file():
+                    raise errors.SetupError(
+                        f"{str(vae)!r} lies beside the checkpoint: AUTOMATIC1111 decodes with it."
+                        " Put it into the checkpoint (see 'A VAE of its own' in docs/models.md), or"
+                        " move it away"
+                    )
     except FileNotFoundError:
         advice = addresses.hub_advice(str(path))
         raise errors.SetupError(
@@ -98,16 +105,6 @@ def check_path(path: Path) -> None:
         raise errors.SetupError(
             f"the model {str(path)!r} cannot be read: {error.strerror or error}"
         ) from error
-
-
-def _refuse_vae_beside(path: Path) -> None:
-    """AUTOMATIC1111 decodes with it; here a checkpoint is one file, wherever it is sent."""
-    for suffix in _VAE_SUFFIXES:
-        if (vae := path.with_suffix(suffix)).is_file():
-            raise errors.SetupError(
-                f"{str(vae)!r} lies beside the checkpoint: AUTOMATIC1111 decodes with it. Put it"
-                " into the checkpoint (see 'A VAE of its own' in docs/models.md), or move it away"
-            )
 
 
 def require_path(path: Path | None) -> None:
@@ -126,11 +123,7 @@ def refuse_address(path: Path) -> None:
 
 
 def family(path: Path) -> str:
-    """The title of a checkpoint's family (`imagefleet.pricing.families`), as in 'SD 1.x'.
-
-    Raises:
-        SetupError: it is none, or cut off.
-    """
+    """A checkpoint's family by its title, as in 'SD 1.x'; raises as `read_header`."""
     if not path.is_dir():
         return contents.identify(read_header(path)).family
     pipeline = str(_read_json(path / "model_index.json").get("_class_name", ""))
@@ -209,8 +202,7 @@ def _describe(found: str, name: str) -> str:
 def prediction_type(path: Path) -> str | None:
     """What a single file's UNet predicts, by a .yaml beside it or its header; None: unknown.
 
-    Raises:
-        SetupError: the .yaml cannot be read.
+    Raises SetupError if the .yaml cannot be read.
     """
     if not path.is_file():
         return None

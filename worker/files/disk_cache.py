@@ -75,22 +75,18 @@ class DiskCache:
             path.unlink(missing_ok=True)
 
     def store(self, name: str, data: bytes) -> Path:
-        """Writes a file atomically, so that no worker sees a part of it.
-
-        Raises:
-            NodeError, SetupError: the disk is full or broken, or the folder not writable.
-        """
+        """Writes a file atomically; raises NodeError or SetupError as `errors`."""
         path = self.folder / f"{name}{SUFFIX}"
         with self._storing, self.errors():
             try:
                 self._evict(len(data))
-                self._write(path, data)
+                _write(path, data)
             except OSError as error:
                 if error.errno not in {*_FULL, errno.ENOENT}:
                     raise
                 # Another program took the room, or removed the folder.
                 self._evict(len(data), least_bytes=len(data))
-                self._write(path, data)
+                _write(path, data)
         return path
 
     def check_room(self, needed_bytes: int) -> None:
@@ -147,17 +143,26 @@ class DiskCache:
     def errors(self) -> Iterator[None]:
         """Translates OSError: permissions and names are for the operator, the rest is the node's.
 
-        If a job were retried for it, this worker would quickly use up the attempts of every job
-        in the queue.
+        A job that was retried for it would use up its attempts on this worker.
         """
         try:
             yield
+        except _IN_THE_WAY as error:
+            raise errors.SetupError(
+                f"the cache {self.folder} cannot be written: at {error.filename2 or error.filename}"
+                " is a file in the place of a folder, or the reverse; move it away, or use another"
+                " --cache"
+            ) from error
         except OSError as error:
-            raise _translated(self.folder, error) from error
-
-    def _write(self, path: Path, data: bytes) -> None:
-        with appearing(path) as part:
-            part.write_bytes(data)
+            if error.errno in _FULL:
+                raise errors.NodeError(
+                    f"the disk of the cache {self.folder} is full: use a larger disk or another"
+                    " --cache"
+                ) from error
+            kind = errors.SetupError if error.errno in _REFUSED else errors.NodeError
+            raise kind(
+                f"the cache {self.folder} cannot be written: {error.strerror or error}"
+            ) from error
 
     def _evict(self, size: int, *, least_bytes: int = 0) -> None:
         """Makes room for *size* bytes, and removes *least_bytes* in any case, if they can be."""
@@ -199,15 +204,6 @@ def appearing(target: Path) -> Iterator[Path]:
         part.unlink(missing_ok=True)
 
 
-def _translated(folder: Path, error: OSError) -> errors.FleetError:
-    if isinstance(error, _IN_THE_WAY):
-        return errors.SetupError(
-            f"the cache {folder} cannot be written: at {error.filename2 or error.filename} is a"
-            " file in the place of a folder, or the reverse; move it away, or use another --cache"
-        )
-    if error.errno in _FULL:
-        return errors.NodeError(
-            f"the disk of the cache {folder} is full: use a larger disk or another --cache"
-        )
-    kind = errors.SetupError if error.errno in _REFUSED else errors.NodeError
-    return kind(f"the cache {folder} cannot be written: {error.strerror or error}")
+def _write(path: Path, data: bytes) -> None:
+    with appearing(path) as part:
+        part.write_bytes(data)

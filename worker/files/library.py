@@ -33,6 +33,15 @@ log = logging.getLogger(__name__)
 #: text states of its prompts.
 REMEMBERED = 10_000
 
+#: Bytes of fetched embeddings kept on disk: thousands of them.
+CACHE_BYTES = 256 * 2**20
+
+#: The names of embeddings are listed again after this time.
+LIST_SECONDS = 300.0
+
+#: The longest that a job waits for the list: a storage that hangs must not hold up the GPU.
+READ_SECONDS = 5.0
+
 
 @dataclass(frozen=True, slots=True)
 class Folder:
@@ -100,8 +109,7 @@ class FileLibrary:
             MissingFileError: it does not exist, or a signed manifest does not list it.
             UnusableFileError: it is too large, or not a safetensors file.
             TransientError: the storage did not answer, or the file is truncated or does not match.
-            NodeError, SetupError: the cache cannot be written.
-            SetupError: the manifest is too large, or not signed with the trusted key.
+            NodeError, SetupError: as `DiskCache.errors` and `Manifest.sha256`.
         """
         path = await self._in_folders(name) or await self._in_cache(name)
         self.lookups["hit" if path else "miss"] += 1
@@ -221,16 +229,6 @@ def unreadable(kind: FileKind, path: Path, reason: str | None) -> errors.SetupEr
     return errors.SetupError(f"{kind.flag} {path} cannot be read: {reason}")
 
 
-#: Bytes of fetched embeddings kept on disk: thousands of them.
-CACHE_BYTES = 256 * 2**20
-
-#: The names are listed again after this time.
-LIST_SECONDS = 300.0
-
-#: The longest that a job waits for that: a storage that hangs must not hold up the GPU.
-READ_SECONDS = 5.0
-
-
 class EmbeddingLibrary(FileLibrary):
     """The embeddings of a folder, and of `embeddings/` in the storage."""
 
@@ -300,10 +298,7 @@ class EmbeddingLibrary(FileLibrary):
             return self._names
 
     async def resolve_hashed(self, name: str) -> tuple[Path, str]:
-        """The file of that name and its SHA-256; raises as `resolve`.
-
-        Also UnusableFileError: it is a pickle.
-        """
+        """The file and its SHA-256; raises as `resolve`, and UnusableFileError for a pickle."""
         if pickle := self._pickles.get(name):
             raise errors.UnusableFileError(
                 f"the embedding {name!r}, which the prompt names, is {pickle.name},"

@@ -1,14 +1,14 @@
 """A folder's manifest: the SHA-256 that its files must have, signed or not.
 
-`loras/manifest.json` and those of the other folders are either plain, `{"name": "sha256", ...}`, or
-signed, `{"folder": "loras", "files": {"name": "sha256", ...}, "signature": "..."}`. A signed one is
-complete: workers with a trusted key take no other file. That of embeddings is complete on Azure,
-where workers may not list what is there.
+It is either plain, `{"name": "sha256", ...}`, or signed, `{"folder": "loras", "files": {"name":
+"sha256", ...}, "signature": "..."}`, and then complete: workers with a trusted key take no other
+file. That of embeddings is complete on Azure, where workers may not list what is there.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import json
 import logging
@@ -18,7 +18,6 @@ import time
 from collections.abc import Awaitable, Callable, Collection, Hashable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from io import BufferedReader
 from pathlib import Path
 from typing import Any, Self
 
@@ -49,6 +48,15 @@ _NAMED = re.compile(rb'"sshs_model_hash" ?: ?"([0-9a-fA-F]{12,64})"')
 
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
+NAME = "manifest.json"
+
+#: The largest manifest: some 100 bytes a file.
+MAX_BYTES = 16 * 2**20
+MAX_FILES = 100_000
+
+#: A worker reads a manifest again after this time; a replaced file is fetched again by then.
+READ_AGAIN_SECONDS = 300.0
+
 
 class FileHashes:
     """Hashes of files, each in the background and once; None for what has none."""
@@ -63,26 +71,21 @@ class FileHashes:
         """The hash of a checkpoint's single file; None for a folder. *sha256* if it is known."""
         is_file = path.is_file()
         if is_file and sha256 is None:
-            return self._start("model", path, self._hash_model)
+            return self._start(path, self._hash_model)
         known: Future[str | None] = Future()
         known.set_result(sha256.lower()[:MODEL_CHARACTERS] if is_file and sha256 else None)
         return known
 
     def of_lora(self, path: Path) -> Future[str | None]:
-        return self._start("lora", path, _hash_lora)
+        return self._start(path, _hash_lora)
 
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
-    def _start(
-        self, kind: str, path: Path, read: Callable[[Path], str | None]
-    ) -> Future[str | None]:
-        try:
-            status = path.stat()
-        except OSError:
-            key: Hashable = (kind, path)  # its reader will say why
-        else:
-            key = (kind, path, status.st_mtime_ns, status.st_size)
+    def _start(self, path: Path, read: Callable[[Path], str | None]) -> Future[str | None]:
+        key: Hashable = path
+        with contextlib.suppress(OSError):  # its reader will say why
+            key = (path, (status := path.stat()).st_mtime_ns, status.st_size)
         with self._lock:
             found = self._found.get(key)
             if found is None or found.cancelled():
@@ -101,16 +104,12 @@ class FileHashes:
         if not _SHA256.fullmatch(noted):
             with path.open("rb") as file:
                 noted = hashlib.file_digest(file, "sha256").hexdigest()
-            self._write(note, noted)
+            try:  # workers of one machine may write it at once; they write the same
+                note.parent.mkdir(parents=True, exist_ok=True)
+                note.write_text(noted + "\n", encoding="ascii")
+            except OSError as error:  # it is computed again after the next start
+                log.debug("%s cannot be written: %s", note, error)
         return noted[:MODEL_CHARACTERS]
-
-    def _write(self, note: Path, sha256: str) -> None:
-        """Workers of one machine may write it at once; they write the same."""
-        try:
-            note.parent.mkdir(parents=True, exist_ok=True)
-            note.write_text(sha256 + "\n", encoding="ascii")
-        except OSError as error:  # it is computed again after the next start
-            log.debug("%s cannot be written: %s", note, error)
 
 
 def _try(read: Callable[[Path], str | None], path: Path) -> str | None:
@@ -129,26 +128,12 @@ def _try(read: Callable[[Path], str | None], path: Path) -> str | None:
 def _hash_lora(path: Path) -> str:
     """The hash of all but the header, as kohya's additional networks have it."""
     with path.open("rb") as file:
-        named = _NAMED.search(_header(file))
+        size = int.from_bytes(file.read(safetensors.LENGTH_BYTES), "little")
+        if size > safetensors.MAX_HEADER_BYTES:
+            raise safetensors.MalformedError
+        named = _NAMED.search(file.read(size))
         sha256 = named[1].decode() if named else hashlib.file_digest(file, "sha256").hexdigest()
     return sha256[:LORA_CHARACTERS]
-
-
-def _header(file: BufferedReader) -> bytes:
-    size = int.from_bytes(file.read(safetensors.LENGTH_BYTES), "little")
-    if size > safetensors.MAX_HEADER_BYTES:
-        raise safetensors.MalformedError
-    return file.read(size)
-
-
-NAME = "manifest.json"
-
-#: The largest manifest: some 100 bytes a file.
-MAX_BYTES = 16 * 2**20
-MAX_FILES = 100_000
-
-#: A worker reads a manifest again after this time; a replaced file is fetched again by then.
-READ_AGAIN_SECONDS = 300.0
 
 
 class DamagedError(errors.TransientError):
@@ -177,11 +162,7 @@ class Contents:
 
 
 def parse(where: str, content: bytes) -> Contents:
-    """What a manifest says.
-
-    Raises:
-        DamagedError: it is damaged; SetupError: it is too large.
-    """
+    """What a manifest says; raises DamagedError, or SetupError if it is too large."""
     if len(content) > MAX_BYTES:
         raise too_large(where)
     try:

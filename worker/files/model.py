@@ -22,9 +22,8 @@ from imagefleet.storage import protocol
 from worker.files import addresses, check
 from worker.files.addresses import STORE_SCHEME, Address
 from worker.files.disk_cache import SUFFIX, DiskCache
-from worker.files.download import Download
+from worker.files.download import BlobSource, Download, HttpSource, Source
 from worker.files.manifest import Manifest
-from worker.files.sources import BlobSource, HttpSource, Source
 from worker.settings import WorkerSettings
 
 log = logging.getLogger(__name__)
@@ -34,19 +33,9 @@ STORAGE_RETRIES = retry.RetryPolicy(tries=15, longest_wait_seconds=30)
 
 _UNPACKING = "unpacking"
 
-#: The most characters of a name in an archive that a message shows.
-_SHOWN_CHARACTERS = 80
-
-Progress = Callable[[int, int | None], None]
-"""Called with the bytes so far and in all; None: unknown."""
-
 
 def local_path(settings: WorkerSettings) -> Path:
-    """The model's path on this machine, once it is fetched.
-
-    Raises:
-        SetupError: it is neither a path nor an address to fetch a model from.
-    """
+    """The model's path on this machine, once it is fetched; raises as `addresses.of_model`."""
     address = addresses.of_model(settings)
     if address is None:
         return Path(settings.model).expanduser()
@@ -55,10 +44,7 @@ def local_path(settings: WorkerSettings) -> Path:
 
 
 def name_of(settings: WorkerSettings) -> str:
-    """The name by which jobs ask for the model: its file's or folder's, without the suffix.
-
-    The engine's own name for it, whether it is there yet or not.
-    """
+    """The name by which jobs ask for the model, there yet or not: its file's, without suffix."""
     path = local_path(settings)
     is_file = path.is_file() or (path.suffix == SUFFIX and not path.is_dir())
     return path.stem if is_file else path.resolve().name
@@ -85,10 +71,8 @@ async def pinned(
 ) -> WorkerSettings:
     """The settings with the hash that a signed manifest gives for a model in the storage.
 
-    Without a trusted key, or with a hash given, they stay as they are.
-
-    Raises:
-        SetupError: no manifest that is signed with the trusted key lists the model.
+    Without a trusted key, or with a hash given, they stay as they are. Raises SetupError if no
+    manifest that is signed with the trusted key lists the model.
     """
     trusted = trusted_keys(settings.trusted_key)
     is_stored = settings.model.startswith(STORE_SCHEME)
@@ -150,14 +134,12 @@ async def fetch_to(
     retry_policy: retry.RetryPolicy = STORAGE_RETRIES,
     *,
     wanted: kinds.FileKind,
-    on_progress: Progress = lambda _so_far, _total: None,
+    on_progress: Callable[[int, int | None], None] = lambda _so_far, _total: None,
 ) -> Path:
     """Downloads a file of the *wanted* kind into *folder*, one process at a time; returns its path.
 
-    A .tar is unpacked. Another kind of file is refused as soon as its first bytes tell.
-
-    Raises:
-        SetupError, NodeError, TransientError: as `fetch`.
+    A .tar is unpacked. Another kind of file is refused as soon as its first bytes tell. Raises as
+    `fetch`.
     """
     cache = DiskCache(folder)
     async with cache.lock():
@@ -259,14 +241,11 @@ def _check_part(part: Path, label: str, wanted: kinds.FileKind, *, is_whole: boo
 
 
 def _extract(tar: tarfile.TarFile, member: tarfile.TarInfo, folder: Path) -> None:
-    """Extracts a file or a folder.
+    """Extracts a file or a folder; raises TarError for anything else, and for what leads outside.
 
     Links are refused: several in a row lead out of the folder past the checks of older Pythons.
-
-    Raises:
-        tarfile.TarError: it is neither, or has no place in the folder.
     """
-    shown = repr(member.name[:_SHOWN_CHARACTERS])
+    shown = repr(member.name[:80])
     name = PurePosixPath(member.name)
     if name.is_absolute() or ".." in name.parts:
         raise tarfile.TarError(f"{shown} leads outside")

@@ -1,4 +1,4 @@
-"""One GPU's worker process, as its parent sees it."""
+"""One GPU's worker process: as its parent sees it, and the parent as the worker sees it."""
 
 from __future__ import annotations
 
@@ -7,15 +7,17 @@ import contextlib
 import logging
 import os
 import socket
+import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import aiohttp
+from pydantic import BaseModel
 
 from worker import tasks
 from worker.gpus.choice import Gpu
-from worker.gpus.member import VARIABLE, Assignment
+from worker.settings import WorkerSettings
 
 log = logging.getLogger(__name__)
 
@@ -29,6 +31,29 @@ HUNG_SECONDS = 90.0
 #: A worker answers a second or two after its start, before it imports torch; a slow disk may make
 #: that a minute.
 FIRST_ANSWER_SECONDS = 300.0
+
+#: Set by the parent; not a setting, and not passed on.
+VARIABLE = "_IMAGEFLEET_GPU"
+
+#: What the parent sends. Not signals, which a supervisor may send to the parent and to its
+#: children: the second one would count as another.
+STOP, HURRY = b"stop\n", b"hurry\n"
+
+#: Seconds to hand jobs back after the parent's death, which takes ten seconds if the storage does
+#: not answer. A new parent may have started on the same GPU already.
+LAST_SECONDS = 15.0
+
+
+class Assignment(BaseModel):
+    """The worker that a process is; *control* is its end of a socket to the parent."""
+
+    control: int
+    gpu: str
+    name: str
+    instance: str
+    price_per_hour: float | None = None
+    share: float = 0.0
+    """The worker's place among the machine's workers, from 0 to 1."""
 
 
 @dataclass(eq=False)
@@ -143,3 +168,68 @@ class Child:
         with contextlib.suppress(OSError, ValueError):  # a line that its end cut off
             while line := await reader.readline():
                 self._port, self._answered_at = int(line), time.monotonic()
+
+
+class Member:
+    """The parent as its worker sees it."""
+
+    def __init__(self, assignment: Assignment) -> None:
+        self.assignment = assignment
+        self._control = socket.socket(fileno=assignment.control)
+        self._control.set_inheritable(False)
+        self._lock = threading.Lock()
+        self._received: list[bool] = []
+        self._on_word: Callable[[bool], object] | None = None
+        # A thread: it also notices the parent's death while the event loop is busy or not there.
+        threading.Thread(target=self._read, name="parent", daemon=True).start()
+
+    @classmethod
+    def from_environment(cls) -> Member | None:
+        """This process as its parent's member; None: it has no parent, as most workers."""
+        given = os.environ.pop(VARIABLE, None)
+        return None if given is None else cls(Assignment.model_validate_json(given))
+
+    def settings(self, settings: WorkerSettings) -> WorkerSettings:
+        """The settings of this worker by those of the machine."""
+        return settings.model_copy(
+            update={
+                "name": self.assignment.name,
+                "price_per_hour": self.assignment.price_per_hour,
+                "device": "cpu" if settings.device == "cpu" else "cuda",
+                "host": "127.0.0.1",
+                "port": 0,
+            }
+        )
+
+    def serves(self, port: int) -> None:
+        """Reports the port of the probes and metrics."""
+        with contextlib.suppress(OSError):  # the parent is gone
+            self._control.sendall(b"%d\n" % port)
+
+    def listen(self, loop: asyncio.AbstractEventLoop, on_word: Callable[[bool], object]) -> None:
+        """Calls *on_word* in *loop* for each word of the parent: True to end at once."""
+
+        def deliver(hurries: bool) -> None:
+            with contextlib.suppress(RuntimeError):  # the loop is closed
+                loop.call_soon_threadsafe(on_word, hurries)
+
+        with self._lock:
+            self._on_word = deliver
+            received, self._received = self._received, []
+        for hurries in received:
+            deliver(hurries)
+
+    def _read(self) -> None:
+        with self._control, contextlib.suppress(OSError), self._control.makefile("rb") as words:
+            for word in words:
+                self._deliver(hurries=word == HURRY)
+        self._deliver(hurries=True)
+        threading.Event().wait(LAST_SECONDS)
+        os._exit(1)
+
+    def _deliver(self, *, hurries: bool) -> None:
+        with self._lock:
+            if self._on_word is None:
+                self._received.append(hurries)
+            else:
+                self._on_word(hurries)

@@ -50,17 +50,17 @@ def threads(processes: int) -> str:
 
 
 def choose(settings: MachineSettings) -> list[Gpu]:
-    """The GPUs of `--gpus`, in its order.
-
-    Raises:
-        SetupError: there is no such GPU.
-    """
+    """The GPUs of `--gpus`, in its order; raises SetupError if there is no such GPU."""
     given = settings.gpus or ALL
     names = [each.strip() for each in given.split(",")]
     if len(set(names)) < len(names):
         raise errors.SetupError(f"--gpus {given}: a GPU is named twice")
     if settings.device == "cpu":
-        return _processes(given, names)
+        if not all(name.isdecimal() for name in names):
+            raise errors.SetupError(
+                f"--gpus {given}: with --device cpu give a number for each process, such as 0,1"
+            )
+        return [Gpu(name) for name in names]
     if settings.device.startswith("cuda:"):
         raise errors.SetupError(
             f"--gpus {given} and --device {settings.device} both choose a GPU: leave out --device"
@@ -83,20 +83,8 @@ def choose(settings: MachineSettings) -> list[Gpu]:
     return chosen
 
 
-def _processes(given: str, names: Sequence[str]) -> list[Gpu]:
-    if not all(name.isdecimal() for name in names):
-        raise errors.SetupError(
-            f"--gpus {given}: with --device cpu give a number for each process, such as 0,1"
-        )
-    return [Gpu(name) for name in names]
-
-
 def _visible_gpus(given: str) -> list[Gpu]:
-    """The GPUs that a process started from here can use.
-
-    Raises:
-        SetupError: there are none.
-    """
+    """The GPUs that a process started from here can use; raises SetupError if there are none."""
     cards = replica.ask_driver(lambda: list(_cards()))
     if isinstance(cards, Exception) and not isinstance(cards, replica.NO_DRIVER):
         raise errors.SetupError(f"--gpus {given}: the GPUs cannot be listed: {cards}")

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import copy
 import time
 from collections.abc import Iterable, Iterator
+from itertools import chain
 
 from prometheus_client import CollectorRegistry, Counter
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
-from imagefleet.telemetry import exposition
+from imagefleet.telemetry import metrics
 
 _PRICE = "imagefleet_price_dollars_per_hour"
-
-_SECONDS_PER_HOUR = 3600
 
 
 class MachineMetrics(Collector):
@@ -26,9 +24,9 @@ class MachineMetrics(Collector):
 
     def __init__(self, fleet: str, gpus: Iterable[str], price_per_hour: float | None) -> None:
         """*price_per_hour*: of one GPU; None: as its worker reports."""
-        self.registry = exposition.LabelledRegistry({"fleet": fleet})
+        self.registry = metrics.LabelledRegistry({"fleet": fleet})
         self.registry.register(self)
-        self._restarts = Counter(
+        self.restarts = Counter(
             "imagefleet_gpu_restarts",
             "Workers started again after a crash, by GPU.",
             ["device"],
@@ -40,15 +38,12 @@ class MachineMetrics(Collector):
         self._prices = dict.fromkeys(self._down_since, price_per_hour)
         self._busy_slots = dict.fromkeys(self._down_since, 0.0)
         for gpu in self._down_since:
-            self._restarts.labels(gpu)
+            self.restarts.labels(gpu)
 
     @property
     def busy_slots(self) -> int:
         """Busy slots of all GPUs, when they were last read."""
         return int(sum(self._busy_slots.values()))
-
-    def restarts(self, gpu: str) -> None:
-        self._restarts.labels(gpu).inc()
 
     def is_up(self, gpu: str) -> None:
         self._down_seconds[gpu] = self._seconds_down(gpu)
@@ -80,9 +75,7 @@ class MachineMetrics(Collector):
         prices = {gpu: price for gpu, price in self._prices.items() if price is not None}
         if not prices:
             return
-        dollars = sum(
-            self._seconds_down(gpu) / _SECONDS_PER_HOUR * price for gpu, price in prices.items()
-        )
+        dollars = sum(self._seconds_down(gpu) / 3600 * price for gpu, price in prices.items())
         for name, label, value in (
             ("imagefleet_cost_dollars", "kind", "gpu"),
             ("imagefleet_wasted_dollars", "reason", "down"),
@@ -102,19 +95,12 @@ class MachineMetrics(Collector):
 def merged(own: CollectorRegistry, texts: Iterable[str]) -> bytes:
     """The metrics of the parent and of its workers as one text, each family once."""
     families: dict[str, Metric] = {}
-    for text in texts:
-        _add(families, text_string_to_metric_families(text))
-    _add(families, own.collect())
-    return exposition.render(_Families(families.values()))
-
-
-def _add(families: dict[str, Metric], more: Iterable[Metric]) -> None:
-    for family in more:
+    for family in chain(*map(text_string_to_metric_families, texts), own.collect()):
         if family.name in families:
             families[family.name].samples += family.samples
         else:
-            families[family.name] = copy.copy(family)
-            families[family.name].samples = list(family.samples)
+            families[family.name] = family
+    return metrics.render(_Families(families.values()))
 
 
 class _Families(CollectorRegistry):

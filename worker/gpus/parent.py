@@ -1,8 +1,7 @@
 """The parent of a machine's workers, one for each GPU: starts them, and ends when they have ended.
 
 A worker that crashes is started again, after ever longer pauses. One that ends because its node or
-its setup is wrong is not: its GPU is left out, and the others go on. A stop is passed on to all.
-The parent imports no torch and uses no GPU.
+its setup is wrong is not: the other GPUs go on. The parent imports no torch and uses no GPU.
 """
 
 from __future__ import annotations
@@ -18,12 +17,11 @@ import aiohttp
 from imagefleet import errors, retry
 from imagefleet.telemetry import probes, push
 from worker import tasks
-from worker.gpus.child import Child
+from worker.gpus.child import HURRY, STOP, Assignment, Child
 from worker.gpus.choice import Gpu
-from worker.gpus.member import HURRY, STOP, Assignment
 from worker.gpus.metrics import MachineMetrics, merged
 from worker.models.choice import share_of
-from worker.salad import metadata as salad_metadata
+from worker.node import salad
 from worker.settings import MachineSettings
 
 log = logging.getLogger(__name__)
@@ -69,8 +67,7 @@ async def run_workers(
 ) -> int:
     """Runs a worker for each of *gpus* by *command*; returns the exit code of them all.
 
-    Raises:
-        SetupError: the port is in use; NodeError: a worker cannot be ended.
+    Raises SetupError if the port is in use, NodeError if a worker cannot be ended.
     """
     async with aiohttp.ClientSession(trust_env=False) as client:
         return await _Parent(settings, gpus, command, client).run()
@@ -112,7 +109,7 @@ class _Parent:
 
     async def run(self) -> int:
         settings = self._settings
-        metadata = salad_metadata.find_metadata()
+        metadata = salad.find_metadata()
         with tasks.on_signals(self._on_signal):
             async with (
                 probes.serving(
@@ -131,7 +128,7 @@ class _Parent:
                     job="imagefleet-worker",
                     instance=self._instance,
                 ),
-                salad_metadata.updating_deletion_cost(metadata, lambda: self._metrics.busy_slots),
+                salad.updating_deletion_cost(metadata, lambda: self._metrics.busy_slots),
             ):
                 log.info(
                     "starting %d workers, on GPU %s, metrics at http://%s:%d/metrics",
@@ -190,7 +187,7 @@ class _Parent:
             if self._stop.is_set() or self._is_queue_empty():
                 self._codes.append(code)
                 return
-            self._metrics.restarts(gpu)
+            self._metrics.restarts.labels(gpu).inc()
 
     def _is_queue_empty(self) -> bool:
         """Whether a worker found nothing left, not even a lease of a dead worker."""
@@ -239,12 +236,11 @@ class _Parent:
 
     async def _probe(self) -> None:
         while True:
-            await asyncio.gather(*map(self._probe_one, self._children))
+            answers = await asyncio.gather(*(child.probe() for child in self._children))
+            for child, may_answer in zip(self._children, answers, strict=True):
+                if not may_answer:
+                    self._metrics.is_down(child.gpu.name)
             await asyncio.sleep(PROBE_SECONDS)
-
-    async def _probe_one(self, child: Child) -> None:
-        if not await child.probe():
-            self._metrics.is_down(child.gpu.name)
 
     async def _read(self) -> None:
         while True:

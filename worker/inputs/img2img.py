@@ -15,6 +15,7 @@ from PIL import Image, ImageOps
 
 from imagefleet import errors
 from imagefleet.job.message import MAX_IMAGE_PIXELS, Job
+from imagefleet.pricing import families
 from worker.engine.contract import InitImage, Pixels
 from worker.inputs import masks, pictures
 from worker.inputs.pictures import Size
@@ -26,6 +27,13 @@ _CONTENT: Mapping[int, Literal["fill", "original", "latent noise", "latent nothi
     2: "latent noise",
     3: "latent nothing",
 }
+
+
+#: The sides of what is drawn are this many times those of a sample.
+_SAMPLE_SHARE = 4
+
+#: The level of the noise on it that DeepFloyd IF's third stage has.
+_SAMPLE_NOISE = 0.1
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -65,11 +73,9 @@ class Begin:
 def begin(job: Job, image: Image.Image, mask: Image.Image | None, size: Size | None) -> Begin:
     """Prepares a job's image and mask, as they were read, for a drawing of *size*.
 
-    None: for an engine that enlarges the image, so in the size that it has.
-
-    Raises:
-        JobError: the result, which has the image's size, would be too large, or an image far longer
-            than wide is to be cut.
+    None: for an engine that enlarges the image, so in the size that it has. Raises JobError if the
+    result, which has the image's size, would be too large, or an image far longer than wide is to
+    be cut.
     """
     image = pictures.flatten(image)
     whole = None if mask is None else _whole_mask(job, mask)
@@ -130,3 +136,22 @@ def _refuse_large(size: Size) -> None:
             f"inpaint_full_res: the result would have the {size[0]:,} x {size[1]:,} pixels of"
             f" init_images; {MAX_IMAGE_PIXELS:,} at most are allowed"
         )
+
+
+def sample(family: str, width: int, height: int) -> InitImage | None:
+    """What an image of this size begins with where a program draws without a job.
+
+    None for families that draw from text alone.
+    """
+    if not families.find(family).enlarges:
+        return None
+    return InitImage(_colours(width // _SAMPLE_SHARE, height // _SAMPLE_SHARE), _SAMPLE_NOISE)
+
+
+def _colours(width: int, height: int) -> Pixels:
+    """Red grows to the right, green downwards, and blue is in squares."""
+    across = np.linspace(0, 255, width, dtype=np.uint8)
+    down = np.linspace(0, 255, height, dtype=np.uint8)
+    red, green = np.broadcast_arrays(across[None], down[:, None])
+    squares = (across[None] // 64 + down[:, None] // 64) % 2 * 255
+    return np.stack([red, green, squares.astype(np.uint8)], axis=2)

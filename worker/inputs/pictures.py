@@ -1,14 +1,22 @@
-"""Images that jobs are given: decoded within limits, and resized as AUTOMATIC1111 does."""
+"""Images that jobs are given: decoded within limits, and resized as AUTOMATIC1111 does.
+
+Those that control a drawing are resized as sd-webui-controlnet does (`detectmap_proc`). Of its
+interpolation: maps of a few colours keep them, others are averaged where they shrink and cubic
+where they grow, as there. Its OpenCV has another cubic, and thins the lines of pictures in black
+and white once more: a picture in the job's size is not touched, there or here.
+"""
 
 from __future__ import annotations
 
 import io
 
+import numpy as np
 from PIL import Image, ImageOps, UnidentifiedImageError
 
 from imagefleet import errors
-from imagefleet.job import embedded
+from imagefleet.files import picture
 from imagefleet.redaction import printable
+from worker.engine.contract import Pixels
 
 #: Four times those of the largest image that a job may ask for: a photograph has fewer.
 MAX_PIXELS = 2**24
@@ -23,6 +31,11 @@ _WHITE = "#ffffff"
 #: The longest of AUTOMATIC1111's texts in a file: twice a message, for two prompts of the longest.
 MAX_TEXT = 2**17
 
+_FIT, _FILL = 0, 2
+
+#: A picture of so few colours is a map of classes, whose colours must not mix.
+_FEWEST, _MANY = 2, 200
+
 Size = tuple[int, int]
 """Width and height in pixels."""
 
@@ -30,8 +43,7 @@ Size = tuple[int, int]
 def read(what: str, data: bytes) -> Image.Image:
     """Decodes a file, turned as its Exif data says; *what* it is, for messages.
 
-    Raises:
-        JobError: it is no image, is damaged or has too many pixels.
+    Raises JobError if it is no image, is damaged or has too many pixels.
     """
     try:
         return _read(what, data)
@@ -74,7 +86,7 @@ def parameters(data: bytes) -> str:
     """AUTOMATIC1111's text in the file of an image that was read; empty if there is none."""
     try:
         with Image.open(io.BytesIO(data), formats=_FORMATS) as image:
-            return embedded.parameters(image, MAX_TEXT).replace("\0", "")
+            return picture.parameters(image, MAX_TEXT).replace("\0", "")
     except Exception:  # noqa: BLE001 - Pillow's parsers raise a dozen kinds, and it is no loss
         return ""
 
@@ -92,9 +104,7 @@ def resize(mode: int, image: Image.Image, size: Size) -> Image.Image:
     """Resizes an image by the modes of AUTOMATIC1111 (`modules/images.py`, `resize_image`).
 
     0 stretches; 1 covers *size* and cuts off what is over; 2 fits into it, and repeats the borders.
-
-    Raises:
-        JobError: as `inner_size`.
+    Raises as `inner_size`.
     """
     if mode == 0:
         return _stretched(image, size)
@@ -122,8 +132,7 @@ def resize(mode: int, image: Image.Image, size: Size) -> Image.Image:
 def inner_size(mode: int, image_size: Size, size: Size) -> Size:
     """What an image becomes before it is cut to *size* (mode 1), or filled up to it (2).
 
-    Raises:
-        JobError: too much of an image far longer than wide would be cut off.
+    Raises JobError if too much of an image far longer than wide would be cut off.
     """
     width, height = size
     is_wider = width / height > image_size[0] / image_size[1]
@@ -153,3 +162,43 @@ def _resampled(
     image: Image.Image, size: Size, box: tuple[float, float, float, float]
 ) -> Image.Image:
     return image.resize(size, Image.Resampling.BICUBIC, box)
+
+
+def control(image: Image.Image, mode: int, size: Size) -> Pixels:
+    """The pixels in *size*: stretched (0), cut to it (1), or with borders of their colour (2).
+
+    Raises as `inner_size`.
+    """
+    image = image.convert("RGB")
+    if mode == _FIT or image.size == size:
+        return np.asarray(_stretched_map(image, size))
+    scales = size[0] / image.width, size[1] / image.height
+    scale = min(scales) if mode == _FILL else max(scales)
+    inner = max(1, round(image.width * scale)), max(1, round(image.height * scale))
+    refuse_too_long(image.size, inner, size)
+    stretched = _stretched_map(image, inner)
+    if mode != _FILL:
+        left, upper = (max(0, (inner[axis] - size[axis]) // 2) for axis in (0, 1))
+        return np.asarray(stretched.crop((left, upper, left + size[0], upper + size[1])))
+    filled = Image.new("RGB", size, _border_colour(np.asarray(image)))
+    left, upper = (max(0, (size[axis] - inner[axis]) // 2) for axis in (0, 1))
+    filled.paste(stretched, (left, upper))
+    return np.asarray(filled)
+
+
+def _border_colour(image: Pixels) -> tuple[int, int, int]:
+    borders = np.concatenate([image[0], image[-1], image[:, 0], image[:, -1]])
+    red, green, blue = np.median(borders, axis=0).astype(np.uint8).tolist()
+    return red, green, blue
+
+
+def _stretched_map(image: Image.Image, size: Size) -> Image.Image:
+    if image.size == size:
+        return image
+    if _FEWEST < len(image.getcolors(_MANY) or ()) < _MANY:
+        how = Image.Resampling.NEAREST
+    elif size[0] * size[1] < image.width * image.height:
+        how = Image.Resampling.BOX
+    else:
+        how = Image.Resampling.BICUBIC
+    return image.resize(size, how)

@@ -1,4 +1,7 @@
-"""Reads what jobs are given: their images from the storage, and the files that they name."""
+"""Reads what jobs are given: their images from the storage, and the files that they name.
+
+One object reads them all for a worker's life.
+"""
 
 from __future__ import annotations
 
@@ -14,15 +17,19 @@ from PIL import Image
 from imagefleet import concurrency, errors, retry
 from imagefleet.files import kinds
 from imagefleet.job.message import MAX_IMAGE_BYTES, Job
-from imagefleet.job.passes import extras, hires, sources
-from imagefleet.signing import TrustedKeys
+from imagefleet.job.passes import extras, hires
+from imagefleet.job.passes import img2img as given
+from imagefleet.signing import TrustedKeys, trusted_keys
 from imagefleet.storage import protocol
+from imagefleet.storage.open import Storage
 from worker.engine import contract
 from worker.engine.pixel import text_states
-from worker.files.library import FileLibrary
-from worker.inputs import control, img2img, pictures
+from worker.files.library import EmbeddingLibrary, FileLibrary
+from worker.files.manifest import FileHashes
+from worker.inputs import img2img, pictures
 from worker.inputs.img2img import Begin, Overlay
 from worker.inputs.pictures import Size
+from worker.settings import WorkerSettings
 
 #: Images decoded and resized at once: one of the largest takes some 200 MB meanwhile.
 DECODED_AT_ONCE = 2
@@ -90,12 +97,8 @@ class InputReader:
         """The inputs of a job whose first pass has *size*, (width, height) in pixels.
 
         *is_enlarged*: the engine itself brings the image that the job begins with to this size.
-        The *text_encoder* is the engine's (`contract.Engine`).
-
-        Raises:
-            JobError: an image or a file does not exist or cannot be used, or a size is refused.
-            TransientError: the storage did not answer.
-            NodeError, SetupError: as of `FileLibrary.resolve`.
+        The *text_encoder* is the engine's (`contract.Engine`). Raises JobError if an image or a
+        file does not exist or cannot be used, or a size is refused; else as `FileLibrary.resolve`.
         """
         # First: they are what a job lacks most easily, and small.
         texts = None if text_encoder is None else await self._find_texts(job, text_encoder)
@@ -185,7 +188,7 @@ class InputReader:
 
         def prepare() -> contract.Pixels:
             read: Image.Image = pictures.read(f"{what}: the image", image)
-            return control.pixels(read, unit.resize_mode, size)
+            return pictures.control(read, unit.resize_mode, size)
 
         async with self._room:
             pixels = await asyncio.to_thread(prepare)
@@ -215,9 +218,9 @@ class InputReader:
 
     async def _file(self, field: str, source: str) -> bytes:
         """The file of an image that a field names, or has in it."""
-        place = sources.place(source)
+        place = given.place(source)
         if place is None:
-            return sources.content(source)
+            return given.content(source)
         blobs = self._containers[place.container]
         try:
             read = partial(blobs.read, place.blob, max_bytes=MAX_IMAGE_BYTES)
@@ -233,10 +236,53 @@ class InputReader:
             raise errors.JobError(
                 f"{field}: {source!r} cannot be read with this worker's credentials: give it tokens"
                 f" of `imagefleet keys mint worker --chains`, or store the image in"
-                f" {sources.INPUTS} of the container of files ({error.message})"
+                f" {given.INPUTS} of the container of files ({error.message})"
             ) from None
         if data is None:
             raise errors.MissingFileError(
                 f"{field}: there is no {place.blob!r} in the container {blobs.name!r}"
             )
         return data
+
+
+@dataclass(frozen=True, slots=True)
+class JobFiles:
+    """Libraries of LoRAs and embeddings, the reader of input images, and the files' hashes."""
+
+    loras: FileLibrary
+    embeddings: EmbeddingLibrary
+    inputs: InputReader
+    hashes: FileHashes
+    trusted: TrustedKeys | None
+    """The keys that sign jobs and lists of files; None: they need no signature."""
+
+    @classmethod
+    def of(cls, storage: Storage, settings: WorkerSettings) -> JobFiles:
+        """The files of a storage and of the settings' own folders."""
+        cache, cache_bytes = settings.cache, settings.cache_megabytes * 2**20
+        trusted = trusted_keys(settings.trusted_key)
+        return cls(
+            loras=FileLibrary(
+                storage.files,
+                kinds.LORA,
+                directory=settings.lora_directory,
+                cache=cache / "loras",
+                cache_bytes=cache_bytes,
+                trusted=trusted,
+            ),
+            embeddings=EmbeddingLibrary(
+                storage.files,
+                directory=settings.embedding_directory,
+                cache=cache / "embeddings",
+                trusted=trusted,
+            ),
+            inputs=InputReader(
+                storage.files,
+                storage.blobs,
+                cache=cache,
+                cache_bytes=cache_bytes,
+                trusted=trusted,
+            ),
+            hashes=FileHashes(cache),
+            trusted=trusted,
+        )

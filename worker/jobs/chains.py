@@ -33,9 +33,8 @@ def next_message(job: Job, message: protocol.LeasedMessage) -> tuple[str, Job]:
 async def send_next(models: ModelQueues, entry: InFlightJob, cancelled: CancelledCampaigns) -> None:
     """Sends the stage after that of a job whose image is stored, with the job's priority.
 
-    Raises:
-        LeaseLost: another worker has the job now, and sends it.
-        JobCancelled: its campaign is; sent later than that was, the stage would be drawn.
+    Raises LeaseLost if another worker has the job now, and sends it, and JobCancelled if its
+    campaign is: sent later than that was, the stage would be drawn.
     """
     if entry.job is None:
         raise RuntimeError("read the job first")

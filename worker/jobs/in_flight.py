@@ -1,27 +1,35 @@
-"""Leased messages and their images, from the pull to the end, and the order in which they begin."""
+"""Leased messages and their images from the pull to the end, and what of them is stored.
+
+Records are written in batches; a job ends only after its records are stored. So every image has a
+record, whenever a worker dies: one that was stored without is drawn again by the worker that gets
+the message next, which finds its name taken and writes the record.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import logging
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any
+from datetime import UTC, datetime
+from typing import NoReturn
 
-from imagefleet import errors
+from imagefleet import concurrency, errors
 from imagefleet.cancelled import CancelledCampaigns
 from imagefleet.job.message import Job
-from imagefleet.records.record import Record
+from imagefleet.records.record import Record, RecordLog, of_job
 from imagefleet.storage.deliveries import SUSPECT_AFTER, Deliveries, shown_images
+from imagefleet.storage.open import LOCAL_SCHEME
+from imagefleet.storage.protocol import BlobStore
+from worker import tasks
 from worker.engine import contract
 from worker.inputs.img2img import Overlay
-from worker.jobs import stored
 from worker.leases import Lease
+from worker.metrics import WorkerMetrics
 
 log = logging.getLogger(__name__)
 
@@ -29,6 +37,26 @@ log = logging.getLogger(__name__)
 #: stored: what the job, or the node, gets wrong each time is not tried a thousand times.
 FAILED_IMAGES = 2
 STORED_PER_FAILED = 10
+
+#: Images of one job that are looked for at the same time.
+_LOOKS_AT_ONCE = 16
+
+#: Records are written at least so often while others are in the making. On Azure each time is a
+#: billed write: some for a hundred images, where every image is one itself.
+FLUSH_SECONDS = 15.0
+LOCAL_FLUSH_SECONDS = 1.0
+
+#: Records wait for this share of the lease, lest a short one is renewed for their sake.
+FLUSH_PER_LEASE = 1 / 8
+
+#: Written without waiting for more.
+MAX_RECORDS = 256
+
+#: Jobs that may wait here in an outage before uploads wait, too.
+MAX_WAITING = 2048
+
+Finish = Callable[[errors.TransientError | None], Awaitable[object]]
+"""Ends a job after its records are stored, or after the error that kept them from being."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,16 +211,13 @@ class InFlightJob:
     def reason(self, error: errors.FleetError) -> str:
         """Why it failed; of a job of several images also which one failed, and what is stored."""
         if self.job is None or self.job.images_to_draw == 1:
-            is_of_chain = self.job is not None and self.job.stages > 1
-            return f"{self._stage}: {error.message}" if is_of_chain else error.message
+            if self.job is None or self.job.stages == 1:
+                return error.message
+            return f"stage {self.job.stage} of {self.job.stages}: {error.message}"
         failed = next((each for each in self.failures if each.error is error), None)
         which = f"image {failed.index}: " if failed else ""
         stored = shown_images(self.stored) or "none"
         return f"{which}{error.message}; of its {self.job.images} images are stored: {stored}"
-
-    @property
-    def _stage(self) -> str:
-        return f"stage {self.job.stage} of {self.job.stages}" if self.job else ""
 
     def take_records(self) -> tuple[list[Record], list[Record]]:
         """Takes `records` and `again`, but for the record that says that the job is complete.
@@ -212,7 +237,7 @@ class InFlightJob:
         last = self.job.images - 1
         if not any(map(self._is_last, (*self.records, *self.again))):
             # An earlier delivery has recorded it, while others were missing.
-            self.again.append(stored.record(self.job, self.source, last))
+            self.again.append(stored_record(self.job, self.source, last))
         for kept in (self.records, self.again):
             for place, record in enumerate(kept):
                 if self._is_last(record):
@@ -241,61 +266,178 @@ class InFlightImage:
     generated_at: float = 0.0
 
 
+async def find_stored(
+    blobs: BlobStore, job: Job, source: str, images: Iterable[int]
+) -> list[Record]:
+    """Records of those *images* whose names are taken; *source* is the job's message."""
+    found: dict[int, Record] = {}
+
+    async def look(index: int) -> None:
+        if await blobs.exists(job.blob_name(index)):
+            found[index] = stored_record(job, source, index)
+
+    await concurrency.for_each(images, look, _LOOKS_AT_ONCE)
+    return [found[index] for index in sorted(found)]
+
+
+def stored_record(job: Job, source: str, index: int) -> Record:
+    """The record of an image that is stored; who has drawn it, and when, is not known."""
+    width, height = job.final_size
+    return Record.model_validate(
+        {
+            **of_job(job),
+            "outcome": "completed",
+            "at": datetime.now(UTC),
+            "source": source,
+            "blob": job.blob_name(index),
+            "index": index,
+            "completes": False if job.images > 1 else None,
+            "seed": job.image_seed(index),
+            "model": job.model,
+            "width": width,
+            "height": height,
+        }
+    )
+
+
+def flush_seconds(storage_url: str, lease_seconds: float) -> float:
+    """The longest that a record waits for others."""
+    usual = LOCAL_FLUSH_SECONDS if storage_url.startswith(LOCAL_SCHEME) else FLUSH_SECONDS
+    return min(usual, lease_seconds * FLUSH_PER_LEASE)
+
+
+@dataclass(frozen=True, slots=True)
+class _Waiting:
+    """What to store; *begun* is a job that goes on meanwhile, *finish* ends one."""
+
+    records: list[Record]
+    again: list[Record]
+    finish: Finish | None = None
+    begun: InFlightJob | None = None
+
+
 @dataclass(slots=True, eq=False)
-class BegunJob:
-    """A job and its images that the engine has not been given yet.
+class PendingRecords:
+    """Jobs that wait for their records to be stored."""
 
-    They share what was prepared for the first: their prompts and their LoRAs in memory.
-    """
+    log: RecordLog
+    metrics: WorkerMetrics
+    flush_seconds: float
+    in_flight: Callable[[], int]
+    """Jobs in flight; those that wait here are among them."""
+    _waiting: list[_Waiting] = field(default_factory=list, init=False)
+    _records: int = field(default=0, init=False)  # of those that wait
+    _first_at: float = field(default=0.0, init=False)
+    jobs: int = field(default=0, init=False)
+    """Jobs that are done but for their records and the end of their messages."""
+    _early: int = field(default=0, init=False)  # records of jobs that go on
+    _changed: asyncio.Event = field(default_factory=asyncio.Event, init=False)
+    _room: asyncio.Event = field(default_factory=asyncio.Event, init=False)
+    _stored: asyncio.Queue[tuple[_Waiting, errors.TransientError | None]] = field(
+        default_factory=asyncio.Queue, init=False
+    )
+    _stored_at: deque[float] = field(default_factory=deque, init=False)  # of those in `_stored`
 
-    entry: InFlightJob
-    requests: deque[tuple[int, contract.ImageRequest]]
-    """The requests left, each with its image's index."""
-    first: contract.PreparedRequest
+    @property
+    def behind_seconds(self) -> float:
+        """How long a job with stored records has waited for the end of its message to begin."""
+        return time.monotonic() - self._stored_at[0] if self._stored_at else 0.0
 
-    def take(self) -> tuple[InFlightImage, contract.PreparedRequest]:
-        """The next image."""
-        entry = self.entry
-        if entry.job is None:
-            raise RuntimeError("read the job first")
-        index, request = self.requests.popleft()
-        prepared = self.first
-        if request is not prepared.request:
-            dataclass_of_engine: Any = prepared
-            prepared = dataclasses.replace(dataclass_of_engine, request=request)
-        size = final = request.width, request.height
-        if (last := request.upscale or request.hires) is not None:
-            final = last.width, last.height
-        elif entry.overlay is not None:
-            final = entry.overlay.size
-        image = InFlightImage(entry, entry.job, index, size, final, request.embeddings)
-        return image, prepared
+    async def put(
+        self, finish: Finish, records: list[Record], again: list[Record] | None = None
+    ) -> None:
+        """Stores a job's records soon, then calls *finish*."""
+        await self._wait_for_room()
+        self.jobs += 1
+        job = _Waiting(records, again or [], finish)
+        if job.records or job.again or self._early:
+            self._wait(job)
+        else:
+            self._end_soon(job, None)
 
+    def _end_soon(self, job: _Waiting, error: errors.TransientError | None) -> None:
+        self._stored_at.append(time.monotonic())
+        self._stored.put_nowait((job, error))
 
-class Turns:
-    """Lets every other image be one of a job that is not begun, while there are both.
+    async def add(self, entry: InFlightJob) -> None:
+        """Stores the records of a job so far soon; it goes on."""
+        await self._wait_for_room()
+        records, again = entry.take_records()
+        if records or again:
+            self._early += len(records) + len(again)
+            self._wait(_Waiting(records, again, begun=entry))
 
-    So neither does a job of a thousand images hold up the others, nor they it.
-    """
+    async def _wait_for_room(self) -> None:
+        while self.jobs + self._early >= MAX_WAITING:
+            self._room.clear()
+            await self._room.wait()
 
-    def __init__(self, most_new: int) -> None:
-        """*most_new*: jobs that may wait here to be begun; then `put` waits."""
-        self._new: asyncio.Queue[InFlightJob] = asyncio.Queue(most_new)
-        self._begun: deque[BegunJob] = deque()
-        self._waiting = asyncio.Semaphore(0)
-        self._was_new = False
+    def _wait(self, job: _Waiting) -> None:
+        self._first_at = self._first_at if self._waiting else time.monotonic()
+        self._waiting.append(job)
+        self._records += len(job.records) + len(job.again)
+        if len(self._waiting) == 1 or self._seconds_left() <= 0:
+            self._changed.set()
 
-    async def put(self, entry: InFlightJob) -> None:
-        """A job that is not begun."""
-        await self._new.put(entry)
-        self._waiting.release()
+    def job_ended(self) -> None:
+        """A job has ended elsewhere: what waits here may be all that is in flight."""
+        if self._waiting and self._seconds_left() <= 0:
+            self._changed.set()
 
-    def go_on(self, job: BegunJob) -> None:
-        """A job with images left; others that are begun come first."""
-        self._begun.append(job)
-        self._waiting.release()
+    async def run(self) -> NoReturn:
+        """Side task: writes what waits; raises SetupError if the storage refuses it."""
+        while True:
+            await self._changed.wait()
+            while (seconds := self._seconds_left()) > 0:
+                self._changed.clear()
+                await tasks.first_of(self._changed.wait(), timeout_seconds=seconds)
+            self._changed.clear()
+            batch, self._waiting, self._records = self._waiting, [], 0
+            error = await self._write(batch)
+            for job in batch:
+                if job.begun is None:
+                    self._end_soon(job, error)
+            self._go_on([job for job in batch if job.begun is not None], error)
 
-    async def next(self) -> InFlightJob | BegunJob:
-        await self._waiting.acquire()
-        self._was_new = not self._new.empty() and not (self._was_new and self._begun)
-        return self._new.get_nowait() if self._was_new else self._begun.popleft()
+    def _go_on(self, early: list[_Waiting], error: errors.TransientError | None) -> None:
+        """Keeps what could not be stored of jobs that go on for their next records."""
+        if error is not None:
+            self._waiting[:0] = early
+            self._records += sum(len(each.records) + len(each.again) for each in early)
+            self._first_at = time.monotonic()
+            self._changed.set()
+            return
+        for each in early:
+            written = [*each.records, *each.again]
+            self._early -= len(written)
+            if each.begun is not None:
+                each.begun.recorded.update(record.index for record in written)
+        self._room.set()
+
+    async def finish(self) -> NoReturn:
+        """Side task: ends the jobs whose records are stored."""
+        while True:
+            job, error = await self._stored.get()
+            self._stored_at.popleft()
+            try:
+                with self.metrics.stage_seconds["acknowledge"].time():
+                    if job.finish is not None:
+                        await job.finish(error)
+            finally:
+                self.jobs -= 1
+                self._room.set()
+
+    def _seconds_left(self) -> float:
+        """Seconds until what waits is written; 0 if nothing else can come soon."""
+        if self._records >= MAX_RECORDS or self.jobs >= self.in_flight():
+            return 0.0
+        return self._first_at + self.flush_seconds - time.monotonic()
+
+    async def _write(self, batch: list[_Waiting]) -> errors.TransientError | None:
+        try:
+            with self.metrics.stage_seconds["record"].time():
+                await self.log.add([record for each in batch for record in each.records])
+                await self.log.add([record for each in batch for record in each.again], again=True)
+        except errors.TransientError as error:
+            return error
+        return None

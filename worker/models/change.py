@@ -89,8 +89,7 @@ class WorkerModels:
     async def begin(self, queue: RoutedQueue, share: float) -> None:
         """Fetches the model to begin with; *share* as for `first_to_serve`.
 
-        Raises:
-            SetupError, TransientError: the model of jobs without one cannot be fetched.
+        Raises SetupError or TransientError if the model of jobs without one cannot be fetched.
         """
         chosen = self.current
         if len(self._checkpoints) > 1:

@@ -50,9 +50,8 @@ def check(settings: WorkerSettings) -> None:
 async def find(settings: WorkerSettings, files: protocol.BlobStore) -> list[Checkpoint]:
     """The checkpoints of the settings, that of jobs without a model first.
 
-    Raises:
-        SetupError: jobs cannot name one, or tell two apart, the storage has none, or a setting
-            fits only one model.
+    Raises SetupError if jobs cannot name one, or tell two apart, the storage has none, or a setting
+    fits only one model.
     """
     texts: list[str] = []
     for text in given(settings):

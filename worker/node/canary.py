@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from imagefleet import errors
+from worker import tasks
 from worker.engine import contract
 from worker.gpu_thread import Delivery, EngineThread
 from worker.node import check
@@ -27,6 +28,10 @@ LONGEST_BUSY_SECONDS = 600.0
 
 #: Seconds between two readings of the engine's clock.
 POLL_SECONDS = 1.0
+
+
+class DrainsError(Exception):
+    """The worker drains, and draws no canaries any more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,36 +56,35 @@ class Canary:
     async def diagnose(self, alarm: str) -> str | None:
         """What is wrong with this node; None if its jobs are at fault, or the worker drains."""
         try:
-            drawn = await self.draw([check.plain_request(self._engine, seed=0)])
+            await self.draw([check.plain_request(self._engine, seed=0)])
+        except DrainsError:
+            return None
         except errors.FleetError as error:
             return f"{alarm}; and a plain image failed as well: {error}"
-        if drawn is not None:
-            log.warning(
-                "%s; but a plain image succeeded: the jobs are at fault, not this node",
-                alarm,
-                extra={"action": "node_proved"},
-            )
+        log.warning(
+            "%s; but a plain image succeeded: the jobs are at fault, not this node",
+            alarm,
+            extra={"action": "node_proved"},
+        )
         return None
 
-    async def draw(self, requests: Sequence[contract.ImageRequest]) -> list[Drawn] | None:
-        """The images of *requests*; None: the worker drains.
-
-        Raises:
-            FleetError: one failed, or they did not come in time.
-        """
+    async def draw(self, requests: Sequence[contract.ImageRequest]) -> list[Drawn]:
+        """The images; raises FleetError if one failed, DrainsError if the worker drains."""
+        clock = self._engine_thread.clock
         async with self._one_at_a_time:
-            generating = asyncio.create_task(self._generate(requests), name="canary")
-            try:
-                return await self._bounded(generating)
-            finally:
-                generating.cancel()
+            latest = clock.busy_seconds + LONGEST_BUSY_SECONDS
+            async with tasks.background(self._generate(requests), "canary") as generating:
+                while not (await asyncio.wait({generating}, timeout=POLL_SECONDS))[0]:
+                    if clock.busy_seconds > latest:
+                        raise errors.TransientError(
+                            f"it did not come in {LONGEST_BUSY_SECONDS:g} s of the engine's work"
+                        )
+                drawn: list[Drawn] = generating.result()
+                return drawn
 
-    async def _generate(self, requests: Sequence[contract.ImageRequest]) -> list[Drawn] | None:
-        deliveries = await asyncio.gather(*(self._deliver(request) for request in requests))
+    async def _generate(self, requests: Sequence[contract.ImageRequest]) -> list[Drawn]:
         drawn = []
-        for delivery in deliveries:
-            if delivery is None:
-                return None
+        for delivery in await asyncio.gather(*map(self._deliver, requests)):
             outcome = delivery.finished.outcome
             if isinstance(outcome, errors.FleetError):
                 raise outcome
@@ -88,17 +92,10 @@ class Canary:
             drawn.append(Drawn(outcome, delivery.finished_at - delivery.admitted_at))
         return drawn
 
-    async def _deliver(self, request: contract.ImageRequest) -> Delivery | None:
+    async def _deliver(self, request: contract.ImageRequest) -> Delivery:
         ticket = next(self._tickets)
         prepared = await asyncio.to_thread(self._engine.prepare, request)
-        return await self._engine_thread.draw(ticket, prepared)
-
-    async def _bounded(self, generating: asyncio.Task[list[Drawn] | None]) -> list[Drawn] | None:
-        clock = self._engine_thread.clock
-        latest = clock.busy_seconds + LONGEST_BUSY_SECONDS
-        while not (await asyncio.wait({generating}, timeout=POLL_SECONDS))[0]:
-            if clock.busy_seconds > latest:
-                raise errors.TransientError(
-                    f"it did not come in {LONGEST_BUSY_SECONDS:g} s of the engine's work"
-                )
-        return generating.result()
+        delivery = await self._engine_thread.draw(ticket, prepared)
+        if delivery is None:
+            raise DrainsError
+        return delivery

@@ -15,8 +15,7 @@ import shutil
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Iterator
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import asdict
 
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
@@ -24,7 +23,7 @@ from prometheus_client.registry import Collector
 from imagefleet import errors, retry
 from imagefleet.storage import protocol
 from worker.engine import contract
-from worker.inputs import sample
+from worker.inputs import img2img
 from worker.metrics import NodeFault, WorkerMetrics
 from worker.node.watchdog import NodeLimits, standard_images
 from worker.settings import WorkerSettings
@@ -56,14 +55,15 @@ _STEPS = 15
 _PROMPT = "photo of a house by a lake, volumetric light"
 
 
-@dataclass(slots=True)
-class Findings:
-    """The measurements; None: not measured."""
-
-    free_disk_bytes: int | None = None
-    free_gpu_bytes: int | None = None
-    images_per_second: float | None = None
-    upload_bits_per_second: float | None = None
+#: What is measured, as metrics and in the log.
+_FINDINGS = {
+    "passed": "1 if this node passed its start-up check.",
+    "seconds": "Start-up time, loading included.",
+    "free_disk_bytes": "Free disk space for the cache.",
+    "free_gpu_bytes": "GPU memory free before the model loads.",
+    "images_per_second": "Speed in 15-step 512x512 images.",
+    "upload_bytes_per_second": "Upload speed.",
+}
 
 
 class NodeCheck(Collector):
@@ -76,7 +76,8 @@ class NodeCheck(Collector):
         limits: NodeLimits,
         metrics: WorkerMetrics,
     ) -> None:
-        self.findings = Findings()
+        self.findings: dict[str, float] = {}
+        """The measurements, by the names of `_FINDINGS`."""
         self.passed: bool | None = None
         self._faults = metrics.node_faults
         self._fault: NodeFault = "engine"  # unless a check below fails
@@ -84,14 +85,9 @@ class NodeCheck(Collector):
         self._settings = settings
         self._limits = limits
         self._began_at = time.monotonic()
-        self._seconds = 0.0
 
     def load(self, load: Callable[[], contract.Engine]) -> contract.Engine:
-        """Loads the engine between the checks before and after it; on the engine's thread.
-
-        Raises:
-            NodeError: a check failed.
-        """
+        """Loads the engine between the checks before and after it; raises NodeError."""
         self._check_disk()
         self._check_gpu()
         engine = load()
@@ -102,9 +98,7 @@ class NodeCheck(Collector):
     async def upload(self) -> None:
         """Measures the upload to the storage; removes the blobs where the credentials allow it.
 
-        Raises:
-            NodeError: too slow, three times; TransientError, SetupError: the storage or the
-            credentials are at fault, as on any other node.
+        Raises NodeError if it is too slow three times; else the storage's errors.
         """
         least = self._limits.upload_bits_per_second
         if not least:
@@ -112,7 +106,7 @@ class NodeCheck(Collector):
         speed = 0.0
         for left in reversed(range(TRIES)):
             speed = await self._send(8 * UPLOAD_BYTES / least)
-            self.findings.upload_bits_per_second = speed
+            self.findings["upload_bytes_per_second"] = speed / 8
             if speed >= least:
                 return
             if left:
@@ -125,11 +119,7 @@ class NodeCheck(Collector):
 
     @contextlib.asynccontextmanager
     async def start_up(self) -> AsyncIterator[None]:
-        """Limits the time of the whole start-up, which runs inside, and logs the findings.
-
-        Raises:
-            NodeError: a check failed, or the start-up took too long.
-        """
+        """Limits the time of the start-up inside, and logs the findings; raises NodeError."""
         limit_seconds = self._limits.start_up_seconds
         limit = asyncio.timeout(limit_seconds or None)
         try:
@@ -157,40 +147,27 @@ class NodeCheck(Collector):
         self.passed = failure is None
         if failure is not None:
             self._faults.labels(self._fault).inc()
-        self._seconds = time.monotonic() - self._began_at
+        self.findings["passed"] = self.passed
+        self.findings["seconds"] = round(time.monotonic() - self._began_at, 3)
         log.log(
             logging.INFO if self.passed else logging.ERROR,
             "the node check %s after %.1f s",
             "passed" if self.passed else f"failed: {failure}",
-            self._seconds,
-            extra={
-                "action": "node_check",
-                "passed": self.passed,
-                "seconds": round(self._seconds, 3),
-                **asdict(self.findings),
-                "limits": asdict(self._limits),
-            },
+            self.findings["seconds"],
+            extra={"action": "node_check", **self.findings, "limits": asdict(self._limits)},
         )
 
     def collect(self) -> Iterator[Metric]:
-        if self.passed is None:
-            return
-        found = self.findings
-        speed = found.upload_bits_per_second
-        for name, what, value in (
-            ("passed", "1 if this node passed its start-up check.", float(self.passed)),
-            ("seconds", "Start-up time, loading included.", self._seconds),
-            ("free_disk_bytes", "Free disk space for the cache.", found.free_disk_bytes),
-            ("free_gpu_bytes", "GPU memory free before the model loads.", found.free_gpu_bytes),
-            ("images_per_second", "Speed in 15-step 512x512 images.", found.images_per_second),
-            ("upload_bytes_per_second", "Upload speed.", None if speed is None else speed / 8),
-        ):
-            if value is not None:
-                yield GaugeMetricFamily(f"imagefleet_node_check_{name}", what, value=value)
+        for name, what in _FINDINGS.items():
+            if self.passed is not None and name in self.findings:
+                yield GaugeMetricFamily(
+                    f"imagefleet_node_check_{name}", what, value=self.findings[name]
+                )
 
     def _check_disk(self) -> None:
-        folder = self._settings.cache.expanduser()
-        free = self.findings.free_disk_bytes = shutil.disk_usage(_existing(folder)).free
+        folder = self._settings.cache.expanduser().absolute()
+        existing = next(each for each in (folder, *folder.parents) if os.access(each, os.F_OK))
+        free = self.findings["free_disk_bytes"] = shutil.disk_usage(existing).free
         if free < self._limits.free_disk_bytes:
             raise self._broken(
                 "disk",
@@ -205,7 +182,7 @@ class NodeCheck(Collector):
             return
         from worker.engine import device as cuda_check  # torch takes seconds to load
 
-        free = self.findings.free_gpu_bytes = cuda_check.free_gpu_bytes(device)
+        free = self.findings["free_gpu_bytes"] = cuda_check.free_gpu_bytes(device)
         if free < least:
             raise self._broken(
                 "gpu_memory",
@@ -213,16 +190,13 @@ class NodeCheck(Collector):
             )
 
     def _check_speed(self, engine: contract.Engine) -> None:
-        """Generates batches of images until one is fast enough.
-
-        The first does not count against the node: it also selects kernels.
-        """
+        """Generates batches until one is fast enough; the first also selects kernels."""
         least = self._limits.images_per_second
         if getattr(engine, "is_compiling", False):
             least *= UNCOMPILED_SHARE
         speed = 0.0
         for _ in range(1 + TRIES):
-            speed = self.findings.images_per_second = _images_per_second(engine)
+            speed = self.findings["images_per_second"] = _images_per_second(engine)
             if speed >= least:
                 return
         raise self._broken(
@@ -272,7 +246,7 @@ def plain_request(engine: contract.Engine, seed: int) -> contract.ImageRequest:
         seed=seed,
         width=width,
         height=height,
-        init=sample.init_of(engine.family, width, height),
+        init=img2img.sample(engine.family, width, height),
     )
 
 
@@ -290,10 +264,3 @@ def _images_per_second(engine: contract.Engine) -> float:
     # A smaller image is not worth less: the costs that do not depend on its size weigh more.
     worth = max(1.0, standard_images(engine.family, _STEPS, *engine.default_size))
     return generated * worth / max(seconds, 1e-9)
-
-
-def _existing(folder: Path) -> Path:
-    """The folder, or the nearest one above it that exists and can be accessed."""
-    while not os.access(folder, os.F_OK):
-        folder = folder.absolute().parent
-    return folder

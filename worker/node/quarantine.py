@@ -46,35 +46,26 @@ class Quarantine:
         try:
             data = await self._files.read(BLOB, MAX_BYTES)
             nodes = [] if data is None else _List.model_validate_json(data).nodes
-        except ValidationError as error:
-            self._unreadable(validation.sentence(error))
-        except errors.FleetError as error:
-            self._unreadable(str(error))
-        else:
-            for node in nodes:
-                if node.name in self._names:
-                    why = f": {node.reason[:200]}" if node.reason else ""
-                    return f"{node.name} is in {BLOB}{why}"
+        except (ValidationError, errors.FleetError) as error:
+            if self._warning.is_due():
+                log.warning(
+                    "%s in the container %r cannot be read; this node works on: %s",
+                    BLOB,
+                    self._files.name,
+                    validation.sentence(error) if isinstance(error, ValidationError) else error,
+                    extra={"action": "quarantine_unread"},
+                )
+            return None
+        for node in nodes:
+            if node.name in self._names:
+                why = f": {node.reason[:200]}" if node.reason else ""
+                return f"{node.name} is in {BLOB}{why}"
         return None
 
     async def watch(self, listed: Callable[[str], None]) -> NoReturn:
-        """Side task: reads the list every five minutes.
-
-        Raises:
-            NodeError: this node is on it; *listed* was called with the reason.
-        """
+        """Side task: once this node is listed, calls *listed* and raises NodeError."""
         while True:
             await asyncio.sleep(retry.jitter(PERIOD_SECONDS))
             if reason := await self.reason():
                 listed(reason)
                 raise errors.NodeError(f"this node is quarantined: {reason}")
-
-    def _unreadable(self, why: str) -> None:
-        if self._warning.is_due():
-            log.warning(
-                "%s in the container %r cannot be read; this node works on: %s",
-                BLOB,
-                self._files.name,
-                why,
-                extra={"action": "quarantine_unread"},
-            )

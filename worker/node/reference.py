@@ -47,7 +47,6 @@ MAX_TOLERANCE = 4 * likeness.SAME_BELOW
 MAX_BYTES = 65_536
 
 SUFFIX = ".canary.json"
-_IN_FOLDER = "canary.json"
 
 
 class Reference(BaseModel):
@@ -95,7 +94,7 @@ def read(data: bytes) -> Reference:
 
 def beside(model: Path) -> Path:
     """The path of a checkpoint's reference: in its folder, or beside its file."""
-    return model / _IN_FOLDER if model.is_dir() else model.with_suffix(SUFFIX)
+    return model / "canary.json" if model.is_dir() else model.with_suffix(SUFFIX)
 
 
 def stored_name(blob: str) -> str:
@@ -129,10 +128,12 @@ async def find(
         data = None
         if stored is not None:
             data = await retry_policy.call(lambda: files.read(where, MAX_BYTES))
-        if data is None and await asyncio.to_thread(path.is_file):
+        if data is None:
             where = str(path)
-            data = await asyncio.to_thread(_read_file, path)
-        return None if data is None else read(data)
+            data = await asyncio.to_thread(path.read_bytes)
+        return read(data)
+    except FileNotFoundError:
+        return None
     except (errors.FleetError, OSError, ValueError) as error:
         log.warning(
             "the model's reference images %s cannot be read: %s",
@@ -141,8 +142,3 @@ async def find(
             extra={"action": "reference_unread"},
         )
         return None
-
-
-def _read_file(path: Path) -> bytes:
-    with path.open("rb") as file:
-        return file.read(MAX_BYTES + 1)

@@ -34,9 +34,11 @@ from worker.engine import contract
 from worker.gpu_thread import EngineThread
 from worker.metrics import NodeFault, WorkerMetrics
 from worker.node import reference as references
-from worker.node.canary import Canary
+from worker.node.canary import Canary, DrainsError
 from worker.node.reference import CanaryImage, Reference
 from worker.node.watchdog import Check, Suspects
+
+log = logging.getLogger(__name__)
 
 #: Images that a new one is compared with. One fingerprint of 512x512 takes 0.8 ms, and
 #: all the comparisons 0.1 ms.
@@ -50,6 +52,31 @@ _TOO_FAST = 0.1
 
 #: Seconds a step below which the clock and the threads decide, not the GPU.
 _LEAST_STEP_SECONDS = 0.001
+
+#: Images between two canaries, at random: a node that goes wrong stores 200 images at most, with
+#: the 96 that may be in its engine and before its encoders. A canary of 4 steps costs up to 0.42 of
+#: an image of 15 (demo checkpoint, compiled, H100): 0.46 % of the work.
+LEAST_IMAGES, MOST_IMAGES = 80, 104
+
+#: Images between two that ask for a canary: a campaign may repeat itself rightly.
+LEAST_BETWEEN_ALARMS = 50
+
+#: Seconds between two checks of the weights, each 30 ms for SD1.5 on an H100.
+WEIGHTS_SECONDS = 300.0
+
+#: Failed checks that are too many, of so many recent ones; each was repeated, with success.
+MOST_FAILED, OF_RECENT = 2, 10
+
+#: The distance below which two images are one: the LoRA, or the seed, had no effect. The same image
+#: in another slot is 0.02 away.
+_NO_EFFECT_BELOW = 2.0
+
+#: Those drawn among the jobs: each has the LoRA.
+_AMONG_JOBS: tuple[CanaryImage, ...] = ("with_lora", "other_seed")
+
+#: Sizes of jobs, besides the checkpoint's own, that canaries are drawn in: a canary of another
+#: size than the jobs' would leave the engine's slots idle.
+_MOST_SIZES = 8
 
 
 @dataclass(slots=True)
@@ -108,100 +135,66 @@ class ImageChecks:
         )
 
 
-log = logging.getLogger(__name__)
-
-#: Images between two canaries, at random: a node that goes wrong stores 200 images at most, with
-#: the 96 that may be in its engine and before its encoders. A canary of 4 steps costs up to 0.42 of
-#: an image of 15 (demo checkpoint, compiled, H100): 0.46 % of the work.
-LEAST_IMAGES, MOST_IMAGES = 80, 104
-
-#: Images between two that ask for a canary: a campaign may repeat itself rightly.
-LEAST_BETWEEN_ALARMS = 50
-
-#: Seconds between two checks of the weights, each 30 ms for SD1.5 on an H100.
-WEIGHTS_SECONDS = 300.0
-
-#: Failed checks that are too many, of so many recent ones; each was repeated, with success.
-MOST_FAILED, OF_RECENT = 2, 10
-
-#: The distance below which two images are one: the LoRA, or the seed, had no effect. The same image
-#: in another slot is 0.02 away.
-_NO_EFFECT_BELOW = 2.0
-
-_LORA = "canary.safetensors"
-
-#: Those drawn among the jobs: each has the LoRA.
-_AMONG_JOBS: tuple[CanaryImage, ...] = ("with_lora", "other_seed")
-
-#: Sizes of jobs, besides the checkpoint's own, that canaries are drawn in: a canary of another
-#: size than the jobs' would leave the engine's slots idle.
-_MOST_SIZES = 8
-
-
 @dataclass(frozen=True, slots=True)
 class Fault:
     """What is wrong with this node, and the check that found it."""
 
     kind: NodeFault
-    check: Check
     message: str
 
+    @property
+    def check(self) -> Check:
+        return "weights" if self.kind == "weights" else "images"
 
-class _DrainsError(Exception):
-    """The worker drains, and draws no canaries any more."""
 
-
-@dataclass(slots=True, eq=False)
 class NodeSelfCheck:
     """Checks one engine; without `contract.SelfCheck`, as for a stand-in, nothing."""
 
-    engine: contract.Engine
-    engine_thread: EngineThread
-    canary: Canary
-    metrics: WorkerMetrics
-    suspects: Suspects
-    images: ImageChecks = field(default_factory=ImageChecks, init=False)
-    _threads: ThreadPoolExecutor = field(
-        default_factory=lambda: ThreadPoolExecutor(1, "fingerprint"), init=False
-    )
-    trusted: asyncio.Event = field(default_factory=asyncio.Event, init=False)
-    """Whether images are trusted: not between a failed check and its repetition."""
-    fault: Fault | None = field(default=None, init=False)
-    """Why this node is given up."""
-    _reference: Reference | None = field(default=None, init=False)
-    _own: dict[tuple[tuple[int, int], CanaryImage], Fingerprint] = field(
-        default_factory=dict, init=False
-    )
-    _folder: Path | None = field(default=None, init=False)
-    _job_size: tuple[int, int] | None = field(default=None, init=False)
-    _images_left: int = field(default=0, init=False)
-    _since_alarm: int = field(default=LEAST_BETWEEN_ALARMS, init=False)
-    _due: asyncio.Event = field(default_factory=asyncio.Event, init=False)
-    _why_due: str | None = field(default=None, init=False)
-    _recent: deque[bool] = field(default_factory=lambda: deque(maxlen=OF_RECENT), init=False)
-    _one_at_a_time: asyncio.Lock = field(default_factory=asyncio.Lock, init=False)
-
-    def __post_init__(self) -> None:
+    def __init__(
+        self,
+        engine: contract.Engine,
+        engine_thread: EngineThread,
+        canary: Canary,
+        metrics: WorkerMetrics,
+        suspects: Suspects,
+    ) -> None:
+        self.engine = engine
+        self.engine_thread = engine_thread
+        self.canary = canary
+        self.metrics = metrics
+        self.suspects = suspects
+        self.images = ImageChecks()
+        self.trusted = asyncio.Event()
+        """Whether images are trusted: not between a failed check and its repetition."""
         self.trusted.set()
+        self.fault: Fault | None = None
+        """Why this node is given up."""
+        self._threads = ThreadPoolExecutor(1, "fingerprint")
+        self._reference: Reference | None = None
+        self._own: dict[tuple[tuple[int, int], CanaryImage], Fingerprint] = {}
+        self._lora: Path | None = None
+        self._job_size: tuple[int, int] | None = None
+        self._images_left = 0
+        self._since_alarm = LEAST_BETWEEN_ALARMS
+        self._due = asyncio.Event()
+        self._why_due: str | None = None
+        self._recent: deque[bool] = deque(maxlen=OF_RECENT)
+        self._one_at_a_time = asyncio.Lock()
 
     @property
     def is_possible(self) -> bool:
         return self.engine.self_check is not None
 
     async def start_up(self, reference: Reference | None) -> None:
-        """Checks the weights, and that a seed and a LoRA change the image as they should.
-
-        Raises:
-            NodeError: this node draws wrong images.
-        """
+        """Checks the weights, and what a seed and a LoRA change; raises NodeError."""
         self_check = self.engine.self_check
         if self_check is None:
             return
         try:
-            self._folder = Path(await asyncio.to_thread(tempfile.mkdtemp, prefix="imagefleet-"))
+            folder = await asyncio.to_thread(tempfile.mkdtemp, prefix="imagefleet-")
         except OSError as error:
             raise errors.NodeError(f"no temporary file can be written here: {error}") from error
-        lora = self._folder / _LORA
+        lora = self._lora = Path(folder, "canary.safetensors")
         await self.engine_thread.call(lambda: self_check.write_lora(lora))
         if reference is not None and (why := reference.why_unusable(self.engine)):
             log.warning(
@@ -222,11 +215,7 @@ class NodeSelfCheck:
         await self._check_or_give_up(references.CANARY_IMAGES)
 
     async def watch_images(self) -> NoReturn:
-        """Side task: draws a canary at random times among the jobs, and at once on an alarm.
-
-        Raises:
-            NodeError: this node draws wrong images.
-        """
+        """Side task: draws canaries at random times, and at once on an alarm; raises NodeError."""
         while True:
             await self._due.wait()
             why, self._why_due = self._why_due, None
@@ -236,11 +225,7 @@ class NodeSelfCheck:
                 log.info("%s; but a canary came out right", why, extra={"action": "alarm_ended"})
 
     async def watch_weights(self) -> NoReturn:
-        """Side task: compares the weights on the device with the file's every few minutes.
-
-        Raises:
-            NodeError: they differ.
-        """
+        """Side task: compares the weights on the device with the file's; raises NodeError."""
         while True:
             await asyncio.sleep(retry.jitter(WEIGHTS_SECONDS))
             async with self._one_at_a_time:
@@ -252,7 +237,7 @@ class NodeSelfCheck:
         """What is wrong with this node, for images that fail; see `Canary.diagnose`."""
         reason = await self.canary.diagnose(alarm)
         if reason is not None:
-            self.fault = Fault("failed_images", "images", reason)
+            self.fault = Fault("failed_images", reason)
         elif self.is_possible:
             await self._check_or_give_up(references.CANARY_IMAGES)
         return reason
@@ -287,7 +272,7 @@ class NodeSelfCheck:
 
     def quarantined(self, reason: str) -> None:
         """The operator's list names this node."""
-        self._give_up(Fault("quarantined", "images", reason))
+        self._give_up(Fault("quarantined", reason))
 
     async def fingerprint(self, pixels: contract.Pixels) -> Fingerprint:
         """Computes it on a thread: a millisecond for each image."""
@@ -296,8 +281,8 @@ class NodeSelfCheck:
 
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
-        if self._folder is not None:
-            shutil.rmtree(self._folder, ignore_errors=True)
+        if self._lora is not None:
+            shutil.rmtree(self._lora.parent, ignore_errors=True)
 
     def _ask(self, why: str) -> None:
         self._since_alarm = 0
@@ -311,19 +296,17 @@ class NodeSelfCheck:
     async def _check_or_give_up(self, kinds: tuple[CanaryImage, ...]) -> bool:
         """Draws the *kinds*, once more if they are wrong; returns whether the first were right.
 
-        What was stored before a check that failed once only is suspect all the same.
-
-        Raises:
-            NodeError: the node is broken.
+        What was stored before a check that failed once only is suspect all the same. Raises
+        NodeError if the node is broken.
         """
         async with self._one_at_a_time:
             if self.images.copies >= MOST_COPIES:
                 message = f"{self.images.copies} images were copies of another seed's, to the bit"
-                raise self._give_up(Fault("wrong_images", "images", message))
+                raise self._give_up(Fault("wrong_images", message))
             since = self.suspects.since("images")
             try:
                 fault = await self._find_fault(kinds, with_weights=len(kinds) > 1)
-            except _DrainsError:
+            except DrainsError:
                 return True
             self._recent.append(fault is None)
             if fault is None:
@@ -335,13 +318,13 @@ class NodeSelfCheck:
             )
             try:
                 again = await self._find_fault(kinds, with_weights=True)
-            except _DrainsError:
+            except DrainsError:
                 again = fault
             if again is not None:
                 raise self._give_up(again)
             if self._recent.count(False) >= MOST_FAILED:
                 message = f"{fault.message}, the second time within {OF_RECENT} checks"
-                raise self._give_up(Fault(fault.kind, fault.check, message))
+                raise self._give_up(Fault(fault.kind, message))
             self.engine_thread.hold_jobs(hold=False)
             self.trusted.set()
             await self.suspects.record(since, fault.message)
@@ -365,7 +348,7 @@ class NodeSelfCheck:
             if message is None:
                 self.suspects.good("images", began_at)
             else:
-                fault = Fault("wrong_images", "images", message)
+                fault = Fault("wrong_images", message)
         self.metrics.canaries.labels("failed" if fault else "passed").inc()
         return fault
 
@@ -377,23 +360,17 @@ class NodeSelfCheck:
         if message is None:
             self.suspects.good("weights", began_at)
             return None
-        return Fault("weights", "weights", message)
+        return Fault("weights", message)
 
     async def _image_fault(self, kinds: tuple[CanaryImage, ...]) -> str | None:
-        """What is wrong with canaries drawn now.
-
-        Raises:
-            _DrainsError: they are not; FleetError: one failed.
-        """
+        """What is wrong with canaries drawn now; raises as `Canary.draw`."""
         own, jobs = self.engine.default_size, self._size_of_jobs()
         sizes = [jobs]
         if jobs != own and any((jobs, kind) not in self._own for kind in kinds):
             sizes = [own, jobs]  # the first of its size is worth something on a good node only
         for size in sizes:
-            lora = None if self._folder is None else self._folder / _LORA
-            drawn = await self.canary.draw([references.request(each, size, lora) for each in kinds])
-            if drawn is None:
-                raise _DrainsError
+            requests = [references.request(each, size, self._lora) for each in kinds]
+            drawn = await self.canary.draw(requests)
             for image in drawn:
                 self.images.canary_took(image.seconds, references.STEPS, size)
             prints = [likeness.fingerprint(image.pixels) for image in drawn]
@@ -428,13 +405,11 @@ class NodeSelfCheck:
 
     def _alike(self, found: dict[CanaryImage, Fingerprint]) -> str | None:
         """Whether images that must differ do not."""
-        pairs: tuple[tuple[CanaryImage, str], ...] = (
-            ("other_seed", "the seed"),
-            ("without_lora", "the LoRA"),
-        )
-        for kind, what in pairs:
-            if "with_lora" not in found or kind not in found:
+        plain = found.get("with_lora")
+        others = {"the seed": found.get("other_seed"), "the LoRA": found.get("without_lora")}
+        for what, other in others.items():
+            if plain is None or other is None:
                 continue
-            if likeness.distance(found["with_lora"], found[kind]) < _NO_EFFECT_BELOW:
+            if likeness.distance(plain, other) < _NO_EFFECT_BELOW:
                 return f"{what} has no effect on a canary"
         return None

@@ -1,13 +1,12 @@
 """Measures a node while it works, window by window.
 
-One slow image, one bad minute or storage that is down says nothing about a node. Only what lasts
-for three windows in a row counts, and only what is the node's own fault: images that take too
-long on the GPU, images that fail on it (a plain one as well: `worker.node.canary`), and uploads so
-slow that the GPU waits for them. Storage errors concern every node, and a GPU call that never ends
-is for `EngineThread.watch`.
+Only what lasts for three windows in a row counts, and only what is the node's own fault: images
+that take too long on the GPU, images that fail on it (a plain one as well: `worker.node.canary`),
+and uploads so slow that the GPU waits for them. A GPU call that never ends is for
+`EngineThread.watch`.
 
 A node that lost its platform, but not its network, works on unseen (SaladCloud starts another one
-in its place): leases and blobs that are written once make that harmless, so it is not detected.
+in its place): leases and blobs that are written once make that harmless.
 
 The images stored since a node was last found good are suspect, should it turn out to be broken.
 """
@@ -23,7 +22,7 @@ import re
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from typing import Literal, NoReturn
 
@@ -86,6 +85,11 @@ FAILURES_IN_A_ROW = 10
 #: The share of a window that the GPU waited for uploads before they count as too slow.
 BLOCKED_SHARE = 0.5
 
+#: The most images of a worker: the fastest GPU's of some hours between two checks of its weights.
+MAX_IMAGES = 50_000
+
+Check = Literal["images", "weights"]
+
 
 @dataclass(frozen=True, slots=True)
 class NodeLimits:
@@ -104,19 +108,17 @@ NO_LIMITS = NodeLimits()
 
 def limits_of(settings: WorkerSettings, gpu: str, *, on_salad: bool) -> NodeLimits:
     """The settings' limits; without them the defaults on SaladCloud, and none elsewhere."""
-
-    def limit(given: float | None, by_default: float) -> float:
-        if given is not None:
-            return given
-        return by_default if on_salad else 0.0
-
-    return NodeLimits(
-        images_per_second=limit(settings.min_images_per_second, broken_below(gpu)),
-        upload_bits_per_second=1e6 * MIN_UPLOAD_MEGABITS if on_salad else 0.0,
-        start_up_seconds=limit(settings.start_up_seconds, START_UP_SECONDS),
-        free_gpu_bytes=FREE_GPU_BYTES if on_salad else 0,
-        free_disk_bytes=FREE_DISK_BYTES if on_salad else 0,
-    )
+    limits = NO_LIMITS
+    if on_salad:
+        upload = 1e6 * MIN_UPLOAD_MEGABITS
+        limits = NodeLimits(
+            broken_below(gpu), upload, START_UP_SECONDS, FREE_GPU_BYTES, FREE_DISK_BYTES
+        )
+    if settings.min_images_per_second is not None:
+        limits = replace(limits, images_per_second=settings.min_images_per_second)
+    if settings.start_up_seconds is not None:
+        limits = replace(limits, start_up_seconds=settings.start_up_seconds)
+    return limits
 
 
 def broken_below(gpu: str) -> float:
@@ -152,12 +154,6 @@ class _Window:
     storage_faults: int = 0
 
 
-@dataclass(slots=True)
-class _Uploads:
-    in_flight: int = 0
-    since: float = field(default_factory=time.monotonic)
-
-
 class NodeWatchdog:
     """Counts what one node does and judges it after each window."""
 
@@ -169,7 +165,8 @@ class NodeWatchdog:
         self._limits = limits
         self._windows = metrics.node_windows
         self._faults = metrics.node_faults
-        self._uploads = _Uploads()
+        self._uploads_in_flight = 0
+        self._uploads_counted_at = time.monotonic()
         self._failures_in_a_row = 0
         self._alarms: asyncio.Queue[str] = asyncio.Queue()
         self._window = self._new_window()
@@ -206,7 +203,7 @@ class NodeWatchdog:
     def uploading(self, size_bytes: int) -> Iterator[None]:
         """One upload; overlapping ones count their time once."""
         self._count_uploading()
-        self._uploads.in_flight += 1
+        self._uploads_in_flight += 1
         try:
             yield
             self._window.uploaded_bytes += size_bytes
@@ -215,7 +212,7 @@ class NodeWatchdog:
             raise
         finally:
             self._count_uploading()
-            self._uploads.in_flight -= 1
+            self._uploads_in_flight -= 1
 
     async def watch_failures(self, diagnose: Diagnose) -> NoReturn:
         """Side task: raises NodeError once an alarm turns out to be the node's fault."""
@@ -230,9 +227,9 @@ class NodeWatchdog:
         self._window = self._new_window()
         while True:
             await asyncio.sleep(WINDOW_SECONDS)
-            for alarm in self._too_many_failed(self._window):
-                if await diagnose(alarm) is None:
-                    self._window.failed_images = 0
+            alarm = self._too_many_failed(self._window)
+            if alarm is not None and await diagnose(alarm) is None:
+                self._window.failed_images = 0
             reason = self._close_window()
             if reason is not None and self.failed_in_a_row >= FAILED_WINDOWS:
                 self.failed_in_a_row = 0
@@ -245,12 +242,12 @@ class NodeWatchdog:
         seconds = self._window.began_at - window.began_at
         busy_seconds = self._window.busy_seconds - window.busy_seconds
         blocked_seconds = self._window.blocked_seconds - window.blocked_seconds
-        judged: dict[NodeFault, Iterator[str]] = {
+        judged: dict[NodeFault, str | None] = {
             "gpu_speed": self._too_slow(window, busy_seconds, seconds),
             "failed_images": self._too_many_failed(window),
             "upload_speed": self._uploads_too_slow(window, blocked_seconds, seconds),
         }
-        wrong = [(fault, reason) for fault, reasons in judged.items() for reason in reasons]
+        wrong = {fault: reason for fault, reason in judged.items() if reason}
         is_idle = busy_seconds <= LEAST_BUSY_SHARE * seconds
         if not wrong and (is_idle or window.enlarged_images):
             # Such a node shows nothing, and does not reset the count.
@@ -261,9 +258,9 @@ class NodeWatchdog:
             self.failed_in_a_row = 0
             return None
         self.failed_in_a_row += 1
-        for fault, _ in wrong:
+        for fault in wrong:
             self._faults.labels(fault).inc()
-        reason = "; ".join(reason for _, reason in wrong)
+        reason = "; ".join(wrong.values())
         log.warning(
             "this node failed %d windows in a row, of %d: %s",
             self.failed_in_a_row,
@@ -273,54 +270,48 @@ class NodeWatchdog:
         )
         return reason
 
-    def _too_slow(self, window: _Window, busy_seconds: float, seconds: float) -> Iterator[str]:
+    def _too_slow(self, window: _Window, busy_seconds: float, seconds: float) -> str | None:
         least = self._limits.images_per_second
-        if least and busy_seconds > LEAST_BUSY_SHARE * seconds and not window.enlarged_images:
-            speed = window.standard_images / busy_seconds
-            if speed < least:
-                yield f"the GPU makes {speed:.3g} images/s, less than {least:.3g}"
+        if busy_seconds <= LEAST_BUSY_SHARE * seconds or window.enlarged_images:
+            return None
+        speed = window.standard_images / busy_seconds
+        if speed >= least:
+            return None
+        return f"the GPU makes {speed:.3g} images/s, less than {least:.3g}"
 
-    def _too_many_failed(self, window: _Window) -> Iterator[str]:
-        if window.failed_images >= max(LEAST_FAILED, FAILED_SHARE * window.images):
-            yield (
-                f"{window.failed_images} of {window.images} images failed on the GPU, the last"
-                f" with: {window.last_error}"
-            )
+    def _too_many_failed(self, window: _Window) -> str | None:
+        if window.failed_images < max(LEAST_FAILED, FAILED_SHARE * window.images):
+            return None
+        return (
+            f"{window.failed_images} of {window.images} images failed on the GPU, the last"
+            f" with: {window.last_error}"
+        )
 
     def _uploads_too_slow(
         self, window: _Window, blocked_seconds: float, seconds: float
-    ) -> Iterator[str]:
+    ) -> str | None:
+        if blocked_seconds < BLOCKED_SHARE * seconds or window.storage_faults:
+            return None
+        speed = 8 * window.uploaded_bytes / max(window.uploading_seconds, 1e-9)
         least = self._limits.upload_bits_per_second
-        if (
-            least
-            and blocked_seconds >= BLOCKED_SHARE * seconds
-            and window.uploading_seconds
-            and not window.storage_faults
-        ):
-            speed = 8 * window.uploaded_bytes / window.uploading_seconds
-            if speed < least:
-                yield (
-                    f"the upload to the storage runs at {speed / 1e6:.2f} Mbit/s, less than"
-                    f" {least / 1e6:g}, and the GPU waits for it"
-                )
+        if not window.uploading_seconds or speed >= least:
+            return None
+        return (
+            f"the upload to the storage runs at {speed / 1e6:.2f} Mbit/s, less than"
+            f" {least / 1e6:g}, and the GPU waits for it"
+        )
 
     def _count_uploading(self) -> None:
         now = time.monotonic()
-        if self._uploads.in_flight:
-            self._window.uploading_seconds += now - self._uploads.since
-        self._uploads.since = now
+        if self._uploads_in_flight:
+            self._window.uploading_seconds += now - self._uploads_counted_at
+        self._uploads_counted_at = now
 
     def _new_window(self) -> _Window:
         clock = self._engine_thread.clock
         return _Window(
             time.monotonic(), clock.busy_seconds, clock.idle_seconds.get("backpressure", 0.0)
         )
-
-
-#: The most images of a worker: the fastest GPU's of some hours between two checks of its weights.
-MAX_IMAGES = 50_000
-
-Check = Literal["images", "weights"]
 
 
 @dataclass(slots=True)

@@ -26,7 +26,8 @@ from isal import isal_zlib
 from PIL import ExifTags, Image
 
 from imagefleet import errors
-from imagefleet.job import embedded, samplers
+from imagefleet.files.picture import PNG_KEYWORD
+from imagefleet.job import samplers
 from imagefleet.job.message import Job, Output
 from imagefleet.job.passes import hires
 from worker.engine.contract import Pixels
@@ -248,11 +249,8 @@ class EncodedImage:
 def encode(pixels: Pixels, output: Output, parameters: str, job: str = "") -> EncodedImage:
     """Encodes one image, [height, width, 3] RGB, with its parameters and its job as text.
 
-    A JPEG goes without the job where both are too long for it.
-
-    Raises:
-        JobError: the parameters are too long for a JPEG.
-        TransientError: the image is all one colour, which no working engine generates.
+    A JPEG goes without the job where both are too long for it; parameters that are too long alone
+    are a JobError. Raises as `refuse_one_colour`.
     """
     refuse_one_colour(pixels)
     if output.format == "png":
@@ -263,11 +261,7 @@ def encode(pixels: Pixels, output: Output, parameters: str, job: str = "") -> En
 
 
 def refuse_one_colour(pixels: Pixels) -> None:
-    """Refuses what no working engine generates.
-
-    Raises:
-        TransientError: the image is all one colour.
-    """
+    """Raises TransientError for an image of one colour, which no working engine generates."""
     if (pixels[0] == pixels[0, 0]).all() and (pixels == pixels[0, 0]).all():
         raise errors.TransientError("the image came out all one colour; it is not stored")
 
@@ -281,7 +275,7 @@ def _png(pixels: Pixels, parameters: str, job: str) -> bytes:
             _chunk(b"IHDR", header),
             # First: some viewers show the first text of a file, whatever its name.
             _text_chunk("parameters", parameters),
-            _text_chunk(embedded.PNG_KEYWORD, job) if job else b"",
+            _text_chunk(PNG_KEYWORD, job) if job else b"",
             _chunk(b"IDAT", isal_zlib.compress(_filtered(pixels), COMPRESSION_LEVEL)),
             _chunk(b"IEND", b""),
         )

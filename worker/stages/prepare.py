@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import logging
 from collections import OrderedDict, deque
 from collections.abc import AsyncIterator, Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from imagefleet import cancelled, concurrency, errors, retry
 from imagefleet.job.message import Job, job_key, read_job
@@ -21,9 +22,8 @@ from imagefleet.pricing import families
 from imagefleet.storage import protocol
 from worker import tasks
 from worker.engine import contract
-from worker.inputs.job_files import JobFiles
-from worker.inputs.reader import NO_INPUTS, Inputs
-from worker.jobs.in_flight import BegunJob, InFlightJob, Turns
+from worker.inputs.reader import NO_INPUTS, Inputs, JobFiles
+from worker.jobs.in_flight import InFlightImage, InFlightJob
 from worker.node.watchdog import NodeWatchdog, Suspects
 from worker.pull import Puller
 from worker.settle import Settler
@@ -52,40 +52,78 @@ PREPARERS = 8
 
 
 class Isolation:
-    """A lock that many hold at once as `shared`, or one as `alone`, which goes first."""
+    """A lock that many hold at once as `shared`, or one as `alone`, in the order of their calls."""
 
     def __init__(self) -> None:
-        self._nobody_alone = asyncio.Event()
-        self._nobody_alone.set()
-        self._nobody_shares = asyncio.Event()
-        self._nobody_shares.set()
-        self._shared = 0
-
-    @contextlib.asynccontextmanager
-    async def shared(self) -> AsyncIterator[None]:
-        await self._wait_for_others()
-        self._shared += 1
-        self._nobody_shares.clear()
-        try:
-            yield
-        finally:
-            self._shared -= 1
-            if not self._shared:
-                self._nobody_shares.set()
+        self.shared = asyncio.Semaphore(PREPARERS)
+        self._one_alone = asyncio.Lock()
 
     @contextlib.asynccontextmanager
     async def alone(self) -> AsyncIterator[None]:
-        await self._wait_for_others()
-        self._nobody_alone.clear()
-        try:
-            await self._nobody_shares.wait()
+        async with self._one_alone, contextlib.AsyncExitStack() as places:
+            for _ in range(PREPARERS):
+                await places.enter_async_context(self.shared)
             yield
-        finally:
-            self._nobody_alone.set()
 
-    async def _wait_for_others(self) -> None:
-        while not self._nobody_alone.is_set():  # of those that wait, one goes first
-            await self._nobody_alone.wait()
+
+@dataclass(slots=True, eq=False)
+class BegunJob:
+    """A job and its images that the engine has not been given yet.
+
+    They share what was prepared for the first: their prompts and their LoRAs in memory.
+    """
+
+    entry: InFlightJob
+    requests: deque[tuple[int, contract.ImageRequest]]
+    """The requests left, each with its image's index."""
+    first: contract.PreparedRequest
+
+    def take(self) -> tuple[InFlightImage, contract.PreparedRequest]:
+        """The next image."""
+        entry = self.entry
+        if entry.job is None:
+            raise RuntimeError("read the job first")
+        index, request = self.requests.popleft()
+        prepared = self.first
+        if request is not prepared.request:
+            dataclass_of_engine: Any = prepared
+            prepared = dataclasses.replace(dataclass_of_engine, request=request)
+        size = final = request.width, request.height
+        if (last := request.upscale or request.hires) is not None:
+            final = last.width, last.height
+        elif entry.overlay is not None:
+            final = entry.overlay.size
+        image = InFlightImage(entry, entry.job, index, size, final, request.embeddings)
+        return image, prepared
+
+
+class Turns:
+    """Lets every other image be one of a job that is not begun, while there are both.
+
+    So neither does a job of a thousand images hold up the others, nor they it.
+    """
+
+    def __init__(self, most_new: int) -> None:
+        """*most_new*: jobs that may wait here to be begun; then `put` waits."""
+        self._new: asyncio.Queue[InFlightJob] = asyncio.Queue(most_new)
+        self._begun: deque[BegunJob] = deque()
+        self._waiting = asyncio.Semaphore(0)
+        self._was_new = False
+
+    async def put(self, entry: InFlightJob) -> None:
+        """A job that is not begun."""
+        await self._new.put(entry)
+        self._waiting.release()
+
+    def go_on(self, job: BegunJob) -> None:
+        """A job with images left; others that are begun come first."""
+        self._begun.append(job)
+        self._waiting.release()
+
+    async def next(self) -> InFlightJob | BegunJob:
+        await self._waiting.acquire()
+        self._was_new = not self._new.empty() and not (self._was_new and self._begun)
+        return self._new.get_nowait() if self._was_new else self._begun.popleft()
 
 
 @dataclass(slots=True, eq=False)
@@ -160,14 +198,14 @@ class PrepareStage:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     async def _generate_with_others(self, entry: InFlightJob) -> None:
-        async with self._isolation.shared():
+        async with self._isolation.shared:
             job = await self._prepare(entry)
         if job is not None:
             await self._go_on(job)
 
     async def _go_on(self, job: BegunJob) -> None:
         """Gives the engine the next image of a job; the others have to wait for their turns."""
-        async with self._isolation.shared():
+        async with self._isolation.shared:
             await self._submit(job)
         if job.requests:
             self.turns.go_on(job)
@@ -175,8 +213,7 @@ class PrepareStage:
     async def _generate_alone(self, entry: InFlightJob) -> None:
         """Generates a job whose workers have died, so that no other dies with this one.
 
-        Raises:
-            JobError: the workers that generated it alone died as well.
+        Raises JobError if the workers that generated it alone died as well.
         """
         if self._is_others(self._read(entry)):
             await self.settler.move(entry)

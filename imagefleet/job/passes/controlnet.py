@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, model_validator
 
 from imagefleet.job.override_settings import name_of_title
-from imagefleet.job.passes.sources import ImageSource
+from imagefleet.job.passes.img2img import ImageSource
 from imagefleet.job.prompt import SAFE_NAME
 from imagefleet.redaction import printable
 
@@ -30,26 +30,13 @@ _RESIZE_MODES = {
 
 #: Fields of preprocessors, of saving and of memory.
 WITHOUT_EFFECT = frozenset(
-    {
-        "batch_images",
-        "guess_mode",
-        "hr_option",
-        "inpaint_crop_input_image",
-        "is_ui",
-        "loopback",
-        "low_vram",
-        "lowvram",
-        "output_dir",
-        "pixel_perfect",
-        "processor_res",
-        "pulid_mode",
-        "save_detected_map",
-        "threshold_a",
-        "threshold_b",
-        "union_control_type",
-    }
+    (
+        *("processor_res", "threshold_a", "threshold_b", "pixel_perfect", "guess_mode"),
+        *("batch_images", "is_ui", "loopback", "output_dir", "save_detected_map"),
+        *("low_vram", "lowvram", "hr_option", "inpaint_crop_input_image"),
+        *("pulid_mode", "union_control_type"),
+    )
 )
-
 
 UNSUPPORTED = ("advanced_weighting", "effective_region_mask", "mask", "mask_image")
 
@@ -79,10 +66,8 @@ def _only(field: str, neutral: tuple[object, ...], shown: str) -> BeforeValidato
     return BeforeValidator(check)
 
 
-class Unit(BaseModel):
+class Unit(BaseModel, extra="forbid", frozen=True, allow_inf_nan=False):
     """One ControlNet; where it begins and ends is a share of the steps."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     image: ImageSource
     model: Annotated[str, AfterValidator(_model_name)]
@@ -125,10 +110,8 @@ class Unit(BaseModel):
         return self
 
 
-class Script(BaseModel):
+class Script(BaseModel, extra="forbid", frozen=True):
     """The extension's part of `alwayson_scripts`; units that are not enabled are left out."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     args: tuple[Unit, ...] = Field(default=(), max_length=MAX_UNITS)
 
@@ -147,10 +130,8 @@ class Script(BaseModel):
         return script
 
 
-class Scripts(BaseModel):
+class Scripts(BaseModel, extra="forbid", frozen=True):
     """The scripts that run with every image, of which ControlNet is supported."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     controlnet: Script = Script()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Annotated
 
-from pydantic import AfterValidator, BeforeValidator, Field
+from pydantic import BeforeValidator, Field
 
 from imagefleet import errors
 from imagefleet.job.passes import hires, img2img
@@ -44,28 +44,25 @@ NEUTRAL_VALUES: Mapping[str, tuple[object, ...]] = {
 _OF_DRAWINGS = (img2img.OWN_FIELDS - {"resize_mode"}) | {"denoising_strength"}
 
 
-def _none_is_off(value: object) -> object:
-    return None if value in ("", "None") else value
-
-
-def _is_upscaler(name: str) -> str:
-    if name in hires.LATENT:
+def _upscaler(value: object) -> object:
+    if value in ("", "None"):
+        return None
+    if value in hires.LATENT:
         raise ValueError("enlarges latents, which only the second pass (hr_upscaler) has")
-    return hires.check_upscaler(name)
+    return hires.check_upscaler(value) if isinstance(value, str) else value
 
 
-_Upscaler = Annotated[str | None, AfterValidator(lambda name: name and _is_upscaler(name))]
+_Upscaler = Annotated[str | None, BeforeValidator(_upscaler)]
 _Target = Annotated[int, Field(ge=MIN_SIDE, le=_MAX_TARGET)]
 
 
 class Extras(Img2Img):
     """The fields that matter with `upscaler_1`, beside `init_images` and `resize_mode`."""
 
-    upscaler_1: Annotated[_Upscaler, BeforeValidator(_none_is_off)] = None
+    upscaler_1: _Upscaler = None
     """The first upscaler; None: the job draws."""
-    upscaler_2: Annotated[_Upscaler, BeforeValidator(_none_is_off)] = None
+    upscaler_2: _Upscaler = None
     extras_upscaler_2_visibility: float = Field(default=0.0, ge=0, le=1)
-    """The second upscaler's share in the image, from 0 to 1."""
     upscaling_resize: float = Field(default=2.0, gt=0, le=8)
     upscaling_resize_w: _Target = 512
     upscaling_resize_h: _Target = 512
@@ -77,10 +74,7 @@ FIELDS = frozenset(Extras.model_fields) - set(Img2Img.model_fields)
 
 
 def check(job: Extras, of_drawings: Collection[str]) -> None:
-    """Raises ValueError if the fields of a job that only enlarges an image do not fit together.
-
-    *of_drawings*: its fields of other passes than img2img.
-    """
+    """Raises ValueError if a job that only enlarges has other fields, as those *of_drawings*."""
     if job.upscaler_1 is None:
         if unused := job.model_fields_set & (FIELDS - {"upscaler_1"}):
             raise ValueError(
@@ -113,10 +107,7 @@ def scale(job: Extras, size: Size) -> float:
 
 
 def sizes_after(job: Extras, size: Size) -> tuple[Size, Size]:
-    """What an image of *size*, (width, height) in pixels, is enlarged to, and then cut to.
-
-    Raises JobError if it is beyond the limits; names the field.
-    """
+    """What an image of *size* is enlarged to, and cut to; raises JobError beyond the limits."""
     if job.resize_mode == _BY_FACTOR:
         field, by = "upscaling_resize", job.upscaling_resize
         whole = final = _aligned((int(size[0] * by), int(size[1] * by)))
@@ -135,10 +126,7 @@ def sizes_after(job: Extras, size: Size) -> tuple[Size, Size]:
 
 
 def final_size(job: Extras, width: int | None, height: int | None) -> tuple[int | None, int | None]:
-    """Width and height of the enlarged image, as far as the job and the image's size tell.
-
-    Raises JobError if it is beyond the limits.
-    """
+    """The enlarged image's width and height, as far as known; JobError beyond the limits."""
     if width is not None and height is not None:
         return sizes_after(job, (width, height))[1]
     if job.resize_mode == _TO_SIZE and job.upscaling_crop:

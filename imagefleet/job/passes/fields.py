@@ -17,7 +17,7 @@ from imagefleet.job.passes import controlnet, extras, hires, img2img
 from imagefleet.job.passes.controlnet import ControlNets, Unit
 from imagefleet.job.passes.extras import Extras
 from imagefleet.job.passes.hires import Hires
-from imagefleet.job.prompt import Prompt, without_comments
+from imagefleet.job.prompt import Prompt
 
 #: Fields about saving, sending and the web page's settings.
 WITHOUT_EFFECT = frozenset(
@@ -64,19 +64,12 @@ _OF_SECOND_PASS = frozenset({"enable_hr", *hires.NEUTRAL_VALUES})
 
 #: Fields of a job for which AUTOMATIC1111 takes null as not given.
 _NULL_IS_DEFAULT = frozenset(
-    {
-        "eta_noise_seed_delta",
-        "s_churn",
-        "s_min_uncond",
-        "s_noise",
-        "s_tmax",
-        "s_tmin",
-        "seed_resize_from_h",
-        "seed_resize_from_w",
-        "subseed",
-        "subseed_strength",
+    (
+        *("s_churn", "s_min_uncond", "s_noise", "s_tmax", "s_tmin"),
+        *("eta_noise_seed_delta", "subseed", "subseed_strength"),
+        *("seed_resize_from_h", "seed_resize_from_w"),
         *(img2img.FIELDS | hires.FIELDS | extras.FIELDS),
-    }
+    )
 )
 
 
@@ -88,7 +81,6 @@ class Pass:
     height: int
     calls: int
     controls: int = 0
-    """ControlNets in each call."""
     encodes: bool = False
     """Whether the pass begins with pixels, which the VAE encodes."""
     decodes: bool = True
@@ -109,7 +101,13 @@ class PassFields(Hires, ControlNets, Extras):
         if not self.init_images and (unused := self.model_fields_set & img2img.OWN_FIELDS):
             raise ValueError(f"{min(unused)}: is for img2img; init_images is missing")
         if self.controls:
-            self._check_controls()
+            if self.enable_hr:
+                raise ValueError("alwayson_scripts: ControlNets with enable_hr are not supported")
+            if self.mask is not None and self.inpaint_full_res:
+                raise ValueError(
+                    "alwayson_scripts: ControlNets with inpaint_full_res are not supported: set it"
+                    " to false"
+                )
         if self.enable_hr:
             if self.init_images:
                 raise ValueError("enable_hr: is for txt2img; remove it, or init_images")
@@ -120,18 +118,8 @@ class PassFields(Hires, ControlNets, Extras):
             extras.check(self, {name for name, value in given.items() if value})
         return self
 
-    def _check_controls(self) -> None:
-        if self.enable_hr:
-            raise ValueError("alwayson_scripts: ControlNets with enable_hr are not supported")
-        if self.mask is not None and self.inpaint_full_res:
-            raise ValueError(
-                "alwayson_scripts: ControlNets with inpaint_full_res are not supported: set it to"
-                " false"
-            )
-
     @property
     def controls(self) -> tuple[Unit, ...]:
-        """The ControlNets that are enabled."""
         return self.alwayson_scripts.controlnet.args
 
     @property
@@ -147,14 +135,10 @@ class PassFields(Hires, ControlNets, Extras):
     @property
     def shown_hires_prompts(self) -> tuple[str, str]:
         """The `shown_prompts` of the second pass; an empty one is the first pass' own."""
-        texts = self.hr_prompt, self.hr_negative_prompt
-        if not self.enable_prompt_comments:
-            return texts
-        return without_comments(texts[0]), without_comments(texts[1])
+        return self._shown(self.hr_prompt), self._shown(self.hr_negative_prompt)
 
     @property
     def all_prompts(self) -> tuple[Prompt, ...]:
-        """The prompts of all passes, the negative ones too."""
         given = (self.parsed_prompt, self.parsed_negative_prompt, *self.hires_prompts)
         return tuple(each for each in given if each is not None)
 
@@ -177,7 +161,6 @@ class PassFields(Hires, ControlNets, Extras):
 
     @property
     def upscaler_files(self) -> tuple[str, ...]:
-        """The names of the files of its upscalers."""
         named = (self.upscaler_file, *self.upscalers)
         return tuple(each for each in named if each and each not in hires.RESAMPLING)
 
@@ -207,8 +190,7 @@ class PassFields(Hires, ControlNets, Extras):
     def passes(self, width: int, height: int, *, enlarges: bool = False) -> list[Pass]:
         """The passes of each image, of which the first has this size.
 
-        Of a job that only enlarges an image of this size, one without a drawing. *enlarges*: its
-        model draws all steps of an image that it begins with.
+        Or the image that is only enlarged. *enlarges*: the model draws all steps of a given image.
         """
         size = width, height
         if self.only_upscales:

@@ -16,8 +16,8 @@ from pydantic import (
 )
 
 from imagefleet import errors
-from imagefleet.job import noise, samplers
 from imagefleet.job import prompt as prompts
+from imagefleet.job import samplers
 from imagefleet.job.prompt import Prompt
 
 #: The shortest and the longest side of an image, in pixels.
@@ -64,7 +64,7 @@ class FirstPass(BaseModel):
     """0: no limit."""
     s_noise: float = Field(default=1.0, ge=0, le=10)
     s_min_uncond: float = Field(default=0.0, ge=0, le=1000)
-    randn_source: noise.Source = "CPU"
+    randn_source: samplers.NoiseSource = "CPU"
     eta_noise_seed_delta: int = Field(default=0, ge=-(2**32), le=2**32)
     subseed: int = Field(default=-1, ge=-1, le=2**32 - 1)
     subseed_strength: float = Field(default=0.0, ge=0, le=1)
@@ -85,31 +85,19 @@ class FirstPass(BaseModel):
         return name
 
     @model_validator(mode="after")
-    def _images_are_bounded(self) -> Self:
+    def _draws_images(self) -> Self:
         if self.images > MAX_IMAGES_PER_JOB:
             raise ValueError(
                 f"batch_size x n_iter is {self.images}; a job makes {MAX_IMAGES_PER_JOB} images"
                 " at most, so send more jobs"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _steps_draw_an_image(self) -> Self:
         if self.steps < samplers.least_steps(self.sampler):
             raise ValueError(samplers.too_few_steps(self.sampler))
-        return self
-
-    @model_validator(mode="after")
-    def _seeds_do_not_wrap(self) -> Self:
-        if self.randn_source in noise.PHILOX and self.seed + self.images > 2**32:
+        if self.randn_source in samplers.PHILOX and self.seed + self.images > 2**32:
             raise ValueError(
                 f"seed: the seeds of {self.images} images from {self.seed} on go beyond 32 bits,"
                 f" which with randn_source {self.randn_source} are no longer those of this job"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _parse_prompts(self) -> Self:
         for field in ("prompt", "negative_prompt"):
             try:
                 getattr(self, f"parsed_{field}")
@@ -135,9 +123,10 @@ class FirstPass(BaseModel):
     @property
     def shown_prompts(self) -> tuple[str, str]:
         """The prompt and the negative prompt without comments, as an image's parameters have it."""
-        if not self.enable_prompt_comments:
-            return self.prompt, self.negative_prompt
-        return prompts.without_comments(self.prompt), prompts.without_comments(self.negative_prompt)
+        return self._shown(self.prompt), self._shown(self.negative_prompt)
+
+    def _shown(self, text: str) -> str:
+        return prompts.without_comments(text) if self.enable_prompt_comments else text
 
     @property
     def guidance(self) -> float:
@@ -150,7 +139,6 @@ class FirstPass(BaseModel):
 
     @property
     def sampler(self) -> str:
-        """The sampler's key (`imagefleet.job.samplers`)."""
         return samplers.find(self.sampler_name, self.scheduler).key
 
     @property
@@ -177,8 +165,8 @@ class FirstPass(BaseModel):
         size = self.seed_resize_from_w, self.seed_resize_from_h
         return size if min(size) > 0 else None
 
-    def image_noise(self, index: int) -> noise.Noise:
-        return noise.Noise(
+    def image_noise(self, index: int) -> samplers.Noise:
+        return samplers.Noise(
             self.randn_source,
             self.eta_noise_seed_delta,
             self.image_subseed(index) if self.subseed_strength else 0,

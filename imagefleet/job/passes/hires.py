@@ -92,7 +92,6 @@ class Hires(FirstPass):
 
     @property
     def upscaler_file(self) -> str | None:
-        """The name of the upscaler's file, where it has one."""
         is_file = self.enable_hr and self.upscaler not in {*LATENT, *RESAMPLING}
         return self.upscaler if is_file else None
 
@@ -101,10 +100,7 @@ FIELDS = frozenset(Hires.model_fields) - set(FirstPass.model_fields)
 
 
 def size_after(job: Hires, size: Size) -> Size:
-    """The size of the second pass after a first one of *size*, (width, height) in pixels.
-
-    Raises JobError if it is beyond the limits; names the field.
-    """
+    """The size after a first pass of *size* in pixels; raises JobError beyond the limits."""
     width, height = size
     x, y = job.hr_resize_x, job.hr_resize_y
     cut = (0, 0)
@@ -151,7 +147,6 @@ def steps(job: Hires) -> int:
 
 
 def sampler(job: Hires) -> str:
-    """The key of the second pass's sampler."""
     name = job.hr_sampler_name or job.sampler_name
     return samplers.find(name, job.hr_scheduler or job.scheduler).key
 

@@ -1,14 +1,91 @@
-"""AUTOMATIC1111's fields of img2img and inpainting, with the defaults of its API."""
+"""The images that a job is given, and AUTOMATIC1111's fields of img2img and inpainting.
+
+An image is in the message, or named in the storage. The defaults are those of the API.
+"""
 
 from __future__ import annotations
 
+import base64
+import binascii
+import re
 from collections.abc import Mapping
-from typing import Annotated, Literal
+from typing import Annotated, Literal, NamedTuple
 
-from pydantic import BeforeValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field
 
 from imagefleet.job.passes.first import FirstPass
-from imagefleet.job.passes.sources import ImageSource
+from imagefleet.job.sizes import MAX_BLOB_NAME, MAX_MESSAGE_BYTES
+
+#: Images of the fleet itself are named by this and their blob; all others are below `INPUTS`.
+IMAGES = "images/"
+
+#: The folder of the container of files.
+INPUTS = "inputs/"
+
+#: A segment of an image's path; as of a LoRA's name, none begins with a dot or a hyphen.
+_SEGMENT = r"[A-Za-z0-9_][A-Za-z0-9_ .+()~-]{0,199}"
+_NAME = re.compile(rf"(?:{_SEGMENT}/){{0,7}}{_SEGMENT}(?<=\.)(?:png|jpe?g|webp)", re.IGNORECASE)
+
+_DATA_URL = re.compile(r"data:image/[a-z]{3,4};base64,", re.IGNORECASE)
+
+#: The first bytes of PNG, JPEG and WebP.
+_IMAGE = re.compile(rb"\x89PNG\r\n\x1a\n|\xff\xd8\xff|RIFF....WEBP", re.DOTALL)
+
+
+class Named(NamedTuple):
+    """A blob of the container of files, or of images."""
+
+    container: Literal["files", "images"]
+    blob: str
+
+
+def place(source: str) -> Named | None:
+    """The place of a named image; None for one within the message."""
+    if "." not in source:  # no letter of base64
+        return None
+    if source.startswith(IMAGES):
+        return Named("images", source.removeprefix(IMAGES))
+    return Named("files", INPUTS + source)
+
+
+def content(source: str) -> bytes:
+    prefix = _DATA_URL.match(source)
+    return base64.b64decode(source[prefix.end() :] if prefix else source, validate=True)
+
+
+def _check(source: str) -> str:
+    if len(source) > MAX_MESSAGE_BYTES:
+        raise ValueError(
+            f"has {len(source):,} characters, more than a message holds: store the image in"
+            f" {INPUTS} of the container of files, and give its name"
+        )
+    if re.match("https?:", source, re.IGNORECASE):
+        raise ValueError(
+            f"is an address, which is not fetched: store the image in {INPUTS} of the container of"
+            " files, and give its name"
+        )
+    if place(source) is not None:
+        if not _NAME.fullmatch(source) or len(INPUTS + source) > MAX_BLOB_NAME:
+            raise ValueError(
+                "should be a name that ends in .png, .jpg, .jpeg or .webp, of letters, digits,"
+                " spaces and _ . + ( ) - in up to 8 parts with / between them, or base64"
+            )
+        return source
+    try:
+        data = content(source)
+    except (binascii.Error, ValueError):
+        raise ValueError(
+            "is neither the base64 of an image nor a name that ends in .png, .jpg, .jpeg or .webp"
+        ) from None
+    if not _IMAGE.match(data):
+        raise ValueError("is no PNG, JPEG or WebP image in base64")
+    return source
+
+
+ImageSource = Annotated[str, AfterValidator(_check)]
+"""`cat.png` is inputs/cat.png in the container of files, `images/spring/0001.png` is
+spring/0001.png in that of images; else base64, with or without the prefix of a data URL."""
+
 
 #: The largest blur of a mask, in pixels; the page of AUTOMATIC1111 allows as much.
 MAX_BLUR = 64
@@ -25,15 +102,13 @@ def _resize_mode(value: object) -> object:
     return value
 
 
-def _one_is_a_list(value: object) -> object:
-    return [value] if isinstance(value, str) else value
-
-
 class Img2Img(FirstPass):
     """The fields that matter with `init_images`; blurs in pixels."""
 
     init_images: Annotated[
-        tuple[ImageSource, ...], BeforeValidator(_one_is_a_list), Field(max_length=1)
+        tuple[ImageSource, ...],
+        BeforeValidator(lambda value: [value] if isinstance(value, str) else value),
+        Field(max_length=1),
     ] = ()
     denoising_strength: float = Field(default=0.75, ge=0, le=1)
     """Strength of the noise on the image, from 0 to 1; it is the second pass' strength as well."""
@@ -50,7 +125,6 @@ class Img2Img(FirstPass):
 
     @property
     def blur(self) -> tuple[int, int]:
-        """Blur of the mask in pixels, horizontally and vertically."""
         if self.mask_blur is not None:
             return self.mask_blur, self.mask_blur
         return self.mask_blur_x, self.mask_blur_y

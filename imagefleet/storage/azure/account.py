@@ -74,8 +74,7 @@ class AzureAddress:
 def read_address(address: str) -> AzureAddress:
     """Parses an address; the URL of one service implies that of the other.
 
-    Raises:
-        SetupError: it is not valid. The message does not quote it, as it may hold a key.
+    The SetupError for one that is not valid does not quote it, as it may hold a key.
     """
     if _CONNECTION_STRING.search(address):
         _check_key(address)

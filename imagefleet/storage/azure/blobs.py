@@ -17,11 +17,10 @@ from azure.core.exceptions import HttpResponseError
 from azure.storage.blob import BlobBlock, BlobProperties, ContentSettings
 from azure.storage.blob.aio import BlobClient, ContainerClient
 
-from imagefleet import concurrency, errors, retry
+from imagefleet import concurrency
 from imagefleet.storage import protocol
 from imagefleet.storage.azure import errors as azure_errors
 from imagefleet.storage.azure.credentials import Access
-from imagefleet.storage.azure.refusals import LESS_PERMISSION
 from imagefleet.storage.azure.roles import ANY_PERMISSION
 
 _NAMES_PAGE = 1_000
@@ -52,13 +51,11 @@ _Result = TypeVar("_Result")
 class AzureBlobs(protocol.BlobStore):
     """The blobs of one container."""
 
-    def __init__(
-        self, client: ContainerClient, retry_policy: retry.RetryPolicy, access: Access
-    ) -> None:
+    def __init__(self, client: ContainerClient, access: Access) -> None:
         self._client = client
         self._address = client.url.partition("?")[0]
-        self._retry_policy = retry_policy
         self._access = access
+        self._call = access.call
 
     @property
     def name(self) -> str:
@@ -83,7 +80,7 @@ class AzureBlobs(protocol.BlobStore):
                 with azure_errors.tolerated({"BlobNotFound"}):
                     await self._client.get_blob_client(_NO_BLOB).get_blob_properties()
             except HttpResponseError as error:
-                if azure_errors.code_of(error) not in LESS_PERMISSION:
+                if azure_errors.code_of(error) not in azure_errors.LESS_PERMISSION:
                     raise
                 await self._may_create()
 
@@ -119,7 +116,7 @@ class AzureBlobs(protocol.BlobStore):
         protocol.check_metadata(metadata)
         if await self.record(name) is not None:
             return False
-        earlier = {"BlobNotFound", *LESS_PERMISSION}
+        earlier = {"BlobNotFound", *azure_errors.LESS_PERMISSION}
         lists = await self._found("c", lambda: blob.get_block_list("uncommitted"), earlier)
         there = {block.id for block in lists[1]} if lists else set()
         blocks, reading = _blocks(file), asyncio.Lock()
@@ -168,13 +165,13 @@ class AzureBlobs(protocol.BlobStore):
             condition = MatchConditions.IfMissing
             await self._create(lambda: blob.create_append_blob(match_condition=condition))
 
-        async def request() -> bool:
+        async def request(is_in_doubt: bool) -> bool:
             with azure_errors.tolerated(_NOT_APPENDED | {"BlobNotFound"}):
                 await blob.append_block(data, appendpos_condition=position)
                 return True
-            return False
+            return is_in_doubt
 
-        return await self._retried_in_doubt("a", request)
+        return await self._access.call_in_doubt("a", request)
 
     async def exists(self, name: str) -> bool:
         blob = self._blob(name)
@@ -210,7 +207,7 @@ class AzureBlobs(protocol.BlobStore):
                 await blob.delete_blob()
             return True
 
-        return await self._found("d", request, LESS_PERMISSION) is not None
+        return await self._found("d", request, azure_errors.LESS_PERMISSION) is not None
 
     async def read_part(self, name: str, offset: int, max_bytes: int) -> protocol.BlobPart | None:
         blob = self._blob(name)
@@ -261,7 +258,7 @@ class AzureBlobs(protocol.BlobStore):
 
     async def _may_create(self) -> bool:
         """True if the credentials allow creating blobs; creates none."""
-        with azure_errors.tolerated(LESS_PERMISSION):
+        with azure_errors.tolerated(azure_errors.LESS_PERMISSION):
             with azure_errors.tolerated({"ConditionNotMet"}):
                 # Only over a blob with this ETag, which none has.
                 await self._client.get_blob_client(_NO_BLOB).upload_blob(
@@ -276,9 +273,12 @@ class AzureBlobs(protocol.BlobStore):
     async def _create(
         self, request: Callable[[], Awaitable[object]], on_doubt: Callable[[], None] = lambda: None
     ) -> bool:
-        """Calls *request*, which creates a blob; False if its name is taken."""
+        """Calls *request*, which creates a blob; False if its name is taken.
 
-        async def create() -> bool:
+        Taken after an attempt whose reply was lost: that attempt counts as what created it.
+        """
+
+        async def create(is_in_doubt: bool) -> bool:
             try:
                 # The SDK raises the same exception for every conflict: only these codes mean that
                 # the blob exists, perhaps from an attempt whose reply was lost.
@@ -289,39 +289,11 @@ class AzureBlobs(protocol.BlobStore):
                 # Not Azure's answer, whose roles and tokens need moments to reach all its servers.
                 if not azure_errors.is_azurites_overwrite(error) or not await self._may_create():
                     raise
-            return False
-
-        return await self._retried_in_doubt("c", create, on_doubt)
-
-    async def _retried_in_doubt(
-        self,
-        permission: str,
-        request: Callable[[], Awaitable[bool]],
-        on_doubt: Callable[[], None] = lambda: None,
-    ) -> bool:
-        """Calls *request*, which returns False if what it does is done already.
-
-        Done after an attempt whose reply was lost: that attempt counts as what did it.
-        """
-        is_in_doubt = False
-
-        async def attempt() -> bool:
-            nonlocal is_in_doubt
-            try:
-                if await self._attempt(permission, request):
-                    return True
-            except errors.TransientError as error:
-                is_in_doubt = is_in_doubt or error.outcome_is_unknown
-                error.outcome_is_unknown = is_in_doubt
-                raise
             if is_in_doubt:
                 on_doubt()
             return is_in_doubt
 
-        return await self._retry_policy.call(attempt)
-
-    async def _call(self, permission: str, request: Callable[[], Awaitable[_Result]]) -> _Result:
-        return await self._retry_policy.call(lambda: self._attempt(permission, request))
+        return await self._access.call_in_doubt("c", create)
 
     async def _found(
         self,
@@ -337,9 +309,6 @@ class AzureBlobs(protocol.BlobStore):
             return None
 
         return await self._call(permission, tolerant)
-
-    async def _attempt(self, permission: str, request: Callable[[], Awaitable[_Result]]) -> _Result:
-        return await self._access.attempt(f"the container {self.name!r}", permission, request)
 
 
 def _properties(content_type: str, metadata: Mapping[str, str]) -> dict[str, Any]:

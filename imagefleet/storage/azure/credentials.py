@@ -7,20 +7,19 @@ wait for new ones as for a storage that is down: no job fails for it, and none i
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import logging
 import os
 import time
 from collections.abc import Awaitable, Callable
-from typing import Any, TypeVar, get_args
+from functools import partial
+from typing import TypeVar, get_args
 
 from azure.core.credentials import AzureSasCredential
 from azure.core.credentials_async import AsyncTokenCredential
-from azure.core.exceptions import ClientAuthenticationError
 
-from imagefleet import errors
+from imagefleet import errors, retry
 from imagefleet.storage.azure import errors as azure_errors
-from imagefleet.storage.azure import refusals
+from imagefleet.storage.azure import roles
 from imagefleet.storage.azure import sas as sas_tokens
 from imagefleet.storage.azure.account import AzureAddress
 from imagefleet.storage.settings import Resource, StorageSettings
@@ -39,83 +38,97 @@ _Result = TypeVar("_Result")
 
 
 class Access:
-    """One resource's credential; None if the address itself holds one."""
+    """The requests to one queue or container: with its credential, retries and our errors."""
 
     def __init__(
         self,
         resource: Resource,
+        what: str,
         credential: AzureSasCredential | AsyncTokenCredential | None,
+        retry_policy: retry.RetryPolicy,
+        tokens: RotatingTokens | None,
     ) -> None:
+        """*what* names it in messages; *credential* None: the address itself holds one.
+
+        *tokens* update the credential.
+        """
+        self.what = what
         self.credential = credential
         self._resource = resource
-
-    async def attempt(
-        self, what: str, permission: str, request: Callable[[], Awaitable[_Result]]
-    ) -> _Result:
-        """Makes a request once; raises errors of our tree, which name *what*.
-
-        *permission* is the letter (`roles`) that the request needs; empty for what no token allows.
-
-        Raises:
-            NoTokenError: there are tokens, but none for this resource.
-        """
-        if isinstance(self.credential, AzureSasCredential) and not self.credential.signature:
-            raise azure_errors.NoTokenError(
-                refusals.missing_token(what, self._resource, permission)
-            )
-        with azure_errors.translated(what, self._in_use(), permission):
-            return await request()
-
-    def _in_use(self) -> refusals.Credential:
-        credential = self.credential
-        token = credential.signature if isinstance(credential, AzureSasCredential) else ""
-        is_identity = credential is not None and not token
-        return refusals.Credential(self._resource, token, is_identity=is_identity)
-
-
-class RotatingAccess(Access):
-    """One resource's credential, updated by RotatingTokens."""
-
-    def __init__(
-        self, resource: Resource, tokens: RotatingTokens, model: str | None, shard: int
-    ) -> None:
-        self._sas = tokens.credential(resource, model, shard)
-        super().__init__(resource, self._sas)
+        self.retry_policy = retry_policy
         self._tokens = tokens
         self._accepted = False
 
-    async def attempt(
-        self, what: str, permission: str, request: Callable[[], Awaitable[_Result]]
+    async def call(self, permission: str, request: Callable[[], Awaitable[_Result]]) -> _Result:
+        """Makes a request, with retries; for *permission* see `attempt`."""
+        return await self.retry_policy.call(partial(self.attempt, permission, request))
+
+    async def call_in_doubt(
+        self, permission: str, request: Callable[[bool], Awaitable[_Result]]
     ) -> _Result:
-        """Repeats a request whose token was refused with a newer one, else as `Access`.
+        """The same; *request* gets whether an attempt whose reply was lost may have done it."""
+        is_in_doubt = False
+
+        async def attempt() -> _Result:
+            nonlocal is_in_doubt
+            try:
+                return await self.attempt(permission, partial(request, is_in_doubt))
+            except errors.TransientError as error:
+                is_in_doubt = is_in_doubt or error.outcome_is_unknown
+                error.outcome_is_unknown = is_in_doubt
+                raise
+
+        return await self.retry_policy.call(attempt)
+
+    async def attempt(self, permission: str, request: Callable[[], Awaitable[_Result]]) -> _Result:
+        """Makes a request once; repeats it with a newer token if its token was refused.
+
+        *permission* is the letter (`roles`) that it needs; empty for what no token allows.
 
         Raises:
+            NoTokenError: there are tokens, but none for this resource.
             NoAccessError: Azure no longer accepts the token, and there is no newer one yet.
             SetupError: Azure never accepted it, or the source will provide no other.
         """
         while True:
-            await self._tokens.refresh_if_due()
-            used = self._sas.signature
+            if self._tokens is not None:
+                await self._tokens.refresh_if_due()
+            used = self._in_use()
+            if isinstance(self.credential, AzureSasCredential) and not used.token:
+                missing = azure_errors.missing_token(self.what, self._resource, permission)
+                raise azure_errors.NoTokenError(missing)
             try:
-                result = await super().attempt(what, permission, request)
+                with azure_errors.translated(self.what, used, permission):
+                    result = await request()
             except azure_errors.RefusedError as refusal:
-                wait_seconds = WAIT_SECONDS if self._accepted else 0.0
-                if await self._tokens.wait_for_newer(self._sas, used, refusal, wait_seconds):
-                    continue
-                source = self._tokens.source.name
-                if self._accepted:
-                    raise errors.NoAccessError(
-                        f"{refusal.message}; waiting for {source} to provide a new one"
-                    ) from None
-                raise errors.SetupError(
-                    f"{refusal.message} (the token came from {source})"
-                ) from None
-            self._accepted = True
-            return result
+                await self._wait_for_newer(used.token, refusal)
+            else:
+                self._accepted = True
+                return result
 
-    def _in_use(self) -> refusals.Credential:
-        is_from_broker = isinstance(self._tokens.source, sas_tokens.TokenBroker)
-        return dataclasses.replace(super()._in_use(), is_from_broker=is_from_broker)
+    async def _wait_for_newer(self, refused: str, refusal: azure_errors.RefusedError) -> None:
+        if self._tokens is None or not isinstance(self.credential, AzureSasCredential):
+            raise refusal
+        wait_seconds = WAIT_SECONDS if self._accepted else 0.0
+        if await self._tokens.wait_for_newer(self.credential, refused, refusal, wait_seconds):
+            return
+        source = self._tokens.source.name
+        if self._accepted:
+            raise errors.NoAccessError(
+                f"{refusal.message}; waiting for {source} to provide a new one"
+            ) from None
+        raise errors.SetupError(f"{refusal.message} (the token came from {source})") from None
+
+    def _in_use(self) -> azure_errors.Credential:
+        credential = self.credential
+        token = credential.signature if isinstance(credential, AzureSasCredential) else ""
+        return azure_errors.Credential(
+            self._resource,
+            token,
+            is_identity=credential is not None and not token,
+            is_from_broker=self._tokens is not None
+            and isinstance(self._tokens.source, sas_tokens.TokenBroker),
+        )
 
 
 class RotatingTokens:
@@ -126,7 +139,7 @@ class RotatingTokens:
         self.credentials: dict[tuple[Resource, str | None, int], AzureSasCredential] = {
             (each, None, 0): AzureSasCredential("") for each in get_args(Resource)
         }
-        self._tokens: sas_tokens.Tokens | None = None
+        self.tokens: sas_tokens.Tokens | None = None
         self._refreshing: asyncio.Task[None] | None = None
         self._failure: errors.FleetError | None = None
         self._refusal_logged = False
@@ -135,23 +148,18 @@ class RotatingTokens:
         """The credential of a queue or container, of a *model*'s queue if given."""
         key = resource, model, shard
         if key not in self.credentials:
-            token = self._tokens.of(*key) if self._tokens else ""
+            token = self.tokens.of(*key) if self.tokens else ""
             self.credentials[key] = AzureSasCredential(token)
         return self.credentials[key]
-
-    def shards(self, resource: Resource, model: str | None) -> int:
-        """The number of a queue's shards that have a token."""
-        return self._tokens.shards_of(resource, model) if self._tokens else 1
 
     async def refresh_if_due(self) -> None:
         """Waits for the first tokens; later ones are fetched while the request goes on.
 
-        Raises:
-            SetupError, TransientError: there are no tokens at all.
+        Raises SetupError or TransientError if there are none at all.
         """
-        if not self._has_tokens:
+        if self.tokens is None:
             await asyncio.shield(self._refresh())
-            if not self._has_tokens and self._failure is not None:
+            if self.tokens is None and self._failure is not None:
                 raise self._failure
         elif time.monotonic() >= self.source.due_at:
             self._refresh()
@@ -165,8 +173,7 @@ class RotatingTokens:
     ) -> bool:
         """Reads the source until *credential* holds another token than *refused*; False if not.
 
-        Raises:
-            SetupError: the source will provide none.
+        Raises SetupError if the source will provide none.
         """
         ends_at = time.monotonic() + wait_seconds
         while True:
@@ -193,10 +200,6 @@ class RotatingTokens:
             self._refreshing.cancel()
             await asyncio.gather(self._refreshing, return_exceptions=True)
 
-    @property
-    def _has_tokens(self) -> bool:
-        return any(each.signature for each in self.credentials.values())
-
     def _refresh(self) -> asyncio.Task[None]:
         if self._refreshing is None or self._refreshing.done():
             self._refreshing = asyncio.create_task(self._read_source(), name="new SAS tokens")
@@ -214,7 +217,7 @@ class RotatingTokens:
         if tokens is None:
             return
         self._refusal_logged = False
-        self._tokens = tokens
+        self.tokens = tokens
         for key, credential in self.credentials.items():
             if token := tokens.of(*key):  # not every model's queue has one
                 credential.update(token)
@@ -227,48 +230,45 @@ class RotatingTokens:
 
 
 class Credentials:
-    """The credentials of the queues and the containers.
-
-    Raises:
-        SetupError: there are no credentials, or two kinds of them.
-    """
+    """The credentials of the queues and containers; a SetupError without any, or with two kinds."""
 
     def __init__(
         self,
         address: AzureAddress,
         settings: StorageSettings,
         identity_token: sas_tokens.IdentityToken | None = None,
+        retry_policy: retry.RetryPolicy = retry.NEVER,
     ) -> None:
-        self._to_close: RotatingTokens | AsyncTokenCredential | None = None
+        self._settings = settings
+        self._retry_policy = retry_policy
         source = sas_tokens.source_of(settings, identity_token)
         self._rotating = None if source is None else RotatingTokens(source)
         self._fixed: sas_tokens.Tokens | None = None
         self._identity: AsyncTokenCredential | None = None
-        if self._rotating is not None:
-            self._to_close = self._rotating
-            return
-        self._fixed = sas_tokens.fixed_tokens(settings, address.sas)
-        if self._fixed is None and not address.has_key:
-            self._identity = self._to_close = _workload_identity(settings.queue)
+        if self._rotating is None:
+            self._fixed = sas_tokens.fixed_tokens(settings, address.sas)
+            if self._fixed is None and not address.has_key:
+                self._identity = _workload_identity(settings.queue)
 
     def of(self, resource: Resource, model: str | None = None, shard: int = 0) -> Access:
         """The credential of a queue or container; a job queue may be a *model*'s, and a shard."""
+        credential: AzureSasCredential | AsyncTokenCredential | None = self._identity
         if self._rotating is not None:
-            return RotatingAccess(resource, self._rotating, model, shard)
-        if self._fixed is not None:
-            return Access(resource, AzureSasCredential(self._fixed.of(resource, model, shard)))
-        return Access(resource, self._identity)
+            credential = self._rotating.credential(resource, model, shard)
+        elif self._fixed is not None:
+            credential = AzureSasCredential(self._fixed.of(resource, model, shard))
+        kind = "container" if roles.is_container(resource) else "queue"
+        what = f"the {kind} {roles.name_of(self._settings, resource, model, shard)!r}"
+        return Access(resource, what, credential, self._retry_policy, self._rotating)
 
     def shards(self, resource: Resource, model: str | None) -> int:
         """How many shards of a job queue there are tokens for."""
-        tokens = self._rotating or self._fixed
-        if isinstance(tokens, RotatingTokens):
-            return tokens.shards(resource, model)
+        tokens = self._rotating.tokens if self._rotating else self._fixed
         return tokens.shards_of(resource, model) if tokens else 1
 
     async def close(self) -> None:
-        if self._to_close is not None:
-            await self._to_close.close()
+        if to_close := self._rotating or self._identity:
+            await to_close.close()
 
 
 def _workload_identity(queue: str) -> AsyncTokenCredential:
@@ -290,18 +290,8 @@ def _workload_identity(queue: str) -> AsyncTokenCredential:
             "a pod's workload identity needs azure-identity: pip install '.[azure-identity]'"
         ) from None
 
-    class PodIdentity(WorkloadIdentityCredential):
-        async def get_token_info(self, *scopes: str, **options: Any) -> Any:
-            try:
-                return await super().get_token_info(*scopes, **options)
-            except ClientAuthenticationError as error:
-                reason = error.message.strip().partition("\n")[0]
-                raise errors.SetupError(
-                    f"Microsoft Entra refuses the pod's identity: {reason}"
-                ) from None
-
     try:
-        return PodIdentity()
+        return WorkloadIdentityCredential()
     except ValueError:
         raise errors.SetupError(
             f"{FEDERATED_TOKEN_FILE} is set, but AZURE_CLIENT_ID and AZURE_TENANT_ID are not:"

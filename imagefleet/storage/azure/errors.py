@@ -1,4 +1,7 @@
-"""Translates the exceptions of Azure's SDK into the tree of errors."""
+"""Translates the exceptions of Azure's SDK into the tree of errors.
+
+Of a refusal, it says in one sentence why the credentials in use were refused, and what to do.
+"""
 
 from __future__ import annotations
 
@@ -6,18 +9,21 @@ import re
 import traceback
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from datetime import UTC, datetime
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
 from email.utils import parsedate_to_datetime
 from types import SimpleNamespace
+from urllib.parse import parse_qs
 
 import aiohttp
 from azure.core import exceptions
 
 from imagefleet import errors
-from imagefleet.storage.azure import refusals
+from imagefleet.storage.azure import roles, sas
+from imagefleet.storage.settings import Resource
 
 #: Another worker has the message, or it was deleted.
-_LEASE_LOST = frozenset({"MessageNotFound", "PopReceiptMismatch"})
+LEASE_LOST = frozenset({"MessageNotFound", "PopReceiptMismatch"})
 
 #: The blob exists. Azure answers with the second code if the token may create, but not write.
 TAKEN = frozenset({"BlobAlreadyExists", "UnauthorizedBlobOverwrite"})
@@ -27,8 +33,14 @@ MISSING = frozenset({"QueueNotFound", "ContainerNotFound"})
 #: The name is taken until Azure has removed what was there.
 _BEING_DELETED = frozenset({"QueueBeingDeleted", "ContainerBeingDeleted"})
 
+#: The token is valid, but does not allow this request: a worker's SAS token may process messages
+#: without reading the queue's properties, and create blobs without listing them.
+LESS_PERMISSION = frozenset(
+    {"AuthorizationPermissionMismatch", "AuthorizationResourceTypeMismatch"}
+)
+
 #: Answers to requests that no SAS token for one queue or container allows: to create it, say.
-NOT_FOR_TOKENS = refusals.LESS_PERMISSION | {"AuthorizationFailure"}
+NOT_FOR_TOKENS = LESS_PERMISSION | {"AuthorizationFailure"}
 
 #: The credentials are expired, revoked or not signed with the account's key. The second code is
 #: Azurite's; in Azure it is that of the firewall.
@@ -41,13 +53,43 @@ _JOB_AT_FAULT = frozenset(
     {"RequestBodyTooLarge", "MetadataTooLarge", "InvalidMetadata", "EmptyMetadataKey"}
 )
 
+_NO_CODE = "no error code"
+
 #: The server did nothing; after any other error of its own, it may have.
 _TOO_MANY_REQUESTS = frozenset({429, 503})
 
 #: Azure's error code in the body of its answer.
 _CODE = re.compile(rb"<Code>(\w+)</Code>")
 
-_ACCOUNT_KEY = refusals.Credential()
+_REASONS: Mapping[str, str] = {
+    "AccountIsDisabled": "the storage account is disabled",
+    "AuthorizationFailure": "the firewall of the storage account may exclude this machine",
+    "AuthorizationProtocolMismatch": "the SAS token requires https",
+    "AuthorizationSourceIPMismatch": "the SAS token is for another IP address",
+    "KeyBasedAuthenticationNotPermitted": "the account permits neither its key nor SAS tokens"
+    " signed with it: use a workload identity",
+}
+
+#: Clocks differ by seconds. Azure allows 15 minutes to requests that are signed with a key, and
+#: nothing to a token's times.
+_NOTABLE_SKEW = timedelta(minutes=5)
+
+
+@dataclass(frozen=True, slots=True)
+class Credential:
+    """What a request was signed with; without a token, the account key or an identity."""
+
+    resource: Resource | None = None
+    token: str = ""
+    is_identity: bool = False
+    is_from_broker: bool = False
+
+    def field(self, name: str) -> str:
+        """A field of the token."""
+        return parse_qs(self.token.removeprefix("?")).get(name, [""])[0]
+
+
+_ACCOUNT_KEY = Credential()
 
 
 class ReplyLostError(errors.TransientError):
@@ -66,7 +108,7 @@ class NoTokenError(errors.MissingResourceError):
 
 @contextmanager
 def translated(
-    what: str, credential: refusals.Credential = _ACCOUNT_KEY, permission: str = ""
+    what: str, credential: Credential = _ACCOUNT_KEY, permission: str = ""
 ) -> Iterator[None]:
     """Translates the SDK's exceptions in the block; *what* names the resource in the messages.
 
@@ -103,7 +145,7 @@ def tolerated(codes: Collection[str]) -> Iterator[None]:
 def code_of(error: exceptions.HttpResponseError) -> str:
     """Azure's error code, from the SDK's enumeration or as text."""
     code = getattr(error, "error_code", None)
-    return str(getattr(code, "value", code) or "no error code")
+    return str(getattr(code, "value", code) or _NO_CODE)
 
 
 def answered(status: int, headers: Mapping[str, str], body: bytes) -> exceptions.HttpResponseError:
@@ -120,29 +162,33 @@ def answered(status: int, headers: Mapping[str, str], body: bytes) -> exceptions
 def is_azurites_overwrite(error: exceptions.HttpResponseError) -> bool:
     """True for what Azurite may answer where Azure answers UnauthorizedBlobOverwrite."""
     server = getattr(error.response, "headers", {}).get("Server", "")
-    return server.startswith("Azurite") and code_of(error) in refusals.LESS_PERMISSION
+    return server.startswith("Azurite") and code_of(error) in LESS_PERMISSION
 
 
 def _from_response(
     error: exceptions.HttpResponseError,
     what: str,
-    credential: refusals.Credential,
+    credential: Credential,
     permission: str,
 ) -> errors.FleetError:
     status, code = error.status_code, code_of(error)
-    if isinstance(error, exceptions.ClientAuthenticationError) and status is None:
-        return errors.SetupError(f"the account key for {what} is malformed")
+    if isinstance(error, exceptions.ClientAuthenticationError) and code == _NO_CODE:
+        reason = f"the account key for {what} is malformed"
+        if credential.is_identity:
+            cause = error.message.strip().partition("\n")[0]
+            reason = f"Microsoft Entra refuses the pod's identity: {cause}"
+        if credential.is_identity or status is None:
+            return errors.SetupError(reason)
     answer = f"{code} (HTTP {status})"
     if code in _BEING_DELETED:
         answer += ": it is being deleted, and its name is free again in a minute or so"
-    if code in _LEASE_LOST:
+    if code in LEASE_LOST:
         return errors.LeaseLost(f"the lease is lost: {what} answered {answer}")
     if code in MISSING:
         return errors.MissingResourceError(f"{what} does not exist; `imagefleet load` creates it")
     if status == 401 or status == 403:  # noqa: PLR1714, PLR2004 - narrows the type
         kind = RefusedError if code in _NOT_ACCEPTED else errors.SetupError
-        reply = refusals.Answer(code, status, _date_of(error))
-        return kind(refusals.sentence(what, credential, permission, reply))
+        return kind(Refusal(what, credential, permission, code, status, _date_of(error)).sentence())
     if status == 413 or code in _JOB_AT_FAULT:  # noqa: PLR2004 - Content Too Large
         return errors.JobError(f"{what} refuses the job: {answer}")
     # Without a status: a success with an invalid body, from a proxy, say.
@@ -181,3 +227,113 @@ def _from_connection(error: Exception, what: str) -> errors.FleetError:
     if isinstance(cause, (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError)):
         return errors.TransientError(message)
     return ReplyLostError(message)
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """Azure's refusal of a request for *what* that needs *permission* (a letter of `roles`)."""
+
+    what: str
+    credential: Credential
+    permission: str
+    code: str
+    status: int
+    at: datetime
+    """Azure's own time."""
+
+    def sentence(self) -> str:
+        """Why it was refused, and what to do."""
+        resource, answer = self.credential.resource, f"({self.code}, HTTP {self.status})"
+        if self.credential.token:
+            return self._of_token(answer)
+        reason = "the account key is wrong, or was regenerated"
+        if self.credential.is_identity:
+            if self.code in LESS_PERMISSION and resource is not None:
+                role = roles.azure_role(resource, self.permission)
+                return (
+                    f"the pod's identity may not {self._doing()} of {self.what} {answer}:"
+                    f" assign it the Azure role {role!r}"
+                )
+            reason = "the pod's identity is not accepted: does it belong to the account's tenant?"
+        reason = _REASONS.get(self.code, reason)
+        return f"Azure refuses access to {self.what}: {reason}{self._skew()} {answer}"
+
+    def _of_token(self, answer: str) -> str:
+        used, token = self.credential, f"the SAS token of {self.what}"
+        ends_at, begins_at = sas.expiry(used.token), sas.start(used.token)
+        if ends_at and ends_at <= self.at:
+            since = f"{_moment(ends_at)}, {_span(self.at - ends_at)} ago{self._skew()}"
+            return f"{token} expired on {since}{self._renewal()}"
+        if begins_at and begins_at > self.at:
+            wait = f"{_moment(begins_at)}, in {_span(begins_at - self.at)}{self._skew()}"
+            return f"{token} is not valid before {wait}: wait, or mint one without a start"
+        allowed = used.field("sp")
+        is_denied = allowed and self.permission not in allowed + roles.ANY_PERMISSION
+        if self.code in LESS_PERMISSION or is_denied:
+            remedy = _remedy(used.resource, self.permission)
+            return f"{token} may not {self._doing()} {answer}{remedy}"
+        if self.code in _REASONS and self.code != "AuthorizationFailure":
+            return f"Azure refuses access to {self.what}: {_REASONS[self.code]} {answer}"
+        reason = (
+            "it is not signed with the account's present key, or for another resource, or damaged"
+        )
+        if policy := used.field("si"):
+            reason = f"its stored policy {policy!r} has ended or was revoked, or {reason[6:]}"
+        elif self.code == "AuthorizationFailure":
+            reason += "; or the firewall of the storage account excludes this machine"
+        return f"Azure does not accept {token} {answer}: {reason}{self._renewal()}"
+
+    def _doing(self) -> str:
+        resource = self.credential.resource
+        if resource is None or not self.permission:
+            return "create or change the resource itself"
+        if self.permission == roles.ANY_PERMISSION:
+            return "be used for it"
+        return roles.explain(resource, self.permission)[0].partition(",")[0]
+
+    def _renewal(self) -> str:
+        used = self.credential
+        if used.is_from_broker:
+            return ""
+        found = roles.of_token(used.resource, used.field("sp")) if used.resource else []
+        # A policy of the same name would bring the revoked tokens back.
+        end = " --policy NAME" if used.field("si") else ""
+        names = [role.name for role in found] or ["ROLE"]
+        commands = " or ".join(f"`imagefleet keys mint {name}{end}`" for name in names)
+        return f": mint new ones with {commands}"
+
+    def _skew(self) -> str:
+        """The error of this machine's clock, if it is large."""
+        ahead = datetime.now(UTC) - self.at
+        if abs(ahead) < _NOTABLE_SKEW:
+            return ""
+        side = "ahead of" if ahead > timedelta() else "behind"
+        return f"; this machine's clock is {_span(abs(ahead))} {side} Azure's"
+
+
+def missing_token(what: str, resource: Resource, permission: str) -> str:
+    """There is no token for a request for *what* that needs *permission*."""
+    return f"there is no SAS token for {what}{_remedy(resource, permission)}"
+
+
+def _remedy(resource: Resource | None, permission: str) -> str:
+    """The roles that suffice, the one with the fewest permissions first."""
+    able = roles.with_permission(resource, permission) if resource and permission else []
+    if not able:
+        return ": that takes the account key"
+    if len(able) == 1:
+        return f": the role `{able[0].name}` may (`imagefleet keys mint {able[0].name}`)"
+    choices = "; ".join(f"`imagefleet keys mint {role.name}` for {role.what}" for role in able)
+    return f": mint new ones with {choices}"
+
+
+def _moment(at: datetime) -> str:
+    return f"{at.astimezone(UTC):%Y-%m-%d %H:%M} UTC"
+
+
+def _span(span: timedelta) -> str:
+    seconds = span.total_seconds()
+    for unit, length in (("day", 86_400), ("hour", 3600), ("minute", 60), ("second", 1)):
+        if (count := int(seconds // length)) >= 1:
+            return f"{count} {unit}" + "s" * (count > 1)
+    return "less than a second"

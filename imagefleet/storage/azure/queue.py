@@ -7,10 +7,10 @@ message object it sends the whole body again; messages expire after seven days b
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
-import dataclasses
 import math
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from datetime import UTC, datetime, timedelta
 from email.utils import parsedate_to_datetime
 from functools import partial
@@ -21,15 +21,17 @@ from azure.core.pipeline import PipelineResponse
 from azure.storage.queue import QueueMessage, QueueProperties
 from azure.storage.queue.aio import QueueClient
 
-from imagefleet import concurrency, errors, retry
+from imagefleet import concurrency, errors
 from imagefleet.job import sizes
 from imagefleet.storage import protocol
 from imagefleet.storage.azure import errors as azure_errors
-from imagefleet.storage.azure.congestion import MOST_SENDS, SendWindow
 from imagefleet.storage.azure.credentials import Access
-from imagefleet.storage.azure.refusals import LESS_PERMISSION
 from imagefleet.storage.azure.roles import ANY_PERMISSION
 from imagefleet.storage.azure.sender import MessageSender
+
+#: Sends in flight at first, and at most: from far away, 128 at 50 ms are a queue's limit.
+FIRST_SENDS = 32
+MOST_SENDS = 128
 
 #: Releases in flight at once: more would only wait in Azure.
 CONCURRENT_RELEASES = 32
@@ -51,23 +53,54 @@ def shards_of(properties: QueueProperties) -> protocol.Shards:
     return protocol.Shards() if is_one else protocol.Shards(int(used), int(made))
 
 
+class SendWindow:
+    """The sends in flight to one queue.
+
+    Additive increase, multiplicative decrease, as of TCP (RFC 5681): one more after as many
+    successes as there are sends in flight, and half of them after a failure. What was in flight at
+    that moment may fail for the same reason and does not count again.
+    """
+
+    def __init__(self, first: int = FIRST_SENDS, most: int = MOST_SENDS) -> None:
+        self.size = float(first)
+        self._most = most
+        self._room = asyncio.Semaphore(first)
+        self._permits = first  # of the semaphore, those that are taken included
+        self._decreases = 0
+
+    async def run(self, send: Callable[[], Awaitable[None]]) -> None:
+        """Awaits *send* once there is room for it."""
+        await self._room.acquire()
+        decreases = self._decreases
+        try:
+            await send()
+        except errors.TransientError:
+            if decreases == self._decreases:
+                self._decreases += 1
+                self.size = max(1.0, self.size / 2)
+            raise
+        else:
+            self.size = min(self._most, self.size + 1 / self.size)
+        finally:
+            self._permits -= 1
+            while self._permits < int(self.size):
+                self._permits += 1
+                self._room.release()
+            while self._permits > int(self.size) and not self._room.locked():
+                self._permits -= 1
+                await self._room.acquire()  # at once
+
+
 class AzureQueue:
     """A job queue in roughly the order of the sends; Azure guarantees none."""
 
     finds_all = False
 
-    def __init__(
-        self,
-        client: QueueClient,
-        retry_policy: retry.RetryPolicy,
-        access: Access,
-        sender: MessageSender,
-    ) -> None:
+    def __init__(self, client: QueueClient, access: Access, sender: MessageSender) -> None:
         self.name = client.queue_name
-        self._what = f"the queue {self.name!r}"
         self._client = client
-        self._retry_policy = retry_policy
         self._access = access
+        self._call = access.call
         self._sender = sender
         self._window = SendWindow()
         self.shards: protocol.Shards | None = None
@@ -97,7 +130,7 @@ class AzureQueue:
         """Raises SetupError if the queue does not exist or the credentials are wrong."""
 
         async def request() -> None:
-            with azure_errors.tolerated(LESS_PERMISSION):
+            with azure_errors.tolerated(azure_errors.LESS_PERMISSION):
                 await self._properties()
 
         await self._call(ANY_PERMISSION, request)
@@ -120,10 +153,8 @@ class AzureQueue:
         messages = sizes.checked_messages(bodies)
 
         async def send(body: str) -> None:
-            request = partial(
-                self._access.attempt, self._what, "a", partial(self._sender.send, body)
-            )
-            await self._retry_policy.call(partial(self._window.run, request))
+            attempt = partial(self._access.attempt, "a", partial(self._sender.send, body))
+            await self._access.retry_policy.call(partial(self._window.run, attempt))
 
         await concurrency.for_each(messages, send, min(len(messages), MOST_SENDS))
 
@@ -139,12 +170,7 @@ class AzureQueue:
                 visibility_timeout=math.ceil(lease_seconds),
             ).by_page()
             async for page in pages:
-                return [
-                    protocol.LeasedMessage(
-                        **self._fields(message), receipt=str(message.pop_receipt)
-                    )
-                    async for message in page
-                ]
+                return [self._message(each).leased(str(each.pop_receipt)) async for each in page]
             return []
 
         return await self._call("p", request)
@@ -156,12 +182,8 @@ class AzureQueue:
         updated = await self._set_visible_after(message, lease_seconds, body)
         if updated is None:
             # The lost renewal replaced the receipt, or another worker has the message.
-            raise errors.TransientError(f"{self._what}: the reply to a renewal was lost")
-        return dataclasses.replace(
-            message,
-            receipt=str(updated.pop_receipt),
-            body=message.body if body is None else body,
-        )
+            raise errors.TransientError(f"{self._access.what}: the reply to a renewal was lost")
+        return message.renewed(str(updated.pop_receipt), body)
 
     async def release(
         self, message: protocol.LeasedMessage, delay_seconds: float = 0, body: str | None = None
@@ -170,7 +192,7 @@ class AzureQueue:
 
     async def delete(self, message: protocol.LeasedMessage) -> None:
         await self._call_with_receipt(
-            "p", lambda: self._client.delete_message(message.id, message.receipt)
+            "p", partial(self._client.delete_message, message.id, message.receipt)
         )
 
     async def browse(self) -> AsyncIterator[protocol.Message]:
@@ -189,7 +211,7 @@ class AzureQueue:
                 for message in fresh:
                     yield message
         finally:
-            await self._hand_back(leased.values())
+            await concurrency.for_each(leased.values(), self._hand_back, CONCURRENT_RELEASES)
 
     async def find(self, text: str) -> AsyncIterator[protocol.FoundMessage]:
         for message in await self._peek(protocol.MAX_RECEIVE):
@@ -234,12 +256,6 @@ class AzureQueue:
         self.shards = shards_of(found)
         return found
 
-    async def _call(self, permission: str, request: Callable[[], Awaitable[_Result]]) -> _Result:
-        """Makes a request, which needs *permission*, with retries and translated errors."""
-        return await self._retry_policy.call(
-            lambda: self._access.attempt(self._what, permission, request)
-        )
-
     async def _call_with_receipt(
         self, permission: str, request: Callable[[], Awaitable[_Result]]
     ) -> _Result | None:
@@ -248,22 +264,13 @@ class AzureQueue:
         Returns None if a reply was lost, and the receipt is stale in the retry: either the request
         succeeded, or another worker has the message.
         """
-        reply_lost = False
 
-        async def attempt() -> _Result:
-            nonlocal reply_lost
-            try:
-                return await self._access.attempt(self._what, permission, request)
-            except azure_errors.ReplyLostError:
-                reply_lost = True
-                raise
+        async def attempt(is_in_doubt: bool) -> _Result | None:
+            with azure_errors.tolerated(azure_errors.LEASE_LOST if is_in_doubt else ()):
+                return await request()
+            return None
 
-        try:
-            return await self._retry_policy.call(attempt)
-        except errors.LeaseLost:
-            if reply_lost:
-                return None
-            raise
+        return await self._access.call_in_doubt(permission, attempt)
 
     async def _set_visible_after(
         self, message: protocol.LeasedMessage, seconds: float, body: str | None
@@ -271,31 +278,24 @@ class AzureQueue:
         # By id: given the message, the SDK would send its content again.
         return await self._call_with_receipt(
             "u",
-            lambda: self._client.update_message(
-                message.id, message.receipt, body, visibility_timeout=math.ceil(seconds)
+            partial(
+                self._client.update_message,
+                message.id,
+                message.receipt,
+                body,
+                visibility_timeout=math.ceil(seconds),
             ),
         )
 
     async def _peek(self, max_messages: int) -> list[protocol.Message]:
         peeked = await self._call("r", lambda: self._client.peek_messages(max_messages))
-        return [protocol.Message(**self._fields(message)) for message in peeked]
+        return [self._message(each) for each in peeked]
 
-    def _fields(self, message: QueueMessage) -> dict[str, Any]:
-        """The fields that every message has; the SDK's types would allow None."""
-        return {
-            "id": message.id,
-            "body": message.content,
-            "delivery_count": message.dequeue_count,
-            "enqueued_at": message.inserted_on,
-            "queue": self.name,
-        }
+    def _message(self, message: Any) -> protocol.Message:  # the SDK's types would allow None
+        facts = message.id, message.content, message.dequeue_count, message.inserted_on
+        return protocol.Message(*facts, queue=self.name)
 
-    async def _hand_back(self, messages: Collection[protocol.LeasedMessage]) -> None:
-        """Makes browsed messages visible again, unless their leases were lost."""
-
-        async def hand_back(message: protocol.LeasedMessage) -> None:
-            # If this fails, the message is visible again when its lease expires.
-            with contextlib.suppress(errors.LeaseLost, errors.TransientError):
-                await self.release(message)
-
-        await concurrency.for_each(messages, hand_back, CONCURRENT_RELEASES)
+    async def _hand_back(self, message: protocol.LeasedMessage) -> None:
+        # If this fails, the message is visible again when its lease expires.
+        with contextlib.suppress(errors.LeaseLost, errors.TransientError):
+            await self.release(message)

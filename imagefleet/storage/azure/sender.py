@@ -73,11 +73,7 @@ class MessageSender:
         self._signed_until = -1.0
 
     async def send(self, body: str) -> None:
-        """Adds one message.
-
-        Raises:
-            HttpResponseError, aiohttp.ClientError, OSError: as the SDK, to be translated.
-        """
+        """Adds one message; its errors are those of the SDK and of aiohttp, to be translated."""
         data = self.xml(body)
         signed = await self.signed(len(data))
         self._on_request()
@@ -106,13 +102,8 @@ class MessageSender:
 
     async def signed(self, length: int) -> Signed:
         """A request with so many bytes."""
-        if not isinstance(
-            self._policy, AzureSasCredentialPolicy | AsyncBearerTokenCredentialPolicy
-        ):
-            return await self._with_key(length)
-        return await self._made(length)
-
-    async def _with_key(self, length: int) -> Signed:
+        if isinstance(self._policy, AzureSasCredentialPolicy | AsyncBearerTokenCredentialPolicy):
+            return await self._made(length)
         now = time.time()
         if not self._signed_until - SIGNED_SECONDS <= now < self._signed_until:
             self._by_length.clear()

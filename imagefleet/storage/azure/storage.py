@@ -13,9 +13,8 @@ from azure.core.pipeline.transport import AioHttpTransport
 from imagefleet import retry
 from imagefleet.storage.azure import account, sas
 from imagefleet.storage.azure.blobs import AzureBlobs
-from imagefleet.storage.azure.congestion import MOST_SENDS
 from imagefleet.storage.azure.credentials import Credentials
-from imagefleet.storage.azure.queue import AzureQueue
+from imagefleet.storage.azure.queue import MOST_SENDS, AzureQueue
 from imagefleet.storage.azure.roles import job_queue, name_of
 from imagefleet.storage.azure.sender import MessageSender
 from imagefleet.storage.protocol import Operations
@@ -57,11 +56,8 @@ async def surface_lost_replies(
 class AzureStorage:
     """The queues and the containers of one storage account. Connects on first use.
 
-    Honours HTTPS_PROXY, HTTP_PROXY and NO_PROXY. If none is set, aiohttp does not look for a proxy
-    on each request, which takes almost half of the CPU time.
-
-    Raises:
-        SetupError: the address is not valid, or lacks credentials.
+    Honours HTTPS_PROXY, HTTP_PROXY and NO_PROXY; else aiohttp is not to look for a proxy on each
+    request, which takes almost half of the CPU time. Raises SetupError as `open_storage`.
     """
 
     def __init__(
@@ -85,35 +81,41 @@ class AzureStorage:
             # Only our policy retries. The SDK's does not handle 429, and would hide the lost reply
             # to a renewal behind the refusal of its own retry.
             "retry_total": 0,
-            "raw_request_hook": self._count_queue_operation,
         }
         address = account.read_address(settings.storage.strip())
-        access = self._credentials = Credentials(address, settings, identity_token)
+        access = self._credentials = Credentials(address, settings, identity_token, retry_policy)
 
-        of_queues = dict(options)
-
-        def opened(resource: Resource, model: str | None = None, shard: int = 0) -> AzureQueue:
+        def queue(resource: Resource, model: str | None = None, shard: int = 0) -> AzureQueue:
             of = access.of(resource, model, shard)
             name = name_of(settings, resource, model, shard)
-            client = address.queue_client(name, of.credential, **of_queues)
-            sender = MessageSender(client, self._transport, API_VERSION, self._count_send)
-            return AzureQueue(client, retry_policy, of, sender)
+            client = address.queue_client(
+                name, of.credential, raw_request_hook=self._count_queue_operation, **options
+            )
+            count = self._count_queue_operation
+            sender = MessageSender(client, self._transport, API_VERSION, count)
+            return AzureQueue(client, of, sender)
 
-        self.poison = opened("poison")
-        options["raw_request_hook"] = self._count_blob_operation
-        blob, files = access.of("blob"), access.of("files")
-        images = address.container_client(settings.container, blob.credential, **options)
-        others = address.container_client(settings.files_container, files.credential, **options)
-        self.blobs = AzureBlobs(images, retry_policy, blob)
-        self.files = AzureBlobs(others, retry_policy, files)
+        def container(resource: Resource) -> AzureBlobs:
+            of = access.of(resource)
+            client = address.container_client(
+                name_of(settings, resource),
+                of.credential,
+                raw_request_hook=self._count_blob_operation,
+                **options,
+            )
+            return AzureBlobs(client, of)
+
+        self.poison = queue("poison")
+        self.blobs = container("blob")
+        self.files = container("files")
         self.models = ModelQueues(
-            lambda priority, model, shard: opened(job_queue(priority), model, shard),
+            lambda priority, model, shard: queue(job_queue(priority), model, shard),
             self.blobs,
             lambda priority, model: access.shards(job_queue(priority), model),
         )
         self.queues = self.models.default
         self.queue = self.models.all
-        self.url = f"{images.scheme}://{images.primary_hostname}"
+        self.url = self.blobs.address("").rpartition(f"/{settings.container}/")[0]
 
     async def create(self) -> None:
         if not await self.models.create():
@@ -141,12 +143,9 @@ class AzureStorage:
         await self._credentials.close()
         await self._transport.close()
 
-    def _count_send(self) -> None:
-        self.operations.queue += 1
-
     # The SDK calls these for each request that it sends, retries and pages included.
 
-    def _count_queue_operation(self, _: PipelineRequest[Any]) -> None:
+    def _count_queue_operation(self, _: PipelineRequest[Any] | None = None) -> None:
         self.operations.queue += 1
 
     def _count_blob_operation(self, request: PipelineRequest[Any]) -> None:

@@ -98,8 +98,7 @@ _START_ANEW = (
 def create(path: Path) -> None:
     """Creates a file without queues, in one step, unless there is one.
 
-    Raises:
-        SetupError: its folder cannot be written, or the log of a lost file is there.
+    Raises SetupError if its folder cannot be written, or the log of a lost file is there.
     """
     log = log_of(path)
     draft = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
@@ -131,8 +130,7 @@ def create(path: Path) -> None:
 def connect(path: Path) -> sqlite3.Connection:
     """Opens an existing file; a typo in a worker's address must not create an empty queue.
 
-    Raises:
-        SetupError: it is missing, or no queue file.
+    Raises SetupError if it is missing, or no queue file.
     """
     try:
         size = path.stat().st_size

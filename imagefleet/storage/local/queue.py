@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import itertools
 import sqlite3
 import time
@@ -24,11 +23,12 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-from imagefleet import errors, uptime
+from imagefleet import errors
 from imagefleet.concurrency import Batches
 from imagefleet.job import sizes
 from imagefleet.storage import protocol
 from imagefleet.storage.local import file as sqlite_file
+from imagefleet.telemetry import host
 
 _Result = TypeVar("_Result")
 
@@ -60,19 +60,14 @@ class QueueFile:
     async def run(self, work: Callable[[sqlite3.Connection], _Result]) -> _Result:
         """Does *work* in the thread of the file.
 
-        Raises:
-            TransientError: another process locks the file for too long, or the disk is full.
-            SetupError: the file or queue does not exist or cannot be used.
+        Raises TransientError if another process locks the file for too long, or the disk is full,
+        SetupError if the file or the queue does not exist or cannot be used.
         """
         done: _Result = await self._calls(lambda: work(self._open()))
         return done
 
     async def change(self, work: Callable[[sqlite3.Connection], _Result]) -> _Result:
-        """Does *work* in one transaction with what else waits.
-
-        Raises:
-            TransientError, SetupError: as for `run`; no change of the transaction was made.
-        """
+        """Does *work* in one transaction with what else waits; after an error it has no effect."""
         done: _Result = await self._calls(_Change(work))
         return done
 
@@ -90,7 +85,7 @@ class QueueFile:
 
     def now(self) -> float:
         """The clock of the leases; only for *work*."""
-        return self._clock_ahead + time.clock_gettime(uptime.CLOCK)
+        return self._clock_ahead + time.clock_gettime(host.CLOCK)
 
     async def close(self) -> None:
         await asyncio.get_running_loop().run_in_executor(self._thread, self._close)
@@ -236,8 +231,7 @@ class LocalQueue:
         # RETURNING guarantees no order; each row starts with its sequence.
         rows = sorted(await self._run(receive))
         return [
-            protocol.LeasedMessage(**self._fields(*row), receipt=f"{sequence}.{version}")
-            for sequence, version, *row in rows
+            self._message(*row).leased(f"{sequence}.{version}") for sequence, version, *row in rows
         ]
 
     async def renew(
@@ -246,11 +240,7 @@ class LocalQueue:
         protocol.check_lease(lease_seconds)
         sequence, version, _ = _key(message)
         await self._update(message, lease_seconds, body)
-        return dataclasses.replace(
-            message,
-            receipt=f"{sequence}.{version + 1}",
-            body=message.body if body is None else body,
-        )
+        return message.renewed(f"{sequence}.{version + 1}", body)
 
     async def release(
         self, message: protocol.LeasedMessage, delay_seconds: float = 0, body: str | None = None
@@ -262,12 +252,11 @@ class LocalQueue:
 
     async def browse(self) -> AsyncIterator[protocol.Message]:
         async for _, *row in self._pages(sqlite_file.BROWSE):
-            yield protocol.Message(**self._fields(*row))
+            yield self._message(*row)
 
     async def find(self, text: str) -> AsyncIterator[protocol.FoundMessage]:
         async for _, *row, is_leased in self._pages(sqlite_file.FIND, text, text):
-            message = protocol.Message(**self._fields(*row))
-            yield protocol.FoundMessage(message, bool(is_leased))
+            yield protocol.FoundMessage(self._message(*row), bool(is_leased))
 
     async def depth(self) -> protocol.QueueDepth:
         def depth(connection: sqlite3.Connection) -> protocol.QueueDepth:
@@ -332,15 +321,9 @@ class LocalQueue:
                 yield row
             last = rows[-1][0]
 
-    def _fields(self, message_id: str, body: str, count: int, at: float) -> dict[str, Any]:
-        """The fields that every message has."""
-        return {
-            "id": message_id,
-            "body": body,
-            "delivery_count": count,
-            "enqueued_at": datetime.fromtimestamp(at, UTC),
-            "queue": self.name,
-        }
+    def _message(self, message_id: str, body: str, count: int, at: float) -> protocol.Message:
+        enqueued_at = datetime.fromtimestamp(at, UTC)
+        return protocol.Message(message_id, body, count, enqueued_at, queue=self.name)
 
     def _read_shards(self, connection: sqlite3.Connection) -> protocol.Shards:
         row = connection.execute(sqlite_file.SHARDS, (self.name,)).fetchone()
@@ -379,8 +362,8 @@ def _clock_ahead(connection: sqlite3.Connection) -> float:
 
     After a restart of the machine nobody holds the leases any more: they end.
     """
-    ahead = time.time() - uptime.seconds()
-    if (boot := uptime.boot_id()) is None:
+    ahead = time.time() - host.uptime()
+    if (boot := host.boot_id()) is None:
         return ahead
     find = "SELECT ahead FROM clock WHERE boot = ?"
     if found := connection.execute(find, (boot,)).fetchone():

@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import json
 import logging
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 
 from imagefleet import concurrency, errors
 from imagefleet.job import chain, sizes
-from imagefleet.job.message import fields_if_any, message_fields
+from imagefleet.job.message import fields_if_any, message_text
 from imagefleet.job.prompt import SAFE_NAME
 from imagefleet.storage import protocol
 from imagefleet.storage.routing.queue import RoutedQueue
@@ -66,8 +65,8 @@ class ModelQueues:
     def of(self, model: str | None) -> Queues:
         """A model's queues, whether they exist or not."""
         if model not in self._opened:
-            routes = {each: self._route(each, model) for each in PRIORITIES}
-            self._opened[model] = {each: RoutedQueue([routes[each]]) for each in PRIORITIES}
+            routes = ((each, self._route(each, model)) for each in PRIORITIES)
+            self._opened[model] = {priority: RoutedQueue([route]) for priority, route in routes}
         return self._opened[model]
 
     def _route(self, priority: Priority, model: str | None) -> Route:
@@ -89,11 +88,7 @@ class ModelQueues:
                 queue.main.stand_at(share)
 
     async def set_shards(self, shards: int) -> None:
-        """Sets the number of shards of each queue, those of every model as well.
-
-        Raises:
-            SetupError: the credentials do not allow that.
-        """
+        """Sets the shards of each queue, those of every model as well, as `Route.set_shards`."""
         for model in (None, *await self.names()):
             for queue in self.of(model).values():
                 await queue.main.set_shards(shards)
@@ -120,8 +115,11 @@ class ModelQueues:
             if model not in self._made:
                 await self.create(model)
                 shards = await self.default["normal"].main.sent_to()
-                if shards > 1:
-                    await self._shard(queues, shards)
+                try:  # as many as the other queues have, where the credentials allow it
+                    for queue in queues.values() if shards > 1 else ():
+                        await queue.main.set_shards(shards)
+                except errors.SetupError as error:
+                    log.debug("the queues of %s are not sharded: %s", model, error.message)
                 await self._blobs.create(f"{FOLDER}{model}", b"", "text/plain", {})
                 self._made.add(model)
         return queues
@@ -131,15 +129,6 @@ class ModelQueues:
         route = self.default["normal"].main
         await route.sent_to()
         return len(route.order)
-
-    async def _shard(self, queues: Queues, shards: int) -> None:
-        """Gives them as many shards as the other queues have, where the credentials allow it."""
-        for queue in queues.values():
-            try:
-                await queue.main.set_shards(shards)
-            except errors.SetupError as error:
-                log.debug("the queue %s is not sharded: %s", queue.name, error.message)
-                return
 
     async def note_served(self, model: str) -> None:
         """A worker serves the model, for `status` and for those who send jobs."""
@@ -178,15 +167,11 @@ class ModelQueues:
         return queue
 
     def _as_one(self, find_more: Callable[[], Awaitable[None]] | None = None) -> RoutedQueue:
-        routes = {priority: queue.main for priority, queue in self.default.items()}
-        return RoutedQueue([*routes.values()], routes["normal"], find_more=find_more)
+        routes = [queue.main for queue in self.default.values()]
+        return RoutedQueue(routes, self.default["normal"].main, find_more=find_more)
 
     async def send(self, bodies: Iterable[str], priority: Priority = "normal") -> None:
-        """Adds each message to the queue of its job's model.
-
-        Raises:
-            JobError: a body is over 64 KiB; none was sent.
-        """
+        """Adds each to the queue of its job's model; none, with a JobError, if one is too large."""
         groups: dict[str | None, list[str]] = {}
         for body in sizes.checked_messages(bodies):
             groups.setdefault(model_of(body), []).append(body)
@@ -207,11 +192,7 @@ def model_of(body: str) -> str | None:
     """The model that a message's job names for its stage; None if none, or it is no valid job."""
     if body.startswith("{") and '"model"' not in body:
         return None  # the most common case, without parsing it
-    try:
-        fields = message_fields(body)
-    except (ValueError, RecursionError):
-        return None
-    model = chain.model_of(fields) if isinstance(fields, dict) else None
+    model = chain.model_of(fields_if_any(body))
     return model if isinstance(model, str) and SAFE_NAME.fullmatch(model) else None
 
 
@@ -225,8 +206,5 @@ def models_of(body: str) -> set[str]:
 
 def named(body: str, job_id: str | None) -> str:
     """The message of a job with its id, which otherwise would be its message's: it is to move."""
-    fields = message_fields(body)
-    if not fields.get("id"):
-        fields["id"] = job_id
-        body = json.dumps(fields, separators=(",", ":"))
-    return body
+    fields = fields_if_any(body)
+    return body if fields.get("id") else message_text(fields | {"id": job_id})

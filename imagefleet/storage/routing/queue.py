@@ -7,21 +7,25 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import time
 from collections.abc import (
     AsyncIterator,
     Awaitable,
     Callable,
     Collection,
+    Coroutine,
     Iterable,
     Iterator,
     Sequence,
 )
+from typing import Any
 
 from imagefleet import concurrency, errors
 from imagefleet.storage import protocol
-from imagefleet.storage.routing import route as routes
-from imagefleet.storage.routing.route import PolledRoute, PolledShard, Route
+from imagefleet.storage.routing import route as rule
+from imagefleet.storage.routing.route import Route, Shard
+
+Answers = dict[Shard, int | errors.FleetError]
+"""What plain queues answered in a receive: how many messages they had, or an error."""
 
 
 class RoutedQueue:
@@ -36,43 +40,30 @@ class RoutedQueue:
         routes: Sequence[Route],
         main: Route | None = None,
         *,
-        clock: Callable[[], float] = time.monotonic,
         find_more: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
         """*main* None is the first one.
 
         *find_more* calls `add` for other models' queues, before all queues are looked at.
         """
-        self._polled = {route.name: PolledRoute(route) for route in routes}
-        self._main = self._polled[(main or routes[0]).name]
-        self._clock = clock
+        self.main = main or routes[0]
+        self.routes = {route.name: route for route in routes}
         self._find_more = find_more
         self._wanted: frozenset[str | None] | None = None
         self._receives = 0  # that returned messages
 
     @property
     def name(self) -> str:
-        return self._main.route.name
-
-    @property
-    def main(self) -> Route:
-        return self._main.route
-
-    @property
-    def routes(self) -> list[Route]:
-        return [polled.route for polled in self._polled.values()]
+        return self.main.name
 
     def add(self, queues: Iterable[RoutedQueue]) -> None:
         """Drains the routes of other queues as well, those of a model's jobs."""
         for queue in queues:
-            for route in queue.routes:
-                self._polled.setdefault(route.name, PolledRoute(route))
+            self.routes = queue.routes | self.routes
 
     def remove(self, model: str) -> None:
         """The queues of a model no more, of which no message may be in flight."""
-        self._polled = {
-            name: polled for name, polled in self._polled.items() if polled.route.model != model
-        }
+        self.routes = {name: each for name, each in self.routes.items() if each.model != model}
 
     def receive_only(self, models: Collection[str | None]) -> None:
         """Has `receive` take only jobs of these *models*; None: those without a model."""
@@ -80,39 +71,38 @@ class RoutedQueue:
 
     def look_seconds(self, seconds: float) -> float:
         """Seconds between two looks at the sizes; *seconds* where all queues have one shard."""
-        return routes.look_seconds(seconds, max(len(route.order) for route in self.routes))
+        return rule.look_seconds(seconds, max(len(each.order) for each in self.routes.values()))
 
     async def check(self) -> None:
-        await self._main.route.first.check()
-        for polled in self._polled.values():
-            if polled is self._main or await self._exists(polled.shard(0)):
-                polled.route.notice()
-                for number in polled.route.order:
-                    if number:
-                        await self._exists(polled.shard(number))
+        await self.main.first.check()
+        for route in self.routes.values():
+            if route is self.main or await self._exists(route.shard(0)):
+                route.notice()
+                for number in filter(None, route.order):
+                    await self._exists(route.shard(number))
 
-    async def _exists(self, shard: PolledShard) -> bool:
+    async def _exists(self, shard: Shard) -> bool:
         try:
             await shard.queue.check()
         except errors.MissingResourceError as error:
-            self._set_missing(shard, error)
+            shard.set_missing(error)
             return False
         return True
 
     async def send(self, bodies: Iterable[str]) -> None:
-        await self._main.route.send(bodies)
+        await self.main.send(bodies)
 
     async def receive(
         self, max_messages: int, lease_seconds: float
     ) -> list[protocol.LeasedMessage]:
         protocol.check_receive(max_messages, lease_seconds)
         received: list[protocol.LeasedMessage] = []
-        answers: dict[PolledShard, int | errors.FleetError] = {}
+        answers: Answers = {}
         async for shard in self._in_turn(answers):
             try:
                 messages = await shard.queue.receive(max_messages - len(received), lease_seconds)
             except (errors.SetupError, errors.TransientError) as error:
-                must_exist = shard is self._main.shard(0) and isinstance(error, errors.SetupError)
+                must_exist = shard is self.main.shard(0) and isinstance(error, errors.SetupError)
                 if must_exist and not received:
                     raise
                 answers[shard] = error
@@ -139,7 +129,7 @@ class RoutedQueue:
     ) -> None:
         shard = self._shard_of(message)
         await shard.queue.release(message, delay_seconds, body)
-        shard.due_at = min(shard.due_at, self._clock() + delay_seconds)
+        shard.due_at = min(shard.due_at, self.main.clock() + delay_seconds)
 
     async def delete(self, message: protocol.LeasedMessage) -> None:
         await self._shard_of(message).queue.delete(message)
@@ -152,7 +142,7 @@ class RoutedQueue:
 
     @property
     def finds_all(self) -> bool:
-        return all(route.first.finds_all for route in self.routes)
+        return all(route.first.finds_all for route in self.routes.values())
 
     async def find(self, text: str) -> AsyncIterator[protocol.FoundMessage]:
         async for shard in self._all():
@@ -166,147 +156,134 @@ class RoutedQueue:
                 await shard.queue.clear()
 
     async def stamps(self) -> protocol.Stamps:
-        return await self._main.route.first.stamps()
+        return await self.main.first.stamps()
 
     async def depth(self) -> protocol.QueueDepth:
         # The main queue alone at first: without access there is none to the others either.
-        found = {self._main: await self._depth(self._main)}
+        found = {self.main.name: await self._depth(self.main)}
         if self._find_more is not None:
             await self._find_more()
-        others = [polled for polled in self._polled.values() if polled is not self._main]
-        depths = await concurrency.gather(*(self._depth_if_any(each) for each in others))
-        found |= {polled: depth for polled, depth in zip(others, depths, strict=True) if depth}
-        if len(self._polled) == 1:
-            return found[self._main]
-        return total(
-            {name: found[polled] for name, polled in self._polled.items() if polled in found}
-        )
+        found |= await self._depths(each for each in self.routes.values() if each is not self.main)
+        if len(self.routes) == 1:
+            return found[self.main.name]
+        return total({name: found[name] for name in self.routes if name in found})
 
     async def depth_of(self, models: Collection[str | None]) -> protocol.QueueDepth:
         """The size of the queues of some models."""
-        chosen = [each for each in self._polled.values() if each.route.model in models]
-        depths = await concurrency.gather(*(self._depth_if_any(each) for each in chosen))
-        found = zip(chosen, depths, strict=True)
-        return total({polled.route.name: depth for polled, depth in found if depth is not None})
+        chosen = (each for each in self.routes.values() if each.model in models)
+        return total(await self._depths(chosen))
 
-    async def _all(self) -> AsyncIterator[PolledShard]:
+    async def _all(self) -> AsyncIterator[Shard]:
         """Every plain queue there is, after a look for others."""
         if self._find_more is not None:
             await self._find_more()
-        for polled in list(self._polled.values()):
-            for shard in await polled.found():
+        for route in list(self.routes.values()):
+            for shard in await route.found():
                 yield shard
 
-    async def _in_turn(
-        self, answers: dict[PolledShard, int | errors.FleetError]
-    ) -> AsyncIterator[PolledShard]:
+    async def _in_turn(self, answers: Answers) -> AsyncIterator[Shard]:
         """The plain queues to ask now, in this order; notes those that do not answer."""
-        wanted = [
-            polled
-            for polled in self._polled.values()
-            if self._wanted is None or polled.route.model in self._wanted
-        ]
         # Of one priority, first the queue that has waited longest.
-        in_turn = sorted(wanted, key=lambda polled: (polled.route.level, polled.last_receive))
-        if self._receives % routes.FAIR_EVERY == routes.FAIR_EVERY - 1:
+        in_turn = sorted(
+            (e for e in self.routes.values() if self._wanted is None or e.model in self._wanted),
+            key=lambda route: (route.level, route.last_receive),
+        )
+        if self._receives % rule.FAIR_EVERY == rule.FAIR_EVERY - 1:
             # With two that are never empty above it, the lowest would get nothing from the turns of
             # the lower queues.
-            in_turn.sort(key=lambda polled: (polled.route.level == 0, polled.last_receive))
-        now = self._clock()
-        for polled in in_turn:
-            always = self._is_always_asked(polled)
-            if not polled.in_turn(now, always=always):
+            in_turn.sort(key=lambda route: (route.level == 0, route.last_receive))
+        for route in in_turn:
+            # Asked each time: the queue of normal priority of a model, or of none.
+            is_normal = route.level == self.main.level and not route.shard(0).is_missing
+            always = route is self.main or is_normal
+            if not route.in_turn(always=always):
                 continue
             try:
-                await polled.route.find()
+                await route.found()
             except errors.TransientError as error:
-                answers[polled.shard(0)] = error
+                answers[route.shard(0)] = error
                 continue
-            for shard in polled.in_turn(now, always=always):
+            for shard in route.in_turn(always=always):
                 yield shard
 
-    def _is_always_asked(self, polled: PolledRoute) -> bool:
-        """Whether it is asked each time: the queue of normal priority of a model, or of none."""
-        is_normal = polled.route.level == self._main.route.level
-        return polled is self._main or (is_normal and not polled.route.is_missing(0))
-
-    def _pause(self, answers: dict[PolledShard, int | errors.FleetError], *, is_idle: bool) -> None:
+    def _pause(self, answers: Answers, *, is_idle: bool) -> None:
         """Sets when each queue is asked again, by what it answered: messages, none or an error."""
-        now = self._clock()
-        is_outage = isinstance(answers.get(self._main.shard(0)), errors.FleetError) or all(
+        now = self.main.clock()
+        is_outage = isinstance(answers.get(self.main.shard(0)), errors.FleetError) or all(
             isinstance(answer, errors.FleetError) for answer in answers.values()
         )
         for shard, answer in answers.items():
-            shards = len(shard.of.route.order)
+            shards = len(shard.of.order)
             if not isinstance(answer, errors.FleetError):
-                shard.of.route.set_found(shard.number)
+                shard.is_missing = False
             # After an outage of all none must wait for long, nor a shard that is throttled.
             elif not is_outage and (shards == 1 or isinstance(answer, errors.SetupError)):
-                self._set_missing(shard, answer)
+                shard.set_missing(answer)
                 continue
             if isinstance(answer, int) and answer:
                 shard.empty_receives, shard.due_at = 0, 0.0
                 continue
-            longest = routes.longest_pause_seconds(shards, is_home=shard.is_home, is_idle=is_idle)
-            shard.due_at = now + routes.pause_seconds(shard.empty_receives, longest)
+            longest = rule.longest_pause_seconds(shards, is_home=shard.is_home, is_idle=is_idle)
+            shard.due_at = now + rule.pause_seconds(shard.empty_receives, longest)
             shard.empty_receives += 1
-        for polled in {shard.of for shard in answers}:
-            polled.note(answers, self._receives)
+        for route in {shard.of for shard in answers}:
+            route.note(answers, self._receives)
         if not is_idle:
-            for polled in self._polled.values():
-                home = polled.shard(polled.route.order[0])
+            for route in self.routes.values():
+                home = route.shard(route.order[0])
                 if not home.is_missing:
-                    home.due_at = min(home.due_at, now + routes.LONGEST_HOME_PAUSE_SECONDS)
+                    home.due_at = min(home.due_at, now + rule.LONGEST_HOME_PAUSE_SECONDS)
 
-    async def _depth_if_any(self, polled: PolledRoute) -> protocol.QueueDepth | None:
-        """The size of a route's queue; None if it is missing."""
-        try:
-            return await self._depth(polled)
-        except errors.SetupError as error:
-            self._set_missing(polled.shard(0), error)
-            return None
+    async def _depths(self, routes: Iterable[Route]) -> dict[str, protocol.QueueDepth]:
+        """The sizes of the routes' queues, of those that are not missing."""
+        chosen = list(routes)
+        depths = await concurrency.gather(
+            *(_if_any(each.shard(0), self._depth(each)) for each in chosen)
+        )
+        found = zip(chosen, depths, strict=True)
+        return {route.name: depth for route, depth in found if depth is not None}
 
-    async def _depth(self, polled: PolledRoute) -> protocol.QueueDepth:
+    async def _depth(self, route: Route) -> protocol.QueueDepth:
         """The size of a route's queue, with those of its shards if there are several."""
-        found = {polled.route.name: await self._depth_of_shard(polled.shard(0))}
-        polled.route.notice()
-        others = [shard for shard in await polled.found() if shard.number]
-
-        async def depth_if_any(shard: PolledShard) -> protocol.QueueDepth | None:
-            try:
-                return await self._depth_of_shard(shard)
-            except errors.SetupError as error:
-                self._set_missing(shard, error)
-                return None
-
-        depths = await concurrency.gather(*map(depth_if_any, others))
+        found = {route.name: await _depth_of(route.shard(0))}
+        route.notice()
+        others = [shard for shard in await route.found() if shard.number]
+        depths = await concurrency.gather(*(_if_any(each, _depth_of(each)) for each in others))
         found |= {s.queue.name: depth for s, depth in zip(others, depths, strict=True) if depth}
-        depth = total(found) if len(found) > 1 else found[polled.route.name]
-        return dataclasses.replace(depth, model=polled.route.model)
-
-    async def _depth_of_shard(self, shard: PolledShard) -> protocol.QueueDepth:
-        depth = await shard.queue.depth()
-        shard.of.route.set_found(shard.number)
-        if depth.oldest_age_seconds is not None:
-            shard.due_at = 0.0  # there is something to receive
-        return depth
+        depth = total(found) if len(found) > 1 else found[route.name]
+        return dataclasses.replace(depth, model=route.model)
 
     @contextlib.contextmanager
-    def _main_must_exist(self, shard: PolledShard) -> Iterator[None]:
+    def _main_must_exist(self, shard: Shard) -> Iterator[None]:
         """Any other queue may be missing."""
         try:
             yield
         except errors.SetupError as error:
-            if shard is self._main.shard(0):
+            if shard is self.main.shard(0):
                 raise
-            self._set_missing(shard, error)
+            shard.set_missing(error)
 
-    def _set_missing(self, shard: PolledShard, error: errors.FleetError) -> None:
-        shard.due_at = self._clock() + routes.MISSING_PAUSE_SECONDS
-        shard.of.route.set_missing(shard.number, error)
+    def _shard_of(self, message: protocol.LeasedMessage) -> Shard:
+        return self.routes.get(message.queue, self.main).shard(message.shard)
 
-    def _shard_of(self, message: protocol.LeasedMessage) -> PolledShard:
-        return self._polled.get(message.queue, self._main).shard(message.shard)
+
+async def _depth_of(shard: Shard) -> protocol.QueueDepth:
+    depth = await shard.queue.depth()
+    shard.is_missing = False
+    if depth.oldest_age_seconds is not None:
+        shard.due_at = 0.0  # there is something to receive
+    return depth
+
+
+async def _if_any(
+    shard: Shard, depth: Coroutine[Any, Any, protocol.QueueDepth]
+) -> protocol.QueueDepth | None:
+    """Its size; None if it is missing."""
+    try:
+        return await depth
+    except errors.SetupError as error:
+        shard.set_missing(error)
+        return None
 
 
 def total(depths: dict[str, protocol.QueueDepth]) -> protocol.QueueDepth:

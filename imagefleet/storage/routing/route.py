@@ -20,13 +20,15 @@ import logging
 import random
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from imagefleet import concurrency, errors
 from imagefleet.job import sizes
 from imagefleet.storage import protocol
 from imagefleet.storage.protocol import Shards
 from imagefleet.storage.queue_names import MAX_SHARDS
+
+log = logging.getLogger(__name__)
 
 #: One of so many receives that return jobs asks another shard before the home, and one the queues
 #: of lower priorities first.
@@ -92,7 +94,45 @@ def spread(bodies: list[str], shards: int, first: int) -> dict[int, list[str]]:
     return {shard: some for shard, some in dealt.items() if some}
 
 
-log = logging.getLogger(__name__)
+@dataclass(slots=True, eq=False)
+class Shard:
+    """One plain queue of a route, and what the receives so far have found there."""
+
+    queue: protocol.StoredQueue
+    of: Route
+    number: int
+    due_at: float = 0.0
+    """When it is asked next."""
+    empty_receives: int = 0
+    last_receive: int = 0
+    """The number of the last receive of its route that it had jobs for."""
+    is_missing: bool = False
+    """Whether it did not exist, had no token or did not answer when it was asked last."""
+
+    @property
+    def is_home(self) -> bool:
+        return self.number == self.of.order[0]
+
+    def labelled(self, message: protocol.AnyMessage) -> protocol.AnyMessage:
+        """A message as callers know it: they settle it by its route's name and its shard."""
+        if not self.number:
+            return message
+        return dataclasses.replace(message, queue=self.of.name, shard=self.number)
+
+    def set_missing(self, error: errors.FleetError) -> None:
+        """Notes that it cannot be asked for a while, and reports it once."""
+        self.due_at = self.of.clock() + MISSING_PAUSE_SECONDS
+        if self.is_missing:
+            return
+        self.is_missing = True
+        is_usual = isinstance(error, errors.MissingResourceError)  # made by the next load
+        log.log(
+            logging.INFO if is_usual else logging.WARNING,
+            "no jobs are taken from the queue %s: %s",
+            self.queue.name,
+            error.message,
+            extra={"action": "queue_missing", "queue": self.queue.name},
+        )
 
 
 class Route:
@@ -113,16 +153,19 @@ class Route:
         """
         self.level = level
         self.model = model
+        self.clock = clock
         self.order = [0]
         """The shards as this worker asks them, its home first."""
-        self._missing: set[int] = set()
+        self.last_receive = 0
+        """The number of the last receive of all queues that it had jobs for."""
+        self._receives = 0  # that returned its messages
+        self._was_empty = True  # when it was asked last
         self._open_shard = open_shard
         self._granted = granted
-        self._opened = [open_shard(0)]
-        self._shards: protocol.Shards | None = None
+        self._opened: list[Shard] = []
+        self._shards: Shards | None = None
         self._found_at = 0.0
         self._finding = asyncio.Lock()
-        self._clock = clock
         self._share = random.random()  # noqa: S311 - replaced by a worker's own
         self._next_sent = random.randrange(MAX_SHARDS)  # noqa: S311 - few jobs, many senders
 
@@ -132,32 +175,30 @@ class Route:
 
     @property
     def first(self) -> protocol.StoredQueue:
-        return self._opened[0]
+        return self.shard(0).queue
 
-    def shard(self, number: int) -> protocol.StoredQueue:
-        while len(self._opened) <= number:
-            self._opened.append(self._open_shard(len(self._opened)))
+    def shard(self, number: int) -> Shard:
+        for new in range(len(self._opened), number + 1):
+            self._opened.append(Shard(self._open_shard(new), self, new))
         return self._opened[number]
 
     def stand_at(self, share: float) -> None:
-        """Sets the home and the order by `rule.in_order`."""
+        """Sets the home and the order by `in_order`."""
         self._share = share
         self._put_in_order()
 
     async def create(self) -> bool:
-        """Creates the first shard if it does not exist; False if the credentials do not allow it.
-
-        The others are there since the number was set.
-        """
+        """Creates the first shard, as `StoredQueue.create`; `set_shards` makes the others."""
         created = await self.first.create()
         self.notice()
+        if created:
+            self.shard(0).is_missing, self.shard(0).due_at = False, 0.0
         return created
 
     async def set_shards(self, shards: int) -> None:
         """Sets to how many shards jobs are sent from now on; makes those that are missing.
 
-        Raises:
-            SetupError: the credentials do not allow that.
+        Raises SetupError if the credentials do not allow that.
         """
         known = await self.first.read_shards()
         made = max(shards, known.made)
@@ -165,28 +206,26 @@ class Route:
             self._adopt(known)
             return
         for number in range(1, made):
-            if not await self.shard(number).create():
+            if not await self.shard(number).queue.create():
                 raise errors.SetupError(
                     f"the shards of the queue {self.name!r} cannot be made with these credentials:"
                     " it takes the account's key"
                 )
         # The last step: nobody must send to a queue that does not exist yet.
-        await self.first.record_shards(protocol.Shards(shards, made))
+        await self.first.record_shards(Shards(shards, made))
         self.notice()
 
-    async def find(self) -> None:
-        """Learns how many shards there are, unless it is known."""
-        if self._shards is not None:
-            return
+    async def found(self) -> list[Shard]:
+        """Its shards, as far as it is known which there are; asks for that once."""
         async with self._finding:  # a hundred jobs that are sent at the same time ask once
-            if self._shards is not None:
-                return
-            try:
-                self._adopt(await self.first.read_shards())
-            except errors.MissingResourceError:
-                return  # what is asked of it now says so
-            except errors.SetupError:
-                self._adopt(protocol.Shards(self._granted(), self._granted()))
+            if self._shards is None:
+                try:
+                    self._adopt(await self.first.read_shards())
+                except errors.MissingResourceError:
+                    pass  # what is asked of it now says so
+                except errors.SetupError:
+                    self._adopt(Shards(self._granted(), self._granted()))
+        return [self.shard(number) for number in range(len(self.order))]
 
     def notice(self) -> None:
         """Takes the number of shards from the first one's last answer."""
@@ -195,10 +234,10 @@ class Route:
 
     async def sent_to(self) -> int:
         """The number of shards that jobs are sent to; who sends for hours finds a new one out."""
-        await self.find()
+        await self.found()
         can_read = self.first.shards is not None
-        if can_read and self._clock() - self._found_at >= SENDERS_LOOK_SECONDS:
-            self._found_at = self._clock()
+        if can_read and self.clock() - self._found_at >= SENDERS_LOOK_SECONDS:
+            self._found_at = self.clock()
             with contextlib.suppress(errors.SetupError, errors.TransientError):
                 self._adopt(await self.first.read_shards())
         return self._shards.used if self._shards else 1
@@ -216,37 +255,40 @@ class Route:
 
     async def _send(self, number: int, bodies: list[str]) -> None:
         try:
-            await self.shard(number).send(bodies)
+            await self.shard(number).queue.send(bodies)
         except errors.MissingResourceError as error:
             if not number:
                 raise
-            self.set_missing(number, error)
+            self.shard(number).set_missing(error)
             await self.first.send(bodies)
 
-    def is_missing(self, number: int) -> bool:
-        """Whether a shard did not exist, had no token or did not answer when it was asked last."""
-        return number in self._missing
+    def note(self, answers: Mapping[Shard, int | errors.FleetError], receive: int) -> None:
+        """Notes what its shards answered in a *receive*, the number of those with messages."""
+        counts = {shard: answer for shard, answer in answers.items() if isinstance(answer, int)}
+        found = [shard for shard in self._opened if counts.get(shard)]
+        if found:
+            self._receives += 1
+            self.last_receive = receive
+        for shard in found:
+            shard.last_receive = self._receives
+        if found and self._was_empty:  # what was just sent is in all of them
+            for shard in self._opened:
+                if shard not in answers and not shard.is_missing:
+                    shard.due_at = 0.0
+        self._was_empty = not found
 
-    def set_missing(self, number: int, error: errors.FleetError) -> None:
-        """Notes that a shard cannot be asked, and reports it once."""
-        if number in self._missing:
-            return
-        self._missing.add(number)
-        is_usual = isinstance(error, errors.MissingResourceError)  # made by the next load
-        log.log(
-            logging.INFO if is_usual else logging.WARNING,
-            "no jobs are taken from the queue %s: %s",
-            self.shard(number).name,
-            error.message,
-            extra={"action": "queue_missing", "queue": self.shard(number).name},
-        )
+    def in_turn(self, *, always: bool) -> list[Shard]:
+        """The shards to ask now; *always*: its home each time while it has nothing."""
+        home, *others = (self.shard(number) for number in self.order)
+        due = [shard for shard in others if shard.due_at <= self.clock()]
+        if due and self._receives % FAIR_EVERY == FAIR_EVERY - 1:
+            longest = min(due, key=lambda shard: shard.last_receive)
+            return [longest, home, *(shard for shard in due if shard is not longest)]
+        asks_home = home.due_at <= self.clock() or (always and (self._was_empty or not due))
+        return [home, *due] if asks_home else due
 
-    def set_found(self, number: int) -> None:
-        """Notes that a shard has answered."""
-        self._missing.discard(number)
-
-    def _adopt(self, shards: protocol.Shards) -> None:
-        self._found_at = self._clock()
+    def _adopt(self, shards: Shards) -> None:
+        self._found_at = self.clock()
         if shards == self._shards:
             return
         if self._shards is not None or shards.made > 1:
@@ -260,80 +302,4 @@ class Route:
         self._put_in_order()
 
     def _put_in_order(self) -> None:
-        self.order = in_order(self._share, self._shards or protocol.Shards())
-
-
-@dataclass(slots=True, eq=False)
-class PolledShard:
-    """One plain queue, and when it is asked next."""
-
-    queue: protocol.StoredQueue
-    of: PolledRoute
-    number: int
-    due_at: float = 0.0
-    empty_receives: int = 0
-    last_receive: int = 0
-    """The number of the last receive of its route that it had jobs for."""
-
-    @property
-    def is_home(self) -> bool:
-        return self.number == self.of.route.order[0]
-
-    @property
-    def is_missing(self) -> bool:
-        return self.of.route.is_missing(self.number)
-
-    def labelled(self, message: protocol.AnyMessage) -> protocol.AnyMessage:
-        """A message as callers know it: they settle it by its route's name and its shard."""
-        if not self.number:
-            return message
-        return dataclasses.replace(message, queue=self.of.route.name, shard=self.number)
-
-
-@dataclass(slots=True, eq=False)
-class PolledRoute:
-    """A route, and what the receives so far have found there."""
-
-    route: Route
-    shards: list[PolledShard] = field(default_factory=list)
-    receives: int = 0
-    """Receives that returned its messages."""
-    last_receive: int = 0
-    """The number of the last receive of all that it had jobs for."""
-    was_empty: bool = True
-    """Whether it had nothing when it was asked last."""
-
-    def shard(self, number: int) -> PolledShard:
-        for new in range(len(self.shards), number + 1):
-            self.shards.append(PolledShard(self.route.shard(new), self, new))
-        return self.shards[number]
-
-    async def found(self) -> list[PolledShard]:
-        """Its shards, as far as it is known which there are."""
-        await self.route.find()
-        return [self.shard(number) for number in range(len(self.route.order))]
-
-    def note(self, answers: Mapping[PolledShard, int | errors.FleetError], receive: int) -> None:
-        """Notes what its shards answered in a *receive*, the number of those with messages."""
-        counts = {shard: answer for shard, answer in answers.items() if isinstance(answer, int)}
-        found = [shard for shard in self.shards if counts.get(shard)]
-        if found:
-            self.receives += 1
-            self.last_receive = receive
-        for shard in found:
-            shard.last_receive = self.receives
-        if found and self.was_empty:  # what was just sent is in all of them
-            for shard in self.shards:
-                if shard not in answers and not shard.is_missing:
-                    shard.due_at = 0.0
-        self.was_empty = not found
-
-    def in_turn(self, now: float, *, always: bool) -> list[PolledShard]:
-        """The shards to ask now; *always*: its home each time while it has nothing."""
-        home, *others = (self.shard(number) for number in self.route.order)
-        due = [shard for shard in others if shard.due_at <= now]
-        if due and self.receives % FAIR_EVERY == FAIR_EVERY - 1:
-            longest = min(due, key=lambda shard: shard.last_receive)
-            return [longest, home, *(shard for shard in due if shard is not longest)]
-        asks_home = home.due_at <= now or (always and (self.was_empty or not due))
-        return [home, *due] if asks_home else due
+        self.order = in_order(self._share, self._shards or Shards())

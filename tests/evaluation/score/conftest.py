@@ -21,8 +21,7 @@ from evaluation.score import metrics, plan, reference, run
 from evaluation.score.networks import load
 from evaluation.score.statistics import Statistics
 from imagefleet.records import sweep
-from imagefleet.records.record import Record
-from imagefleet.records.shard import RecordLog
+from imagefleet.records.record import Record, RecordLog
 from imagefleet.storage.open import open_storage
 from imagefleet.storage.settings import StorageSettings
 

@@ -20,8 +20,7 @@ from evaluation.score import chunks, metrics, plan
 from evaluation.score.statistics import Statistics
 from fleet import console
 from imagefleet.records import reader, sweep
-from imagefleet.records.record import Record
-from imagefleet.records.shard import RecordLog
+from imagefleet.records.record import Record, RecordLog
 from imagefleet.storage.open import Storage, open_storage
 from imagefleet.storage.protocol import BlobStore
 from imagefleet.storage.settings import StorageSettings

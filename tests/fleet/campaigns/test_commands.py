@@ -13,8 +13,7 @@ import pytest
 
 from fleet import console
 from imagefleet import cancelled
-from imagefleet.records.record import Record
-from imagefleet.records.shard import RecordLog
+from imagefleet.records.record import Record, RecordLog
 from imagefleet.storage.open import Storage, open_storage
 from imagefleet.storage.settings import StorageSettings
 

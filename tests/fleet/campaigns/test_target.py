@@ -11,7 +11,7 @@ import pytest
 from fleet import console
 from fleet.campaigns import target
 from imagefleet import errors
-from imagefleet.records.shard import RecordLog
+from imagefleet.records.record import RecordLog
 from imagefleet.storage.open import Storage, open_storage
 from imagefleet.storage.settings import StorageSettings
 

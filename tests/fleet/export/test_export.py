@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import json
 import shutil
@@ -119,12 +120,12 @@ class Killed(BaseException):
 def moments(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """Ends the export at one step after the other."""
     steps = {
-        "planning": (plan, "_cut"),
+        "planning": (plan.Work, "_list"),
         "planned": (shards.Exporter, "_make"),
         "reading": (shards.Exporter, "_fetch"),
         "written": (shards.Exporter, "_complete"),
         "noted": (shards.Exporter, "_move"),
-        "hashing": (shards.formats, "sha256_of"),
+        "hashing": (shards.files, "sha256"),
         "done": (shards.Exporter, "_finished"),
     }
     for name, (owner, attribute) in steps.items():
@@ -153,7 +154,7 @@ async def test_an_export_that_is_killed_at_any_step_goes_on_and_comes_out_the_sa
     from fleet.export import command
 
     monkeypatch.setattr(shards, "_BATCH", 1)
-    wanted = plan.wanted("spring", form, 2)
+    wanted = plan.Plan(campaign="spring", format=form, shard_size=2)
 
     async def run(name: str) -> None:
         await command._export(local_settings, tmp_path / name, wanted, quiet=True)
@@ -259,7 +260,7 @@ async def test_a_disk_that_changes_what_it_stores_is_noticed(
     def lie(*_: object) -> Iterator[str]:
         yield "0" * 64
 
-    monkeypatch.setattr("fleet.export.webdataset.Webdataset.digests", lie)
+    monkeypatch.setattr("fleet.export.formats.Webdataset.digests", lie)
 
     result = await export(code=1)
 
@@ -293,10 +294,10 @@ async def test_an_export_takes_no_more_than_the_disk_has(
 async def test_jobs_still_to_do_are_said(
     stored: list[Any], export: Run, local_settings: StorageSettings
 ) -> None:
-    from imagefleet.records import shard
+    from imagefleet.records.record import RecordLog
 
     async with open_storage(local_settings) as storage:
-        await shard.RecordLog(storage.blobs, "filler").sent("spring", 7)
+        await RecordLog(storage.blobs, "filler").sent("spring", 7)
 
     result = await export()
 
@@ -306,11 +307,11 @@ async def test_jobs_still_to_do_are_said(
 async def test_a_campaign_without_images_is_no_export_that_stays_empty(
     export: Run, local_settings: StorageSettings, tmp_path: Path
 ) -> None:
-    from imagefleet.records import shard
+    from imagefleet.records.record import RecordLog
 
     async with open_storage(local_settings) as storage:
         await storage.create()
-        await shard.RecordLog(storage.blobs, "filler").sent("spring", 7)
+        await RecordLog(storage.blobs, "filler").sent("spring", 7)
 
     assert "campaign spring has no images yet" in (await export(code=2)).stderr
     assert not (tmp_path / "out").exists()
@@ -341,10 +342,7 @@ async def test_a_folder_of_something_else_is_refused(
     assert "00001.tar is not as manifest.json says" in (await export("out", code=2)).stderr
 
 
-async def test_the_plan_is_sorted_with_flat_memory(
-    tmp_path: Path, store_images: Add, storage: Storage, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(plan, "_CHUNK", 3)
+async def test_the_plan_is_sorted(tmp_path: Path, store_images: Add, storage: Storage) -> None:
     (record,) = await store_images(storage, "0")
     names = [f"{number * 7919 % 100:02}" for number in range(100)]
 
@@ -354,28 +352,24 @@ async def test_the_plan_is_sorted_with_flat_memory(
 
     from imagefleet.records.stored import Damaged
 
-    wanted = plan.Plan(
-        campaign="spring",
-        storage="",
-        format="webdataset",
-        shard_size=40,
-        images=0,
-        bytes=0,
-        left_out=0,
-    )
-    made = await plan.make(records(), tmp_path / "out", wanted, Damaged(), lambda _: None)
+    wanted = plan.Plan(campaign="spring", format="webdataset", shard_size=40)
+    with contextlib.closing(plan.Work(tmp_path / "out")) as work:
+        made = await work.make(records(), wanted, Damaged(), lambda _: None)
+        planned = [record.id for number in range(3) for record in work.records(number, 40)]
 
     assert (made.images, made.shards) == (100, 3)
-    planned = [each.id for number in range(3) for each in plan.records_of(tmp_path / "out", number)]
     assert planned == sorted(names)
 
 
 def test_a_plan_of_another_version_is_not_followed(tmp_path: Path) -> None:
     (tmp_path / plan.WORK).mkdir()
-    (tmp_path / plan.WORK / "plan.json").write_text('{"version": 2}')
+    (tmp_path / plan.WORK / "plan.sqlite").write_text("something else")
 
-    with pytest.raises(errors.SetupError, match="delete it to begin again"):
-        plan.read(tmp_path)
+    with (
+        contextlib.closing(plan.Work(tmp_path)) as work,
+        pytest.raises(errors.SetupError, match="delete it to begin again"),
+    ):
+        work.plan()
 
 
 async def test_what_workers_have_stored_is_listed_and_exported(

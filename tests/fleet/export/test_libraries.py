@@ -34,7 +34,12 @@ async def exported(
 
     async def run(form: Any) -> Path:
         folder = tmp_path / form
-        await command._export(local_settings, folder, plan.wanted("spring", form, 2), quiet=True)
+        await command._export(
+            local_settings,
+            folder,
+            plan.Plan(campaign="spring", format=form, shard_size=2),
+            quiet=True,
+        )
         return folder
 
     return lambda form: asyncio.run(run(form))

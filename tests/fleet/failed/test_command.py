@@ -17,8 +17,7 @@ from fleet import console
 from fleet.failed import read as read_failed
 from imagefleet import errors
 from imagefleet.job.message import Job, read_job
-from imagefleet.records.record import Record
-from imagefleet.records.shard import RecordLog
+from imagefleet.records.record import RecordLog
 from imagefleet.signing import SigningKey
 from imagefleet.storage import dead_letter
 from imagefleet.storage.open import Storage, open_storage
@@ -55,7 +54,7 @@ async def add(storage: Storage, body: str) -> None:
         failed = await dead_letter.add(storage, message, None, error, "worker-1")
     else:
         failed = await dead_letter.add(storage, message, job, MISSING, "worker-1")
-    await RecordLog(storage.blobs, "worker-1").add([Record(outcome="failed", **failed.facts())])
+    await RecordLog(storage.blobs, "worker-1").add([failed])
     await storage.queue.delete(message)
 
 
@@ -258,7 +257,7 @@ def signed_jobs(failed_jobs: StorageSettings, tmp_path: Path) -> tuple[StorageSe
             [real] = [
                 record.model_dump(mode="json", exclude_none=True)
                 async for each in storage.poison.browse()
-                if (record := dead_letter.FailedJob.read(each.body)) and record.id == "fox"
+                if (record := dead_letter.FailedJob.parse(each.body)) and record.id == "fox"
             ]
             signed = json.loads(real["body"])
             data = Job(prompt=THIEFS, id="blob").to_message().encode()

@@ -15,8 +15,7 @@ from fleet import console
 from imagefleet import errors
 from imagefleet.job.message import Job, read_job
 from imagefleet.records import reader
-from imagefleet.records.record import Record
-from imagefleet.records.shard import RecordLog
+from imagefleet.records.record import RecordLog
 from imagefleet.signing import SigningKey, TrustedKeys
 from imagefleet.storage import dead_letter
 from imagefleet.storage.open import Storage, open_storage
@@ -59,7 +58,7 @@ async def fail(storage: Storage, *bodies: str) -> None:
         except errors.JobError as invalid:
             error = invalid
         failed = await dead_letter.add(storage, message, job, error, "worker-1")
-        await log.add([Record(outcome="failed", **failed.facts())])
+        await log.add([failed])
         await storage.queue.delete(message)
 
 
@@ -82,7 +81,7 @@ def test_exported_jobs_are_loaded_again_under_their_ids(
     assert failure["error"] == "InvalidMessageError"
     assert "steps" in failure["reason"]
     assert (failure["attempts"], failure["worker"]) == (1, "worker-1")
-    assert set(failure) == {"error", "reason", "attempts", "worker", "failed_at", "source"}
+    assert set(failure) == {"error", "reason", "attempts", "worker", "at", "source"}
     assert dog["id"], "a job without an id keeps its message's"
     assert "deliveries" not in dog
 

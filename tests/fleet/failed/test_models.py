@@ -13,8 +13,7 @@ import pytest
 
 from imagefleet import errors
 from imagefleet.job.message import read_job
-from imagefleet.records.record import Record
-from imagefleet.records.shard import RecordLog
+from imagefleet.records.record import RecordLog
 from imagefleet.storage import dead_letter
 from imagefleet.storage.open import open_storage
 from imagefleet.storage.settings import StorageSettings
@@ -48,8 +47,7 @@ def settings(tmp_path: Path) -> StorageSettings:
                 except errors.JobError as invalid:
                     job, error = None, invalid
                 failed = await dead_letter.add(storage, message, job, error, "worker-1")
-                record = Record(outcome="failed", **failed.facts())
-                await RecordLog(storage.blobs, "worker-1").add([record])
+                await RecordLog(storage.blobs, "worker-1").add([failed])
                 await storage.queue.delete(message)
 
     asyncio.run(prepare())

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from fleet import console
-from fleet.files.listed import Listing
+from fleet.files.stored import Listing
 from header_files import LORA, file_of
 from imagefleet import errors
 from imagefleet.signing import NO_KEYS, Keys, SigningKey, TrustedKeys

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from fleet import console, options
-from fleet.files.listed import Listing
+from fleet.files.stored import Listing
 from imagefleet.signing import SigningKey
 from imagefleet.storage.open import Storage, open_storage
 from imagefleet.storage.settings import SignerSettings, StorageSettings

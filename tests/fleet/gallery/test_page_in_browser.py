@@ -18,8 +18,7 @@ import pytest
 from PIL import Image, ImageStat
 
 from fleet.gallery.campaign import Campaign, Pace
-from imagefleet.records.record import Record
-from imagefleet.records.shard import RecordLog
+from imagefleet.records.record import Record, RecordLog
 from imagefleet.storage.open import open_storage
 from imagefleet.storage.settings import StorageSettings
 from in_browser import drawn_campaign, gallery
@@ -349,7 +348,7 @@ async def test_a_failed_job_is_sent_again_only_after_a_question(
     async def replay(_: object, record: Record) -> None:
         replayed.append(record.id)
 
-    monkeypatch.setattr("fleet.gallery.replay.Replays.replay", replay)
+    monkeypatch.setattr("fleet.gallery.server.Replays.replay", replay)
     async with open_page(campaign, fragment="#campaign=spring&tab=failed") as page:
         await page.until("document.querySelector('.tile.job .why')?.textContent")
         reason = await page.evaluate("document.querySelector('.why').textContent")
@@ -376,7 +375,7 @@ async def test_without_an_operators_rights_the_button_is_grey_and_says_why(
     async def refusal(_: object) -> str:
         return "These credentials may only read."
 
-    monkeypatch.setattr("fleet.gallery.replay.Replays.refusal", refusal)
+    monkeypatch.setattr("fleet.gallery.server.Replays.refusal", refusal)
     async with open_page(campaign, fragment="#campaign=spring&tab=failed") as page:
         await page.press("ArrowDown")
         await page.press("Enter")

@@ -189,13 +189,13 @@ async def test_an_operator_lists_replays_and_discards_failed_jobs(
     azurite_settings: StorageSettings, owner: Storage
 ) -> None:
     record = FailedJob(
+        outcome="failed",
         id="j1",
-        campaign=None,
         error="MissingFileError",
         reason="there is no LoRA",
         attempts=1,
         worker="w",
-        failed_at=datetime.now(UTC),
+        at=datetime.now(UTC),
         body='{"prompt": "a fox"}',
     )
     await owner.poison.send([record.encode()] * 40)

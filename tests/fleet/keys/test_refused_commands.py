@@ -20,13 +20,14 @@ from imagefleet.storage.settings import StorageSettings
 Imagefleet = Callable[..., "subprocess.CompletedProcess[str]"]  # the fixture of conftest.py
 
 FAILED_JOB = FailedJob(
+    outcome="failed",
     id="j1",
     campaign="spring",
     error="MissingFileError",
     reason="there is no LoRA",
     attempts=1,
     worker="w",
-    failed_at=datetime.now(UTC),
+    at=datetime.now(UTC),
     body='{"prompt": "a fox"}',
 )
 

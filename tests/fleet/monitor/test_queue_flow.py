@@ -15,7 +15,7 @@ from fleet.settings import ExporterSettings
 from imagefleet import errors
 from imagefleet.storage.open import Storage, open_storage
 from imagefleet.storage.protocol import QueueDepth
-from imagefleet.telemetry.queue_gauges import QueueFlow
+from imagefleet.telemetry.metrics import QueueFlow
 
 
 def flow_of(*samples: tuple[float, int], window_seconds: float = 300) -> QueueFlow:

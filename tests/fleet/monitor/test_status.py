@@ -18,7 +18,7 @@ from imagefleet import aio, errors
 from imagefleet.storage.open import Storage, open_storage
 from imagefleet.storage.protocol import QueueDepth
 from imagefleet.storage.settings import StorageSettings
-from imagefleet.telemetry import queue_gauges, serving
+from imagefleet.telemetry import metrics, serving
 
 COMMAND = Path(sys.executable).with_name("imagefleet")
 
@@ -120,7 +120,7 @@ async def test_a_watch_outlives_an_outage(
     monkeypatch.setattr(watch, "SECONDS", 0.01)
 
     settings = MonitorSettings(storage=filled)
-    showing = command._show_status(settings, None, 20, watch=True, as_json=False)
+    showing = command.status_command.__wrapped__(settings, workers=False, count=20, watch=True)
     watching = asyncio.create_task(showing)
     await asyncio.wait_for(third.wait(), 10)
     watching.cancel()
@@ -144,7 +144,7 @@ async def test_models_whose_jobs_wait_without_a_worker_are_named(storage: Storag
     for message in await storage.models.of("c")["normal"].receive(1, 60):
         await storage.models.of("c")["normal"].delete(message)
     found = await command.read_status(aio.Fleet(storage))
-    assert found.without_worker == [command.WaitingModel("a", 2)]
+    assert found.without_worker == {"a": 2}
     assert {each.model for each in found.queues} == {None, "a", "b", "c"}
     console = Console(width=120, record=True)
     console.print(command._status_screen(found))
@@ -164,7 +164,7 @@ async def test_shards_are_one_row_and_one_series(storage: Storage) -> None:
     assert f"{storage.queue.name} (3 shards)" in console.export_text()
 
     registry = CollectorRegistry()
-    queue_gauges.QueueGauges(registry).update(storage.queue.name, await storage.queue.depth())
+    metrics.QueueGauges(registry).update(storage.queue.name, await storage.queue.depth())
     (messages,) = (each for each in registry.collect() if each.name == "imagefleet_queue_messages")
     names = {each.labels["queue"]: 0.0 for each in messages.samples}
     for each in messages.samples:
@@ -182,7 +182,7 @@ async def test_shards_are_one_row_and_one_series(storage: Storage) -> None:
 
 def test_gauges_of_models_are_bounded() -> None:
     registry = CollectorRegistry()
-    gauges = queue_gauges.QueueGauges(registry)
+    gauges = metrics.QueueGauges(registry)
     depths = {
         f"jobs-{number}": QueueDepth(2, None, 5.0, model=f"m{number:03}") for number in range(80)
     }
@@ -194,4 +194,4 @@ def test_gauges_of_models_are_bounded() -> None:
         return registry.get_sample_value("imagefleet_model_queue_messages", {"model": model})
 
     assert (read(""), read("m000"), read("m060")) == (7, 2, None)
-    assert read(queue_gauges.OTHER_MODELS) == 30 * 2
+    assert read(metrics.OTHER_MODELS) == 30 * 2

@@ -15,7 +15,7 @@ import polling
 from fleet import console
 from fleet.campaigns import target
 from fleet.redo import command, replace, select
-from fleet.verify import pairs, verdict
+from fleet.verify import pairs
 from imagefleet.files import picture
 from imagefleet.job.message import read_job
 from imagefleet.records import reader
@@ -177,7 +177,7 @@ async def test_a_third_drawing_decides_a_pair_that_two_workers_leave_undecided(
     await run_worker("b")
     compared = [each async for each in pairs.listed(storage, target.ALL, None)]
     found = await pairs.compare(storage, compared, lambda: None)
-    assert verdict.undecided(found, verdict.judge(found)) == found != []
+    assert pairs.undecided(found, pairs.judge(found)) == found != []
 
     await redo(storage_settings, named=target.read("default/j0.png"))
     await run_worker("c")

@@ -13,9 +13,7 @@ from typing import Any
 import pytest
 
 from fleet.report import records as report_records
-from imagefleet.records import shard
-from imagefleet.records.record import Record
-from imagefleet.records.shard import Totals
+from imagefleet.records.record import Record, RecordLog, Totals, shard_part
 from imagefleet.storage.open import Storage, open_storage
 from imagefleet.storage.protocol import BlobRecord
 from imagefleet.storage.settings import StorageSettings
@@ -99,7 +97,7 @@ async def test_a_workers_cost_is_split_between_its_models(
         for number, line in enumerate(lines)
     ]
     await storage.create()
-    await shard.RecordLog(storage.blobs, "w9").add(records)
+    await RecordLog(storage.blobs, "w9").add(records)
 
     figures, page, _ = await report(in_process, storage_settings, "--limit", "0")
 
@@ -161,7 +159,7 @@ async def test_hostile_records_are_left_out_with_their_number_and_reasons(
         await store_images(storage, "0001", price_per_hour=1.0)
         lines = [json.dumps(LINE | {name: bad}).encode() for name, bad in HOSTILE.items()]
         lines += [b"[" * 100_000, b"\xff", b"null", b"{" * 10]
-        data = shard.encode([line + b"\n" for line in lines], Totals(len(lines), 0))
+        data = shard_part([line + b"\n" for line in lines], Totals(len(lines), 0))
         name = "-records/spring/20261101T120000Z-w9-00000000.images.jsonl.gz"
         await storage.blobs.append(name, data, 0)
         await storage.blobs.append(name.replace("w9", "w8"), b"\x1f\x8b no gzip", 0)

@@ -19,8 +19,7 @@ import pytest
 from fleet import contact_sheet
 from imagefleet.files import picture
 from imagefleet.job.message import MAX_IMAGE_BYTES, Output
-from imagefleet.records.record import Record
-from imagefleet.records.shard import RecordLog
+from imagefleet.records.record import Record, RecordLog
 from imagefleet.storage.open import open_storage
 from imagefleet.storage.settings import StorageSettings
 from worker.stages import encode

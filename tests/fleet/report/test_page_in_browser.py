@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from PIL import Image, PngImagePlugin
 
-from fleet.report import figures, metrics, page, records, samples
+from fleet.report import figures, metrics, page, records
 from imagefleet.pricing import prices
 
 NOON = datetime(2026, 11, 1, 12, 0, tzinfo=UTC)
@@ -91,7 +91,7 @@ def everything() -> metrics.Metrics:
     )
 
 
-def picture(number: int) -> samples.Sample:
+def picture(number: int) -> page.Sample:
     info = PngImagePlugin.PngInfo()
     prompts = ["a house", "a cat, " * 100, f"a rope <lora:{'x' * 100}:0.35>"]
     info.add_text("parameters", f"{prompts[number % 3]}\nSteps: 15")
@@ -100,7 +100,7 @@ def picture(number: int) -> samples.Sample:
         stored, "PNG", pnginfo=info
     )
     address = f"https://a.blob.core.windows.net/images/{number}.png"
-    return samples.shrunk(f"{number:04d}-{LONG_WORD}", address, stored.getvalue())
+    return page.shrunk(f"{number:04d}-{LONG_WORD}", address, stored.getvalue())
 
 
 @pytest.fixture(scope="module")

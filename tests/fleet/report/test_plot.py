@@ -7,7 +7,7 @@ import pytest
 
 from fleet.report import plot
 from fleet.report.plot import Bar, Line
-from imagefleet.scoring import curve
+from imagefleet import scores as curve
 
 DAY = 86_400
 

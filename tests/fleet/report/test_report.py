@@ -21,12 +21,10 @@ from fleet.keys import mint
 from fleet.report import figures as report_figures
 from fleet.report import metrics, page
 from fleet.report import records as report_records
-from fleet.report import samples as report_samples
 from imagefleet import errors
 from imagefleet.job.message import DEFAULT_CAMPAIGN, Job, Output
 from imagefleet.pricing import prices
-from imagefleet.records import shard
-from imagefleet.records.record import Record
+from imagefleet.records.record import Record, RecordLog
 from imagefleet.storage.azure.roles import ROLES
 from imagefleet.storage.local.storage import LocalStorage
 from imagefleet.storage.open import Storage, open_storage
@@ -62,7 +60,7 @@ async def keep(storage: Storage, name: str, data: bytes, at: datetime = NOON, **
     line = Record.model_validate(
         {**known, "outcome": "completed", "at": at, "size_bytes": len(data)}
     )
-    await shard.RecordLog(storage.blobs, "w").add([line])
+    await RecordLog(storage.blobs, "w").add([line])
 
 
 @pytest.fixture
@@ -87,7 +85,7 @@ async def add(storage: Storage, job: Job | None, error: errors.FleetError) -> No
         error=type(error).__name__,
         reason=error.message,
     )
-    await shard.RecordLog(storage.blobs, "w1").add([failed])
+    await RecordLog(storage.blobs, "w1").add([failed])
 
 
 def figures_of(
@@ -279,7 +277,7 @@ async def test_the_page_shows_the_metrics_and_many_workers(
 async def page_of(storage: Storage, samples: int = 24) -> str:
     """The page of the campaign `spring`."""
     records = await report_records.read_records(storage, "spring", samples)
-    sampled = await report_samples.read(storage.blobs, records)
+    sampled = await page.read_samples(storage.blobs, records)
     return page.render(figures_of(records), None, sampled, NOON)
 
 

@@ -13,9 +13,8 @@ from typing import Any
 import pytest
 
 from fleet import console
-from imagefleet.records.record import Record
-from imagefleet.records.shard import RecordLog
-from imagefleet.scoring.scores import GroupScores, Scores
+from imagefleet.records.record import Record, RecordLog
+from imagefleet.scores import GroupScores, Scores
 from imagefleet.storage.open import open_storage
 from imagefleet.storage.settings import StorageSettings
 

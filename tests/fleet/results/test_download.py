@@ -141,7 +141,7 @@ async def test_names_that_differ_in_capitals_are_two_files_on_every_disk(
     async with open_storage(local_settings) as storage:
         first, second = await store_images(storage, "cat", "Cat")
         monkeypatch.setattr(files, "ignores_case", lambda _: True)
-        with download.opened(tmp_path / "images", storage.blobs, "spring") as running:
+        with download.opened(tmp_path / "images", storage.blobs) as running:
             await running.run([first, second], lambda: None)
 
     (other,) = matching(tmp_path / "images", "Cat~*.png")
@@ -158,7 +158,7 @@ async def test_only_one_process_downloads_to_a_folder(
 ) -> None:
     async with open_storage(local_settings) as storage:
         await store_images(storage, "0001")
-        with download.opened(tmp_path / "images", storage.blobs, "spring"):
+        with download.opened(tmp_path / "images", storage.blobs):
             result = await asyncio.to_thread(
                 in_process,
                 *("results", "spring", "--storage", local_settings.storage),

@@ -17,10 +17,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from fleet.results import parquet
-from imagefleet.records import reader, shard
-from imagefleet.records.record import Record
-from imagefleet.records.shard import Totals
+from fleet.results import forms
+from imagefleet.records import reader
+from imagefleet.records.record import Record, RecordLog, Totals, shard_part
 from imagefleet.storage.open import Storage, open_storage
 from imagefleet.storage.settings import StorageSettings
 
@@ -42,7 +41,7 @@ async def stored(
         await add_job(storage, "0005", "cancelled", error=None, reason=None)
         await add_job(storage, "0006", "failed")
         await add_job(storage, "0006", "replayed")
-        await shard.RecordLog(storage.blobs, "filler").sent("spring", 7)
+        await RecordLog(storage.blobs, "filler").sent("spring", 7)
         yield storage
 
 
@@ -158,7 +157,7 @@ async def test_parquet_has_the_types_of_the_columns(
     await results("--format", "parquet", "--output", "spring.parquet")
 
     table = pq.read_table(tmp_path / "spring.parquet")
-    assert table.schema.equals(parquet.schema())
+    assert table.schema.equals(forms.parquet_schema())
     assert table.schema.field("at").type == pa.timestamp("us", "UTC")
     assert sorted(table["id"].to_pylist()) == ["0001", "0002", "0003", "0004", "0005"]
     assert table["loras"][0].as_py() == [{"name": "outline-style", "weight": 0.8}]
@@ -172,7 +171,7 @@ async def test_parquet_is_written_by_row_groups(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(parquet, "ROW_GROUP", 2)
+    monkeypatch.setattr(forms, "ROW_GROUP", 2)
     monkeypatch.setattr("imagefleet.records.stored._PARSED", 1)
 
     await results("--format", "parquet", "--output", "spring.parquet")
@@ -226,7 +225,7 @@ async def test_numbers_that_no_column_holds_are_a_damaged_record(
         line.replace(b"2026", b"0001").replace(b"Z", b"+14:00") + b'"blob":"spring/x.png"}\n'
     )
     name = "-records/spring/20261101T120000Z-w9-00000000.images.jsonl.gz"
-    await stored.blobs.append(name, shard.encode(lines, Totals(6, 6)), 0)
+    await stored.blobs.append(name, shard_part(lines, Totals(6, 6)), 0)
 
     result = await results("--format", "parquet", "--output", "spring.parquet")
 
@@ -273,7 +272,7 @@ async def test_operations_do_not_grow_with_the_images(storage: Storage, store_im
     (record,) = await store_images(storage, "0001")
     more = [record.model_copy(update={"id": f"{number}"}) for number in range(1_000)]
     failed = record.model_copy(update={"outcome": "failed", "id": "0002", "blob": None})
-    await shard.RecordLog(storage.blobs, "w2").add([*more, failed])
+    await RecordLog(storage.blobs, "w2").add([*more, failed])
     before = dataclasses.replace(storage.operations)
 
     found = [each async for each in reader.images(storage, "spring")]

@@ -97,10 +97,9 @@ def test_replicas_are_spread_evenly_within_the_limit(replicas: int, groups: int)
 
 
 def test_the_name_of_a_group_identifies_its_fleet() -> None:
-    name = salad_groups.GroupName("sd15", "0123abcd", 2)
 
-    assert salad_groups.parse_name("sd15", str(name)) == name
-    assert salad_groups.parse_name("sd1", str(name)) is None
+    assert salad_groups.parse_name("sd15", "sd15-0123abcd-2") == ("0123abcd", 2)
+    assert salad_groups.parse_name("sd1", "sd15-0123abcd-2") is None
     assert salad_groups.parse_name("sd15", "sd15-batch-1") is None
 
 

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 
 from fleet.scale import ledger as scale_ledger
 from fleet.scale.decision import MARGIN_SECONDS, SETTLE_SECONDS, Goal, Known, decide
-from imagefleet import errors, uptime
+from imagefleet import errors
+from imagefleet.telemetry import host
 
 GOAL = Goal(max_dollars=1000, max_replicas=750, dollars_per_hour=1000)
 
@@ -197,7 +198,7 @@ def test_the_budget_is_never_exceeded(
 def test_the_ledger_counts_the_time_that_the_scaler_was_away(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(uptime, "boot_id", lambda: None)  # as on macOS
+    monkeypatch.setattr(host, "boot_id", lambda: None)  # as on macOS
     path = tmp_path / "ledger.json"
     ledger = scale_ledger.read(path, "fleet", now=0.0).counted(0.0, 100, 0.03)
     ledger = ledger.counted(1800.0, 100, 0.03)
@@ -213,10 +214,10 @@ def test_between_two_scalers_the_machines_uptime_counts_not_its_clock(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "ledger.json"
-    monkeypatch.setattr(uptime, "boot_id", lambda: "a boot")
-    monkeypatch.setattr(uptime, "seconds", lambda: 500.0)
+    monkeypatch.setattr(host, "boot_id", lambda: "a boot")
+    monkeypatch.setattr(host, "uptime", lambda: 500.0)
     scale_ledger.write(path, scale_ledger.Ledger("fleet", 0, 100_000.0, 100, price=0.03))
-    monkeypatch.setattr(uptime, "seconds", lambda: 500.0 + 3600.0)
+    monkeypatch.setattr(host, "uptime", lambda: 500.0 + 3600.0)
 
     for now in (1_000.0, 900_000.0):
         later = scale_ledger.read(path, "fleet", now).counted(now, 100, 0.03)
@@ -228,7 +229,7 @@ def test_a_ledger_of_the_future_is_an_error_for_its_cost_is_unknown(
 ) -> None:
     path = tmp_path / "ledger.json"
     scale_ledger.write(path, scale_ledger.Ledger("fleet", 0, 100_000.0, 100, price=0.03))
-    monkeypatch.setattr(uptime, "boot_id", lambda: "the next boot")
+    monkeypatch.setattr(host, "boot_id", lambda: "the next boot")
     assert scale_ledger.read(path, "fleet", 99_990.0).running == 100
     with pytest.raises(errors.SetupError, match=r"10\.0 hours in the future.*set this machine"):
         scale_ledger.read(path, "fleet", 64_000.0)

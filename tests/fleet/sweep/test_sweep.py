@@ -66,7 +66,7 @@ def test_a_dry_run_says_groups_hours_and_price_and_touches_nothing(
     assert shown.returncode == console.EXIT_DONE, shown.stderr
     assert "3 captions x 2 groups: 6 jobs" in shown.stdout
     assert "cfg-1.5" in shown.stdout
-    assert "imagefleet plan --jobs 6 --replicas 1 --gpu 'my own'" in shown.stdout
+    assert "my own: 4.6 images/s: given" in shown.stdout
     assert [each["name"] for each in found["groups"]] == ["cfg-1.5", "cfg-7.0"]
     assert found["captions"]["sha256"] in shown.stdout
     assert found["plan"]["hours"] == pytest.approx(6 / 4.6 / 3600)

@@ -2,8 +2,7 @@ from __future__ import annotations
 
 import random
 
-from fleet.verify.pairs import NO_RECORD, Pair
-from fleet.verify.verdict import judge, undecided
+from fleet.verify.pairs import NO_RECORD, Pair, judge, undecided
 
 
 def pair(first: str, second: str, *, differ: bool = False, image: str = "x") -> Pair:

@@ -21,8 +21,7 @@ from standardwebhooks import Webhook
 import polling
 from fleet import console
 from fleet.webhooks.endpoint import Signer
-from imagefleet.records.record import Record
-from imagefleet.records.shard import RecordLog
+from imagefleet.records.record import Record, RecordLog
 from imagefleet.storage.open import open_storage
 from imagefleet.storage.settings import StorageSettings
 

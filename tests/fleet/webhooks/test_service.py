@@ -20,8 +20,7 @@ from fleet.webhooks import deliveries, events, service
 from fleet.webhooks.endpoint import Endpoint, Signer
 from fleet.webhooks.events import State
 from imagefleet import errors
-from imagefleet.records.record import Record
-from imagefleet.records.shard import RecordLog
+from imagefleet.records.record import Record, RecordLog
 from imagefleet.storage.open import Storage
 from imagefleet.storage.settings import StorageSettings
 

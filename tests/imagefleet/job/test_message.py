@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from imagefleet import errors
 from imagefleet.job import override_settings, prompt, samplers, sizes
 from imagefleet.job.message import Job, read_job
-from imagefleet.job.noise import Noise
 from imagefleet.job.passes import fields
 from imagefleet.job.passes.first import MAX_IMAGES_PER_JOB
+from imagefleet.job.samplers import Noise
 
 json_values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20),
@@ -416,9 +416,9 @@ def test_any_override_settings_raise_only_invalid_message(settings: object) -> N
     ("body", "expected"),
     [
         ("", "the message is empty"),
-        ("null", "the message is a JSON null, not an object"),
-        ("[1]", "the message is a JSON array, not an object"),
-        ("7", "the message is a JSON number, not an object"),
+        ("null", "the message is JSON, but no object"),
+        ("[1]", "the message is JSON, but no object"),
+        ("7", "the message is JSON, but no object"),
         ('{"prompt": "a", "output": "png"}', "output: should be an object of names and values"),
         ('{"prompt": "a", "then": {"steps": 2}}', "then: should be a list"),
     ],

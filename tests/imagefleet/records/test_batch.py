@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 
 from imagefleet import Job, aio, errors, retry
-from imagefleet.records import reader, shard
-from imagefleet.records.record import Record
-from imagefleet.records.shard import RecordLog, Totals
+from imagefleet.records import reader
+from imagefleet.records.record import Record, RecordLog, Totals, shard_part
 from imagefleet.storage.protocol import BlobPart
 from imagefleet.storage.settings import StorageSettings
 
@@ -205,13 +204,13 @@ async def test_a_fault_between_two_shards_loses_no_result(
 
 async def test_jobs_that_are_sent_during_an_append_get_their_results(fleet: aio.Fleet) -> None:
     name = "-records/spring/20261122T120000Z-w-1.images.jsonl.gz"
-    whole = shard.encode([image("old").line()], Totals(1, 1))
+    whole = shard_part([image("old").line()], Totals(1, 1))
     await submit(fleet, "old")
     blobs = fleet.storage.blobs
     await blobs.append(name, whole[:30], 0)  # a local file grows while it is written
     batch = await submit(fleet, None)
     await blobs.append(name, whole[30:], 30)
-    more = shard.encode([image(batch.ids[0]).line()], Totals(2, 2))
+    more = shard_part([image(batch.ids[0]).line()], Totals(2, 2))
     await blobs.append(name, more, len(whole))
     assert await statuses(batch.results(0)) == {batch.ids[0]: "completed"}
 

@@ -10,8 +10,7 @@ import pytest
 import imagefleet
 from imagefleet import Job, aio, errors
 from imagefleet.records import columns
-from imagefleet.records.record import Lora, Record
-from imagefleet.records.shard import RecordLog
+from imagefleet.records.record import Lora, Record, RecordLog
 from imagefleet.storage.settings import StorageSettings
 
 NOON = datetime(2026, 11, 22, 12, tzinfo=UTC)

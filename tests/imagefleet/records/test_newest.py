@@ -6,9 +6,8 @@ from datetime import UTC, datetime, timedelta
 
 import pytest
 
-from imagefleet.records import reader, shard, stored
-from imagefleet.records.record import Record
-from imagefleet.records.shard import RecordLog, Totals
+from imagefleet.records import reader, stored
+from imagefleet.records.record import Record, RecordLog, Totals, shard_part
 from imagefleet.storage.open import Storage
 
 NOON = datetime(2026, 11, 22, 12, tzinfo=UTC)
@@ -64,7 +63,7 @@ async def test_the_end_of_a_shard_may_be_anything(
 ) -> None:
     monkeypatch.setattr(stored, "_END_BYTES", 500)
     name = "-records/spring/20261122T120000Z-w-1.images.jsonl.gz"
-    members = [shard.encode([image(n).line()], Totals(n, n)) for n in range(2)]
+    members = [shard_part([image(n).line()], Totals(n, n)) for n in range(2)]
     whole = members[0] + members[1]
     await storage.blobs.append(name, whole + b"\x1f\x8b no gzip" + bytes(100), 0)
 

@@ -13,9 +13,17 @@ import pytest
 
 import polling
 from imagefleet import errors
-from imagefleet.records import once, reader, shard, stored
-from imagefleet.records.record import Lora, Record
-from imagefleet.records.shard import Totals
+from imagefleet.records import once, reader, stored
+from imagefleet.records.record import (
+    MAX_MEMBER_BYTES,
+    TOTALS_BYTES,
+    Lora,
+    Record,
+    RecordLog,
+    Totals,
+    shard_part,
+    totals_at,
+)
 from imagefleet.records.stored import Damaged
 from imagefleet.storage.open import Storage, open_storage
 from imagefleet.storage.settings import StorageSettings
@@ -47,12 +55,12 @@ async def storage(storage: Storage) -> Storage:
 
 
 @pytest.fixture
-def log(storage: Storage) -> shard.RecordLog:
-    return shard.RecordLog(storage.blobs, "worker 1/é")
+def log(storage: Storage) -> RecordLog:
+    return RecordLog(storage.blobs, "worker 1/é")
 
 
 async def test_a_job_of_several_images_is_counted_once_all_are_stored(
-    storage: Storage, log: shard.RecordLog
+    storage: Storage, log: RecordLog
 ) -> None:
     def of_several(index: int, **fields: Any) -> Record:
         return image(1, blob=f"spring/job-1-{index}.png", images=3, index=index, **fields)
@@ -67,9 +75,7 @@ async def test_a_job_of_several_images_is_counted_once_all_are_stored(
     assert (await reader.counts(storage, "spring")).images == 3
 
 
-async def test_records_are_read_as_they_were_written(
-    storage: Storage, log: shard.RecordLog
-) -> None:
+async def test_records_are_read_as_they_were_written(storage: Storage, log: RecordLog) -> None:
     written = [
         image(1, prompt='a "red" house\n\\', loras=(Lora("magic", 0.35),), metadata={"a": [1]}),
         image(2, seed=2**32 - 1, width=512, price_per_hour=0.08, size_bytes=1, seconds=1.5),
@@ -79,7 +85,7 @@ async def test_records_are_read_as_they_were_written(
     assert await everything(reader.images(storage, "spring")) == written
 
 
-async def test_a_shard_is_what_zcat_reads(storage: Storage, log: shard.RecordLog) -> None:
+async def test_a_shard_is_what_zcat_reads(storage: Storage, log: RecordLog) -> None:
     await log.add([image(1)])
     await log.add([image(2), image(3)])
     (name,) = [each async for each in storage.blobs.names("-records/spring/")]
@@ -87,13 +93,13 @@ async def test_a_shard_is_what_zcat_reads(storage: Storage, log: shard.RecordLog
     lines = gzip.decompress(data).splitlines()
     assert [json.loads(line)["id"] for line in lines] == ["job-1", "job-2", "job-3"]
     assert lines[0].startswith(b'{"outcome":"completed","blob":"spring/job-1.png"')
-    assert shard.totals(data[-shard.TOTALS_BYTES :]) == Totals(3, 3)
+    assert totals_at(data[-TOTALS_BYTES:]) == Totals(3, 3)
 
 
 async def test_an_image_whose_name_was_taken_counts_only_if_nobody_has_its_record(
-    storage: Storage, log: shard.RecordLog
+    storage: Storage, log: RecordLog
 ) -> None:
-    other = shard.RecordLog(storage.blobs, "other")
+    other = RecordLog(storage.blobs, "other")
     await log.add([image(1), image(2)])
     await other.add([image(2), image(3)], again=True)
     await log.add([image(3), image(4)], again=True)
@@ -104,11 +110,11 @@ async def test_an_image_whose_name_was_taken_counts_only_if_nobody_has_its_recor
 
 
 async def test_names_that_were_taken_do_not_make_a_count_read_every_record(
-    storage: Storage, log: shard.RecordLog, monkeypatch: pytest.MonkeyPatch
+    storage: Storage, log: RecordLog, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each interrupted node leaves some: a count of a million images must not take a minute."""
     await log.add(image(number, prompt="é" * 9) for number in range(300))
-    other = shard.RecordLog(storage.blobs, "other")
+    other = RecordLog(storage.blobs, "other")
     await other.add([image(7), image(900), image(900)], again=True)
     found = len(await everything(reader.images(storage, "spring")))
     reads = 0
@@ -126,7 +132,7 @@ async def test_names_that_were_taken_do_not_make_a_count_read_every_record(
 
 
 async def test_a_replaced_drawing_is_left_out_and_the_next_one_of_its_worker_is_not(
-    storage: Storage, log: shard.RecordLog
+    storage: Storage, log: RecordLog
 ) -> None:
     async def listed() -> list[tuple[str, str]]:
         found = await everything(reader.images(storage, "spring"))
@@ -152,10 +158,10 @@ async def test_a_replaced_drawing_is_left_out_and_the_next_one_of_its_worker_is_
     assert {each.outcome for each in followed} == {"completed"}
 
 
-async def test_counts_are_those_of_the_records(storage: Storage, log: shard.RecordLog) -> None:
+async def test_counts_are_those_of_the_records(storage: Storage, log: RecordLog) -> None:
     await log.sent("spring", 32)
     await log.sent("spring", 64)
-    await shard.RecordLog(storage.blobs, "another filler").sent("spring", 6)
+    await RecordLog(storage.blobs, "another filler").sent("spring", 6)
     await log.add(
         [image(1, images=2, completes=False), image(1, images=2, index=1, completes=True), image(2)]
     )
@@ -171,7 +177,7 @@ async def test_counts_are_those_of_the_records(storage: Storage, log: shard.Reco
 
 async def test_a_load_that_went_on_after_a_kill_is_counted_once(storage: Storage) -> None:
     for jobs in (32, 96):
-        await shard.RecordLog(storage.blobs, "filler").sent("spring", jobs, "load-1")
+        await RecordLog(storage.blobs, "filler").sent("spring", jobs, "load-1")
     assert (await reader.counts(storage, "spring")).sent == 96
 
 
@@ -179,7 +185,7 @@ async def test_of_many_notes_of_one_filler_only_the_last_are_read(
     storage: Storage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(stored, "_END_BYTES", 1_000)
-    filler = shard.RecordLog(storage.blobs, "filler")
+    filler = RecordLog(storage.blobs, "filler")
     for jobs in range(1, 101):
         await filler.sent("spring", jobs)
     read_bytes = 0
@@ -203,7 +209,7 @@ async def test_a_campaign_without_records_has_zeros(storage: Storage) -> None:
 
 
 async def test_a_job_that_failed_is_listed_until_it_is_replayed_and_again_if_it_fails_again(
-    storage: Storage, log: shard.RecordLog
+    storage: Storage, log: RecordLog
 ) -> None:
     await log.add([job(1, "failed"), job(2, "failed"), job(2, "failed"), job(3, "failed")])
     await log.add([job(1, "replayed"), job(3, "discarded")])
@@ -215,7 +221,7 @@ async def test_a_job_that_failed_is_listed_until_it_is_replayed_and_again_if_it_
     ]
 
 
-async def test_campaigns_are_told_apart(storage: Storage, log: shard.RecordLog) -> None:
+async def test_campaigns_are_told_apart(storage: Storage, log: RecordLog) -> None:
     await log.add([image(1), image(1, "autumn"), job(2, "failed", "winter")])
     assert await everything(reader.campaigns(storage)) == ["autumn", "spring", "winter"]
     assert [record.campaign for record in await everything(reader.ended(storage))] == ["winter"]
@@ -223,7 +229,7 @@ async def test_campaigns_are_told_apart(storage: Storage, log: shard.RecordLog) 
 
 
 async def test_a_follower_gets_each_record_once_and_goes_on_from_its_position(
-    storage: Storage, log: shard.RecordLog
+    storage: Storage, log: RecordLog
 ) -> None:
     follower = reader.Follower(storage)
     assert await follower.poll() == []
@@ -238,8 +244,8 @@ async def test_a_follower_gets_each_record_once_and_goes_on_from_its_position(
 
 
 async def test_the_end_of_a_shard_that_is_still_written_is_read_later(storage: Storage) -> None:
-    whole = shard.encode([image(1).line()], Totals(1, 1))
-    more = shard.encode([image(2).line()], Totals(2, 2))
+    whole = shard_part([image(1).line()], Totals(1, 1))
+    more = shard_part([image(2).line()], Totals(2, 2))
     name = "-records/spring/20261122T120000Z-w-1.images.jsonl.gz"
     await storage.blobs.append(name, whole + more[:20], 0)
     damaged = Damaged()
@@ -259,12 +265,12 @@ async def test_the_end_of_a_shard_that_is_still_written_is_read_later(storage: S
         gzip.compress(b'{"outcome":"completed"}\n'),
         gzip.compress(image(1, "autumn").line()),
         gzip.compress(job(1, "failed").line()),
-        gzip.compress(b" " * (2 * shard.MAX_MEMBER_BYTES)),
+        gzip.compress(b" " * (2 * MAX_MEMBER_BYTES)),
     ],
     ids=["no gzip", "no json", "no record", "another campaign's", "another kind's", "a bomb"],
 )
 async def test_a_forged_shard_is_left_out_with_a_reason(
-    storage: Storage, log: shard.RecordLog, content: bytes
+    storage: Storage, log: RecordLog, content: bytes
 ) -> None:
     await log.add([image(7)])
     await storage.blobs.append("-records/spring/x.images.jsonl.gz", content, 0)
@@ -277,7 +283,7 @@ async def test_a_forged_shard_is_left_out_with_a_reason(
 
 
 async def test_another_writer_of_the_same_shard_costs_a_new_shard_and_no_record(
-    storage: Storage, log: shard.RecordLog
+    storage: Storage, log: RecordLog
 ) -> None:
     await log.add([image(1)])
     (name,) = [each async for each in storage.blobs.names("-records/")]
@@ -288,9 +294,7 @@ async def test_another_writer_of_the_same_shard_costs_a_new_shard_and_no_record(
     assert {record.id for record in found} == {"job-1", "job-2"}
 
 
-async def test_many_long_records_are_appended_in_parts(
-    storage: Storage, log: shard.RecordLog
-) -> None:
+async def test_many_long_records_are_appended_in_parts(storage: Storage, log: RecordLog) -> None:
     await log.add([image(number, prompt=f"{number} " + "x" * 60_000) for number in range(120)])
     assert len(await everything(reader.images(storage, "spring"))) == 120
     assert (await reader.counts(storage, "spring")).images == 120
@@ -305,7 +309,7 @@ async def test_many_small_shards_are_not_read_one_after_the_other(
     storage: Storage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for number in range(16):
-        await shard.RecordLog(storage.blobs, f"w{number}").add([image(number)])
+        await RecordLog(storage.blobs, f"w{number}").add([image(number)])
     real = type(storage.blobs).read_part
     reading = most = 0
     together = asyncio.Event()
@@ -333,7 +337,7 @@ async def test_many_small_shards_are_not_read_one_after_the_other(
 
 async def test_whoever_stops_reading_leaves_no_read_behind(storage: Storage) -> None:
     for number in range(16):
-        await shard.RecordLog(storage.blobs, f"w{number}").add([image(number)])
+        await RecordLog(storage.blobs, f"w{number}").add([image(number)])
     before = asyncio.all_tasks()
 
     records = reader.images(storage, "spring")
@@ -352,7 +356,7 @@ def test_an_error_of_whoever_reads_is_all_that_is_logged(
         async with open_storage(local_settings) as storage:
             await storage.create()
             for number in range(16):
-                await shard.RecordLog(storage.blobs, f"w{number}").add([image(number)])
+                await RecordLog(storage.blobs, f"w{number}").add([image(number)])
             records = reader.images(storage, "spring")
             async for _ in records:
                 raise BrokenPipeError

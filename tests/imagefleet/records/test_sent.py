@@ -11,7 +11,8 @@ import pytest
 
 import polling
 from imagefleet import Job, aio, errors, retry
-from imagefleet.records import sent, shard
+from imagefleet.records import batch
+from imagefleet.records.record import RecordLog
 from imagefleet.storage.settings import StorageSettings
 
 
@@ -71,7 +72,7 @@ async def test_jobs_whose_note_failed_are_in_the_next_one(
 
     with monkeypatch.context() as patched, caplog.at_level(logging.WARNING):
         patched.setattr(fleet.storage.blobs, "append", fails)
-        patched.setattr(shard.RecordLog.__init__, "__defaults__", (retry.NEVER,))
+        patched.setattr(RecordLog.__init__, "__defaults__", (retry.NEVER,))
         await submit(fleet, jobs=3)
     assert "does not answer" in caplog.text
     await submit(fleet)
@@ -81,7 +82,7 @@ async def test_jobs_whose_note_failed_are_in_the_next_one(
 async def test_more_campaigns_than_are_remembered_are_all_counted(
     fleet: aio.Fleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sent, "_MAX_CAMPAIGNS", 2)
+    monkeypatch.setattr(batch, "_MAX_CAMPAIGNS", 2)
     names = [f"campaign-{number}" for number in range(5)]
     for _ in range(2):
         for name in names:

@@ -34,7 +34,7 @@ async def add(storage: Storage, body: str, job: Job | None = None) -> FailedJob:
     )
     [poisoned] = [each async for each in storage.poison.browse()]
     assert message_bytes(poisoned.body) <= MAX_MESSAGE_BYTES
-    record = FailedJob.read(poisoned.body)
+    record = FailedJob.parse(poisoned.body)
     assert record is not None
     return record
 
@@ -53,7 +53,7 @@ async def test_a_record_holds_the_job_its_error_the_attempts_and_the_worker(
     await dead_letter.add(storage, message, job, errors.MissingFileError("no LoRA 'x'"), "worker-1")
 
     [poisoned] = [each async for each in storage.poison.browse()]
-    record = FailedJob.read(poisoned.body)
+    record = FailedJob.parse(poisoned.body)
     assert record is not None
     assert (record.id, record.campaign) == (message.id, "spring")
     assert (record.error, record.reason) == ("MissingFileError", "no LoRA 'x'")
@@ -67,7 +67,7 @@ async def test_an_invalid_message_is_kept_unchanged(storage: Storage, body: str)
     record = await add(storage, body)
 
     assert await record.message(storage.blobs) == body
-    assert record.campaign is None
+    assert record.campaign == "default"
 
 
 async def test_a_job_too_large_for_a_record_is_compressed(storage: Storage) -> None:
@@ -112,12 +112,13 @@ async def test_a_full_message_that_its_id_would_make_too_large_can_be_replayed(
 
 async def test_a_missing_blob_is_a_job_error_that_names_it(storage: Storage) -> None:
     record = FailedJob(
+        outcome="failed",
         id="a",
         error="JobError",
         reason="",
         attempts=1,
         worker="w",
-        failed_at="2026-01-01T00:00:00Z",
+        at="2026-01-01T00:00:00Z",
         body_blob=f"failed/{'0' * 32}.txt",
     )
 
@@ -151,17 +152,18 @@ async def test_any_error_text_fits_into_a_record(tmp_path: Path, reason: str) ->
         await dead_letter.add(storage, message, None, errors.JobError(reason), "w" * 10_000)
 
         [poisoned] = [each async for each in storage.poison.browse()]
-        assert FailedJob.read(poisoned.body) is not None
+        assert FailedJob.parse(poisoned.body) is not None
 
 
 @given(st.text() | st.recursive(st.none() | st.text(), st.lists).map(json.dumps))
 def test_reading_an_arbitrary_message_does_not_raise(text: str) -> None:
-    assert FailedJob.read(text) is None
+    assert FailedJob.parse(text) is None
 
 
 @pytest.mark.parametrize("blob", ["../jobs.sqlite", "failed/../x.txt", "images/a.png", ""])
 def test_a_record_with_a_foreign_blob_name_is_not_accepted(blob: str) -> None:
-    fields = {"id": "a", "error": "E", "reason": "", "attempts": 1, "worker": "w"}
-    text = json.dumps({**fields, "failed_at": "2026-01-01T00:00:00Z", "body_blob": blob})
+    fields = {"outcome": "failed", "id": "a", "at": "2026-01-01T00:00:00Z", "error": "E"}
+    assert FailedJob.parse(json.dumps(fields)) is not None
+    text = json.dumps({**fields, "body_blob": blob})
 
-    assert FailedJob.read(text) is None
+    assert FailedJob.parse(text) is None

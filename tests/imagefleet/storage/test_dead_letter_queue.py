@@ -14,8 +14,7 @@ import pytest
 
 from imagefleet import errors
 from imagefleet.job.message import Job, read_job
-from imagefleet.records.record import Record
-from imagefleet.records.shard import RecordLog
+from imagefleet.records.record import RecordLog
 from imagefleet.storage import dead_letter, dead_letter_queue
 from imagefleet.storage.dead_letter import Selection
 from imagefleet.storage.open import Storage, open_storage
@@ -36,7 +35,7 @@ async def add(
         [message] = await storage.queue.receive(1, 60)
         job = read_job(message.body, message.id)
         failed = await dead_letter.add(storage, message, job, error, "worker-1")
-        records.append(Record(outcome="failed", **failed.facts()))
+        records.append(failed)
         await storage.queue.delete(message)
     await RecordLog(storage.blobs, "worker-1").add(records)
 
@@ -45,7 +44,7 @@ async def ids(queue: JobQueue) -> Counter[str]:
     """The ids of the jobs that are visible in a queue."""
     found: Counter[str] = Counter()
     async for message in queue.browse():
-        record = dead_letter.FailedJob.read(message.body)
+        record = dead_letter.FailedJob.parse(message.body)
         found[record.id if record else str(read_job(message.body, message.id).id)] += 1
     return found
 
@@ -248,7 +247,7 @@ async def test_a_lease_that_expires_during_the_sweep_is_not_an_error(storage: St
 async def test_a_damaged_record_stays_and_the_others_are_replayed(storage: Storage) -> None:
     await add(storage, "a", "b")
     [first, *_] = await storage.poison.receive(1, 60)
-    record = dead_letter.FailedJob.read(first.body)
+    record = dead_letter.FailedJob.parse(first.body)
     assert record is not None
     damaged = record.model_copy(update={"body": None, "packed_body": "bm90IHpsaWI="})
     await storage.poison.send([damaged.encode()])

@@ -14,8 +14,7 @@ import pytest
 import polling
 from imagefleet import errors
 from imagefleet.job.message import Job, read_job
-from imagefleet.records.record import Record
-from imagefleet.records.shard import RecordLog
+from imagefleet.records.record import RecordLog
 from imagefleet.storage import dead_letter, dead_letter_queue
 from imagefleet.storage.dead_letter import Selection
 from imagefleet.storage.open import Storage, open_storage
@@ -34,7 +33,7 @@ async def fail(storage: Storage, *job_ids: str, campaign: str = "spring") -> Non
         (message,) = await storage.queue.receive(1, 60)
         job = read_job(message.body, message.id)
         failed = await dead_letter.add(storage, message, job, MISSING, "worker-1")
-        records.append(Record(outcome="failed", **failed.facts()))
+        records.append(failed)
         await storage.queue.delete(message)
     await RecordLog(storage.blobs, "worker-1").add(records)
 
@@ -58,18 +57,19 @@ async def test_lists_at_the_same_time_count_every_failed_job(
         sent, records = [], []
         for number in range(600):
             failed = dead_letter.FailedJob(
+                outcome="failed",
                 id=f"j{number}",
                 campaign="spring",
                 error="E",
                 reason="r",
                 attempts=1,
                 worker="w",
-                failed_at="2026-11-22T12:00:00Z",
+                at="2026-11-22T12:00:00Z",
                 source=f"m{number}",
                 body=job.identified(f"j{number}").to_message(),
             )
             sent.append(failed.encode())
-            records.append(Record(outcome="failed", **failed.facts()))
+            records.append(failed)
         await storage.poison.send(sent)
         await RecordLog(storage.blobs, "worker-1").add(records)
 
@@ -95,15 +95,14 @@ async def test_an_invalid_job_fails_under_the_id_and_campaign_that_it_gives(
     """So that it is the same job once it is mended."""
     bodies = {
         '{"prompt":"a cat","id":"cat","campaign":"spring","steps":500}': ("cat", "spring"),
-        '{"prompt":5,"id":"../x","campaign":"a b"}': (None, None),
-        '["id"]': (None, None),
+        '{"prompt":5,"id":"../x","campaign":"a b"}': (None, "default"),
+        '["id"]': (None, "default"),
     }
     for body, (job_id, campaign) in bodies.items():
         await storage.queue.send([body])
         (message,) = await storage.queue.receive(1, 60)
         failed = await dead_letter.add(storage, message, None, errors.JobError("no"), "w")
         assert (failed.id, failed.campaign) == (job_id or message.id, campaign)
-        Record(outcome="failed", **failed.facts())
         await storage.queue.delete(message)
 
 
@@ -219,12 +218,13 @@ async def test_messages_of_workers_without_records_are_counted_previewed_and_rep
 ) -> None:
     await fail(storage, "new")
     old = dead_letter.FailedJob(
+        outcome="failed",
         id="old",
         error="E",
         reason="r",
         attempts=1,
         worker="w",
-        failed_at="2026-01-01T00:00:00Z",
+        at="2026-01-01T00:00:00Z",
         body=Job(prompt="a cat", id="old").to_message(),
     )
     await storage.poison.send([old.encode()])

@@ -8,7 +8,7 @@ import pytest
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
 from fleet.settings import ExporterSettings, MonitorSettings
-from imagefleet.telemetry import exposition, settings
+from imagefleet.telemetry import metrics, settings
 from imagefleet.telemetry.settings import FleetSettings
 from worker.settings import WorkerSettings
 
@@ -103,12 +103,12 @@ def test_a_name_that_queries_would_have_to_quote_is_refused(name: str) -> None:
 
 
 def test_every_line_of_the_text_has_the_label() -> None:
-    registry = exposition.LabelledRegistry({"fleet": "acme/jobs"})
+    registry = metrics.LabelledRegistry({"fleet": "acme/jobs"})
     Counter("done", "Done.", ["kind"], registry=registry).labels("a").inc()
     Gauge("left", "Left.", registry=registry)
 
     for _ in range(2):  # nothing piles up from one scrape to the next
-        lines = exposition.render(registry).decode().splitlines()
+        lines = metrics.render(registry).decode().splitlines()
         samples = [line for line in lines if not line.startswith("#")]
         assert samples == [
             'done_total{fleet="acme/jobs",kind="a"} 1.0',
@@ -117,8 +117,8 @@ def test_every_line_of_the_text_has_the_label() -> None:
 
 
 def test_without_labels_nothing_is_added() -> None:
-    plain, labelled = CollectorRegistry(), exposition.LabelledRegistry({})
+    plain, labelled = CollectorRegistry(), metrics.LabelledRegistry({})
     for registry in (plain, labelled):
         Gauge("left", "Left.", registry=registry)
 
-    assert exposition.render(labelled) == exposition.render(plain)
+    assert metrics.render(labelled) == metrics.render(plain)

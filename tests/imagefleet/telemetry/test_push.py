@@ -15,7 +15,7 @@ from prometheus_client import CollectorRegistry, Counter
 
 import polling
 from imagefleet import errors, retry
-from imagefleet.telemetry import exposition, push
+from imagefleet.telemetry import metrics, push
 from imagefleet.telemetry.settings import TelemetrySettings
 
 FAST = retry.RetryPolicy(tries=3, first_wait_seconds=0.001, on_retry=lambda _: None)
@@ -226,5 +226,5 @@ async def test_victoria_metrics_stores_the_samples_with_their_labels(
 def test_a_push_of_a_worker_is_small(images: tuple[CollectorRegistry, Counter]) -> None:
     from worker.metrics import WorkerMetrics
 
-    text = exposition.render(WorkerMetrics().registry)
+    text = metrics.render(WorkerMetrics().registry)
     assert len(gzip.compress(text, 1)) < 8_000

@@ -11,8 +11,7 @@ from pathlib import Path
 
 from PIL import Image, ImageDraw, ImageFilter
 
-from imagefleet.records.record import Lora, Record
-from imagefleet.records.shard import RecordLog
+from imagefleet.records.record import Lora, Record, RecordLog
 from imagefleet.storage.open import open_storage
 from imagefleet.storage.settings import StorageSettings
 

@@ -153,7 +153,7 @@ def tokenizer(clip: checkpoints.Checkpoint) -> text.Tokenizer:
 @pytest.fixture
 def encoder(clip: checkpoints.Checkpoint) -> text.Encoder:
     tokens = clip.tokenizer
-    return text.Encoder(clip.text_encoder, tokens.bos_token_id, tokens.eos_token_id)
+    return text.Encoder([text.Reader(clip.text_encoder)], tokens.bos_token_id, tokens.eos_token_id)
 
 
 @pytest.fixture(scope="session")

@@ -10,7 +10,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from evaluation.bench import baseline, machine, random_model
+import lora_kinds
+from evaluation.bench import baseline, machine
 from imagefleet import errors
 from worker.engine import contract
 
@@ -30,7 +31,7 @@ def plain(checkpoint: Path) -> baseline.PlainDiffusers:
 @pytest.fixture(scope="module")
 def loras(tmp_path_factory: pytest.TempPathFactory, checkpoint: Path) -> list[contract.Lora]:
     folder = tmp_path_factory.mktemp("random")
-    names = random_model.build_random_loras(folder, checkpoint, 2, CPU, rank=4)
+    names = lora_kinds.build(folder, checkpoint, 2, CPU, rank=4)
     return [contract.Lora(name, folder / f"{name}.safetensors", 0.7, 0.7) for name in names]
 
 
@@ -69,7 +70,7 @@ def test_random_loras_change_the_twelve_linear_layers_of_each_transformer(
 
 @pytest.mark.parametrize("kind", ["lora", "locon", "loha", "lokr", "dora"])
 def test_a_random_lora_of_each_kind_fits_and_changes_the_image(
-    kind: random_model.LoraFormat,
+    kind: lora_kinds.LoraFormat,
     checkpoint: Path,
     engine: Any,
     make_request: Any,
@@ -77,7 +78,7 @@ def test_a_random_lora_of_each_kind_fits_and_changes_the_image(
     difference: Any,
     tmp_path: Path,
 ) -> None:
-    (name,) = random_model.build_random_loras(tmp_path, checkpoint, 1, CPU, rank=3, kind=kind)
+    (name,) = lora_kinds.build(tmp_path, checkpoint, 1, CPU, rank=3, kind=kind)
     lora = contract.Lora(name, tmp_path / f"{name}.safetensors", 0.0, 0.3)
     changed = engine.prepare(make_request(loras=(lora,))).unet_loras[0].file.deltas["unet"]
     has_convolutions = any(path.endswith(("conv1", "samplers.0.conv")) for path in changed)

@@ -339,7 +339,9 @@ def test_missing_weights_are_refused_not_initialised(copy: Path, part: str) -> N
     weights = load_file(file)
     weights.pop(max(weights))
     save_file(weights, file, {"format": "pt"})
-    with pytest.raises(errors.SetupError, match=f"{part}' lacks 1 of its weights"):
+    with pytest.raises(
+        errors.SetupError, match=f"{part}' cannot be loaded: it lacks 1 of its weights"
+    ):
         load_checkpoint(copy)
 
 
@@ -413,7 +415,7 @@ def test_a_single_file_of_another_architecture_is_refused(
     (lone,) = [name for name in weights if name.endswith("time_embed.0.bias")]
     del weights[lone]
     save_file(weights, other)
-    with pytest.raises(errors.SetupError, match=r"does not fit Stable Diffusion 1.x: 1 weights"):
+    with pytest.raises(errors.SetupError, match=r"does not fit Stable Diffusion 1.x: it lacks 1"):
         load_checkpoint(other, checkpoint)
 
 

@@ -17,7 +17,7 @@ from safetensors.torch import save, save_file
 
 from imagefleet import errors
 from imagefleet.job import prompt
-from imagefleet.job.chunks import Chunk
+from imagefleet.job.clip import Chunk
 from worker.engine import contract, embeddings, text
 
 START, END, COMMA = 49406, 49407, 267
@@ -226,7 +226,7 @@ def test_an_encoder_takes_its_own_vectors_of_an_embedding_for_two(
     for_l, for_g = vectors(2, width, 1), vectors(2, width, 2)
     both = embeddings.Embedding("mist", "both", 2, {"clip_l": for_l, "clip_g": for_g})
     for name, own in (("clip_l", for_l), ("clip_g", for_g)):
-        encoder = text.Encoder(clip.text_encoder, START, END, name=name)
+        encoder = text.Encoder([text.Reader(clip.text_encoder, name=name)], START, END)
         alone = embeddings.Embedding("mist", name, 2, {name: own})
         found = [encoder.encode([tokenizer.chunks("mist", [each])], 1) for each in (both, alone)]
         assert torch.equal(found[0].vectors, found[1].vectors)
@@ -272,7 +272,7 @@ BROKEN: dict[str, tuple[Any, str]] = {
         {"clip_l": torch.ones(2, 8), "clip_g": torch.ones(2, 12)},
         "made for SDXL; this model takes vectors of 8 numbers",
     ),
-    "of SD2": ({"v": torch.ones(2, 1024)}, "1,024 numbers, as for Stable Diffusion 2.x; this"),
+    "of SD2": ({"v": torch.ones(2, 1024)}, "1,024 numbers, as for SD 2.x; this"),
     "of SDXL's second": ({"clip_g": torch.ones(2, 1280)}, "1,280 numbers, as for SDXL"),
     "of any width": ({"v": torch.ones(9)}, "vectors of 9 numbers; this model takes"),
     "two tensors": ({"a": torch.ones(8), "b": torch.ones(8)}, r"holds 2 tensors \('a', 'b'\)"),

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from imagefleet.job import samplers
-from imagefleet.job.noise import Noise
+from imagefleet.job.samplers import Noise
 from worker.engine import contract
 from worker.engine.noise import NoiseStream, Philox, philox, philox_words
 

@@ -142,7 +142,7 @@ async def test_a_damaged_demo_model_ends_the_worker(
     found: str,
 ) -> None:
     monkeypatch.setattr("worker.node.self_check.WEIGHTS_SECONDS", 0.1)
-    monkeypatch.setattr("worker.stages.record.LOCAL_FLUSH_SECONDS", 0.01)
+    monkeypatch.setattr("worker.jobs.in_flight.LOCAL_FLUSH_SECONDS", 0.01)
     torch.set_num_threads(1)
     jobs = [
         {"prompt": "a star", "id": f"j{n}", "steps": 1, "width": 64, "height": 64}

@@ -83,7 +83,7 @@ class CountingEncoder:
 
 def counting(clip: Any, **settings: Any) -> tuple[text.Encoder, CountingEncoder]:
     counter = CountingEncoder(clip.text_encoder)
-    return text.Encoder(counter, start=START, end=END, **settings), counter  # type: ignore[arg-type]
+    return text.Encoder([text.Reader(counter)], START, END, **settings), counter  # type: ignore[arg-type]
 
 
 @torch.inference_mode()
@@ -177,8 +177,8 @@ def test_many_chunks_go_through_the_text_encoder_in_several_calls(
 ) -> None:
     prompts = [tokenizer.chunks(f"{number}") for number in range(40)]
     for row, prompt in zip(encoder.encode(prompts, 1).vectors, prompts, strict=True):
-        alone = text.Encoder(clip.text_encoder, start=START, end=END).encode([prompt], 1).vectors[0]
-        torch.testing.assert_close(row, alone, rtol=1e-4, atol=1e-5)
+        alone = text.Encoder([text.Reader(clip.text_encoder)], START, END).encode([prompt], 1)
+        torch.testing.assert_close(row, alone.vectors[0], rtol=1e-4, atol=1e-5)
 
 
 class OpposedEncoder:
@@ -196,7 +196,7 @@ class OpposedEncoder:
 
 
 def test_weights_that_cancel_out_are_a_job_error() -> None:
-    encoder = text.Encoder(OpposedEncoder(), start=START, end=END)  # type: ignore[arg-type]
+    encoder = text.Encoder([text.Reader(OpposedEncoder())], START, END)  # type: ignore[arg-type]
     nothing = text.Chunk((320,) * 75, (0.0,) * 75)
     with pytest.raises(errors.JobError, match="cancel each other out"):
         encoder.encode([[nothing]], 1)

@@ -177,7 +177,7 @@ def test_200_prompts_are_chunked_by_the_rules(clip: Any, tokenizer: text.Tokeniz
 
 @torch.inference_mode()
 def test_200_prompts_are_encoded_by_the_rules(clip: Any, tokenizer: text.Tokenizer) -> None:
-    encoder = text.Encoder(clip.text_encoder, start=START, end=END)
+    encoder = text.Encoder([text.Reader(clip.text_encoder)], START, END)
     for first, clip_skip in zip(range(0, 200, 20), itertools.cycle([1, 2]), strict=False):
         prompts = PROMPTS[first : first + 20]
         context = encoder.encode([tokenizer.chunks(prompt) for prompt in prompts], clip_skip)

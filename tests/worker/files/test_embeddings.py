@@ -255,7 +255,7 @@ async def test_an_image_and_its_record_tell_the_embeddings_of_their_prompts(
         ]
     )
     pipeline = await run_pipeline()
-    assert dict(pipeline.settler.outcomes) == {"completed": 2}
+    assert dict(pipeline.metrics.outcomes) == {"completed": 2}
     texts = {}
     for name in ("two", "none"):
         path = tmp_path / f"{name}.png"
@@ -278,8 +278,8 @@ async def test_a_job_that_names_an_unusable_embedding_goes_to_the_poison_queue(
     await put(storage, mist=b"<html>not found</html>")
     await storage.queue.send([message(id="a", prompt="mist"), message(id="b", prompt="a tree")])
     pipeline = await run_pipeline()
-    assert dict(pipeline.settler.outcomes) == {"failed": 1, "completed": 1}
-    (record,) = [dead_letter.FailedJob.read(each.body) async for each in storage.poison.browse()]
+    assert dict(pipeline.metrics.outcomes) == {"failed": 1, "completed": 1}
+    (record,) = [dead_letter.FailedJob.parse(each.body) async for each in storage.poison.browse()]
     assert record is not None
     assert record.attempts == 1
     assert "the embedding mist.safetensors is not a safetensors file" in str(record.reason)

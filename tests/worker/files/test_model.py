@@ -25,7 +25,7 @@ from imagefleet.storage.open import Storage, open_storage
 from imagefleet.storage.protocol import BlobStore
 from imagefleet.storage.settings import StorageSettings
 from worker import tasks
-from worker.files import disk_cache, download, model, sources
+from worker.files import disk_cache, download, model
 from worker.settings import WorkerSettings
 
 CONTENT = file_of(data=os.urandom(3_000_000))
@@ -264,14 +264,14 @@ async def test_an_address_that_cannot_be_right_is_refused_before_anything_is_sen
 
 
 async def test_without_a_hash_https_must_not_lead_to_plain_http(server: ModelServer) -> None:
-    source = sources.HttpSource(server.url, requires_https=True)
+    source = download.HttpSource(server.url, requires_https=True)
     with pytest.raises(errors.SetupError, match="--model-sha256"):
         async with source.opened(0, None):
             pass
 
 
 def test_without_a_hash_not_even_one_hop_may_be_plain_http() -> None:
-    source = sources.HttpSource("https://a.example/sd15.safetensors", requires_https=True)
+    source = download.HttpSource("https://a.example/sd15.safetensors", requires_https=True)
     hop = SimpleNamespace(url=URL("http://b.example/sd15"))
     response: Any = SimpleNamespace(url=URL("https://c.example/sd15"), history=(hop,))
     with pytest.raises(errors.SetupError, match="plain http"):
@@ -304,7 +304,7 @@ async def test_a_stalled_server_is_given_up_and_asked_again(
     blobs: BlobStore,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(sources, "STALL_SECONDS", 0.2)
+    monkeypatch.setattr(download, "STALL_SECONDS", 0.2)
     server.breaks_after, server.hangs = [1_500_000], True
     running = asyncio.create_task(fetch(make_settings(), blobs))
     await polling.until(lambda: server.ranges)
@@ -470,7 +470,7 @@ async def test_what_is_no_tar_is_refused_whatever_its_address_says(
 async def test_a_model_comes_from_the_storage(
     storage: Storage, make_settings: MakeSettings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sources, "_PART_BYTES", 300_000)
+    monkeypatch.setattr(download, "_PART_BYTES", 300_000)
     kind = "application/octet-stream"
     content = file_of(data=os.urandom(800_000))
     await storage.files.create("models/sd/v15.safetensors", content, kind, {})

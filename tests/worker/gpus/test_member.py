@@ -13,7 +13,7 @@ import pytest
 
 import polling
 from worker import process
-from worker.gpus.member import HURRY, STOP, VARIABLE, Assignment, Member
+from worker.gpus.child import HURRY, STOP, VARIABLE, Assignment, Member
 from worker.settings import MachineSettings
 
 
@@ -25,7 +25,7 @@ def pair(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Member, socket.socke
         control=theirs.detach(), gpu="1", name="m-gpu1", instance="i", price_per_hour=0.25
     )
     monkeypatch.setattr(os, "_exit", lambda code: None)
-    monkeypatch.setattr("worker.gpus.member.LAST_SECONDS", 0)
+    monkeypatch.setattr("worker.gpus.child.LAST_SECONDS", 0)
     monkeypatch.setenv(VARIABLE, assignment.model_dump_json())
     member = Member.from_environment()
     assert member is not None
@@ -93,7 +93,7 @@ async def test_a_word_before_the_worker_listens_is_not_lost(
 
 def test_a_worker_that_hangs_does_not_outlive_its_parent() -> None:
     program = (
-        "import threading, worker.gpus.member as member\n"
+        "import threading, worker.gpus.child as member\n"
         "member.LAST_SECONDS = 0.1\n"
         "assert member.Member.from_environment()\n"
         "threading.Event().wait(60)\n"

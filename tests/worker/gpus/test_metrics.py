@@ -6,7 +6,6 @@ from collections import Counter
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from imagefleet.telemetry import exposition
 from worker.gpus.metrics import MachineMetrics, merged
 from worker.metrics import WorkerMetrics
 
@@ -26,7 +25,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 def values(metrics: MachineMetrics) -> dict[str, float]:
     """Each series as Prometheus writes it."""
-    lines = exposition.render(metrics.registry).decode().splitlines()
+    lines = metrics.render(metrics.registry).decode().splitlines()
     return {
         name: float(value)
         for name, _, value in (line.rpartition(" ") for line in lines if line[0] != "#")
@@ -38,7 +37,7 @@ def worker_text(device: str, images: int) -> str:
     metrics.images.inc(images)
     metrics.stage_seconds["generate"].observe(0.1)
     metrics.set_worker_info(worker=f"m-gpu{device}", gpu='RTX "4090"\n')
-    return exposition.render(metrics.registry).decode()
+    return metrics.render(metrics.registry).decode()
 
 
 def test_two_workers_and_their_parent_make_one_text_with_each_family_once() -> None:
@@ -83,7 +82,7 @@ def test_a_gpu_without_a_worker_costs_its_share_of_the_machine(clock: Clock) -> 
     assert down['imagefleet_price_dollars_per_hour{fleet="f"}'] == 2.0
     assert down['imagefleet_gpu_up{device="0",fleet="f"}'] == 1
     assert down['imagefleet_gpu_up{device="1",fleet="f"}'] == 0
-    metrics.restarts("1")
+    metrics.restarts.labels("1").inc()
     metrics.is_up("1")
     clock.now += 1800
     metrics.is_down("1")

@@ -53,7 +53,7 @@ async def test_jobs_of_all_passes_are_drawn_beside_each_other(
     }
     await storage.queue.send(json.dumps({**fields, "id": name}) for name, fields in jobs.items())
     pipeline = await run_pipeline(load=lambda: load_engine(EngineSettings(model, "cpu", slots=4)))
-    assert dict(pipeline.settler.outcomes) == {"completed": len(jobs)}
+    assert dict(pipeline.metrics.outcomes) == {"completed": len(jobs)}
     found = {}
     for name in jobs:
         data = await storage.blobs.read(f"default/{name}.png")

@@ -14,7 +14,7 @@ from PIL import Image
 
 import tiny_model
 from imagefleet import errors
-from imagefleet.job import embedded
+from imagefleet.files.picture import message_in, parameters
 from imagefleet.records import reader
 from imagefleet.records.record import Record
 from imagefleet.storage import dead_letter, dead_letter_queue
@@ -42,8 +42,8 @@ def network(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
 @pytest.fixture(autouse=True)
 def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("worker.settle.FIRST_RETRY_SECONDS", 0.05)
-    monkeypatch.setattr("worker.stages.record.FLUSH_SECONDS", 0.05)
-    monkeypatch.setattr("worker.stages.record.LOCAL_FLUSH_SECONDS", 0.05)
+    monkeypatch.setattr("worker.jobs.in_flight.FLUSH_SECONDS", 0.05)
+    monkeypatch.setattr("worker.jobs.in_flight.LOCAL_FLUSH_SECONDS", 0.05)
     monkeypatch.setattr("worker.stages.prepare.HAND_BACK_SECONDS_UNTIL_EMPTY", 0.1)
 
 
@@ -79,7 +79,7 @@ async def records(storage: Storage) -> list[Record]:
 
 
 async def failures(storage: Storage) -> dict[str, dead_letter.FailedJob]:
-    found = [dead_letter.FailedJob.read(each.body) async for each in storage.poison.browse()]
+    found = [dead_letter.FailedJob.parse(each.body) async for each in storage.poison.browse()]
     return {record.id: record for record in found if record is not None}
 
 
@@ -97,7 +97,7 @@ async def test_a_chain_ends_with_what_the_network_makes_of_its_image(
     then = [enlarge, {**resize, "upscaling_resize_h": 64}]
     await storage.queue.send([json.dumps({**first, "then": then})])
     pipeline = await run_pipeline(load=lambda: load_engine(EngineSettings(model, "cpu", slots=2)))
-    assert dict(pipeline.settler.outcomes) == {"completed": 3}
+    assert dict(pipeline.metrics.outcomes) == {"completed": 3}
     drawn, enlarged, cut = [
         await stored(storage, f"default/{name}.png") for name in ("a", "a~2", "a~3")
     ]
@@ -131,15 +131,15 @@ async def test_a_first_job_enlarges_a_file_of_the_storage_and_keeps_its_text(
     await storage.queue.send(jobs)
     engine = StandInEngine(size=(64, 64))
     pipeline = await run_pipeline(engine)
-    assert dict(pipeline.settler.outcomes) == {"completed": 2}
+    assert dict(pipeline.metrics.outcomes) == {"completed": 2}
     plain, kept = await stored(storage, "default/a.png"), await stored(storage, "default/b.jpg")
     assert plain.size == kept.size == (256, 192)
     facts = "Postprocess upscale by: 4, Postprocess upscaler: 4x_Tiny"
     assert plain.info["parameters"] == facts
-    assert embedded.parameters(kept, 1000) == f"a hut\nSteps: 9, {facts}"
+    assert parameters(kept, 1000) == f"a hut\nSteps: 9, {facts}"
     data = await storage.blobs.read("default/a.png")
     assert data is not None
-    again = embedded.find(data)
+    again = message_in(data)
     assert again is not None
     assert json.loads(again)["upscaler_1"] == "4x_Tiny"
     for record in await records(storage):
@@ -158,7 +158,7 @@ async def test_a_prompt_of_a_stage_that_enlarges_needs_none_of_its_files(
     await put(storage, "a.png", file_of(picture()))
     await storage.queue.send([upscaled(id="a", prompt="a <lora:nowhere:1>")])
     pipeline = await run_pipeline(StandInEngine(size=(64, 64), draw=draw))
-    assert dict(pipeline.settler.outcomes) == {"completed": 1}
+    assert dict(pipeline.metrics.outcomes) == {"completed": 1}
     (request,) = requests
     assert request.upscale is not None
     assert request.init is not None
@@ -191,7 +191,7 @@ async def test_what_cannot_be_enlarged_is_the_jobs_fault_and_says_why(
     }
     await storage.queue.send(upscaled(id=name, **fields) for name, (fields, _) in jobs.items())
     pipeline = await run_pipeline(StandInEngine(size=(64, 64)))
-    assert dict(pipeline.settler.outcomes) == {"failed": len(jobs)}
+    assert dict(pipeline.metrics.outcomes) == {"failed": len(jobs)}
     found = await failures(storage)
     assert {
         name: reason in found[name].reason for name, (_, reason) in jobs.items()
@@ -207,7 +207,7 @@ async def test_one_colour_after_a_cut_is_the_jobs_fault_and_not_the_nodes(
     cut = {"resize_mode": 1, "upscaling_resize_w": 64, "upscaling_resize_h": 64}
     await storage.queue.send([upscaled(id="a", upscaler_1="Lanczos", **cut)])
     pipeline = await run_pipeline(load=lambda: load_engine(EngineSettings(model, "cpu", slots=2)))
-    assert dict(pipeline.settler.outcomes) == {"failed": 1}
+    assert dict(pipeline.metrics.outcomes) == {"failed": 1}
     assert (await failures(storage))["a"].reason == "what is left of the image is all one colour"
 
 
@@ -226,7 +226,7 @@ async def test_a_stage_that_failed_enlarges_once_it_is_replayed(
         [message(id="a", then=then), message(id="b", then=[{"upscaler_1": "4x_Tiny"}])]
     )
     pipeline = await run_pipeline(StandInEngine(size=(64, 64), draw=draw))
-    assert pipeline.settler.outcomes["retried"] == 2
+    assert pipeline.metrics.outcomes["retried"] == 2
     (failed,) = (await failures(storage)).values()
     assert failed.reason.startswith("stage 2 of 2: no upscaler 4x_Later.safetensors")
     data = network[0].read_bytes()

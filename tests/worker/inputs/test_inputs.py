@@ -68,7 +68,7 @@ async def stored(storage: Storage, name: str) -> Image.Image:
 
 
 async def failures(storage: Storage) -> dict[str, dead_letter.FailedJob]:
-    records = [dead_letter.FailedJob.read(each.body) async for each in storage.poison.browse()]
+    records = [dead_letter.FailedJob.parse(each.body) async for each in storage.poison.browse()]
     return {record.id: record for record in records if record is not None}
 
 
@@ -89,7 +89,7 @@ async def test_an_image_may_be_a_file_a_result_or_in_the_message(
     )
     recorder = Recorder()
     pipeline = await run_pipeline(recorder.engine)
-    assert dict(pipeline.settler.outcomes) == {"completed": 3}
+    assert dict(pipeline.metrics.outcomes) == {"completed": 3}
     assert len(recorder.requests) == 6
     for request in recorder.requests:
         init = request.init
@@ -263,7 +263,7 @@ async def test_a_storage_that_does_not_answer_is_no_fault_of_the_job(
     monkeypatch.setattr(type(storage.files), "read", faulty)
     await storage.queue.send([message(id="j", init_images=["a.png"])])
     pipeline = await run_pipeline(StandInEngine(size=(64, 64)))
-    assert pipeline.settler.outcomes == {"retried": 1, "completed": 1}
+    assert pipeline.metrics.outcomes == {"retried": 1, "completed": 1}
 
 
 async def test_a_worker_that_may_not_read_images_fails_the_job_and_goes_on(
@@ -283,7 +283,7 @@ async def test_a_worker_that_may_not_read_images_fails_the_job_and_goes_on(
     jobs = [message(id="j", init_images=["images/spring/a.png"]), message(id="good")]
     await storage.queue.send(jobs)
     pipeline = await run_pipeline(StandInEngine(size=(64, 64)))
-    assert pipeline.settler.outcomes == {"failed": 1, "completed": 1}
+    assert pipeline.metrics.outcomes == {"failed": 1, "completed": 1}
     assert "cannot be read with this worker's credentials" in (await failures(storage))["j"].reason
 
 
@@ -296,7 +296,7 @@ async def test_images_that_begin_with_the_same_one_do_not_make_a_node_suspect(
     jobs = [message(id=f"j{seed}", seed=seed, init_images=[source]) for seed in range(8)]
     await storage.queue.send(jobs)
     pipeline = await run_pipeline(engine)
-    assert pipeline.settler.outcomes == {"completed": 8}
+    assert pipeline.metrics.outcomes == {"completed": 8}
 
 
 def test_files_of_controlnets_are_fetched_singly(tmp_path: Path) -> None:

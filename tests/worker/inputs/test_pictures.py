@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from imagefleet import errors
-from worker.inputs import control, pictures
+from worker.inputs import pictures
 
 
 def picture(width: int = 40, height: int = 24) -> Image.Image:
@@ -110,7 +110,7 @@ def test_damaged_exif_data_leave_a_picture_as_it_is(kind: str, exif: bytes) -> N
 @pytest.mark.parametrize("image_size", [(40, 24), (1, 300), (300, 1), (24, 40), (64, 64)])
 def test_every_size_becomes_the_asked_one(mode: int, image_size: tuple[int, int]) -> None:
     assert pictures.resize(mode, picture(*image_size), (64, 32)).size == (64, 32)
-    assert control.pixels(picture(*image_size), mode, (64, 32)).shape == (32, 64, 3)
+    assert pictures.control(picture(*image_size), mode, (64, 32)).shape == (32, 64, 3)
 
 
 @pytest.mark.parametrize("image_size", [(1, 200_000), (200_000, 1)])
@@ -120,7 +120,7 @@ def test_cutting_a_long_thin_image_takes_no_gigabytes(image_size: tuple[int, int
     with pytest.raises(errors.JobError, match=reason):
         pictures.resize(1, image, (512, 512))
     with pytest.raises(errors.JobError, match=reason):
-        control.pixels(image, 1, (512, 512))
+        pictures.control(image, 1, (512, 512))
     for mode in (0, 2):
         assert pictures.resize(mode, image, (64, 64)).size == (64, 64)
 
@@ -128,21 +128,21 @@ def test_cutting_a_long_thin_image_takes_no_gigabytes(image_size: tuple[int, int
 @pytest.mark.parametrize("mode", [0, 1, 2])
 def test_a_map_in_the_jobs_size_is_not_touched(mode: int) -> None:
     image = picture(64, 32)
-    assert np.array_equal(control.pixels(image, mode, (64, 32)), np.asarray(image))
+    assert np.array_equal(pictures.control(image, mode, (64, 32)), np.asarray(image))
 
 
 def test_a_map_of_classes_keeps_its_colours() -> None:
     colours = np.array([[0, 0, 0], [250, 10, 3], [7, 200, 99]], np.uint8)
     classes = colours[np.random.default_rng(2).integers(0, 3, (16, 16))]
-    found = control.pixels(Image.fromarray(classes), 0, (40, 24)).reshape(-1, 3)
+    found = pictures.control(Image.fromarray(classes), 0, (40, 24)).reshape(-1, 3)
     assert {tuple(each) for each in found.tolist()} == {tuple(each) for each in colours.tolist()}
 
 
 def test_a_map_is_cut_or_filled_with_the_colour_of_its_border() -> None:
     image = Image.new("RGB", (32, 32), (10, 20, 30))
     image.paste((200, 0, 0), (8, 8, 24, 24))
-    cut = control.pixels(image, 1, (64, 32))
-    filled = control.pixels(image, 2, (64, 32))
+    cut = pictures.control(image, 1, (64, 32))
+    filled = pictures.control(image, 2, (64, 32))
     assert np.array_equal(filled[:, 16:48], np.asarray(image))
     assert (filled[:, :16] == (10, 20, 30)).all()
     assert (cut[16, 20:44] == (200, 0, 0)).all(), "its middle, twice as large"

@@ -20,7 +20,7 @@ from pydantic import SecretStr
 import polling
 from fleet.keys import mint
 from imagefleet import cancelled, errors, retry
-from imagefleet.job import embedded
+from imagefleet.files import picture
 from imagefleet.job.change import Change
 from imagefleet.job.message import Job, Output, read_job
 from imagefleet.records import outcomes, reader
@@ -92,7 +92,7 @@ async def recorded(storage: Storage) -> list[Record]:
 
 
 async def failed(storage: Storage) -> list[dead_letter.FailedJob]:
-    found = [dead_letter.FailedJob.read(each.body) async for each in storage.poison.browse()]
+    found = [dead_letter.FailedJob.parse(each.body) async for each in storage.poison.browse()]
     return [each for each in found if each is not None]
 
 
@@ -419,7 +419,7 @@ async def test_a_stage_that_is_drawn_anew_leaves_the_later_ones_as_they_are(
     await storage.queue.send([chained()])
     await run_pipeline(Drawing())
     assert await storage.blobs.delete(IMAGES[1])  # as `imagefleet redo` does, and sends its job
-    found = embedded.find(await storage.blobs.read(IMAGES[0]) or b"")
+    found = picture.message_in(await storage.blobs.read(IMAGES[0]) or b"")
     fields = json.loads(found or "") | {"stage": {"number": 2}}
     await storage.queue.send([json.dumps(fields)])
     engine = Drawing()
@@ -436,7 +436,7 @@ async def test_an_image_of_a_stage_carries_the_message_that_draws_it_again(
     await storage.queue.send([chained()])
     await run_pipeline(Drawing())
     for number, name in enumerate(IMAGES, 1):
-        job = read_job(embedded.find(await storage.blobs.read(name) or b"") or "", "another")
+        job = read_job(picture.message_in(await storage.blobs.read(name) or b"") or "", "another")
         assert (job.stage, job.blob_name(0)) == (number, name)
         assert job.place is None or job.place.message is None
 

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
 from datetime import UTC, datetime
-from typing import Any
 
 import pytest
 
-import polling
 from imagefleet import errors
 from imagefleet.job.message import images_of, read_job
 from imagefleet.storage.protocol import LeasedMessage
-from worker.jobs import stored
-from worker.jobs.in_flight import InFlightJob, Turns
+from worker.jobs.in_flight import InFlightJob, stored_record
 from worker.leases import Lease
 
 
@@ -27,7 +23,7 @@ def entry() -> InFlightJob:
 def store(entry: InFlightJob, *images: int) -> None:
     assert entry.job is not None
     entry.stored.update(images)
-    entry.records += [stored.record(entry.job, "m", each) for each in images]
+    entry.records += [stored_record(entry.job, "m", each) for each in images]
 
 
 def test_images_without_records_leave_the_next_worker_in_doubt(entry: InFlightJob) -> None:
@@ -92,37 +88,3 @@ def test_what_cannot_succeed_stops_a_job_at_once(entry: InFlightJob) -> None:
 )
 def test_how_many_images_a_message_asks_for(body: str, images: int) -> None:
     assert images_of(body) == images
-
-
-async def test_every_other_turn_is_of_a_job_that_is_not_begun() -> None:
-    turns, entries, begun = Turns(10), [object() for _ in range(3)], [object() for _ in range(2)]
-    for job in begun:
-        turns.go_on(job)  # type: ignore[arg-type]
-    for entry in entries:
-        await turns.put(entry)  # type: ignore[arg-type]
-    found: list[Any] = []
-    for _ in range(7):
-        found.append(await turns.next())
-        if found[-1] in begun:
-            turns.go_on(found[-1])
-    assert found == [entries[0], begun[0], entries[1], begun[1], entries[2], begun[0], begun[1]]
-
-
-async def test_whoever_waits_for_a_turn_gets_the_next_job_of_either_kind() -> None:
-    turns = Turns(1)
-    waiting = [asyncio.ensure_future(turns.next()) for _ in range(2)]
-    await polling.turn()
-    first, second = object(), object()
-    turns.go_on(first)  # type: ignore[arg-type]
-    await turns.put(second)  # type: ignore[arg-type]
-    assert set(await asyncio.wait_for(asyncio.gather(*waiting), 5)) == {first, second}
-
-
-async def test_no_more_jobs_wait_than_there_is_room_for() -> None:
-    turns = Turns(1)
-    await turns.put(object())  # type: ignore[arg-type]
-    putting = asyncio.ensure_future(turns.put(object()))  # type: ignore[arg-type]
-    await polling.turn(5)
-    assert not putting.done()
-    await turns.next()
-    await asyncio.wait_for(putting, 5)

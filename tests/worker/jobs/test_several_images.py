@@ -128,7 +128,7 @@ async def test_images_and_their_records_are_there_while_the_job_goes_on(
     assert await stored(storage) == names(40)
     counts = await reader.counts(storage, "default")
     assert (counts.images, counts.completed) == (40, 1)
-    assert pipeline.settler.outcomes == {"completed": 1}
+    assert pipeline.metrics.outcomes == {"completed": 1}
     assert pipeline.metrics.registry.get_sample_value("imagefleet_images_total") == 40
     assert engine.prepared == 1, "the images of a job share what is prepared"
 
@@ -150,7 +150,7 @@ async def test_a_worker_that_was_killed_leaves_only_what_is_missing(
     assert len(looked_for) == 8 + 1
     counts = await reader.counts(storage, "default")
     assert (counts.images, counts.completed) == (9, 2)
-    assert pipeline.settler.outcomes == {"completed": 1, "duplicate": 1}
+    assert pipeline.metrics.outcomes == {"completed": 1, "duplicate": 1}
 
 
 @local_only
@@ -166,7 +166,7 @@ async def test_a_job_whose_images_were_all_stored_is_counted_once_and_not_drawn(
     pipeline = await run_pipeline(engine)
     counts = await reader.counts(storage, "default")
     assert (engine.drawn, counts.images, counts.completed) == ([], 3, 1)
-    assert pipeline.settler.outcomes == {"duplicate": 1}
+    assert pipeline.metrics.outcomes == {"duplicate": 1}
 
 
 async def test_a_drain_waits_for_the_images_in_slots_and_leaves_the_others_to_the_next_worker(
@@ -175,7 +175,7 @@ async def test_a_drain_waits_for_the_images_in_slots_and_leaves_the_others_to_th
     await storage.queue.send([message(id="j", seed=0, batch_size=50)])
     first = Drawing(capacity=2, tick_seconds=0.1)
     pipeline = await interrupted(run_pipeline, first, 5)
-    assert pipeline.settler.outcomes == {"handed_back": 1}
+    assert pipeline.metrics.outcomes == {"handed_back": 1}
     assert 5 <= len(first.drawn) < 30, "it has drawn on after it was told to stop"
     assert await stored(storage) == {f"default/j-{seed}.png" for seed in first.drawn}
     counts = await reader.counts(storage, "default")
@@ -188,7 +188,7 @@ async def test_a_drain_waits_for_the_images_in_slots_and_leaves_the_others_to_th
     assert looked_for == [], "the message says what is stored"
     counts = await reader.counts(storage, "default")
     assert (counts.images, counts.completed) == (50, 1)
-    assert pipeline.settler.outcomes == {"completed": 1}
+    assert pipeline.metrics.outcomes == {"completed": 1}
 
 
 @local_only
@@ -218,12 +218,12 @@ async def test_a_failed_image_fails_its_job_once_and_says_what_is_stored(
     await storage.queue.send([message(id="j", seed=0, batch_size=40)])
     engine = Drawing(bad, capacity=2, tick_seconds=0.03)
     pipeline = await run_pipeline(engine)
-    assert pipeline.settler.outcomes == {"failed": 1}
+    assert pipeline.metrics.outcomes == {"failed": 1}
     assert len(engine.drawn) < 30, "drawn on after it had failed"
     done = sorted(set(engine.drawn) - {6})
     assert await stored(storage) == {f"default/j-{index}.png" for index in done}
     (entry,) = [each async for each in storage.poison.browse()]
-    failed = dead_letter.FailedJob.read(entry.body)
+    failed = dead_letter.FailedJob.parse(entry.body)
     assert failed is not None
     # On a busy machine those after it may not have been begun.
     later = {5: "", 7: ", 7"}.get(done[-1], f", 7-{done[-1]}")
@@ -252,7 +252,7 @@ async def test_one_image_that_fails_for_a_time_is_all_that_is_drawn_again(
     engine = Drawing(once)
     pipeline = await run_pipeline(engine)
     assert Counter(engine.drawn) == Counter([*range(12), 3])
-    assert pipeline.settler.outcomes == {"retried": 1, "completed": 1}
+    assert pipeline.metrics.outcomes == {"retried": 1, "completed": 1}
     counts = await reader.counts(storage, "default")
     assert (counts.images, counts.completed) == (12, 1)
 
@@ -264,7 +264,7 @@ async def test_a_job_that_fails_with_every_image_is_given_up_after_a_few(
     engine = Drawing(lambda _: errors.TransientError("out of memory"), capacity=4)
     await storage.queue.send([message(id="j", seed=0, n_iter=500)])
     pipeline = await run_pipeline(engine, max_attempts=4)  # without being taken for a broken node
-    assert pipeline.settler.outcomes == {"retried": 3, "failed": 1}
+    assert pipeline.metrics.outcomes == {"retried": 3, "failed": 1}
     assert len(engine.drawn) < 100
     (failed,) = [each async for each in reader.ended(storage, "default")]
     assert "out of memory; of its 500 images are stored: none" in str(failed.reason)
@@ -287,7 +287,7 @@ async def test_a_thousand_images_in_one_message_hold_little_memory_and_keep_thei
     await storage.queue.send([message(id="j", seed=0, n_iter=1000)])
     engine = Sampled(capacity=16, tick_seconds=0.035)
     pipeline = await run_pipeline(engine, lease_seconds=2)
-    assert pipeline.settler.outcomes == {"completed": 1}
+    assert pipeline.metrics.outcomes == {"completed": 1}
     assert sorted(engine.drawn) == list(range(1000))
     assert engine.most < 200, "more images in memory than in slots and queues"
     renewals = pipeline.metrics.registry.get_sample_value(

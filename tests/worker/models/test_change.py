@@ -121,8 +121,8 @@ async def test_each_job_is_drawn_with_the_model_that_it_names(
     pipeline = await work(storage, worker_settings(), engines.models(on_cpu=on_cpu))
     expected = {"None": 0, "first": 0, "second": 1, "third": 2}
     assert await greys(storage) == expected
-    assert pipeline.settler.outcomes == {"completed": 20}
-    assert pipeline.images_written == 20
+    assert pipeline.metrics.outcomes == {"completed": 20}
+    assert pipeline.metrics.images_stored == 20
     assert sorted(engines.loaded) == sorted(MODELS), "each is loaded once"
     read = pipeline.metrics.registry.get_sample_value
     assert read("imagefleet_model_switches_total", {"model": "second"}) == 1
@@ -146,7 +146,7 @@ async def test_a_worker_whose_queues_run_dry_does_not_wait_for_its_next_look_at_
     models = Engines(worker_settings, "first", "second").models()
     async with asyncio.timeout(20):
         pipeline = await work(storage, worker_settings(), models)
-    assert pipeline.images_written == 6
+    assert pipeline.metrics.images_stored == 6
 
 
 @local_only
@@ -174,14 +174,14 @@ async def test_a_job_in_the_wrong_queue_is_moved_to_its_models_and_keeps_id_and_
     await storage.queues["normal"].send([job(1, "second"), job(2, "first")])
     engines = Engines(worker_settings, "first")
     pipeline = await work(storage, worker_settings(), engines.models())
-    assert pipeline.settler.outcomes == {"moved": 2, "completed": 1}
+    assert pipeline.metrics.outcomes == {"moved": 2, "completed": 1}
     assert (await storage.poison.depth()).messages == 0
     (moved,) = [each.body async for each in storage.models.of("second")["high"].browse()]
     assert json.loads(moved)["id"] == first_id
     await storage.models.send([job(3, "second")])
     engines = Engines(worker_settings, "first", "second")
     pipeline = await work(storage, worker_settings(), engines.models())
-    assert pipeline.settler.outcomes == {"completed": 3}
+    assert pipeline.metrics.outcomes == {"completed": 3}
     assert (await greys(storage))["second"] == 1
 
 
@@ -211,7 +211,7 @@ async def test_a_job_that_cannot_be_moved_is_handed_back_and_never_poison(
     await released.wait()
     stop.set()
     pipeline = await running
-    assert pipeline.settler.outcomes == {"handed_back": 1}
+    assert pipeline.metrics.outcomes == {"handed_back": 1}
     depth = await storage.queues["normal"].depth()
     assert (depth.messages, depth.oldest_age_seconds) == (1, None), "later, not at once again"
     assert (await storage.poison.depth()).messages == 0
@@ -324,8 +324,8 @@ async def test_a_long_job_is_put_off_for_another_model_and_loses_no_image_that_i
     await storage.models.send([job(1, "second")])
     engines = Engines(worker_settings, "first", "second")
     pipeline = await work(storage, worker_settings(), engines.models())
-    assert pipeline.settler.outcomes["completed"] == 2
-    assert pipeline.settler.outcomes["handed_back"] >= 1, "it was drawn in one go"
+    assert pipeline.metrics.outcomes["completed"] == 2
+    assert pipeline.metrics.outcomes["handed_back"] >= 1, "it was drawn in one go"
     assert len(drawn) == 301, "some were drawn twice"
 
 

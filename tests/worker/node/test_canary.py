@@ -76,7 +76,7 @@ async def test_a_campaign_whose_images_all_fail_goes_to_the_poison_queue_and_cos
     await send(storage, "bad", 16)
     await send(storage, "good", 6)
     pipeline = await run_pipeline(StandInEngine(draw=fails_jobs(failing, canaries)), max_attempts=2)
-    assert pipeline.settler.outcomes == {"completed": 6, "retried": 16, "failed": 16}
+    assert pipeline.metrics.outcomes == {"completed": 6, "retried": 16, "failed": 16}
     assert (await storage.poison.depth()).messages == 16
     assert canaries
     assert {(request.width, request.height, request.loras) for request in canaries} == {
@@ -92,7 +92,7 @@ async def test_a_campaign_whose_images_all_fail_goes_to_the_poison_queue_and_cos
     assert {name async for name in storage.blobs.names("default/")} == {
         f"default/good{number}.png" for number in range(6)
     }
-    assert pipeline.images_written == 6
+    assert pipeline.metrics.images_stored == 6
     sample = pipeline.metrics.registry.get_sample_value
     assert sample("imagefleet_images_total") == 6
     assert sample("imagefleet_stage_seconds_count", {"stage": "generate"}) == 6 + 2 * 16
@@ -165,7 +165,7 @@ async def test_a_drain_does_not_wait_for_a_canary(
     await asyncio.to_thread(engine.has_canary.wait)
     stop.set()
     pipeline = await running
-    assert set(pipeline.settler.outcomes) <= {"retried", "handed_back"}
+    assert set(pipeline.metrics.outcomes) <= {"retried", "handed_back"}
 
 
 @asynccontextmanager

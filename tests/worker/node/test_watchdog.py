@@ -16,9 +16,9 @@ from imagefleet.storage.open import Storage
 from worker.engine import contract
 from worker.metrics import WorkerMetrics
 from worker.node import watchdog
+from worker.node.salad import Reallocation, SaladMetadata
 from worker.node.watchdog import NodeLimits, NodeWatchdog
 from worker.pipeline import Machine, Pipeline
-from worker.salad.metadata import Reallocation, SaladMetadata
 from worker.settings import WorkerSettings
 from worker.testing import StandInEngine, draw_noise
 
@@ -247,13 +247,13 @@ async def test_a_node_that_fails_three_times_is_reallocated_once_and_pulls_no_mo
     pipeline, running = run_watched(slow_engine(), asyncio.Event())
     await until(lambda: bool(salad_metadata_service.reasons))
     assert not pipeline.settler.in_flight, "requested before the jobs in flight were finished"
-    settled = pipeline.settler.outcomes.total()
+    settled = pipeline.metrics.outcomes.total()
     with pytest.raises(errors.NodeError, match="images/s"):
         await asyncio.wait_for(running, 10)
 
     assert len(salad_metadata_service.reasons) == 1
     assert "images/s, less than 1" in salad_metadata_service.reasons[0]
-    assert pipeline.settler.outcomes == {"completed": settled}, "it pulled again"
+    assert pipeline.metrics.outcomes == {"completed": settled}, "it pulled again"
     assert not pipeline.ready
     assert (await storage.queue.depth()).messages == 200 - settled
 
@@ -273,12 +273,12 @@ async def test_a_node_whose_reallocation_is_refused_works_on(
     stop = asyncio.Event()
     pipeline, running = run_watched(slow_engine(), stop)
     await until(lambda: bool(asked))
-    settled = pipeline.settler.outcomes.total()
-    await until(lambda: pipeline.settler.outcomes.total() > settled)
+    settled = pipeline.metrics.outcomes.total()
+    await until(lambda: pipeline.metrics.outcomes.total() > settled)
     await until(lambda: pipeline.ready)
     stop.set()
     await running
-    assert set(pipeline.settler.outcomes) <= {"completed", "handed_back"}
+    assert set(pipeline.metrics.outcomes) <= {"completed", "handed_back"}
 
 
 @local_only
@@ -336,7 +336,7 @@ async def test_a_single_slow_image_costs_no_node(
     engine = StandInEngine(capacity=1, size=(512, 512), tick_seconds=0.01, draw=draw)
     pipeline, running = run_watched(engine, stop)
     windows = pipeline.metrics.registry.get_sample_value
-    await until(lambda: pipeline.settler.outcomes.total() == 60)
+    await until(lambda: pipeline.metrics.outcomes.total() == 60)
     stop.set()
     await running
 

@@ -241,7 +241,7 @@ async def test_a_campaign_of_good_images_is_drawn_without_an_alarm(
 ) -> None:
     await send(storage, 300)
     pipeline = await run_pipeline(BreakingEngine(None, good=1000), model=make_reference(tmp_path))
-    assert pipeline.images_written == 300
+    assert pipeline.metrics.images_stored == 300
     sample = pipeline.metrics.registry.get_sample_value
     assert sample("imagefleet_node_canaries_total", {"result": "failed"}) == 0
     assert sample("imagefleet_node_canaries_total", {"result": "passed"}) >= 3

@@ -13,7 +13,7 @@ import pytest
 from PIL import Image
 
 from imagefleet import errors
-from imagefleet.job import embedded
+from imagefleet.files import picture
 from imagefleet.job.message import read_job
 from imagefleet.job.passes.first import MAX_IMAGES_PER_JOB
 from imagefleet.job.sizes import MAX_MESSAGE_BYTES
@@ -61,8 +61,8 @@ async def test_the_second_drawing_is_another_workers_and_no_image_of_the_jobs(
         for name in ("c/j-0.png", "-checks/c/j-0.png")
     ]
     assert np.array_equal(*pixels)
-    assert first.images_written + second.images_written == 2
-    outcomes = first.settler.outcomes + second.settler.outcomes
+    assert first.metrics.images_stored + second.metrics.images_stored == 2
+    outcomes = first.metrics.outcomes + second.metrics.outcomes
     assert outcomes["completed"] == outcomes["verified"] == 1
     assert (await storage.queue.depth()).messages == 0
 
@@ -78,7 +78,7 @@ async def test_a_lone_worker_draws_nothing_twice_and_still_ends(
     pipeline = await run_pipeline()
 
     assert set(await workers_of(storage)) == {f"default/j{number}.png" for number in range(20)}
-    assert pipeline.settler.outcomes["completed"] == pipeline.settler.outcomes["unverified"] == 20
+    assert pipeline.metrics.outcomes["completed"] == pipeline.metrics.outcomes["unverified"] == 20
     assert pipeline.engine_thread.clock.images == 20
     assert (await storage.queue.depth()).messages == 0
 
@@ -92,7 +92,7 @@ async def test_a_message_too_large_for_a_count_is_not_handed_back_for_ever(
     fields["negative_prompt"] = "b " * ((MAX_MESSAGE_BYTES - size) // 2)
     await storage.queue.send([message(**fields, id="k"), message(**fields, id="k", verify=True)])
     pipeline = await run_pipeline()
-    assert pipeline.settler.outcomes["unverified"] == 1
+    assert pipeline.metrics.outcomes["unverified"] == 1
     assert (await storage.queue.depth()).messages == 0
 
 
@@ -112,8 +112,8 @@ async def test_a_second_drawing_that_fails_is_no_failed_job(
     await storage.queue.send([message(id="j", verify=True)])
     pipeline = await run_pipeline(StandInEngine(draw=draw), max_attempts=2)
     assert (await storage.poison.depth()).messages == (await storage.queue.depth()).messages == 0
-    assert pipeline.settler.outcomes["unverified"] == 1
-    assert pipeline.settler.outcomes["failed"] == 0
+    assert pipeline.metrics.outcomes["unverified"] == 1
+    assert pipeline.metrics.outcomes["failed"] == 0
 
 
 async def test_second_drawings_cost_time_but_are_no_images(
@@ -142,7 +142,7 @@ async def test_what_took_an_images_name_has_the_workers_drawing_kept_beside_it(
     assert data is not None
     request = contract.ImageRequest("a house", "", (), "euler_ancestral", 20, 7.0, 3, 16, 16)
     assert np.array_equal(np.asarray(Image.open(io.BytesIO(data))), draw_noise(request))
-    assert dict(pipeline.settler.outcomes) == {"duplicate": 1}
+    assert dict(pipeline.metrics.outcomes) == {"duplicate": 1}
 
 
 async def workers_of_any(storage: Storage) -> list[str]:
@@ -176,7 +176,7 @@ async def test_every_image_of_a_job_has_the_job_with_it(
     for index in range(2):
         data = await storage.blobs.read(f"default/j-{index}.webp")
         assert data is not None
-        found = embedded.find(data)
+        found = picture.message_in(data)
         assert found is not None
         assert json.loads(found) == json.loads(body)
         assert read_job(found, "").images == 2 <= MAX_IMAGES_PER_JOB

@@ -46,7 +46,7 @@ async def poisoned(storage: Storage) -> dict[str, dead_letter.FailedJob]:
     """The records of failed jobs by the message that a replay would send."""
     records = {}
     async for message in storage.poison.browse():
-        record = dead_letter.FailedJob.read(message.body)
+        record = dead_letter.FailedJob.parse(message.body)
         assert record is not None
         records[await record.message(storage.blobs)] = record
     return records
@@ -78,7 +78,7 @@ async def test_only_jobs_as_they_were_signed_are_generated(
     }
     await storage.queue.send([good, *bad.values()])
     pipeline = await run_pipeline(trusted_key=key.public)
-    assert dict(pipeline.settler.outcomes) == {"completed": 1, "failed": len(bad)}
+    assert dict(pipeline.metrics.outcomes) == {"completed": 1, "failed": len(bad)}
     assert pipeline.engine_thread.clock.images == 1
     assert await stored(storage) == ["c/good.png"]
     records = await poisoned(storage)
@@ -101,7 +101,7 @@ async def test_a_thief_who_renews_a_lease_cannot_change_the_job(
         else:
             await storage.queue.release(leased, body=Deliveries(known=1).write_to(leased.body))
     pipeline = await run_pipeline(trusted_key=key.public)
-    assert dict(pipeline.settler.outcomes) == {"completed": 1, "failed": 2}
+    assert dict(pipeline.metrics.outcomes) == {"completed": 1, "failed": 2}
     assert pipeline.engine_thread.clock.images == 1
     assert await stored(storage) == ["c/j2.png"]
     assert {each.error for each in (await poisoned(storage)).values()} == {"UntrustedJobError"}
@@ -115,7 +115,7 @@ async def test_a_job_suspected_of_killing_workers_must_be_signed_too(
         (leased,) = await storage.queue.receive(1, 30)
         await storage.queue.release(leased)
     pipeline = await run_pipeline(trusted_key=key.public)
-    assert dict(pipeline.settler.outcomes) == {"failed": 1}
+    assert dict(pipeline.metrics.outcomes) == {"failed": 1}
     assert pipeline.engine_thread.clock.images == 0
 
 
@@ -131,7 +131,7 @@ async def test_a_failed_job_keeps_the_signature_of_what_was_sent(
     released = job("released", seed=5).to_message(key)
     await storage.queue.send([sent, Deliveries(known=2, failed=2).write_to(released) or ""])
     pipeline = await run_pipeline(StandInEngine(draw=draw), trusted_key=key.public, max_attempts=1)
-    assert dict(pipeline.settler.outcomes) == {"failed": 2}
+    assert dict(pipeline.metrics.outcomes) == {"failed": 2}
     records = await poisoned(storage)
     assert sent in records, "to the byte"
     for body, record in records.items():
@@ -146,7 +146,7 @@ async def test_both_keys_are_taken_while_keys_change(
     new = SigningKey.create(tmp_path / "new.pem")
     await storage.queue.send([job("old").to_message(key), job("new").to_message(new)])
     pipeline = await run_pipeline(trusted_key=f"{key.public},{new.public}")
-    assert dict(pipeline.settler.outcomes) == {"completed": 2}
+    assert dict(pipeline.metrics.outcomes) == {"completed": 2}
 
 
 async def test_a_worker_says_at_its_start_whose_jobs_it_takes(
@@ -186,7 +186,7 @@ async def test_only_loras_of_the_signed_list_are_used(
     ]
     await storage.queue.send([each.to_message(key) for each in jobs])
     pipeline = await run_pipeline(trusted_key=key.public)
-    assert dict(pipeline.settler.outcomes) == {"completed": 1, "failed": 2}
+    assert dict(pipeline.metrics.outcomes) == {"completed": 1, "failed": 2}
     assert await stored(storage) == ["c/style.png"]
     reasons = {each.id: each.reason for each in (await poisoned(storage)).values()}
     for name in ("planted", "nowhere"):
@@ -243,4 +243,4 @@ async def test_a_lora_added_after_the_worker_began_is_used_at_once(
     pipeline, _ = await asyncio.gather(
         run_pipeline(stop=stop, until_empty=False, trusted_key=key.public), add_the_second()
     )
-    assert dict(pipeline.settler.outcomes) == {"completed": 2}
+    assert dict(pipeline.metrics.outcomes) == {"completed": 2}

@@ -8,8 +8,7 @@ from typing import Any
 
 from PIL import Image
 
-from imagefleet.job.noise import Noise
-from imagefleet.job.samplers import Options
+from imagefleet.job.samplers import Noise, Options
 from imagefleet.storage.open import Storage
 from worker.engine import contract
 from worker.testing import StandInEngine, draw_noise

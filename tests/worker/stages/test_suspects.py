@@ -36,7 +36,7 @@ async def test_a_job_that_killed_the_workers_that_had_it_alone_goes_to_the_poiso
     await vanish(storage, CONDEMNED_AFTER, alone=True)
     pipeline = await run_pipeline()
     (poisoned,) = [each async for each in storage.poison.browse()]
-    record = dead_letter.FailedJob.read(poisoned.body)
+    record = dead_letter.FailedJob.parse(poisoned.body)
     assert record is not None
     assert "lost their leases 7 times, 5 of them while they generated nothing else" in record.reason
     assert (record.id, record.campaign) == ("killer", "c")
@@ -60,7 +60,7 @@ async def test_a_job_that_was_only_held_by_workers_that_vanished_is_generated_al
     await vanish(storage, 9)
     await storage.queue.send(message(id=f"j{seed}", seed=seed) for seed in range(12))
     pipeline = await run_pipeline(engine, max_attempts=2)
-    assert dict(pipeline.settler.outcomes) == {"completed": 13}
+    assert dict(pipeline.metrics.outcomes) == {"completed": 13}
     assert company.pop(100) == 1
     assert max(company.values()) > 1
     assert (await storage.queue.depth()).messages == 0
@@ -78,7 +78,7 @@ async def test_a_job_handed_back_by_many_workers_is_no_suspect(
     assert Deliveries.of(leased) == Deliveries(known=4)
     await storage.queue.release(leased)
     pipeline = await run_pipeline(max_attempts=1)
-    assert dict(pipeline.settler.outcomes) == {"completed": 1}
+    assert dict(pipeline.metrics.outcomes) == {"completed": 1}
 
 
 async def test_a_suspect_that_fails_leaves_the_way_free_for_the_others(
@@ -95,7 +95,7 @@ async def test_a_suspect_that_fails_leaves_the_way_free_for_the_others(
             await storage.queue.release(leased)
     await storage.queue.send(message(id=f"j{seed}", seed=seed) for seed in range(5))
     pipeline = await run_pipeline(StandInEngine(draw=draw))
-    assert dict(pipeline.settler.outcomes) == {"failed": 3, "completed": 5}
+    assert dict(pipeline.metrics.outcomes) == {"failed": 3, "completed": 5}
 
 
 async def test_nothing_shares_the_time_of_a_suspect() -> None:
@@ -104,7 +104,7 @@ async def test_nothing_shares_the_time_of_a_suspect() -> None:
     together: set[tuple[str, ...]] = set()
 
     async def work(name: str) -> None:
-        async with isolation.alone() if name.startswith("suspect") else isolation.shared():
+        async with isolation.alone() if name.startswith("suspect") else isolation.shared:
             running.append(name)
             for _ in range(3):
                 together.add(tuple(sorted(running)))
@@ -123,7 +123,7 @@ async def test_a_cancelled_suspect_lets_the_others_go_on(stage: str) -> None:
     release = asyncio.Event()
 
     async def share() -> None:
-        async with isolation.shared():
+        async with isolation.shared:
             await release.wait()
 
     inside = asyncio.Event()

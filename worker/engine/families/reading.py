@@ -48,46 +48,49 @@ def read_network(network: type[Any], folder: Path) -> Any:
             f"{str(folder.parent)!r} is not a checkpoint in diffusers format: it has no"
             f" {folder.name}/config.json"
         )
-    is_diffusers = issubclass(network, ModelMixin)
-    files = _files(folder, "diffusion_pytorch_model" if is_diffusers else "model")
+    files = _files(folder, "diffusion_pytorch_model" if _is_diffusers(network) else "model")
     try:
         weights = {key: each for path in files for key, each in load_file(path).items()}
-        with torch.device("meta"):
-            if is_diffusers:
-                made = network.from_config(read_json(folder / "config.json"))
-            else:
-                made = network(network.config_class.from_pretrained(folder))
-        number_positions(made)
-        missing = assign(made, _in_one_type(weights))
+        made = build(network, read_json(folder / "config.json"))
+        assign(made, _in_one_type(weights))
     except LOADING_ERRORS as error:
         raise errors.SetupError(f"{str(folder)!r} cannot be loaded: {brief(error)}") from error
-    if missing:
-        raise errors.SetupError(
-            f"{str(folder)!r} lacks {len(missing)} of its weights, for example {missing[0]}"
-        )
     return made
 
 
-def assign(network: nn.Module, weights: Mapping[str, torch.Tensor]) -> list[str]:
-    """Gives a network built without memory its weights; returns the names of those it lacks.
+def build(network: type[Any], config: Mapping[str, Any]) -> Any:
+    """A network without memory for its weights, but for what checkpoints need not contain."""
+    with torch.device("meta"):
+        if _is_diffusers(network):
+            made = network.from_config(config)
+        else:
+            made = network(network.config_class.from_dict(dict(config)))
+    for module in made.modules():
+        # A text encoder's only buffer.
+        if isinstance(found := getattr(module, "position_ids", None), torch.Tensor):
+            numbers = torch.arange(found.shape[-1]).unsqueeze(0)
+            module.register_buffer("position_ids", numbers, persistent=False)
+    return made
+
+
+def _is_diffusers(network: type[Any]) -> bool:
+    return issubclass(network, ModelMixin)
+
+
+def assign(network: nn.Module, weights: Mapping[str, torch.Tensor]) -> None:
+    """Gives a network built without memory its weights.
 
     Raises:
-        RuntimeError: some have another shape.
+        RuntimeError: some have another shape; ValueError: some are missing.
     """
     own = network.state_dict().keys()
     named = {_name_in(own, key): each for key, each in weights.items()}
     network.load_state_dict(named, strict=False, assign=True)
     if isinstance(network, PreTrainedModel):
         network.tie_weights()
-    return sorted(name for name, each in network.named_parameters() if each.is_meta)
-
-
-def number_positions(network: nn.Module) -> None:
-    """Fills a text encoder's only buffer, which checkpoints need not contain."""
-    for module in network.modules():
-        if isinstance(found := getattr(module, "position_ids", None), torch.Tensor):
-            numbers = torch.arange(found.shape[-1]).unsqueeze(0)
-            module.register_buffer("position_ids", numbers, persistent=False)
+    missing = sorted(name for name, each in network.named_parameters() if each.is_meta)
+    if missing:
+        raise ValueError(f"it lacks {len(missing)} of its weights, for example {missing[0]}")
 
 
 def network_config(folder: Path, default: Mapping[str, object]) -> dict[str, Any]:

@@ -1,12 +1,11 @@
-"""Reads .safetensors files of LoRAs into one buffer each, of which their tensors are views.
+"""Reads .safetensors files that jobs name into one buffer each, of which their tensors are views.
 
 The library's own `load` takes a second copy of it all; its `safe_open` maps the file, and a mapped
 file that is truncated meanwhile kills the process. Format:
 https://huggingface.co/docs/safetensors/index#format
 
-The host memory that is read into, and that a GPU copies from, is used again: a new page is zeroed
-at its first use. A LoRA of rank 128 takes 108 MB as a file and 108 MB packed. With some 15 of them
-a second, on a virtual machine, handing out new pages took longer than everything else.
+The host memory that is read into, and that a GPU copies from, is used again: with some 15 LoRAs of
+108 MB a second, on a virtual machine, handing out new pages took longer than everything else.
 """
 
 from __future__ import annotations
@@ -60,8 +59,10 @@ class Buffers:
         """*spare_bytes* are kept, and as many *lockable_bytes* may be locked, if not given."""
         self.locks_pages = False
         """Whether new memory is locked: a GPU copies from it three to ten times as fast."""
-        self._spare_bytes = _default_spare_bytes() if spare_bytes is None else spare_bytes
-        self._lockable_bytes = self._spare_bytes if lockable_bytes is None else lockable_bytes
+        if spare_bytes is None:
+            spare_bytes = int(min(host.memory_bytes() * SPARE_SHARE, MAX_SPARE_BYTES))
+        self._spare_bytes = spare_bytes
+        self._lockable_bytes = spare_bytes if lockable_bytes is None else lockable_bytes
         self._spare: list[_Memory] = []
         self._locked_bytes = 0
         # Memory may come back while this thread holds the lock: the collector runs at any time.
@@ -72,7 +73,12 @@ class Buffers:
         if size == 0:
             return torch.empty(0, dtype=torch.uint8)
         with self._lock:
-            memory = self._find(size)
+            fitting = [
+                each
+                for each in self._spare
+                if _LEAST_SHARE * each.content.nbytes <= size <= each.content.nbytes
+            ]
+            memory = min(fitting, key=lambda each: each.content.nbytes, default=None)
             if memory is not None:
                 self._spare.remove(memory)
         if memory is None:
@@ -86,14 +92,6 @@ class Buffers:
     @property
     def spare_bytes(self) -> int:
         return sum(each.content.nbytes for each in self._spare)
-
-    def _find(self, size: int) -> _Memory | None:
-        fitting = [
-            each
-            for each in self._spare
-            if _LEAST_SHARE * each.content.nbytes <= size <= each.content.nbytes
-        ]
-        return min(fitting, key=lambda each: each.content.nbytes, default=None)
 
     def _give_back(self, memory: _Memory) -> None:
         with self._lock:
@@ -139,10 +137,6 @@ def _allocate(size: int) -> _Memory:
 
 def _cuda() -> Any:
     return torch.cuda.cudart()  # type: ignore[no-untyped-call]
-
-
-def _default_spare_bytes() -> int:
-    return int(min(host.memory_bytes() * SPARE_SHARE, MAX_SPARE_BYTES))
 
 
 #: The buffers of this process: what files hold, and what is copied to a device.

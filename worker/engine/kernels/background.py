@@ -1,10 +1,9 @@
 """Compiles on a thread of its own, while the engine's thread runs the same layers uncompiled.
 
-That both touch torch is safe, since one graph at a time is traced and nothing else is compiled or
-recorded meanwhile: the engine's thread takes a traced graph up before the next begins. Tracing
-reads shapes and types of tensors, never their contents, and what it makes is bound to arguments
-whose shapes do not change. Torch's dispatch modes, grad mode and device belong to a thread. What it
-sets for the whole process while it compiles is hidden from other threads (`compile._unnoticed`).
+That both touch torch is safe: one graph at a time is traced, and the engine's thread takes it up
+before the next begins. Tracing reads shapes and types of tensors, never their contents. Torch's
+modes and device belong to a thread, and what it sets for the whole process while it compiles is
+hidden from other threads (`compile._unnoticed`).
 """
 
 from __future__ import annotations

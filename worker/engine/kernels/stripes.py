@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - its name everywhere
@@ -20,40 +20,22 @@ from torch import nn
 ROWS = 32
 
 
-class _Image(Protocol):
-    """A layer's input [rows, channels, height, width]."""
+@dataclass(frozen=True, slots=True)
+class _Image:
+    """A layer's input; with *conv*, each pixel of x twice in both directions, then convolved."""
+
+    x: torch.Tensor
+    """[rows, channels, height, width]"""
+    conv: nn.Conv2d | None = None
 
     @property
-    def height(self) -> int: ...
+    def height(self) -> int:
+        return self.x.shape[2] * (1 if self.conv is None else 2)
 
     def part(self, top: int, bottom: int) -> torch.Tensor:
         """The image's rows of pixels from *top* to *bottom*, without the latter."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Held:
-    x: torch.Tensor
-
-    @property
-    def height(self) -> int:
-        return self.x.shape[2]
-
-    def part(self, top: int, bottom: int) -> torch.Tensor:
-        return self.x[:, :, top:bottom]
-
-
-@dataclass(frozen=True, slots=True)
-class _Upsampled:
-    """Each pixel twice in both directions, then a 3x3 convolution."""
-
-    conv: nn.Conv2d
-    x: torch.Tensor
-
-    @property
-    def height(self) -> int:
-        return 2 * self.x.shape[2]
-
-    def part(self, top: int, bottom: int) -> torch.Tensor:
+        if self.conv is None:
+            return self.x[:, :, top:bottom]
         above, below = max(0, top - 1), min(self.height, bottom + 1)
         first = above // 2
         part = F.interpolate(self.x[:, :, first : (below + 1) // 2], scale_factor=2.0)
@@ -64,20 +46,20 @@ class _Upsampled:
 def decode(decoder: Any, latents: torch.Tensor) -> torch.Tensor:
     """What diffusers' decoder computes [rows, 3, height, width]."""
     x: torch.Tensor = decoder.mid_block(decoder.conv_in(latents))
-    image: _Image = _Held(x)
+    image: _Image = _Image(x)
     for block in decoder.up_blocks:
         for resnet in block.resnets:
             x = _add_resnet(resnet, image)
-            image = _Held(x)
+            image = _Image(x)
         for sampler in block.upsamplers or ():  # one at most
-            image = _Upsampled(sampler.conv, x)
+            image = _Image(x, sampler.conv)
     return _join(_normalise_and_convolve(decoder.conv_norm_out, decoder.conv_out, image), image)
 
 
 def _add_resnet(resnet: Any, image: _Image) -> torch.Tensor:
     """A residual block's output, in the place of its input where that has the same shape."""
-    inner = _Held(_join(_normalise_and_convolve(resnet.norm1, resnet.conv1, image), image))
-    in_place = isinstance(image, _Held) and resnet.conv_shortcut is None
+    inner = _Image(_join(_normalise_and_convolve(resnet.norm1, resnet.conv1, image), image))
+    in_place = image.conv is None and resnet.conv_shortcut is None
     output = image.part(0, image.height) if in_place else torch.empty_like(inner.x)
     for top, changed in _normalise_and_convolve(resnet.norm2, resnet.conv2, inner):
         bottom = top + changed.shape[2]

@@ -7,6 +7,7 @@ network are a few stacks: a launch for each layer would take longer than the ari
 from __future__ import annotations
 
 import functools
+import math
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,6 +15,9 @@ from dataclasses import dataclass
 import torch
 
 Tensors = Mapping[str, torch.Tensor]
+
+#: A low-rank weight change: up [..., out, rank] and down [..., rank, inputs].
+Factors = tuple[torch.Tensor, torch.Tensor]
 
 #: Tensors of any kind: a strength, and DoRA's norms by LyCORIS' and peft's name.
 EXTRAS = frozenset({"alpha", "dora_scale", "magnitude"})
@@ -69,9 +73,50 @@ def _has_out_dtype() -> bool:
     return hasattr(torch.ops.aten.bmm, "dtype")  # torch 2.8
 
 
+def factorise(change: Tensors, most: int) -> Factors | None:
+    """One layer's change as up [out, rank] and down [rank, inputs of all taps], without its scale.
+
+    Products of low-rank parts are of low rank, too: elementwise ones (LoHa) and Kronecker's (LoKr)
+    at most of the product of their ranks. None where that is above *most*, for DoRA and for whole
+    differences.
+    """
+    product = _PRODUCTS.get(frozenset(change), _full)
+    if product is _full:
+        return None
+    tensors = {name: each[None] for name, each in change.items()}
+    if product is _lora:
+        parts = [_lora_factors(tensors)]
+    else:
+        parts = [
+            _half_factors(tensors, "hada" if product is _loha else "lokr", half) for half in "12"
+        ]
+    if math.prod(down.shape[1] for _, down in parts) > most:
+        return None
+    if change.keys() == {"down", "up"}:
+        ((up, down),) = parts
+        return up[0], down[0]
+    ups, downs = (
+        [each[0].float().contiguous() for each in side] for side in zip(*parts, strict=True)
+    )
+    if product is _loha:
+        return _balanced(
+            (ups[0][:, :, None] * ups[1][:, None]).flatten(1),
+            (downs[0][:, None] * downs[1][None]).flatten(0, 1),
+        )
+    # Kronecker's; the second half's columns end with the kernel, as a weight's do.
+    return _balanced(functools.reduce(torch.kron, ups), functools.reduce(torch.kron, downs))
+
+
+def _balanced(up: torch.Tensor, down: torch.Tensor) -> Factors:
+    """The same product by factors of one size: neither underflows in float16."""
+    smallest = torch.finfo(torch.float32).tiny
+    sizes = [each.clamp_min(smallest).sqrt() for each in (up.abs().amax(0), down.abs().amax(1))]
+    ratio = sizes[1] / sizes[0]
+    return up * ratio, down / ratio[:, None]
+
+
 def _lora(tensors: Tensors) -> torch.Tensor:
-    down, up = tensors["down"].flatten(2), tensors["up"].flatten(2)
-    return _tucker(tensors["mid"], up.mT, down) if "mid" in tensors else multiply(up, down)
+    return multiply(*_lora_factors(tensors))
 
 
 def _loha(tensors: Tensors) -> torch.Tensor:
@@ -88,23 +133,36 @@ def _lokr(tensors: Tensors) -> torch.Tensor:
 def _half(tensors: Tensors, kind: str, half: str) -> torch.Tensor:
     if (whole := tensors.get(f"{kind}_w{half}")) is not None:
         return whole.float().flatten(2)
-    first, second = tensors[f"{kind}_w{half}_a"], tensors[f"{kind}_w{half}_b"]
+    return multiply(*_half_factors(tensors, kind, half))
+
+
+def _lora_factors(tensors: Tensors) -> Factors:
+    up, down = tensors["up"].flatten(2), tensors["down"].flatten(2)
+    return (up, _with_core(tensors["mid"], down)) if "mid" in tensors else (up, down)
+
+
+def _half_factors(tensors: Tensors, kind: str, half: str) -> Factors:
+    if (whole := tensors.get(f"{kind}_w{half}")) is not None:
+        whole = whole.flatten(2)
+        _, outer, inner = whole.shape
+        identity = torch.eye(min(outer, inner), device=whole.device)[None]
+        return (identity, whole) if outer <= inner else (whole, identity)
+    first, second = tensors[f"{kind}_w{half}_a"], tensors[f"{kind}_w{half}_b"].flatten(2)
     core = tensors.get(f"{kind}_t{half}")
-    if core is not None:
-        return _tucker(core, first, second).flatten(2)
-    return multiply(first, second.flatten(2))
+    return (first, second) if core is None else (first.mT, _with_core(core, second))
+
+
+def _with_core(core: torch.Tensor, inner: torch.Tensor) -> torch.Tensor:
+    """Cores [layers, rank, other rank, *kernel] and inner [.., other rank, in]: [.., rank, inputs].
+
+    Tucker's form; the inputs are those of all taps of the kernel.
+    """
+    product = torch.einsum("nrs...,nsi->nri...", core.float(), inner.float())
+    return product.flatten(2)
 
 
 def _full(tensors: Tensors) -> torch.Tensor:
     return tensors["diff"].to(torch.float32, copy=True)
-
-
-def _tucker(core: torch.Tensor, outer: torch.Tensor, inner: torch.Tensor) -> torch.Tensor:
-    """Core [rank, rank, *kernel], outer [rank, out], inner [rank, in] to [out, in, *kernel]."""
-    product: torch.Tensor = torch.einsum(
-        "nrs...,nro,nsi->noi...", core.float(), outer.float(), inner.float()
-    )
-    return product.contiguous()
 
 
 def _decompose(
@@ -140,9 +198,6 @@ _PRODUCTS: Mapping[frozenset[str], Callable[[Tensors], torch.Tensor]] = {
     **{frozenset(one | two): _lokr for one in _LOKR_HALVES[0] for two in _LOKR_HALVES[1]},
 }
 
-
-#: A low-rank weight change: up [..., out, rank] and down [..., rank, in].
-Factors = tuple[torch.Tensor, torch.Tensor]
 
 #: Memory for changes in float32 while they are merged, or one layer's, 157 MB at most in SD1.5.
 #: More takes fewer launches: at the end of a round of 16 images, hundreds for each slot.

@@ -10,12 +10,13 @@ import functools
 import itertools
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Literal
 
 import torch
 from torch import nn
 
+from imagefleet.files import contents
+from imagefleet.files.safetensors import Header
 from worker.engine.files import safetensors
 from worker.engine.files.safetensors import Place, UnusableError
 from worker.engine.lora import kinds
@@ -49,31 +50,6 @@ _UNSUPPORTED_KINDS = (
     (re.compile(r"(emb_params|bundle_emb\..+|string_to_param.*)"), "a textual inversion"),
 )
 
-_MODELS_BY_KEY = (
-    (re.compile(r"lora_te2_|text_encoder_2\.|conditioner[._]"), "SDXL"),
-    (re.compile(r"lora_unet_(input_blocks|output_blocks|middle_block)_"), "SDXL"),
-    (re.compile(r".*(double_blocks|single_blocks|single_transformer_blocks)[._]"), "Flux"),
-    (re.compile(r".*joint_blocks[._]"), "SD3"),
-)
-#: Prefixes of what trainers write into the header.
-_MODELS_BY_METADATA = {
-    "ss_base_model_version": {
-        "sd_v2": "SD2",
-        "sdxl": "SDXL",
-        "sd3": "SD3",
-        "flux": "Flux",
-    },
-    "modelspec.architecture": {
-        "stable-diffusion-v2": "SD2",
-        "stable-diffusion-xl": "SDXL",
-        "stable-diffusion-v3": "SD3",
-        "flux": "Flux",
-    },
-}
-#: SD2's LoRAs have SD1's layer names; only the text encoder's width differs.
-_MODELS_BY_WIDTH = {768: "SD1", 1024: "SD2", 2048: "SDXL"}
-_TEXT_KEY = re.compile(r".*attn2[._]to_[kv]\.lora(_down|_A|\.down)\.weight")
-
 #: Keys that are remembered: all kinds of tensors of SD1.5's layers, as several programs write them.
 _MAX_PLACES = 20_000
 
@@ -90,31 +66,27 @@ class Layers:
         originals = original_names(layers)
         for path, layer in layers.items():
             self.shapes["unet", path] = layer.weight.shape
-            for name in {path, path.removesuffix(".0")}:  # `to_out.0` was once `to_out`
-                self._name("unet", path, name, f"unet.{name}")
-            for name in {path, originals.get(path, path)}:
-                self._name("unet", path, "lora_unet_" + name.replace(".", "_"))
+            dotted = {path, path.removesuffix(".0")}  # `to_out.0` was once `to_out`
+            flat = {path, originals.get(path, path)}
+            self._name("unet", path, ("", "unet."), dotted)
+            self._name("unet", path, ("lora_unet_",), map(_flat, flat))
         for network, text_encoder in text_encoders.items():
             # The first of two has a number, too.
-            prefixes = ["lora_te2"] if network == "text_encoder_2" else ["lora_te", "lora_te1"]
-            self._name_text_encoder(network, text_encoder, prefixes)
+            prefixes = {"text_encoder_2": ("lora_te2_",)}.get(network, ("lora_te_", "lora_te1_"))
+            for path, layer in adaptable_layers(text_encoder).items():
+                self.shapes[network, path] = layer.weight.shape
+                # transformers 5.6 dropped the level; files may have it.
+                short = path.removeprefix("text_model.")
+                old = re.sub(r"\b(?:([qkv])_proj|(out)_proj)$", r"to_\1\2", short)
+                names = {short, old, f"text_model.{short}", f"text_model.{old}"}
+                self._name(network, path, (f"{network}.",), names)
+                self._name(network, path, prefixes, map(_flat, names))
 
-    def _name_text_encoder(
-        self, network: Network, text_encoder: nn.Module, prefixes: Sequence[str]
+    def _name(
+        self, network: Network, path: str, prefixes: Sequence[str], names: Iterable[str]
     ) -> None:
-        for path, layer in adaptable_layers(text_encoder).items():
-            self.shapes[network, path] = layer.weight.shape
-            # transformers 5.6 dropped the level; files may have it.
-            short = path.removeprefix("text_model.")
-            old = re.sub(r"\b(?:([qkv])_proj|(out)_proj)$", r"to_\1\2", short)
-            for name in {short, old, f"text_model.{short}", f"text_model.{old}"}:
-                flat = name.replace(".", "_")
-                self._name(network, path, f"{network}.{name}")
-                self._name(network, path, *(f"{prefix}_{flat}" for prefix in prefixes))
-
-    def _name(self, network: Network, path: str, *names: str) -> None:
-        for name in names:
-            self._by_name[name] = (network, path)
+        for prefix, name in itertools.product(prefixes, names):
+            self._by_name[prefix + name] = (network, path)
 
     def place(self, key: str) -> tuple[LayerId, str] | None:
         """The layer and the tensor that a LoRA file's *key* names, if both are known."""
@@ -132,6 +104,10 @@ class Layers:
         """The layer that a LoRA file calls *name*."""
         plain = name.removeprefix("base_model.model.").replace(".processor.", ".")
         return self._by_name.get(plain)
+
+
+def _flat(name: str) -> str:
+    return name.replace(".", "_")
 
 
 def adaptable_layers(network: nn.Module) -> dict[str, nn.Linear | nn.Conv2d]:
@@ -157,24 +133,6 @@ def unsupported_kind(key: str) -> str | None:
     return next((kind for pattern, kind in _UNSUPPORTED_KINDS if pattern.fullmatch(key)), None)
 
 
-def made_for(shapes: Mapping[str, Iterable[int]], metadata: Mapping[str, str]) -> str | None:
-    """The model a file was made for, if its header, keys or shapes show it."""
-    for field, models in _MODELS_BY_METADATA.items():
-        stated = metadata.get(field, "")
-        for start, model in models.items():
-            if stated.startswith(start):
-                return model
-    for key, shape in shapes.items():
-        for pattern, model in _MODELS_BY_KEY:
-            if pattern.match(key):
-                return model
-        if _TEXT_KEY.fullmatch(key):
-            found = _MODELS_BY_WIDTH.get((0, *shape)[-1])
-            if found:
-                return found
-    return None
-
-
 #: The most characters of a tensor's name in a message.
 _SHOWN_CHARACTERS = 200
 
@@ -187,15 +145,9 @@ class _UnfitError(Exception):
     """What does not fit the model."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Layer:
-    """A layer's tensors as views: name, type, size, stride and the first number's place."""
-
-    views: Sequence[tuple[str, torch.dtype, tuple[int, ...], tuple[int, ...], int]]
-    copies: Mapping[str, Place]
-    """Places of tensors that are not aligned."""
-    alpha: tuple[torch.dtype, int] | None
-    """The place among all alphas of this type."""
+#: A tensor's name and place, and its stride and first number among those of its type; None where
+#: it is not aligned.
+_View = tuple[str, Place, tuple[tuple[int, ...], int] | None]
 
 
 class Layout:
@@ -209,9 +161,7 @@ class Layout:
         compute = functools.cache(_compute_without_numbers)  # most layers are alike
         for layer, found in by_layer.items():
             _check_shapes(layer, found, layers.shapes[layer], compute)
-        alphas: dict[torch.dtype, list[int]] = {}
-        self._layers = {layer: _as_views(found, alphas) for layer, found in by_layer.items()}
-        self._alphas = {dtype: torch.tensor(at) for dtype, at in alphas.items()}
+        self._layers = {layer: list(map(_view, found.items())) for layer, found in by_layer.items()}
 
     def tensors(
         self, data: torch.Tensor
@@ -219,21 +169,15 @@ class Layout:
         """Each layer's tensors as views of a file's *data*, but for its alpha, which is read."""
         self._check_numbers(data)
         numbers = {run.dtype: _as_numbers(data, run.dtype) for run in self._runs}
-        alphas = {dtype: numbers[dtype][at].tolist() for dtype, at in self._alphas.items()}
         for layer, found in self._layers.items():
             views = {
-                name: numbers[dtype].as_strided(size, stride, at)
-                for name, dtype, size, stride, at in found.views
+                name: numbers[place.dtype].as_strided(place.shape, *where)
+                if where
+                else place.of(data)
+                for name, place, where in found
             }
-            for name, place in found.copies.items():
-                views[name] = place.of(data)
-            alpha = None
-            if "alpha" in views:
-                alpha = float(views.pop("alpha").item())
-            elif found.alpha is not None:
-                dtype, number = found.alpha
-                alpha = alphas[dtype][number]
-            yield layer, views, alpha
+            alpha = views.pop("alpha", None)
+            yield layer, views, None if alpha is None else float(alpha)
 
     def _check_numbers(self, data: torch.Tensor) -> None:
         for run in self._runs:
@@ -258,9 +202,8 @@ class Layouts:
         except _UnfitError as error:
             places = safetensors.places(content.header, len(content.data))
             shapes = {name: place.shape for name, place in places.items()}
-            model = made_for(shapes, content.metadata)
-            origin = f" (it was made for {model})" if model else ""
-            raise UnusableError(f"does not fit this model{origin}: {error}") from error
+            what = contents.identify(Header(shapes, content.metadata, len(content.data))).name
+            raise UnusableError(f"does not fit this model (it is {what}): {error}") from error
 
     def _make(self, header: str, data_bytes: int) -> Layout:
         places = safetensors.places(header, data_bytes)
@@ -326,21 +269,11 @@ def _compute_without_numbers(
     kinds.compute(tensors, 1.0, torch.empty((1, *weight), device="meta"))
 
 
-def _as_views(found: Mapping[str, Place], alphas: dict[torch.dtype, list[int]]) -> _Layer:
-    """Adds the place of the layer's alpha to *alphas*."""
-    views, copies, alpha = [], {}, None
-    for name, place in found.items():
-        at, rest = divmod(place.begin, place.dtype.itemsize)
-        if rest:
-            copies[name] = place
-        elif name == "alpha":
-            numbers = alphas.setdefault(place.dtype, [])
-            alpha = (place.dtype, len(numbers))
-            numbers.append(at)
-        else:
-            stride = torch.empty(place.shape, device="meta").stride()
-            views.append((name, place.dtype, place.shape, stride, at))
-    return _Layer(views, copies, alpha)
+def _view(found: tuple[str, Place]) -> _View:
+    name, place = found
+    at, rest = divmod(place.begin, place.dtype.itemsize)
+    stride = torch.empty(place.shape, device="meta").stride()
+    return name, place, None if rest else (stride, at)
 
 
 def _runs(places: Mapping[str, Place]) -> Iterator[Place]:

@@ -7,9 +7,10 @@ copy to the device.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -17,7 +18,7 @@ from torch import nn
 from worker.engine.files import safetensors
 from worker.engine.files.safetensors import Place
 from worker.engine.lora.file import LoraFile, WeightDelta
-from worker.engine.lora.kinds import Factors, Stack, StackedChange
+from worker.engine.lora.kinds import Stack, StackedChange
 from worker.engine.lora.layout import LayerId, Network, adaptable_layers
 
 LoraKey = tuple[object, ...]
@@ -141,30 +142,28 @@ _Weighted = tuple[float, WeightDelta]
 
 
 @dataclass(frozen=True, slots=True)
+class _LowRankPlaces:
+    """The plain LoRAs of a group, by layer."""
+
+    up: Place
+    down: Place
+    strength: float
+    """The largest: the device multiplies by it, so that most jobs' factors are copied as is."""
+    by_layer: Mapping[int, Sequence[_Weighted]]
+
+
+@dataclass(frozen=True, slots=True)
 class _StackPlaces:
-    positions: Sequence[int]
+    """Changes of one other kind, see `Stack`."""
+
+    by_layer: Mapping[int, _Weighted]
     index: Place
     tensors: Mapping[str, Place]
-    scale: float
-    strength: float
 
     def of(self, flat: torch.Tensor) -> Stack:
         tensors = {name: place.of(flat) for name, place in self.tensors.items()}
-        return Stack(self.positions, self.index.of(flat), tensors, self.scale, self.strength)
-
-
-@dataclass(slots=True)
-class _GroupPlaces:
-    low_rank: tuple[Place, Place] | None = None
-    strength: float = 1.0
-    stacks: list[_StackPlaces] = field(default_factory=list)
-
-    def of(self, flat: torch.Tensor) -> StackedChange:
-        factors: Factors | None = None
-        if self.low_rank is not None:
-            up, down = self.low_rank
-            factors = (up.of(flat), down.of(flat))
-        return StackedChange(factors, self.strength, [each.of(flat) for each in self.stacks])
+        strength, delta = next(iter(self.by_layer.values()))
+        return Stack(list(self.by_layer), self.index.of(flat), tensors, delta.scale, strength)
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,27 +175,34 @@ class PackedLoras:
     """
 
     size_bytes: int
-    places: Mapping[Group, _GroupPlaces]
-    _low_rank: Mapping[Group, Mapping[int, Sequence[_Weighted]]]
-    _stacked: Sequence[tuple[_StackPlaces, Sequence[WeightDelta]]]
+    _low_rank: Mapping[Group, _LowRankPlaces]
+    _stacks: Mapping[Group, Sequence[_StackPlaces]]
 
     def assemble(self) -> torch.Tensor:
         """The tensor [size_bytes] in host memory."""
         flat = safetensors.packs.take(self.size_bytes)
-        for group, change in self.by_group(flat).items():
-            if change.low_rank is not None:
-                _fill_low_rank(*change.low_rank, change.strength, self._low_rank[group])
-        for places, deltas in self._stacked:
+        for plain in self._low_rank.values():
+            _fill_low_rank(plain.up.of(flat), plain.down.of(flat), plain.strength, plain.by_layer)
+        for places in itertools.chain.from_iterable(self._stacks.values()):
             stack = places.of(flat)
             stack.index.copy_(torch.tensor(stack.positions))
             for name, tensor in stack.tensors.items():
-                sources = [each.tensors[name].view(tensor.shape[1:]) for each in deltas]
+                shape = tensor.shape[1:]
+                sources = [each.tensors[name].view(shape) for _, each in places.by_layer.values()]
                 torch._foreach_copy_(tensor.unbind(), sources)
         return flat
 
     def by_group(self, flat: torch.Tensor) -> dict[Group, StackedChange]:
         """Views of *flat*, a copy on any device, for each changed group."""
-        return {group: places.of(flat) for group, places in self.places.items()}
+        changes = {}
+        for group in {**self._low_rank, **self._stacks}:
+            plain = self._low_rank.get(group)
+            changes[group] = StackedChange(
+                (plain.up.of(flat), plain.down.of(flat)) if plain else None,
+                plain.strength if plain else 1.0,
+                [each.of(flat) for each in self._stacks.get(group, ())],
+            )
+        return changes
 
 
 def pack(
@@ -224,78 +230,53 @@ def pack(
                 kind.setdefault(group, {}).setdefault(at, []).append(weighted)
             elif path not in elsewhere:
                 return None
-    packer = _Packer()
+    size = 0
+
+    def place(dtype: torch.dtype, *shape: int) -> Place:
+        nonlocal size
+        begin, end = size, size + math.prod(shape) * dtype.itemsize
+        size = end + -end % _ALIGNMENT_BYTES
+        return Place(dtype, shape, begin, end)
+
+    low_rank = {}
     for group, by_layer in plain.items():
-        packer.add_low_rank(group, len(groups[group]), by_layer, dtype)
-    for group, by_layer in others.items():
-        packer.add_stacks(group, by_layer)
-    return packer.pack()
-
-
-class _Packer:
-    """Finds each tensor's place."""
-
-    def __init__(self) -> None:
-        self._places: dict[Group, _GroupPlaces] = {}
-        self._low_rank: dict[Group, Mapping[int, Sequence[_Weighted]]] = {}
-        self._stacked: list[tuple[_StackPlaces, Sequence[WeightDelta]]] = []
-        self._size = 0
-
-    def add_low_rank(
-        self,
-        group: Group,
-        layers: int,
-        by_layer: Mapping[int, Sequence[_Weighted]],
-        dtype: torch.dtype,
-    ) -> None:
-        _, outer, inner = group
+        layers, (_, outer, inner) = len(groups[group]), group
         rank = max(map(_rank, by_layer.values()))
         rank += -rank % _RANK_ALIGNMENT
-        up = self._place(dtype, (layers, outer, rank))
-        down = self._place(dtype, (layers, rank, inner))
-        places = self._places.setdefault(group, _GroupPlaces())
-        places.low_rank = (up, down)
-        # The device multiplies by it, so that the factors of most jobs are copied as they are.
         strengths = [_strength(each) for weighted in by_layer.values() for each in weighted]
-        places.strength = max(strengths, key=abs) or 1.0
-        self._low_rank[group] = by_layer
-
-    def add_stacks(self, group: Group, by_layer: Mapping[int, Sequence[_Weighted]]) -> None:
-        """Stacks what has equal names, shapes, scales and strengths, once for each layer."""
-        alike: dict[object, dict[int, _Weighted]] = {}
-        for at, changes in sorted(by_layer.items()):
-            for strength, delta in changes:
-                tensors = [
-                    (name, each.dtype, _as_linear(each.shape))
-                    for name, each in sorted(delta.tensors.items())
-                ]
-                number = 0
-                while at in alike.get(key := (number, strength, delta.scale, *tensors), {}):
-                    number += 1
-                alike.setdefault(key, {})[at] = (strength, delta)
-        for stacked in alike.values():
-            ((strength, first), *_) = stacked.values()
-            places = _StackPlaces(
-                list(stacked),
-                self._place(torch.int64, (len(stacked),)),
+        up, down = place(dtype, layers, outer, rank), place(dtype, layers, rank, inner)
+        low_rank[group] = _LowRankPlaces(up, down, max(strengths, key=abs) or 1.0, by_layer)
+    stacks = {
+        group: [
+            _StackPlaces(
+                stacked,
+                place(torch.int64, len(stacked)),
                 {
-                    name: self._place(each.dtype, (len(stacked), *_as_linear(each.shape)))
-                    for name, each in first.tensors.items()
+                    name: place(each.dtype, len(stacked), *_as_linear(each.shape))
+                    for name, each in next(iter(stacked.values()))[1].tensors.items()
                 },
-                first.scale,
-                strength,
             )
-            self._places.setdefault(group, _GroupPlaces()).stacks.append(places)
-            self._stacked.append((places, [delta for _, delta in stacked.values()]))
+            for stacked in _alike(by_layer)
+        ]
+        for group, by_layer in others.items()
+    }
+    return PackedLoras(size, low_rank, stacks)
 
-    def pack(self) -> PackedLoras:
-        return PackedLoras(self._size, self._places, self._low_rank, self._stacked)
 
-    def _place(self, dtype: torch.dtype, shape: tuple[int, ...]) -> Place:
-        end = self._size + math.prod(shape) * dtype.itemsize
-        place = Place(dtype, shape, self._size, end)
-        self._size = end + -end % _ALIGNMENT_BYTES
-        return place
+def _alike(by_layer: Mapping[int, Sequence[_Weighted]]) -> Collection[Mapping[int, _Weighted]]:
+    """What has equal names, shapes, scales and strengths, once for each layer, in their order."""
+    alike: dict[object, dict[int, _Weighted]] = {}
+    for at, changes in sorted(by_layer.items()):
+        for strength, delta in changes:
+            tensors = [
+                (name, each.dtype, _as_linear(each.shape))
+                for name, each in sorted(delta.tensors.items())
+            ]
+            number = 0
+            while at in alike.get(key := (number, strength, delta.scale, *tensors), {}):
+                number += 1
+            alike.setdefault(key, {})[at] = (strength, delta)
+    return alike.values()
 
 
 def _as_linear(shape: Sequence[int]) -> tuple[int, ...]:

@@ -20,7 +20,7 @@ from torch import nn
 from imagefleet import errors
 from worker.engine.files import safetensors
 from worker.engine.kernels.layers import Upsampler
-from worker.engine.lora import low_rank
+from worker.engine.lora import kinds
 from worker.engine.lora.merge import AppliedLora
 
 #: The highest rank, that of one job's LoRAs added up, of a 3x3 convolution (where 128 should cost a
@@ -286,7 +286,7 @@ class ConvolutionPack:
     """Layers and rank of each changed shape; a shape's ups come before its downs."""
     dtype: torch.dtype
     _groups: Mapping[Shape, Sequence[str]]
-    _found: Mapping[str, Sequence[tuple[float, low_rank.Factors]]]
+    _found: Mapping[str, Sequence[tuple[float, kinds.Factors]]]
     """Strengths and factors of the changes, by the layers' paths."""
 
     @property
@@ -338,12 +338,12 @@ def pack(
     None if any of them is not of low rank, or of one that is too high.
     """
     shapes = {path: shape for shape, paths in groups.items() for path in paths}
-    found: dict[str, list[tuple[float, low_rank.Factors]]] = {}
+    found: dict[str, list[tuple[float, kinds.Factors]]] = {}
     for lora in loras:
         for path, delta in lora.file.deltas["unet"].items():
             if path not in shapes:
                 continue
-            factors = low_rank.factorise(delta, shapes[path].max_rank)
+            factors = kinds.factorise(delta.tensors, shapes[path].max_rank)
             if factors is None:
                 return None
             strength = lora.weights["unet"] * delta.scale

@@ -88,39 +88,6 @@ def _ramp(length: int) -> torch.Tensor:
     return (torch.arange(length) + 0.5) / length
 
 
-#: What those two import from torchvision's module of functions.
-_FUNCTIONS = ("InterpolationMode", "normalize", "rotate")
-
-_MODULES = ("torchvision", "torchvision.transforms", "torchvision.transforms.functional")
-
-_lock = threading.Lock()
-
-
-def load_spandrel() -> Any:
-    """The library; slow the first time; raises ImportError if it is not installed."""
-    with _lock, _without_torchvision():
-        import spandrel
-
-        return spandrel
-
-
-@contextlib.contextmanager
-def _without_torchvision() -> Iterator[None]:
-    """Empty modules in its place if it is missing, taken away again before others look for it."""
-    if "spandrel" in sys.modules or importlib.util.find_spec("torchvision") is not None:
-        yield
-        return
-    stand_ins = {name: ModuleType(name) for name in _MODULES}
-    for function in _FUNCTIONS:
-        setattr(stand_ins[_MODULES[-1]], function, None)
-    sys.modules.update(stand_ins)
-    try:
-        yield
-    finally:
-        for name in stand_ins:
-            del sys.modules[name]
-
-
 log = logging.getLogger(__name__)
 
 #: Networks on the device: the usual ones have 33 MiB in float16.
@@ -131,6 +98,14 @@ KEPT = 3
 TILE, LEAST_TILE = 512, 64
 
 _RGB = 3
+
+#: spandrel asks for torchvision, which has to be built for the very torch that is installed. Only
+#: two of its architectures use it, and neither enlarges images: modules that it imports, and what
+#: those two import from the last one.
+_MODULES = ("torchvision", "torchvision.transforms", "torchvision.transforms.functional")
+_FUNCTIONS = ("InterpolationMode", "normalize", "rotate")
+
+_importing = threading.Lock()
 
 
 class Upscaler:
@@ -192,7 +167,7 @@ class UpscalerCache:
         self._kept = ReadOnce[Upscaler](kept)
 
     def load(self, path: Path) -> Callable[[contract.Pixels, float], contract.Pixels]:
-        """The same, as a function that takes and ignores a factor: the network has its own."""
+        """`get`, as a function that takes and ignores a factor: the network has its own."""
         upscaler = self.get(path)
         return lambda pixels, _: upscaler.enlarge(pixels)
 
@@ -209,7 +184,7 @@ def read_upscaler(path: Path, device: torch.device) -> Upscaler:
     Raises JobError if this worker has no spandrel.
     """
     try:
-        spandrel = load_spandrel()
+        spandrel = import_spandrel()
     except ImportError as error:
         raise errors.JobError(
             f"the upscaler {path.stem!r} needs what `pip install '.[upscalers]'` installs ({error})"
@@ -232,3 +207,31 @@ def read_upscaler(path: Path, device: torch.device) -> Upscaler:
     if network.tiling is spandrel.ModelTiling.INTERNAL:
         raise UnusableError(f"is {network.architecture.name}, which works on whole images only")
     return Upscaler(path.stem, network, device)
+
+
+def import_spandrel() -> Any:
+    """Imports spandrel where there is no torchvision, too; slow the first time.
+
+    Raises ImportError if it is not installed.
+    """
+    with _importing, _without_torchvision():
+        import spandrel
+
+        return spandrel
+
+
+@contextlib.contextmanager
+def _without_torchvision() -> Iterator[None]:
+    """Empty modules in its place if it is missing, taken away again before others look for it."""
+    if "spandrel" in sys.modules or importlib.util.find_spec("torchvision") is not None:
+        yield
+        return
+    stand_ins = {name: ModuleType(name) for name in _MODULES}
+    for function in _FUNCTIONS:
+        setattr(stand_ins[_MODULES[-1]], function, None)
+    sys.modules.update(stand_ins)
+    try:
+        yield
+    finally:
+        for name in stand_ins:
+            del sys.modules[name]

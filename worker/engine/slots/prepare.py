@@ -12,7 +12,7 @@ from types import MappingProxyType
 import torch
 
 from imagefleet import errors
-from imagefleet.job.chunks import MAX_CHUNKS, Chunk
+from imagefleet.job.clip import MAX_CHUNKS, Chunk
 from imagefleet.job.prompt import Prompt
 from worker.engine import contract, embeddings, sampler, text
 from worker.engine.checkpoint import Checkpoint

@@ -17,7 +17,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
 
-from imagefleet.job.chunks import Chunk
+from imagefleet.job.clip import Chunk
 from worker.engine import contract, embeddings, text
 from worker.engine import errors as engine_errors
 from worker.engine.checkpoint import Checkpoint
@@ -227,21 +227,12 @@ class LatentStager(Stager):
         self._is_inpainting = (
             checkpoint.conditioning_channels > 0 and not checkpoint.family.enlarges_image
         )
-        tokens = {
-            "start": checkpoint.tokenizer.bos_token_id,
-            "end": checkpoint.tokenizer.eos_token_id,
-        }
-        self._encoder = text.JointEncoder(
-            [
-                text.Encoder(
-                    checkpoint.text_encoders[each.network],
-                    **tokens,
-                    rules=each.rules,
-                    name=embeddings.NAMES[each.network],
-                )
-                for each in self._family.text_encoders
-            ]
-        )
+        networks, tokenizer = checkpoint.text_encoders, checkpoint.tokenizer
+        readers = [
+            text.Reader(networks[each.network], each.rules, embeddings.NAMES[each.network])
+            for each in self._family.text_encoders
+        ]
+        self._encoder = text.Encoder(readers, tokenizer.bos_token_id, tokenizer.eos_token_id)
         self._images = ImageCoder(checkpoint.vae)
         self._text_loras = {
             network: TextEncoderLoras(each) for network, each in checkpoint.text_encoders.items()

@@ -36,9 +36,6 @@ _FOLDER = b"[KERNELS]"
 _LEFT_OUT = frozenset({"locks", "lock"})
 _LEFT_OUT_SUFFIXES = frozenset({".lock", ".part", ".ready", ".pyc"})
 
-#: The most characters of an entry's name in a message.
-_SHOWN_CHARACTERS = 80
-
 _NOT_IN_NAMES = re.compile(r"[^a-z0-9.]+")
 
 
@@ -115,10 +112,9 @@ def pack(
 
 
 def check(path: Path) -> tuple[Key, int]:
-    """Reads all of an archive; returns its key, and the bytes of its files.
+    """The key of an archive, and the bytes of its files, all of which are read.
 
-    Raises:
-        UnusableArchiveError: it is none, or any of it is damaged.
+    Raises UnusableArchiveError if it is none, or any of it is damaged.
     """
     entries = _entries(path)
     name, content = next(entries, ("", b""))
@@ -159,8 +155,9 @@ def _entries(path: Path) -> Iterator[tuple[str, bytes]]:
                 is_inside = not name.is_absolute() and ".." not in name.parts
                 file = tar.extractfile(entry) if entry.isfile() and is_inside else None
                 if file is None:
-                    shown = entry.name[:_SHOWN_CHARACTERS]
-                    raise UnusableArchiveError(f"{path} has an entry not its own: {shown!r}")
+                    raise UnusableArchiveError(
+                        f"{path} has an entry not its own: {entry.name[:80]!r}"
+                    )
                 size += entry.size
                 if size > MAX_BYTES:
                     raise UnusableArchiveError(f"{path} is too large: over {MAX_BYTES:,} bytes")

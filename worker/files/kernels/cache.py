@@ -1,7 +1,7 @@
 """A worker's compiled kernels: found on this machine, in the image or in the storage, or compiled.
 
-They are looked up while the checkpoint loads. Compiling waits for them, drawing does not. Whatever
-goes wrong is one line in the log: the worker then compiles, as it does without them.
+Compiling waits for them, drawing does not. Whatever goes wrong is one line in the log: the worker
+then compiles, as it does without them.
 """
 
 from __future__ import annotations
@@ -27,12 +27,11 @@ from imagefleet.storage import protocol
 from worker import tasks
 from worker.files import manifest, model
 from worker.files.disk_cache import DiskCache
-from worker.files.download import Download
+from worker.files.download import BlobSource, Download
 from worker.files.kernels import archive
 from worker.files.kernels.archive import Key
 from worker.files.kernels.machine import find_key
 from worker.files.manifest import Manifest
-from worker.files.sources import BlobSource
 from worker.settings import WorkerSettings
 
 log = logging.getLogger(__name__)
@@ -48,9 +47,6 @@ RETRIES = retry.RetryPolicy(tries=3, give_up_seconds=30)
 
 #: Torch's and Triton's variables for their folders.
 TORCH_FOLDER, TRITON_FOLDER = "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"
-
-#: How the folder's name begins that torch uses by default.
-_TORCHS_OWN = "torchinductor_"
 
 
 class KernelCache:
@@ -207,10 +203,7 @@ async def fetching(
     blobs: protocol.BlobStore,
     on_origin: Callable[[Origin], None] = lambda _: None,
 ) -> AsyncIterator[KernelCache | None]:
-    """The kernels of a worker whose model is on this machine, fetched during the block.
-
-    None where nothing is compiled, or no folder can be written.
-    """
+    """A worker's kernels, fetched during the block once its model is here; None as `open_cache`."""
     found = await asyncio.to_thread(open_cache, settings, on_origin)
     if found is None:
         yield None
@@ -227,10 +220,7 @@ async def fetching(
 def open_cache(
     settings: WorkerSettings, on_origin: Callable[[Origin], None] = lambda _: None
 ) -> KernelCache | None:
-    """The kernels of a worker with these settings; None where nothing is compiled.
-
-    Blocks on the driver.
-    """
+    """A worker's kernels; None where nothing is compiled or can be kept. Blocks on the driver."""
     if settings.compile == "off":
         return None
     try:
@@ -253,12 +243,14 @@ def open_cache(
 def use_folder(cache: Path, key: Key) -> Path:
     """Has torch and Triton keep the kernels of *key* in a folder of their own, and returns it.
 
-    Where their variables name folders already, they keep those.
-
-    Raises:
-        SetupError, NodeError: the folder cannot be written.
+    Where their variables name folders already, they keep those. Raises as `DiskCache.errors`.
     """
-    folder = _chosen_folder() or cache.expanduser().absolute() / "kernels" / key.name
+    folder = Path(os.environ.get(TORCH_FOLDER, ""))
+    # Torch sets the variable itself once imported, to a temporary folder.
+    temporary = Path(tempfile.gettempdir())
+    is_torchs = folder.parent == temporary and folder.name.startswith("torchinductor_")
+    if is_torchs or folder == Path():
+        folder = cache.expanduser().absolute() / "kernels" / key.name
     with DiskCache(folder).errors():
         folder.mkdir(parents=True, exist_ok=True)
     os.environ[TORCH_FOLDER] = str(folder)
@@ -266,21 +258,10 @@ def use_folder(cache: Path, key: Key) -> Path:
     return folder
 
 
-def _chosen_folder() -> Path | None:
-    """The operator's; torch sets the variable itself once imported, to a temporary folder."""
-    given = Path(os.environ.get(TORCH_FOLDER, ""))
-    is_torchs = given.parent == Path(tempfile.gettempdir()) and given.name.startswith(_TORCHS_OWN)
-    return None if given == Path() or is_torchs else given
-
-
 async def find_sha256(
     blobs: protocol.BlobStore, name: str, trusted: TrustedKeys | None
 ) -> str | None:
-    """The hash that the storage's list states for an archive; None if it lists no such one.
-
-    Raises:
-        TransientError: the storage does not answer; SetupError: the list is not signed as it must.
-    """
+    """The hash that the storage's list states, or None; raises as `Manifest.sha256`."""
     try:
         return await Manifest.stored(blobs, KERNELS.folder, trusted).sha256(name)
     except errors.MissingFileError:
@@ -299,7 +280,13 @@ def by_one_first(folder: Path, what: str) -> Iterator[None]:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if not done.exists():
-            _acquire(lock)
+            try:
+                lock.acquire(blocking=False)
+            except Timeout:
+                log.info(
+                    "waiting for another worker's kernels", extra={"action": "compile_awaited"}
+                )
+                lock.acquire()
     except OSError as error:
         log.warning(
             "compiling without waiting for other workers: %s", error, extra={"action": "no_lock"}
@@ -312,11 +299,3 @@ def by_one_first(folder: Path, what: str) -> Iterator[None]:
             done.touch()
     finally:
         lock.release()
-
-
-def _acquire(lock: FileLock) -> None:
-    try:
-        lock.acquire(blocking=False)
-    except Timeout:
-        log.info("waiting for another worker's kernels", extra={"action": "compile_awaited"})
-        lock.acquire()

@@ -24,10 +24,7 @@ _HASH_CHARACTERS = 8
 
 
 def find_key(model: Path, device: str) -> Key | None:
-    """The key of this machine and the checkpoint *model*; None if nothing is compiled here.
-
-    Imports no torch; blocks on the driver.
-    """
+    """This machine's key for a checkpoint; None if nothing is compiled. Blocks on the driver."""
     torch = _torch_versions()
     if device == "cpu" or torch is None or torch[1] is None:
         return None
@@ -65,11 +62,7 @@ def hash_sources(folder: Path) -> str:
 
 
 def hash_unet(model: Path) -> str:
-    """The same for a single file and a folder in diffusers format, which differ only in names.
-
-    Raises:
-        OSError, MalformedError: the checkpoint cannot be read.
-    """
+    """The same in either format of a checkpoint; raises OSError, MalformedError."""
     if model.is_dir():
         # One precision of several, as far as there are.
         files = sorted((model / "unet").glob("*.safetensors"))

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from imagefleet import errors
 from imagefleet.job import sizes
 from imagefleet.job.message import Job, read_job
-from imagefleet.job.passes import sources
+from imagefleet.job.passes import img2img
 from imagefleet.storage import protocol
 
 PNG = b"\x89PNG\r\n\x1a\n" + bytes(40)
@@ -32,15 +32,15 @@ def read(source: object) -> Job:
 )
 def test_a_name_is_a_blob_of_its_container(source: str, container: str, blob: str) -> None:
     (given,) = read(source).init_images
-    assert sources.place(given) == sources.Named(container, blob)  # type: ignore[arg-type]
+    assert img2img.place(given) == img2img.Named(container, blob)  # type: ignore[arg-type]
     protocol.check_blob_name(blob)
 
 
 @pytest.mark.parametrize("prefix", ["", "data:image/png;base64,", "data:image/jpeg;base64,"])
 def test_base64_is_an_image_within_the_message(prefix: str) -> None:
     (given,) = read(prefix + base64.b64encode(PNG).decode()).init_images
-    assert sources.place(given) is None
-    assert sources.content(given) == PNG
+    assert img2img.place(given) is None
+    assert img2img.content(given) == PNG
 
 
 @pytest.mark.parametrize(
@@ -78,7 +78,7 @@ def test_no_text_is_a_blob_outside_its_folder(text: str) -> None:
         (source,) = read(text).init_images
     except errors.InvalidMessageError:
         return
-    if (place := sources.place(source)) is not None:
+    if (place := img2img.place(source)) is not None:
         protocol.check_blob_name(place.blob)
         assert place.container == "images" or place.blob.startswith("inputs/")
 

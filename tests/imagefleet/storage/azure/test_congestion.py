@@ -6,7 +6,7 @@ import pytest
 
 import polling
 from imagefleet import errors
-from imagefleet.storage.azure.congestion import SendWindow
+from imagefleet.storage.azure.queue import SendWindow
 
 
 class Sends:

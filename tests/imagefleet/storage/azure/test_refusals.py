@@ -15,8 +15,8 @@ from pydantic import SecretStr
 
 from imagefleet import errors
 from imagefleet.retry import NEVER
-from imagefleet.storage.azure import refusals, roles
-from imagefleet.storage.azure.refusals import Answer, Credential
+from imagefleet.storage.azure import roles
+from imagefleet.storage.azure.errors import Credential, Refusal
 from imagefleet.storage.azure.storage import AzureStorage
 from imagefleet.storage.open import open_storage
 from imagefleet.storage.settings import StorageSettings
@@ -169,7 +169,7 @@ def token(**fields: str) -> str:
 
 
 def sentence(credential: Credential, permission: str, code: str, at: datetime = NOON) -> str:
-    return refusals.sentence("the queue 'jobs'", credential, permission, Answer(code, 403, at))
+    return Refusal("the queue 'jobs'", credential, permission, code, 403, at).sentence()
 
 
 def test_azures_clock_decides_and_a_wrong_one_of_this_machine_is_named() -> None:

@@ -83,7 +83,7 @@ def answer(body: str, **headers: str) -> web.Response:
 
 
 def tokens_of(storage: AzureStorage) -> credentials.RotatingTokens:
-    rotating = storage._credentials._to_close
+    rotating = storage._credentials._rotating
     assert isinstance(rotating, credentials.RotatingTokens)
     return rotating
 

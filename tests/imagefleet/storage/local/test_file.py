@@ -13,10 +13,11 @@ from pathlib import Path
 import pytest
 
 import polling
-from imagefleet import errors, uptime
+from imagefleet import errors
 from imagefleet.storage.local import file as sqlite_file
 from imagefleet.storage.local.queue import LocalQueue, QueueFile
 from imagefleet.storage.protocol import Message, Operations
+from imagefleet.telemetry import host
 
 LEASE_SECONDS = 30
 
@@ -264,12 +265,12 @@ async def test_a_clock_that_is_set_neither_ends_a_lease_nor_prolongs_it(
 async def test_after_a_restart_of_the_machine_the_leases_of_dead_workers_are_over(
     opened: Opened, wall: Wall, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(uptime, "boot_id", lambda: "first")
+    monkeypatch.setattr(host, "boot_id", lambda: "first")
     file, queue = opened()
     await file.create("jobs")
     await queue.send(["held", "waiting"])
     await queue.receive(1, 7 * 24 * HOUR)
-    monkeypatch.setattr(uptime, "boot_id", lambda: "second")
+    monkeypatch.setattr(host, "boot_id", lambda: "second")
     wall.now -= 24 * HOUR  # the clock's battery is empty
     _, after = opened()
     assert [each.body for each in await after.receive(2, LEASE_SECONDS)] == ["held", "waiting"]

@@ -26,8 +26,7 @@ from imagefleet.storage.routing import route
 from imagefleet.storage.routing.queue import RoutedQueue
 from imagefleet.storage.routing.route import Route
 from imagefleet.storage.settings import PRIORITIES, Priority
-from worker import pull
-from worker.jobs import depth
+from worker import metrics, pull
 from worker.models import change, choice
 
 LEASE_SECONDS = 30
@@ -142,14 +141,14 @@ class StandIns:
         return route
 
     def queue(self, share: float) -> RoutedQueue:
-        return RoutedQueue([self.route(share)], clock=self.clock)
+        return RoutedQueue([self.route(share)])
 
     def worker(self, share: float) -> RoutedQueue:
         """As a worker of one model has them: jobs may name it, or none."""
         own, named = (
             [self.route(share, each, model) for each in PRIORITIES] for model in (None, "a")
         )
-        queue = RoutedQueue(own, main=own[1], clock=self.clock)
+        queue = RoutedQueue(own, main=own[1])
         queue.add([RoutedQueue(named)])
         return queue
 
@@ -285,7 +284,7 @@ async def test_idle_workers_cost_what_the_page_says() -> None:
         fleet = StandIns(int(shards))
         asked = await fleet.idle_receives(fleet.worker(0.3)) / PART
         sizes = len(fleet.stored) + 1  # the poison queue's as well; an empty one is one request
-        looks = 24 * 3600 / route.look_seconds(depth.DEPTH_SECONDS, int(shards))
+        looks = 24 * 3600 / route.look_seconds(metrics.DEPTH_SECONDS, int(shards))
         operations = asked + sizes * looks
         assert operations == pytest.approx(int(stated.replace(",", "")), rel=0.03)
         assert WORKERS * operations / 1e6 == pytest.approx(int(millions), rel=0.03)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from diffusers import AutoencoderKL, UNet2DConditionModel
 
-from evaluation.bench import random_model
+import lora_kinds
 from worker.engine import checkpoint as checkpoints
 from worker.engine import contract
 from worker.engine.families.latents import of_latents
@@ -58,9 +58,7 @@ def test_a_larger_rank_compiles_once_more(
     }
     requests = []
     for rank in (4, 8, 40):
-        (name,) = random_model.build_random_loras(
-            tmp_path, small_model, 1, torch.device("cpu"), rank=rank
-        )
+        (name,) = lora_kinds.build(tmp_path, small_model, 1, torch.device("cpu"), rank=rank)
         lora = contract.Lora(name, tmp_path / f"{name}.safetensors", 0.2, 0.2)
         requests.append(make_request(loras=(lora,), steps=2, seed=rank, width=8, height=8))
     small, large = requests[:2], [requests[2], make_request(steps=2, width=8, height=8)]

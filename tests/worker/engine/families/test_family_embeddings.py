@@ -72,5 +72,5 @@ def test_an_embedding_for_another_family_is_refused_by_name(
 ) -> None:
     engine = family_engine("sdxl")
     for_sd1 = written(tmp_path / "e.safetensors", {"emb_params": torch.ones(2, 768)})
-    with pytest.raises(errors.UnusableFileError, match=r"'easynegative'.* for Stable Diffusion 1"):
+    with pytest.raises(errors.UnusableFileError, match=r"'easynegative'.* for SD 1"):
         engine.prepare(make_request(prompt="easynegative", embeddings=(for_sd1,)))

@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+import lora_kinds
 from evaluation.bench import random_model
 from imagefleet import errors
 from worker.engine import contract
@@ -66,7 +67,7 @@ def write_lora(path: Path, checkpoint: Any, spelling: str, *, seed: int = 0) -> 
         return path
     tensors = {}
     for key, layer in layers.items():
-        parts = random_model.MAKERS["lora"](tuple(layer.weight.shape), 4, generator)
+        parts = lora_kinds.MAKERS["lora"](tuple(layer.weight.shape), 4, generator)
         tensors[f"{key}.lora_A.weight"] = parts["lora_down.weight"].contiguous()
         tensors[f"{key}.lora_B.weight"] = parts["lora_up.weight"].contiguous()
     save_file(tensors, path)

@@ -9,7 +9,7 @@ from typing import Any, get_args
 import pytest
 import torch
 
-from evaluation.bench import random_model
+import lora_kinds
 from worker.engine import checkpoint as checkpoints
 from worker.engine import contract
 from worker.engine.families.latents import of_latents
@@ -38,7 +38,7 @@ def engines(family_folder: Any) -> Iterator[dict[str, SlotEngine]]:
 def loras(family_folder: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, contract.Lora]:
     folder = tmp_path_factory.mktemp("loras")
     found = {}
-    kinds: list[tuple[str, random_model.LoraFormat, int]] = [
+    kinds: list[tuple[str, lora_kinds.LoraFormat, int]] = [
         ("small", "lora", 4),
         ("large", "lora", 40),
         ("locon", "locon", 8),
@@ -46,7 +46,7 @@ def loras(family_folder: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[
         ("dora", "dora", 4),
     ]
     for name, kind, rank in kinds:
-        (file,) = random_model.build_random_loras(
+        (file,) = lora_kinds.build(
             folder / name, family_folder("sdxl"), 1, torch.device("cpu"), rank=rank, kind=kind
         )
         path: Path = folder / name / f"{file}.safetensors"

@@ -29,7 +29,7 @@ import tiny_model
 from families import tiny_families
 from imagefleet import errors
 from imagefleet.job import clip
-from imagefleet.job.noise import Noise
+from imagefleet.job.samplers import Noise
 from worker.engine import checkpoint as checkpoints
 from worker.engine import contract, load
 from worker.engine import noise as noises

@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from imagefleet import errors
-from imagefleet.job.noise import Noise
-from imagefleet.job.samplers import Options
+from imagefleet.job.samplers import Noise, Options
 from worker.engine import contract, load
 from worker.engine.slots.engine import SlotEngine
 

@@ -52,7 +52,7 @@ def test_the_named_lists_of_timesteps_are_those_of_diffusers(name: str, steps: i
 def test_jobs_know_the_samplers_of_pixels_by_name() -> None:
     assert len(schedules.LISTS) == 8
     own = {schedules.DDPM, schedules.EDM, *schedules.LISTS}
-    assert set(samplers.PIXEL_SAMPLERS) == own
+    assert {each.key for each in samplers.NAMES.values()} - {*samplers.SAMPLERS} == own
     assert {samplers.find(name.upper()).key for name in own} == own
 
 

@@ -14,7 +14,7 @@ import torch
 from PIL import Image
 
 from families import tiny_families
-from fleet.files import canary, preview
+from fleet.files import drawing
 from imagefleet import errors
 from imagefleet.storage import dead_letter
 from imagefleet.storage.open import Storage
@@ -144,7 +144,7 @@ async def test_a_job_that_it_cannot_draw_fails_with_what_to_change(
         ]
     )
     await run_pipeline(upscaler)
-    failed = [dead_letter.FailedJob.read(each.body) async for each in storage.poison.browse()]
+    failed = [dead_letter.FailedJob.parse(each.body) async for each in storage.poison.browse()]
     reasons = {each.id: each.reason for each in failed if each is not None}
     assert "the job needs init_images" in reasons["text"]
     assert "makes 96x64 pixels of an image of 24x16" in reasons["small"]
@@ -168,7 +168,7 @@ def test_a_model_is_tried_with_an_image_and_has_no_reference_images(
 ) -> None:
     assert check.family(folder) == "SD x4 upscaler"
     check.check_path(folder)
-    drawn = preview.draw(folder, tmp_path / "x4.png")
+    drawn = drawing.test_image(folder, tmp_path / "x4.png")
     assert (drawn["width"], drawn["height"]) == (64, 64)
     with pytest.raises(errors.SetupError, match="enlarges images: nodes do not compare"):
-        canary.draw(folder, lambda _: None)
+        drawing.canary(folder)

@@ -180,7 +180,7 @@ async def test_a_job_whose_text_states_are_missing_fails_with_the_command_that_m
     prepare = engine.prepare
     engine.prepare = lambda request: (on_engine.append(request), prepare(request))[1]
     await run_pipeline(engine)
-    failed = [dead_letter.FailedJob.read(each.body) async for each in storage.poison.browse()]
+    failed = [dead_letter.FailedJob.parse(each.body) async for each in storage.poison.browse()]
     reasons = {each.id: each.reason for each in failed if each is not None}
     assert reasons.keys() == {"lost", "half"}
     assert "the text states of the prompt by 'tiny-t5' are not in the storage" in reasons["lost"]
@@ -216,7 +216,7 @@ async def test_with_a_trusted_key_only_listed_text_states_are_used(
         job = read_job(message(**fields, prompt=prompt, id=job_id), job_id)
         await storage.queue.send([job.to_message(key)])
     await run_pipeline(make_engine(folder=small_cascade["base"]), trusted_key=key.public)
-    failed = [dead_letter.FailedJob.read(each.body) async for each in storage.poison.browse()]
+    failed = [dead_letter.FailedJob.parse(each.body) async for each in storage.poison.browse()]
     ((job_id, reason),) = ((each.id, each.reason) for each in failed if each is not None)
     assert (job_id, "which is signed, does not list" in reason) == ("unlisted", True)
     assert await storage.blobs.read("default/good.png") is not None

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from evaluation.bench import random_model
+import lora_kinds
 from worker.engine import contract
 from worker.engine.lora.layout import adaptable_layers
 from worker.engine.networks import linear
@@ -47,7 +47,7 @@ def files(slot_engine: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[st
             parts = (
                 {"diff": torch.randn(shape, generator=generator) / shape[1] ** 0.5}
                 if kind == "full"
-                else random_model.MAKERS[kind](tuple(shape), rank, generator)
+                else lora_kinds.MAKERS[kind](tuple(shape), rank, generator)
             )
             tensors |= {f"{key}.{part}": tensor.contiguous() for part, tensor in parts.items()}
         paths[name] = folder / f"{name}.safetensors"

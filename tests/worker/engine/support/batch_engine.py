@@ -64,7 +64,7 @@ class BatchEngine:
         nets = ControlNets(loaded.unet, is_compiled=False)
         self._preparer = RequestPreparer(loaded, {"unet": {}, "text_encoder": {}}, nets)
         self._encoder = text.Encoder(
-            loaded.text_encoder,
+            [text.Reader(loaded.text_encoder)],
             start=loaded.tokenizer.bos_token_id,
             end=loaded.tokenizer.eos_token_id,
         )

@@ -1,23 +1,34 @@
-"""A checkpoint's reference images, drawn on this machine, for the nodes' checks of themselves."""
+"""Draws with a checkpoint on this machine: a test image, and its nodes' reference images."""
 
 from __future__ import annotations
 
+import importlib.util
 import tempfile
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from PIL import Image
+
 from fleet import console
-from fleet.files import preview
 from fleet.files.transfer import Report
 from imagefleet import errors, likeness
 from imagefleet.likeness import Fingerprint
+from worker.engine import contract, load
 from worker.files import check
+from worker.inputs import img2img
 from worker.node import libraries, reference
 from worker.node.reference import CanaryImage, Reference
 
 if TYPE_CHECKING:
     from worker.engine.device import Precision  # loads torch
+
+PROMPT = "a red house in a forest, digital art"
+
+#: Steps of a test image: on a CPU a whole image of SD1.5 would take minutes.
+_CPU_STEPS, _GPU_STEPS = 8, 20
+_CPU_SIDE = 256
 
 #: Drawn in both, which tells how far right images of this checkpoint are apart.
 _PRECISIONS: Mapping[str, tuple[Precision, Precision]] = {
@@ -32,11 +43,61 @@ _SOON_ON_CPU = 512 * 512
 _MARGIN = 2.0
 
 
-def make(model: Path) -> Report:
-    """Draws a checkpoint's reference images into a file beside it; raises SetupError as `draw`."""
+def can_draw() -> bool:
+    """Whether the libraries of the extra `worker` are installed."""
+    return importlib.util.find_spec("torch") is not None
+
+
+def test_image(model: Path, target: Path) -> dict[str, object]:
+    """Loads the checkpoint, draws one image and writes it as a PNG; returns facts about it.
+
+    Raises:
+        SetupError: the checkpoint cannot be loaded, or draws nothing but one colour.
+    """
+    from worker.engine import device as devices  # loads torch
+    from worker.stages import encode  # needs the extra `worker`
+
+    began = time.monotonic()
+    device = devices.find_device("auto").type
+    on_cpu = device == "cpu"
+    engine = load.load_engine(
+        load.EngineSettings(
+            model, slots=1, compile="off", prediction_type=check.prediction_type(model)
+        )
+    )
+    width, height = (min(side, _CPU_SIDE) if on_cpu else side for side in engine.default_size)
+    request = contract.ImageRequest(
+        prompt=PROMPT,
+        negative_prompt="",
+        loras=(),
+        sampler="euler_ancestral",
+        steps=_CPU_STEPS if on_cpu else _GPU_STEPS,
+        cfg_scale=7.0,
+        seed=1,
+        width=width,
+        height=height,
+        init=img2img.sample(engine.family, width, height),
+    )
+    (pixels,) = finish(model, engine, [request])
+    try:
+        encode.refuse_one_colour(pixels)
+    except errors.FleetError as error:
+        raise _useless(model, error) from error
+    Image.fromarray(pixels).save(target)
+    seconds = time.monotonic() - began
+    console.print_note(
+        f"test image: {target} ({width}x{height}, {request.steps} steps on {device},"
+        f" {seconds:.0f} s with loading)"
+    )
+    facts = {"device": device, "width": width, "height": height, "steps": request.steps}
+    return {"path": str(target), **facts, "seconds": seconds}
+
+
+def make_canary(model: Path) -> Report:
+    """Draws a checkpoint's reference images into a file beside it; raises as `canary`."""
     libraries.require()
     check.check_path(model)
-    found = draw(model, console.print_note)
+    found = canary(model)
     target = reference.beside(model)
     console.write_file(target, encode(found))
     note = (
@@ -47,7 +108,7 @@ def make(model: Path) -> Report:
     return Report({"path": str(target), **facts}, [note], [str(target)])
 
 
-def draw(model: Path, on_note: Callable[[str], None]) -> Reference:
+def canary(model: Path) -> Reference:
     """Draws a checkpoint's reference images, in two precisions.
 
     Raises:
@@ -56,7 +117,7 @@ def draw(model: Path, on_note: Callable[[str], None]) -> Reference:
     from worker.engine import device as devices
 
     device = devices.find_device("auto").type
-    drawn = [_draw(model, precision, device, on_note) for precision in _PRECISIONS[device]]
+    drawn = [_draw(model, precision, device) for precision in _PRECISIONS[device]]
     (weights, size, images), (_, _, others) = drawn
     apart = max(likeness.distance(images[kind], others[kind]) for kind in reference.CANARY_IMAGES)
     tolerance = max(likeness.SAME_BELOW, _MARGIN * apart)
@@ -86,11 +147,9 @@ def encode(found: Reference) -> bytes:
 
 
 def _draw(
-    model: Path, precision: Precision, device: str, on_note: Callable[[str], None]
+    model: Path, precision: Precision, device: str
 ) -> tuple[str, tuple[int, int], dict[CanaryImage, Fingerprint]]:
     """The weights' identity, the images' size and their fingerprints."""
-    from worker.engine import load
-
     engine = load.load_engine(
         load.EngineSettings(
             model,
@@ -108,7 +167,7 @@ def _draw(
     width, height = engine.default_size
     # A node compares at the size that it draws at: a smaller one would say nothing of SDXL.
     takes_long = device == "cpu" and width * height > _SOON_ON_CPU
-    on_note(
+    console.print_note(
         f"drawing {len(reference.CANARY_IMAGES)} reference images of {width}x{height} in"
         f" {precision} on the {device}"
         + ("; at this size that takes minutes" if takes_long else "")
@@ -120,6 +179,36 @@ def _draw(
             reference.request(image, (width, height), lora) for image in reference.CANARY_IMAGES
         ]
         with console.counting("steps", reference.STEPS) as on_step:
-            drawn = preview.finish(model, engine, requests, on_step)
+            drawn = finish(model, engine, requests, on_step)
     found = zip(reference.CANARY_IMAGES, map(likeness.fingerprint, drawn), strict=True)
     return self_check.weights_id, (width, height), dict(found)
+
+
+def finish(
+    model: Path,
+    engine: contract.Engine,
+    requests: Sequence[contract.ImageRequest],
+    on_step: Callable[[], None] = lambda: None,
+) -> list[contract.Pixels]:
+    """Draws images at once and closes the engine; raises SetupError if one fails."""
+    outcomes: dict[int, contract.Outcome] = {}
+    try:
+        for ticket, request in enumerate(requests):
+            engine.admit(ticket, engine.prepare(request))
+        while engine.busy:
+            outcomes |= {finished.ticket: finished.outcome for finished in engine.tick()}
+            on_step()
+        engine.close()
+    except errors.FleetError as error:
+        raise _useless(model, error) from error
+    pixels = []
+    for ticket in range(len(requests)):
+        outcome = outcomes[ticket]
+        if isinstance(outcome, errors.FleetError):
+            raise _useless(model, outcome) from outcome
+        pixels.append(outcome)
+    return pixels
+
+
+def _useless(model: Path, error: errors.FleetError) -> errors.SetupError:
+    return errors.SetupError(f"{str(model)!r} loads, but draws no image: {error.message}")

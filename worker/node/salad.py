@@ -1,8 +1,9 @@
-"""SaladCloud's metadata service: identity, deletion cost and reallocation of this node.
+"""SaladCloud: its metadata service, and waiting there for what no other node would have either.
 
-As published (salad-cloud-docs, api-specs/salad-cloud-imds.yaml, 0.9.0-alpha.3). It answers only
-inside a container on SaladCloud; on Azure the same address is a different service. Requests carry
-`Metadata: true` and no X-Forwarded header, go through no proxy and follow no redirects.
+The service is as published (salad-cloud-docs, api-specs/salad-cloud-imds.yaml, 0.9.0-alpha.3). It
+answers only inside a container on SaladCloud; on Azure the same address is a different service.
+Requests carry `Metadata: true` and no X-Forwarded header, go through no proxy and follow no
+redirects.
 """
 
 from __future__ import annotations
@@ -12,13 +13,15 @@ import contextlib
 import json
 import logging
 import os
-from collections.abc import AsyncIterator, Callable
-from typing import Any, NoReturn
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any, NoReturn, TypeVar
 
 import aiohttp
 from prometheus_client import Counter
 
 from imagefleet import errors, redaction, retry
+from imagefleet.telemetry import logs
 from worker import tasks
 
 log = logging.getLogger(__name__)
@@ -34,16 +37,8 @@ MAX_REASON_CHARACTERS = 1000
 #: The limit of SaladCloud's own API (the metadata service takes any 32-bit integer).
 MAX_DELETION_COST = 100_000
 
-#: Set in every container on SaladCloud, and only there.
-_MACHINE_VARIABLE = "SALAD_MACHINE_ID"
-
-#: Another address of the service; a worker then behaves as on SaladCloud. For tests.
-_ADDRESS_VARIABLE = "SALAD_METADATA_URL"
-
 #: A token has 1,000 characters at most; the page of another service may have any number.
 _MAX_ANSWER_BYTES = 65_536
-
-_OK, _NO_CONTENT = 200, 204
 
 #: Seconds between two updates of the deletion cost, sent only when it has changed: a group is made
 #: smaller every quarter of an hour at most.
@@ -54,6 +49,16 @@ _MATERIAL_FACTOR = 2
 
 #: SaladCloud may take minutes to stop a container; one that is still running then exits.
 REALLOCATION_SECONDS = 600.0
+
+#: The first pause ends before anybody has read the log; the longest is short compared to renewing
+#: credentials, and a thousand workers' attempts in it do not harm the storage.
+FIRST_PAUSE_SECONDS = 5.0
+LONGEST_PAUSE_SECONDS = 300.0
+
+#: An operator who reads the alert has an hour; a fleet that waits longer costs more than a restart.
+GIVE_UP_SECONDS = 3600.0
+
+Result = TypeVar("Result")
 
 
 class SaladMetadata:
@@ -69,7 +74,7 @@ class SaladMetadata:
 
     async def token(self) -> str:
         """A JWT that identifies this container, valid for 2 to 5 minutes."""
-        jwt = _field(await self._request("GET", "/v1/token", None, _OK), "jwt")
+        jwt = _field(await self._request("GET", "/v1/token"), "jwt")
         if not isinstance(jwt, str) or not jwt:
             raise errors.TransientError("SaladCloud's metadata service answers without a token")
         return jwt
@@ -77,19 +82,14 @@ class SaladMetadata:
     async def set_deletion_cost(self, cost: int) -> None:
         """Replicas of the lowest cost are stopped first when the group is made smaller."""
         body = {"deletion_cost": max(0, min(cost, MAX_DELETION_COST))}
-        await self._request("PUT", "/v1/deletion-cost", body, _NO_CONTENT)
+        await self._request("PUT", "/v1/deletion-cost", body)
 
     async def reallocate(self, reason: str) -> None:
-        """Requests another node; this one is kept from the group for 48 hours.
-
-        *reason* goes to SaladCloud's support, cut off after 1,000 characters.
-        """
+        """Requests another node; the *reason*, cut off, goes to SaladCloud's support."""
         body = {"reason": reason[:MAX_REASON_CHARACTERS]}
-        await self._request("POST", "/v1/reallocate", body, _NO_CONTENT)
+        await self._request("POST", "/v1/reallocate", body)
 
-    async def _request(
-        self, method: str, path: str, body: dict[str, Any] | None, expected: int
-    ) -> bytes:
+    async def _request(self, method: str, path: str, body: dict[str, Any] | None = None) -> bytes:
         try:
             # By default a session ignores proxies in the environment.
             async with (
@@ -111,7 +111,7 @@ class SaladMetadata:
                 f"SaladCloud's metadata service does not answer: {type(error).__name__}"
                 f" {redaction.reason(error)}"
             ) from None
-        if status != expected:
+        if status != (200 if body is None else 204):
             detail = _field(content, "detail")  # of its errors; any other page has none
             raise errors.TransientError(
                 f"SaladCloud's metadata service answers {path} with {status} {reason}"
@@ -121,11 +121,11 @@ class SaladMetadata:
 
 
 def find_metadata() -> SaladMetadata | None:
-    """The node's service on SaladCloud, else None; `SALAD_METADATA_URL` overrides both."""
-    address = os.environ.get(_ADDRESS_VARIABLE)
-    if address:
+    """The node's service, where there is one; tests set another by `SALAD_METADATA_URL`."""
+    if address := os.environ.get("SALAD_METADATA_URL"):
         return SaladMetadata(address)
-    return SaladMetadata() if os.environ.get(_MACHINE_VARIABLE) else None
+    # Set in every container on SaladCloud, and only there.
+    return SaladMetadata() if os.environ.get("SALAD_MACHINE_ID") else None
 
 
 def _field(answer: bytes, name: str) -> Any:
@@ -152,22 +152,21 @@ async def updating_deletion_cost(
 
 async def _update(metadata: SaladMetadata, jobs_in_flight: Callable[[], int]) -> NoReturn:
     current = 0  # a new container's
-    has_failed = False
+    warning = logs.Occasion(seconds=3600)
     while True:
         cost = jobs_in_flight()
         if cost != current and max(cost, current) >= _MATERIAL_FACTOR * min(cost, current):
             try:
                 await metadata.set_deletion_cost(cost)
             except errors.TransientError as error:
-                if not has_failed:
+                if warning.is_due():
                     log.warning(
                         "the deletion cost is not updated, the work goes on: %s",
                         error,
                         extra={"action": "deletion_cost_failed"},
                     )
-                has_failed = True
             else:
-                current, has_failed = cost, False
+                current = cost
         await asyncio.sleep(retry.jitter(COST_SECONDS, 0.8, 1.2))
 
 
@@ -187,8 +186,7 @@ class Reallocation:
     async def request(self, reason: str) -> bool:
         """Requests another node unless that is granted already; returns whether it is granted.
 
-        A request whose reply is lost counts as refused: the next one comes a quarter of an hour
-        later, if this container is still running.
+        One whose reply is lost counts as refused: the next one comes a quarter of an hour later.
         """
         if self._is_granted:
             return True
@@ -210,3 +208,53 @@ class Reallocation:
             extra={"action": "reallocation", "reason": reason},
         )
         return True
+
+
+async def retry_until_fixed(
+    attempt: Callable[[], Awaitable[Result]],
+    *,
+    stop: asyncio.Event,
+    set_waiting: Callable[[bool], None],
+    has_worked: Callable[[], bool],
+) -> Result | None:
+    """Repeats *attempt* until it succeeds; None if *stop* or `GIVE_UP_SECONDS` ended the waiting.
+
+    An exit code is an instruction to SaladCloud: after any but 0 the node is blocked for the group
+    and its container moved, after 0 it may be restarted where it is. So workers that ended because
+    a SAS token expired or the storage is down would use up one node after the other, or restart in
+    a loop, all of them billed. They wait instead; meanwhile the probes' `/started` and `/live` are
+    true, `/ready` is not. In the end the code is 0: the node is not at fault.
+
+    If the last attempt got as far as working (*has_worked*), pauses and time start anew. A
+    NodeError is raised at once.
+    """
+    pauses, waiting_since = 0, time.monotonic()
+    while True:
+        try:
+            return await attempt()
+        except (errors.SetupError, errors.TransientError) as error:
+            if has_worked():
+                pauses, waiting_since = 0, time.monotonic()
+            waited_seconds = time.monotonic() - waiting_since
+            longest = min(FIRST_PAUSE_SECONDS * 2**pauses, LONGEST_PAUSE_SECONDS)
+            if waited_seconds + longest > GIVE_UP_SECONDS:
+                log.error(  # noqa: TRY400 - its message says it all
+                    "giving up after %.0f s: %s",
+                    waited_seconds,
+                    error,
+                    extra={"action": "setup_given_up"},
+                )
+                return None
+            seconds = retry.backoff(pauses, FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS)
+            log.error(  # noqa: TRY400
+                "no node could work like this, retrying in %.0f s: %s",
+                seconds,
+                error,
+                extra={"action": "setup_awaited", "error": type(error).__name__},
+            )
+        set_waiting(True)
+        await tasks.first_of(stop.wait(), timeout_seconds=seconds)
+        set_waiting(False)
+        if stop.is_set():
+            return None
+        pauses += 1

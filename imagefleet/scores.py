@@ -1,12 +1,16 @@
-"""The FID-CLIP curve as one SVG, for files and for the report's page, and the axes of plots."""
+"""The figures of `imagefleet score`: its JSON, the FID-CLIP curve as SVG, and the axes of plots."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
 from html import escape
+from pathlib import Path
+from typing import Any
 
-from imagefleet.scoring.scores import GroupScores, Scores
+from pydantic import BaseModel
+
+from imagefleet import errors, validation
 
 _WIDTH, _HEIGHT = 480, 340
 _LEFT, _RIGHT, _TOP, _BOTTOM = 62, 24, 18, 50
@@ -20,6 +24,71 @@ _LOOK = 'role="img" font-family="system-ui, sans-serif" font-size="14" fill="cur
 
 #: Free space around the points, as a share of their range.
 _MARGIN = 0.08
+
+
+class GroupScores(BaseModel, extra="ignore", frozen=True, allow_inf_nan=False):
+    """One group of a sweep: one point of a curve. What cannot be computed is None."""
+
+    group: str
+    cfg_scale: float | None = None
+    sampler: str | None = None
+    steps: int | None = None
+    model: str | None = None
+    lora: str | None = None
+    lora_strength: float | None = None
+    images: int
+    left_out: int = 0
+    fid: float | None = None
+    kid: float | None = None
+    kid_std: float | None = None
+    kid_subset_size: int | None = None
+    clip: float | None = None
+    cmmd: float | None = None
+
+
+class Scores(BaseModel, extra="ignore", frozen=True):
+    """All groups, and all that the figures depend on."""
+
+    campaign: str
+    reference: str | None
+    reference_images: int | None
+    extractor: dict[str, Any] | None
+    clip_extractor: dict[str, Any] | None
+    kid_subsets: int
+    groups: tuple[GroupScores, ...]
+    left_out: tuple[str, ...] = ()
+    """The first images that are missing, not as recorded, or no images."""
+    of_no_group: int = 0
+
+
+def read(path: Path) -> Scores:
+    """The JSON of `imagefleet score`; raises SetupError if the file is none."""
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise errors.SetupError(f"cannot read {path}: {error.strerror or error}") from None
+    with validation.as_error(errors.SetupError, f"{path} is no JSON of `imagefleet score`: "):
+        return Scores.model_validate_json(data)
+
+
+def facts(scores: Scores) -> dict[str, str]:
+    found = {}
+    if scores.reference is not None:
+        count = scores.reference_images
+        images = "" if count is None else f", {count:,} images"
+        found["reference"] = f"{scores.reference}{images}"
+    if scores.extractor:
+        found["FID, KID"] = _extractor(scores.extractor)
+    if scores.clip_extractor:
+        found["CLIP, CMMD"] = _extractor(scores.clip_extractor)
+    return found
+
+
+def _extractor(facts: dict[str, Any]) -> str:
+    return (
+        f"{facts['name']} ({facts['kind']}, {facts['dimensions']:,} features), {facts['size']}"
+        f" pixels, {facts['resize']}; SHA-256 {facts['sha256']}"
+    )
 
 
 def series(scores: Scores) -> dict[str, list[GroupScores]]:
@@ -70,8 +139,6 @@ def svg(scores: Scores) -> str:
 
 
 class _Axis:
-    """A scale around some values, with its marks."""
-
     def __init__(self, values: Sequence[float], low: float, high: float) -> None:
         spread = max(values) - min(values) or abs(values[0]) or 1.0
         begin, end = min(values) - _MARGIN * spread, max(values) + _MARGIN * spread

@@ -8,8 +8,8 @@ import pytest
 from aiohttp import web
 
 from imagefleet import errors
-from worker.salad import metadata as salad_metadata
-from worker.salad.metadata import SaladMetadata
+from worker.node import salad
+from worker.node.salad import SaladMetadata
 
 
 async def test_each_call_is_one_that_the_service_accepts(salad_metadata_service: Any) -> None:
@@ -107,9 +107,9 @@ async def test_a_missing_service_is_a_transient_error() -> None:
 def test_it_is_used_only_on_saladcloud_and_where_a_variable_names_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    assert salad_metadata.find_metadata() is None
+    assert salad.find_metadata() is None
     monkeypatch.setenv("SALAD_METADATA_URL", "http://127.0.0.1:1")
-    assert salad_metadata.find_metadata() is not None
+    assert salad.find_metadata() is not None
     monkeypatch.delenv("SALAD_METADATA_URL")
     monkeypatch.setenv("SALAD_MACHINE_ID", "6f1c")
-    assert salad_metadata.find_metadata() is not None
+    assert salad.find_metadata() is not None

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from worker.engine.lora import file, low_rank
+from worker.engine.lora import file, kinds
 
 OUT, IN = 24, 16
 
@@ -61,7 +61,7 @@ LOW_RANK = {
 def test_factors_multiply_to_the_whole_change(kind: str) -> None:
     rank, tensors = LOW_RANK[kind]
     delta = file.make_delta(tensors, alpha=1.5)
-    factors = low_rank.factorise(delta, rank)
+    factors = kinds.factorise(delta.tensors, rank)
     assert factors is not None
     up, down = factors
     assert up.shape == (OUT, rank)
@@ -69,7 +69,7 @@ def test_factors_multiply_to_the_whole_change(kind: str) -> None:
     expected = delta.compute(torch.zeros(OUT, IN, 3, 3))
     actual = delta.scale * (up @ down).view(OUT, IN, 3, 3)
     torch.testing.assert_close(actual, expected, atol=1e-4, rtol=1e-4)
-    assert low_rank.factorise(delta, rank - 1) is None
+    assert kinds.factorise(delta.tensors, rank - 1) is None
 
 
 def test_small_factors_do_not_underflow_in_float16() -> None:
@@ -77,7 +77,7 @@ def test_small_factors_do_not_underflow_in_float16() -> None:
         name: tensor * (1e-3 if name.endswith("_b") else 1.0)
         for name, tensor in LOW_RANK["LoHa"][1].items()
     }
-    factors = low_rank.factorise(file.make_delta(tensors, alpha=None), 6)
+    factors = kinds.factorise(tensors, 6)
     assert factors is not None
     up, down = (each.half().float() for each in factors)
     expected = file.make_delta(tensors, alpha=None).compute(torch.zeros(OUT, IN, 3, 3))
@@ -88,17 +88,17 @@ def test_small_factors_do_not_underflow_in_float16() -> None:
 @pytest.mark.parametrize("extra", ["dora_scale", "magnitude"])
 def test_a_rescaled_weight_has_no_factors(extra: str) -> None:
     tensors = {**LOW_RANK["LoCon"][1], extra: torch.ones(OUT)}
-    assert low_rank.factorise(file.make_delta(tensors, alpha=None), 128) is None
+    assert kinds.factorise(tensors, 128) is None
 
 
 def test_a_whole_difference_has_no_factors() -> None:
     delta = file.make_delta({"diff": noise(OUT, IN, 3, 3)}, alpha=None)
-    assert low_rank.factorise(delta, 128) is None
+    assert kinds.factorise(delta.tensors, 128) is None
 
 
 def test_a_change_of_zero_stays_zero() -> None:
     tensors = {**LOW_RANK["LoKr"][1], "lokr_w2_a": torch.zeros(6, 2)}
-    factors = low_rank.factorise(file.make_delta(tensors, alpha=None), 128)
+    factors = kinds.factorise(tensors, 128)
     assert factors is not None
     assert (factors[0] @ factors[1]).abs().max() == 0
     assert all(each.isfinite().all() for each in factors)

@@ -20,8 +20,8 @@ from imagefleet.storage import dead_letter
 from imagefleet.storage.open import Storage
 from imagefleet.storage.protocol import BlobStore
 from worker.engine import contract
+from worker.jobs import in_flight as records
 from worker.metrics import WorkerMetrics
-from worker.stages import record as records
 from worker.testing import StandInEngine, draw_noise
 
 Message = Callable[..., str]
@@ -113,7 +113,7 @@ async def test_an_image_whose_worker_died_before_its_record_gets_one(
     assert await recorded(storage) == []
 
     pipeline = await run_pipeline(lease_seconds=2)
-    assert pipeline.settler.outcomes["duplicate"]
+    assert pipeline.metrics.outcomes["duplicate"]
     names = sorted(str(record.blob) for record in await recorded(storage))
     assert names == await stored_images(storage)
     assert len(names) == 4
@@ -147,7 +147,7 @@ async def test_an_image_that_is_being_stored_while_another_of_its_job_fails_has_
     monkeypatch.setattr(dead_letter, "add", noted)
     await storage.queue.send([message(id="j", seed=7, batch_size=2)])
     pipeline = await run_pipeline(StandInEngine(capacity=1, draw=draw))
-    assert pipeline.settler.outcomes == {"failed": 1}
+    assert pipeline.metrics.outcomes == {"failed": 1}
     assert [record.blob for record in await recorded(storage)] == await stored_images(storage)
     assert await stored_images(storage) == ["default/j-0.png"]
 
@@ -158,7 +158,7 @@ async def test_a_job_whose_record_cannot_be_stored_is_delivered_again(
     await storage.queue.send([message(id="j")])
     down = Appending(storage.blobs, errors.TransientError("503 server busy"), faults=7)
     pipeline = await run_pipeline(opened=WithBlobs(storage, down), lease_seconds=2)
-    assert pipeline.settler.outcomes == {"lost": 1, "duplicate": 1}
+    assert pipeline.metrics.outcomes == {"lost": 1, "duplicate": 1}
     assert [record.blob for record in await recorded(storage)] == ["default/j.png"]
 
 

@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from imagefleet.job import embedded, sizes
+from imagefleet.files import picture
+from imagefleet.job import sizes
 from imagefleet.job.message import Output, read_job, text_for_image
 from worker.stages import encode
 
@@ -26,7 +27,7 @@ def file_of(body: str, form: str = "png", parameters: str = "a cat") -> bytes:
 def test_a_job_is_found_in_its_image_as_it_was_sent(form: str) -> None:
     signed = {"prompt": "ein Hündchen 🐶", "id": "a", "metadata": {"by": "me"}}
 
-    found = embedded.find(file_of(json.dumps({**signed, "deliveries": {"known": 3}}), form))
+    found = picture.message_in(file_of(json.dumps({**signed, "deliveries": {"known": 3}}), form))
 
     assert found is not None
     assert json.loads(found) == signed
@@ -34,7 +35,7 @@ def test_a_job_is_found_in_its_image_as_it_was_sent(form: str) -> None:
 
 def test_a_job_without_an_id_has_that_of_its_message_so_that_it_keeps_its_name_and_seed() -> None:
     body = base64.b64encode(b'{"prompt": "a cat"}').decode()
-    found = embedded.find(file_of(body))
+    found = picture.message_in(file_of(body))
 
     assert found is not None
     first, again = read_job(body, "message-1"), read_job(found, "message-2")
@@ -49,7 +50,7 @@ def test_the_largest_message_survives(letter: str) -> None:
         fields["prompt"] = fields["prompt"][:-100]
     body = json.dumps(fields, ensure_ascii=False)
 
-    found = embedded.find(file_of(body))
+    found = picture.message_in(file_of(body))
 
     assert found is not None
     assert json.loads(found) == fields
@@ -57,8 +58,8 @@ def test_the_largest_message_survives(letter: str) -> None:
 
 def test_a_jpeg_that_cannot_hold_both_goes_without_the_job() -> None:
     body = json.dumps({"prompt": "a" * 30_000, "id": "a"})
-    assert embedded.find(file_of(body, "jpeg", "a" * 30_000)) is None
-    assert embedded.find(file_of(body, "webp", "a" * 30_000)) is not None
+    assert picture.message_in(file_of(body, "jpeg", "a" * 30_000)) is None
+    assert picture.message_in(file_of(body, "webp", "a" * 30_000)) is not None
 
 
 def test_the_parameters_stay_the_first_text_of_a_png() -> None:
@@ -71,7 +72,7 @@ def test_the_parameters_stay_the_first_text_of_a_png() -> None:
 def test_any_damage_means_no_job(noise: bytes) -> None:
     whole = file_of('{"prompt": "a cat", "id": "a"}')
     for data in (noise, whole[:8] + noise, whole[: len(noise)], b"\xff\xd8" + noise):
-        assert embedded.find(data) is None or data.startswith(whole[: len(noise)])
+        assert picture.message_in(data) is None or data.startswith(whole[: len(noise)])
 
 
 def chunk(kind: bytes, data: bytes, size: int | None = None) -> bytes:
@@ -82,7 +83,7 @@ def chunk(kind: bytes, data: bytes, size: int | None = None) -> bytes:
 @pytest.mark.parametrize(
     "chunks",
     [
-        chunk(b"tEXt", b"imagefleet\0" + b" " * embedded.MAX_BYTES + b"{}"),
+        chunk(b"tEXt", b"imagefleet\0" + b" " * picture.MAX_MESSAGE_BYTES + b"{}"),
         chunk(b"tEXt", b"imagefleet\0[]"),
         chunk(b"tEXt", b"imagefleet\0" + b"[" * 100_000),
         chunk(b"tEXt", b'imagefleet\0{"prompt": "\\ud800"}', 2**32 - 1) + b" ",
@@ -91,4 +92,4 @@ def chunk(kind: bytes, data: bytes, size: int | None = None) -> bytes:
     ],
 )
 def test_a_hostile_png_has_no_job(chunks: bytes) -> None:
-    assert embedded.find(b"\x89PNG\r\n\x1a\n" + chunks) is None
+    assert picture.message_in(b"\x89PNG\r\n\x1a\n" + chunks) is None

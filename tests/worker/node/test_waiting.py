@@ -6,7 +6,7 @@ from collections.abc import Callable
 import pytest
 
 from imagefleet import errors
-from worker.salad import wait_for_operator
+from worker.node import salad
 
 
 class Attempts:
@@ -24,7 +24,7 @@ class Attempts:
         return end
 
     async def run(self, has_worked: Callable[[], bool] = lambda: False) -> str | None:
-        return await wait_for_operator.retry_until_fixed(
+        return await salad.retry_until_fixed(
             self.attempt,
             stop=self.stop,
             set_waiting=self.waits.append,
@@ -68,7 +68,7 @@ async def test_a_worker_that_has_worked_starts_to_wait_anew(pauses: list[float])
 
 
 async def test_the_waiting_ends(pauses: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(wait_for_operator, "GIVE_UP_SECONDS", 30)
+    monkeypatch.setattr(salad, "GIVE_UP_SECONDS", 30)
     attempts = Attempts(*[errors.SetupError()] * 9)
 
     assert await attempts.run() is None

@@ -1,1 +1,0 @@
-"""The figures of `imagefleet score`, as reports and files show them."""

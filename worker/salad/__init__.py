@@ -1,1 +1,0 @@
-"""What a worker does on SaladCloud: its metadata service, reallocation, deletion cost."""
