@@ -124,7 +124,7 @@ class JobQueue(Protocol):
         """
 
     async def receive(self, max_messages: int, lease_seconds: float) -> list[LeasedMessage]:
-        """Leases up to 32 messages; [] at once if there are none. Cancelled, it may lease some."""
+        """Leases up to 32 messages; [] at once if there are none; if cancelled, maybe some."""
 
     async def renew(
         self, message: LeasedMessage, lease_seconds: float, body: str | None = None
