@@ -156,11 +156,7 @@ async def exported(entry: Entry, blobs: BlobStore) -> dict[str, Any]:
 
 
 def sources_of(path: Path) -> frozenset[str]:
-    """The failures of the jobs in a file that `imagefleet failed --export` has written.
-
-    Raises:
-        SetupError: it cannot be read, or has none.
-    """
+    """The failures in a file of `imagefleet failed --export`; raises SetupError without any."""
     try:
         with path.open("rb") as lines:
             sources = frozenset(source for source in map(_source, lines) if source is not None)

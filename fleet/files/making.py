@@ -54,11 +54,7 @@ def can_draw() -> bool:
 
 
 def test_image(model: Path, target: Path) -> dict[str, object]:
-    """Loads the checkpoint, draws one image and writes it as a PNG; returns facts about it.
-
-    Raises:
-        SetupError: the checkpoint cannot be loaded, or draws nothing but one colour.
-    """
+    """Draws one image as a PNG; returns facts about it. Raises SetupError if it is one colour."""
     from worker.engine import device as devices  # loads torch
     from worker.stages import encode  # needs the extra `worker`
 

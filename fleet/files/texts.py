@@ -81,11 +81,7 @@ def encoded(
     *,
     is_shown: bool,
 ) -> States:
-    """The states of the prompts in a file of jobs, by the text encoder of a stage.
-
-    Raises:
-        SetupError: the stage has no text encoder, a library is missing, or a job is invalid.
-    """
+    """The states of the prompts of jobs, by a stage's encoder; raises SetupError if it cannot."""
     libraries.require()
     from worker.engine import device
     from worker.engine.pixel import text_stage
