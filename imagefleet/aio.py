@@ -44,8 +44,7 @@ if TYPE_CHECKING:
 FIRST_PAUSE_SECONDS = 0.25
 LONGEST_PAUSE_SECONDS = 15.0
 
-#: A pause is at least this many times as long as the poll before it: a slow storage is not kept
-#: busy with questions.
+#: A pause is at least so many times as long as the poll before it, to spare a slow storage.
 PAUSE_PER_POLL = 5
 
 _Result = TypeVar("_Result")

@@ -66,8 +66,7 @@ async def gather(*works: Coroutine[Any, Any, Any]) -> tuple[Any, ...]:
             part.cancel()
         await asyncio.gather(*parts, return_exceptions=True)
         if task is not None and task.cancelling() > cancels:
-            # An error at the same moment would hide that this task is to end. So would that of a
-            # TaskGroup before Python 3.13, which also miscounts.
+            # An error at the same moment, as in a TaskGroup, would hide that this task is to end.
             raise asyncio.CancelledError from None
         raise error from None
 

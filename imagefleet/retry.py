@@ -98,12 +98,10 @@ class RetryPolicy:
             await asyncio.sleep(pause)
 
 
-#: The policy inside the storage. Longer outages are the caller's to retry, with the job still in
-#: flight; and a renewal must have a result before its lease ends.
+#: The policy inside the storage; longer outages are the caller's to retry, with the job in flight.
 DEFAULT = RetryPolicy(give_up_seconds=30)
 
-#: The policy of whoever fills a queue: a storage that asks to slow down is sent to more slowly, for
-#: as long as it asks.
+#: The policy of whoever fills a queue: more slowly, for as long as the storage asks for it.
 PATIENT = dataclasses.replace(DEFAULT, waits_while_busy=True)
 
 #: The policy of operations that the caller retries: only missing access is waited for.

@@ -29,8 +29,7 @@ from loadgen.processes.pool import SenderProcesses
 from loadgen.settings import MOST_BATCHES, LoadSettings
 from loadgen.sources import Source
 
-#: What a killed load has sent since its checkpoint was written is sent again. To replace a file
-#: takes a disk a millisecond or two, as long as ten sends.
+#: What was sent since is sent again after a kill; replacing a file takes as long as ten sends.
 POSITIONS_BETWEEN_CHECKPOINTS = 256
 SECONDS_BETWEEN_CHECKPOINTS = 0.05
 

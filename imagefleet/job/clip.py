@@ -28,8 +28,7 @@ VOCABULARY_SIZE = 49_408
 
 CHUNK_TOKENS = 75
 
-#: A phrase that starts within this many tokens of a chunk's end moves to the next chunk, if the
-#: chunk cannot hold all of it; AUTOMATIC1111's default.
+#: A phrase that begins so near to a chunk's end moves to the next one, if it does not fit.
 COMMA_BACKTRACK = 20
 
 #: 2,400 tokens. Without a limit, one prompt of 64 KiB could fill the GPU.

@@ -72,12 +72,10 @@ SafeFileName = Annotated[
 #: The folder of images whose jobs have no campaign.
 DEFAULT_CAMPAIGN = "default"
 
-#: Second drawings, each with its image's name below this folder. No campaign begins with a hyphen,
-#: so nothing below these folders is taken for a job's image.
+#: Second drawings are in this folder, and no job's images: no campaign begins with a hyphen.
 CHECKS = "-checks/"
 
-#: Jobs of fewer steps may come out quite different on another GPU, so they are not drawn twice:
-#: 5 of 12 did with 4 steps, none of 15.
+#: Jobs of fewer steps are not drawn twice: 5 of 12 with 4 steps came out different, of 15 none.
 COMPARABLE_STEPS = 10
 
 #: Drawings that came too late for their names: below the image's name, one for each worker.

@@ -26,8 +26,7 @@ log = logging.getLogger(__name__)
 #: Seconds between two pushes, varied by 20 %: as often as Prometheus scrapes by default.
 PUSH_SECONDS = 15.0
 
-#: A server answers within milliseconds; a router that drops packets must not block until the next
-#: push is due.
+#: A router that drops packets must not block until the next push is due.
 TIMEOUT_SECONDS = 10.0
 
 #: The last push carries a run's totals, but an unreachable server must not delay the exit.
