@@ -92,12 +92,11 @@ class CancelledCampaigns:
         cancelled_at = self.times.get(campaign or DEFAULT_CAMPAIGN)
         return cancelled_at is not None and sent_at <= cancelled_at
 
-    async def refresh(self, older_than_seconds: float | None = None) -> None:
+    async def refresh(self, older_than_seconds: float = PERIOD_SECONDS) -> None:
         """Reads the list, if it was last read longer ago (by default five seconds)."""
         async with self._reading:
             now = time.monotonic()
-            seconds = PERIOD_SECONDS if older_than_seconds is None else older_than_seconds
-            if self._read_at is not None and now - self._read_at < seconds:
+            if self._read_at is not None and now - self._read_at < older_than_seconds:
                 return
             self._read_at = now
             try:

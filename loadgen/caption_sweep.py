@@ -86,7 +86,11 @@ class CaptionFile:
 
     def _captions(self, stream: BinaryIO) -> Iterator[str]:
         seen: set[object] = set()
-        for place, value in _values(self._entries(stream)):
+        if self._form == "coco":
+            entries = members(stream, _COCO_ARRAY)
+        else:
+            entries = (JsonLines() if self._form == "jsonl" else PromptLines()).entries(stream, 0)
+        for place, value in _values(entries):
             caption, image = value, None
             if isinstance(value, dict):
                 keys = KEYS[:1] if self._form == "coco" else KEYS
@@ -105,12 +109,6 @@ class CaptionFile:
                     continue
                 seen.add(image)
             yield text
-
-    def _entries(self, stream: BinaryIO) -> Iterable[Entry]:
-        if self._form == "coco":
-            return members(stream, _COCO_ARRAY)
-        form = JsonLines() if self._form == "jsonl" else PromptLines()
-        return form.entries(stream, 0)
 
 
 def prompt_of(caption: str) -> str:

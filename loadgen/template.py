@@ -52,7 +52,10 @@ class Choice(
 
     text: str = ""
     lora: SafeFileName | None = None
-    strength: tuple[Strength, Strength] = (1.0, 1.0)
+    strength: Annotated[
+        tuple[Strength, Strength],
+        BeforeValidator(lambda value: (value, value) if isinstance(value, int | float) else value),
+    ] = (1.0, 1.0)
     weight: float = Field(default=1.0, gt=0, le=1e9)
 
     @model_validator(mode="before")
@@ -61,11 +64,6 @@ class Choice(
         if isinstance(value, bool):
             raise ValueError("YAML reads yes, no, on and off as booleans: quote the word")  # noqa: TRY004 - pydantic reports a ValueError, not a TypeError
         return {"text": str(value)} if isinstance(value, str | int | float) else value
-
-    @field_validator("strength", mode="before")
-    @classmethod
-    def _read_range(cls, value: object) -> object:
-        return (value, value) if isinstance(value, int | float) else value
 
     @field_validator("text")
     @classmethod

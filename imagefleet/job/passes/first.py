@@ -11,7 +11,6 @@ from pydantic import (
     BaseModel,
     Field,
     StringConstraints,
-    field_validator,
     model_validator,
 )
 
@@ -39,6 +38,16 @@ def _is_off_or_side(pixels: int) -> int:
     return max(pixels, 0)
 
 
+def _known_sampler(name: str) -> str:
+    samplers.find(name)
+    return name
+
+
+def _known_scheduler(name: str | None) -> str | None:
+    samplers.check_scheduler(name)
+    return name
+
+
 Side = Annotated[int, Field(ge=MIN_SIDE, le=MAX_SIDE, multiple_of=8)]
 
 
@@ -47,8 +56,8 @@ class FirstPass(BaseModel):
 
     prompt: PromptText
     negative_prompt: PromptText = ""
-    sampler_name: str = "Euler a"
-    scheduler: str | None = None
+    sampler_name: Annotated[str, AfterValidator(_known_sampler)] = "Euler a"
+    scheduler: Annotated[str | None, AfterValidator(_known_scheduler)] = None
     steps: int = Field(default=20, ge=1, le=150)
     cfg_scale: float = Field(default=7.0, ge=1, le=MAX_GUIDANCE)
     width: Side | None = None
@@ -71,18 +80,6 @@ class FirstPass(BaseModel):
     seed_resize_from_w: Annotated[int, AfterValidator(_is_off_or_side)] = 0
     seed_resize_from_h: Annotated[int, AfterValidator(_is_off_or_side)] = 0
     enable_prompt_comments: bool = True
-
-    @field_validator("sampler_name")
-    @classmethod
-    def _sampler_is_known(cls, name: str) -> str:
-        samplers.find(name)
-        return name
-
-    @field_validator("scheduler")
-    @classmethod
-    def _scheduler_is_known(cls, name: str | None) -> str | None:
-        samplers.check_scheduler(name)
-        return name
 
     @model_validator(mode="after")
     def _draws_images(self) -> Self:
