@@ -41,8 +41,6 @@ MAX_CAMPAIGNS = 1_000
 MAX_BYTES = 1_000_000
 
 _TRIES = 10
-
-#: Seconds between two looks at the storage's clock.
 _CLOCK_SECONDS = 0.5
 
 

@@ -107,5 +107,4 @@ PATIENT = dataclasses.replace(DEFAULT, waits_while_busy=True)
 #: The policy of operations that the caller retries: only missing access is waited for.
 UNTIL_ACCESS = RetryPolicy(tries=1, waits_for_access=True)
 
-#: No retries: every fault surfaces at once.
 NEVER = RetryPolicy(tries=1)

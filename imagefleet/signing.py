@@ -24,8 +24,6 @@ MAX_TRUSTED_KEYS = 8
 
 #: The purpose of a job's signature: one of something else is not valid for a job.
 OF_JOBS = "job"
-
-#: Characters of a signature in a message.
 SIGNATURE_CHARACTERS = 88
 
 #: Far more than a key; whatever file is named by mistake.

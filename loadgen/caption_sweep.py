@@ -26,7 +26,6 @@ from loadgen.sweep import slug
 
 FORMATS = ("coco", "jsonl", "txt")
 
-#: The format that a file's name tells, without `.gz`.
 SUFFIXES = {".txt": "txt", ".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "coco"}
 
 #: The keys that may hold the caption of a JSON line; the first of them that is there.

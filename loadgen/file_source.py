@@ -33,8 +33,6 @@ from loadgen.formats.lines import Entry, Format, FormatError
 
 #: 96 bits: a collision among a hundred million jobs has a chance of 10^-13.
 ID_BYTES = 12
-
-#: Invalid entries that an error names.
 MAX_REPORTED = 10
 
 _READ_BYTES = 2**20
@@ -54,7 +52,6 @@ OnJob = Callable[[str, Job], None]
 #: Makes a message of an entry and a text from which an id is derived.
 _ReadEntry = Callable[[Entry, str], str]
 
-#: What a signature adds to a message.
 SIGNATURE_BYTES = len(f',"{SIGNATURE_FIELD}":""') + SIGNATURE_CHARACTERS
 
 

@@ -184,7 +184,6 @@ class Load:
             self._start.cancelled or {},
             Counter(self._start.sent),
         )
-        #: How often the storage has asked to slow down.
         self.refusals = refusals or Refusals()
         left = None if source.count is None else source.count - self.confirmed
         count = settings.processes_for(left)
@@ -304,8 +303,6 @@ class Load:
 
 #: The rate is that of the last minute: a storage that asks to slow down shows at once.
 PACE_SECONDS = 60.0
-
-#: Moments within it that are kept.
 _MOMENTS = 60
 
 

@@ -134,7 +134,6 @@ KERNELS = FileKind(
     lists_suffixes=True,
 )
 
-#: All kinds by their names.
 KINDS: Mapping[str, FileKind] = {
     kind.name: kind for kind in (MODEL, LORA, EMBEDDING, CONTROLNET, UPSCALER, TEXT, KERNELS)
 }

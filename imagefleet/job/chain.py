@@ -19,8 +19,6 @@ from imagefleet.job.passes import fields as passes
 
 #: The field of a message that says which stage of its job it asks for. It is not signed.
 STAGE_FIELD = "stage"
-
-#: The list of the stages after the first.
 THEN_FIELD = "then"
 
 #: One digit, so that the names of a job's images sort by stage.

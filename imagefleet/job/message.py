@@ -69,7 +69,6 @@ SafeFileName = Annotated[
     str, _matches(SAFE_NAME, "letters, digits, spaces and _ . + ( ) - only, without a path")
 ]
 
-#: The folder of images whose jobs have no campaign.
 DEFAULT_CAMPAIGN = "default"
 
 #: Second drawings are in this folder, and no job's images: no campaign begins with a hyphen.

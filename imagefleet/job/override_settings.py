@@ -10,7 +10,6 @@ from imagefleet import validation
 from imagefleet.job import samplers
 from imagefleet.redaction import printable
 
-#: Settings that are fields of a job.
 FIELDS: Mapping[str, str] = {
     "CLIP_stop_at_last_layers": "clip_skip",
     "enable_prompt_comments": "enable_prompt_comments",

@@ -12,7 +12,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-#: Values of a job's `scheduler`.
 SCHEDULERS = ("Automatic", "Uniform", "Karras")
 
 #: Samplers for which AUTOMATIC1111's 'Automatic' is Karras, not Uniform.
@@ -81,7 +80,6 @@ _OF_PIXELS = (
     *(Sampler(name, name, None) for name in _LISTS),
 )
 
-#: Samplers by the engine's key.
 SAMPLERS: Mapping[str, Sampler] = {sampler.key: sampler for sampler in _ALL}
 
 #: Samplers by every accepted name, in lower case.
@@ -147,5 +145,4 @@ class Noise:
     """(width, height) in pixels of the image whose first noise is put into the middle of it."""
 
 
-#: The noise of all jobs that do not say otherwise.
 DEFAULT_NOISE = Noise()

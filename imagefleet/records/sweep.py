@@ -14,7 +14,6 @@ from imagefleet.job.message import SafeFileName, SafeId
 from imagefleet.records.record import Record, shard_folder
 from imagefleet.storage.open import Storage
 
-#: The most groups of a sweep; each is a point of a curve.
 MAX_GROUPS = 10_000
 
 #: The largest file of a sweep: some 300 bytes a group.

@@ -17,10 +17,7 @@ log = logging.getLogger(__name__)
 
 LogFormat = Literal["auto", "json", "text"]
 
-#: The `action` of records of other libraries.
 OTHER_ACTION = "other"
-
-#: The `action` of exceptions that nothing has handled.
 UNEXPECTED_ACTION = "unexpected_error"
 
 #: What every record has; all else comes from `extra`.

@@ -50,7 +50,6 @@ NEUTRAL_VALUES: Mapping[str, tuple[object, ...]] = {
     "tiling": (None, False),
 }
 
-#: The same with those of all passes.
 _WITHOUT_EFFECT = WITHOUT_EFFECT | img2img.WITHOUT_EFFECT | extras.WITHOUT_EFFECT
 _NEUTRAL_VALUES: Mapping[str, tuple[object, ...]] = {
     **NEUTRAL_VALUES,

@@ -13,7 +13,6 @@ from imagefleet.job import samplers
 from imagefleet.job.passes.first import MAX_GUIDANCE, MAX_SIDE, MIN_SIDE, FirstPass, PromptText
 from imagefleet.job.prompt import SAFE_NAME, Prompt
 
-#: Upscalers that enlarge the latent.
 LATENT = (
     "Latent",
     "Latent (antialiased)",
@@ -29,7 +28,6 @@ RESAMPLING = ("None", "Lanczos", "Nearest")
 #: One step of the latent, in pixels.
 _CELL = 8
 
-#: Fields that change the image -> their neutral values.
 NEUTRAL_VALUES: Mapping[str, tuple[object, ...]] = {
     "firstpass_image": (None, ""),
     "hr_checkpoint_name": (None, "", "Use same checkpoint"),
