@@ -28,8 +28,8 @@ from imagefleet.job import chain
 from imagefleet.job.passes import fields as passes
 from imagefleet.job.passes import img2img
 from imagefleet.job.passes.fields import PassFields
-from imagefleet.job.passes.first import MAX_IMAGES_PER_JOB, MAX_SIDE
 from imagefleet.job.prompt import SAFE_NAME
+from imagefleet.job.samplers import MAX_IMAGES_PER_JOB, MAX_SIDE
 from imagefleet.job.sizes import Metadata
 
 if TYPE_CHECKING:

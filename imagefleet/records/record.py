@@ -33,7 +33,7 @@ from pydantic import (
 from imagefleet import concurrency, errors, retry, validation
 from imagefleet.job.chain import MAX_STAGES
 from imagefleet.job.message import DEFAULT_CAMPAIGN, RECORDS, Job, SafeId, job_key
-from imagefleet.job.passes.first import MAX_IMAGES_PER_JOB
+from imagefleet.job.samplers import MAX_IMAGES_PER_JOB
 from imagefleet.job.sizes import MAX_BLOB_NAME, MAX_MESSAGE_BYTES
 from imagefleet.storage.protocol import BlobStore
 

@@ -1,20 +1,17 @@
 """Convolutions with shared weights and, beside them, each slot's own low-rank change (LoCon).
 
 A copy of all convolutions would take 1.1 GB per slot, and a grouped convolution, with a group per
-slot, is slow. So the change stays apart: conv(x, W) + up(down(x)). `down` multiplies each pixel by
-the weights of all nine taps at once; the products are then shifted and added up. A convolution of
-its own would read its input nine times, which is wider than the products at the usual ranks.
-
-The other layers that slots hold no copy of are treated alike: the 1x1 convolutions of resnets, and
-the linear layers for the time.
+slot, is slow. So it is conv(x, W) + up(down(x)); `down` multiplies each pixel by the weights of all
+nine taps at once, since a convolution of its own would read its input nine times. Other layers that
+slots hold no copy of are treated alike: 1x1 convolutions of resnets, linear layers for the time.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - its name everywhere
@@ -24,7 +21,7 @@ from imagefleet import errors
 from worker.engine.files import safetensors
 from worker.engine.kernels.layers import Upsampler
 from worker.engine.lora import kinds
-from worker.engine.lora.merge import AppliedLora
+from worker.engine.lora.merge import AppliedLora, LowRank, Room, WeightedFactors
 
 #: The highest rank, that of one job's LoRAs added up, of a 3x3 convolution (where 128 should cost a
 #: seventh of a tick, and takes 160 MB per slot) and of other layers.
@@ -70,7 +67,8 @@ class LowRankChange(nn.Module):
         """*layers* by path."""
         super().__init__()
         self.paths = list(layers)
-        ((outputs, inputs, *kernel),) = {_weight_shape(layer) for layer in layers.values()}
+        weights: list[Any] = [layer.weight for layer in layers.values()]
+        ((outputs, inputs, *kernel),) = {tuple(each.shape) for each in weights}
         self.shape = Shape(outputs, inputs, math.prod(kernel), of_transformers)
         self.register_buffer("down", None, persistent=False)
         self.register_buffer("up", None, persistent=False)
@@ -168,13 +166,6 @@ def _is_usual(conv: nn.Conv2d) -> bool:
         and conv.groups == 1
         and conv.padding_mode == "zeros"
     )
-
-
-def _weight_shape(layer: nn.Module) -> tuple[int, ...]:
-    weight = layer.weight
-    if not isinstance(weight, torch.Tensor):
-        raise TypeError("a layer has no weight")
-    return tuple(weight.shape)
 
 
 class SlotChanges:
@@ -291,49 +282,23 @@ class SlotChanges:
 class ConvolutionPack:
     """The low-rank changes of a job, and their places in one tensor for one copy to the device."""
 
-    shapes: Mapping[Shape, tuple[int, int]]
-    """Layers and rank of each changed shape; a shape's ups come before its downs."""
-    dtype: torch.dtype
-    _groups: Mapping[Shape, Sequence[str]]
-    _found: Mapping[str, Sequence[tuple[float, kinds.Factors]]]
-    """Strengths and factors of the changes, by the layers' paths."""
-
-    @property
-    def size_bytes(self) -> int:
-        return self.dtype.itemsize * sum(
-            shape.numbers_per_rank * layers * rank for shape, (layers, rank) in self.shapes.items()
-        )
+    size_bytes: int
+    _changes: Mapping[Shape, LowRank]
 
     def assemble(self) -> torch.Tensor:
         """The tensor in host memory."""
-        flat = safetensors.packs.take(self.size_bytes).view(self.dtype).zero_()
-        for shape, (ups, downs) in self.by_shape(flat).items():
-            for up, down, path in zip(ups, downs, self._groups[shape], strict=True):
-                at = 0
-                for strength, (outer, inner) in self._found.get(path, ()):
-                    part = slice(at, at + len(inner))
-                    # Rounded once, and not at all where the file has the wanted type.
-                    source = outer if outer.dtype == self.dtype else outer.float()
-                    torch.mul(source, strength, out=up[:, part])
-                    down[part] = inner
-                    at = part.stop
+        flat = safetensors.packs.take(self.size_bytes)
+        for change in self._changes.values():
+            change.fill(flat)
         return flat
 
     @property
     def ranks(self) -> dict[Shape, int]:
-        return {shape: rank for shape, (_, rank) in self.shapes.items()}
+        return {shape: change.up.shape[2] for shape, change in self._changes.items()}
 
     def by_shape(self, flat: torch.Tensor) -> dict[Shape, Factors]:
         """Views of *flat*, a copy on any device."""
-        factors, at = {}, 0
-        for shape, (layers, rank) in self.shapes.items():
-            inputs = shape.inputs * shape.taps
-            middle = at + layers * shape.outputs * rank
-            end = middle + layers * rank * inputs
-            up, down = flat[at:middle], flat[middle:end]
-            factors[shape] = (up.view(layers, -1, rank), down.view(layers, rank, inputs))
-            at = end
-        return factors
+        return {shape: change.of(flat) for shape, change in self._changes.items()}
 
 
 def pack(
@@ -346,27 +311,22 @@ def pack(
 
     None if any of them is not of low rank, or of one that is too high.
     """
-    shapes = {path: shape for shape, paths in groups.items() for path in paths}
-    found: dict[str, list[tuple[float, kinds.Factors]]] = {}
+    places = {path: (shape, at) for shape, paths in groups.items() for at, path in enumerate(paths)}
+    found: dict[Shape, dict[int, list[WeightedFactors]]] = {}
     for lora in loras:
         for path, delta in lora.file.deltas["unet"].items():
-            if path not in shapes:
+            if path not in places:
                 continue
-            factors = kinds.factorise(delta.tensors, shapes[path].max_rank)
+            shape, at = places[path]
+            factors = kinds.factorise(delta.tensors, shape.max_rank)
             if factors is None:
                 return None
             strength = lora.weights["unet"] * delta.scale
-            found.setdefault(path, []).append((strength, factors))
-    ranks: dict[Shape, int] = {}
-    for path, weighted in found.items():
-        shape, rank = shapes[path], sum(len(down) for _, (_, down) in weighted)
-        if rank > shape.max_rank:
-            return None
-        ranks[shape] = max(ranks.get(shape, 0), rank)
-    sizes = {shape: (len(groups[shape]), rank) for shape, rank in ranks.items()}
-    return ConvolutionPack(sizes, dtype, groups, found)
-
-
-def all_paths(groups: Mapping[Shape, Sequence[str]]) -> Collection[str]:
-    """The paths of all layers in *groups*."""
-    return {path for paths in groups.values() for path in paths}
+            found.setdefault(shape, {}).setdefault(at, []).append((strength, factors))
+    room = Room()
+    changes = {
+        shape: room.place_low_rank(dtype, len(groups[shape]), by_layer)
+        for shape, by_layer in found.items()
+    }
+    pack = ConvolutionPack(room.size_bytes, changes)
+    return pack if all(rank <= shape.max_rank for shape, rank in pack.ranks.items()) else None
