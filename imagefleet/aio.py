@@ -157,10 +157,10 @@ class Fleet:
     ) -> Batch:
         """Sends jobs; creates the queues and the containers if there are none.
 
-        A job without an id gets one, one without a campaign *campaign*. Workers take high
-        *priority* first and low last. Jobs before an invalid one are sent. *models* are what
-        workers have from elsewhere than `models/` in the storage. Raises JobError if two jobs have
-        one id, one is too large for a message, or no worker can have its model.
+        A job without an id gets one, one without a campaign *campaign*. Jobs before an invalid one
+        are sent. *models* are what workers have from elsewhere than `models/` in the storage.
+        Raises JobError for an id that is there twice, a large job, or a model that no worker can
+        have.
         """
         campaign = campaign and _checked("campaign", campaign)
         return await self.run(self._submit(jobs, campaign, checked_priority(priority), models))

@@ -135,8 +135,7 @@ class CancelledCampaigns:
 async def cancel(storage: Storage, campaign: str) -> datetime:
     """Cancels what was sent of a campaign, and ends its running loads; returns until when.
 
-    Returns after some twelve seconds: a load that begins then runs. Raises TransientError if others
-    change the list all the time, and SetupError if it is full or damaged.
+    Takes some twelve seconds: a load that begins then runs. Raises TransientError or SetupError.
     """
     at = (await storage.queue.stamps()).latest + timedelta(seconds=LOAD_SECONDS)
     new = Cancellation(queue=storage.queue.name, campaign=campaign, at=at)

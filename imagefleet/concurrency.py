@@ -124,11 +124,7 @@ class Batches(Generic[Item, Result]):
         most: int,
         at_once: int = 1,
     ) -> None:
-        """*work* returns each item's result or error, or raises what all of them get.
-
-        At most *most* items a batch, and *at_once* batches in the threads: more than one only where
-        calls would wait for longer than a thread takes to wake.
-        """
+        """*work* returns results and errors; *most* items a batch, *at_once* in the threads."""
         self._work = work
         self._threads = threads
         self._most = most

@@ -59,10 +59,9 @@ def log_retry(error: errors.TransientError) -> None:
 class RetryPolicy:
     """How often and how long a call is retried; `on_retry` is called before each retry.
 
-    The default waits add up to 8 seconds on average and 16 at most. No attempt starts after
-    `give_up_seconds`. Jitter is full (from 0), so that a fleet does not return in lockstep. Without
-    limit and count, `waits_for_access` waits for new credentials and for space on a full disk, and
-    `waits_while_busy` for a storage that asks to slow down.
+    The default waits add up to 8 seconds on average. No attempt starts after `give_up_seconds`.
+    Without limit and count, `waits_for_access` waits for new credentials and for space on a full
+    disk, and `waits_while_busy` for a storage that asks to slow down.
     """
 
     tries: int = 6

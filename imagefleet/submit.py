@@ -89,10 +89,9 @@ class BulkSender:
         self._stopping.set()
 
     async def run(self, on_confirmed: Callable[[Progress], None] | None = None) -> Progress:
-        """Sends until the source ends or `stop` is called; returns what is stored.
+        """Sends until the source ends or `stop` is called; returns what is stored, or FleetError.
 
         *on_confirmed* is called for each batch, in order, once it and all before it are stored.
-        Raises FleetError if a send failed for good, or the source has an invalid job.
         """
         self._on_confirmed = on_confirmed
         try:

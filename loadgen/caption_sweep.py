@@ -47,8 +47,7 @@ _OWN_WEIGHT = re.compile(r":\s*[+-]?[\d.]+\s*$")
 class CaptionFile:
     """A file of captions, the first *count* of them; it is read once to count and hash them.
 
-    *one_per_image*: the first of each image in COCO's annotations. Raises SetupError for a file
-    with none, or with a line or an annotation without one.
+    *one_per_image*: the first of each image. Raises SetupError if one is missing, or all.
     """
 
     def __init__(

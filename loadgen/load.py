@@ -148,10 +148,7 @@ class Load:
         refusals: Refusals | None = None,
         shards: int | None = None,
     ) -> None:
-        """*on_notice* is told what the operator should know, while the load goes on.
-
-        *models* are what workers have from elsewhere. *shards* is the number of each queue's.
-        """
+        """*on_notice* is told what to show; *models* are what workers have from elsewhere."""
         self._storage = storage
         self._queue = storage.queues[priority]
         self._shards = shards
@@ -267,7 +264,11 @@ class Load:
 
         def confirm(progress: Progress) -> None:
             self._campaigns.confirm(progress.confirmed)
-            self._say_what_is_unreadable()
+            # Not before something is sent: what cannot be sent has an error of its own.
+            if self._unreadable and not self._is_said:
+                self._is_said = True
+                self._on_notice(f"cancelled campaigns are not noticed: {self._unreadable[0]}")
+            self._unreadable.clear()
             if (
                 progress.confirmed - self._written >= POSITIONS_BETWEEN_CHECKPOINTS
                 or time.monotonic() - self._written_at >= SECONDS_BETWEEN_CHECKPOINTS
@@ -292,13 +293,6 @@ class Load:
             changes = {"confirmed": confirmed, "sent": dict(self._campaigns.sent)}
             self._start.model_copy(update=changes).write(self._path)
             self._written, self._written_at = confirmed, time.monotonic()
-
-    def _say_what_is_unreadable(self) -> None:
-        """Once, and not before something is sent: what cannot be sent has an error of its own."""
-        if self._unreadable and not self._is_said:
-            self._is_said = True
-            self._on_notice(f"cancelled campaigns are not noticed: {self._unreadable[0]}")
-        self._unreadable.clear()
 
 
 #: The rate is that of the last minute: a storage that asks to slow down shows at once.

@@ -1,10 +1,8 @@
 """The template file: patterns of prompts, lists of words, fields of the job.
 
 A placeholder `{noun}` is one entry of the list `noun`, the same everywhere in a job; `{noun:2}` is
-a second draw. Entries may contain placeholders. `{{` and `}}` are braces.
-
-Draws use SHAKE-256 (FIPS 202): job n is a function of the seed and n, on every version of Python.
-`random.Random` guarantees that for `random()` only, from the start of its sequence.
+a second draw. Entries may contain placeholders. `{{` and `}}` are braces. Draws use SHAKE-256 (FIPS
+202): job n is a function of the seed and n, on every version of Python.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Chains: a job whose `then` lists further stages; each begins with the image of the one before.
 
-The message of a later stage is that of the whole job as it was sent, with its signature, and a
-field `stage` beside it: a worker needs no key to send it, and whoever changes that field changes
-which stage is drawn, and nothing else.
+The message of a later stage is the whole job's, with its signature, and a field `stage`: it needs
+no key to be sent, and whoever changes that field changes which stage is drawn alone.
 """
 
 from __future__ import annotations

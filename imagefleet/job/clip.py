@@ -124,8 +124,7 @@ T_co = TypeVar("T_co", covariant=True)
 class Names(Generic[T_co]):
     """What names stand for, by the token ids of each, found as AUTOMATIC1111 finds them.
 
-    Capitals do not matter, and the beginning of a word is no name. The longest name is found, by
-    its tokens, and of names with the same tokens the first.
+    Capitals do not matter. The longest name is found, by its tokens, and of equals the first.
     """
 
     def __init__(self, named: Iterable[tuple[Sequence[int], T_co]]) -> None:

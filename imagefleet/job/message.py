@@ -281,9 +281,8 @@ class Place:
 def read_job(body: str, message_id: str, trusted: TrustedKeys | None = None) -> Job:
     """Reads a job from a message: plain JSON, or JSON in base64 as Azure Functions send it.
 
-    A job without an id takes the message's; one without a seed derives it from its id, so that a
-    retry generates the same image. Raises InvalidMessageError, which says in one sentence why the
-    message is no valid job, and UntrustedJobError if none of the *trusted* keys has signed it.
+    A job without an id takes the message's; a seed follows from its id, so that a retry draws the
+    same. Raises InvalidMessageError, which says why, or UntrustedJobError without a *trusted* key.
     """
     try:
         fields = message_fields(body)

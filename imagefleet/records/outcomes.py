@@ -114,8 +114,7 @@ async def look_up(storage: Storage, job: JobFacts) -> JobFacts:
 async def stored_images(storage: Storage, job: JobFacts) -> list[Record]:
     """A job's images, as their metadata tells; none as long as the first one is missing.
 
-    By the name of each, in the stages' order: `a-1.png` is image 1 of job `a`, or the only one of
-    job `a-1`. Nothing is listed: beside a job's images there may be a million others.
+    `a-1.png` is image 1 of job `a`, or the only one of `a-1`. Nothing is listed: it may be much.
     """
     if (only := await _image(storage, job, job.key)) is not None:
         names = (f"{job.key}{SEPARATOR}{number}" for number in range(2, only.stages + 1))

@@ -1,7 +1,6 @@
 """Metrics pushed as text to VictoriaMetrics or vmagent, for nodes that cannot be scraped.
 
-Each push carries the total of every counter, so the one after a failed one makes up for it. When a
-node dies, its series go stale.
+Each push has the total of every counter, so the one after a failed one makes up for it.
 """
 
 from __future__ import annotations
