@@ -32,14 +32,10 @@ from imagefleet.storage.protocol import BlobPart, BlobRecord, BlobStore
 
 #: Read at once; some 30,000 records.
 PART_BYTES = 4 * 2**20
-
-#: Records in memory at once, some 10 MB.
 _PARSED = 2_000
 
 #: Shards whose start is read before it is their turn.
 _READ_AHEAD = 8
-
-#: Ends of shards read at the same time.
 CONCURRENT_READS = 16
 
 #: Bytes that are read of the end of a shard: a worker adds 256 records at once, some 50 kB.
