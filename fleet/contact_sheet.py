@@ -34,11 +34,7 @@ _INK = (70, 70, 74)
 
 
 def draw_contact_sheet(images: Sequence[bytes], columns: int = 6) -> bytes:
-    """A PNG with the images in rows, captioned with the prompts in their metadata.
-
-    Raises:
-        ValueError: *images* is empty.
-    """
+    """A PNG with the images (one or more) in rows, captioned with the prompts in their metadata."""
     if not images:
         raise ValueError("a contact sheet needs an image")
     columns = min(columns, len(images))
@@ -76,11 +72,7 @@ def read_tile(data: bytes) -> tuple[Image.Image, str]:
 
 
 def read_image(data: bytes, longer_side: int) -> tuple[Image.Image, str]:
-    """The image at this size, and the prompt in its AUTOMATIC1111 metadata.
-
-    Raises:
-        DamagedImageError: it is no image of a worker, or larger than one can be.
-    """
+    """The image at this size and its prompt; raises DamagedImageError if no worker can draw it."""
     with picture.opened(data) as image:
         parameters = printable(picture.parameters(image, _MAX_CHARACTERS))
         scale = longer_side / max(image.size)

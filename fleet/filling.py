@@ -16,8 +16,7 @@ from rich import markup, progress
 from fleet import console
 from imagefleet.storage.open import Storage, open_storage
 from loadgen.caption_sweep import SweepSource
-from loadgen.load import Load, Summary
-from loadgen.pace import Pace, duration
+from loadgen.load import Load, Pace, Summary, duration
 from loadgen.processes.frames import Refusals
 from loadgen.settings import LoadSettings
 from loadgen.sources import Source

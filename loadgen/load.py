@@ -6,7 +6,7 @@ import contextlib
 import os
 import secrets
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +24,6 @@ from imagefleet.submit import BulkSender, Progress, keep_noting
 from loadgen.campaigns import LoadedCampaigns, Sample
 from loadgen.caption_sweep import SweepSource
 from loadgen.file_source import OnRead
-from loadgen.pace import seconds_left
 from loadgen.processes.frames import Refusals
 from loadgen.processes.pool import SenderProcesses
 from loadgen.settings import MOST_BATCHES, LoadSettings
@@ -278,9 +277,8 @@ class Load:
                 self._write_checkpoint(progress.confirmed)
             on_confirmed(progress.confirmed)
 
-        self._write_checkpoint(
-            self.confirmed
-        )  # fails before anything is sent if the path is not writable
+        # Fails before anything is sent, if the path is not writable.
+        self._write_checkpoint(self.confirmed)
         watching = self._cancelled.watch(lambda: True)
         async with (
             concurrency.beside(watching, keep_noting(self._campaigns.note)),
@@ -303,3 +301,51 @@ class Load:
             self._is_said = True
             self._on_notice(f"cancelled campaigns are not noticed: {self._unreadable[0]}")
         self._unreadable.clear()
+
+
+#: The rate is that of the last minute: a storage that asks to slow down shows at once.
+PACE_SECONDS = 60.0
+
+#: Moments within it that are kept.
+_MOMENTS = 60
+
+
+def seconds_left(total: int | None, confirmed: int, per_second: float) -> float | None:
+    if total is None:
+        return None
+    if total <= confirmed:
+        return 0.0
+    return round((total - confirmed) / per_second, 1) if per_second > 0 else None
+
+
+def duration(seconds: float) -> str:
+    """`2 h 05 min`, `12 min`, `40 s`."""
+    minutes = round(seconds / 60)
+    if minutes >= 60:  # noqa: PLR2004 - an hour
+        return f"{minutes // 60:,} h {minutes % 60:02d} min"
+    return f"{minutes} min" if seconds >= 100 else f"{seconds:.0f} s"  # noqa: PLR2004 - shorter
+
+
+class Pace:
+    """The rate of a load that has *confirmed* positions."""
+
+    def __init__(self, confirmed: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._moments = deque([(clock(), confirmed)])
+        self._now = confirmed
+
+    def note(self, confirmed: int) -> None:
+        self._now = confirmed
+        now = self._clock()
+        if now - self._moments[-1][0] >= PACE_SECONDS / _MOMENTS:
+            self._moments.append((now, confirmed))
+        while now - self._moments[0][0] > PACE_SECONDS and len(self._moments) > 1:
+            self._moments.popleft()
+
+    @property
+    def per_second(self) -> float:
+        began, first = self._moments[0]
+        return (self._now - first) / max(self._clock() - began, 1e-6)
+
+    def left(self, total: int | None) -> float | None:
+        return seconds_left(total, self._now, self.per_second)

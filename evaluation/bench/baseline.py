@@ -34,11 +34,7 @@ class PlainDiffusers:
     """The family's pipeline as in its documentation: no compilation, no batching of jobs."""
 
     def __init__(self, model: Path, device: torch.device, dtype: torch.dtype) -> None:
-        """Loads the checkpoint as the engine does.
-
-        Raises:
-            SetupError: as for `checkpoint.load_checkpoint`.
-        """
+        """Loads the checkpoint as the engine does, with the errors of `load_checkpoint`."""
         # They warn of each truncated prompt and of unused image processors.
         diffusers_logging.set_verbosity_error()
         transformers_logging.set_verbosity_error()

@@ -51,11 +51,7 @@ def images_at_once(engine: contract.Engine) -> int:
 def draw(
     engine: contract.Engine, requests: Sequence[contract.ImageRequest]
 ) -> list[contract.Pixels]:
-    """Draws at most the engine's capacity of images.
-
-    Raises:
-        FleetError: an image failed.
-    """
+    """Draws at most the engine's capacity of images; raises FleetError if one failed."""
     for ticket, request in enumerate(requests):
         engine.admit(ticket, engine.prepare(request))
     images: dict[int, contract.Pixels] = {}

@@ -59,11 +59,7 @@ def check(sides: Iterable[Engine], device: str) -> None:
 def draw(
     jobs: Sequence[Job], side: Engine, setup: Setup, folder: Path, on_image: Callable[[], None]
 ) -> None:
-    """Draws all images of the *jobs* into *folder*.
-
-    Raises:
-        SetupError: the model cannot be loaded, or a job cannot be drawn with it.
-    """
+    """Draws all images of the *jobs* into *folder*; raises SetupError if the model cannot."""
     engine = load.load_engine(load.EngineSettings(setup.model, setup.device, **side.settings))
     try:
         images = asyncio.run(_images(jobs, setup, engine))

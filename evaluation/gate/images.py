@@ -130,11 +130,7 @@ def by_key(names: list[str], label: str) -> dict[str, str]:
 
 
 async def read(images: Images, name: str) -> Drawing:
-    """Reads an image.
-
-    Raises:
-        NotComparableError: it is gone, or damaged.
-    """
+    """Reads an image; raises NotComparableError if it is gone, or damaged."""
     data = await images.read(name)
     if data is None:
         raise NotComparableError(f"{images.label}: {name} is no longer there, or too large")

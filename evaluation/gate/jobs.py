@@ -19,11 +19,7 @@ _CONCURRENT_READS = 16
 
 
 def of_file(path: Path | None, count: int | None, steps: int | None) -> list[Job]:
-    """The first jobs of a file; None: those of the demo's checkpoint.
-
-    Raises:
-        SetupError: it cannot be read, or has an invalid job.
-    """
+    """The first jobs of a file, or of the demo's; raises SetupError if one is not valid."""
     name = path or demo.find_checkpoint() / "demo_jobs.jsonl"
     source = open_source(str(name), count=count or COUNT, on_invalid=_refuse)
     jobs = [
@@ -37,11 +33,7 @@ def of_file(path: Path | None, count: int | None, steps: int | None) -> list[Job
 
 
 async def of_images(side: images.Images, names: Collection[str]) -> list[Job]:
-    """The jobs of images that are there.
-
-    Raises:
-        NotComparableError: an image does not say how it was drawn.
-    """
+    """The jobs of stored images; raises NotComparableError if one does not say how it was drawn."""
     found: dict[str, Job] = {}
 
     async def read(name: str) -> None:

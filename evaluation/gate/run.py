@@ -39,11 +39,7 @@ _REFERENCE_BATCH = 32
 
 
 def run(plan: Plan, *, with_pictures: bool, quiet: bool) -> Result:
-    """The whole gate, in the main thread.
-
-    Raises:
-        SetupError: the sides cannot be compared; says why.
-    """
+    """The gate, in the main thread; raises SetupError, which says why, if it cannot compare."""
     _check(plan)
     measures = _measures(plan)
     with _folders(plan) as folders:
@@ -200,11 +196,7 @@ async def _compare(
 def _keys(
     plan: Plan, sides: tuple[Images, Images], names: tuple[Mapping[str, str], Mapping[str, str]]
 ) -> list[str]:
-    """The names of the pairs.
-
-    Raises:
-        NotComparableError: a side lacks images of the other.
-    """
+    """The names of the pairs; raises NotComparableError if a side lacks images of the other."""
     # What is drawn here has all images of a job, even if not all are asked for.
     leading = 1 if isinstance(plan.a, Engine) and not isinstance(plan.b, Engine) else 0
     keys = sorted(names[leading])[: plan.drawn.count]

@@ -70,11 +70,7 @@ Side = Campaign | Folder | Engine
 
 
 def read(text: str) -> Side:
-    """The side that an argument names.
-
-    Raises:
-        SetupError: it is none.
-    """
+    """The side that an argument names; raises SetupError if it is none."""
     if text.startswith(_CAMPAIGN):
         return _campaign(text.removeprefix(_CAMPAIGN))
     if text in {".", ".."} or "/" in text:

@@ -30,11 +30,7 @@ class Bounds:
 
     @classmethod
     def read(cls, texts: Iterable[str]) -> Self:
-        """The bounds with the changes of `NAME=NUMBER`, such as `psnr=26`.
-
-        Raises:
-            SetupError: one is no bound, or no number that it can be.
-        """
+        """The bounds with changes such as `psnr=26`; raises SetupError for what is no bound."""
         fields = {field.name.partition("_")[2]: field.name for field in dataclasses.fields(cls)}
         changes = {}
         for text in texts:

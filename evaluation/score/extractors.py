@@ -87,11 +87,7 @@ class TextExtractor(Extractor, Protocol):
 
 
 def read_preparation(path: Path) -> Preparation | None:
-    """What the JSON beside a file, such as `inception.pt.json`, says; None if there is none.
-
-    Raises:
-        SetupError: it is not valid.
-    """
+    """What the JSON beside a file says, if there is one; raises SetupError if it is not valid."""
     beside = path.with_name(f"{path.name}.json")
     if not beside.exists():
         return None

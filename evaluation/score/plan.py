@@ -74,11 +74,7 @@ def digest(rows: Sequence[Row]) -> str:
 async def make(
     storage: Storage, campaign: str, work: Path, on_records: Callable[[int], None]
 ) -> Plan:
-    """Plans a campaign from its records, some at a time.
-
-    Raises:
-        SetupError: it has no images.
-    """
+    """Plans a campaign from its records, some at a time; raises SetupError without images."""
     swept = await sweep.read(storage, campaign)
     counts = await reader.counts(storage, campaign)
     each = swept.captions.count if swept else counts.images
@@ -102,11 +98,7 @@ def pictures(folder: Path) -> list[str]:
 
 
 def of_folder(folder: Path, work: Path) -> list[Chunk]:
-    """The chunks of a folder of pictures, with those of its subfolders.
-
-    Raises:
-        SetupError: there are no pictures.
-    """
+    """The chunks of pictures in a folder and those in it; raises SetupError if there are none."""
     names = pictures(folder)
     if not names:
         raise errors.SetupError(f"the reference {folder} has no pictures (PNG, JPEG, WebP)")

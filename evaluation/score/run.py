@@ -89,11 +89,7 @@ class Done:
 
 
 def extract(work: Work, processes: int, on_images: OnImages, done: Done) -> None:
-    """Computes what is not done yet of the chunks of *work*.
-
-    Raises:
-        FleetError: a process failed; what was done is kept.
-    """
+    """Computes what *work* lacks; raises FleetError if a process failed, and keeps what is done."""
     facts = [each.facts if each else None for each in work.loaded]
     left = []
     for chunk in work.chunks:

@@ -133,11 +133,7 @@ def facts(entry: Entry) -> dict[str, Any]:
 
 
 async def exported(entry: Entry, blobs: BlobStore) -> dict[str, Any]:
-    """A whole job, as `imagefleet load` takes it, with why it failed.
-
-    Raises:
-        JobError: its message is no JSON object, or is lost.
-    """
+    """A whole job to load, with why it failed; raises JobError if its message is lost or bad."""
     if entry.record is None:
         raise errors.JobError(f"it is {NO_RECORD}")
     try:

@@ -151,11 +151,7 @@ def show(rows: Sequence[Row]) -> None:
 
 
 async def find(storage: Storage, kind: FileKind, names: Sequence[str]) -> list[Row]:
-    """The files that are called so, with or without their suffix.
-
-    Raises:
-        SetupError: there is none of a name, or there are several.
-    """
+    """The files called so, with or without suffix; raises SetupError unless there is one each."""
     rows = await read(storage, kind)
     found: dict[str, Row] = {}
     for name in names:

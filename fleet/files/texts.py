@@ -56,11 +56,7 @@ class States:
 
 
 def made(folder: Path) -> States:
-    """The states in a folder, as `python -m worker.engine.pixel.text_stage` makes them.
-
-    Raises:
-        SetupError: there is none, or a file is of another kind.
-    """
+    """The states in a folder; raises SetupError if there is none, or a file of another kind."""
     files = {each.stem: each for each in sorted(folder.glob(f"*{TEXT.suffixes[0]}"))}
     encoders = {transfer.check_file(each, TEXT) for each in files.values()}
     if len(encoders) != 1:

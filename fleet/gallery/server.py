@@ -110,11 +110,7 @@ class Replays:
         )
 
     async def replay(self, record: Record) -> None:
-        """Puts a failed job back into the queue.
-
-        Raises:
-            FleetError: it stays where it is; says why.
-        """
+        """Puts a failed job back into the queue; raises FleetError, which says why, if it stays."""
         if refusal := await self.refusal():
             raise errors.SetupError(refusal)
         async with self._lock:

@@ -73,11 +73,7 @@ class Checked:
 
 
 async def check(settings: StorageSettings) -> list[Checked]:
-    """Tries every permission on every resource, and on each shard of a job queue.
-
-    Raises:
-        SetupError: the credentials are invalid, or a resource does not exist.
-    """
+    """Tries every permission on all resources and shards; raises SetupError if one is missing."""
     credentials = Credentials(account.read_address(settings.storage.strip()), settings)
     checked = []
     try:

@@ -94,11 +94,7 @@ class Exporter(Collector):
             await asyncio.sleep(self._settings.sample_seconds)
 
     async def sample(self) -> None:
-        """Samples both queues; an outage of the metrics is only logged.
-
-        Raises:
-            TransientError: the storage does not answer.
-        """
+        """Samples both queues; raises TransientError if the storage, not if the metrics, fail."""
         depth, _ = await concurrency.gather(
             self._depth(self._storage.queue), self._depth(self._storage.poison)
         )

@@ -16,11 +16,7 @@ _DISK_FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 
 @contextlib.contextmanager
 def whole(path: Path) -> Iterator[Path]:
-    """A file or folder to write beside *path*, whose name it takes once the block has succeeded.
-
-    Raises:
-        SetupError: it cannot be written.
-    """
+    """A draft beside *path* that takes its name at the end; raises SetupError if it cannot."""
     with writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.exists() and not path.is_file():

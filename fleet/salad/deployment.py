@@ -45,11 +45,7 @@ class Changes:
 
 
 def changes(bodies: Sequence[Mapping[str, Any]], existing: Sequence[Group]) -> Changes:
-    """The changes that turn the *existing* groups into those of *bodies*.
-
-    Raises:
-        SetupError: a group of this revision was changed elsewhere.
-    """
+    """What turns *existing* into *bodies*; raises SetupError if one was changed elsewhere."""
     by_name = {group.name: group for group in existing}
     for body in bodies:
         if body["name"] in by_name:

@@ -90,11 +90,7 @@ class SecretSource(_Strict):
         return self
 
     def read(self, folder: Path) -> SecretStr:
-        """The secret; the path of a file is relative to *folder*.
-
-        Raises:
-            SetupError: the variable is not set, or the file is unreadable or empty.
-        """
+        """The secret, whose path is relative to *folder*; raises SetupError if there is none."""
         if self.env is not None:
             value = os.environ.get(self.env, "").strip()
             if not value:
@@ -189,11 +185,7 @@ class FleetFile(_Strict):
         ]
 
     def gpu_classes(self, known: Sequence[GpuClass]) -> list[GpuClass]:
-        """The fleet's GPU classes.
-
-        Raises:
-            SetupError: one is unknown, or has too little memory for one of the models.
-        """
+        """The GPU classes; raises SetupError for one that is unknown or too small for a model."""
         found = gpus.find(self.gpus, known)
         for gpu in found:
             for model in self.served_models():
@@ -288,11 +280,7 @@ def _reason(error: ValidationError) -> str:
 
 
 def name_of(text: str) -> str:
-    """The name by which jobs ask for a model of `models:`.
-
-    Raises:
-        ValueError: only a worker that has fetched it would know.
-    """
+    """The name by which jobs ask for a model; raises ValueError if only a fetch would tell."""
     if "," in text or "?" in text or "*" in text:
         raise ValueError(
             "models: name each model by itself, as store:NAME.safetensors, a path in the image or"

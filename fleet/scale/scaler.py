@@ -102,11 +102,7 @@ class Speeds:
         self._metrics = rates.Watch(server)
 
     async def find(self) -> Speed:
-        """Finds the given speed, else the last measured, else the assumed one.
-
-        Raises:
-            SetupError: none of them is known.
-        """
+        """The given speed, else the last measured, else the assumed; raises SetupError if none."""
         if self._given:
             return self._given
         self._last = await self._measured() or self._last

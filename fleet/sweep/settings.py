@@ -33,11 +33,7 @@ _OF_THE_SWEEP = {
 def read(
     texts: Iterable[str], models: Sequence[str | None]
 ) -> tuple[tuple[Group, ...], dict[str, Any]]:
-    """The groups of all combinations, and the fields that all jobs share.
-
-    Raises:
-        SetupError: a text is no FIELD=VALUES, its field cannot be set, or its value is not valid.
-    """
+    """The groups of all combinations, and what jobs share; raises SetupError for invalid texts."""
     given = _given(texts)
     size, lora = given.pop(sweep.SIZE, None), given.pop("lora", None)
     if "lora_strength" in given and not lora:

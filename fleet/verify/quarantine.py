@@ -36,11 +36,7 @@ class Quarantine(BaseModel):
 
 
 async def read(files: BlobStore) -> tuple[Quarantine, str | None]:
-    """The list and its version; an empty one if there is none.
-
-    Raises:
-        SetupError: somebody has written something else there.
-    """
+    """The list, empty if there is none, and its version; raises SetupError if it is none."""
     part = await files.read_part(BLOB, 0, MAX_BYTES)
     if part is None:
         return Quarantine(), None
@@ -59,11 +55,7 @@ def node_of(worker: str) -> str:
 
 
 async def add(files: BlobStore, workers: Iterable[str], reason: str) -> list[str]:
-    """Adds the workers' nodes to the list; returns those that were not there.
-
-    Raises:
-        TransientError: others change the list all the time.
-    """
+    """Adds nodes, and returns the new ones; raises TransientError if others keep changing it."""
     wanted = list(dict.fromkeys(map(node_of, workers)))
     for _ in range(_TRIES):
         found, version = await read(files)

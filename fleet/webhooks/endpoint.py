@@ -28,14 +28,8 @@ _LONGEST_PAUSE_SECONDS = 24 * 3600.0
 
 _LOCAL_HOSTS = frozenset({"localhost", "127.0.0.1", "::1"})
 
-_OVERLOADED = frozenset(
-    {
-        HTTPStatus.TOO_MANY_REQUESTS,
-        HTTPStatus.BAD_GATEWAY,
-        HTTPStatus.SERVICE_UNAVAILABLE,
-        HTTPStatus.GATEWAY_TIMEOUT,
-    }
-)
+#: Too Many Requests, and what a gateway answers in place of the receiver.
+_OVERLOADED = frozenset({429, 502, 503, 504})
 
 #: The prefix of a secret, so that it is recognised as one.
 PREFIX = "whsec_"
@@ -59,11 +53,7 @@ class Signer:
 
     @classmethod
     def read(cls, path: Path) -> Self:
-        """The secrets in a file, one a line.
-
-        Raises:
-            SetupError: the file cannot be read, or holds something else.
-        """
+        """The secrets in a file, one a line; raises SetupError if it holds something else."""
         try:
             with path.expanduser().open("rb") as file:
                 text = file.read(_MAX_FILE_BYTES).decode(errors="replace")

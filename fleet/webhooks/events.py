@@ -145,11 +145,7 @@ class State(BaseModel):
 
     @classmethod
     def read(cls, path: Path, address: str, campaign: str | None) -> Self:
-        """The state in a file, or that of a first start.
-
-        Raises:
-            SetupError: it cannot be read, or is that of another receiver or campaign.
-        """
+        """The state in a file, or a first one; raises SetupError if it is another receiver's."""
         try:
             text = path.read_bytes()
         except FileNotFoundError:

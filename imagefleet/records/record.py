@@ -33,7 +33,7 @@ from pydantic import (
 from imagefleet import concurrency, errors, retry, validation
 from imagefleet.job.chain import MAX_STAGES
 from imagefleet.job.message import DEFAULT_CAMPAIGN, RECORDS, Job, SafeId, job_key
-from imagefleet.job.passes.first import MAX_IMAGES_PER_JOB
+from imagefleet.job.samplers import MAX_IMAGES_PER_JOB
 from imagefleet.job.sizes import MAX_BLOB_NAME, MAX_MESSAGE_BYTES
 from imagefleet.storage.protocol import BlobStore
 
@@ -73,16 +73,10 @@ _NAME = re.compile(
 )
 
 #: An empty gzip member whose header has one extra field, `IF`: lines, and completed jobs.
-_TOTALS = struct.Struct("<4s4xxB H2sHQQ 2s8x")
-_GZIP_WITH_EXTRA = b"\x1f\x8b\x08\x04"
-_UNKNOWN_SYSTEM = 255
-_SUBFIELD = b"IF"
-_EMPTY_BLOCK = b"\x03\x00"
-
-TOTALS_BYTES = _TOTALS.size
-
-#: How the empty members begin.
-_BEFORE_TOTALS = struct.pack("<4s5xB H2sH", _GZIP_WITH_EXTRA, _UNKNOWN_SYSTEM, 20, _SUBFIELD, 16)
+_BEFORE_TOTALS = struct.pack("<4s5xBH2sH", b"\x1f\x8b\x08\x04", 255, 20, b"IF", 16)
+_TOTALS = struct.Struct("<QQ")
+_AFTER_TOTALS = b"\x03\x00" + bytes(8)
+TOTALS_BYTES = len(_BEFORE_TOTALS) + _TOTALS.size + len(_AFTER_TOTALS)
 
 #: zlib's parameter for a gzip member.
 GZIP = 31
@@ -258,20 +252,16 @@ def shard_part(lines: Iterable[bytes], totals: Totals) -> bytes:
     """What to append: *lines*, and the *totals* of the shard with them."""
     compressor = zlib.compressobj(6, wbits=GZIP)
     data = compressor.compress(b"".join(lines)) + compressor.flush()
-    return data + _TOTALS.pack(
-        *(_GZIP_WITH_EXTRA, _UNKNOWN_SYSTEM, 20, _SUBFIELD, 16, *totals, _EMPTY_BLOCK)
-    )
+    return data + _BEFORE_TOTALS + _TOTALS.pack(*totals) + _AFTER_TOTALS
 
 
 def totals_at(end: bytes) -> Totals | None:
     """The totals in a shard's last `TOTALS_BYTES`; None if it ends otherwise."""
-    if len(end) != TOTALS_BYTES:
+    is_whole = end.startswith(_BEFORE_TOTALS) and end.endswith(_AFTER_TOTALS)
+    if not is_whole or len(end) != TOTALS_BYTES:
         return None
-    start, system, length, subfield, size, records, jobs, block = _TOTALS.unpack(end)
-    expected = (_GZIP_WITH_EXTRA, _UNKNOWN_SYSTEM, 20, _SUBFIELD, 16, _EMPTY_BLOCK)
-    if (start, system, length, subfield, size, block) != expected or jobs > records:
-        return None
-    return Totals(records, jobs)
+    found = Totals(*_TOTALS.unpack_from(end, len(_BEFORE_TOTALS)))
+    return found if found.jobs <= found.records else None
 
 
 def first_member(end: bytes) -> int:
@@ -316,11 +306,7 @@ class RecordLog:
         self._load = secrets.token_hex(8)
 
     async def add(self, records: Iterable[Record], *, again: bool = False) -> None:
-        """Adds records, those of images as `images` or *again*: somebody had taken their names.
-
-        Raises TransientError if the storage does not answer (some records may be stored), and
-        SetupError if access is refused.
-        """
+        """Adds records, those of images as `images`, or *again* if their names were taken."""
         grouped: dict[tuple[str, Kind], list[Record]] = {}
         for record in records:
             kind: Kind = "jobs"
@@ -345,10 +331,7 @@ class RecordLog:
         await self._append(campaign, kind, [], jobs=0)
 
     async def sent(self, campaign: str, jobs: int, load: str | None = None) -> None:
-        """Notes how many jobs of a campaign have been sent so far.
-
-        *load* names what sends them across restarts; by default this object.
-        """
+        """Notes how many jobs *load* (across restarts) or this object has sent so far."""
         line = json.dumps({"load": load or self._load, "jobs": jobs}).encode() + b"\n"
         await self._append(campaign, "sent", [line], jobs=0)
 

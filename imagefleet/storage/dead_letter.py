@@ -170,10 +170,7 @@ class Selection:
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """What a failed job must be to be sent again, and what is changed before.
-
-    *takes_invalid*: workers may be newer.
-    """
+    """What a failed job must be to be sent again; *takes_invalid*, since workers may be newer."""
 
     trusted: TrustedKeys | None = None
     takes_invalid: bool = False
@@ -261,10 +258,7 @@ async def add(
 
 
 def _named(body: str) -> dict[str, Any]:
-    """The id and the campaign that a message gives, even if it is not a valid job.
-
-    Once it is mended, it is the same job.
-    """
+    """The id and campaign that even an invalid message gives: once mended, it is the same job."""
     fields = fields_if_any(body)
     known = {}
     for name in ("id", "campaign"):

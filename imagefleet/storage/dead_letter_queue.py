@@ -73,10 +73,7 @@ class Swept:
 
 
 async def unrecorded(storage: Storage) -> int:
-    """How many messages of the poison queue have no record of a failed job, about.
-
-    They are copies, or what a killed worker or replay left.
-    """
+    """How many messages have no record, about: copies, or what a killed worker or replay left."""
     waiting = (await storage.poison.depth()).messages
     if waiting:
         async for _ in recorded(storage, Selection()):
@@ -85,11 +82,7 @@ async def unrecorded(storage: Storage) -> int:
 
 
 async def find(storage: Storage, selection: Selection) -> AsyncIterator[Entry]:
-    """The selected failed jobs that a sweep would find.
-
-    By their records, which hides none from other readers; where some messages have none, by the
-    messages themselves.
-    """
+    """The selected failed jobs that a sweep would find, by messages if some have no record."""
     read = browse if await unrecorded(storage) else recorded
     async for entry in read(storage, selection):
         yield entry
@@ -352,10 +345,7 @@ async def _settle(
 
 
 async def are_completed(storage: Storage, entries: Sequence[Entry]) -> list[bool]:
-    """Whether all images of each job are stored: it was sent again since, and completed.
-
-    A read for each of its images, or six for a job that has none.
-    """
+    """Whether all images of each job are stored since: a read for each, or six if there is none."""
     return list(await concurrency.gather(*(_is_completed(storage, each) for each in entries)))
 
 

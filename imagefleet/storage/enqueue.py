@@ -42,10 +42,7 @@ class JobSender:
         self.sent_to: Counter[str] = Counter()
 
     async def send(self, bodies: Iterable[str]) -> None:
-        """Adds each message to the queue of its job's model.
-
-        None, with a JobError, if one is over 64 KiB, or names a model that `check` refuses.
-        """
+        """Adds each to the queue of its job's model; none if one is too large, or `check` fails."""
         messages = list(bodies)
         await self.check(model for body in messages for model in models_of(body))
         await self._storage.models.make_for_chains(messages)

@@ -54,10 +54,7 @@ class Storage(Protocol):
         """Creates the queues and the containers if they do not exist."""
 
     async def check(self) -> None:
-        """Raises SetupError if a queue or the images do not exist or access is refused.
-
-        Not the files: only workers need them, and only their tokens allow them.
-        """
+        """Raises SetupError without a queue or the images; the files are the workers' alone."""
 
     async def __aenter__(self) -> Self: ...
 

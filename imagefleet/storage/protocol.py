@@ -124,10 +124,7 @@ class JobQueue(Protocol):
         """
 
     async def receive(self, max_messages: int, lease_seconds: float) -> list[LeasedMessage]:
-        """Leases up to *max_messages* (at most 32); returns [] at once if the queue is empty.
-
-        If cancelled, it may leave messages leased until their leases expire.
-        """
+        """Leases up to 32 messages; [] at once if there are none; if cancelled, maybe some."""
 
     async def renew(
         self, message: LeasedMessage, lease_seconds: float, body: str | None = None
@@ -147,10 +144,7 @@ class JobQueue(Protocol):
         """Acknowledges a message, which deletes it."""
 
     def browse(self) -> AsyncIterator[Message]:
-        """Iterates over the visible messages; for poison queues.
-
-        On Azure, more than 32 are leased meanwhile, which counts as a delivery.
-        """
+        """Iterates over visible messages; on Azure, of more than 32, this counts as a delivery."""
 
     @property
     def finds_all(self) -> bool:
@@ -278,10 +272,7 @@ class BlobStore(Protocol):
         """Deletes a blob if it exists; False if the credentials do not allow that."""
 
     async def read_part(self, name: str, offset: int, max_bytes: int) -> BlobPart | None:
-        """Reads *max_bytes* at most from *offset*, none past the end; None without such a blob.
-
-        For blobs too large for memory: the caller reads on until it has `total_bytes`.
-        """
+        """Reads *max_bytes* at most from *offset*, of a blob too large for memory, if it exists."""
 
     def address(self, name: str) -> str:
         """The blob's URL (`file:` on a local storage), without any credential."""

@@ -89,7 +89,7 @@ async def test_ten_million_jobs_take_no_more_memory_than_ten_thousand(
     """Its objects are counted: a list of what was sent would show after a thousandth of them."""
     objects: dict[int, int] = {}
 
-    async def instantly(_bodies: object, _priority: object) -> None:
+    async def instantly(_bodies: object, **_: object) -> None:
         await polling.turn()
 
     def count(confirmed: int) -> None:

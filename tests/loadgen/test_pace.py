@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from loadgen import pace
-from loadgen.pace import Pace
+from loadgen import load as pace
+from loadgen.load import Pace
 
 
 class Clock:

@@ -226,17 +226,12 @@ def _interpolate(noise: torch.Tensor, other: torch.Tensor, strength: float) -> t
 
 
 def _put_into_middle(noise: torch.Tensor, into: torch.Tensor) -> torch.Tensor:
-    """Noise of another size in the middle of *into*, cut off where it is larger."""
-    to_rows, from_rows = _middle(noise.shape[1], into.shape[1])
-    to_columns, from_columns = _middle(noise.shape[2], into.shape[2])
-    into[:, to_rows, to_columns] = noise[:, from_rows, from_columns]
+    """Noise of another size in the middle of *into*; a larger one of odd excess loses more."""
+    to, kept = [], []
+    for length, room in zip(noise.shape[1:], into.shape[1:], strict=True):
+        before = (room - length) // 2
+        count = min(length, length + 2 * before)
+        to.append(slice(max(0, before), max(0, before) + count))
+        kept.append(slice(max(0, -before), max(0, -before) + count))
+    into[:, *to] = noise[:, *kept]
     return into
-
-
-def _middle(length: int, into: int) -> tuple[slice, slice]:
-    """A side's place, and its part that lies there; a larger one of odd excess loses more."""
-    excess = (into - length) // 2
-    if excess >= 0:
-        return slice(excess, excess + length), slice(0, length)
-    kept = length + 2 * excess
-    return slice(0, kept), slice(-excess, -excess + kept)

@@ -10,6 +10,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 import aiohttp
@@ -177,9 +178,7 @@ class Member:
         self.assignment = assignment
         self._control = socket.socket(fileno=assignment.control)
         self._control.set_inheritable(False)
-        self._lock = threading.Lock()
-        self._received: list[bool] = []
-        self._on_word: Callable[[bool], object] | None = None
+        self._on_word: Future[Callable[[bool], object]] = Future()
         # A thread: it also notices the parent's death while the event loop is busy or not there.
         threading.Thread(target=self._read, name="parent", daemon=True).start()
 
@@ -213,23 +212,13 @@ class Member:
             with contextlib.suppress(RuntimeError):  # the loop is closed
                 loop.call_soon_threadsafe(on_word, hurries)
 
-        with self._lock:
-            self._on_word = deliver
-            received, self._received = self._received, []
-        for hurries in received:
-            deliver(hurries)
+        self._on_word.set_result(deliver)
 
     def _read(self) -> None:
         with self._control, contextlib.suppress(OSError), self._control.makefile("rb") as words:
             for word in words:
-                self._deliver(hurries=word == HURRY)
-        self._deliver(hurries=True)
+                self._on_word.result()(word == HURRY)
+        with contextlib.suppress(TimeoutError):  # nobody listens yet
+            self._on_word.result(LAST_SECONDS)(True)
         threading.Event().wait(LAST_SECONDS)
         os._exit(1)
-
-    def _deliver(self, *, hurries: bool) -> None:
-        with self._lock:
-            if self._on_word is None:
-                self._received.append(hurries)
-            else:
-                self._on_word(hurries)

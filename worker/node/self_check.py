@@ -15,18 +15,18 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import random
 import shutil
 import tempfile
 import time
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
 import numpy as np
-import numpy.typing as npt
 
 from imagefleet import errors, likeness, retry
 from imagefleet.likeness import Fingerprint
@@ -79,28 +79,21 @@ _AMONG_JOBS: tuple[CanaryImage, ...] = ("with_lora", "other_seed")
 _MOST_SIZES = 8
 
 
-@dataclass(slots=True)
 class ImageChecks:
     """Compares the images of one worker with each other."""
 
-    copies: int = 0
-    """Images that were exact copies of another seed's."""
-    fastest_step_seconds: float | None = None
-    """Seconds a step in the fastest canary, its decoding included; it had *step_pixels*."""
-    step_pixels: int = 0
-    _drawn: list[tuple[int, tuple[int, int]]] = field(default_factory=list, init=False)
-    """Seed and size of each of the recent images, the oldest of which is replaced."""
-    _recent: npt.NDArray[np.float32] = field(
-        default_factory=lambda: np.zeros((RECENT, likeness.SIDE, likeness.SIDE, 4), np.float32),
-        init=False,
-    )
-    _next: int = field(default=0, init=False)
+    def __init__(self) -> None:
+        self.copies = 0
+        """Images that were exact copies of another seed's."""
+        self._fastest = (math.inf, 0)  # seconds a step in a canary, decoded, and its pixels
+        self._drawn: list[tuple[int, tuple[int, int]]] = []
+        """Seed and size of each of the recent images, the oldest of which is replaced."""
+        self._recent = np.zeros((RECENT, likeness.SIDE, likeness.SIDE, 4), np.float32)
+        self._next = 0
 
     def canary_took(self, seconds: float, steps: int, size: tuple[int, int]) -> None:
         """Measures how fast this GPU is at best."""
-        each = seconds / steps
-        if self.fastest_step_seconds is None or each < self.fastest_step_seconds:
-            self.fastest_step_seconds, self.step_pixels = each, size[0] * size[1]
+        self._fastest = min(self._fastest, (seconds / steps, size[0] * size[1]))
 
     def repetition(self, found: Fingerprint, seed: int, size: tuple[int, int]) -> str | None:
         """Whether an image is one that another seed had: of one seed, jobs may be the same."""
@@ -123,10 +116,10 @@ class ImageChecks:
 
     def haste(self, seconds: float, steps: int, size: tuple[int, int]) -> str | None:
         """Whether an image came faster than this GPU can draw."""
-        if self.fastest_step_seconds is None or not steps:
-            return None
-        smaller = min(1.0, size[0] * size[1] / self.step_pixels)
-        least = self.fastest_step_seconds * smaller * _TOO_FAST
+        step_seconds, pixels = self._fastest
+        if not pixels or not steps:
+            return None  # before any canary, or nothing was drawn
+        least = step_seconds * min(1.0, size[0] * size[1] / pixels) * _TOO_FAST
         if least < _LEAST_STEP_SECONDS * _TOO_FAST or seconds / steps >= least:
             return None
         return (

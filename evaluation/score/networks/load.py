@@ -35,11 +35,7 @@ def find_device(names: Collection[str | None], device: str) -> str:
 
 
 def load_extractor(path: str | Path, device: str = "cpu") -> Extractor:
-    """The extractor in a TorchScript or ONNX file, or in a folder of CLIP; `demo` needs no file.
-
-    Raises:
-        SetupError: there is none, or it cannot be used.
-    """
+    """The extractor in a TorchScript or ONNX file or a folder; raises SetupError if it is none."""
     with _needs_extra():
         return _load(path, device)
 

@@ -72,10 +72,7 @@ class AzureAddress:
 
 
 def read_address(address: str) -> AzureAddress:
-    """Parses an address; the URL of one service implies that of the other.
-
-    The SetupError for one that is not valid does not quote it, as it may hold a key.
-    """
+    """Parses an address; the SetupError for another does not quote it, as it may hold a key."""
     if _CONNECTION_STRING.search(address):
         _check_key(address)
         for kind, endpoint in _ENDPOINT.findall(address):

@@ -108,10 +108,7 @@ class AzureBlobs(protocol.BlobStore):
         metadata: Mapping[str, str],
         on_progress: Callable[[int], None] = lambda _: None,
     ) -> bool:
-        """Uploads blocks that only their commit makes a blob.
-
-        Blocks of an earlier attempt stay; Azure removes those without a commit after a week.
-        """
+        """Uploads blocks, of which a commit makes the blob; Azure removes others after a week."""
         blob = self._blob(name)
         protocol.check_metadata(metadata)
         if await self.record(name) is not None:

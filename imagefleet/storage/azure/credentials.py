@@ -48,10 +48,7 @@ class Access:
         retry_policy: retry.RetryPolicy,
         tokens: RotatingTokens | None,
     ) -> None:
-        """*what* names it in messages; *credential* None: the address itself holds one.
-
-        *tokens* update the credential.
-        """
+        """*what* names it in messages; *credential* None: the address has it; *tokens* renew it."""
         self.what = what
         self.credential = credential
         self._resource = resource
@@ -83,12 +80,9 @@ class Access:
     async def attempt(self, permission: str, request: Callable[[], Awaitable[_Result]]) -> _Result:
         """Makes a request once; repeats it with a newer token if its token was refused.
 
-        *permission* is the letter (`roles`) that it needs; empty for what no token allows.
-
-        Raises:
-            NoTokenError: there are tokens, but none for this resource.
-            NoAccessError: Azure no longer accepts the token, and there is no newer one yet.
-            SetupError: Azure never accepted it, or the source will provide no other.
+        *permission* is the letter (`roles`) that it needs; empty for what no token allows. Raises
+        NoTokenError without a token for it, NoAccessError if Azure no longer accepts the token and
+        there is no newer one yet, SetupError if it never did, or there will be no other.
         """
         while True:
             if self._tokens is not None:
@@ -153,10 +147,7 @@ class RotatingTokens:
         return self.credentials[key]
 
     async def refresh_if_due(self) -> None:
-        """Waits for the first tokens; later ones are fetched while the request goes on.
-
-        Raises SetupError or TransientError if there are none at all.
-        """
+        """Waits for the first tokens, or raises why there are none; later ones come meanwhile."""
         if self.tokens is None:
             await asyncio.shield(self._refresh())
             if self.tokens is None and self._failure is not None:
@@ -171,10 +162,7 @@ class RotatingTokens:
         refusal: azure_errors.RefusedError,
         wait_seconds: float,
     ) -> bool:
-        """Reads the source until *credential* holds another token than *refused*; False if not.
-
-        Raises SetupError if the source will provide none.
-        """
+        """Waits for another token than *refused*; False: in vain. SetupError: there comes none."""
         ends_at = time.monotonic() + wait_seconds
         while True:
             if time.monotonic() >= self.source.retry_at and credential.signature == refused:

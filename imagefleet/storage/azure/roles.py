@@ -16,7 +16,7 @@ _JOB_QUEUES: Mapping[Priority, Resource] = {
     "low": "queue_low",
 }
 
-#: What deployments and tokens of earlier versions lack; a worker does without.
+#: The queues of the other priorities; a worker does without.
 OPTIONAL: frozenset[Resource] = frozenset({"queue_high", "queue_low"})
 
 #: Stands for a permission where a request needs a valid token of the resource, whatever it allows.
@@ -55,10 +55,7 @@ _AZURE_BLOB_ROLES: Mapping[str, str] = {
 
 @dataclass(frozen=True, slots=True)
 class Role:
-    """A kind of process and its permissions on each resource; no token without any.
-
-    *queue* is for the job queue of each priority.
-    """
+    """A kind of process and its permissions; *queue* is for the job queue of each priority."""
 
     name: str
     what: str

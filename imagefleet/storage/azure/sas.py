@@ -125,10 +125,7 @@ class Tokens(QueueTokens):
 
 
 class TokenFile:
-    """A JSON file of tokens that is replaced now and then, such as a mounted Kubernetes secret.
-
-    While the file is broken or missing, the last good tokens stay in force.
-    """
+    """A JSON file of tokens that is replaced now and then; while it is broken, the last hold."""
 
     def __init__(self, path: Path) -> None:
         self.name = f"the file {path}"
@@ -239,10 +236,7 @@ TokenSource = TokenFile | TokenBroker
 def source_of(
     settings: StorageSettings, identity_token: IdentityToken | None
 ) -> TokenSource | None:
-    """The source of changing tokens that the settings name, if any.
-
-    Raises SetupError if they name two, or a broker where no identity token is available.
-    """
+    """The source of changing tokens that the settings name, if any; a SetupError for two."""
     given = (settings.sas_file, settings.broker_url, settings.sas)
     if sum(each is not None for each in given) > 1:
         raise errors.SetupError(

@@ -96,10 +96,7 @@ _START_ANEW = (
 
 
 def create(path: Path) -> None:
-    """Creates a file without queues, in one step, unless there is one.
-
-    Raises SetupError if its folder cannot be written, or the log of a lost file is there.
-    """
+    """Creates a file without queues, in one step, unless there is one, or a lost one's log."""
     log = log_of(path)
     draft = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
     try:
@@ -128,10 +125,7 @@ def create(path: Path) -> None:
 
 
 def connect(path: Path) -> sqlite3.Connection:
-    """Opens an existing file; a typo in a worker's address must not create an empty queue.
-
-    Raises SetupError if it is missing, or no queue file.
-    """
+    """Opens an existing file; a typo in a worker's address must not create an empty queue."""
     try:
         size = path.stat().st_size
     except (FileNotFoundError, NotADirectoryError):

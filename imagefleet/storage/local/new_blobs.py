@@ -44,10 +44,13 @@ class _Draft:
 
     blob: NewBlob
     path: str  # strings: pathlib takes longer than the system's calls
-    folder: str
     temporary: str
-    handle: int = -1
-    outcome: bool | OSError | errors.FleetError | None = None
+    file: BinaryIO | None = None
+    outcome: bool | errors.FleetError | None = None
+
+    @property
+    def folder(self) -> str:
+        return self.path.rpartition("/")[0]
 
 
 class NewBlobs:
@@ -59,59 +62,69 @@ class NewBlobs:
 
     def create(self, blobs: Sequence[NewBlob]) -> list[bool | Exception]:
         """Whether each blob was created: False if its name is taken; or the error."""
-        drafts = [self._draft(blob) for blob in blobs]
+        temporary = f"{self._root}/{TEMPORARY_FOLDER}/"
+        drafts = [
+            _Draft(blob, f"{self._root}/{blob.name}", temporary + uuid.uuid4().hex)
+            for blob in blobs
+        ]
         try:
             # File by file, each sync would wait for the file system's journal anew.
-            for step in (self._write, _begin_sync, _sync_file, self._link):
+            for step in (self._write, _sync, self._link):
                 for draft in drafts:
                     if draft.outcome is None:
-                        try:
-                            step(draft)
-                        except (OSError, errors.FleetError) as error:
-                            draft.outcome = error
+                        self._noting_errors([draft], partial(step, draft))
         finally:
             for draft in drafts:
-                self._clean_up(draft)
+                _clean_up(draft)
         # Also of those that somebody else has created: the message is deleted next, which reaches
         # the disk with a later send or checkpoint, and a power failure must not lose both.
-        for folder in {draft.folder for draft in drafts}:
-            self._sync_folder(folder, drafts)
-        return [self._outcome(draft) for draft in drafts]
+        stored = [draft for draft in drafts if isinstance(draft.outcome, bool)]
+        for folder in {draft.folder for draft in stored}:
+            within = [draft for draft in stored if draft.folder == folder]
+            self._noting_errors(within, partial(sync_folder, folder))
+        return [draft.outcome or False for draft in drafts]
 
-    def _draft(self, blob: NewBlob) -> _Draft:
-        temporary = f"{self._root}/{TEMPORARY_FOLDER}/{uuid.uuid4().hex}"
-        path = f"{self._root}/{blob.name}"
-        return _Draft(blob, path, path.rpartition("/")[0], temporary)
+    def _noting_errors(self, drafts: Sequence[_Draft], work: Callable[[], None]) -> None:
+        try:
+            work()
+        except errors.FleetError as error:
+            failure = error
+        except OSError as error:
+            failure = translated(error, self._folder)
+            failure.__cause__ = error
+        else:
+            return
+        for draft in drafts:
+            draft.outcome = failure
 
     def _write(self, draft: _Draft) -> None:
         if _is_file(draft.path):
             draft.outcome = False
             return
         # Before the image, so that no reader finds one without. Not synced: no job depends on it.
-        handle = self._open(draft.temporary)
-        try:
-            _write_all(handle, draft.blob.details)
-        finally:
-            os.close(handle)
+        with self._open(draft.temporary) as file:
+            file.write(draft.blob.details)
         sidecar = f"{self._root}/{METADATA_FOLDER}/{draft.blob.name}.json"
         self._in_folder(sidecar, partial(os.replace, draft.temporary, sidecar))
-        draft.handle = self._open(draft.temporary)
-        content = draft.blob.content
-        if isinstance(content, bytes):
-            _write_all(draft.handle, content)
+        draft.file = self._open(draft.temporary)
+        if isinstance(draft.blob.content, bytes):
+            draft.file.write(draft.blob.content)
         else:
-            with os.fdopen(draft.handle, "wb", closefd=False) as file:
-                content(file)
+            draft.blob.content(draft.file)
+        draft.file.flush()
+        if hasattr(os, "posix_fadvise"):
+            # Starts writing to the disk without waiting for it.
+            os.posix_fadvise(draft.file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
-    def _open(self, temporary: str) -> int:
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+    def _open(self, temporary: str) -> BinaryIO:
+        path = Path(temporary)
         try:
-            return os.open(temporary, flags, 0o666)
+            return path.open("xb")
         except FileNotFoundError:
             if not self._folder.is_dir():
                 raise no_folder(self._folder) from None
-            Path(temporary).parent.mkdir(exist_ok=True)
-            return os.open(temporary, flags, 0o666)
+            path.parent.mkdir(exist_ok=True)
+            return path.open("xb")
 
     def _link(self, draft: _Draft) -> None:
         """Gives the finished file its name."""
@@ -131,31 +144,6 @@ class NewBlobs:
         except FileNotFoundError:
             make_durable_folder(Path(path).parent, self._folder)
             rename()
-
-    def _clean_up(self, draft: _Draft) -> None:
-        if draft.handle >= 0:
-            os.close(draft.handle)
-        if draft.handle >= 0 or isinstance(draft.outcome, Exception):
-            with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-                Path(draft.temporary).unlink()
-
-    def _sync_folder(self, folder: str, drafts: Sequence[_Draft]) -> None:
-        stored = [
-            draft for draft in drafts if isinstance(draft.outcome, bool) and draft.folder == folder
-        ]
-        try:
-            if stored:
-                sync_folder(folder)
-        except OSError as error:
-            for draft in stored:
-                draft.outcome = error
-
-    def _outcome(self, draft: _Draft) -> bool | Exception:
-        if isinstance(draft.outcome, OSError):
-            error = translated(draft.outcome, self._folder)
-            error.__cause__ = draft.outcome
-            return error
-        return False if draft.outcome is None else draft.outcome
 
 
 def translated(error: OSError, folder: Path) -> errors.FleetError:
@@ -196,20 +184,18 @@ def sync_folder(folder: Path | str) -> None:
         os.close(handle)
 
 
-def _begin_sync(draft: _Draft) -> None:
-    if hasattr(os, "posix_fadvise"):
-        # Starts writing without waiting for it.
-        os.posix_fadvise(draft.handle, 0, 0, os.POSIX_FADV_DONTNEED)
+def _sync(draft: _Draft) -> None:
+    if draft.file is not None:
+        os.fsync(draft.file.fileno())
 
 
-def _sync_file(draft: _Draft) -> None:
-    os.fsync(draft.handle)
-
-
-def _write_all(handle: int, data: bytes) -> None:
-    left = memoryview(data)
-    while left:
-        left = left[os.write(handle, left) :]
+def _clean_up(draft: _Draft) -> None:
+    if draft.file is not None:
+        with contextlib.suppress(OSError):  # of a full disk, which the outcome tells
+            draft.file.close()
+    if draft.file is not None or isinstance(draft.outcome, Exception):
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            Path(draft.temporary).unlink()
 
 
 def _is_file(path: str) -> bool:

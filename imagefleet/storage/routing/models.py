@@ -94,20 +94,14 @@ class ModelQueues:
                 await queue.main.set_shards(shards)
 
     async def create(self, model: str | None = None) -> bool:
-        """Creates a model's queues if they do not exist; False if the credentials do not allow it.
-
-        A SAS token for one queue can create nothing else, nor need it.
-        """
+        """Creates a model's queues if need be; False if the credentials, as any token, may not."""
         for priority in sorted(PRIORITIES, key=lambda priority: priority != "normal"):
             if not await self.of(model)[priority].main.create():
                 return False
         return True
 
     async def make(self, model: str | None) -> Queues:
-        """A model's queues, created if they do not exist and the credentials allow that.
-
-        Not those of a model that no job can name.
-        """
+        """A model's queues, created if need be and allowed; not of a model that no job can name."""
         queues = self.of(model)
         if model is None or model in self._made or not SAFE_NAME.fullmatch(model):
             return queues

@@ -196,10 +196,7 @@ class Route:
         return created
 
     async def set_shards(self, shards: int) -> None:
-        """Sets to how many shards jobs are sent from now on; makes those that are missing.
-
-        Raises SetupError if the credentials do not allow that.
-        """
+        """Sets to how many shards jobs are sent; makes those missing, or raises SetupError."""
         known = await self.first.read_shards()
         made = max(shards, known.made)
         if (shards, made) == known:

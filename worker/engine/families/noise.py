@@ -18,8 +18,6 @@ V_PREDICTION_KEY, ZERO_TERMINAL_SNR_KEY = "v_pred", "ztsnr"
 #: AUTOMATIC1111's last value in place of 0, from which no image could be computed.
 _LAST_ALPHA = 4.8973451890853435e-08
 
-_PREDICTION_TYPES = frozenset({"epsilon", "v_prediction"})
-
 #: The highest level of noise on the image of an x4 upscaler whose configuration says none.
 _MAX_LEVEL = 350
 
@@ -39,10 +37,7 @@ class ImageNoise:
 
 
 def image_noise(index: Mapping[str, Any], scheduler: Mapping[str, Any], levels: int) -> ImageNoise:
-    """Reads it from a folder's model_index.json and its low_res_scheduler's configuration.
-
-    *levels*: how many the UNet knows.
-    """
+    """Reads it from a folder's configurations; *levels*: how many the UNet knows."""
     made = DDPMScheduler.from_config(dict(scheduler))
     level = index.get("max_noise_level")
     level = level if isinstance(level, int) else _MAX_LEVEL
@@ -64,14 +59,12 @@ def prediction_type(
     if V_PREDICTION_KEY in keys and stated != "epsilon":
         return "v_prediction"
     found = scheduler.get("prediction_type", stated)
-    if found is None:
-        return None
-    if found not in _PREDICTION_TYPES:
+    if found not in {None, "epsilon", "v_prediction"}:
         raise errors.SetupError(
             f"{str(model)!r} predicts {str(found)[:40]!r}; imagefleet generates with checkpoints"
             " that predict epsilon or v_prediction"
         )
-    return str(found)
+    return found if found is None else str(found)
 
 
 def alphas_cumprod(
@@ -88,9 +81,8 @@ def alphas_cumprod(
     count = scheduler.get("num_train_timesteps", 1000)
     betas = torch.linspace(start**0.5, end**0.5, count, dtype=torch.float64) ** 2
     alphas = torch.cumprod(1 - betas, dim=0)
-    if scheduler.get("rescale_betas_zero_snr") or ZERO_TERMINAL_SNR_KEY in keys:
-        return rescale_to_zero_terminal_snr(alphas)
-    return alphas
+    rescales = scheduler.get("rescale_betas_zero_snr") or ZERO_TERMINAL_SNR_KEY in keys
+    return rescale_to_zero_terminal_snr(alphas) if rescales else alphas
 
 
 def rescale_to_zero_terminal_snr(alphas: torch.Tensor) -> torch.Tensor:

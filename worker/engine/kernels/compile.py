@@ -147,16 +147,10 @@ class Compiled:
         )
         self._is_tracing = True
         try:
-            with _unnoticed():
+            with self._optional("uncompiled", "compile_failed"), _unnoticed():
                 self._function(*self._arguments)
         except _TracedError:
             pass
-        except Exception as error:  # torch's compiler may raise anything
-            if self._is_abandoned:
-                return
-            if engine_errors.is_out_of_memory(error):
-                raise
-            self._run_uncompiled(error)
         finally:
             self._is_tracing = False
 
@@ -178,15 +172,11 @@ class Compiled:
         self.trace()
         kept = [(tensor, tensor.clone()) for tensor in _tensors_of(self._arguments)]
         if self._backend is not None:
-            try:
-                self._run_often()
-            except Exception as error:  # kernels are selected in these runs
-                if engine_errors.is_out_of_memory(error):
-                    self.release()
-                    raise
-                self._run_uncompiled(error)
+            with self._optional("uncompiled", "compile_failed"):
+                self._run_often()  # which selects kernels
         if self._pool is not None:
-            self._try_to_record(self._pool)
+            with self._optional("without a CUDA graph", "capture_failed"):
+                self._record(self._pool)
         for argument, copy in kept:
             argument.copy_(copy)
 
@@ -199,21 +189,28 @@ class Compiled:
         if self._stream is not None:
             torch.cuda.current_stream().wait_stream(self._stream)
 
-    def _run_uncompiled(self, error: Exception) -> None:
-        self._go_without("uncompiled", error, "compile_failed")
-        self._function, self._backend = self._plain, None
-
-    def _go_without(self, what: str, error: Exception, action: str) -> None:
-        """Logs a failure; raises if the GPU is broken, not just a kernel: every later call fails.
-
-        The error's text cannot tell: it is "CUDA error" even if only recording is not permitted.
-        """
-        if self._pool is not None:
-            torch.cuda.synchronize()
-        brief = f"{type(error).__name__}: {str(error).strip()[:300]}"
-        log.warning(
-            "%s runs %s: %s", self.name, what, brief, exc_info=error, extra={"action": action}
-        )
+    @contextlib.contextmanager
+    def _optional(self, without: str, action: str) -> Iterator[None]:
+        """Logs that a speed-up failed; raises if the GPU is broken, or its memory full."""
+        try:
+            yield
+        except _TracedError:
+            raise
+        except Exception as error:  # torch's compiler may raise anything
+            if self._is_abandoned:
+                return
+            if engine_errors.is_out_of_memory(error):
+                self.release()
+                raise
+            if self._pool is not None:
+                # The error's text cannot tell: it is "CUDA error" even if only recording is not
+                # permitted.
+                torch.cuda.synchronize()
+            brief = f"{type(error).__name__}: {str(error).strip()[:300]}"
+            args = self.name, without, brief
+            log.warning("%s runs %s: %s", *args, exc_info=error, extra={"action": action})
+            if action == "compile_failed":
+                self._function, self._backend = self._plain, None
 
     def _compile_graph(self, graph: Any, inputs: Any) -> Any:
         """The backend of torch.compile."""
@@ -238,24 +235,17 @@ class Compiled:
 
         return run
 
-    def _try_to_record(self, pool: GraphPool) -> None:
-        try:
-            torch.cuda.synchronize()
-            torch.cuda.empty_cache()  # the graph cannot use what the warm-up runs left
-            graph = torch.cuda.CUDAGraph()
-            # Other threads may allocate page-locked memory meanwhile, outside the graph.
-            with torch.cuda.graph(
-                graph, pool=pool.handle, stream=pool.stream, capture_error_mode="thread_local"
-            ):
-                output = self._function(*self._arguments)
-            torch.cuda.synchronize()
-        except Exception as error:  # some library calls cannot be recorded
-            if engine_errors.is_out_of_memory(error):
-                self.release()
-                raise
-            self._go_without("without a CUDA graph", error, "capture_failed")
-        else:
-            self._graph, self._output = graph, output
+    def _record(self, pool: GraphPool) -> None:
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()  # the graph cannot use what the warm-up runs left
+        graph = torch.cuda.CUDAGraph()
+        # Other threads may allocate page-locked memory meanwhile, outside the graph.
+        with torch.cuda.graph(
+            graph, pool=pool.handle, stream=pool.stream, capture_error_mode="thread_local"
+        ):
+            output = self._function(*self._arguments)
+        torch.cuda.synchronize()
+        self._graph, self._output = graph, output
 
 
 def _tensors_of(arguments: Sequence[Any]) -> Iterator[torch.Tensor]:

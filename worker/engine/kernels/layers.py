@@ -141,17 +141,14 @@ class ChannelsLastGroupNorm(nn.GroupNorm):
         is_image = input.dim() == 4  # noqa: PLR2004 - rows, channels, height, width
         is_large = is_image and input.shape[2] * input.shape[3] >= _PIXELS
         if is_large and input.device.type == "cuda":
-            norm = self.num_groups, self.weight, self.bias, self.eps
             if torch.compiler.is_compiling():
-                return normalise(input, *norm)
+                return normalise(input, self)
             if input.is_contiguous(memory_format=torch.channels_last):
-                return normalise_uncompiled(input, *norm)
+                return normalise_uncompiled(input, self)
         return super().forward(input)
 
 
-def normalise(
-    x: torch.Tensor, groups: int, weight: torch.Tensor, bias: torch.Tensor, eps: float
-) -> torch.Tensor:
+def normalise(x: torch.Tensor, norm: nn.GroupNorm) -> torch.Tensor:
     """Group norm of x [rows, channels, height, width], in float32 inside.
 
     The variance is E[x^2] - E[x]^2: in float32 accurate to 1e-4 while a group's mean is less than
@@ -159,18 +156,16 @@ def normalise(
     """
     values = _in_parts(x).float()
     sums, squares = values.sum(2), (values * values).sum(2)
-    scale, shift = _scale_and_shift(x, sums, squares, groups, weight, bias, eps)
+    scale, shift = _scale_and_shift(x, sums, squares, norm)
     return (x.float() * scale + shift).to(x.dtype)
 
 
-def normalise_uncompiled(
-    x: torch.Tensor, groups: int, weight: torch.Tensor, bias: torch.Tensor, eps: float
-) -> torch.Tensor:
+def normalise_uncompiled(x: torch.Tensor, norm: nn.GroupNorm) -> torch.Tensor:
     """The same in few kernels, without copies of x in float32; for x in channels-last order."""
     values = _in_parts(x)
     sums = values.sum(2, dtype=torch.float32)
     squares = torch.linalg.vector_norm(values, dim=2, dtype=torch.float32).square()
-    scale, shift = _scale_and_shift(x, sums, squares, groups, weight, bias, eps)
+    scale, shift = _scale_and_shift(x, sums, squares, norm)
     return torch.addcmul(shift, x, scale, out=torch.empty_like(x))
 
 
@@ -182,19 +177,13 @@ def _in_parts(x: torch.Tensor) -> torch.Tensor:
 
 
 def _scale_and_shift(
-    x: torch.Tensor,
-    sums: torch.Tensor,
-    squares: torch.Tensor,
-    groups: int,
-    weight: torch.Tensor,
-    bias: torch.Tensor,
-    eps: float,
+    x: torch.Tensor, sums: torch.Tensor, squares: torch.Tensor, norm: nn.GroupNorm
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The norm as a product and a sum in float32 [rows, channels, 1, 1].
 
     *sums* of the parts' values and squares [rows, parts, channels].
     """
-    rows, channels, height, width = x.shape
+    (rows, channels, height, width), groups = x.shape, norm.num_groups
     in_group = height * width * channels // groups
 
     def mean_of_groups(sums: torch.Tensor) -> torch.Tensor:
@@ -202,8 +191,8 @@ def _scale_and_shift(
 
     mean = mean_of_groups(sums)
     variance = (mean_of_groups(squares) - mean * mean).clamp(min=0)
-    scale = (variance + eps).rsqrt()[:, :, None] * weight.float().view(groups, -1)
-    shift = bias.float().view(groups, -1) - mean[:, :, None] * scale
+    scale = (variance + norm.eps).rsqrt()[:, :, None] * norm.weight.float().view(groups, -1)
+    shift = norm.bias.float().view(groups, -1) - mean[:, :, None] * scale
     return scale.reshape(rows, channels, 1, 1), shift.reshape(rows, channels, 1, 1)
 
 

@@ -1,9 +1,8 @@
 """Reads LoRA files into one form, keyed by the model's own layer names, and checks them.
 
 LoRA and LoCon (also in kohya's Tucker form), LoHa, LoKr and full differences, as LyCORIS and
-kohya's scripts write them, each with or without DoRA's magnitudes: any change is computed as one
-dense delta. A file with anything that does not fit is refused: leaving a change out would draw
-another image.
+kohya's scripts write them, each with or without DoRA's magnitudes. A file with anything that does
+not fit is refused: leaving a change out would draw another image.
 """
 
 from __future__ import annotations
@@ -50,13 +49,7 @@ class WeightDelta:
     scale: float
 
     def compute(self, weight: torch.Tensor) -> torch.Tensor:
-        """The change at strength 1 in float32, with the shape and device of *weight*.
-
-        *weight* is the checkpoint's own: DoRA's change depends on it.
-
-        Raises:
-            ValueError, RuntimeError, IndexError: the tensors do not fit each other or the weight.
-        """
+        """The change at strength 1 in float32, of the shape and device of the checkpoint's own."""
         stacked = {name: each.to(weight.device)[None] for name, each in self.tensors.items()}
         return kinds.compute(stacked, self.scale, weight[None])[0]
 

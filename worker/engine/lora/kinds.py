@@ -31,10 +31,8 @@ def is_known(names: frozenset[str]) -> bool:
 def compute(tensors: Tensors, scale: float, weights: torch.Tensor) -> torch.Tensor:
     """The layers' changes at strength 1, in float32 and in new memory.
 
-    *weights* [layers, out, in, ...] are the checkpoint's own: DoRA's change depends on them.
-
-    Raises:
-        ValueError, RuntimeError, IndexError: the tensors do not fit each other or the weights.
+    *weights* [layers, out, in, ...] are the checkpoint's own: DoRA's change depends on them. Raises
+    ValueError, RuntimeError or IndexError if the tensors do not fit each other or the weights.
     """
     changes = _PRODUCTS[frozenset(tensors) - EXTRAS](tensors).flatten(2)
     if changes.shape != weights.flatten(2).shape:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import itertools
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Literal
 
 import torch
@@ -92,13 +92,12 @@ class Layers:
         """The layer and the tensor that a LoRA file's *key* names, if both are known."""
         if (known := self._places.get(key)) is not None:
             return known
-        split = None if unsupported_kind(key) else split_key(key)
-        layer = self.find(split[0]) if split else None
-        if split is None or layer is None:
+        name, tensor = ("", "") if unsupported_kind(key) else split_key(key)
+        if (layer := self.find(name)) is None:
             return None
         if len(self._places) < _MAX_PLACES:
-            self._places[key] = layer, split[1]
-        return layer, split[1]
+            self._places[key] = layer, tensor
+        return layer, tensor
 
     def find(self, name: str) -> LayerId | None:
         """The layer that a LoRA file calls *name*."""
@@ -119,13 +118,13 @@ def adaptable_layers(network: nn.Module) -> dict[str, nn.Linear | nn.Conv2d]:
     }
 
 
-def split_key(key: str) -> tuple[str, str] | None:
-    """The layer's name and the tensor's, or None if the key has no known suffix."""
+def split_key(key: str) -> tuple[str, str]:
+    """The layer's name and the tensor's; '' if the key has no known suffix."""
     plain = re.sub(r"\.default(?=\.weight$|$)", "", key)
     for pattern, name in _TENSORS_BY_PATTERN:
         if match := pattern.fullmatch(plain):
             return match[1], match.expand(name)
-    return None
+    return "", ""
 
 
 def unsupported_kind(key: str) -> str | None:
@@ -159,8 +158,15 @@ class Layout:
         self._runs = list(_runs(places))
         by_layer = _by_layer(places, layers)
         compute = functools.cache(_compute_without_numbers)  # most layers are alike
-        for layer, found in by_layer.items():
-            _check_shapes(layer, found, layers.shapes[layer], compute)
+        for (network, path), found in by_layer.items():
+            weight = layers.shapes[network, path]
+            try:
+                compute(frozenset((name, place.shape) for name, place in found.items()), weight)
+            except (ValueError, RuntimeError, IndexError) as error:
+                tensors = ", ".join(f"{name} {list(place.shape)}" for name, place in found.items())
+                raise _UnfitError(
+                    f"for {network} {path}, of shape {list(weight)}, it has {tensors}"
+                ) from error
         self._layers = {layer: list(map(_view, found.items())) for layer, found in by_layer.items()}
 
     def tensors(
@@ -236,22 +242,6 @@ def _by_layer(places: Mapping[str, Place], layers: Layers) -> dict[LayerId, dict
             raise _UnfitError(f"it has {_short(key)} twice, under two names")
         by_layer[layer][part] = place
     return by_layer
-
-
-def _check_shapes(
-    layer: LayerId,
-    found: Mapping[str, Place],
-    weight: torch.Size,
-    compute: Callable[[frozenset[tuple[str, tuple[int, ...]]], torch.Size], None],
-) -> None:
-    try:
-        compute(frozenset((name, place.shape) for name, place in found.items()), weight)
-    except (ValueError, RuntimeError, IndexError) as error:
-        network, path = layer
-        tensors = ", ".join(f"{name} {list(place.shape)}" for name, place in found.items())
-        raise _UnfitError(
-            f"for {network} {path}, of shape {list(weight)}, it has {tensors}"
-        ) from error
 
 
 def _compute_without_numbers(

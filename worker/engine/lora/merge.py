@@ -18,7 +18,7 @@ from torch import nn
 from worker.engine.files import safetensors
 from worker.engine.files.safetensors import Place
 from worker.engine.lora.file import LoraFile, WeightDelta
-from worker.engine.lora.kinds import Stack, StackedChange
+from worker.engine.lora.kinds import Factors, Stack, StackedChange
 from worker.engine.lora.layout import LayerId, Network, adaptable_layers
 
 LoraKey = tuple[object, ...]
@@ -137,19 +137,88 @@ _RANK_ALIGNMENT = 8
 #: Tensors begin at multiples of this in the packed bytes.
 _ALIGNMENT_BYTES = 16
 
-#: A change of one layer and its LoRA's strength.
+#: A change of one layer and its LoRA's strength; the same of low rank, up [out, rank] and down.
 _Weighted = tuple[float, WeightDelta]
+WeightedFactors = tuple[float, Factors]
+
+
+class Room:
+    """Where tensors go in one tensor of bytes."""
+
+    def __init__(self) -> None:
+        self.size_bytes = 0
+
+    def place(self, dtype: torch.dtype, *shape: int) -> Place:
+        begin, end = self.size_bytes, self.size_bytes + math.prod(shape) * dtype.itemsize
+        self.size_bytes = end + -end % _ALIGNMENT_BYTES
+        return Place(dtype, shape, begin, end)
+
+    def place_low_rank(
+        self,
+        dtype: torch.dtype,
+        layers: int,
+        by_layer: Mapping[int, Sequence[WeightedFactors]],
+        strength: float = 1.0,
+    ) -> LowRank:
+        """Changes of some of the *layers*, by their numbers."""
+        ((_, (up, down)), *_) = next(iter(by_layer.values()))
+        rank = max(map(_rank, by_layer.values()))
+        rank += -rank % _RANK_ALIGNMENT
+        ups = self.place(dtype, layers, len(up), rank)
+        return LowRank(ups, self.place(dtype, layers, rank, len(down[0])), strength, by_layer)
 
 
 @dataclass(frozen=True, slots=True)
-class _LowRankPlaces:
-    """The plain LoRAs of a group, by layer."""
+class LowRank:
+    """Low-rank changes of layers of one shape."""
 
     up: Place
     down: Place
     strength: float
-    """The largest: the device multiplies by it, so that most jobs' factors are copied as is."""
-    by_layer: Mapping[int, Sequence[_Weighted]]
+    """What the products of the factors are multiplied by."""
+    by_layer: Mapping[int, Sequence[WeightedFactors]]
+
+    def of(self, flat: torch.Tensor) -> Factors:
+        """Views of up [layers, out, rank] and down [layers, rank, inputs]."""
+        return self.up.of(flat), self.down.of(flat)
+
+    def fill(self, flat: torch.Tensor) -> None:
+        """Sets the factors; zero where nothing changes."""
+        up, down = self.of(flat)
+        layers, _, rank = up.shape
+        if len(self.by_layer) < layers or any(
+            _rank(each) < rank for each in self.by_layer.values()
+        ):
+            up.zero_()
+            down.zero_()
+        parts: dict[tuple[int, int], tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]] = {}
+        targets: list[torch.Tensor] = []
+        sources: list[torch.Tensor] = []
+        for layer, changes in self.by_layer.items():
+            begin = 0
+            for strength, (outer, inner) in changes:
+                end = begin + len(inner)
+                if (begin, end) not in parts:
+                    parts[begin, end] = (up[:, :, begin:end].unbind(), down[:, begin:end].unbind())
+                ups, downs = parts[begin, end]
+                # A small strength would take float16 to its smallest numbers: half of it goes to
+                # each factor, to one of them as a power of two, which is exact.
+                _, exponent = math.frexp(strength / self.strength)
+                half = 2.0 ** (exponent // 2)
+                for target, source, factor in (
+                    (ups[layer], outer, strength / self.strength / half),
+                    (downs[layer], inner, half),
+                ):
+                    if factor == 1:
+                        targets.append(target)
+                        sources.append(source)
+                    else:
+                        # Rounded once.
+                        exact = source if source.dtype == target.dtype else source.float()
+                        torch.mul(exact, factor, out=target)
+                begin = end
+        if targets:  # one call for each would take longer than most copies
+            torch._foreach_copy_(targets, sources)
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,14 +244,14 @@ class PackedLoras:
     """
 
     size_bytes: int
-    _low_rank: Mapping[Group, _LowRankPlaces]
+    _low_rank: Mapping[Group, LowRank]
     _stacks: Mapping[Group, Sequence[_StackPlaces]]
 
     def assemble(self) -> torch.Tensor:
         """The tensor [size_bytes] in host memory."""
         flat = safetensors.packs.take(self.size_bytes)
         for plain in self._low_rank.values():
-            _fill_low_rank(plain.up.of(flat), plain.down.of(flat), plain.strength, plain.by_layer)
+            plain.fill(flat)
         for places in itertools.chain.from_iterable(self._stacks.values()):
             stack = places.of(flat)
             stack.index.copy_(torch.tensor(stack.positions))
@@ -198,7 +267,7 @@ class PackedLoras:
         for group in {**self._low_rank, **self._stacks}:
             plain = self._low_rank.get(group)
             changes[group] = StackedChange(
-                (plain.up.of(flat), plain.down.of(flat)) if plain else None,
+                plain.of(flat) if plain else None,
                 plain.strength if plain else 1.0,
                 [each.of(flat) for each in self._stacks.get(group, ())],
             )
@@ -219,40 +288,34 @@ def pack(
     in another way. Plain LoRAs are packed as *dtype*, other kinds as they are in the file.
     """
     known = {path: (group, at) for group, paths in groups.items() for at, path in enumerate(paths)}
-    plain: dict[Group, dict[int, list[_Weighted]]] = {}
+    plain: dict[Group, dict[int, list[WeightedFactors]]] = {}
     others: dict[Group, dict[int, list[_Weighted]]] = {}
     for lora in loras:
         for path, delta in lora.file.deltas[network].items():
             if path in known:
                 group, at = known[path]
-                kind = plain if delta.tensors.keys() == {"down", "up"} else others
-                weighted = (lora.weights[network], delta)
-                kind.setdefault(group, {}).setdefault(at, []).append(weighted)
+                strength, tensors = lora.weights[network], delta.tensors
+                if tensors.keys() == {"down", "up"}:
+                    factors = tensors["up"].flatten(1), tensors["down"].flatten(1)
+                    weighted = (strength * delta.scale, factors)
+                    plain.setdefault(group, {}).setdefault(at, []).append(weighted)
+                else:
+                    others.setdefault(group, {}).setdefault(at, []).append((strength, delta))
             elif path not in elsewhere:
                 return None
-    size = 0
-
-    def place(dtype: torch.dtype, *shape: int) -> Place:
-        nonlocal size
-        begin, end = size, size + math.prod(shape) * dtype.itemsize
-        size = end + -end % _ALIGNMENT_BYTES
-        return Place(dtype, shape, begin, end)
-
-    low_rank = {}
-    for group, by_layer in plain.items():
-        layers, (_, outer, inner) = len(groups[group]), group
-        rank = max(map(_rank, by_layer.values()))
-        rank += -rank % _RANK_ALIGNMENT
-        strengths = [_strength(each) for weighted in by_layer.values() for each in weighted]
-        up, down = place(dtype, layers, outer, rank), place(dtype, layers, rank, inner)
-        low_rank[group] = _LowRankPlaces(up, down, max(strengths, key=abs) or 1.0, by_layer)
+    room, low_rank = Room(), {}
+    for group, factored in plain.items():
+        # The device multiplies by the largest, so that most jobs' factors are copied as they are.
+        strengths = [strength for each in factored.values() for strength, _ in each]
+        largest = max(strengths, key=abs) or 1.0
+        low_rank[group] = room.place_low_rank(dtype, len(groups[group]), factored, largest)
     stacks = {
         group: [
             _StackPlaces(
                 stacked,
-                place(torch.int64, len(stacked)),
+                room.place(torch.int64, len(stacked)),
                 {
-                    name: place(each.dtype, len(stacked), *_as_linear(each.shape))
+                    name: room.place(each.dtype, len(stacked), *_as_linear(each.shape))
                     for name, each in next(iter(stacked.values()))[1].tensors.items()
                 },
             )
@@ -260,7 +323,7 @@ def pack(
         ]
         for group, by_layer in others.items()
     }
-    return PackedLoras(size, low_rank, stacks)
+    return PackedLoras(room.size_bytes, low_rank, stacks)
 
 
 def _alike(by_layer: Mapping[int, Sequence[_Weighted]]) -> Collection[Mapping[int, _Weighted]]:
@@ -285,58 +348,5 @@ def _as_linear(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(shape[:kernel]) if math.prod(shape[kernel:]) == 1 else tuple(shape)
 
 
-def _rank(weighted: Iterable[_Weighted]) -> int:
-    return sum(delta.tensors["down"].shape[0] for _, delta in weighted)
-
-
-def _strength(weighted: _Weighted) -> float:
-    strength, delta = weighted
-    return strength * delta.scale
-
-
-def _fill_low_rank(
-    up: torch.Tensor,
-    down: torch.Tensor,
-    largest: float,
-    by_layer: Mapping[int, Sequence[_Weighted]],
-) -> None:
-    """Sets *up* [layers, out, rank] and *down* [layers, rank, in]; zero where nothing changes.
-
-    Their products times *largest*, the largest strength, are the changes.
-    """
-    layers, _, rank = up.shape
-    if len(by_layer) < layers or any(_rank(each) < rank for each in by_layer.values()):
-        up.zero_()
-        down.zero_()
-    parts: dict[tuple[int, int], tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]] = {}
-    targets: list[torch.Tensor] = []
-    sources: list[torch.Tensor] = []
-    for layer, changes in by_layer.items():
-        begin = 0
-        for weighted in changes:
-            factors = weighted[1].tensors
-            end = begin + factors["down"].shape[0]
-            if (begin, end) not in parts:
-                parts[begin, end] = (up[:, :, begin:end].unbind(), down[:, begin:end].unbind())
-            ups, downs = parts[begin, end]
-            # A small strength would take float16 to its smallest numbers: half of it goes to each
-            # factor, to one of them as a power of two, which is exact.
-            strength = _strength(weighted) / largest
-            _, exponent = math.frexp(strength)
-            half = 2.0 ** (exponent // 2)
-            scaled = (
-                (ups[layer], factors["up"], strength / half),
-                (downs[layer], factors["down"], half),
-            )
-            for target, source, factor in scaled:
-                numbers = source.flatten(1)
-                if factor == 1:
-                    targets.append(target)
-                    sources.append(numbers)
-                else:
-                    # Rounded once.
-                    exact = numbers if numbers.dtype == target.dtype else numbers.float()
-                    torch.mul(exact, factor, out=target)
-            begin = end
-    if targets:  # one call for each would take longer than most copies
-        torch._foreach_copy_(targets, sources)
+def _rank(weighted: Iterable[WeightedFactors]) -> int:
+    return sum(len(down) for _, (_, down) in weighted)

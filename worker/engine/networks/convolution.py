@@ -21,7 +21,7 @@ from imagefleet import errors
 from worker.engine.files import safetensors
 from worker.engine.kernels.layers import Upsampler
 from worker.engine.lora import kinds
-from worker.engine.lora.merge import AppliedLora
+from worker.engine.lora.merge import AppliedLora, LowRank, Room, WeightedFactors
 
 #: The highest rank, that of one job's LoRAs added up, of a 3x3 convolution (where 128 should cost a
 #: seventh of a tick, and takes 160 MB per slot) and of other layers.
@@ -282,49 +282,23 @@ class SlotChanges:
 class ConvolutionPack:
     """The low-rank changes of a job, and their places in one tensor for one copy to the device."""
 
-    shapes: Mapping[Shape, tuple[int, int]]
-    """Layers and rank of each changed shape; a shape's ups come before its downs."""
-    dtype: torch.dtype
-    _groups: Mapping[Shape, Sequence[str]]
-    _found: Mapping[str, Sequence[tuple[float, kinds.Factors]]]
-    """Strengths and factors of the changes, by the layers' paths."""
-
-    @property
-    def size_bytes(self) -> int:
-        return self.dtype.itemsize * sum(
-            shape.numbers_per_rank * layers * rank for shape, (layers, rank) in self.shapes.items()
-        )
+    size_bytes: int
+    _changes: Mapping[Shape, LowRank]
 
     def assemble(self) -> torch.Tensor:
         """The tensor in host memory."""
-        flat = safetensors.packs.take(self.size_bytes).view(self.dtype).zero_()
-        for shape, (ups, downs) in self.by_shape(flat).items():
-            for up, down, path in zip(ups, downs, self._groups[shape], strict=True):
-                at = 0
-                for strength, (outer, inner) in self._found.get(path, ()):
-                    part = slice(at, at + len(inner))
-                    # Rounded once, and not at all where the file has the wanted type.
-                    source = outer if outer.dtype == self.dtype else outer.float()
-                    torch.mul(source, strength, out=up[:, part])
-                    down[part] = inner
-                    at = part.stop
+        flat = safetensors.packs.take(self.size_bytes)
+        for change in self._changes.values():
+            change.fill(flat)
         return flat
 
     @property
     def ranks(self) -> dict[Shape, int]:
-        return {shape: rank for shape, (_, rank) in self.shapes.items()}
+        return {shape: change.up.shape[2] for shape, change in self._changes.items()}
 
     def by_shape(self, flat: torch.Tensor) -> dict[Shape, Factors]:
         """Views of *flat*, a copy on any device."""
-        factors, at = {}, 0
-        for shape, (layers, rank) in self.shapes.items():
-            inputs = shape.inputs * shape.taps
-            middle = at + layers * shape.outputs * rank
-            end = middle + layers * rank * inputs
-            up, down = flat[at:middle], flat[middle:end]
-            factors[shape] = (up.view(layers, -1, rank), down.view(layers, rank, inputs))
-            at = end
-        return factors
+        return {shape: change.of(flat) for shape, change in self._changes.items()}
 
 
 def pack(
@@ -337,16 +311,18 @@ def pack(
 
     None if any of them is not of low rank, or of one that is too high.
     """
-    shapes = {path: shape for shape, paths in groups.items() for path in paths}
-    found: dict[str, list[tuple[float, kinds.Factors]]] = {}
+    places = {path: (shape, at) for shape, paths in groups.items() for at, path in enumerate(paths)}
+    found: dict[Shape, dict[int, list[WeightedFactors]]] = {}
     for lora in loras:
         for path, delta in lora.file.deltas["unet"].items():
-            if path not in shapes:
+            if path not in places:
                 continue
-            factors = kinds.factorise(delta.tensors, shapes[path].max_rank)
+            shape, at = places[path]
+            factors = kinds.factorise(delta.tensors, shape.max_rank)
             if factors is None:
                 return None
             strength = lora.weights["unet"] * delta.scale
+<<<<<<< HEAD
             found.setdefault(path, []).append((strength, factors))
     ranks: dict[Shape, int] = {}
     for path, weighted in found.items():
@@ -356,3 +332,18 @@ def pack(
         ranks[shape] = max(ranks.get(shape, 0), rank)
     sizes = {shape: (len(groups[shape]), rank) for shape, rank in ranks.items()}
     return ConvolutionPack(sizes, dtype, groups, found)
+=======
+            found.setdefault(shape, {}).setdefault(at, []).append((strength, factors))
+    room = Room()
+    changes = {
+        shape: room.place_low_rank(dtype, len(groups[shape]), by_layer)
+        for shape, by_layer in found.items()
+    }
+    pack = ConvolutionPack(room.size_bytes, changes)
+    return pack if all(rank <= shape.max_rank for shape, rank in pack.ranks.items()) else None
+
+
+def all_paths(groups: Mapping[Shape, Sequence[str]]) -> Collection[str]:
+    """The paths of all layers in *groups*."""
+    return {path for paths in groups.values() for path in paths}
+>>>>>>> main

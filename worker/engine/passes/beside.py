@@ -6,7 +6,9 @@ on the stager's, so that no tick waits for an image's many tiles.
 
 from __future__ import annotations
 
+import functools
 from collections import deque
+from collections.abc import Callable
 from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -30,7 +32,7 @@ class PreparedUpscale:
     """A request that needs no more files; without a network, it is done."""
 
     request: contract.ImageRequest
-    networks: tuple[Enlarge, ...]
+    enlarge: Callable[[], contract.Pixels]
     finished: contract.Pixels | None
 
 
@@ -39,8 +41,9 @@ class BesideTicks:
 
     def __init__(self, upscalers: UpscalerCache, device: torch.device) -> None:
         self._upscalers = upscalers
-        self._device = device
         self._stream: torch.cuda.Stream | None = None
+        if device.type == "cuda":
+            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._thread = ThreadPoolExecutor(1, "upscaler")
         self.begun: deque[tuple[int, Future[contract.Pixels]]] = deque()
         """The tickets that were added and are not collected."""
@@ -51,14 +54,17 @@ class BesideTicks:
         Raises JobError if an upscaler is unknown, its file cannot be used, or one colour is left,
         and TransientError if a file could not be read.
         """
-        upscale, pixels = _parts(request)
+        upscale, init = request.upscale, request.init
+        if upscale is None or init is None:
+            raise RuntimeError("only requests with an image to enlarge")
         found = tuple(self._find(*each) for each in upscale.upscalers)
+        enlarge = functools.partial(upscaling.enlarge, init.pixels, upscale, found)
         if any(path is not None for _, path in upscale.upscalers):
-            return PreparedUpscale(request, found, None)
-        finished = upscaling.enlarge(pixels, upscale, found)
+            return PreparedUpscale(request, enlarge, None)
+        finished = enlarge()
         if (finished == finished[0, 0]).all():  # as it always will be: the engine is not at fault
             raise errors.JobError("what is left of the image is all one colour")
-        return PreparedUpscale(request, found, finished)
+        return PreparedUpscale(request, enlarge, finished)
 
     def add(self, ticket: int, prepared: PreparedUpscale) -> None:
         """Begins a request, after those that were added before."""
@@ -95,20 +101,8 @@ class BesideTicks:
         return found
 
     def _enlarge(self, prepared: PreparedUpscale) -> contract.Pixels:
-        upscale, pixels = _parts(prepared.request)
-        if self._device.type != "cuda":
-            return upscaling.enlarge(pixels, upscale, prepared.networks)
-        with torch.cuda.device(self._device):
-            if self._stream is None:
-                self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
-            with torch.cuda.stream(self._stream):
-                return upscaling.enlarge(pixels, upscale, prepared.networks)
-
-
-def _parts(request: contract.ImageRequest) -> tuple[contract.Upscale, contract.Pixels]:
-    if request.upscale is None or request.init is None:
-        raise RuntimeError("only requests with an image to enlarge")
-    return request.upscale, request.init.pixels
+        with torch.cuda.stream(self._stream):
+            return prepared.enlarge()
 
 
 def _outcome(future: Future[contract.Pixels]) -> contract.Outcome:

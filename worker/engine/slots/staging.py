@@ -152,7 +152,7 @@ class Stager:
     def convolutions_of(self, job: SlotJob) -> Mapping[convolution.Shape, convolution.Factors]:
         """The same for its changes of convolutions."""
         packed = job.prepared.convolution_pack
-        if packed is None or not packed.shapes or (job.staged and job.staged.convolutions):
+        if packed is None or not packed.ranks or (job.staged and job.staged.convolutions):
             return job.staged.convolutions if job.staged else {}
         return packed.by_shape(packed.assemble().to(self._device))
 

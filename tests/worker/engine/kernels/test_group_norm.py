@@ -8,7 +8,7 @@ from torch import nn
 
 from worker.engine.kernels import layers
 
-Normalise = Callable[[torch.Tensor, int, torch.Tensor, torch.Tensor, float], torch.Tensor]
+Normalise = Callable[[torch.Tensor, nn.GroupNorm], torch.Tensor]
 
 
 @pytest.mark.parametrize("size", [(8, 8), (5, 7), (32, 16)])
@@ -24,29 +24,30 @@ def test_the_output_matches_torch_at_any_size_and_mean(
     x = torch.randn(3, 24, *size).to(memory_format=torch.channels_last) + offset
     with torch.no_grad():
         expected = norm(x)
-        ours = normalise(x, 4, norm.weight, norm.bias, norm.eps)
+        ours = normalise(x, norm)
     assert torch.allclose(ours, expected, atol=1e-3 if offset else 1e-5)
     assert ours.is_contiguous(memory_format=torch.channels_last)
 
 
 @pytest.mark.parametrize("normalise", [layers.normalise, layers.normalise_uncompiled])
+@torch.no_grad()
 def test_a_constant_group_is_not_nan(normalise: Normalise) -> None:
     x = torch.full((1, 8, 4, 4), 1000.3)
-    ones = torch.ones(8)
-    assert normalise(x, 2, ones, ones, 1e-5).isfinite().all()
+    assert normalise(x, nn.GroupNorm(2, 8)).isfinite().all()
 
 
 def test_in_float16_squares_and_shifts_beyond_its_range_do_not_overflow() -> None:
     x = torch.randn(1, 8, 16, 16).half().to(memory_format=torch.channels_last) + 600
-    ones = torch.ones(8, dtype=torch.float16)
-    ours = layers.normalise_uncompiled(x, 2, ones, ones, 1e-6)
-    expected = torch.nn.functional.group_norm(x.float(), 2, ones.float(), ones.float(), 1e-6)
+    norm = nn.GroupNorm(2, 8, eps=1e-6).requires_grad_(requires_grad=False)
+    expected = norm(x.float())
+    ours = layers.normalise_uncompiled(x, norm.half())
     assert ours.dtype == torch.float16
     # The mean is 600 times the standard deviation.
     assert torch.allclose(ours.float(), expected, atol=0.3)
 
     constant = torch.full_like(x, 200.0)
-    assert layers.normalise_uncompiled(constant, 2, ones, ones, 1e-10).isfinite().all()
+    norm.eps = 1e-10
+    assert layers.normalise_uncompiled(constant, norm).isfinite().all()
 
 
 def test_a_network_keeps_its_parameters_and_their_names() -> None:

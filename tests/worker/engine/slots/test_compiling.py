@@ -31,7 +31,8 @@ class Compiler:
         self.began.append(compiled.name)
         assert self.may_end.acquire(timeout=10)
         if error := self.fails(compiled.name):
-            compiled._run_uncompiled(error)
+            with compiled._optional("uncompiled", "compile_failed"):
+                raise error
 
     def end(self, graphs: int = 1) -> None:
         for _ in range(graphs):
