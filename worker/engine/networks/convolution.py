@@ -322,17 +322,6 @@ def pack(
             if factors is None:
                 return None
             strength = lora.weights["unet"] * delta.scale
-<<<<<<< HEAD
-            found.setdefault(path, []).append((strength, factors))
-    ranks: dict[Shape, int] = {}
-    for path, weighted in found.items():
-        shape, rank = shapes[path], sum(len(down) for _, (_, down) in weighted)
-        if rank > shape.max_rank:
-            return None
-        ranks[shape] = max(ranks.get(shape, 0), rank)
-    sizes = {shape: (len(groups[shape]), rank) for shape, rank in ranks.items()}
-    return ConvolutionPack(sizes, dtype, groups, found)
-=======
             found.setdefault(shape, {}).setdefault(at, []).append((strength, factors))
     room = Room()
     changes = {
@@ -341,9 +330,3 @@ def pack(
     }
     pack = ConvolutionPack(room.size_bytes, changes)
     return pack if all(rank <= shape.max_rank for shape, rank in pack.ranks.items()) else None
-
-
-def all_paths(groups: Mapping[Shape, Sequence[str]]) -> Collection[str]:
-    """The paths of all layers in *groups*."""
-    return {path for paths in groups.values() for path in paths}
->>>>>>> main
