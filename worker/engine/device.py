@@ -65,10 +65,7 @@ def find_device(name: str) -> torch.device:
         found = find_driver()
         log.info(
             "torch %s for CUDA %s needs NVIDIA driver %d or newer; found %s",
-            torch.__version__,
-            torch.version.cuda,
-            needed,
-            found,
+            *(torch.__version__, torch.version.cuda, needed, found),
             extra={"action": "driver", "needed": needed, "found": found},
         )
     # The allocator is set up before its first memory; users' own settings stay.
@@ -124,10 +121,9 @@ def free_gpu_bytes(name: str) -> int:
 
 
 def check_listed_gpu() -> None:
-    """Checks a GPU that the driver lists: if torch cannot open it, it is broken.
+    """Raises as `free_gpu_bytes` if torch cannot open a GPU that the driver lists: it is broken.
 
     An old driver and a torch without CUDA are left to `find_device`: they are for the operator.
-    Raises NodeError if torch does not find it, or it fails or miscalculates.
     """
     if torch.version.cuda and not _driver_problem():
         free_gpu_bytes("cuda")

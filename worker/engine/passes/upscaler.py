@@ -190,8 +190,7 @@ def read_upscaler(path: Path, device: torch.device) -> Upscaler:
             f"the upscaler {path.stem!r} needs what `pip install '.[upscalers]'` installs ({error})"
         ) from error
     tensors = {key: each.float() for key, each in safetensors.tensors_of(path).items()}
-    if not all(bool(each.isfinite().all()) for each in tensors.values()):
-        raise UnusableError("holds NaN or infinity")
+    safetensors.refuse_damaged(tensors)
     tensors = spandrel.canonicalize_state_dict(tensors)
     try:
         network = spandrel.MAIN_REGISTRY.load(tensors)

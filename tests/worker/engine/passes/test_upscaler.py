@@ -134,7 +134,7 @@ def test_weights_that_are_not_numbers_are_refused(build: Build) -> None:
     tensors = network.state_dict()
     next(iter(tensors.values()))[0] = torch.nan
     save_file(tensors, path)
-    with pytest.raises(errors.UnusableFileError, match="NaN or infinity"):
+    with pytest.raises(errors.UnusableFileError, match="NaN, infinity"):
         model.UpscalerCache(CPU).get(path)
 
 
