@@ -192,10 +192,7 @@ async def counts(storage: Storage, campaign: str, damaged: Damaged | None = None
 
 
 class Follower:
-    """New records of one campaign, or of all, as they are written; at least once each.
-
-    An image whose name was taken comes again. `position` is what has been read, as JSON.
-    """
+    """New records of one or all campaigns, from *position* on; images drawn again come again."""
 
     def __init__(
         self,
@@ -259,10 +256,7 @@ async def follow(
     outcomes: Collection[str],
     on_retry: Callable[[str], object],
 ) -> AsyncIterator[list[Record]]:
-    """New results, polled for; an image comes twice where two workers drew it.
-
-    Ends with the campaign, if its filler has noted the jobs it sent. *on_retry* gets errors.
-    """
+    """New results, until the campaign has ended, if that is known; *on_retry* gets errors."""
     quiet, count_at = 0, _QUIET_POLLS
     while True:
         try:

@@ -1,7 +1,4 @@
-"""The images that a job is given, and AUTOMATIC1111's fields of img2img and inpainting.
-
-An image is in the message, or named in the storage. The defaults are those of the API.
-"""
+"""The images that a job is given, and AUTOMATIC1111's img2img and inpainting, with its defaults."""
 
 from __future__ import annotations
 
