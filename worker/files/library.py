@@ -363,6 +363,5 @@ def _hash(path: Path, _modified_at: int, _size: int) -> str:
 
 
 def _local_path(blobs: protocol.BlobStore) -> Path | None:
-    """The folder of embeddings of a local storage."""
     address = urlparse(blobs.address(EMBEDDING.folder))
     return Path(url2pathname(address.path)) if address.scheme == "file" else None

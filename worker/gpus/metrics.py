@@ -42,7 +42,6 @@ class MachineMetrics(Collector):
 
     @property
     def busy_slots(self) -> int:
-        """Busy slots of all GPUs, when they were last read."""
         return int(sum(self._busy_slots.values()))
 
     def is_up(self, gpu: str) -> None:
@@ -55,7 +54,6 @@ class MachineMetrics(Collector):
         self._busy_slots[gpu] = 0.0
 
     def read(self, gpu: str, text: str) -> None:
-        """Takes the price of a GPU and its busy slots from its worker's metrics."""
         for family in text_string_to_metric_families(text):
             for sample in family.samples:
                 if sample.name == _PRICE:

@@ -50,8 +50,6 @@ SUFFIX = ".canary.json"
 
 
 class Reference(BaseModel):
-    """A reference file."""
-
     model_config = ConfigDict(frozen=True)
 
     version: int
@@ -93,7 +91,6 @@ def read(data: bytes) -> Reference:
 
 
 def beside(model: Path) -> Path:
-    """The path of a checkpoint's reference: in its folder, or beside its file."""
     return model / "canary.json" if model.is_dir() else model.with_suffix(SUFFIX)
 
 

@@ -80,8 +80,6 @@ _MOST_SIZES = 8
 
 
 class ImageChecks:
-    """Compares the images of one worker with each other."""
-
     def __init__(self) -> None:
         self.copies = 0
         """Images that were exact copies of another seed's."""
@@ -115,7 +113,6 @@ class ImageChecks:
         return said
 
     def haste(self, seconds: float, steps: int, size: tuple[int, int]) -> str | None:
-        """Whether an image came faster than this GPU can draw."""
         step_seconds, pixels = self._fastest
         if not pixels or not steps:
             return None  # before any canary, or nothing was drawn
@@ -161,7 +158,6 @@ class NodeSelfCheck:
         """Whether images are trusted: not between a failed check and its repetition."""
         self.trusted.set()
         self.fault: Fault | None = None
-        """Why this node is given up."""
         self._threads = ThreadPoolExecutor(1, "fingerprint")
         self._reference: Reference | None = None
         self._own: dict[tuple[tuple[int, int], CanaryImage], Fingerprint] = {}
@@ -189,20 +185,15 @@ class NodeSelfCheck:
             raise errors.NodeError(f"no temporary file can be written here: {error}") from error
         lora = self._lora = Path(folder, "canary.safetensors")
         await self.engine_thread.call(lambda: self_check.write_lora(lora))
-        if reference is not None and (why := reference.why_unusable(self.engine)):
+        why = "there are none" if reference is None else reference.why_unusable(self.engine)
+        if why is not None:
             log.warning(
-                "the model's reference images are not used: %s; `imagefleet files make canary`"
-                " makes new ones",
-                why,
-                extra={"action": "reference_ignored"},
-            )
-            reference = None
-        elif reference is None:
-            log.warning(
-                "the model has no reference images, so this node's own first ones must do:"
+                "without the model's reference images (%s), this node's own first ones must do:"
                 " `imagefleet files make canary` makes them",
+                why,
                 extra={"action": "reference_missing"},
             )
+            reference = None
         self._reference = reference
         self._begin_anew()
         await self._check_or_give_up(references.CANARY_IMAGES)
@@ -264,7 +255,6 @@ class NodeSelfCheck:
             self._due.set()
 
     def quarantined(self, reason: str) -> None:
-        """The operator's list names this node."""
         self._give_up(Fault("quarantined", reason))
 
     async def fingerprint(self, pixels: contract.Pixels) -> Fingerprint:
@@ -397,7 +387,6 @@ class NodeSelfCheck:
         return None
 
     def _alike(self, found: dict[CanaryImage, Fingerprint]) -> str | None:
-        """Whether images that must differ do not."""
         plain = found.get("with_lora")
         others = {"the seed": found.get("other_seed"), "the LoRA": found.get("without_lora")}
         for what, other in others.items():
