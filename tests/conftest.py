@@ -93,7 +93,8 @@ SLOW = (
     "worker/engine/slots/test_memory.py",
     "worker/engine/test_baseline.py",
     "worker/engine/test_batch_engine.py",
-    "worker/engine/upscalers",
+    "worker/engine/passes/test_beside.py",
+    "worker/engine/passes/test_upscaler.py",
 )
 
 #: On the process of another file, by their paths: the images are built once, and torch, which

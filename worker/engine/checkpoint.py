@@ -103,10 +103,8 @@ def load_checkpoint(
     """Loads a checkpoint.
 
     *config* is a folder with a single file's configuration; *prediction_type* holds where there is
-    no configuration of the scheduler. Each network has the precision of *like*'s, if given.
-
-    Raises:
-        SetupError: something is missing, damaged or of another architecture; names the file.
+    no configuration of the scheduler. Each network has the precision of *like*'s, if given. Raises
+    SetupError if something is missing, damaged or of another architecture; names the file.
     """
     logs.take_over_libraries()
     hide_progress_bars()
@@ -192,8 +190,7 @@ def _placements(
 def place(networks: _Networks, placed: Mapping[str, _Placement]) -> checksums.Sums:
     """Moves the networks to their devices; returns the sums of their weights on the CPU before.
 
-    Raises:
-        SetupError: a device has too little memory.
+    Raises SetupError if a device has too little memory.
     """
     for name, network in networks.items():
         network.requires_grad_(requires_grad=False).eval()

@@ -44,8 +44,7 @@ _CHECK_SIDE = 256
 def find_device(name: str) -> torch.device:
     """The device for 'auto', 'cpu', 'cuda' or 'cuda:N'; a GPU's always has its number.
 
-    Raises:
-        SetupError: there is no such device, or NVIDIA's driver is too old for torch.
+    Raises SetupError if there is no such device, or NVIDIA's driver is too old for torch.
     """
     if name != "cpu" and (problem := _driver_problem()):
         raise errors.SetupError(
@@ -103,8 +102,7 @@ def set_up(device: torch.device, *, fp16_accumulate: bool, has_text_on_cpu: bool
 def free_gpu_bytes(name: str) -> int:
     """The GPU's free memory, after a matrix product on it came out right; *name* as in settings.
 
-    Raises:
-        NodeError: there is no GPU, its driver is too old, or it fails or miscalculates.
+    Raises NodeError if there is no GPU, its driver is too old, or it fails or miscalculates.
     """
     if problem := _driver_problem():
         raise errors.NodeError(problem)

@@ -60,9 +60,8 @@ class EmbeddingCache:
     def get(self, embedding: contract.Embedding) -> Embedding:
         """Reads a file, unless it is cached.
 
-        Raises:
-            UnusableFileError: it is no embedding, or none for this model.
-            TransientError: it could not be read, or has changed meanwhile.
+        Raises UnusableFileError if it is no embedding, or none for this model, and TransientError
+        if it could not be read, or has changed meanwhile.
         """
         with named(f"the embedding {embedding.name!r}, which the prompt names,"):
             return self._kept.get(
