@@ -64,11 +64,8 @@ def read(text: str | None) -> Target:
 
 def images(text: str | None) -> Target:
     """As `read`, but the id may be the name of an image, which the storage judges."""
-    if text is None or "/" not in text:
-        return read(text)
-    of_campaign, _, name = text.partition("/")
-    check_name("CAMPAIGN", of_campaign)
-    return Target(of_campaign, name)
+    named, _, name = (text or "").partition("/")
+    return read(named or text)._replace(id=name or None)
 
 
 def campaign(text: Text) -> Text:

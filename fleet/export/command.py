@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import shutil
 from pathlib import Path
@@ -115,14 +116,15 @@ async def _make(storage: Storage, folder: Path, wanted: Plan, *, quiet: bool) ->
             raise errors.SetupError(
                 f"campaign {wanted.campaign} has no images yet: nothing to export"
             )
-        plans.check_empty(folder)
+        if await asyncio.to_thread(lambda: folder.exists() and any(folder.iterdir())):
+            raise errors.SetupError(f"{folder} is not empty: choose another folder for the export")
     with contextlib.closing(Work(folder)) as work:
         plan = work.plan() or await _plan(storage, folder, work, wanted, quiet=quiet)
         _check_same(plan, wanted, folder)
         with console.counting("exported", plan.images, quiet=quiet) as on_images:
             shards = await Exporter(folder, work, plan, storage.blobs).run(on_images)
     made = plans.manifest_of(plan, shards)
-    plans.write_manifest(folder, made)
+    console.write_file(folder / plans.MANIFEST, made.model_dump_json(indent=2) + "\n")
     return made
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import sqlite3
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
 from typing import Annotated, Literal
@@ -59,12 +58,6 @@ class Plan(BaseModel):
         return -(-self.images // self.shard_size)
 
 
-def check_empty(folder: Path) -> None:
-    """Raises SetupError for a folder that has something in it."""
-    if folder.exists() and any(folder.iterdir()):
-        raise errors.SetupError(f"{folder} is not empty: choose another folder for the export")
-
-
 class Work:
     """The database of an export that is not done yet."""
 
@@ -99,7 +92,8 @@ class Work:
 
         *damaged* counts what is left out while *records* are read.
         """
-        with self._transaction():
+        with self._db:  # commits, or rolls back
+            self._db.execute("BEGIN")
             for table in _TABLES:
                 self._db.execute(table)
             async for batch in records:
@@ -128,16 +122,6 @@ class Work:
 
     def note(self, number: int, json: str) -> None:
         self._db.execute("INSERT OR REPLACE INTO done VALUES(?, ?)", [number, json])
-
-    @contextmanager
-    def _transaction(self) -> Iterator[None]:
-        self._db.execute("BEGIN")
-        try:
-            yield
-        except BaseException:
-            self._db.execute("ROLLBACK")
-            raise
-        self._db.execute("COMMIT")
 
     def _list(self, records: Sequence[Record]) -> None:
         rows = ((each.blob, each.at.timestamp(), each.size_bytes, each.line()) for each in records)
@@ -220,11 +204,6 @@ def manifest_of(plan: Plan, shards: Iterable[Shard]) -> Manifest:
         first_changed=changed[:_NAMED],
         shards=[each.model_copy(update={"missing": [], "changed": []}) for each in done],
     )
-
-
-def write_manifest(folder: Path, manifest: Manifest) -> None:
-    with files.whole(folder / MANIFEST) as draft:
-        draft.write_text(manifest.model_dump_json(indent=2) + "\n", encoding="utf-8")
 
 
 def read_manifest(folder: Path) -> Manifest | None:

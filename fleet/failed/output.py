@@ -29,14 +29,13 @@ def report(verb: Verb, swept: Swept, *, missing: int = 0, as_json: bool) -> None
         record = {verb: swept.done, "refused": [asdict(each) for each in swept.refused]}
         console.print_json(record | ({"missing": missing} if verb == "replayed" else {}))
         return
-    console.stdout.print(f"{console.counted(swept.done, 'failed job')} {verb}")
+    console.print_plain(f"{console.counted(swept.done, 'failed job')} {verb}")
     others = [each for each in swept.refused if not each.is_unsigned]
     _print_staying(others, len(others), len(swept.refused) - len(others), console.stdout)
     if missing:
-        console.stdout.print(
+        console.print_plain(
             f"{console.counted(missing, 'failed job')} cannot be sent now: another command reads"
-            " the poison queue, or their messages were deleted from it",
-            soft_wrap=True,
+            " the poison queue, or their messages were deleted from it"
         )
 
 
@@ -49,16 +48,16 @@ def without_records(count: int) -> str:
 def _print_staying(some: list[Refused], count: int, unsigned: int, to: Console) -> None:
     """The failed jobs that stay: *some* of *count*, and those that are not signed."""
     for each in some[:_SHOWN]:
-        to.print(console.untrusted(f"{each.id} stays: {each.reason}"), soft_wrap=True)
+        console.print_plain(f"{each.id} stays: {each.reason}", to)
     if (more := count - len(some[:_SHOWN])) > 0:
-        to.print(f"and {more:,} others stay")
+        console.print_plain(f"and {more:,} others stay", to)
     if unsigned:
         # With a key, a message that is not signed came from somebody else, or before the key.
         is_or_are = "record is" if unsigned == 1 else "records are"
-        to.print(
-            f"{unsigned:,} {is_or_are} not signed with your key:"
-            " `imagefleet discard --unsigned` deletes what is not",
-            soft_wrap=True,
+        console.print_plain(
+            f"{unsigned:,} {is_or_are} not signed with your key: `imagefleet discard --unsigned`"
+            " deletes what is not",
+            to,
         )
 
 
@@ -84,20 +83,20 @@ def print_preview(preview: Preview, to: Console, *, as_json: bool = False) -> No
         console.print_json(_as_record(preview))
         return
     jobs = console.counted(preview.count, "failed job")
-    to.print(f"{jobs} would be replayed")
+    console.print_plain(f"{jobs} would be replayed", to)
     if preview.count:
         columns = console.number_column("count"), *map(console.name_column, ("campaign", "error"))
         rows = ((count, *kind) for kind, count in preview.kinds.most_common(_SHOWN))
         console.print_tables(console.table(*columns, rows=rows), to=to)
         if (more := len(preview.kinds) - _SHOWN) > 0:
-            to.print(f"and {more:,} other kinds (--json lists them)")
+            console.print_plain(f"and {more:,} other kinds (--json lists them)", to)
     for (name, before, after), count in preview.changes.most_common(_SHOWN):
-        changed = f"  {name}: {_shortened(before)} -> {_shortened(after)}, {count:,} times"
-        to.print(console.untrusted(changed), soft_wrap=True)
+        changed = f"{_shortened(before)} -> {_shortened(after)}"
+        console.print_plain(f"  {name}: {changed}, {count:,} times", to)
     if (more := len(preview.changes) - _SHOWN) > 0:
-        to.print(f"  and {more:,} other changes (--json lists them)")
+        console.print_plain(f"  and {more:,} other changes (--json lists them)", to)
     for prompt in preview.prompts:
-        to.print(console.untrusted(f"  {_shortened(prompt)}"), soft_wrap=True)
+        console.print_plain(f"  {_shortened(prompt)}", to)
     _print_staying(preview.reasons, preview.refused, preview.unsigned, to)
 
 
@@ -122,11 +121,11 @@ def print_listing(listing: Listing, *, as_json: bool) -> None:
     if count:
         _print_errors(listing, count)
     else:
-        console.stdout.print("no failed jobs")
+        console.print_plain("no failed jobs")
     if listing.jobs:
         _print_jobs(listing.jobs)
     if count > len(listing.jobs):
-        console.stdout.print(f"the first {len(listing.jobs):,} are shown (--limit)")
+        console.print_plain(f"the first {len(listing.jobs):,} are shown (--limit)")
     if done := sum(job["completed_since"] for job in listing.jobs):
         console.print_note(
             f"{console.counted(done, 'job')} of those shown completed since: `imagefleet"
@@ -145,10 +144,10 @@ def _print_errors(listing: Listing, count: int) -> None:
     title = console.counted(count, "failed job")
     console.print_tables(console.table(*columns, rows=rows, title=title))
     if (more := len(listing.errors) - _SHOWN) > 0:
-        console.stdout.print(f"and {more:,} other errors (--json lists them)")
+        console.print_plain(f"and {more:,} other errors (--json lists them)")
     if listing.others:
         others = console.counted(listing.others, "failed job")
-        console.stdout.print(f"and {others} with still others: --error narrows the list")
+        console.print_plain(f"and {others} with still others: --error narrows the list")
 
 
 def _print_jobs(jobs: list[dict[str, Any]]) -> None:

@@ -18,7 +18,7 @@ from typing import Annotated
 import typer
 
 from fleet import console
-from fleet.files import drawing, kernels, transfer
+from fleet.files import making, transfer
 from fleet.files.stored import Listing
 from fleet.files.transfer import Ready, Report
 from fleet.options import option
@@ -29,6 +29,7 @@ from imagefleet.job.prompt import SAFE_NAME
 from imagefleet.storage.open import open_storage
 from imagefleet.storage.settings import SignerSettings
 from worker.files import addresses, check
+from worker.files.kernels import archive
 from worker.node import reference
 
 Manifest = Annotated[
@@ -96,7 +97,7 @@ async def add(
     create = given.manifest or (kind.needs_list and not keys.signing)
     async with contextlib.AsyncExitStack() as stack:
         if kind is kinds.KERNELS:
-            ready = kernels.archives(sources)
+            ready = _archives(sources)
         else:
             found = [_ready(kind, source, given, dry_run=dry_run) for source in sources]
             ready = [await stack.enter_async_context(each) for each in found]
@@ -129,6 +130,29 @@ async def add(
     return Report({"files": rows, "dry_run": dry_run}, notes, lines)
 
 
+def _archives(sources: list[str]) -> list[Ready]:
+    """The archives in *sources*, checked; raises SetupError for damaged ones or none."""
+    found: list[Ready] = []
+    for source in map(Path, sources):
+        if not source.exists():
+            raise errors.SetupError(f"{str(source)!r} does not exist")
+        inside = sorted(source.glob(f"*{archive.SUFFIX}")) if source.is_dir() else [source]
+        if not inside:
+            raise errors.SetupError(
+                f"there is no {archive.SUFFIX} in {str(source)!r}: `imagefleet files make kernels`"
+                " writes one"
+            )
+        for path in inside:
+            try:
+                key, _ = archive.check(path)
+            except archive.UnusableArchiveError as error:
+                raise errors.SetupError(error.message) from None
+            found.append(
+                Ready(path, f"{key.name}{archive.SUFFIX}", f"{key.gpu}, torch {key.torch}")
+            )
+    return found
+
+
 @contextlib.asynccontextmanager
 async def _ready(
     kind: FileKind, source: str, given: AddOptions, *, dry_run: bool
@@ -159,17 +183,17 @@ async def _model(
     file_name = _file_name(name, path)
     facts: dict[str, object] = {"image": None, "reference": None}
     beside: dict[str, bytes] = {}
-    if is_tried and drawing.can_draw():
+    if is_tried and making.can_draw():
         console.print_note("drawing a test image; --no-test skips it")
         target = Path(f"{MODEL.stem(file_name)}.png")
-        facts["image"] = await asyncio.to_thread(drawing.test_image, path, target)
+        facts["image"] = await asyncio.to_thread(making.test_image, path, target)
         try:
-            found = await asyncio.to_thread(drawing.canary, path)
+            found = await asyncio.to_thread(making.canary, path)
         except errors.SetupError as error:
             console.print_note(f"stored without reference images: {error}")
         else:
             facts["reference"] = reference.stored_name(f"{MODEL.folder}/{file_name}")
-            beside[str(facts["reference"])] = drawing.encode(found)
+            beside[str(facts["reference"])] = making.encode(found)
     async with _as_file(path, cache) as file:
         yield Ready(file, file_name, check.family(path), facts, beside)
 

@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from fleet import console, options
-from fleet.files import add, drawing, kernels, stored, texts
+from fleet.files import add, making, stored, texts
 from fleet.files.add import AddOptions
 from fleet.files.transfer import Report
 from fleet.options import argument, option
@@ -219,9 +219,9 @@ def make_command(
         raise _unknown(kind, MADE)
     _refuse_foreign(context, kind, _MAKE)
     if kind == "kernels":
-        made = kernels.make(settings, given.output, dry_run=dry_run)
+        made = making.make_kernels(settings, given.output, dry_run=dry_run)
     elif kind == "canary":
-        made = drawing.make_canary(Path(settings.model))
+        made = making.make_canary(Path(settings.model))
     else:
         if jobs is None:
             raise errors.SetupError("JOBS is missing: the file of jobs whose prompts are read")

@@ -138,7 +138,14 @@ async def store(
         there = None
     is_other = there is not None and there.get(SHA256) != sha256
     if is_other and not replace:
-        raise errors.SetupError(f"{blob} in {storage.url} exists and is {_other(kind, there)}")
+        known = f" (SHA-256 {there[SHA256][:12]}...)" if there and SHA256 in there else ""
+        other = (
+            "other kernels for this GPU: --replace puts these in their place"
+            if kind is kinds.KERNELS
+            else f"another file{known}: workers may have it already, so another file needs another"
+            " --name"
+        )
+        raise errors.SetupError(f"{blob} in {storage.url} exists and is {other}")
     change: Change = "stored" if there is None else "replaced" if is_other else "was there"
     if change != "was there" and not dry_run:
         if is_other:
@@ -151,17 +158,6 @@ async def store(
         if not is_new:
             raise errors.TransientError(f"{blob} was stored by another command: try again")
     return Stored(kind.stem(ready.name), blob, ready.content, size, sha256, change)
-
-
-def _other(kind: FileKind, there: Mapping[str, str] | None) -> str:
-    if kind is kinds.KERNELS:
-        return "other kernels for this GPU: --replace puts these in their place"
-    sha256 = (there or {}).get(SHA256)
-    return (
-        "another file"
-        + (f" (SHA-256 {sha256[:12]}...)" if sha256 else "")
-        + ": workers may have it already, so another file needs another --name"
-    )
 
 
 async def overwrite(storage: Storage, blob: str, data: bytes, content_type: str) -> None:
@@ -210,16 +206,8 @@ def showing(what: str) -> Iterator[Progress]:
     if not console.stderr.is_terminal:
         yield show_line
         return
-    columns = (
-        progress.TextColumn("{task.description}"),
-        progress.BarColumn(),
-        progress.DownloadColumn(),
-        progress.TransferSpeedColumn(),
-        progress.TimeRemainingColumn(),
-    )
-    with progress.Progress(*columns, console=console.stderr) as bar:
-        task = bar.add_task(what, total=None)
-        yield lambda so_far, total: bar.update(task, completed=so_far, total=total)
+    with console.counting(what, None, unit=progress.DownloadColumn()) as move:
+        yield lambda so_far, total: move(done=so_far, total=total)
 
 
 def _own_file(source: str, sha256: str | None) -> Path:

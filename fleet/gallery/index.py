@@ -85,16 +85,12 @@ class Index:
         Raises:
             sqlite3.Error: the disk is full, say; none of them is added.
         """
+        counts = Counter[tuple[str, str]]()
         with self._lock:
-            counts = Counter[tuple[str, str]]()
-            self._db.execute("BEGIN")
-            try:
-                for record in sorted(records, key=lambda each: each.at):
+            with self._db:  # commits, or rolls back
+                self._db.execute("BEGIN")
+                for record in sorted(records, key=lambda record: record.at):
                     self._add(record, counts, at_end=at_end)
-            except BaseException:
-                self._db.execute("ROLLBACK")
-                raise
-            self._db.execute("COMMIT")
             self._counts.update(counts)
 
     def _add(self, record: Record, counts: Counter[tuple[str, str]], *, at_end: bool) -> None:

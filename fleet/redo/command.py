@@ -184,8 +184,7 @@ def _show_workers(result: dict[str, Any]) -> None:
 
 def _show_refused(refused: Sequence[dict[str, str]]) -> None:
     for each in refused[:_SHOWN]:
-        line = console.untrusted(f"{each['image']} stays: {each['reason']}")
-        console.stdout.print(line, soft_wrap=True)
+        console.print_plain(f"{each['image']} stays: {each['reason']}")
     if len(refused) > _SHOWN:
         console.print_plain(f"and {len(refused) - _SHOWN:,} others stay (--json lists them)")
 

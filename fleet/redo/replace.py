@@ -89,12 +89,8 @@ def draws(job: Job, name: str) -> bool:
 
 def by_key(bodies: Iterable[str | None]) -> dict[str, str]:
     """Messages by their jobs' keys."""
-    found = {}
-    for body in bodies:
-        if body is not None:
-            job = read_job(body, "none")
-            found[job_key(job.campaign, job.id)] = body
-    return found
+    jobs = ((read_job(body, "none"), body) for body in bodies if body is not None)
+    return {job_key(job.campaign, job.id): body for job, body in jobs}
 
 
 #: The folder of journals; those of runs that were killed stay.
@@ -168,10 +164,9 @@ async def replace(
     """Replaces *images*, given with their metadata; returns those that stay."""
     refused: list[Refused] = []
     log = RecordLog(storage.blobs, _WRITER)
-    for note in (once.note(name, images[name], "") for name in images):
-        if note is not None:
-            await log.check(note.campaign, "replaced")
-            break
+    notes = (once.note(name, metadata, "") for name, metadata in images.items())
+    if first := next(filter(None, notes), None):
+        await log.check(first.campaign, "replaced")
     # In this order a job's images are together, so that it is sent once.
     names = sorted(images, key=lambda name: (images[name].get("job", ""), name))
     for start in range(0, len(names), BATCH):
@@ -227,21 +222,11 @@ async def _prepare(
     """Keeps a copy of the image once its job is known."""
     try:
         data = await storage.blobs.read(name, MAX_IMAGE_BYTES)
-    except errors.UnusableFileError as error:
+        if data is None:
+            return Refused(name, "it is gone")
+        message = None if name.startswith(DUPLICATES) else await finder.message(name, data)
+    except (errors.UnusableFileError, errors.JobError) as error:
         return Refused(name, error.message)
-    if data is None:
-        return Refused(name, "it is gone")
-    message = None
-    if not name.startswith(DUPLICATES):
-        try:
-            message = await finder.message(name, data)
-        except errors.JobError as error:
-            return Refused(name, error.message)
-    await _keep(storage, name, metadata, data)
-    return Entry(name=name, metadata=dict(metadata), message=message)
-
-
-async def _keep(storage: Storage, name: str, metadata: Mapping[str, str], data: bytes) -> None:
     suffix = name.rpartition(".")[2]
     content_type = _CONTENT_TYPES.get(suffix, "application/octet-stream")
     facts = json.dumps(dict(metadata), sort_keys=True).encode()
@@ -249,6 +234,7 @@ async def _keep(storage: Storage, name: str, metadata: Mapping[str, str], data: 
     # The same drawing has the same name, so one that is there is this one, of a run before.
     copy = f"{REPLACED}{name}/{digest}.{suffix}"
     await storage.blobs.create(copy, data, content_type, metadata)
+    return Entry(name=name, metadata=dict(metadata), message=message)
 
 
 async def _delete(storage: Storage, entry: Entry) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from datetime import datetime
+from datetime import UTC, datetime
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -93,11 +93,14 @@ async def _of_job(storage: Storage, campaign: str, job_id: str) -> Selection:
 
 async def _by_worker(blobs: BlobStore, wanted: Wanted, on_listed: Callable[[], None]) -> Selection:
     found = Selection()
+    since = wanted.since or datetime.min.replace(tzinfo=UTC)
+    until = wanted.until or datetime.max.replace(tzinfo=UTC)
     runs: dict[tuple[float, str], list[datetime]] = {}
     async for record in _records(blobs, wanted.named.campaign):
         on_listed()
         worker = record.metadata.get("worker", "")
-        if wanted.worker not in {worker, node_of(worker)} or not _is_between(record, wanted):
+        is_in_time = since <= record.created_at <= until
+        if wanted.worker not in {worker, node_of(worker)} or not is_in_time:
             continue
         found.images[record.name] = record.metadata
         if price := _price(record.metadata):
@@ -118,12 +121,6 @@ async def _records(blobs: BlobStore, campaign: str | None) -> AsyncIterator[Blob
                 yield record
 
 
-def _is_between(record: BlobRecord, wanted: Wanted) -> bool:
-    return (wanted.since is None or record.created_at >= wanted.since) and (
-        wanted.until is None or record.created_at <= wanted.until
-    )
-
-
 async def _by_records(
     blobs: BlobStore, campaign: str | None, on_listed: Callable[[], None]
 ) -> Selection:
@@ -132,12 +129,16 @@ async def _by_records(
     async for name in blobs.names(SUSPECT):
         if not name.endswith(".json"):
             continue
-        record = await _read_record(blobs, name)
-        if record is None:
+        try:
+            data = await blobs.read(name, _MAX_RECORD_BYTES)
+            record = SuspectRecord.model_validate_json(data or b"")
+        except (ValidationError, errors.UnusableFileError):
             found.damaged_records += 1
             continue
-        images = (each for each in record.images if is_image(each))
-        suspects |= {each: record.worker for each in images if _is_in(each, campaign)}
+        start = "" if campaign is None else f"{campaign}/"
+        for image in record.images:
+            if is_image(image) and image.removeprefix(CHECKS).startswith(start):
+                suspects[image] = record.worker
 
     async def look_up(name: str) -> None:
         on_listed()
@@ -151,18 +152,6 @@ async def _by_records(
 
     await concurrency.for_each(suspects, look_up, _CONCURRENCY)
     return found
-
-
-def _is_in(name: str, campaign: str | None) -> bool:
-    return campaign is None or name.removeprefix(CHECKS).startswith(f"{campaign}/")
-
-
-async def _read_record(blobs: BlobStore, name: str) -> SuspectRecord | None:
-    try:
-        data = await blobs.read(name, _MAX_RECORD_BYTES)
-        return SuspectRecord.model_validate_json(data or b"")
-    except (ValidationError, errors.UnusableFileError):
-        return None
 
 
 def _price(metadata: Metadata) -> float | None:

@@ -19,7 +19,7 @@ from fleet.options import option
 from fleet.results import download, files, forms
 from imagefleet import errors
 from imagefleet.job.message import DEFAULT_CAMPAIGN
-from imagefleet.records import reader
+from imagefleet.records import columns, reader
 from imagefleet.records.record import Record
 from imagefleet.records.stored import Damaged
 from imagefleet.storage.open import Storage
@@ -185,7 +185,7 @@ async def _write_lines(results: _Results) -> None:
     total = None if path is None else await results.total()
     with _text_file(path) as file, console.counting("written", total, quiet=path is None) as on:
         if is_csv:
-            file.write(forms.csv_header())
+            file.write(forms.csv_text([columns.COLUMNS]))
         async for records in results.records():
             file.write(to_text(records, results.storage.blobs.address))
             on(len(records))

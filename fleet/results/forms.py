@@ -98,17 +98,13 @@ def json_lines(records: Iterable[Record], address: columns.Address) -> str:
     )
 
 
-def csv_header() -> str:
-    return _csv([columns.COLUMNS])
-
-
 def csv_lines(records: Iterable[Record], address: columns.Address) -> str:
     """One line per result; a prompt may go over several."""
     rows = (columns.row(record, address) for record in records)
-    return _csv([[_cell(name, value) for name, value in row.items()] for row in rows])
+    return csv_text([[_cell(name, value) for name, value in row.items()] for row in rows])
 
 
-def _csv(rows: Iterable[Iterable[Any]]) -> str:
+def csv_text(rows: Iterable[Iterable[Any]]) -> str:
     text = io.StringIO()
     csv.writer(text, lineterminator="\n").writerows(rows)
     return text.getvalue()

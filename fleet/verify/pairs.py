@@ -14,7 +14,6 @@ from imagefleet import concurrency, errors, likeness
 from imagefleet.files import picture
 from imagefleet.job.message import CHECKS, COMPARABLE_STEPS, DUPLICATES, MAX_IMAGE_BYTES
 from imagefleet.storage.open import Storage
-from imagefleet.storage.protocol import BlobRecord
 
 #: Pairs read at once: two images each, some 400 KB in all.
 CONCURRENCY = 16
@@ -58,11 +57,9 @@ async def listed(storage: Storage, named: Target, since: datetime | None) -> Asy
             if since is None or record.created_at >= since:
                 name = record.name.removeprefix(prefix)
                 image = name if prefix == CHECKS else name.rpartition("/")[0]
-                yield Second(image, record.name, worker_of(record), record.created_at)
-
-
-def worker_of(record: BlobRecord) -> str:
-    return record.metadata.get("worker", NO_RECORD)
+                yield Second(
+                    image, record.name, record.metadata.get("worker", NO_RECORD), record.created_at
+                )
 
 
 async def compare(

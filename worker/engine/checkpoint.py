@@ -299,8 +299,8 @@ def _read_file(path: Path, config: Path) -> _Read:
         raise errors.SetupError(f"{str(path)!r} is not a {known} checkpoint")
     parts = _parts(family)
     try:
-        inputs = {"in_channels": weights[_INPUTS].shape[1]}
-        parts["unet"] = (UNet2DConditionModel, {**family.unet_config, **inputs})
+        channels = weights[_INPUTS].shape[1]
+        parts["unet"] = UNet2DConditionModel, {**family.unet_config, "in_channels": channels}
         networks = {
             name: reading.build(network, reading.network_config(config / name, default))
             for name, (network, default) in parts.items()

@@ -96,10 +96,8 @@ def make_schedule(
     DDIM and PLMS may make more UNet calls than *steps*; *alphas_cumprod* [train timesteps] is the
     model's noise schedule in float64. *t_enc*: for the end of the schedule alone, on an image's
     latents: AUTOMATIC1111's number of the step, from the end, whose noise they have. Where no step
-    is left, one call leaves the latents as they are.
-
-    Raises:
-        JobError: there is no such sampler, or it has no step to take.
+    is left, one call leaves the latents as they are. Raises JobError if there is no such sampler,
+    or it has no step to take.
     """
     alphas = alphas_cumprod.double().numpy()
     initial_scale, initial_churn = 1.0, None

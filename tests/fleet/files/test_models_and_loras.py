@@ -20,7 +20,7 @@ from aiohttp import web
 import tiny_model
 from families import tiny_families
 from fleet import console
-from fleet.files import add, drawing, stored, transfer
+from fleet.files import add, making, stored, transfer
 from header_files import LORA, SD1, file_of
 from imagefleet import errors, likeness
 from imagefleet.files import kinds
@@ -159,7 +159,7 @@ def test_a_folder_is_packed_drawn_and_loads_where_it_is_unpacked(
         tar.extractall(tmp_path / "unpacked", filter="data")
     assert "model_index.json" in names
     assert not any("safety" in name for name in names)
-    assert drawing.test_image(tmp_path / "unpacked", tmp_path / "again.png")["width"] == 64
+    assert making.test_image(tmp_path / "unpacked", tmp_path / "again.png")["width"] == 64
     assert list((tmp_path / "cache" / "added").iterdir()) == []
 
     # Its reference images, which a node that has the file from the storage finds by its name.
@@ -179,9 +179,9 @@ def test_a_checkpoint_whose_images_are_all_alike_has_no_reference_images(
     drawn = dict.fromkeys(
         reference.CANARY_IMAGES, likeness.fingerprint(np.zeros((64, 64, 3), np.uint8))
     )
-    monkeypatch.setattr(drawing, "_draw", lambda *_: ("weights", (64, 64), drawn))
+    monkeypatch.setattr(making, "_draw", lambda *_: ("weights", (64, 64), drawn))
     with pytest.raises(errors.SetupError, match=r"wrong ones by 0\.0"):
-        drawing.canary(tmp_path / "model.safetensors")
+        making.canary(tmp_path / "model.safetensors")
 
 
 def test_large_reference_images_are_announced_where_a_cpu_draws_them(
@@ -192,11 +192,11 @@ def test_large_reference_images_are_announced_where_a_cpu_draws_them(
         self_check=SimpleNamespace(write_lora=lambda _: None, weights_id="weights"),
     )
     drawn = [np.zeros((64, 64, 3), np.uint8)] * len(reference.CANARY_IMAGES)
-    monkeypatch.setattr(drawing, "finish", lambda *_: drawn)
+    monkeypatch.setattr(making, "finish", lambda *_: drawn)
     monkeypatch.setattr("worker.engine.load.load_engine", lambda *_, **__: engine)
     monkeypatch.setattr("worker.files.check.prediction_type", lambda _: None)
 
-    drawing._draw(tmp_path / "sdxl.safetensors", "float32", "cpu")
+    making._draw(tmp_path / "sdxl.safetensors", "float32", "cpu")
 
     said = capsys.readouterr().err
     assert re.search(r"reference images of 1024x1024 .* on the cpu; .* takes minutes", said)
@@ -230,7 +230,7 @@ def test_the_same_folder_gives_the_same_bytes(tmp_path: Path) -> None:
 def test_without_torch_no_image_is_tried(
     in_process: Imagefleet, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(drawing, "can_draw", lambda: False)
+    monkeypatch.setattr(making, "can_draw", lambda: False)
     result = in_process("files", "add", "model", checkpoint.name, "--json")
     assert json.loads(result.stdout)["files"][0]["image"] is None
 

@@ -16,8 +16,7 @@ import torch
 from PIL import Image, ImageFilter, ImageOps
 
 from imagefleet import errors
-from imagefleet.job.passes.first import MAX_SIDE, MIN_SIDE
-from imagefleet.job.samplers import Noise
+from imagefleet.job.samplers import MAX_SIDE, MIN_SIDE, Noise
 from worker.engine import contract
 from worker.engine.families.noise import ImageNoise
 from worker.engine.noise import NoiseStream

@@ -10,7 +10,6 @@ import contextlib
 import importlib.util
 import logging
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
@@ -86,40 +85,6 @@ def _weighted(spans_: list[tuple[int, int]], scale: int) -> Iterator[tuple[torch
 def _ramp(length: int) -> torch.Tensor:
     """A tile's weights along a side, above 0 everywhere, so that no pixel is without weight."""
     return (torch.arange(length) + 0.5) / length
-
-
-#: spandrel asks for torchvision, which has to be built for the very torch that is installed. Only
-#: two of its architectures use it, and neither enlarges images: modules that it imports, and what
-#: those two import from the last one.
-_MODULES = ("torchvision", "torchvision.transforms", "torchvision.transforms.functional")
-_FUNCTIONS = ("InterpolationMode", "normalize", "rotate")
-
-_lock = threading.Lock()
-
-
-def load_spandrel() -> Any:
-    """The library; slow the first time; raises ImportError if it is not installed."""
-    with _lock, _without_torchvision():
-        import spandrel
-
-        return spandrel
-
-
-@contextlib.contextmanager
-def _without_torchvision() -> Iterator[None]:
-    """Empty modules in its place if it is missing, taken away again before others look for it."""
-    if "spandrel" in sys.modules or importlib.util.find_spec("torchvision") is not None:
-        yield
-        return
-    stand_ins = {name: ModuleType(name) for name in _MODULES}
-    for function in _FUNCTIONS:
-        setattr(stand_ins[_MODULES[-1]], function, None)
-    sys.modules.update(stand_ins)
-    try:
-        yield
-    finally:
-        for name in stand_ins:
-            del sys.modules[name]
 
 
 log = logging.getLogger(__name__)
@@ -210,7 +175,7 @@ def read_upscaler(path: Path, device: torch.device) -> Upscaler:
     Raises JobError if this worker has no spandrel.
     """
     try:
-        spandrel = load_spandrel()
+        spandrel = import_spandrel()
     except ImportError as error:
         raise errors.JobError(
             f"the upscaler {path.stem!r} needs what `pip install '.[upscalers]'` installs ({error})"
@@ -232,3 +197,31 @@ def read_upscaler(path: Path, device: torch.device) -> Upscaler:
     if network.tiling is spandrel.ModelTiling.INTERNAL:
         raise UnusableError(f"is {network.architecture.name}, which works on whole images only")
     return Upscaler(path.stem, network, device)
+
+
+def import_spandrel() -> Any:
+    """Imports spandrel where there is no torchvision, too; slow the first time.
+
+    Raises ImportError if it is not installed.
+    """
+    with _importing, _without_torchvision():
+        import spandrel
+
+        return spandrel
+
+
+@contextlib.contextmanager
+def _without_torchvision() -> Iterator[None]:
+    """Empty modules in its place if it is missing, taken away again before others look for it."""
+    if "spandrel" in sys.modules or importlib.util.find_spec("torchvision") is not None:
+        yield
+        return
+    stand_ins = {name: ModuleType(name) for name in _MODULES}
+    for function in _FUNCTIONS:
+        setattr(stand_ins[_MODULES[-1]], function, None)
+    sys.modules.update(stand_ins)
+    try:
+        yield
+    finally:
+        for name in stand_ins:
+            del sys.modules[name]

@@ -150,7 +150,7 @@ def test_nothing_is_left_that_others_would_take_for_torchvision() -> None:
     program = """
 import importlib.util, sys
 from worker.engine.passes import upscaler
-assert upscaler.load_spandrel().MAIN_REGISTRY.architectures()
+assert upscaler.import_spandrel().MAIN_REGISTRY.architectures()
 found = importlib.util.find_spec("torchvision")
 assert found is not None or not [name for name in sys.modules if name.startswith("torchvision")]
 """

@@ -14,7 +14,7 @@ import torch
 from PIL import Image
 
 from families import tiny_families
-from fleet.files import drawing
+from fleet.files import making
 from imagefleet import errors
 from imagefleet.storage import dead_letter
 from imagefleet.storage.open import Storage
@@ -168,7 +168,7 @@ def test_a_model_is_tried_with_an_image_and_has_no_reference_images(
 ) -> None:
     assert check.family(folder) == "SD x4 upscaler"
     check.check_path(folder)
-    drawn = drawing.test_image(folder, tmp_path / "x4.png")
+    drawn = making.test_image(folder, tmp_path / "x4.png")
     assert (drawn["width"], drawn["height"]) == (64, 64)
     with pytest.raises(errors.SetupError, match="enlarges images: nodes do not compare"):
-        drawing.canary(folder)
+        making.canary(folder)

@@ -14,7 +14,7 @@ from worker.engine.passes import upscaler
 
 def build(path: Path, scale: int = 4, channels: int = 3) -> tuple[Path, Any]:
     """Writes the file; returns it and its network."""
-    upscaler.load_spandrel()
+    upscaler.import_spandrel()
     from spandrel.architectures.ESRGAN.__arch.RRDB import RRDBNet
 
     torch.manual_seed(0)
