@@ -10,6 +10,7 @@ import contextlib
 import importlib.util
 import logging
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
@@ -97,6 +98,14 @@ KEPT = 3
 TILE, LEAST_TILE = 512, 64
 
 _RGB = 3
+
+#: spandrel asks for torchvision, which has to be built for the very torch that is installed. Only
+#: two of its architectures use it, and neither enlarges images: modules that it imports, and what
+#: those two import from the last one.
+_MODULES = ("torchvision", "torchvision.transforms", "torchvision.transforms.functional")
+_FUNCTIONS = ("InterpolationMode", "normalize", "rotate")
+
+_importing = threading.Lock()
 
 
 class Upscaler:
