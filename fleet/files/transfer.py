@@ -90,7 +90,12 @@ async def local_file(
         SetupError: it is of another *kind*, or has another hash.
     """
     if not re.match(r"https?://", source, re.IGNORECASE):
-        yield await asyncio.to_thread(_own_file, source, sha256)
+        path = await asyncio.to_thread(Path(source).expanduser)
+        is_file = await asyncio.to_thread(path.is_file)
+        own = await asyncio.to_thread(files.sha256, path) if sha256 and is_file else None
+        if sha256 and own and own != sha256.lower():
+            raise errors.SetupError(f"{source!r} has another SHA-256 than {sha256}")
+        yield path
         return
     address = addresses.read_address(source, sha256, "")
     assert address is not None  # noqa: S101 - it begins like a URL
@@ -208,13 +213,6 @@ def showing(what: str) -> Iterator[Progress]:
         return
     with console.counting(what, None, unit=progress.DownloadColumn()) as move:
         yield lambda so_far, total: move(done=so_far, total=total)
-
-
-def _own_file(source: str, sha256: str | None) -> Path:
-    path = Path(source).expanduser()
-    if sha256 is not None and path.is_file() and files.sha256(path) != sha256.lower():
-        raise errors.SetupError(f"{source!r} has another SHA-256 than {sha256}")
-    return path
 
 
 def _folder(cache: Path) -> Path:
