@@ -41,11 +41,8 @@ async def prepare(
 
     Returns the ids of jobs beyond the checkpoint that were sent as well: their messages are in the
     queue, as far as the storage shows that, or their images are stored. *models* are what workers
-    have from elsewhere than the storage. With *restart* nothing counts as sent.
-
-    Raises:
-        SetupError: the campaign is another sweep, or the checkpoint is damaged.
-        JobError: no worker can have a model of the sweep.
+    have from elsewhere than the storage. With *restart* nothing counts as sent. Raises SetupError
+    for a campaign that is another sweep, JobError for a model that no worker can have.
     """
     async with open_storage(settings) as storage:
         await storage.create()
