@@ -36,7 +36,6 @@ from rich.text import Text
 
 from fleet.results import files
 from imagefleet import errors, redaction
-from imagefleet.redaction import printable
 from imagefleet.telemetry import logs
 
 if TYPE_CHECKING:
@@ -180,7 +179,7 @@ def print_note(text: str) -> None:
 
 def print_plain(text: str, to: Console = stdout) -> None:
     """Prints text without markup, highlighting, emoji for `:rocket:`, wrapping and controls."""
-    to.print(printable(text), highlight=False, markup=False, emoji=False, soft_wrap=True)
+    to.print(redaction.printable(text), highlight=False, markup=False, emoji=False, soft_wrap=True)
 
 
 def name_column(heading: str) -> Column:
@@ -241,7 +240,7 @@ def keep_whole(part: ConsoleRenderable | str) -> None:
 
 def untrusted(text: str, style: str = "") -> Text:
     """Text from elsewhere: neither markup nor a terminal's control sequences take effect."""
-    return Text(printable(text), style)
+    return Text(redaction.printable(text), style)
 
 
 def json_text(record: Any, indent: int | None = 2) -> str:

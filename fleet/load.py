@@ -21,7 +21,6 @@ from imagefleet.storage.settings import checked_priority
 from loadgen import sources
 from loadgen.load import default_path
 from loadgen.settings import LoadSettings
-from loadgen.sources import Source
 
 DRY_RUN_JOBS = 10
 
@@ -179,7 +178,7 @@ class _Skipped:
 
 def _check(
     settings: LoadSettings,
-    source: Source,
+    source: sources.Source,
     skipped: _Skipped,
     elsewhere: missing.Elsewhere,
     read: filling.Reading,
@@ -199,7 +198,7 @@ def _check(
         raise typer.Exit(console.EXIT_OPERATOR_MUST_ACT)
 
 
-def _print_jobs(source: Source, *, quiet: bool) -> None:
+def _print_jobs(source: sources.Source, *, quiet: bool) -> None:
     if not quiet and (what := source.describe()):
         console.print_note(what)
     for body in source.examples(DRY_RUN_JOBS):

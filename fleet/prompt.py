@@ -21,7 +21,6 @@ from fleet.options import argument, option
 from imagefleet import errors
 from imagefleet.job import clip
 from imagefleet.job import prompt as prompts
-from imagefleet.job.clip import Embedding, Insert, Names, cut_into_chunks
 from worker.files import check
 
 #: CLIP's pre-tokenization: words, digits and punctuation.
@@ -124,7 +123,7 @@ def _read(
         if isinstance(parsed, errors.JobError):
             raise parsed
         comma = tokenizer.token_to_id(",</w>")
-        cut = cut_into_chunks(parsed, tokenise, comma, Names[Embedding](named))
+        cut = clip.cut_into_chunks(parsed, tokenise, comma, clip.Names[clip.Embedding](named))
     except errors.JobError as error:
         nothing: dict[str, Any] = {name: [] for name in ("chunks", "loras", "embeddings")}
         return nothing | {"tokens": 0, "weight": 1.0, "unsupported": error.message}
@@ -160,7 +159,7 @@ def _read(
     }
 
 
-def _known(insert: Insert) -> Known:
+def _known(insert: clip.Insert) -> Known:
     return cast(Known, insert.embedding)
 
 

@@ -106,10 +106,7 @@ def connect(storage: str | None = None, **settings: Unpack[ConnectOptions]) -> F
 
 
 class Fleet:
-    """A connection to a fleet's storage, for one event loop.
-
-    Signs what it submits, and replays only what is signed, if *keys* say so.
-    """
+    """A connection to a fleet's storage, for one event loop; signs and checks with *keys*."""
 
     def __init__(self, storage: Storage, keys: signing.Keys = signing.NO_KEYS) -> None:
         self.storage = storage
@@ -217,8 +214,7 @@ class Fleet:
     async def cancel(self, campaign: str) -> datetime:
         """Cancels what was sent of a campaign, and ends its running loads; returns until when.
 
-        Within seconds what workers have begun ends, and the rest becomes `cancelled`. This call
-        takes some twelve seconds; what is sent after it runs.
+        It takes some twelve seconds; what is sent later runs, and what workers have begun ends.
         """
         return await self.run(cancelled.cancel(self.storage, _checked("campaign", campaign)))
 
@@ -284,8 +280,7 @@ class Fleet:
     ) -> Swept:
         """Deletes failed jobs for good; without a condition, all of them.
 
-        *unsigned*: only what is not signed with a key of this fleet. *completed*: only jobs that
-        were sent again since, and whose images are all stored.
+        Only those *unsigned* with a key of this fleet, or sent again since and *completed*.
         """
         keep_signed = self.checks_signatures() if unsigned else None
         selection = Selection(**which)
@@ -369,10 +364,7 @@ class JobHandle:
         self._job = job
 
     async def status(self) -> Status:
-        """Pending (queued or running), completed, failed, cancelled, or unknown to this storage.
-
-        A failed job stays failed until it is replayed, discarded or completed.
-        """
+        """Pending (queued or running), completed, failed, cancelled, or unknown to this storage."""
         return (await self._fleet.run(self._look_up())).status
 
     async def result(self, timeout: float | None = None) -> Result:  # noqa: ASYNC109 - as above

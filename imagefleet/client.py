@@ -135,10 +135,7 @@ class JobHandle:
 
     @property
     def status(self) -> Status:
-        """Pending (queued or running), completed, failed, cancelled, or unknown to this storage.
-
-        A failed job stays failed until it is replayed, discarded or completed.
-        """
+        """Pending (queued or running), completed, failed, cancelled, or unknown to this storage."""
         return self._loop.run(self._inner.status())
 
     result = _blocking(aio.JobHandle.result, Result.awaited)

@@ -1,8 +1,7 @@
 """How alike two pictures are, by their fingerprints.
 
-The same job comes out a little different on another GPU, in another precision or among other jobs,
-so images are compared by distance and never byte by byte. `benchmarks/canary.py` measures what
-`SAME_BELOW` divides: the same job drawn another way, and every way of drawing it wrong.
+A job comes out a little different on another GPU, in another precision or among other jobs.
+`benchmarks/canary.py` measures what `SAME_BELOW` divides.
 """
 
 from __future__ import annotations
@@ -59,11 +58,7 @@ def distance(a: Fingerprint, b: Fingerprint) -> float:
 
 
 def repeats(a: Fingerprint, b: Fingerprint) -> bool:
-    """True for the same picture, with added noise as well.
-
-    Images of one seed may be the same rightly, as when their prompts differ in what changes
-    nothing.
-    """
+    """True for the same picture, with added noise too; images of one seed may be so rightly."""
     return float(np.sqrt((_colour_distances(a, b) ** 2).mean())) < REPEATED_BELOW
 
 

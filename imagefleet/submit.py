@@ -57,8 +57,7 @@ async def keep_noting(note: Callable[[], Awaitable[None]]) -> NoReturn:
 class BulkSender:
     """Sends messages to a queue; None in *bodies* is a position without one, from *start* on.
 
-    *second_drawing* returns a second message for some of the bodies, which is sent with the same
-    batch. *before_send* is awaited before each batch is sent.
+    *second_drawing* returns a second message for some of them; *before_send* precedes each batch.
     """
 
     def __init__(

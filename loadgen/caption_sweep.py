@@ -155,10 +155,7 @@ def groups(
     lora: str | None = None,
     strengths: Sequence[float | None] = (None,),
 ) -> tuple[Group, ...]:
-    """All combinations; a group's name says the guidance, and what else differs between groups.
-
-    Raises SetupError if a value is not valid or comes twice.
-    """
+    """All combinations; a group's name says the guidance and what differs. Or raises SetupError."""
     axes: Mapping[str, Sequence[Any]] = {
         "--models": models,
         "--set sampler_name": [_sampler(name) for name in names_of_samplers],

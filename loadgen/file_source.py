@@ -137,10 +137,7 @@ def _to_message(text: str, job: Job, key: SigningKey | None) -> str:
 
 
 class FileSource(_EntrySource):
-    """A file of jobs; an entry without a job, as an empty line is, keeps its position.
-
-    A job without an id takes one from the digest of the content and the entry's number (from 1).
-    """
+    """A file of jobs; ids come from the content and the entry's number, with or without a job."""
 
     def __init__(
         self,

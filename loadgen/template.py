@@ -223,10 +223,7 @@ class Patterns:
         self._sizes: list[int] = []
 
     def slot(self, choices: Sequence[Choice], place: str) -> int:
-        """Adds a slot with these choices and returns its number.
-
-        Raises SetupError for an unknown list, a single brace, and lists without end.
-        """
+        """Adds a slot with these choices, or raises SetupError; returns its number."""
         words = tuple(_Word(self._parts(choice.text, place), choice) for choice in choices)
         size = max(sum(map(self._size, word.parts)) for word in words)
         if size > _MAX_CHARACTERS:

@@ -173,18 +173,6 @@ class WorkerMetrics:
         self._collectors: tuple[Collector, ...] = ()
         self._start_at_zero()
 
-    def image_stored(self, model: str, stage: int, stages: int) -> None:
-        self.images_stored += 1
-        self.images.inc()
-        self.model_images.labels(model).inc()
-        if stages > 1:
-            self.chain_images.labels(str(stage)).inc()
-
-    def job_ended(self, model: str, outcome: Outcome) -> None:
-        self.outcomes[outcome] += 1
-        self.jobs.labels(outcome).inc()
-        self.model_jobs.labels(model, outcome).inc()
-
     def set_worker_info(self, **labels: str) -> None:
         """Labels of this worker, in one series that the others are joined with."""
         if self._worker is None:

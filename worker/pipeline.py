@@ -31,7 +31,7 @@ from worker.models.change import Following, WorkerModels, make_queues, note_serv
 from worker.node import reference
 from worker.node.check import NodeCheck
 from worker.node.quarantine import Quarantine
-from worker.node.salad import Reallocation
+from worker.node.salad import SaladMetadata
 from worker.node.self_check import NodeSelfCheck
 from worker.node.watchdog import NO_LIMITS, Diagnose, NodeLimits, NodeWatchdog
 from worker.progress import Phase
@@ -69,7 +69,7 @@ class Machine:
     began_at: float | None = None
     """When its bill began (monotonic seconds); None: with the pipeline."""
     limits: NodeLimits = NO_LIMITS
-    reallocation: Reallocation | None = None
+    container: SaladMetadata | None = None
     """Asked for another node if this one does not meet the limits."""
 
 
@@ -130,7 +130,7 @@ class Pipeline:
             self._cancelled,
         )
         self._watchdog = NodeWatchdog(self.engine_thread, machine.limits, self.metrics)
-        self._reallocation = machine.reallocation
+        self._container = machine.container
         self._puller = Puller(self._queue, self.settler, self.engine_thread)
         self._files = JobFiles.of(storage, settings)
         self.metrics.collect_from(
@@ -399,7 +399,8 @@ class Pipeline:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(LAST_JOBS_SECONDS):
                     await self.settler.nothing_in_flight.wait()
-            if self._reallocation is None or await self._reallocation.request(reason):
+            requests = self.metrics.reallocations
+            if self._container is None or await self._container.leave(reason, requests):
                 raise errors.NodeError(reason)
             self._puller.resume()
             self.ready = True

@@ -115,11 +115,6 @@ class _Worker:
         )
         # The container is the parent's to give up: the other GPUs go on.
         self._container = None if member else self._metadata
-        self._reallocation = (
-            salad.Reallocation(self._container, self._metrics.reallocations)
-            if self._container
-            else None
-        )
         self._first_model = self._settings
 
     async def run(self) -> WorkerReport:
@@ -162,7 +157,8 @@ class _Worker:
                 has_worked=lambda: self._pipeline is not None and self._pipeline.started,
             )
         except errors.NodeError as error:
-            if self._reallocation and await self._reallocation.request(error.message):
+            requests = self._metrics.reallocations
+            if self._container and await self._container.leave(error.message, requests):
                 self._waiting_for = "waiting for another node"
                 await tasks.first_of(self._stop.wait(), timeout_seconds=salad.REALLOCATION_SECONDS)
             if not self._stop.is_set():
@@ -188,7 +184,7 @@ class _Worker:
                     runs_on,
                     self._began_at,
                     limits_of(self._settings, runs_on.gpu, on_salad=self._metadata is not None),
-                    self._reallocation,
+                    self._container,
                 ),
             )
             # After the pipeline, whose metrics name this worker also while it waits.

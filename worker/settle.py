@@ -451,5 +451,7 @@ class Settler:
         self.pending.job_ended()
         if not self.in_flight:
             self.nothing_in_flight.set()
-        self.metrics.job_ended(self.model_name, outcome)
+        self.metrics.outcomes[outcome] += 1
+        self.metrics.jobs.labels(outcome).inc()
+        self.metrics.model_jobs.labels(self.model_name, outcome).inc()
         self.on_settled(entry, outcome)

@@ -43,7 +43,7 @@ from evaluation.bench import jobs as bench_jobs
 from evaluation.bench import machine, work
 from families import tiny_controlnets
 from worker.engine import contract, load
-from worker.engine.passes import steps
+from worker.engine.passes import begin
 from worker.engine.slots import step
 from worker.engine.slots.engine import SlotEngine
 from worker.engine.slots.queue import BatchKey
@@ -114,7 +114,7 @@ class Run:
 
     def _rows(self, request: contract.ImageRequest) -> float:
         if request.init is not None:
-            taken = steps.img2img(request.steps, request.init.denoising_strength)
+            taken = begin.img2img(request.steps, request.init.denoising_strength)
             return taken.t_enc + 1
         row = self.large_row if (request.width, request.height) == self.large else 1.0
         second = HIRES_STEPS * self.large_row if request.hires else 0.0

@@ -13,7 +13,6 @@ import re
 import secrets
 import time
 from collections.abc import Collection
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -58,14 +57,6 @@ class RefusedError(Exception):
         super().__init__(self.reason)
 
 
-@dataclass(frozen=True, slots=True)
-class Node:
-    """The machine that asks, and the container group that runs there."""
-
-    machine: str
-    group: str | None
-
-
 class Identities:
     """Accepts the nodes of one organization; with *fleets*, only those of its groups."""
 
@@ -76,8 +67,8 @@ class Identities:
         self._fleets = frozenset(fleets)
         self._keys = jwt.PyJWKClient(keys_url or KEYS_URL, timeout=10)
 
-    async def verify(self, identity_token: str) -> Node:
-        """Checks signature, times, organization and group; raises RefusedError (401, 403, 503)."""
+    async def verify(self, identity_token: str) -> tuple[str, str | None]:
+        """The machine that asks, and the group that runs there; raises RefusedError."""
         try:
             key = await asyncio.to_thread(self._keys.get_signing_key_from_jwt, identity_token)
             claims: dict[str, Any] = jwt.decode(
@@ -98,7 +89,7 @@ class Identities:
         group = next((claims[name] for name in _GROUP_NAME_CLAIMS if name in claims), None)
         if self._fleets and not self._is_ours(group):
             raise RefusedError(403, f"no tokens for the container group {group!r}")
-        return Node(str(claims["sub"]), group if isinstance(group, str) else None)
+        return str(claims["sub"]), group if isinstance(group, str) else None
 
     def _is_ours(self, group: object) -> bool:
         return isinstance(group, str) and (
@@ -187,7 +178,9 @@ class Broker:
         """Answers with tokens, or 401 (invalid token), 403 (not one of ours) or 503 (try again)."""
         scheme, _, identity_token = request.headers.get("Authorization", "").partition(" ")
         try:
-            node = await self._identities.verify(identity_token if scheme == "Bearer" else "")
+            machine, group = await self._identities.verify(
+                identity_token if scheme == "Bearer" else ""
+            )
             policy = await self._policy.name()
         except RefusedError as refusal:
             # A caller chooses parts of the reason: escaped, they cannot forge another line.
@@ -198,8 +191,8 @@ class Broker:
             return web.json_response({"error": "try again later"}, status=503)
         log.info(
             "issued tokens to machine %.60a of %.80a",
-            node.machine,
-            node.group,
+            machine,
+            group,
             extra={"action": "tokens_given"},
         )
         minted = self._minter.mint(

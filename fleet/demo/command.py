@@ -18,7 +18,6 @@ from fleet.options import option
 from fleet.worker import live
 from imagefleet import aio, errors
 from imagefleet.files import demo
-from imagefleet.files.demo import INVALID_MESSAGE
 from imagefleet.job.message import Job
 from imagefleet.pricing import prices
 from imagefleet.storage.open import open_storage
@@ -118,11 +117,11 @@ async def _demo(settings: WorkerSettings, output: Path, messages: list[str]) -> 
     """Draws the jobs; returns the figures, as `--json` prints them."""
     from worker import process  # needs the extra `worker`
 
-    jobs = [Job.model_validate_json(each) for each in messages if each != INVALID_MESSAGE]
+    jobs = [Job.model_validate_json(each) for each in messages if each != demo.INVALID_MESSAGE]
     async with aio.Fleet(open_storage(settings)) as fleet:
         batch = await fleet.submit(jobs, campaign=jobs[0].campaign)
         # The client would refuse it.
-        await fleet.storage.queue.send([each for each in messages if each == INVALID_MESSAGE])
+        await fleet.storage.queue.send([each for each in messages if each == demo.INVALID_MESSAGE])
         # The demo shows a worker's figures; its log says too much for a first look.
         logging.basicConfig(
             filename=output / "worker.log",

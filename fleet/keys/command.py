@@ -15,8 +15,6 @@ from rich.table import Table
 from fleet import console, options
 from fleet.keys import check as keys_check
 from fleet.keys import mint as keys_mint
-from fleet.keys.check import Checked
-from fleet.keys.mint import Minted
 from fleet.options import argument, option
 from imagefleet import errors, validation
 from imagefleet.job.prompt import SAFE_NAME
@@ -135,7 +133,7 @@ async def mint_command(
 
 async def _mint(
     settings: StorageSettings, role: Role, life: timedelta, policy: str | None, scope: Scope
-) -> Minted:
+) -> keys_mint.Minted:
     models = _models(scope.model or [])
     minted = keys_mint.Minter(_on_azure(settings)).mint(role, life, policy, models, scope.shards)
     if policy is not None:
@@ -197,7 +195,7 @@ async def revoke_command(
         console.print_plain(f"revoked {policy} on {', '.join(removed)}")
 
 
-def export_lines(settings: StorageSettings, minted: Minted) -> list[str]:
+def export_lines(settings: StorageSettings, minted: keys_mint.Minted) -> list[str]:
     """Shell commands that set the tokens; raises SetupError if one is too long for SaladCloud."""
     for name, value in (("IMAGEFLEET_SAS", minted.sas), ("IMAGEFLEET_STORAGE", minted.storage)):
         if len(value) > MAX_CHARACTERS:
@@ -235,7 +233,7 @@ def _on_azure(settings: StorageSettings) -> StorageSettings:
     return settings
 
 
-def _explain(settings: StorageSettings, role: Role, minted: Minted) -> None:
+def _explain(settings: StorageSettings, role: Role, minted: keys_mint.Minted) -> None:
     table = console.table(console.name_column("resource"), "allowed")
     for place in minted.by_place:
         table.add_row(place.name(settings), "; ".join(explain(place.resource, place.letters(role))))
@@ -244,7 +242,7 @@ def _explain(settings: StorageSettings, role: Role, minted: Minted) -> None:
     console.print_note(f"valid until {minted.expires_at:%Y-%m-%d %H:%M} UTC{revoke}")
 
 
-def _checked_table(checked: list[Checked]) -> Table:
+def _checked_table(checked: list[keys_check.Checked]) -> Table:
     table = console.table(console.name_column("resource"), "allowed", "denied", "valid until")
     for each in checked:
         table.add_row(
@@ -256,7 +254,7 @@ def _checked_table(checked: list[Checked]) -> Table:
     return table
 
 
-def _until(checked: Checked) -> str:
+def _until(checked: keys_check.Checked) -> str:
     if not checked.allowed:
         return "-"
     ends = [f"{checked.until:%Y-%m-%d %H:%M} UTC"] if checked.until else []
@@ -264,7 +262,7 @@ def _until(checked: Checked) -> str:
     return " or ".join(ends) or "no expiry: a key or an identity"
 
 
-def _compare(checked: list[Checked], role: Role) -> None:
+def _compare(checked: list[keys_check.Checked], role: Role) -> None:
     missing = []
     for each in checked:
         needed = role.letters(each.resource)

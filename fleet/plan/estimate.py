@@ -13,7 +13,6 @@ from pydantic import BaseModel, Field, ValidationError
 from fleet.plan.work import Work
 from imagefleet import errors, redaction, validation
 from imagefleet.pricing import families, prices
-from imagefleet.pricing.families import Family
 
 DEFAULT_GPU = "RTX 3060 Ti"
 
@@ -39,7 +38,7 @@ class Bench:
     gpu: str
     images_per_second: Input
     start_up: Input
-    family: Family = families.SD1
+    family: families.Family = families.SD1
     tflop_per_image: float = families.SD1.image_tflop()
 
 
@@ -286,7 +285,9 @@ def refuse_unused(benches: Sequence[Bench], gpus: Collection[str]) -> None:
             )
 
 
-def bench_of(gpu: str, benches: Sequence[Bench], family: Family | None = None) -> Bench | None:
+def bench_of(
+    gpu: str, benches: Sequence[Bench], family: families.Family | None = None
+) -> Bench | None:
     """The last report that was measured on a *gpu*, one of *family* if there is any."""
     there = [bench for bench in reversed(benches) if bench.gpu == gpu]
     return next((bench for bench in there if bench.family is family), next(iter(there), None))
@@ -349,7 +350,7 @@ def find_speed(gpu: str, given: float | None, bench: Bench | None, work: Work) -
     return _scaled(record, families.SD1, families.SD1.image_tflop(), work)
 
 
-def _scaled(known: Input, family: Family, tflop_per_image: float, work: Work) -> Input:
+def _scaled(known: Input, family: families.Family, tflop_per_image: float, work: Work) -> Input:
     """A known speed, in images of this work: by their operations, and the families' rates."""
     if work.family is family and math.isclose(work.tflop_per_image, tflop_per_image):
         return known

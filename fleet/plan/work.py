@@ -9,7 +9,6 @@ from pathlib import Path
 from imagefleet import errors
 from imagefleet.job.message import Job
 from imagefleet.pricing import families
-from imagefleet.pricing.families import Family
 from loadgen.sources import Source
 from worker.files import check
 
@@ -22,7 +21,7 @@ class Work:
     """All jobs of one model; *model* is None for those that name none."""
 
     model: str | None
-    family: Family
+    family: families.Family
     jobs: int = 0
     images: int = 0
     tflop: float = 0.0
@@ -33,7 +32,7 @@ class Work:
         return self.tflop / self.images
 
 
-def of_count(jobs: int, images_per_job: int, family: Family) -> list[Work]:
+def of_count(jobs: int, images_per_job: int, family: families.Family) -> list[Work]:
     """The work of so many jobs of the family's own size and steps."""
     images = jobs * images_per_job
     return [Work(None, family, jobs, images, images * family.image_tflop())]
@@ -43,11 +42,11 @@ def of_count(jobs: int, images_per_job: int, family: Family) -> list[Work]:
 class Models:
     """The family of each model's jobs; *others* is that of models that nothing else tells."""
 
-    by_name: Mapping[str, Family]
-    others: Family | None
+    by_name: Mapping[str, families.Family]
+    others: families.Family | None
     unknown: dict[str, None] = field(default_factory=dict)
 
-    def family_of(self, model: str | None) -> Family:
+    def family_of(self, model: str | None) -> families.Family:
         if model is not None:
             if model in self.by_name:
                 return self.by_name[model]
@@ -85,7 +84,7 @@ def read_models(given: Sequence[str], family: str | None) -> Models:
     return Models(by_name, None if family is None else families.find(family))
 
 
-def _of_checkpoint(path: Path) -> dict[str, Family]:
+def _of_checkpoint(path: Path) -> dict[str, families.Family]:
     """The family of a checkpoint by its header."""
     if not path.exists():
         raise errors.SetupError(

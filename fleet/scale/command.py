@@ -17,7 +17,6 @@ from fleet.monitor import prometheus
 from fleet.options import option
 from fleet.salad import deployment, gpus
 from fleet.salad import file as salad_file
-from fleet.salad.file import File
 from fleet.scale import scaler
 from fleet.scale.decision import Goal
 from fleet.settings import MonitorSettings
@@ -83,7 +82,7 @@ async def command(
     limits: Limits,
     queue: Queue,
     running: Running,
-    file: File = None,
+    file: salad_file.File = None,
     as_json: options.AsJsonLines = False,
 ) -> None:
     """Scales a fleet on SaladCloud by its queue, within a budget.

@@ -15,7 +15,6 @@ from fleet.monitor import service as monitored
 from fleet.options import option
 from fleet.settings import WebhookSettings
 from fleet.webhooks import deliveries, endpoint, service
-from fleet.webhooks.endpoint import Signer
 from fleet.webhooks.events import Event, State
 from imagefleet import errors, redaction
 from imagefleet.telemetry import logs, metrics
@@ -59,7 +58,7 @@ async def command(
     logs.configure(settings.log_format)
     campaign = target.campaign(events.campaign)
     endpoint.checked_url(url)
-    signer = Signer.read(secret_file)
+    signer = endpoint.Signer.read(secret_file)
     moment = options.read_moment("--since", events.since)
     wanted = service.Wanted(settings.fleet_name, campaign, each_job=events.each_job, since=moment)
     in_use = f"another `imagefleet webhooks` keeps the state {state}"
@@ -83,7 +82,7 @@ async def _deliver(
     source: service.Source,
     state: State,
     state_file: Path,
-    receiver: tuple[str, Signer],
+    receiver: tuple[str, endpoint.Signer],
     *,
     once: bool,
 ) -> None:

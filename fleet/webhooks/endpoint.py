@@ -28,14 +28,8 @@ _LONGEST_PAUSE_SECONDS = 24 * 3600.0
 
 _LOCAL_HOSTS = frozenset({"localhost", "127.0.0.1", "::1"})
 
-_OVERLOADED = frozenset(
-    {
-        HTTPStatus.TOO_MANY_REQUESTS,
-        HTTPStatus.BAD_GATEWAY,
-        HTTPStatus.SERVICE_UNAVAILABLE,
-        HTTPStatus.GATEWAY_TIMEOUT,
-    }
-)
+#: Too Many Requests, and what a gateway answers in place of the receiver.
+_OVERLOADED = frozenset({429, 502, 503, 504})
 
 #: The prefix of a secret, so that it is recognised as one.
 PREFIX = "whsec_"

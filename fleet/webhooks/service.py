@@ -16,7 +16,6 @@ from fleet.webhooks.deliveries import Deliveries
 from fleet.webhooks.events import Event, State, job_ended
 from imagefleet import errors
 from imagefleet.records import reader
-from imagefleet.records.reader import Counts, Follower
 from imagefleet.records.record import Record
 from imagefleet.records.stored import Damaged
 from imagefleet.storage.open import Storage
@@ -100,7 +99,7 @@ class CampaignEnds:
         while len(ended) > _MAX_ENDED:
             del ended[next(iter(ended))]
 
-    async def _has_ended(self, counts: Counts) -> bool:
+    async def _has_ended(self, counts: reader.Counts) -> bool:
         if counts.last_at is None:
             return False
         quiet_seconds = (datetime.now(UTC) - counts.last_at).total_seconds()
@@ -132,7 +131,7 @@ class Source:
         self._state = state
         self._wanted = wanted
         self._damaged = Damaged()
-        self._follower = Follower(storage, wanted.campaign, state.position, self._damaged)
+        self._follower = reader.Follower(storage, wanted.campaign, state.position, self._damaged)
         self._records = deque[Record]()
         self._has_read = False
 

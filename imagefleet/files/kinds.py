@@ -1,7 +1,4 @@
-"""Kinds of files that workers read from the storage: one table for worker, loader and console.
-
-A new kind is a row here; what its files hold is told by `imagefleet.files.contents`.
-"""
+"""Kinds of files that workers read from the storage, a row each, for worker, loader and console."""
 
 from __future__ import annotations
 

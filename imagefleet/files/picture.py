@@ -1,7 +1,6 @@
 """Reads the files of images, which may be anything: pixels, fingerprints and the jobs in them.
 
-An image can be drawn again from its file alone: PNG has the job in a text chunk, JPEG and WebP in
-the Exif data.
+PNG has its job in a text chunk, JPEG and WebP in the Exif data.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""The header of a safetensors file: names and shapes, without the weights.
-
-It is untrusted: its size, the number of tensors and their shapes are bounded.
-"""
+"""The header of a safetensors file, which is untrusted: names and shapes, without the weights."""
 
 from __future__ import annotations
 

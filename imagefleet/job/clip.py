@@ -188,10 +188,7 @@ def cut_into_chunks(
     comma: int | None,
     embeddings: Names[Embedding] = _NO_NAMES,
 ) -> tuple[Chunk, ...]:
-    """Cuts a prompt (text: one without LoRA tags) into chunks; *comma* is the comma's token id.
-
-    Raises JobError if it is too long, or a weight is not valid.
-    """
+    """Cuts a prompt (text: one without LoRA tags) into chunks, or raises JobError."""
     sections = sections_of(prompt)
     ids = iter(tokenise([part.text for section in sections for part in section]))
     chunks: list[Chunk] = []

@@ -28,8 +28,8 @@ from imagefleet.job import chain
 from imagefleet.job.passes import fields as passes
 from imagefleet.job.passes import img2img
 from imagefleet.job.passes.fields import PassFields
-from imagefleet.job.passes.first import MAX_IMAGES_PER_JOB, MAX_SIDE
 from imagefleet.job.prompt import SAFE_NAME
+from imagefleet.job.samplers import MAX_IMAGES_PER_JOB, MAX_SIDE
 from imagefleet.job.sizes import Metadata
 
 if TYPE_CHECKING:
@@ -238,10 +238,7 @@ class Job(PassFields, extra="forbid", frozen=True, allow_inf_nan=False, hide_inp
         return {"number": self.stage + 1, "message": self.source(message_id)}
 
     def source(self, message_id: str) -> str:
-        """The sending that a record is of: of a later stage, the message of the first one.
-
-        A worker that dies may send a stage twice; that both end is one end of one job.
-        """
+        """The message that a record is of: the first stage's, since all stages have one end."""
         return (self.place and self.place.message) or message_id
 
     @property

@@ -1,7 +1,6 @@
 """AUTOMATIC1111's prompts: comments, emphasis, `BREAK`, LoRAs.
 
-The rest of that syntax (prompt editing, alternation, `AND`) is refused by name: treated as words,
-it would give an image that nobody asked for.
+Its other syntax is refused by name: as words, it would give an image that nobody asked for.
 """
 
 from __future__ import annotations
@@ -99,10 +98,7 @@ def without_comments(prompt: str) -> str:
 # The stages of a job mostly have one prompt.
 @functools.lru_cache(maxsize=16)
 def read_prompt(prompt: str, *, comments: bool = True) -> Prompt:
-    """Splits a prompt into weighted words and LoRAs; without *comments*, `#` is a letter.
-
-    Raises JobError for a tag or a weight that is not valid, AND, prompt editing and alternation.
-    """
+    """Splits a prompt into weighted words and LoRAs; without *comments*, `#` is a letter."""
     if comments:
         prompt = without_comments(prompt)
     # No tag ends after the last '>'; searching there would take quadratic time.

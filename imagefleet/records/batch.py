@@ -44,10 +44,7 @@ class _Campaign:
 
 
 class SentJobs:
-    """The jobs of one program's submissions by campaign, noted in the campaigns' records.
-
-    A campaign's sum of all of them is in one shard, since each shard is listed and read.
-    """
+    """The jobs of one program's submissions; each campaign's sum is in one shard of its records."""
 
     def __init__(self, blobs: BlobStore) -> None:
         self._blobs = blobs
@@ -141,10 +138,7 @@ class Submission:
                     self._ends[campaign] = {}
 
     def positions(self) -> dict[str, dict[str, int]]:
-        """The positions at which to begin to look for results, by campaign.
-
-        Images of ids that may have been used before are looked for from the start.
-        """
+        """Where to look for results from, by campaign: from the start for ids that may be old."""
         return {
             campaign: end
             if campaign not in self._with_own_ids

@@ -17,10 +17,7 @@ _BEFORE_NAME = b'{"outcome":"completed","blob":"'
 
 
 def note(name: str, metadata: Mapping[str, str], journal: str) -> Record | None:
-    """The note that a drawing, by its *metadata*, was replaced; None if it can have no record.
-
-    *journal* names the replacement: noted twice, it counts once.
-    """
+    """The note, once for each *journal*, that a drawing with this *metadata* was replaced."""
     if name.startswith(ASIDE):
         return None
     campaign = name.rpartition("/")[0]

@@ -63,10 +63,7 @@ class JobFacts:
 
 
 async def of_campaign(storage: Storage, campaign: str) -> AsyncIterator[JobFacts]:
-    """The jobs of a campaign that have ended, each once.
-
-    In memory: 60 bytes for each that has failed, and jobs of which some images are missing.
-    """
+    """The jobs of a campaign that have ended, each once; 60 bytes of memory for each failed one."""
     ended = {hash(record.key) async for record in reader.ended(storage, campaign)}
     partial: dict[str, dict[int, Record]] = {}
     async for record in reader.images(storage, campaign):
@@ -94,10 +91,7 @@ async def failures(
     campaign: str | None = None,
     id: str | None = None,  # noqa: A002 - a job's field
 ) -> AsyncIterator[JobFacts]:
-    """Jobs that have failed and were not replayed or discarded since, one for each message.
-
-    *error* is part of the error's class or reason in any case, *id* the job's or the message's.
-    """
+    """Jobs that have failed and were not replayed or discarded since, one for each message."""
     async for record in reader.ended(storage, campaign):
         if record.outcome != "failed" or id not in {None, record.id, record.source}:
             continue

@@ -167,7 +167,7 @@ async def counts(storage: Storage, campaign: str, damaged: Damaged | None = None
     drawn, again = stored.of_kind(shards, "images"), stored.of_kind(shards, "again")
     if stored.of_kind(shards, "replaced"):
         total = NOTHING
-        completed = await _completed_again(blobs, again)
+        _, completed = await _read_again(blobs, again, Damaged())
         async for record in images(storage, campaign, damaged):
             is_complete = record.completes_job or hashed(record.blob or "") in completed
             total = Totals(total.records + 1, total.jobs + is_complete)
@@ -192,10 +192,7 @@ async def counts(storage: Storage, campaign: str, damaged: Damaged | None = None
 
 
 class Follower:
-    """New records of one campaign, or of all, as they are written; at least once each.
-
-    An image whose name was taken comes again. `position` is what has been read, as JSON.
-    """
+    """New records of one or all campaigns, from *position* on; images drawn again come again."""
 
     def __init__(
         self,
@@ -259,10 +256,7 @@ async def follow(
     outcomes: Collection[str],
     on_retry: Callable[[str], object],
 ) -> AsyncIterator[list[Record]]:
-    """New results, polled for; an image comes twice where two workers drew it.
-
-    Ends with the campaign, if its filler has noted the jobs it sent. *on_retry* gets errors.
-    """
+    """New results, until the campaign has ended, if that is known; *on_retry* gets errors."""
     quiet, count_at = 0, _QUIET_POLLS
     while True:
         try:
@@ -351,10 +345,7 @@ async def _totals_again(
     damaged: Damaged,
 ) -> Totals:
     """What *again* adds to the totals of *drawn*: images without a record there, and jobs' ends."""
-    completed = await _completed_again(blobs, again)
-    missing = MissingRecords()
-    async for part in stored.records(blobs, again, damaged):
-        missing.add(record.blob for record in part if record.blob)
+    missing, completed = await _read_again(blobs, again, damaged)
     images = jobs = 0
     async with aclosing(stored.lines_of_all(blobs, drawn, Damaged())) as parts:
         async for each, lines in parts:
@@ -371,14 +362,15 @@ async def _totals_again(
     return Totals(images, jobs)
 
 
-async def _completed_again(blobs: BlobStore, shards: Collection[StoredShard]) -> set[int]:
-    """Last images of jobs that another worker than the one that stored them has completed."""
-    return {
-        hashed(record.blob or "")
-        async for records in stored.records(blobs, shards, Damaged())
-        for record in records
-        if record.completes
-    }
+async def _read_again(
+    blobs: BlobStore, shards: Collection[StoredShard], damaged: Damaged
+) -> tuple[MissingRecords, set[int]]:
+    """Images whose names were taken, and those that another worker than theirs found the last."""
+    missing, completed = MissingRecords(), set[int]()
+    async for part in stored.records(blobs, shards, damaged):
+        missing.add(record.blob for record in part if record.blob)
+        completed.update(hashed(record.blob or "") for record in part if record.completes)
+    return missing, completed
 
 
 async def _count_ended(
@@ -386,20 +378,16 @@ async def _count_ended(
 ) -> Counter[Outcome]:
     """How many jobs have failed or were cancelled, as `ended` has them, or were discarded."""
     ends: dict[int, Outcome] = {}
-    replayed: set[int] = set()
-    discarded: set[int] = set()
+    settled: dict[Outcome, set[int]] = {outcome: set() for outcome in _BY_OPERATOR}
     async for records in stored.records(blobs, shards, damaged):
         for record in records:
-            if record.outcome == "replayed":
-                replayed.add(_failure(record))
-            elif record.outcome == "discarded":
-                discarded.add(_failure(record))
+            if record.outcome in settled:
+                settled[record.outcome].add(_failure(record))
             else:
                 ends.setdefault(_failure(record), record.outcome)
-    for settled in replayed | discarded:
-        ends.pop(settled, None)
-    counted = Counter(ends.values())
-    counted["discarded"] = len(discarded)
+    all_settled = set[int]().union(*settled.values())
+    counted = Counter(outcome for failure, outcome in ends.items() if failure not in all_settled)
+    counted["discarded"] = len(settled["discarded"])
     return counted
 
 

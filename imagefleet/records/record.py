@@ -33,7 +33,7 @@ from pydantic import (
 from imagefleet import concurrency, errors, retry, validation
 from imagefleet.job.chain import MAX_STAGES
 from imagefleet.job.message import DEFAULT_CAMPAIGN, RECORDS, Job, SafeId, job_key
-from imagefleet.job.passes.first import MAX_IMAGES_PER_JOB
+from imagefleet.job.samplers import MAX_IMAGES_PER_JOB
 from imagefleet.job.sizes import MAX_BLOB_NAME, MAX_MESSAGE_BYTES
 from imagefleet.storage.protocol import BlobStore
 
@@ -306,11 +306,7 @@ class RecordLog:
         self._load = secrets.token_hex(8)
 
     async def add(self, records: Iterable[Record], *, again: bool = False) -> None:
-        """Adds records, those of images as `images` or *again*: somebody had taken their names.
-
-        Raises TransientError if the storage does not answer (some records may be stored), and
-        SetupError if access is refused.
-        """
+        """Adds records, those of images as `images`, or *again* if their names were taken."""
         grouped: dict[tuple[str, Kind], list[Record]] = {}
         for record in records:
             kind: Kind = "jobs"
@@ -335,10 +331,7 @@ class RecordLog:
         await self._append(campaign, kind, [], jobs=0)
 
     async def sent(self, campaign: str, jobs: int, load: str | None = None) -> None:
-        """Notes how many jobs of a campaign have been sent so far.
-
-        *load* names what sends them across restarts; by default this object.
-        """
+        """Notes how many jobs *load* (across restarts) or this object has sent so far."""
         line = json.dumps({"load": load or self._load, "jobs": jobs}).encode() + b"\n"
         await self._append(campaign, "sent", [line], jobs=0)
 

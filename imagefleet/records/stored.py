@@ -66,10 +66,7 @@ class ShardDecoder:
     _text: bytes = b""
 
     def lines(self, data: bytes) -> list[bytes]:
-        """The lines of the members that *data*, the next bytes of the shard, completes.
-
-        Where it is damaged, they end, and `is_damaged` is set.
-        """
+        """The lines of the members that *data*, the next bytes, completes; or sets `is_damaged`."""
         found: list[bytes] = []
         while data and not self.is_damaged:
             if self._member is None:

@@ -1,7 +1,4 @@
-"""A sweep's manifest: the groups of its images, and how a job's id says which group it is of.
-
-`sweep.json` lies beside the campaign's records. It is untrusted, as they are.
-"""
+"""A sweep's manifest, `sweep.json` beside the campaign's records, and as untrusted: its groups."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from imagefleet.job import chain, sizes
 from imagefleet.job.message import DELIVERIES_FIELD, Job, fields_if_any, message_text
-from imagefleet.job.passes.first import MAX_IMAGES_PER_JOB
+from imagefleet.job.samplers import MAX_IMAGES_PER_JOB
 from imagefleet.storage import protocol
 
 #: The number of lost deliveries after which a job is generated alone, so that the next loss tells

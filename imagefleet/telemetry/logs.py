@@ -31,11 +31,7 @@ _VERBOSE = ("azure", "aiohttp.access")
 
 
 class JsonLines(logging.Formatter):
-    """One JSON object per line: time, severity, action, message, and the fields of `extra`.
-
-    `action` stays the same when the message is reworded; SaladCloud's log collector reads
-    `severity`.
-    """
+    """JSON lines: time, severity, an `action` that is never reworded, message, and `extra`."""
 
     def format(self, record: logging.LogRecord) -> str:
         extra = {name: value for name, value in vars(record).items() if name not in _STANDARD}
@@ -97,8 +93,7 @@ class Occasion:
 def configure(log_format: LogFormat, handler: logging.Handler | None = None) -> None:
     """Logs to stderr (or *handler*); `auto` is text on a terminal and JSON lines elsewhere.
 
-    Warnings are log records, and with JSON lines so are unhandled exceptions: collectors read
-    nothing else.
+    Warnings, and with JSON lines unhandled exceptions, which collectors need so, are records too.
     """
     handler = handler or _StandardError()
     if log_format == "text" or (log_format == "auto" and sys.stderr.isatty()):

@@ -46,10 +46,7 @@ OTHER_MODELS = "(others)"
 
 
 class QueueGauges:
-    """Depth and oldest age of queues by name.
-
-    All messages are `visible` or `leased` on the local storage, and `any` on Azure.
-    """
+    """Depth and oldest age of queues; messages are `visible` or `leased`, or on Azure `any`."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         gauge = partial(Gauge, registry=registry)

@@ -22,7 +22,7 @@ END_SECONDS = 5.0
 class SenderProcesses:
     """Processes that send batches, each to the one with the fewest in flight.
 
-    A batch of a process that ended is sent by another, maybe twice, which gives the same image.
+    Another sends a batch of a process that ended, maybe twice, which gives the same image.
     """
 
     def __init__(
@@ -34,10 +34,7 @@ class SenderProcesses:
         self._processes: list[_Process] = []
 
     async def send(self, bodies: Iterable[str]) -> None:
-        """Sends jobs as `JobQueue.send` does, to the queues of their models.
-
-        Raises TransientError if the process has ended, and SetupError if all of them have.
-        """
+        """Sends jobs; TransientError if the process has ended, SetupError if all of them have."""
         running = [each for each in self._processes if each.is_running]
         if not running:
             codes = ", ".join(f"{each.exit_code}" for each in self._processes)

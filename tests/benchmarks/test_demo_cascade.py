@@ -21,7 +21,7 @@ from demo_world.cascade import losses, measure, networks, pictures, stage, train
 from demo_world.cascade.losses import StageLoss
 from worker.engine import contract
 from worker.engine.pixel import checkpoint
-from worker.engine.pixel.prepare import StagePreparer
+from worker.engine.pixel.parts import StagePreparer
 
 CPU = torch.device("cpu")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import json
+import pydoc
 import re
 import subprocess
 import sys
@@ -344,7 +345,15 @@ def test_settings_come_from_the_environment(
         fleet.submit([Job(prompt="a house")])
         assert fleet.depth().queue.messages == 1
     with imagefleet.connect() as fleet:
+        fleet.submit([])  # which creates the queue
         assert fleet.depth().queue.messages == 0
+
+
+def test_help_shows_the_client() -> None:
+    shown = pydoc.plain(pydoc.render_doc(imagefleet))
+
+    for name in ("class Fleet", "class Batch", "class Job(", "connect(storage"):
+        assert name in shown
 
 
 def test_the_sync_client_does_all_that_the_async_one_does(

@@ -103,10 +103,8 @@ def load_checkpoint(
     """Loads a checkpoint.
 
     *config* is a folder with a single file's configuration; *prediction_type* holds where there is
-    no configuration of the scheduler. Each network has the precision of *like*'s, if given.
-
-    Raises:
-        SetupError: something is missing, damaged or of another architecture; names the file.
+    no configuration of the scheduler. Each network has the precision of *like*'s, if given. Raises
+    SetupError if something is missing, damaged or of another architecture; names the file.
     """
     logs.take_over_libraries()
     hide_progress_bars()
@@ -142,7 +140,13 @@ def load_checkpoint(
     is_whole = all(each_dtype == checksums.IDENTITY_TYPE for _, each_dtype in placed.values())
     weights_id = "" if is_whole else checksums.identify(networks)
     weight_sums = place(networks, placed)
-    _refuse_damaged(model, networks)
+    tensors = checksums.named_parameters(networks)
+    if damaged := checksums.find_damaged(tensors):
+        # They make all images NaN, and each node would blame itself.
+        raise errors.SetupError(
+            f"{str(model)!r} is damaged: {damaged} holds NaN, infinity or numbers too large for"
+            f" {str(tensors[damaged].dtype).removeprefix('torch.')}"
+        )
     factor = vae_factor(vae)
     side = unet.config.sample_size * factor
     return Checkpoint(
@@ -186,8 +190,7 @@ def _placements(
 def place(networks: _Networks, placed: Mapping[str, _Placement]) -> checksums.Sums:
     """Moves the networks to their devices; returns the sums of their weights on the CPU before.
 
-    Raises:
-        SetupError: a device has too little memory.
+    Raises SetupError if a device has too little memory.
     """
     for name, network in networks.items():
         network.requires_grad_(requires_grad=False).eval()
@@ -210,17 +213,6 @@ def place(networks: _Networks, placed: Mapping[str, _Placement]) -> checksums.Su
             f"the GPU's memory is too short for the model: {reading.brief(error)}"
         ) from error
     return weight_sums
-
-
-def _refuse_damaged(model: Path, networks: _Networks) -> None:
-    """Refuses broken weights: they make all images NaN, and each node would blame itself."""
-    tensors = checksums.named_parameters(networks)
-    if name := checksums.find_damaged(tensors):
-        precision = str(tensors[name].dtype).removeprefix("torch.")
-        raise errors.SetupError(
-            f"{str(model)!r} is damaged: {name} holds NaN, infinity or numbers too large for"
-            f" {precision}"
-        )
 
 
 def vae_factor(vae: AutoencoderKL) -> int:
@@ -306,11 +298,9 @@ def _read_file(path: Path, config: Path) -> _Read:
         known = " or ".join(each.name for each in table.FAMILIES)
         raise errors.SetupError(f"{str(path)!r} is not a {known} checkpoint")
     parts = _parts(family)
-    parts["unet"] = (
-        UNet2DConditionModel,
-        {**family.unet_config, "in_channels": weights[_INPUTS].shape[1]},
-    )
     try:
+        channels = weights[_INPUTS].shape[1]
+        parts["unet"] = UNet2DConditionModel, {**family.unet_config, "in_channels": channels}
         networks = {
             name: reading.build(network, reading.network_config(config / name, default))
             for name, (network, default) in parts.items()

@@ -217,8 +217,7 @@ class Engine(Protocol):
     def prepare(self, request: ImageRequest) -> PreparedRequest:
         """Checks a request and reads what it needs, off the engine's thread.
 
-        Raises:
-            JobError: it can never succeed here (for example, a LoRA that does not fit).
+        Raises JobError if it can never succeed here (for example, a LoRA that does not fit).
         """
 
     def admit(self, ticket: int, prepared: PreparedRequest, *, urgent: bool = False) -> None:
@@ -227,10 +226,8 @@ class Engine(Protocol):
     def tick(self) -> list[Finished]:
         """Does one bounded piece of work and returns the finished images.
 
-        One image's failure is its own outcome (JobError or TransientError).
-
-        Raises:
-            NodeError: the GPU itself is broken; all in-flight images are lost.
+        One image's failure is its own outcome (JobError or TransientError). Raises NodeError if the
+        GPU itself is broken; all in-flight images are lost.
         """
 
     def close(self) -> None:

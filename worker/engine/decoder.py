@@ -170,8 +170,7 @@ class Decoder:
     def collect(self, *, wait: bool) -> list[contract.Finished]:
         """The images that have reached the host; *wait* blocks for at least one slice, if any.
 
-        Raises:
-            NodeError: the GPU itself is broken.
+        Raises NodeError if the GPU itself is broken.
         """
         finished, self._failed = self._failed, []
         while self._copies and (self._copies[0][1].is_done or (wait and not finished)):

@@ -44,8 +44,7 @@ _CHECK_SIDE = 256
 def find_device(name: str) -> torch.device:
     """The device for 'auto', 'cpu', 'cuda' or 'cuda:N'; a GPU's always has its number.
 
-    Raises:
-        SetupError: there is no such device, or NVIDIA's driver is too old for torch.
+    Raises SetupError if there is no such device, or NVIDIA's driver is too old for torch.
     """
     if name != "cpu" and (problem := _driver_problem()):
         raise errors.SetupError(
@@ -66,10 +65,7 @@ def find_device(name: str) -> torch.device:
         found = find_driver()
         log.info(
             "torch %s for CUDA %s needs NVIDIA driver %d or newer; found %s",
-            torch.__version__,
-            torch.version.cuda,
-            needed,
-            found,
+            *(torch.__version__, torch.version.cuda, needed, found),
             extra={"action": "driver", "needed": needed, "found": found},
         )
     # The allocator is set up before its first memory; users' own settings stay.
@@ -106,8 +102,7 @@ def set_up(device: torch.device, *, fp16_accumulate: bool, has_text_on_cpu: bool
 def free_gpu_bytes(name: str) -> int:
     """The GPU's free memory, after a matrix product on it came out right; *name* as in settings.
 
-    Raises:
-        NodeError: there is no GPU, its driver is too old, or it fails or miscalculates.
+    Raises NodeError if there is no GPU, its driver is too old, or it fails or miscalculates.
     """
     if problem := _driver_problem():
         raise errors.NodeError(problem)
@@ -126,12 +121,9 @@ def free_gpu_bytes(name: str) -> int:
 
 
 def check_listed_gpu() -> None:
-    """Checks a GPU that the driver lists: if torch cannot open it, it is broken.
+    """Raises as `free_gpu_bytes` if torch cannot open a GPU that the driver lists: it is broken.
 
     An old driver and a torch without CUDA are left to `find_device`: they are for the operator.
-
-    Raises:
-        NodeError: torch does not find it, or it fails or miscalculates.
     """
     if torch.version.cuda and not _driver_problem():
         free_gpu_bytes("cuda")

@@ -14,7 +14,7 @@ from imagefleet import errors
 from imagefleet.files.contents import EMBEDDING_WIDTHS
 from imagefleet.job.clip import CHUNK_TOKENS
 from worker.engine import contract
-from worker.engine.files.safetensors import ReadOnce, UnusableError, named
+from worker.engine.files.safetensors import ReadOnce, UnusableError, named, refuse_damaged
 
 #: The text encoder that each tensor is for, in the file of an embedding for several.
 CLIP_L, CLIP_G = "clip_l", "clip_g"
@@ -60,9 +60,8 @@ class EmbeddingCache:
     def get(self, embedding: contract.Embedding) -> Embedding:
         """Reads a file, unless it is cached.
 
-        Raises:
-            UnusableFileError: it is no embedding, or none for this model.
-            TransientError: it could not be read, or has changed meanwhile.
+        Raises UnusableFileError if it is no embedding, or none for this model, and TransientError
+        if it could not be read, or has changed meanwhile.
         """
         with named(f"the embedding {embedding.name!r}, which the prompt names,"):
             return self._kept.get(
@@ -91,9 +90,7 @@ def _read(
     if not 0 < length <= CHUNK_TOKENS:
         raise UnusableError(f"has {length:,} vectors; a prompt's chunk holds {CHUNK_TOKENS}")
     vectors = {key: each.to(dtype) for key, each in found.items()}
-    if not all(each.isfinite().all() for each in vectors.values()):
-        number_type = str(dtype).split(".")[-1]
-        raise UnusableError(f"holds NaN, infinity or numbers too large for {number_type}")
+    refuse_damaged(vectors)
     return Embedding(embedding.name, embedding.sha256, length, vectors)
 
 

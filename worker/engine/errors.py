@@ -23,8 +23,7 @@ def is_out_of_memory(error: Exception) -> bool:
 def classify(error: Exception) -> errors.FleetError:
     """The outcome of an image that failed with *error*.
 
-    Raises:
-        NodeError: the GPU itself is broken.
+    Raises NodeError if the GPU itself is broken.
     """
     if isinstance(error, errors.NodeError):
         raise error

@@ -64,10 +64,8 @@ def load_engine(settings: EngineSettings) -> SlotEngine:
 
     No network is used. The same seed gives the same bytes on the same hardware only, and on a CPU
     with the same number of threads only. A stage of a cascade in pixels has no use for the settings
-    of configurations and LoRAs.
-
-    Raises:
-        SetupError: a library, the device or a part of the checkpoint is missing or does not fit.
+    of configurations and LoRAs. Raises SetupError if a library, the device or a part of the
+    checkpoint is missing or does not fit.
     """
     began_at = time.monotonic()
     import_libraries()
@@ -173,8 +171,7 @@ def read_beside(engine: Engine, settings: EngineSettings) -> Callable[[], bool] 
 def import_libraries() -> None:
     """Imports torch and all else that an engine needs, which takes seconds; on any thread.
 
-    Raises:
-        SetupError: a library is missing.
+    Raises SetupError if a library is missing.
     """
     collects = gc.isenabled()
     gc.disable()  # a fifth of the time: hardly any of the many new objects is garbage

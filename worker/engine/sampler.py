@@ -7,8 +7,8 @@ So one update serves all rows of a batch, whatever each row's sampler and step:
     estimate = from_latents * latents + from_output * output
     latents  = keep * latents + noise_scale * noise + weights . [estimate, earlier estimates]
 
-Inpainting keeps a part of the latents as it was, as AUTOMATIC1111's `CFGDenoiser` does: of the
-estimate where that is the image, and of what the UNet sees where it is the noise.
+Inpainting keeps a part of the latents, as AUTOMATIC1111's `CFGDenoiser` does: of the estimate where
+that is the image, and of what the UNet sees where it is the noise.
 
 Euler, Euler ancestral and DPM++ 2M follow k-diffusion. Their latents have variance sigma^2 + 1, and
 the estimate is the denoised image. Their sigmas belong to evenly spaced timesteps from the last to
@@ -100,10 +100,8 @@ def make_schedule(
     DDIM and PLMS may make more UNet calls than *steps*; *alphas_cumprod* [train timesteps] is the
     model's noise schedule in float64. *t_enc*: for the end of the schedule alone, on an image's
     latents: AUTOMATIC1111's number of the step, from the end, whose noise they have. Where no step
-    is left, one call leaves the latents as they are.
-
-    Raises:
-        JobError: there is no such sampler, or it has no step to take.
+    is left, one call leaves the latents as they are. Raises JobError if there is no such sampler,
+    or it has no step to take.
     """
     alphas = alphas_cumprod.double().numpy()
     initial_scale, initial_churn = 1.0, None

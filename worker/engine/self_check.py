@@ -95,8 +95,7 @@ class SelfCheck:
     def write_lora(self, path: Path) -> None:
         """Writes a LoRA on all attentions: noise drawn from the layers' names.
 
-        Raises:
-            NodeError: the disk does not take it.
+        Raises NodeError if the disk does not take it.
         """
         tensors: dict[str, torch.Tensor] = {}
         for network in ("unet", "text_encoder"):

@@ -94,8 +94,7 @@ class Tokenizer:
     ) -> tuple[Chunk, ...]:
         """A prompt's chunks, at least one, with the vectors of what it names of *embeddings*.
 
-        Raises:
-            JobError: it is too long, or a weight in it is not a number or too large.
+        Raises JobError if it is too long, or a weight in it is not a number or too large.
         """
         if not embeddings:
             return cut_into_chunks(prompt, self._tokenise, self._comma)
@@ -108,10 +107,8 @@ class Tokenizer:
     ) -> tuple[str, ...]:
         """Which of the *names* of embeddings the prompts have, in order.
 
-        Quick if *names* is the same object as the last time.
-
-        Raises:
-            JobError: a weight in a prompt is not a number or too large.
+        Quick if *names* is the same object as the last time. Raises JobError if a weight in a
+        prompt is not a number or too large.
         """
         known, index = self._names
         if known is not names:
@@ -186,8 +183,7 @@ class Encoder:
     ) -> Context:
         """Encodes prompts of any length; *loras* identifies what is merged into the text encoder.
 
-        Raises:
-            JobError: the weights in a prompt cancel each other out.
+        Raises JobError if the weights in a prompt cancel each other out.
         """
         distinct = dict.fromkeys(chunk for prompt in prompts for chunk in prompt)
         encoded = self._look_up(distinct, clip_skip, loras)

@@ -20,13 +20,17 @@ from worker.settings import WorkerSettings
 #: Bytes that are enough to tell a file's format: a tar's magic comes last.
 _HEAD_BYTES = 512
 
-#: How files begin that are taken for a checkpoint; torch's pickles are in zip files since 2020.
-_FORMATS = {
-    "pickle": rb"PK\x03\x04|\x80[\x02-\x05]",
-    "gzip": rb"\x1f\x8b",
-    "page": rb"(\xef\xbb\xbf)?\s*<",
-    "json": rb"(\xef\xbb\xbf)?\s*[{\[]",
-    "git-lfs": rb"version https://git-lfs",
+#: How pickles begin: torch's are in zip files since 2020.
+_PICKLE = rb"PK\x03\x04|\x80[\x02-\x05]"
+
+#: How other files begin that are taken for a checkpoint, and what they are.
+_OTHERS = {
+    rb"\x1f\x8b": "compressed: unpack it first",
+    rb"(\xef\xbb\xbf)?\s*<": "a web page, not a checkpoint: take the address of the file itself,"
+    " with a token if the site asks for a login",
+    rb"(\xef\xbb\xbf)?\s*[{\[]": "JSON, not a checkpoint: perhaps a server's error message",
+    rb"version https://git-lfs": "a Git LFS pointer, not the file itself: run `git lfs pull` in its"
+    " repository",
 }
 
 #: AUTOMATIC1111's configuration of a checkpoint; those in use have 2 KB.
@@ -151,9 +155,9 @@ def read_header(path: Path, name: str = "", *, is_whole: bool = True) -> safeten
         SetupError: it is none, or is cut off; TruncatedError: its header is, and the file is not
         *is_whole* yet.
     """
-    name, size, found = name or str(path), path.stat().st_size, format_of(path)
-    if found != "safetensors":
-        raise errors.SetupError(f"{name!r} is {_describe(found, name)}")
+    name, size = name or str(path), path.stat().st_size
+    if other := _what_else(path, name):
+        raise errors.SetupError(f"{name!r} is {other}")
     with path.open("rb") as file:
         try:
             header = safetensors.read_header(file)
@@ -174,29 +178,28 @@ def read_header(path: Path, name: str = "", *, is_whole: bool = True) -> safeten
     )
 
 
-def format_of(path: Path) -> str:
-    """A file's format by its start: safetensors, tar, one of `_FORMATS`, or unknown."""
-    with path.open("rb") as file:
-        head = file.read(_HEAD_BYTES)
-    # An empty .tar is of zeros alone.
-    if head[257:262] == b"ustar" or (len(head) == _HEAD_BYTES and not any(head)):
-        return "tar"
+def is_tar(path: Path) -> bool:
+    """Whether it begins as a .tar, or is an empty one, of zeros alone."""
+    head = _head(path)
+    return head[257:262] == b"ustar" or (len(head) == _HEAD_BYTES and not any(head))
+
+
+def _what_else(path: Path, name: str) -> str | None:
+    """What a file is that is no checkpoint, and what to do, after 'it is'."""
+    head = _head(path)
+    if is_tar(path):
+        return "a .tar archive: unpack it with tar -xf, and name the folder in it"
     if head[8:9] == b"{" and int.from_bytes(head[:8], "little") <= safetensors.MAX_HEADER_BYTES:
-        return "safetensors"
-    return next((name for name, start in _FORMATS.items() if re.match(start, head)), "unknown")
+        return None
+    if re.match(_PICKLE, head):
+        return addresses.pickle_advice(name)
+    unknown = "not a readable .safetensors file (it does not begin like one)"
+    return next((what for start, what in _OTHERS.items() if re.match(start, head)), unknown)
 
 
-def _describe(found: str, name: str) -> str:
-    """What a file of a format that is no checkpoint is, and what to do, after 'it is'."""
-    return {
-        "pickle": addresses.pickle_advice(name),
-        "tar": "a .tar archive: unpack it with tar -xf, and name the folder in it",
-        "gzip": "compressed: unpack it first",
-        "page": "a web page, not a checkpoint: take the address of the file itself, with a token if"
-        " the site asks for a login",
-        "json": "JSON, not a checkpoint: perhaps a server's error message",
-        "git-lfs": "a Git LFS pointer, not the file itself: run `git lfs pull` in its repository",
-    }.get(found, "not a readable .safetensors file (it does not begin like one)")
+def _head(path: Path) -> bytes:
+    with path.open("rb") as file:
+        return file.read(_HEAD_BYTES)
 
 
 def prediction_type(path: Path) -> str | None:

@@ -98,7 +98,7 @@ class FileLibrary:
         self._cache = DiskCache(cache, cache_bytes)
         self._fetches: dict[str, asyncio.Task[Path]] = {}
         self._room = asyncio.Semaphore(kind.fetched_at_once)
-        self._storage_manifest = Manifest.stored(blobs, kind.folder, trusted)
+        self._storage_manifest = Manifest.stored(blobs, kind, trusted)
         # What was checked in full, and against which hash: by path, modification time and size.
         self._checked: LRUCache[Path, tuple[int, int, str | None]] = LRUCache(REMEMBERED)
 
@@ -222,7 +222,8 @@ def own_folder(kind: FileKind, path: Path) -> Folder:
         except OSError as error:
             raise unreadable(kind, path, error.strerror) from error
 
-    return Folder(path, Manifest(f"{path}/{manifest.NAME}", lambda: asyncio.to_thread(read)))
+    where = f"{path}/{manifest.NAME}"
+    return Folder(path, Manifest(where, lambda: asyncio.to_thread(read), kind))
 
 
 def unreadable(kind: FileKind, path: Path, reason: str | None) -> errors.SetupError:

@@ -25,7 +25,7 @@ from cachetools import LRUCache
 
 from imagefleet import errors
 from imagefleet.files import safetensors
-from imagefleet.files.kinds import BY_FOLDER
+from imagefleet.files.kinds import FileKind
 from imagefleet.signing import SigningKey, TrustedKeys
 from imagefleet.storage import protocol
 
@@ -204,43 +204,30 @@ def _purpose(folder: str) -> str:
 class Manifest:
     """The manifest of a folder, read again from time to time; there need not be one.
 
-    With *trusted* keys it must be signed by one of them, and what it does not list is refused.
-    An *optional* one need not exist even then; it lists nothing.
+    With *trusted* keys it must be signed by one of them, and what it does not list is refused; that
+    of a kind that does not stop without a list need not exist even then, and lists nothing.
     """
 
     def __init__(
         self,
         where: str,
         read: Callable[[], Awaitable[bytes | None]],
-        *,
-        folder: str = "",
+        kind: FileKind,
         trusted: TrustedKeys | None = None,
-        optional: bool = False,
     ) -> None:
         self._where = where
         self._read = read
-        self._folder = folder
+        self._kind = kind
         self._trusted = trusted
-        self._optional = optional
         self._hashes: Mapping[str, str] = {}
         self._read_at: float | None = None
 
     @classmethod
-    def stored(
-        cls,
-        blobs: protocol.BlobStore,
-        folder: str,
-        trusted: TrustedKeys | None,
-    ) -> Self:
+    def stored(cls, blobs: protocol.BlobStore, kind: FileKind, trusted: TrustedKeys | None) -> Self:
         """The manifest of a folder in the container of files."""
-        name = f"{folder}/{NAME}"
-        return cls(
-            f"{name} in the container {blobs.name!r}",
-            lambda: blobs.read(name, MAX_BYTES),
-            folder=folder,
-            trusted=trusted,
-            optional=not BY_FOLDER[folder].stops_without_list,
-        )
+        name = f"{kind.folder}/{NAME}"
+        where = f"{name} in the container {blobs.name!r}"
+        return cls(where, lambda: blobs.read(name, MAX_BYTES), kind, trusted)
 
     async def sha256(self, name: str) -> str | None:
         """The hash that the file must have, or None where any will do.
@@ -260,7 +247,7 @@ class Manifest:
         if name not in self._hashes:
             raise errors.MissingFileError(
                 f"{self._where}, which is signed, does not list {name!r}:"
-                f" `{BY_FOLDER[self._folder].add_command}` with IMAGEFLEET_SIGNING_KEY lists it"
+                f" `{self._kind.add_command}` with IMAGEFLEET_SIGNING_KEY lists it"
             )
         return self._hashes[name]
 
@@ -288,14 +275,14 @@ class Manifest:
         if self._trusted is None:
             return {} if content is None else parse(self._where, content).files
         if content is None:
-            if self._optional:
+            if not self._kind.stops_without_list:
                 return {}
             raise self._untrusted("there is none")
         try:
             contents = parse(self._where, content)
         except errors.TransientError as error:
             raise self._untrusted(error.message) from None
-        if not contents.is_signed_by(self._trusted, self._folder):
+        if not contents.is_signed_by(self._trusted, self._kind.folder):
             raise self._untrusted("another key signed it" if contents.is_signed else "it is plain")
         return contents.files
 
@@ -304,5 +291,5 @@ class Manifest:
         # queue.
         return errors.SetupError(
             f"{self._where} must be signed with the trusted key, but {why}:"
-            f" `{BY_FOLDER[self._folder].add_command}` with IMAGEFLEET_SIGNING_KEY signs it"
+            f" `{self._kind.add_command}` with IMAGEFLEET_SIGNING_KEY signs it"
         )

@@ -78,7 +78,7 @@ async def pinned(
     is_stored = settings.model.startswith(STORE_SCHEME)
     if trusted is None or settings.model_sha256 is not None or not is_stored:
         return settings
-    listed = Manifest.stored(blobs, kinds.MODEL.folder, trusted)
+    listed = Manifest.stored(blobs, kinds.MODEL, trusted)
     try:
         sha256 = await retry_policy.call(
             lambda: listed.sha256(settings.model.removeprefix(STORE_SCHEME))
@@ -158,7 +158,7 @@ async def fetch_to(
         )
         await download.run(retry_policy)
         with cache.errors():
-            is_tar = check.format_of(download.part) == "tar"
+            is_tar = check.is_tar(download.part)
             path = folder / _final_name(address, download.file_name, is_tar=is_tar)
             if is_tar:
                 await asyncio.to_thread(_unpack, download.part, path, cache)
@@ -223,7 +223,7 @@ def _final_name(address: Address, sent_name: str | None, *, is_tar: bool) -> str
 
 def _check_part(part: Path, label: str, wanted: kinds.FileKind, *, is_whole: bool) -> None:
     """Raises SetupError if what has arrived so far cannot become a file of that kind."""
-    if check.format_of(part) == "tar":
+    if check.is_tar(part):
         if ".tar" not in wanted.suffixes:
             raise errors.SetupError(f"{label!r} is a .tar archive, no file of {wanted.folder}/")
         return

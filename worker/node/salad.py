@@ -64,13 +64,14 @@ Result = TypeVar("Result")
 class SaladMetadata:
     """The metadata service of the node that this process runs on.
 
-    Every method raises TransientError if the service does not answer as specified. Calls are rare,
-    so each opens its own connection.
+    Every method but `leave` raises TransientError if the service does not answer as specified.
+    Calls are rare, so each opens its own connection.
     """
 
     def __init__(self, address: str = ADDRESS, timeout_seconds: float = TIMEOUT_SECONDS) -> None:
         self._address = address.rstrip("/")
         self._timeout = aiohttp.ClientTimeout(total=timeout_seconds)
+        self._is_leaving = False
 
     async def token(self) -> str:
         """A JWT that identifies this container, valid for 2 to 5 minutes."""
@@ -88,6 +89,36 @@ class SaladMetadata:
         """Requests another node; the *reason*, cut off, goes to SaladCloud's support."""
         body = {"reason": reason[:MAX_REASON_CHARACTERS]}
         await self._request("POST", "/v1/reallocate", body)
+
+    async def leave(self, reason: str, requests: Counter) -> bool:
+        """Asks for another node unless that is granted already; returns whether it is granted.
+
+        SaladCloud moves a container that ends with a code other than 0 as well, but without a
+        reason. Either way the node is kept from the group for 48 hours. So a worker asks, then
+        waits to be stopped: if it exited too, that could count against a node a second time. A
+        request whose reply is lost counts as refused: the next one comes a quarter of an hour
+        later. *requests* counts them by result.
+        """
+        if self._is_leaving:
+            return True
+        try:
+            await self.reallocate(reason)
+        except errors.TransientError as error:
+            requests.labels("refused").inc()
+            log.error(  # noqa: TRY400 - its message says it all
+                "requesting another node failed: %s",
+                error,
+                extra={"action": "reallocation_failed", "reason": reason},
+            )
+            return False
+        self._is_leaving = True
+        requests.labels("granted").inc()
+        log.warning(
+            "requested another node, waiting to be stopped: %s",
+            reason,
+            extra={"action": "reallocation", "reason": reason},
+        )
+        return True
 
     async def _request(self, method: str, path: str, body: dict[str, Any] | None = None) -> bytes:
         try:
@@ -168,46 +199,6 @@ async def _update(metadata: SaladMetadata, jobs_in_flight: Callable[[], int]) ->
             else:
                 current = cost
         await asyncio.sleep(retry.jitter(COST_SECONDS, 0.8, 1.2))
-
-
-class Reallocation:
-    """Requests another node for this container, once.
-
-    SaladCloud moves a container that ends with a code other than 0 as well, but without a reason.
-    Either way the node is kept from the group for 48 hours. So a worker requests, then waits to be
-    stopped: if it exited too, that could count against this node, or the next one, a second time.
-    """
-
-    def __init__(self, metadata: SaladMetadata, requests: Counter) -> None:
-        self._metadata = metadata
-        self._requests = requests
-        self._is_granted = False
-
-    async def request(self, reason: str) -> bool:
-        """Requests another node unless that is granted already; returns whether it is granted.
-
-        One whose reply is lost counts as refused: the next one comes a quarter of an hour later.
-        """
-        if self._is_granted:
-            return True
-        try:
-            await self._metadata.reallocate(reason)
-        except errors.TransientError as error:
-            self._requests.labels("refused").inc()
-            log.error(  # noqa: TRY400 - its message says it all
-                "requesting another node failed: %s",
-                error,
-                extra={"action": "reallocation_failed", "reason": reason},
-            )
-            return False
-        self._is_granted = True
-        self._requests.labels("granted").inc()
-        log.warning(
-            "requested another node, waiting to be stopped: %s",
-            reason,
-            extra={"action": "reallocation", "reason": reason},
-        )
-        return True
 
 
 async def retry_until_fixed(

@@ -20,7 +20,7 @@ import json
 import logging
 import re
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
@@ -146,7 +146,7 @@ class _Window:
     blocked_seconds: float
     images: int = 0
     enlarged_images: int = 0  # only by networks, whose speed the jobs do not tell
-    standard_images: float = 0.0  # of 512x512 and 15 steps
+    passes: Counter[tuple[str, Pass]] = field(default_factory=Counter)  # by family
     failed_images: int = 0
     last_error: str = ""  # only the text: an error may hold GPU memory
     uploaded_bytes: int = 0
@@ -180,8 +180,7 @@ class NodeWatchdog:
         passes = [*passes]
         self._window.images += 1
         self._window.enlarged_images += not any(each.is_drawn for each in passes)
-        tflop = families.find(family).passes_tflop(passes)
-        self._window.standard_images += tflop / families.SD1.image_tflop()
+        self._window.passes.update((family, each) for each in passes)
 
     def image_succeeded(self) -> None:
         self._failures_in_a_row = 0
@@ -272,7 +271,11 @@ class NodeWatchdog:
         least = self._limits.images_per_second
         if busy_seconds <= LEAST_BUSY_SHARE * seconds or window.enlarged_images:
             return None
-        speed = window.standard_images / busy_seconds
+        tflop = sum(
+            count * families.find(family).passes_tflop([each])
+            for (family, each), count in window.passes.items()
+        )
+        speed = tflop / families.SD1.image_tflop() / busy_seconds  # images of 512x512 and 15 steps
         if speed >= least:
             return None
         return f"the GPU makes {speed:.3g} images/s, less than {least:.3g}"

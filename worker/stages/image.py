@@ -141,8 +141,12 @@ class UploadStage:
             records = entry.records if is_surely_own else entry.again
             records.append(self._record(encoded, name))
             entry.images_written += 1
-            model, stages = self.settler.model_name, image.job.stages
-            self.settler.metrics.image_stored(model, image.job.stage, stages)
+            metrics = self.settler.metrics
+            metrics.images_stored += 1
+            metrics.images.inc()
+            metrics.model_images.labels(self.settler.model_name).inc()
+            if image.job.stages > 1:
+                metrics.chain_images.labels(str(image.job.stage)).inc()
         else:
             self.suspects.not_stored(name)
             self.settler.cost.lost("duplicate")

@@ -136,12 +136,6 @@ class Scripts(BaseModel, extra="forbid", frozen=True):
     controlnet: Script = Script()
 
 
-class ControlNets(BaseModel):
-    """The field of ControlNets."""
-
-    alwayson_scripts: Scripts = Scripts()
-
-
 def fields_of_scripts(scripts: object) -> dict[str, Any]:
     """`alwayson_scripts`, if all is supported; raises ValueError, which names what is not."""
     if not isinstance(scripts, dict):

@@ -9,9 +9,9 @@ from pydantic import BeforeValidator, Field
 
 from imagefleet import errors
 from imagefleet.job.passes import hires, img2img
-from imagefleet.job.passes.first import MAX_SIDE, MIN_SIDE
 from imagefleet.job.passes.hires import Size
 from imagefleet.job.passes.img2img import Img2Img
+from imagefleet.job.samplers import MAX_SIDE, MIN_SIDE
 
 #: The most pixels of the result, and of what it is cut out of.
 MAX_PIXELS = MAX_SIDE**2

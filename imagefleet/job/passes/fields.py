@@ -14,7 +14,7 @@ from pydantic import model_validator
 
 from imagefleet.job import override_settings
 from imagefleet.job.passes import controlnet, extras, hires, img2img
-from imagefleet.job.passes.controlnet import ControlNets, Unit
+from imagefleet.job.passes.controlnet import Scripts, Unit
 from imagefleet.job.passes.extras import Extras
 from imagefleet.job.passes.hires import Hires
 from imagefleet.job.prompt import Prompt
@@ -93,8 +93,10 @@ class Pass:
         return bool(self.calls or self.encodes or self.decodes)
 
 
-class PassFields(Hires, ControlNets, Extras):
+class PassFields(Hires, Extras):
     """What a job's image begins with, what controls or enlarges it, and its second pass."""
+
+    alwayson_scripts: Scripts = Scripts()
 
     @model_validator(mode="after")
     def _passes_are_possible(self) -> Self:

@@ -10,8 +10,8 @@ from pydantic import AfterValidator, BeforeValidator, Field
 from imagefleet import errors
 from imagefleet.job import prompt as prompts
 from imagefleet.job import samplers
-from imagefleet.job.passes.first import MAX_GUIDANCE, MAX_SIDE, MIN_SIDE, FirstPass, PromptText
 from imagefleet.job.prompt import SAFE_NAME, Prompt
+from imagefleet.job.samplers import MAX_GUIDANCE, MAX_SIDE, MIN_SIDE, FirstPass, PromptText
 
 #: Upscalers that enlarge the latent.
 LATENT = (

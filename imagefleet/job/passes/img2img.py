@@ -1,7 +1,4 @@
-"""The images that a job is given, and AUTOMATIC1111's fields of img2img and inpainting.
-
-An image is in the message, or named in the storage. The defaults are those of the API.
-"""
+"""The images that a job is given, and AUTOMATIC1111's img2img and inpainting, with its defaults."""
 
 from __future__ import annotations
 
@@ -13,7 +10,7 @@ from typing import Annotated, Literal, NamedTuple
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
-from imagefleet.job.passes.first import FirstPass
+from imagefleet.job.samplers import FirstPass
 from imagefleet.job.sizes import MAX_BLOB_NAME, MAX_MESSAGE_BYTES
 
 #: Images of the fleet itself are named by this and their blob; all others are below `INPUTS`.

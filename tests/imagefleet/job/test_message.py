@@ -13,8 +13,7 @@ from imagefleet import errors
 from imagefleet.job import override_settings, prompt, samplers, sizes
 from imagefleet.job.message import Job, read_job
 from imagefleet.job.passes import fields
-from imagefleet.job.passes.first import MAX_IMAGES_PER_JOB
-from imagefleet.job.samplers import Noise
+from imagefleet.job.samplers import MAX_IMAGES_PER_JOB, Noise
 
 json_values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20),

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from imagefleet import errors
+from imagefleet.files.kinds import LORA
 from imagefleet.signing import SigningKey, TrustedKeys
 from worker.files import manifest
 from worker.files.manifest import Manifest
@@ -29,7 +30,7 @@ WHERE = "loras/manifest.json in the container 'files'"
 
 
 def plain(source: Source) -> Manifest:
-    return Manifest(WHERE, source.read)
+    return Manifest(WHERE, source.read, LORA)
 
 
 async def test_a_manifest_gives_hashes_by_name_in_any_case() -> None:
@@ -89,7 +90,7 @@ def other_key(tmp_path: Path) -> SigningKey:
 
 def strict(source: Source, *keys: SigningKey) -> Manifest:
     trusted = TrustedKeys.read(",".join(key.public for key in keys))
-    return Manifest(WHERE, source.read, folder="loras", trusted=trusted)
+    return Manifest(WHERE, source.read, LORA, trusted)
 
 
 async def test_a_signed_manifest_lists_all_that_is_taken(key: SigningKey) -> None:

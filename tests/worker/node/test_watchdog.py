@@ -16,7 +16,7 @@ from imagefleet.storage.open import Storage
 from worker.engine import contract
 from worker.metrics import WorkerMetrics
 from worker.node import watchdog
-from worker.node.salad import Reallocation, SaladMetadata
+from worker.node.salad import SaladMetadata
 from worker.node.watchdog import NodeLimits, NodeWatchdog
 from worker.pipeline import Machine, Pipeline
 from worker.settings import WorkerSettings
@@ -216,9 +216,7 @@ def run_watched(
             metrics=metrics,
             machine=Machine(
                 limits=NodeLimits(images_per_second=1.0),
-                reallocation=Reallocation(
-                    SaladMetadata(salad_metadata_service.url), metrics.reallocations
-                ),
+                container=SaladMetadata(salad_metadata_service.url),
             ),
         )
         return pipeline, asyncio.create_task(pipeline.run(stop, asyncio.Event()))

@@ -15,7 +15,7 @@ from PIL import Image
 from imagefleet import errors
 from imagefleet.files import picture
 from imagefleet.job.message import read_job
-from imagefleet.job.passes.first import MAX_IMAGES_PER_JOB
+from imagefleet.job.samplers import MAX_IMAGES_PER_JOB
 from imagefleet.job.sizes import MAX_MESSAGE_BYTES
 from imagefleet.storage.open import Storage
 from worker.engine import contract

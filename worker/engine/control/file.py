@@ -9,6 +9,7 @@ their tensors tell.
 from __future__ import annotations
 
 import inspect
+import itertools
 import re
 from collections.abc import Collection, Mapping
 from pathlib import Path
@@ -36,6 +37,7 @@ _ADDED = {"label_emb.0.0.": "add_embedding.linear_1.", "label_emb.0.2.": "add_em
 _MADE_FOR = {768: "Stable Diffusion 1.x", 1024: "Stable Diffusion 2.x", 2048: "SDXL"}
 
 _CROSS_ATTENTION = "attn2.to_k.weight"
+_ATTENTION = re.compile(r"down_blocks\.(\d+)\.attentions\.0\.(?:transformer_blocks\.(\d+)\.)?")
 
 #: What the conversion raises for names that are no ControlNet's.
 _CONVERSION_ERRORS = (KeyError, ValueError, IndexError, TypeError, AttributeError, RuntimeError)
@@ -107,15 +109,11 @@ def _config(tensors: Weights, unet_config: Mapping[str, Any]) -> dict[str, Any]:
     # It sees the latents alone, with inpainting checkpoints as well.
     config["in_channels"] = unet_config["out_channels"]
     hint = tensors[_HINT]
-    outputs = [hint.shape[0]]
-    prefix = "controlnet_cond_embedding.blocks."
     # Every second layer halves the image and has more channels.
-    at = 1
-    while (layer := tensors.get(f"{prefix}{at}.weight")) is not None:
-        outputs.append(layer.shape[0])
-        at += 2
+    names = (f"controlnet_cond_embedding.blocks.{at}.weight" for at in itertools.count(1, 2))
+    wider = [tensors[name].shape[0] for name in itertools.takewhile(tensors.__contains__, names)]
     config["conditioning_channels"] = hint.shape[1] if hint.dim() > 1 else 0
-    config["conditioning_embedding_out_channels"] = tuple(outputs)
+    config["conditioning_embedding_out_channels"] = (hint.shape[0], *wider)
     if unet_config.get("addition_embed_type") is not None:
         config |= _sizes(tensors.keys(), unet_config)
     return config
@@ -123,22 +121,23 @@ def _config(tensors: Weights, unet_config: Mapping[str, Any]) -> dict[str, Any]:
 
 def _sizes(names: Collection[str], unet_config: Mapping[str, Any]) -> dict[str, Any]:
     """Options that say which of SDXL's attentions a ControlNet has."""
-    types = unet_config["down_block_types"]
-    layers = unet_config["transformer_layers_per_block"]
-    layers = [layers] * len(types) if isinstance(layers, int) else list(layers)
-    found = {"down_block_types": list(types), "mid_block_type": unet_config["mid_block_type"]}
-    for block in range(len(types)):
-        prefix = f"down_blocks.{block}.attentions.0."
-        if not any(each.startswith(prefix) for each in names):
-            found["down_block_types"][block] = "DownBlock2D"
-            continue
-        pattern = re.compile(re.escape(prefix) + r"transformer_blocks\.(\d+)\.")
-        layers[block] = 1 + max(
-            (int(match[1]) for each in names if (match := pattern.match(each))), default=-1
-        )
-    if not any(each.startswith("mid_block.attentions.") for each in names):
-        found["mid_block_type"] = "UNetMidBlock2D"
-    return {**found, "transformer_layers_per_block": layers}
+    depths: dict[int, int] = {}
+    for name in names:
+        if match := _ATTENTION.match(name):
+            block, depth = int(match[1]), int(match[2] or -1) + 1
+            depths[block] = max(depths.get(block, 0), depth)
+    types, layers = unet_config["down_block_types"], unet_config["transformer_layers_per_block"]
+    layers = [layers] * len(types) if isinstance(layers, int) else layers
+    attends = any(each.startswith("mid_block.attentions.") for each in names)
+    return {
+        "down_block_types": [
+            each if block in depths else "DownBlock2D" for block, each in enumerate(types)
+        ],
+        "mid_block_type": unet_config["mid_block_type"] if attends else "UNetMidBlock2D",
+        "transformer_layers_per_block": [
+            depths.get(block, each) for block, each in enumerate(layers)
+        ],
+    }
 
 
 def _fitting(tensors: Weights, wanted: Weights, dtype: torch.dtype) -> dict[str, torch.Tensor]:
@@ -163,9 +162,5 @@ def _fitting(tensors: Weights, wanted: Weights, dtype: torch.dtype) -> dict[str,
                 f" should have the shape {list(like.shape)}"
             )
         found[key] = tensor.to(dtype)
-        if not found[key].isfinite().all():
-            number_type = str(dtype).split(".")[-1]
-            raise UnusableError(
-                f"holds NaN, infinity or numbers too large for {number_type} in {key}"
-            )
+    safetensors.refuse_damaged(found)
     return found

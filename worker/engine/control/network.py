@@ -93,7 +93,7 @@ class ControlState(NamedTuple):
 
     @classmethod
     def zeros(
-        cls, network: SlotControlNet, slots: int, sides: tuple[int, int], tokens: int
+        cls, network: SlotControlNet, slots: int, sides: Sequence[int], tokens: int
     ) -> ControlState:
         """An empty state for *slots* slots; *sides*: the latents' height and width."""
         like = next(network.conv_in.parameters())

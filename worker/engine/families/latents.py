@@ -46,7 +46,12 @@ def of_latents(checkpoint: Checkpoint, settings: Settings) -> Parts:
         unet.fold()
     preparer = RequestPreparer(
         checkpoint,
-        {"unet": unet.groups, **linear.groups_of(checkpoint.text_encoders)},
+        {
+            "unet": unet.groups,
+            **{
+                name: linear.group_by_shape(each) for name, each in checkpoint.text_encoders.items()
+            },
+        },
         control_nets,
         convolutions=unet.changes.groups,
         lora_cache_bytes=settings.lora_cache_bytes,

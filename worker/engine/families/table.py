@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,7 @@ class TextEncoder:
     """Single files have OpenCLIP's names for its weights, not transformers'."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Family:
     """What a model family says of itself; the rest of the engine is the same for all."""
 
@@ -63,12 +64,12 @@ class Family:
     native_sides: Mapping[str, int] = field(default_factory=dict)
     """Pixels, by what the UNet predicts; otherwise the UNet's configuration says."""
 
-    @property
+    @cached_property
     def skips_layers(self) -> bool:
         """Whether a job's clip_skip means anything."""
         return any(encoder.rules.layer is None for encoder in self.text_encoders)
 
-    @property
+    @cached_property
     def networks(self) -> tuple[Network, ...]:
         """The names of its text encoders."""
         return tuple(encoder.network for encoder in self.text_encoders)

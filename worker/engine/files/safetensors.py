@@ -276,6 +276,16 @@ def tensors_of(path: Path) -> dict[str, torch.Tensor]:
     }
 
 
+def refuse_damaged(tensors: Mapping[str, torch.Tensor]) -> None:
+    """Refuses numbers that are none, perhaps since they were rounded to their type."""
+    for name, tensor in tensors.items():
+        if not tensor.isfinite().all():
+            number_type = str(tensor.dtype).removeprefix("torch.")
+            raise UnusableError(
+                f"holds NaN, infinity or numbers too large for {number_type} in {name}"
+            )
+
+
 def _incomplete(why: str) -> UnusableError:
     return UnusableError(f"is not a complete .safetensors file: {why}")
 

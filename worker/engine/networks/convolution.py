@@ -1,20 +1,17 @@
 """Convolutions with shared weights and, beside them, each slot's own low-rank change (LoCon).
 
 A copy of all convolutions would take 1.1 GB per slot, and a grouped convolution, with a group per
-slot, is slow. So the change stays apart: conv(x, W) + up(down(x)). `down` multiplies each pixel by
-the weights of all nine taps at once; the products are then shifted and added up. A convolution of
-its own would read its input nine times, which is wider than the products at the usual ranks.
-
-The other layers that slots hold no copy of are treated alike: the 1x1 convolutions of resnets, and
-the linear layers for the time.
+slot, is slow. So it is conv(x, W) + up(down(x)); `down` multiplies each pixel by the weights of all
+nine taps at once, since a convolution of its own would read its input nine times. Other layers that
+slots hold no copy of are treated alike: 1x1 convolutions of resnets, linear layers for the time.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - its name everywhere
@@ -70,7 +67,8 @@ class LowRankChange(nn.Module):
         """*layers* by path."""
         super().__init__()
         self.paths = list(layers)
-        ((outputs, inputs, *kernel),) = {_weight_shape(layer) for layer in layers.values()}
+        weights: list[Any] = [layer.weight for layer in layers.values()]
+        ((outputs, inputs, *kernel),) = {tuple(each.shape) for each in weights}
         self.shape = Shape(outputs, inputs, math.prod(kernel), of_transformers)
         self.register_buffer("down", None, persistent=False)
         self.register_buffer("up", None, persistent=False)
@@ -168,13 +166,6 @@ def _is_usual(conv: nn.Conv2d) -> bool:
         and conv.groups == 1
         and conv.padding_mode == "zeros"
     )
-
-
-def _weight_shape(layer: nn.Module) -> tuple[int, ...]:
-    weight = layer.weight
-    if not isinstance(weight, torch.Tensor):
-        raise TypeError("a layer has no weight")
-    return tuple(weight.shape)
 
 
 class SlotChanges:
@@ -339,8 +330,3 @@ def pack(
     }
     pack = ConvolutionPack(room.size_bytes, changes)
     return pack if all(rank <= shape.max_rank for shape, rank in pack.ranks.items()) else None
-
-
-def all_paths(groups: Mapping[Shape, Sequence[str]]) -> Collection[str]:
-    """The paths of all layers in *groups*."""
-    return {path for paths in groups.values() for path in paths}

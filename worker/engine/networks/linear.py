@@ -1,22 +1,17 @@
 """Linear layers with shared weights and a copy per slot, and the LoRAs merged into the copies.
 
-A slot's weights are the checkpoint's with its LoRAs merged in, so a call only has to read more
-weights, whatever the LoRAs' rank. Two thin products per layer for the low-rank term would move ten
-times the memory, since their inputs and outputs are as wide as the layer's.
-
-Changes of any kind are merged, those of all layers of one shape at once (`lora/kinds.py`).
-
-Where the memory is too short for the copies (SDXL's take 3.7 GB per slot), there is one slot, and
-LoRAs are merged into the layers themselves. These are loaded again from the host's memory for other
-LoRAs: a third of a second where an image takes ten. Where copies are slow, slots have thin products
-after all, as convolutions have them.
+So a call only has to read more weights, whatever the LoRAs' kind and rank. Two thin products per
+layer for a low-rank term would move ten times the memory, their inputs and outputs being as wide as
+the layer's. Where memory is too short for copies (SDXL's take 3.7 GB per slot), LoRAs are merged
+into the layers themselves, for one slot, which are loaded again from the host's memory for others;
+where copying is slow, slots have thin products after all, as convolutions have them.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - its name everywhere
@@ -25,7 +20,7 @@ from torch import nn
 from imagefleet import errors
 from worker.engine.files import safetensors
 from worker.engine.lora.kinds import StackedChange
-from worker.engine.lora.layout import Network, adaptable_layers
+from worker.engine.lora.layout import adaptable_layers
 from worker.engine.lora.merge import Group
 from worker.engine.networks.convolution import LowRankChange
 
@@ -75,12 +70,8 @@ class SlotLinear(nn.Module):
         self.weight = _stack_weights(list(self.layers.values())).flatten(0, 1)
 
 
-class _Part(NamedTuple):
-    """Some of a stack's layers: their weights for all slots are one tensor."""
-
-    layers: slice
-    linears: Sequence[tuple[SlotLinear, slice]]
-    """The layers' modules, with the places of their layers in the stack."""
+_Part = list[tuple[SlotLinear, slice]]
+"""Linears and the places of their layers in a stack: their weights for all slots are one tensor."""
 
 
 class WeightStack:
@@ -88,15 +79,10 @@ class WeightStack:
 
     def __init__(self, linears: Sequence[SlotLinear]) -> None:
         self.paths = [path for linear in linears for path in linear.layers]
-        layers = [layer for linear in linears for layer in linear.layers.values()]
-        self.shared = _stack_weights(layers)
-        self._linears: list[tuple[SlotLinear, slice]] = []
-        at = 0
-        for linear in linears:
-            places = slice(at, at + len(linear.layers))
+        self.shared = _stack_weights(_layers_of(linears))
+        self._linears = list(_places(linears))
+        for linear, places in self._linears:
             linear.weight = self.shared[places].flatten(0, 1)
-            self._linears.append((linear, places))
-            at = places.stop
         self.resize(0)
 
     def resize(self, slots: int) -> None:
@@ -109,37 +95,33 @@ class WeightStack:
     def use_block(self, block: int) -> None:
         """Uses another block of slots' weights, allocated at its first use."""
         while len(self._blocks) <= block:
-            self._blocks.append(
-                [
-                    self.shared.new_zeros((self._slots, *self.shared[part.layers].shape))
-                    for part in self._parts
-                ]
-            )
+            shapes = [self.shared[_whole(part)].shape for part in self._parts]
+            self._blocks.append([self.shared.new_zeros((self._slots, *each)) for each in shapes])
         self._own = self._blocks[block]
         for part, own in zip(self._parts, self._own, strict=True):
-            first = part.layers.start
-            for linear, places in part.linears:
+            first = _whole(part).start
+            for linear, places in part:
                 linear.slots = own[:, places.start - first : places.stop - first].flatten(1, 2)
 
     def load(self, slot: int, change: StackedChange | None, temporary_bytes: int) -> None:
         """Sets a slot to the shared weights, plus a job's change."""
         for part, own in zip(self._parts, self._own, strict=True):
-            shared = self.shared[part.layers]
+            layers = _whole(part)
             if change is None:
-                own[slot].copy_(shared)
+                own[slot].copy_(self.shared[layers])
             else:
-                change.merge(shared, own[slot], temporary_bytes, first=part.layers.start)
+                change.merge(self.shared[layers], own[slot], temporary_bytes, first=layers.start)
 
     def _divide(self) -> list[_Part]:
         """The parts, none larger than need be for one of the linears."""
         layer_bytes = self._slots * self.shared[0].nbytes
-        divided: list[list[tuple[SlotLinear, slice]]] = []
+        divided: list[_Part] = []
         for linear, places in self._linears:
             first = divided[-1][0][1].start if divided else 0
             if not divided or (places.stop - first) * layer_bytes > _MAX_PART_BYTES:
                 divided.append([])
             divided[-1].append((linear, places))
-        return [_Part(slice(each[0][1].start, each[-1][1].stop), each) for each in divided]
+        return divided
 
 
 class ReloadedStack:
@@ -150,16 +132,13 @@ class ReloadedStack:
 
     def __init__(self, linears: Sequence[SlotLinear]) -> None:
         self.paths = [path for linear in linears for path in linear.layers]
-        layers = [layer for linear in linears for layer in linear.layers.values()]
+        layers = _layers_of(linears)
         device = _parameter(layers[0], "weight").device
         self.shared = _stack_weights(layers, in_host_memory=True)
         self._own = self.shared.to(device, copy=True)
-        at = 0
-        for linear in linears:
-            places = slice(at, at + len(linear.layers))
+        for linear, places in _places(linears):
             linear.weight = self._own[places].flatten(0, 1)
             linear.slots = linear.weight[None]
-            at = places.stop
 
     @property
     def own(self) -> dict[str, torch.Tensor]:
@@ -190,10 +169,27 @@ def stack_by_shape(
     """Groups *linears* by the shape of their layers."""
     by_shape: dict[Group, list[SlotLinear]] = {}
     for linear in linears:
-        shapes = {_parameter(layer, "weight").flatten(1).shape for layer in linear.layers.values()}
-        ((outer, inner),) = shapes
+        ((outer, inner),) = {
+            _parameter(layer, "weight").flatten(1).shape for layer in linear.layers.values()
+        }
         by_shape.setdefault((use, outer, inner), []).append(linear)
     return {group: kind(members) for group, members in by_shape.items()}
+
+
+def _layers_of(linears: Sequence[SlotLinear]) -> list[nn.Module]:
+    return [layer for linear in linears for layer in linear.layers.values()]
+
+
+def _places(linears: Sequence[SlotLinear]) -> Iterator[tuple[SlotLinear, slice]]:
+    """Each of *linears* with the places of its layers among those of all."""
+    at = 0
+    for linear in linears:
+        yield linear, slice(at, at + len(linear.layers))
+        at += len(linear.layers)
+
+
+def _whole(part: _Part) -> slice:
+    return slice(part[0][1].start, part[-1][1].stop)
 
 
 def _stack_weights(layers: Sequence[nn.Module], *, in_host_memory: bool = False) -> torch.Tensor:
@@ -213,11 +209,7 @@ def _stack_weights(layers: Sequence[nn.Module], *, in_host_memory: bool = False)
 
 
 def join_biases(layers: Iterable[nn.Module]) -> torch.Tensor | None:
-    """The layers' biases one after the other, of which their own become views; None without any.
-
-    Raises:
-        SetupError: some have one and some have not.
-    """
+    """The layers' biases one after the other, of which their own become views; None without any."""
     alike = list(layers)
     with_bias = [layer for layer in alike if layer.bias is not None]
     if not with_bias:
@@ -247,11 +239,6 @@ def group_by_shape(network: nn.Module) -> dict[Group, list[str]]:
             outer, inner = layer.weight.shape
             groups.setdefault(("linear", outer, inner), []).append(path)
     return groups
-
-
-def groups_of(networks: Mapping[Network, nn.Module]) -> dict[Network, dict[Group, list[str]]]:
-    """The same of several networks."""
-    return {name: group_by_shape(network) for name, network in networks.items()}
 
 
 def transformer_bytes(unet: nn.Module) -> int:

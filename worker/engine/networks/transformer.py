@@ -246,20 +246,13 @@ class SlotState(NamedTuple):
 
     def first(self, slots: int) -> SlotState:
         """Views of the first slots."""
-        if slots == len(self.latents):
+        held = len(self.latents)
+        if slots == held:
             return self
-        return SlotState(
-            self.latents[:slots],
-            self.history[:, :slots],
-            self.rows[:slots],
-            self.noise[:slots],
-            self.kept[:slots],
-            self.original[:slots],
-            self.context[: 2 * slots],
-            None if self.mask is None else self.mask[: 2 * slots],
-            None if self.added is None else self.added[: self.added_rows * slots],
-            None if self.conditioning is None else self.conditioning[:slots],
-        )
+        views: list[Any] = [
+            None if each is None else each[: slots * len(each) // held] for each in self
+        ]
+        return SlotState(*views)._replace(history=self.history[:, :slots])
 
 
 class SlotNetwork(nn.Module):

@@ -18,7 +18,7 @@ from diffusers import AutoencoderKL
 from imagefleet import errors
 from worker.engine import contract, decoder
 from worker.engine import errors as engine_errors
-from worker.engine.passes.init_image import PreparedImage
+from worker.engine.passes.begin import PreparedImage
 
 log = logging.getLogger(__name__)
 
@@ -47,8 +47,7 @@ class ImageCoder:
     def encode(self, pixels: contract.Pixels) -> torch.Tensor:
         """Latents [4, height, width] in float32 on the device.
 
-        Raises:
-            TransientError: they are NaN.
+        Raises TransientError if they are NaN.
         """
         return self._to_latents(self._images_of(pixels))
 
@@ -57,10 +56,8 @@ class ImageCoder:
 
         As AUTOMATIC1111 (`inpainting_image_conditioning` with `inpainting_mask_weight` 1): the
         mask, and the latents of the image with grey below it. Without a mask all is below it, in
-        txt2img as well. *width* and *height* in pixels.
-
-        Raises:
-            TransientError: the latents are NaN.
+        txt2img as well. *width* and *height* in pixels. Raises TransientError if the latents are
+        NaN.
         """
         hidden = None if image is None else image.hidden
         key = (width, height) if hidden is None else image
@@ -96,8 +93,7 @@ class ImageCoder:
     def decode(self, latents: torch.Tensor) -> contract.Pixels:
         """The pixels of latents [4, height, width], rounded down as AUTOMATIC1111 does here.
 
-        Raises:
-            TransientError: they are NaN.
+        Raises TransientError if they are NaN.
         """
         images = self._decode(self._wide or self._vae, latents)
         if not images.isfinite().all():

@@ -129,8 +129,7 @@ def enlarge(
 def find(hires: contract.HiresPass, width: int, height: int, load: LoadUpscaler) -> Upscaling:
     """The upscaling of a first pass of *width* x *height* pixels; *load* reads upscalers' files.
 
-    Raises:
-        JobError: there is no such upscaler here.
+    Raises JobError if there is no such upscaler here.
     """
     target = hires.width, hires.height
     # The shorter way to a size of the same shape that holds the target.

@@ -60,8 +60,7 @@ class PixelCheckpoint(Model):
 def load_checkpoint(folder: Path, device: torch.device, dtype: torch.dtype) -> PixelCheckpoint:
     """Loads a stage.
 
-    Raises:
-        SetupError: something is missing, damaged or of another architecture.
+    Raises SetupError if something is missing, damaged or of another architecture.
     """
     logs.take_over_libraries()
     checkpoint.hide_progress_bars()

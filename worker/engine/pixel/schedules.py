@@ -1,16 +1,11 @@
 """The samplers of pixel stages, as tables with one row per UNet call (`engine.sampler`).
 
-Beside the samplers of latent models that work on sigmas there are:
-
-- `ddpm` (Ho et al. 2020) with the variance that the UNet has learned, between the logarithms of its
-  two bounds (Nichol and Dhariwal 2021, equation 15). Its timesteps are spaced as the checkpoint's
-  scheduler says, for any number of steps, or are one of DeepFloyd IF's lists: `fast27`, `smart27`,
-  `smart50`, `smart100`, `smart185`, `super27`, `super40`, `super100`. The coefficients are computed
-  in float32 in the order of diffusers' `DDPMScheduler`, so that images are the same.
-- `edm`, the deterministic sampler of Karras et al. (2022), algorithm 1: Heun's method with two UNet
-  calls per step but the last, from sigma 80 to 0.002 or as far as the checkpoint's table goes. The
-  UNet was trained on whole timesteps; between them it takes the fraction whose log sigma is
-  interpolated. Of the output only the noise is used: the learned variance belongs to DDPM.
+Beside the samplers of latent models that work on sigmas there are `ddpm` (Ho et al. 2020) with the
+variance that the UNet has learned between the logarithms of its two bounds (Nichol and Dhariwal
+2021, equation 15), at the timesteps of the checkpoint's scheduler or at one of DeepFloyd IF's lists
+of them, in float32 in the order of diffusers' `DDPMScheduler`; and `edm`, the deterministic sampler
+of Karras et al. (2022), algorithm 1: Heun's method, from sigma 80 to 0.002 or as far as the
+checkpoint's table goes, at fractions of timesteps whose log sigma is interpolated.
 """
 
 from __future__ import annotations
@@ -89,8 +84,7 @@ class NoiseSchedule:
 def read_scheduler(config: Mapping[str, object], name: str) -> NoiseSchedule:
     """The schedule of a `scheduler_config.json`.
 
-    Raises:
-        SetupError: it is not one of DDPM, or of another prediction or variance.
+    Raises SetupError if it is not one of DDPM, or of another prediction or variance.
     """
     if config.get("_class_name", "DDPMScheduler") != "DDPMScheduler":
         raise errors.SetupError(f"the scheduler of {name!r} is not a DDPMScheduler")
@@ -114,10 +108,8 @@ def read_scheduler(config: Mapping[str, object], name: str) -> NoiseSchedule:
 def make_schedule(name: str, steps: int, noise: NoiseSchedule, options: Options) -> Schedule:
     """The schedule of a sampler by name; its table is [calls, COLUMNS].
 
-    A list of timesteps has as many steps as it has.
-
-    Raises:
-        JobError: there is no such sampler, or it cannot take so many steps.
+    A list of timesteps has as many steps as it has. Raises JobError if there is no such sampler, or
+    it cannot take so many steps.
     """
     if name in LISTS:
         return _ddpm(list(LISTS[name]), noise)
@@ -140,8 +132,7 @@ def make_schedule(name: str, steps: int, noise: NoiseSchedule, options: Options)
 def spaced(scheduler: DDPMScheduler, steps: int) -> list[int]:
     """The timesteps of so many steps, as the scheduler's configuration spaces them.
 
-    Raises:
-        JobError: there are not so many.
+    Raises JobError if there are not so many.
     """
     most = int(scheduler.config.num_train_timesteps)
     if not 1 <= steps <= most:

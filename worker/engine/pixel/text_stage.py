@@ -3,14 +3,11 @@
     python -m worker.engine.pixel.text_stage --model IF-I-M-v1.0 --out states < prompts.txt
 
 reads a prompt per line and writes a file for each, and for the empty prompt, which guidance needs.
-Prompts whose file is there are passed over. `imagefleet files add text` stores them, `imagefleet
-files make text` makes and stores those of a file of jobs.
+Prompts whose file is there are passed over.
 
-Prompts are cleaned as the captions were that IF was trained with ("exact text cleaning as was in
-the training stage", deepfloyd_if/modules/t5.py): web addresses, HTML, names of files and the like
-are taken out. That is diffusers' own function, which `IFPipeline` applies unless it is told not to.
-Without its libraries diffusers leaves it out and warns; here they are required, since states would
-differ from machine to machine. An encoder that was trained with captions as they are says so in its
+Prompts are cleaned as the captions were that IF was trained with, by diffusers' own function.
+Without its libraries diffusers leaves that out; here they are required, or states would differ from
+machine to machine. An encoder that was trained with captions as they are says so in its
 configuration: `"clean_caption": false`.
 """
 
@@ -51,8 +48,7 @@ class TextStage:
     def __init__(self, folder: Path, device: torch.device, dtype: torch.dtype) -> None:
         """*folder* has the subfolders `text_encoder` and `tokenizer`, as every IF stage's has.
 
-        Raises:
-            SetupError: one of them is missing or damaged, or a library is missing.
+        Raises SetupError if one of them is missing or damaged, or a library is missing.
         """
         require_encoder(folder)
         checkpoint.hide_progress_bars()
@@ -168,7 +164,8 @@ def _config(folder: Path) -> dict[str, Any]:
 
 def _read_tokenizer(folder: Path) -> Any:
     """T5's tokenizer, as a tokenizer.json or as the spiece.model that DeepFloyd's folders have."""
-    if not ((folder / "tokenizer.json").is_file() or _has_sentencepiece()):
+    has_library = importlib.util.find_spec("sentencepiece") is not None
+    if not (has_library or (folder / "tokenizer.json").is_file()):
         raise errors.SetupError(
             f"{str(folder)!r} has no tokenizer.json: to read its spiece.model, pip install '.[t5]'"
         )
@@ -178,10 +175,6 @@ def _read_tokenizer(folder: Path) -> Any:
         raise errors.SetupError(
             f"the tokenizer {str(folder)!r} cannot be loaded: {reading.brief(error)}"
         ) from error
-
-
-def _has_sentencepiece() -> bool:
-    return importlib.util.find_spec("sentencepiece") is not None
 
 
 def main(given: list[str] | None = None) -> None:

@@ -75,9 +75,8 @@ def write(folder: Path, prompt: str, encoder: str, states: torch.Tensor) -> Path
 def read(path: Path, prompt: str, encoder: str, width: int) -> torch.Tensor:
     """The states [77, *width*] of a prompt in a file.
 
-    Raises:
-        JobError: they are of another prompt or encoder, or not finite.
-        TransientError: the file cannot be read.
+    Raises JobError if they are of another prompt or encoder, or not finite, and TransientError if
+    the file cannot be read.
     """
     from safetensors import SafetensorError, safe_open
 

@@ -76,11 +76,10 @@ class Compilation:
                 lane = self._open_lane(batch_key)
                 for compiled in self._compile(lane, _step_of(lane), convolutions=True):
                     compiled.trace()
+                return  # noqa: TRY300 - the rest handles the failure
             except Exception as error:
                 if not engine_errors.is_out_of_memory(error):
                     raise
-            else:
-                return
             # Outside the handler, where the error's traceback no longer holds any tensors.
             self._save_memory(batch_key)
             if not self._runner.should_compile(batch_key):
@@ -105,8 +104,7 @@ class Compilation:
     def advance(self) -> None:
         """Takes up what has been compiled since the last tick, and begins what is next.
 
-        Raises:
-            NodeError: the GPU itself is broken.
+        Raises NodeError if the GPU itself is broken.
         """
         self._resume_if_done()
         if self._step is not None and not self._is_current:
@@ -243,7 +241,7 @@ class Compilation:
             if compiled.is_compiled:
                 return
             # The attention kernels are the likeliest part that the compiler cannot trace.
-            for network in (self._unet, *step.networks):
+            for network in (self._unet, *(each.network for each in step.controls)):
                 network.use_default_attention()
 
 

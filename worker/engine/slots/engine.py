@@ -24,6 +24,7 @@ from worker.engine.checkpoint import Checkpoint
 from worker.engine.control.held import KEPT_BYTES
 from worker.engine.families.table import Model
 from worker.engine.kernels.background import Around, nothing_around
+from worker.engine.passes.beside import BesideTicks, PreparedUpscale
 from worker.engine.self_check import SelfCheck
 from worker.engine.slots import memory, staging, weights
 from worker.engine.slots.compiling import Compilation
@@ -33,7 +34,6 @@ from worker.engine.slots.prepare import PreparedRequest, RequestPreparer
 from worker.engine.slots.queue import BatchKey, FirstPass, SlotJob
 from worker.engine.slots.recovery import Recovery
 from worker.engine.slots.step import Step, StepRunner
-from worker.engine.upscalers.beside import BesideTicks, PreparedUpscale
 
 log = logging.getLogger(__name__)
 
@@ -142,8 +142,7 @@ class SlotEngine:
     def tick(self) -> list[contract.Finished]:
         """Fills the free slots of a lane and runs one step of it; returns the finished images.
 
-        Raises:
-            NodeError: the GPU itself is broken.
+        Raises NodeError if the GPU itself is broken.
         """
         self._compilation.advance()
         finished: list[contract.Finished] = []

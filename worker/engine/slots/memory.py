@@ -55,7 +55,6 @@ _TEMPORARY_SHARE = 0.25
 #: Share of the free memory left for fragments, libraries' work space and other image sizes.
 _MARGIN = 0.12
 
-
 #: Slots that are kept when the memory was too short. One image fewer at once costs 1 or 2 %, and to
 #: compile again a minute.
 _KEPT_SHARE = 0.75
@@ -84,7 +83,6 @@ _STAGED_LOW_RANK = 0.5
 #: Above this share of the memory that the UNet and the VAE leave, text encoders stay on the CPU.
 #: SDXL's have room on 12 GB beside a slot that is reloaded, and not on 8 GB.
 _TEXT_SHARE = 0.3
-
 
 #: Above this share of the free memory, an image is decoded in stripes; slots take none of it where
 #: they are reloaded.
@@ -121,10 +119,7 @@ def fit(
     *slot_bytes* is what a slot holds for good; *run* is a tick of one slot and *decode* a VAE call
     with one image, whose peak memory is measured. *is_compiled*: ticks will be compiled. *weights*
     that are reloaded are one slot's. *must_fit* refuses a GPU on which one image of the native size
-    would fail.
-
-    Raises:
-        SetupError: one image does not fit.
+    would fail. Raises SetupError if one image does not fit.
     """
     try:
         tick_bytes, decode_bytes = (_peak_bytes(device, work) for work in (run, decode))

@@ -24,10 +24,9 @@ from worker.engine.lora import file as lora_file
 from worker.engine.lora import layout, merge
 from worker.engine.networks import convolution
 from worker.engine.noise import NoiseStream
-from worker.engine.passes import init_image, low_resolution, upscaling
-from worker.engine.passes import steps as pass_steps
+from worker.engine.passes import begin, upscaling
+from worker.engine.passes.upscaler import UpscalerCache
 from worker.engine.passes.upscaling import Upscaling
-from worker.engine.upscalers.model import UpscalerCache
 
 #: Prompt chunks in the contexts of longer prompts, which share calls with each other by these: only
 #: cross-attention depends on the context, so a call takes 1 %, 4 % and 13 % more operations than a
@@ -66,14 +65,14 @@ class PreparedRequest:
     text_encoder_packs: Mapping[layout.Network, merge.PackedLoras | None] = field(
         default_factory=dict
     )
-    image: init_image.PreparedImage | None = None
+    image: begin.PreparedImage | None = None
     """What it begins with beside noise."""
     second: PreparedRequest | None = None
     """The second pass of hires fix."""
     upscaling: Upscaling | None = None
     """How a second pass begins; None for a first pass."""
     controls: tuple[PreparedControl, ...] = ()
-    enlarged: low_resolution.LowResolution | None = None
+    enlarged: begin.LowResolution | None = None
     """The image that an upscaling checkpoint enlarges."""
 
     @property
@@ -159,9 +158,8 @@ class Preparer:
     def prepare(self, request: contract.ImageRequest) -> PreparedRequest:
         """Checks a request and reads its files.
 
-        Raises:
-            JobError: this model cannot draw it.
-            TransientError: a file could not be read.
+        Raises JobError if this model cannot draw it, and TransientError if a file could not be
+        read.
         """
         raise NotImplementedError
 
@@ -191,7 +189,7 @@ class RequestPreparer(Preparer):
         self.groups = groups
         self._control_nets = control_nets
         self._convolutions = convolutions
-        self._held_as_convolutions = convolution.all_paths(convolutions)
+        self._held_as_convolutions = set(itertools.chain.from_iterable(convolutions.values()))
         self._dtype: torch.dtype = checkpoint.unet.dtype
         self._encoders = checkpoint.text_encoders
         self.tokenizer = text.Tokenizer(checkpoint.tokenizer)
@@ -217,10 +215,8 @@ class RequestPreparer(Preparer):
     def prepare(self, request: contract.ImageRequest) -> PreparedRequest:
         """Checks a request, tokenises its prompts, reads its files and packs its LoRAs.
 
-        Raises:
-            JobError: this checkpoint cannot draw it, or a LoRA, an embedding or a ControlNet does
-                not fit.
-            TransientError: one of them could not be read.
+        Raises JobError if this checkpoint cannot draw it, or a LoRA, an embedding or a ControlNet
+        does not fit, and TransientError if one of them could not be read.
         """
         self._check_size(request)
         self._check_clip_skip(request.clip_skip)
@@ -228,17 +224,17 @@ class RequestPreparer(Preparer):
         enlarged = None
         if (image_noise := self._checkpoint.image_noise) is not None:
             factor = self._checkpoint.factor
-            enlarged = low_resolution.prepare(request, image_noise, factor)
+            enlarged = begin.prepare_enlarged(request, image_noise, factor)
         if init is None or enlarged is not None:
             schedule = self._schedule(request, request.steps)
         elif request.hires is not None:
             raise errors.JobError("a second pass (hires fix) is for images that begin with noise")
         else:
-            taken = pass_steps.img2img(request.steps, init.denoising_strength)
+            taken = begin.img2img(request.steps, init.denoising_strength)
             schedule, steps = self._schedule(request, *taken), taken.t_enc + 1
             self._may_go_on.wait()
             size = request.width, request.height
-            image = init_image.prepare(init, *size, self._checkpoint.factor)
+            image = begin.prepare_image(init, *size, self._checkpoint.factor)
         named = [self._embedding_cache.get(each) for each in request.embeddings]
         prompt = self.tokenizer.chunks(request.prompt, named)
         negative_prompt = self.tokenizer.chunks(request.negative_prompt, named)
@@ -295,7 +291,7 @@ class RequestPreparer(Preparer):
             ),
         )
         self._check_size(request)
-        taken = pass_steps.second_pass(request.steps, hires.denoising_strength)
+        taken = begin.second_pass(request.steps, hires.denoising_strength)
         schedule = self._schedule(request, *taken)
         return replace(
             first,

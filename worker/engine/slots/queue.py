@@ -53,20 +53,9 @@ class BatchKey(NamedTuple):
         return self.merged_loras is not None or self.isolated is not None
 
 
-class AddedInputs(NamedTuple):
-    """What some UNets take beside the prompt's vectors, of the prompt and the negative prompt."""
-
-    pooled: torch.Tensor
-    """[2, width]"""
-    sizes: torch.Tensor
-    """[2, numbers]: see `families.table.size_ids`."""
-
-
-class NoiseLevel(NamedTuple):
-    """What the UNet of a family that enlarges images takes in their place."""
-
-    levels: torch.Tensor
-    """[1]: the timestep of the noise on its image."""
+AddedInputs = tuple[torch.Tensor, ...]
+"""What some UNets take beside the prompt's vectors: the pooled vectors [2, width] of both prompts,
+and `families.table.size_ids` [2, numbers]; or the level [1] of the noise on an enlarged image."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,15 +69,10 @@ class AssembledLoras:
     @classmethod
     def of(cls, prepared: PreparedRequest) -> AssembledLoras:
         unet, convolutions = prepared.unet_pack, prepared.convolution_pack
-        text_encoders = {
-            network: packed.assemble()
-            for network, packed in prepared.text_encoder_packs.items()
-            if packed
-        }
         return cls(
             unet.assemble() if unet else None,
             convolutions.assemble() if convolutions else None,
-            text_encoders,
+            {name: each.assemble() for name, each in prepared.text_encoder_packs.items() if each},
         )
 
 
@@ -104,7 +88,7 @@ class Staged:
     """The image's noise after its first, which `latents` has."""
     mask: torch.Tensor | None = None
     """[2, 1, 1, tokens], added to the attention scores; None for an unmasked batch key."""
-    added: AddedInputs | NoiseLevel | None = None
+    added: AddedInputs | None = None
     loras: Sequence[torch.Tensor] = ()
     """The tensors of the LoRAs, of which `factors` and `convolutions` are views."""
     factors: Mapping[Group, StackedChange] = field(default_factory=dict)
@@ -122,15 +106,9 @@ class Staged:
     @property
     def tensors(self) -> list[torch.Tensor]:
         """All tensors on the device."""
-        small = (
-            self.latents,
-            self.vectors,
-            self.mask,
-            *(self.added or ()),
-            *(self.inpainting or ()),
-            self.conditioning,
-        )
-        return [tensor for tensor in (*small, *self.loras, *self.hints) if tensor is not None]
+        found = [self.latents, self.vectors, self.mask, self.conditioning]
+        found += [*(self.added or ()), *(self.inpainting or ()), *self.loras, *self.hints]
+        return [tensor for tensor in found if tensor is not None]
 
 
 @dataclass(frozen=True, slots=True)

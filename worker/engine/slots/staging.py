@@ -14,7 +14,6 @@ import threading
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import NamedTuple
 
 import torch
 
@@ -31,11 +30,12 @@ from worker.engine.lora.layout import Network
 from worker.engine.lora.merge import Group
 from worker.engine.networks import convolution
 from worker.engine.networks.linear import TextEncoderLoras
+from worker.engine.passes.begin import LowResolution
 from worker.engine.passes.images import ImageCoder
 from worker.engine.passes.upscaling import Upscaling
 from worker.engine.sampler import Inpainting
 from worker.engine.slots.prepare import PreparedRequest
-from worker.engine.slots.queue import AddedInputs, AssembledLoras, NoiseLevel, SlotJob, Staged
+from worker.engine.slots.queue import AddedInputs, AssembledLoras, SlotJob, Staged
 
 #: Threads that assemble LoRAs; with a large one for each job, one is not enough.
 _ASSEMBLERS = 3
@@ -44,11 +44,8 @@ _ASSEMBLERS = 3
 _MASKED = -10_000.0
 
 
-class _Begun(NamedTuple):
-    job: SlotJob
-    staging: Future[Staged]
-    assembling: Future[AssembledLoras] | None
-    """The LoRAs that are being assembled; None: not begun yet."""
+_Begun = tuple[SlotJob, "Future[Staged]", "Future[AssembledLoras] | None"]
+"""A job, its result, and its LoRAs if they are being assembled already."""
 
 
 def first_within(limit_bytes: float, jobs: Iterable[SlotJob]) -> list[SlotJob]:
@@ -100,9 +97,9 @@ class Stager:
         """Starts to stage jobs; their prompts are encoded together."""
         begun: list[_Begun] = []
         for job in jobs:
-            if job.staged is None and job.staging is None:
+            if not (job.staged or job.staging):
                 job.staging = Future()
-                begun.append(_Begun(job, job.staging, job.assembling))
+                begun.append((job, job.staging, job.assembling))
                 job.assembling = None
         if begun:
             self._thread.submit(self._stage_all, begun)
@@ -115,14 +112,13 @@ class Stager:
         staged = first_within(self.room_bytes, jobs)
         self.begin(staged)
         for job in jobs[len(staged) : len(staged) + _ASSEMBLERS]:
-            if job.staged is None and job.staging is None and job.assembling is None:
+            if not (job.staged or job.staging or job.assembling):
                 job.assembling = self._assemble(job)
 
     def stage(self, job: SlotJob) -> Staged:
         """Waits until a job is staged.
 
-        Raises:
-            JobError: the weights in a prompt cancel each other out.
+        Raises JobError if the weights in a prompt cancel each other out.
         """
         if job.staged is None:
             self.begin([job])
@@ -147,19 +143,17 @@ class Stager:
         return None
 
     def factors_of(self, job: SlotJob) -> Mapping[Group, StackedChange]:
-        """A staged job's changes of the UNet; copied again if a slot held them already."""
+        """A job's changes of the UNet; copied again if a slot held them already."""
         packed = job.prepared.unet_pack
-        if job.staged is not None and (job.staged.loras or packed is None):
-            return job.staged.factors
-        return packed.by_group(packed.assemble().to(self._device)) if packed else {}
+        if packed is None or (job.staged and job.staged.loras):
+            return job.staged.factors if job.staged else {}
+        return packed.by_group(packed.assemble().to(self._device))
 
     def convolutions_of(self, job: SlotJob) -> Mapping[convolution.Shape, convolution.Factors]:
         """The same for its changes of convolutions."""
-        if job.staged is not None and job.staged.convolutions:
-            return job.staged.convolutions
         packed = job.prepared.convolution_pack
-        if packed is None or not packed.ranks:
-            return {}
+        if packed is None or not packed.ranks or (job.staged and job.staged.convolutions):
+            return job.staged.convolutions if job.staged else {}
         return packed.by_shape(packed.assemble().to(self._device))
 
     def forget(self) -> None:
@@ -175,16 +169,20 @@ class Stager:
         with on_device, torch.cuda.stream(self._stream):
             # What fails here fails again below, with the job whose fault it is.
             with contextlib.suppress(Exception):
-                self._encode_together(each.job for each in begun)
+                self._encode_together(job for job, _, _ in begun)
             for (job, staging, _), assembled in self._assemble_ahead(begun):
                 try:
                     loras = assembled.result()
                     with self.text_encoder_lock:
-                        staged = self._stage(job, loras)
+                        try:
+                            staged = self._load(job, loras)
+                        finally:
+                            # Until then the copies read memory that is used again afterwards.
+                            if self._stream is not None:
+                                self._stream.synchronize()
+                    staging.set_result(staged)
                 except Exception as error:  # noqa: BLE001 - raised again by `stage`
                     staging.set_exception(error)
-                else:
-                    staging.set_result(staged)
 
     def _encode_together(self, jobs: Iterable[SlotJob]) -> None:
         """Computes what is faster for several jobs at once."""
@@ -196,7 +194,7 @@ class Stager:
         waiting, ahead = iter(begun), deque[tuple[_Begun, Future[AssembledLoras]]]()
         while True:
             for each in itertools.islice(waiting, _ASSEMBLERS + 1 - len(ahead)):
-                ahead.append((each, each.assembling or self._assemble(each.job)))
+                ahead.append((each, each[2] or self._assemble(each[0])))
             if not ahead:
                 return
             yield ahead.popleft()
@@ -204,17 +202,16 @@ class Stager:
     def _assemble(self, job: SlotJob) -> Future[AssembledLoras]:
         return self._assemblers.submit(AssembledLoras.of, job.prepared)
 
-    def _stage(self, job: SlotJob, loras: AssembledLoras) -> Staged:
-        try:
-            return self._load(job, loras)
-        finally:
-            # Until then the copies read memory that is used again afterwards.
-            if self._stream is not None:
-                self._stream.synchronize()
-
     def _load(self, job: SlotJob, loras: AssembledLoras) -> Staged:
         """Begins to copy a job's data, and computes what it starts from."""
         raise NotImplementedError
+
+    def _copy_enlarged(
+        self, enlarged: LowResolution, drawn: torch.Tensor
+    ) -> tuple[torch.Tensor, AddedInputs]:
+        """The image that is enlarged, with the noise that was *drawn*, and the noise's level."""
+        level = self._copy(torch.tensor([enlarged.level]))
+        return self._copy(enlarged.with_noise(drawn)), (level,)
 
     def _copy(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to(self._device, non_blocking=True)
@@ -277,11 +274,9 @@ class LatentStager(Stager):
         vectors, mask, added = self._encode(job, loras.text_encoders)
         noise = job.prepared.noise(self._channels, self._factor)
         conditioning: torch.Tensor | None = None
-        level: NoiseLevel | None = None
         if (enlarged := job.prepared.enlarged) is not None:
             drawn = noise.of_image(enlarged.image.shape)
-            conditioning = self._copy(enlarged.with_noise(drawn))
-            level = NoiseLevel(self._copy(torch.tensor([enlarged.level])))
+            conditioning, added = self._copy_enlarged(enlarged, drawn)
         latents = self._copy(job.prepared.first_latents(noise))
         original, kept = self._image_of(job), None
         if original is not None:
@@ -299,7 +294,7 @@ class LatentStager(Stager):
             vectors,
             noise,
             mask=mask,
-            added=added or level,
+            added=added,
             loras=copies,
             factors=factors,
             convolutions=convolutions,
@@ -363,7 +358,7 @@ class LatentStager(Stager):
         if pooled is None:
             return vectors, None
         sizes = table.size_ids(*prepared.told_size).expand(2, -1)
-        return vectors, AddedInputs(pooled.to(self._device, self._dtype), self._copy(sizes))
+        return vectors, (pooled.to(self._device, self._dtype), self._copy(sizes))
 
     @contextlib.contextmanager
     def _loras_merged(

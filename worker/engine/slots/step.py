@@ -140,7 +140,7 @@ class Step:
     batch_key: BatchKey
     state: SlotState
     feeder: InputFeeder
-    controls: tuple[ControlState, ...] = ()
+    controls: Sequence[ControlState]
     compiled: dict[WeightMode, Compiled] = field(default_factory=dict)
     is_compiling: bool = False
 
@@ -149,20 +149,11 @@ class Step:
         """True if its lane stays open: what is compiled is bound to these tensors."""
         return self.is_compiling or bool(self.compiled)
 
-    @property
-    def networks(self) -> list[SlotControlNet]:
-        """The ControlNets of the step."""
-        return [each.network for each in self.controls]
-
     def forget_compiled(self) -> None:
         """Frees what is compiled."""
         for each in self.compiled.values():
             each.release()
         self.compiled.clear()
-
-    def first(self, slots: int) -> tuple[SlotState, tuple[ControlState, ...]]:
-        """Views of the first slots' tensors."""
-        return self.state.first(slots), tuple(each.first(slots) for each in self.controls)
 
 
 class StepRunner:
@@ -196,16 +187,14 @@ class StepRunner:
         return self._dropped_recompiles + sum(each.recompiles for each in compiled)
 
     def make_step(
-        self, batch_key: BatchKey, slots: int, networks: Sequence[SlotControlNet] = ()
+        self, batch_key: BatchKey, slots: int, networks: Sequence[SlotControlNet]
     ) -> Step:
         """Makes a step with the key's ControlNets."""
         state = self.make_slot_state(batch_key, slots)
-        height, width = state.latents.shape[2:]
+        sides, tokens = state.latents.shape[2:], batch_key.tokens
         for network in networks:
             network.record_stream()
-        controls = tuple(
-            ControlState.zeros(each, slots, (height, width), batch_key.tokens) for each in networks
-        )
+        controls = tuple(ControlState.zeros(each, slots, sides, tokens) for each in networks)
         return Step(batch_key, state, InputFeeder(state, self._copied), controls)
 
     def count_image(self, batch_key: BatchKey, weight_mode: WeightMode) -> None:
@@ -271,18 +260,18 @@ class StepRunner:
                 step.feeder.wait_for_tick()
         else:
             time_convolutions(lasting=slots == len(step.state.latents))
-            self._tick(self._unet, weight_mode, *step.first(slots))
+            controls = [each.first(slots) for each in step.controls]
+            self._tick(self._unet, weight_mode, step.state.first(slots), controls)
 
     def select_kernels(self, step: Step) -> None:
         """Selects the attention kernels of a step that is not compiled yet; keeps its images."""
         if not step.compiled:
             time_convolutions(lasting=True)
-            with contextlib.ExitStack() as selecting:
+            with contextlib.ExitStack() as selecting, torch.no_grad():
                 selecting.enter_context(_keeping(step))
-                for network in (self._unet, *step.networks):
+                for network in (self._unet, *(each.network for each in step.controls)):
                     selecting.enter_context(network.selecting_kernels(self._kernels))
-                with torch.no_grad():
-                    self._tick(self._unet, "shared", step.state, step.controls)
+                self._tick(self._unet, "shared", step.state, step.controls)
 
     def make_compiled(self, step: Step, weight_mode: WeightMode) -> Compiled:
         """A step's tick, to be traced on any thread and then taken up."""
@@ -330,7 +319,7 @@ class StepRunner:
         self._to_compile.discard(batch_key)
 
     def drop(self, step: Step) -> None:
-        """Compiles nothing any more, since a compiled tick failed; other steps stay as they are."""
+        """Compiles nothing any more, since a compiled tick failed; other steps stay."""
         self._dropped_recompiles += sum(each.recompiles for each in step.compiled.values())
         self._compiled.pop(step.batch_key, None)
         step.forget_compiled()

@@ -80,15 +80,12 @@ class Weights:
             self._unet.fold()
 
     def choose_mode(self, lane: Lane, step: Step, active: Iterable[SlotJob]) -> None:
-        """Sets a lane's weight mode, and the shared weights to what it needs.
-
-        *active* are the jobs in all lanes' slots.
-        """
+        """Sets a lane's weight mode, and the shared weights; *active*: the jobs in all slots."""
         jobs = lane.active.values()
+        changes = any(job.changes_convolutions for job in jobs)
         if lane.batch_key.merged_loras is not None:
             lane.weight_mode, to_merge = "shared", lane.batch_key.merged_loras
         elif self._is_reloaded:
-            changes = any(job.changes_convolutions for job in jobs)
             lane.weight_mode, to_merge = queue.own_mode(changes), ()
         else:
             keys = {job.prepared.lora_key for job in jobs}
@@ -99,7 +96,6 @@ class Weights:
             remaining = [job.calls - job.call for job in jobs]
             ticks = queue.ticks_until_change(remaining, waiting, lane.slots)
             costs = self._runner.costs
-            changes = any(job.changes_convolutions for job in jobs)
             lane.weight_mode, to_merge = queue.choose_mode(
                 keys, self.merged, ticks, costs, convolutions=changes
             )
@@ -212,22 +208,19 @@ class Weights:
     def _merge_and_time(self, loras: Sequence[merge.AppliedLora]) -> None:
         """Merges LoRAs into the shared weights; none restores the checkpoint's own."""
         device = self._unet.device
-        if not (device.type == "cuda" and loras):
-            self._merge(loras)
-            return
-        torch.cuda.synchronize(device)
-        began_at = time.perf_counter()
-        self._merge(loras)
-        torch.cuda.synchronize(device)
-        seconds = time.perf_counter() - began_at
-        self._runner.costs = replace(self._runner.costs, merge_seconds=seconds)
-
-    def _merge(self, loras: Sequence[merge.AppliedLora]) -> None:
-        if self._stream is not None:
+        is_timed = device.type == "cuda" and bool(loras)
+        if is_timed:
+            torch.cuda.synchronize(device)
+        elif self._stream is not None:
             self._stream.synchronize()  # it may still read what is changed now
+        began_at = time.perf_counter()
         self._merger.activate(loras)
         if self._folds:
             self._unet.fold()
+        if is_timed:
+            torch.cuda.synchronize(device)
+            seconds = time.perf_counter() - began_at
+            self._runner.costs = replace(self._runner.costs, merge_seconds=seconds)
 
 
 def is_alike(one: Checkpoint, other: Checkpoint) -> bool:

@@ -263,7 +263,7 @@ async def find_sha256(
 ) -> str | None:
     """The hash that the storage's list states, or None; raises as `Manifest.sha256`."""
     try:
-        return await Manifest.stored(blobs, KERNELS.folder, trusted).sha256(name)
+        return await Manifest.stored(blobs, KERNELS, trusted).sha256(name)
     except errors.MissingFileError:
         return None
 

@@ -25,7 +25,7 @@ from PIL import Image
 import a1111
 from families import tiny_controlnets
 from worker.engine import contract
-from worker.engine.passes import steps
+from worker.engine.passes import begin
 
 #: Out of 255: another batch size and other products mean another order of float32 sums.
 ROUNDING = 2
@@ -200,7 +200,7 @@ class SteeredUnet:
     """diffusers' UNet and ControlNet; steered at the calls in which AUTOMATIC1111 would."""
 
     def __init__(
-        self, unet: Any, network: Any, request: contract.ImageRequest, taken: steps.Steps
+        self, unet: Any, network: Any, request: contract.ImageRequest, taken: begin.Steps
     ) -> None:
         self._unet, self._network, self._request, self._taken = unet, network, request, taken
         self.timesteps: list[float] = []
@@ -259,7 +259,7 @@ def test_img2img_is_steered_in_the_steps_that_automatic1111_counts(
     control = steered(0, family, weight=0.8, start=0.2, end=0.6)
     request = request_of(control, sampler=sampler, steps=8, init=init)
     (image,) = draw(family_engine(family), request)
-    taken = steps.img2img(8, 0.8)
+    taken = begin.img2img(8, 0.8)
     pipeline = family_pipeline(family)
     unet = SteeredUnet(pipeline.unet, network(family), request, taken)
     reference = a1111.Reference(SteeredPipeline(pipeline, unet), k_diffusion)

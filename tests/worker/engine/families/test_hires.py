@@ -17,7 +17,7 @@ from PIL import Image
 
 import a1111
 from worker.engine import contract
-from worker.engine.passes import steps
+from worker.engine.passes import begin
 
 #: Out of 255: another batch size and other products mean another order of float32 sums.
 ROUNDING = 2
@@ -87,7 +87,7 @@ def test_latent_upscalers_are_two_of_diffusers_pipelines(
             **pipeline.components, requires_safety_checker=False
         )
     second.set_progress_bar_config(disable=True)
-    taken = steps.second_pass(5, 0.7)
+    taken = begin.second_pass(5, 0.7)
     assert taken == (7, 4)
     theirs = second(
         request.prompt,
@@ -120,7 +120,7 @@ def test_the_second_pass_may_have_another_sampler_prompt_and_guidance(
     reference = a1111.Reference(pipeline, k_diffusion)
     begins = a1111.interpolate(first_pass(pipeline, request), 128, 128, mode="bilinear")
     second = dataclasses.replace(request, width=128, height=128, **changed)
-    taken = steps.second_pass(5, 0.7)._asdict()
+    taken = begin.second_pass(5, 0.7)._asdict()
     theirs = reference.decode(reference.img2img(second, begins, **taken))
     (image,) = draw(family_engine("sd1"), request)
     assert difference(image, theirs) <= ROUNDING
@@ -155,7 +155,7 @@ def test_a_target_of_another_shape_is_cut_out_of_the_middle(
         columns // 2 : begins.shape[3] - (columns + 1) // 2,
     ]
     second = dataclasses.replace(request, width=width, height=height)
-    taken = steps.second_pass(5, 0.7)._asdict()
+    taken = begin.second_pass(5, 0.7)._asdict()
     latents = reference.img2img(second, begins, **taken, told=size)
     (image,) = draw(family_engine(family), request)
     assert image.shape == (height, width, 3)
@@ -188,7 +188,7 @@ def test_other_upscalers_take_the_decoded_image(
     small = reference.decode(first_pass(pipeline, request), rounds=False)
     large = np.asarray(Image.fromarray(small).resize((128, 128), resampling))
     second = dataclasses.replace(request, width=128, height=128)
-    taken = steps.second_pass(5, 0.7)._asdict()
+    taken = begin.second_pass(5, 0.7)._asdict()
     latents = reference.img2img(second, reference.encode(large), **taken)
     (image,) = draw(family_engine(family), request)
     assert difference(image, reference.decode(latents)) <= ROUNDING

@@ -24,7 +24,7 @@ from PIL import Image
 import a1111
 from worker.engine import contract
 from worker.engine.noise import NoiseStream
-from worker.engine.passes import init_image, steps
+from worker.engine.passes import begin
 
 #: Out of 255: another batch size and other products mean another order of float32 sums.
 ROUNDING = 2
@@ -54,7 +54,7 @@ def reference(family_pipeline: Any, k_diffusion: Any) -> Any:
 def expected(
     reference: a1111.Reference, request: Any, mask: a1111.Mask | None = None
 ) -> np.ndarray[Any, Any]:
-    taken = steps.img2img(request.steps, request.init.denoising_strength)
+    taken = begin.img2img(request.steps, request.init.denoising_strength)
     init = mask.init if mask else reference.encode(request.init.pixels)
     latents = reference.img2img(request, init, **taken._asdict(), mask=mask)
     return reference.decode(latents)
@@ -153,7 +153,7 @@ def test_inpainting_is_automatic1111s(
     own = reference(family)
     small = np.asarray(Image.fromarray(mask).convert("RGB").resize((8, 8)), np.float32)[..., 0]
     drawn = torch.from_numpy(np.around(small / 255)).expand(1, 4, -1, -1)
-    begins = init_image.prepare(request.init, SIZE, SIZE, 8).pixels
+    begins = begin.prepare_image(request.init, SIZE, SIZE, 8).pixels
     init = own.encode(begins)
     if content == "latent noise":
         noise = torch.randn(init.shape, generator=torch.Generator().manual_seed(request.seed))
@@ -172,7 +172,7 @@ def test_what_is_below_the_mask_is_filled_from_around_it(pixels: Any, mask: Any)
     pixels[mask < 255] = pixels[mask < 255] // 4 + [180, 0, 0]
     pixels[mask == 255] = [0, 0, 255]
     init = contract.InitImage(pixels, 0.5, mask, "fill")
-    filled = init_image.prepare(init, SIZE, SIZE, 8).pixels
+    filled = begin.prepare_image(init, SIZE, SIZE, 8).pixels
     assert (filled[mask == 0] == pixels[mask == 0]).all()
     inside = filled[mask == 255]
     assert inside[:, 0].min() > 120, "red, as what is outside"

@@ -39,7 +39,7 @@ from worker.engine import contract, load
 from worker.engine.families import reading
 from worker.engine.families.latents import of_latents
 from worker.engine.families.table import SD1, find_prediction
-from worker.engine.passes import init_image, steps
+from worker.engine.passes import begin
 from worker.engine.slots import engine as slots
 from worker.engine.slots.parts import Settings
 
@@ -176,8 +176,9 @@ def test_what_the_unet_sees_of_an_image_is_what_diffusers_shows_it(
     for row in range(3):
         for column in range(3):
             holes[row::16, column::8] = 0
-    assert init_image.prepare(contract.InitImage(pixels, 0.6, holes), SIZE, SIZE, 8).kept.max() == 0
-    request = request_of(init=contract.InitImage(pixels, 0.6, holes), sampler=sampler)
+    init = contract.InitImage(pixels, 0.6, holes)
+    assert begin.prepare_image(init, SIZE, SIZE, 8).kept.max() == 0
+    request = request_of(init=init, sampler=sampler)
     # diffusers takes int(steps * strength) steps: int(0.6 * 8) is 4, and AUTOMATIC1111 one more
     theirs = draw_in_diffusers(family, request, pixels, holes, 5.01 / 8)
     (image,) = draw(engine(family), request)
@@ -206,7 +207,7 @@ def test_inpainting_is_automatic1111s(
 ) -> None:
     init = contract.InitImage(pixels, 0.6, mask, content)
     request = request_of(init=init, sampler=sampler)
-    begins = init_image.prepare(init, SIZE, SIZE, 8).pixels
+    begins = begin.prepare_image(init, SIZE, SIZE, 8).pixels
     own = a1111.Reference(pipeline(family), k_diffusion)
     own = dataclasses.replace(own, conditioning=own.inpainting_image_conditioning(begins, mask))
     small = np.asarray(Image.fromarray(mask).convert("RGB").resize((8, 8)), np.float32)[..., 0]
@@ -215,7 +216,7 @@ def test_inpainting_is_automatic1111s(
     if content == "latent noise":
         noise = torch.randn(latents.shape, generator=torch.Generator().manual_seed(request.seed))
         latents = latents * (1 - drawn) + noise * drawn
-    taken = steps.img2img(request.steps, 0.6)
+    taken = begin.img2img(request.steps, 0.6)
     kept = a1111.Mask(drawn, latents)
     theirs = own.decode(own.img2img(request, latents, **taken._asdict(), mask=kept))
     (image,) = draw(engine(family), request)
@@ -241,7 +242,7 @@ def test_img2img_without_a_mask_shows_the_unet_nothing_of_the_image(
     torch.testing.assert_close(conditioning, grey, atol=0.01, rtol=0)
     own = dataclasses.replace(own, conditioning=conditioning)
     request = request_of(init=contract.InitImage(pixels, 0.6), sampler=sampler)
-    taken = steps.img2img(request.steps, 0.6)
+    taken = begin.img2img(request.steps, 0.6)
     latents = own.img2img(request, own.encode(pixels), **taken._asdict())
     (image,) = draw(engine("sd1"), request)
     assert difference(image, own.decode(latents)) <= ROUNDING
@@ -277,7 +278,7 @@ def test_a_second_pass_has_the_conditioning_of_its_own_size(
     own = a1111.Reference(made, k_diffusion)
     own = dataclasses.replace(own, conditioning=own.txt2img_image_conditioning(96, 96))
     enlarged = a1111.interpolate(first, 96, 96, mode="bilinear")
-    taken = steps.second_pass(5, 0.7)
+    taken = begin.second_pass(5, 0.7)
     latents = own.img2img(request, enlarged, **taken._asdict(), told=(96, 96))
     (image,) = draw(engine("sd1"), request)
     assert difference(image, own.decode(latents)) <= ROUNDING

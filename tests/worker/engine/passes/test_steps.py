@@ -10,13 +10,13 @@ import torch
 from imagefleet import errors
 from imagefleet.job import samplers
 from worker.engine import sampler
-from worker.engine.passes import steps
+from worker.engine.passes import begin
 
 BETAS = torch.linspace(0.00085**0.5, 0.012**0.5, 1000, dtype=torch.float64) ** 2
 ALPHAS = torch.cumprod(1 - BETAS, dim=0)
 
 
-def schedule(name: str, taken: steps.Steps, **options: Any) -> sampler.Schedule:
+def schedule(name: str, taken: begin.Steps, **options: Any) -> sampler.Schedule:
     given = samplers.Options(**options)
     return sampler.make_schedule(name, taken.steps, ALPHAS, "epsilon", given, t_enc=taken.t_enc)
 
@@ -29,7 +29,7 @@ def test_img2img_takes_fewer_steps_at_less_strength(
     count: int, strength: float, t_enc: int
 ) -> None:
     """AUTOMATIC1111's rule, by hand."""
-    assert steps.img2img(count, strength) == (count, t_enc)
+    assert begin.img2img(count, strength) == (count, t_enc)
 
 
 @pytest.mark.parametrize(
@@ -38,28 +38,28 @@ def test_img2img_takes_fewer_steps_at_less_strength(
 def test_a_second_pass_takes_its_steps_at_any_strength(
     count: int, strength: float, whole: int
 ) -> None:
-    assert steps.second_pass(count, strength) == (whole, count - 1)
+    assert begin.second_pass(count, strength) == (whole, count - 1)
 
 
 @pytest.mark.parametrize("strength", [-0.1, 1.01, float("nan")])
 def test_a_strength_that_is_no_share_is_refused(strength: float) -> None:
-    for count in (steps.img2img, steps.second_pass):
+    for count in (begin.img2img, begin.second_pass):
         with pytest.raises(errors.JobError, match="denoising_strength is"):
             count(20, strength)
 
 
 def test_a_schedule_longer_than_the_models_timesteps_is_refused() -> None:
-    assert steps.second_pass(10, 0.01) == (1000, 9)
+    assert begin.second_pass(10, 0.01) == (1000, 9)
     with pytest.raises(errors.JobError, match=r"10 steps: they would be the last of 1010 steps"):
-        steps.second_pass(10, 0.0099)
+        begin.second_pass(10, 0.0099)
 
 
 @pytest.mark.parametrize("name", samplers.SAMPLERS)
 def test_every_sampler_has_a_finite_end_for_any_steps_and_strength(name: str) -> None:
     for count in (1, 2, 3, 7, 20, 150):
         for strength in (0.0, 0.01, 0.3, 0.5, 0.75, 0.99, 1.0):
-            second = steps.second_pass(count, max(0.2, strength))
-            for taken in (steps.img2img(count, strength), second):
+            second = begin.second_pass(count, max(0.2, strength))
+            for taken in (begin.img2img(count, strength), second):
                 made = schedule(name, taken)
                 assert made.table.isfinite().all()
                 assert len(made.noisy) == len(made.table) >= 1
@@ -72,7 +72,7 @@ def test_every_sampler_has_a_finite_end_for_any_steps_and_strength(name: str) ->
 
 @pytest.mark.parametrize("name", samplers.SAMPLERS)
 def test_no_step_leaves_the_latents_as_they_are(name: str) -> None:
-    made = schedule(name, steps.second_pass(20, 0.0), s_churn=10.0)
+    made = schedule(name, begin.second_pass(20, 0.0), s_churn=10.0)
     assert (made.image_scale, made.initial_scale, made.initial_churn or 0.0) == (1.0, 0.0, 0.0)
     (row,) = made.table[:, None]
     latents = torch.randn((1, 4, 8, 8), generator=torch.Generator().manual_seed(1))
@@ -94,7 +94,7 @@ def test_the_churn_of_the_end_of_a_schedule_is_k_diffusions(
     def predict(x: torch.Tensor, timestep: torch.Tensor) -> torch.Tensor:
         return (x + timestep.view(-1, 1, 1, 1) / 1000).tanh()
 
-    taken = steps.img2img(20, 0.6)
+    taken = begin.img2img(20, 0.6)
     model = k_diffusion.external.DiscreteEpsDDPMDenoiser(predict, ALPHAS.float(), quantize=False)
     sigmas = model.get_sigmas(20)
     if name == "euler_karras":
@@ -121,7 +121,7 @@ def test_the_churn_of_the_end_of_a_schedule_is_k_diffusions(
 
 
 def test_s_min_uncond_counts_the_calls_of_the_pass() -> None:
-    made = schedule("euler", steps.img2img(20, 0.5), s_min_uncond=3.0)
+    made = schedule("euler", begin.img2img(20, 0.5), s_min_uncond=3.0)
     whole = sampler.make_schedule(
         "euler", 20, ALPHAS, "epsilon", samplers.Options(s_min_uncond=3.0)
     )

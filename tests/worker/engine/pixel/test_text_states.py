@@ -189,7 +189,7 @@ def test_an_encoder_without_a_name_is_deepfloyds(tmp_path: Path) -> None:
 def test_a_tokenizer_that_another_library_has_to_convert_is_refused_by_name(
     stage: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(text_stage, "_has_sentencepiece", lambda: False)
+    monkeypatch.setattr(text_stage.importlib.util, "find_spec", lambda _: None)
     shutil.copytree(stage("base"), tmp_path, dirs_exist_ok=True)
     (tmp_path / "tokenizer" / "tokenizer.json").rename(tmp_path / "tokenizer" / "spiece.model")
     with pytest.raises(errors.SetupError, match=r"has no tokenizer\.json.*pip install"):

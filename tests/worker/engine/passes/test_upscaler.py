@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from imagefleet import errors
 from tests.worker.engine.support import esrgan
 from worker.engine import contract
-from worker.engine.upscalers import model
+from worker.engine.passes import upscaler as model
 
 CPU = torch.device("cpu")
 
@@ -50,7 +50,7 @@ def test_tiles_become_smaller_while_the_memory_is_short(
 ) -> None:
     path, network = build()
     upscaler = model.UpscalerCache(CPU).get(path)
-    run, sizes, longest = model.tiles.run, [], 128
+    run, sizes, longest = model.run_in_tiles, [], 128
 
     def short(network: Network, image: torch.Tensor, scale: int, tile: int) -> torch.Tensor:
         sizes.append(tile)
@@ -58,7 +58,7 @@ def test_tiles_become_smaller_while_the_memory_is_short(
             raise torch.cuda.OutOfMemoryError
         return run(network, image, scale, tile)
 
-    monkeypatch.setattr(model.tiles, "run", short)
+    monkeypatch.setattr(model, "run_in_tiles", short)
     pixels = picture(140, 16)
     whole = esrgan.enlarge(network, pixels).astype(int)
     # A pixel of an ESRGAN sees far, and at a tile's edge zeros; this one sees less far.
@@ -80,7 +80,7 @@ def test_an_image_for_which_no_tile_is_small_enough_is_tried_again_elsewhere(
     def fail(*_: object) -> NoReturn:
         raise torch.cuda.OutOfMemoryError
 
-    monkeypatch.setattr(model.tiles, "run", fail)
+    monkeypatch.setattr(model, "run_in_tiles", fail)
     with pytest.raises(errors.TransientError, match="ran out of memory"):
         model.UpscalerCache(CPU).get(path).enlarge(picture(8, 8))
 
@@ -134,7 +134,7 @@ def test_weights_that_are_not_numbers_are_refused(build: Build) -> None:
     tensors = network.state_dict()
     next(iter(tensors.values()))[0] = torch.nan
     save_file(tensors, path)
-    with pytest.raises(errors.UnusableFileError, match="NaN or infinity"):
+    with pytest.raises(errors.UnusableFileError, match="NaN, infinity"):
         model.UpscalerCache(CPU).get(path)
 
 
@@ -149,8 +149,8 @@ def test_a_worker_without_spandrel_says_what_to_install(
 def test_nothing_is_left_that_others_would_take_for_torchvision() -> None:
     program = """
 import importlib.util, sys
-from worker.engine.upscalers import model
-assert model.import_spandrel().MAIN_REGISTRY.architectures()
+from worker.engine.passes import upscaler
+assert upscaler.import_spandrel().MAIN_REGISTRY.architectures()
 found = importlib.util.find_spec("torchvision")
 assert found is not None or not [name for name in sys.modules if name.startswith("torchvision")]
 """

@@ -16,10 +16,10 @@ from PIL import Image
 from imagefleet import errors
 from tests.worker.engine.support import esrgan
 from worker.engine import contract
+from worker.engine.passes import beside
+from worker.engine.passes.beside import BesideTicks
+from worker.engine.passes.upscaler import UpscalerCache
 from worker.engine.slots.engine import SlotEngine
-from worker.engine.upscalers import beside
-from worker.engine.upscalers.beside import BesideTicks
-from worker.engine.upscalers.model import UpscalerCache
 
 CPU = torch.device("cpu")
 

@@ -20,8 +20,8 @@ from imagefleet import errors
 from worker.engine import contract
 from worker.engine import errors as engine_errors
 from worker.engine.passes import upscaling
+from worker.engine.passes.upscaler import UpscalerCache
 from worker.engine.passes.upscaling import Enlarge
-from worker.engine.upscalers.model import UpscalerCache
 
 #: An engine without other work waits so long in a tick: work that comes meanwhile waits as well.
 _WAIT_SECONDS = 0.05
@@ -51,9 +51,8 @@ class BesideTicks:
     def prepare(self, request: contract.ImageRequest) -> PreparedUpscale:
         """Reads a request's networks; without any, it is the processor's work, and done here.
 
-        Raises:
-            JobError: an upscaler is unknown, its file cannot be used, or one colour is left.
-            TransientError: a file could not be read.
+        Raises JobError if an upscaler is unknown, its file cannot be used, or one colour is left,
+        and TransientError if a file could not be read.
         """
         upscale, init = request.upscale, request.init
         if upscale is None or init is None:
@@ -79,8 +78,7 @@ class BesideTicks:
     def collect(self, *, wait: bool) -> list[contract.Finished]:
         """The images that are done; *wait* waits for one, but not for long.
 
-        Raises:
-            NodeError: the GPU itself is broken.
+        Raises NodeError if the GPU itself is broken.
         """
         if wait and self.begun:
             futures.wait([self.begun[0][1]], _WAIT_SECONDS)

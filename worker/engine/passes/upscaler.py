@@ -24,7 +24,69 @@ from worker.engine import contract
 from worker.engine import errors as engine_errors
 from worker.engine.files import safetensors
 from worker.engine.files.safetensors import ReadOnce, UnusableError
-from worker.engine.upscalers import tiles
+
+#: Pixels of the image on each side that two tiles share: across them, one fades into the other.
+OVERLAP = 32
+
+
+def spans(length: int, tile: int, overlap: int = OVERLAP) -> list[tuple[int, int]]:
+    """The places where tiles begin and end along a side, evenly spread; all are of the same length.
+
+    Raises ValueError if a tile is not longer than what it shares.
+    """
+    if tile >= length:
+        return [(0, length)]
+    if tile <= overlap:
+        raise ValueError(f"tiles of {tile} pixels cannot share {overlap}")
+    count = -(-(length - overlap) // (tile - overlap))
+    starts = [round(index * (length - tile) / (count - 1)) for index in range(count)]
+    return [(start, start + tile) for start in starts]
+
+
+def run_in_tiles(
+    network: Callable[[torch.Tensor], torch.Tensor],
+    image: torch.Tensor,
+    scale: int,
+    tile: int,
+) -> torch.Tensor:
+    """The network's output [3, height * scale, width * scale] in float32 for [3, height, width].
+
+    *network* takes and returns batches of one. Sides of more than *tile* pixels are cut, and put
+    together in the host's memory: 2048x2048 four times as wide and high takes a gigabyte.
+    """
+    _, height, width = image.shape
+    rows, columns = spans(height, tile), spans(width, tile)
+    if len(rows) == len(columns) == 1:
+        return network(image[None])[0].float()
+    total = torch.zeros(3, height * scale, width * scale)
+    weights = torch.zeros(height * scale, width * scale)
+    for down, top, bottom in _weighted(rows, scale):
+        for across, left, right in _weighted(columns, scale):
+            part = network(image[None, :, top:bottom, left:right])[0].float().cpu()
+            weight = down[:, None] * across
+            place = (slice(top * scale, bottom * scale), slice(left * scale, right * scale))
+            total[:, *place] += part * weight
+            weights[place] += weight
+    return total.div_(weights)
+
+
+def _weighted(spans_: list[tuple[int, int]], scale: int) -> Iterator[tuple[torch.Tensor, int, int]]:
+    """Each span with its weights [pixels of the output]: 1, and less across what is shared."""
+    for index, (start, end) in enumerate(spans_):
+        weight = torch.ones((end - start) * scale)
+        if index:
+            shared = (spans_[index - 1][1] - start) * scale
+            weight[:shared] *= _ramp(shared)
+        if index < len(spans_) - 1:
+            shared = (end - spans_[index + 1][0]) * scale
+            weight[-shared:] *= _ramp(shared).flip(0)
+        yield weight, start, end
+
+
+def _ramp(length: int) -> torch.Tensor:
+    """A tile's weights along a side, above 0 everywhere, so that no pixel is without weight."""
+    return (torch.arange(length) + 0.5) / length
+
 
 log = logging.getLogger(__name__)
 
@@ -67,16 +129,15 @@ class Upscaler:
     def enlarge(self, pixels: contract.Pixels) -> contract.Pixels:
         """The image, enlarged by the network's own factor.
 
-        Raises:
-            TransientError: the memory is too short even for small tiles.
-            NodeError: the GPU itself is broken.
+        Raises TransientError if the memory is too short even for small tiles, and NodeError if the
+        GPU itself is broken.
         """
         image = torch.from_numpy(pixels.copy()).to(self._device).permute(2, 0, 1)
         image = image.to(self._dtype) / 255
         enlarged = None
         while enlarged is None:
             try:
-                enlarged = tiles.run(self._network, image, self.scale, self._tile)
+                enlarged = run_in_tiles(self._network, image, self.scale, self._tile)
                 continue
             except Exception as error:
                 if not engine_errors.is_out_of_memory(error) or self._tile <= LEAST_TILE:
@@ -120,8 +181,7 @@ class UpscalerCache:
 def read_upscaler(path: Path, device: torch.device) -> Upscaler:
     """Reads and checks one file, of a network that enlarges RGB images; for `safetensors.named`.
 
-    Raises:
-        JobError: this worker has no spandrel.
+    Raises JobError if this worker has no spandrel.
     """
     try:
         spandrel = import_spandrel()
@@ -130,8 +190,7 @@ def read_upscaler(path: Path, device: torch.device) -> Upscaler:
             f"the upscaler {path.stem!r} needs what `pip install '.[upscalers]'` installs ({error})"
         ) from error
     tensors = {key: each.float() for key, each in safetensors.tensors_of(path).items()}
-    if not all(bool(each.isfinite().all()) for each in tensors.values()):
-        raise UnusableError("holds NaN or infinity")
+    safetensors.refuse_damaged(tensors)
     tensors = spandrel.canonicalize_state_dict(tensors)
     try:
         network = spandrel.MAIN_REGISTRY.load(tensors)
@@ -152,8 +211,7 @@ def read_upscaler(path: Path, device: torch.device) -> Upscaler:
 def import_spandrel() -> Any:
     """Imports spandrel where there is no torchvision, too; slow the first time.
 
-    Raises:
-        ImportError: it is not installed.
+    Raises ImportError if it is not installed.
     """
     with _importing, _without_torchvision():
         import spandrel

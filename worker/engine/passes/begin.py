@@ -1,0 +1,201 @@
+"""What a pass begins with beside noise, prepared away from the GPU: an image, its mask, its steps.
+
+img2img and second passes take the end of a schedule, as in AUTOMATIC1111: `t_enc` is the number of
+the step, from the end, whose noise the image gets (`sampler.make_schedule`). An upscaling
+checkpoint's UNet sees an image beside its latents, in their size, as diffusers'
+`StableDiffusionUpscalePipeline` prepares it: with noise of a level that the UNet is told.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import numpy as np
+import torch
+from PIL import Image, ImageFilter, ImageOps
+
+from imagefleet import errors
+from imagefleet.job.samplers import MAX_SIDE, MIN_SIDE, Noise
+from worker.engine import contract
+from worker.engine.families.noise import ImageNoise
+from worker.engine.noise import NoiseStream
+
+#: AUTOMATIC1111's limit: at 1, img2img would take one step more than there are.
+_MOST_STRENGTH = 0.999
+
+#: A second pass lengthens the schedule instead of shortening itself; DDIM has no more timesteps.
+_MOST_STEPS = 1000
+
+
+class Steps(NamedTuple):
+    """The end of a schedule."""
+
+    steps: int
+    """The number of steps of the whole schedule."""
+    t_enc: int
+
+
+def img2img(steps: int, denoising_strength: float) -> Steps:
+    """A job's *steps* at full strength, and fewer at less.
+
+    Raises JobError if the strength is not between 0 and 1.
+    """
+    return Steps(steps, int(_limited(denoising_strength) * steps))
+
+
+def second_pass(steps: int, denoising_strength: float) -> Steps:
+    """A second pass of so many *steps* at any strength; none at 0.
+
+    Raises JobError if the strength is not between 0 and 1, or too small for so many steps.
+    """
+    strength = _limited(denoising_strength)
+    if strength == 0:
+        return Steps(0, 0)
+    if steps / strength > _MOST_STEPS:
+        raise errors.JobError(
+            f"denoising_strength {denoising_strength:g} is too small for a second pass of {steps}"
+            f" steps: they would be the last of {steps / strength:.0f} steps, more than the model's"
+            f" {_MOST_STEPS} timesteps"
+        )
+    return Steps(int(steps / strength), steps - 1)
+
+
+def _limited(strength: float) -> float:
+    if not 0 <= strength <= 1:
+        raise errors.JobError(f"denoising_strength is {strength:g}: it must be between 0 and 1")
+    return min(strength, _MOST_STRENGTH)
+
+
+#: AUTOMATIC1111's: the radii of the blurs that are laid upon each other, and how often each is.
+_BLURS = ((256, 1), (64, 1), (16, 2), (4, 4), (2, 2), (0, 1))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PreparedImage:
+    """Shared by all images of a job."""
+
+    pixels: contract.Pixels
+    """[height, width, 3]: to be encoded."""
+    kept: torch.Tensor | None
+    """[1, height, width] of the latents: 1 where they stay, else 0; None without a mask."""
+    masked_content: Literal["fill", "original", "latent noise", "latent nothing"]
+    hidden: torch.Tensor | None = None
+    """[1, height, width] of the pixels: 1 where inpainting checkpoints' UNets do not see the image,
+    else 0; None without a mask, when they see nothing of it."""
+
+    def with_content(self, latents: torch.Tensor, request: contract.ImageRequest) -> torch.Tensor:
+        """The image's latents [4, height, width] with noise or nothing below the mask, if so asked.
+
+        The noise is the first of the seed, whatever its subseed; AUTOMATIC1111 takes that of a
+        job's first images for all of them.
+        """
+        if self.kept is None or self.masked_content in ("fill", "original"):
+            return latents
+        kept = self.kept.to(latents.device)
+        if self.masked_content == "latent nothing":
+            return latents * kept
+        settings = Noise(source=request.noise.source)
+        channels, height, width = latents.shape
+        shape = channels, height, width
+        stream = NoiseStream(request.seed, shape, settings, factor=1, draws=0)
+        return latents * kept + stream.first().to(latents.device) * (1 - kept)
+
+
+def prepare_image(init: contract.InitImage, width: int, height: int, factor: int) -> PreparedImage:
+    """Checks and prepares the image of a request for *width* x *height* pixels.
+
+    *factor*: pixels for each of the latents' rows. Raises JobError if image or mask have another
+    size.
+    """
+    shape = (height, width, 3)
+    if init.pixels.shape != shape or (init.mask is not None and init.mask.shape != shape[:2]):
+        raise errors.JobError(
+            f"the image to begin with, or its mask, does not have {width}x{height} pixels"
+        )
+    if init.mask is None:
+        return PreparedImage(init.pixels, None, init.masked_content)
+    mask = Image.fromarray(init.mask)
+    pixels = init.pixels if init.masked_content == "original" else _fill(init.pixels, mask)
+    small = np.asarray(mask.resize((width // factor, height // factor), Image.Resampling.BICUBIC))
+    kept = torch.from_numpy(1 - np.around(small.astype(np.float32) / 255))
+    hidden = torch.from_numpy(np.around(init.mask.astype(np.float32) / 255))
+    return PreparedImage(pixels, kept[None], init.masked_content, hidden[None])
+
+
+def _fill(pixels: contract.Pixels, mask: Image.Image) -> contract.Pixels:
+    """The image with the colours around the mask below it: ever finer blurs of what is outside."""
+    outside = Image.new("RGBa", mask.size)
+    opaque = Image.fromarray(pixels).convert("RGBA").convert("RGBa")
+    outside.paste(opaque, mask=ImageOps.invert(mask))
+    filled = Image.new("RGBA", mask.size)
+    for radius, times in _BLURS:
+        layer = outside.filter(ImageFilter.GaussianBlur(radius)).convert("RGBA")
+        for _ in range(times):
+            filled.alpha_composite(layer)
+    return np.asarray(filled.convert("RGB"))
+
+
+#: diffusers' default, and that of DeepFloyd IF's third stage there, as shares of all timesteps.
+_USUAL, _OF_CASCADE = 0.02, 0.1
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LowResolution:
+    """Shared by all images of a job."""
+
+    image: torch.Tensor
+    """[3, height, width] from -1 to 1."""
+    noise: ImageNoise
+    level: int
+    """The timestep of its noise."""
+
+    def with_noise(self, drawn: torch.Tensor) -> torch.Tensor:
+        """The image with noise of variance 1 that was *drawn*."""
+        levels = torch.tensor([self.level])
+        noisy: torch.Tensor = self.noise.scheduler.add_noise(self.image[None], drawn[None], levels)
+        return noisy[0]
+
+
+def prepare_enlarged(
+    request: contract.ImageRequest, noise: ImageNoise, factor: int
+) -> LowResolution:
+    """Checks and prepares the image of a request whose sides are *factor* times the image's.
+
+    Its denoising strength is the level of the noise as a share of all timesteps. Raises JobError if
+    a job without an image, of another size, or with what the model does not have.
+    """
+    init = request.init
+    if init is None:
+        raise errors.JobError("this model enlarges an image: the job needs init_images")
+    unsupported = {
+        "a second pass (hires fix)": request.hires,
+        "ControlNets": request.controls,
+        "a mask": init.mask is not None,
+    }
+    for name, value in unsupported.items():
+        if value:
+            raise errors.JobError(f"this model enlarges an image: it does not support {name}")
+    height, width, _ = init.pixels.shape
+    least, most = MIN_SIDE // factor, MAX_SIDE // factor
+    if any(side % factor or not least <= side <= most for side in (width, height)):
+        raise errors.JobError(
+            f"init_images: an image of {width}x{height} pixels cannot be enlarged: this model takes"
+            f" sides of {least} to {most} pixels that are multiples of {factor}"
+        )
+    if (request.width, request.height) != (factor * width, factor * height):
+        raise errors.JobError(
+            f"this model makes {factor * width}x{factor * height} pixels of an image of"
+            f" {width}x{height}, and the job asks for {request.width}x{request.height}: leave width"
+            " and height out, or give them as null in a stage, which has those of the stage before"
+        )
+    level = round(init.denoising_strength * noise.timesteps)
+    if not 0 <= level <= noise.max_level:
+        raise errors.JobError(
+            f"denoising_strength is {init.denoising_strength:g}, a noise of level {level} on the"
+            f" image: this model knows levels up to {noise.max_level}, which is a"
+            f" denoising_strength of {noise.max_level / noise.timesteps:g}; usual are {_USUAL:g}"
+            f" and, after DeepFloyd IF, {_OF_CASCADE:g}"
+        )
+    image = torch.from_numpy(init.pixels.copy()).permute(2, 0, 1).float() / 255 * 2 - 1
+    return LowResolution(image, noise, level)

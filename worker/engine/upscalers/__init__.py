@@ -1,1 +1,0 @@
-"""Networks that enlarge images: ESRGAN and its relatives, through spandrel."""
