@@ -20,8 +20,8 @@ from imagefleet.job.message import (
     DELIVERIES_FIELD,
     FAILURE_FIELD,
     SIGNATURE_FIELD,
+    fields_if_any,
     job_key,
-    message_fields,
 )
 from imagefleet.storage import dead_letter_queue
 from imagefleet.storage.dead_letter import Entry, Selection
@@ -141,11 +141,7 @@ async def exported(entry: Entry, blobs: BlobStore) -> dict[str, Any]:
     """A whole job to load, with why it failed; raises JobError if its message is lost or bad."""
     if entry.record is None:
         raise errors.JobError(f"it is {NO_RECORD}")
-    try:
-        fields = message_fields(await entry.record.message(blobs))
-    except (ValueError, RecursionError):
-        fields = None
-    if not isinstance(fields, dict):
+    if not (fields := fields_if_any(await entry.record.message(blobs))):
         raise errors.JobError("its message is no job in JSON")
     # A signature is of the fields as they were: a load signs the mended job.
     for name in (DELIVERIES_FIELD, SIGNATURE_FIELD, FAILURE_FIELD):
