@@ -212,12 +212,7 @@ def _useless(model: Path, error: errors.FleetError) -> errors.SetupError:
 
 
 def make_kernels(settings: WorkerSettings, output: Path, *, dry_run: bool) -> Report:
-    """Compiles kernels as a worker does with these settings, and packs them into one file.
-
-    Raises:
-        SetupError: the engine cannot load the model, nothing is compiled here, or *output* cannot
-        be written.
-    """
+    """Compiles kernels as a worker does and packs them into one file; raises SetupError."""
     libraries.require()
     from worker.files.kernels import cache, machine
 
