@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 #: Keys that a worker trusts at the same time: each may cost a check of each job.
 MAX_TRUSTED_KEYS = 8
 
-#: The purpose of a job's signature: one of something else is not valid for a job.
+#: The purpose of a job's signature, which is valid for nothing else; and its characters.
 OF_JOBS = "job"
 SIGNATURE_CHARACTERS = 88
 

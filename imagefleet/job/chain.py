@@ -16,7 +16,7 @@ from imagefleet.job import sizes
 from imagefleet.job.passes import extras
 from imagefleet.job.passes import fields as passes
 
-#: The field of a message that says which stage of its job it asks for. It is not signed.
+#: A message's fields: the stage that it asks for, which is not signed; and the later stages.
 STAGE_FIELD = "stage"
 THEN_FIELD = "then"
 
