@@ -202,11 +202,7 @@ def _as_typer_does(hint: Any, field: dataclasses.Field[Any]) -> inspect.Paramete
 
 
 def read(model: type[Settings], given: Mapping[str, Any]) -> Settings:
-    """Reads settings from flags (None: not given) over the environment over the defaults.
-
-    Raises:
-        SetupError: a value is invalid, or a variable unknown; one line for each.
-    """
+    """Settings by flags (None: not given), variables and defaults; raises SetupError."""
     try:
         flags = {name: value for name, value in given.items() if value not in (None, "")}
         return model(**(by_setting(model, os.environ, PROJECT_SETTINGS) | flags))

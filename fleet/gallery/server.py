@@ -237,9 +237,11 @@ class Gallery:
         return web.json_response({})
 
     async def _thumbnail(self, request: web.Request) -> web.Response:
-        made = await self._images.thumbnail(
-            await self._found(request), lambda: not _is_given_up(request)
-        )
+        def is_wanted() -> bool:
+            # Else the browser has closed the connection: the tile is off the screen again.
+            return request.transport is not None and not request.transport.is_closing()
+
+        made = await self._images.thumbnail(await self._found(request), is_wanted)
         headers = {"Cache-Control": _FOREVER}
         return web.Response(body=made, content_type="image/jpeg", headers=headers)
 
@@ -267,11 +269,6 @@ class Gallery:
         if record is None:
             raise web.HTTPNotFound(text="there is no such row\n")
         return record
-
-
-def _is_given_up(request: web.Request) -> bool:
-    """Whether the browser has closed the connection: the tile is off the screen again."""
-    return request.transport is None or request.transport.is_closing()
 
 
 def _number(request: web.Request, name: str) -> int:

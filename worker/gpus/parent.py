@@ -24,9 +24,8 @@ from imagefleet.telemetry import metrics, probes, push
 from worker import tasks
 from worker.gpus.child import HURRY, STOP, Assignment, Child
 from worker.gpus.choice import Gpu
-from worker.models.choice import share_of
 from worker.node import salad
-from worker.settings import MachineSettings
+from worker.settings import MachineSettings, share_of
 
 log = logging.getLogger(__name__)
 
