@@ -55,9 +55,7 @@ class Folder:
 def check_content(what: str, file: BufferedReader | BytesIO, size: int, sha256: str | None) -> None:
     """Checks that a file is complete and matches the manifest; *what* it is, for messages.
 
-    Raises:
-        TransientError: it is truncated, or has another hash; UnusableFileError: it is not a
-        safetensors file.
+    Raises TransientError if it is truncated or has another hash, UnusableFileError if it is none.
     """
     try:
         expected: int | None = safetensors.read_header(file).file_bytes

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 
 from imagefleet import errors, likeness, retry, validation
 from imagefleet.likeness import Fingerprint
@@ -81,10 +81,8 @@ class Reference(BaseModel):
 
 def read(data: bytes) -> Reference:
     """Raises ValueError with one sentence if it is not a reference."""
-    try:
+    with validation.as_error(ValueError):
         found = Reference.model_validate_json(data)
-    except ValidationError as error:
-        raise ValueError(validation.sentence(error)) from None
     if found.fingerprints.keys() != set(CANARY_IMAGES):
         raise ValueError(f"it must have the images {', '.join(CANARY_IMAGES)}")
     return found

@@ -159,8 +159,9 @@ class NodeSelfCheck:
         self.trusted.set()
         self.fault: Fault | None = None
         self._threads = ThreadPoolExecutor(1, "fingerprint")
-        self._reference: Reference | None = None
-        self._own: dict[tuple[tuple[int, int], CanaryImage], Fingerprint] = {}
+        self._tolerances: dict[tuple[int, int], float] = {}
+        self._expected: dict[tuple[tuple[int, int], CanaryImage], Fingerprint] = {}
+        """By size: the reference's, or the first of this node's own."""
         self._lora: Path | None = None
         self._job_size: tuple[int, int] | None = None
         self._images_left = 0
@@ -194,7 +195,10 @@ class NodeSelfCheck:
                 extra={"action": "reference_missing"},
             )
             reference = None
-        self._reference = reference
+        if reference is not None:
+            self._tolerances[reference.size] = reference.tolerance
+            for kind, image in reference.fingerprints.items():
+                self._expected[reference.size, kind] = image
         self._begin_anew()
         await self._check_or_give_up(references.CANARY_IMAGES)
 
@@ -349,7 +353,7 @@ class NodeSelfCheck:
         """What is wrong with canaries drawn now; raises as `Canary.draw`."""
         own, jobs = self.engine.default_size, self._size_of_jobs()
         sizes = [jobs]
-        if jobs != own and any((jobs, kind) not in self._own for kind in kinds):
+        if jobs != own and any((jobs, kind) not in self._expected for kind in kinds):
             sizes = [own, jobs]  # the first of its size is worth something on a good node only
         for size in sizes:
             requests = [references.request(each, size, self._lora) for each in kinds]
@@ -365,25 +369,18 @@ class NodeSelfCheck:
     def _size_of_jobs(self) -> tuple[int, int]:
         """The last job's, so that a canary shares its batch; before, the checkpoint's own."""
         size = self._job_size or self.engine.default_size
-        sizes = {each for each, _ in self._own}
+        sizes = {each for each, _ in self._expected}
         return size if size in sizes or len(sizes) < _MOST_SIZES else self.engine.default_size
 
     def _differs(self, found: dict[CanaryImage, Fingerprint], size: tuple[int, int]) -> str | None:
-        """Compares images with the reference; without one, the first of a kind becomes it."""
+        """Compares images with the expected ones; without one, the first of a kind becomes it."""
+        most = self._tolerances.get(size, likeness.SAME_BELOW)
         for kind, image in found.items():
-            expected, tolerance = self._own.get((size, kind)), likeness.SAME_BELOW
-            if self._reference is not None and size == self._reference.size:
-                expected = self._reference.fingerprints[kind]
-                tolerance = self._reference.tolerance
-            if expected is None:
-                continue
-            distance = likeness.distance(image, expected)
-            if distance >= tolerance:
-                return (
-                    f"a canary ({kind}) is {distance:.1f} from its reference, {tolerance:g} at most"
-                )
+            distance = likeness.distance(image, self._expected.get((size, kind), image))
+            if distance >= most:
+                return f"a canary ({kind}) is {distance:.1f} from its reference, {most:g} at most"
         for kind, image in found.items():
-            self._own.setdefault((size, kind), image)
+            self._expected.setdefault((size, kind), image)
         return None
 
     def _alike(self, found: dict[CanaryImage, Fingerprint]) -> str | None:

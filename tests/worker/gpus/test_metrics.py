@@ -7,7 +7,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from imagefleet.telemetry.metrics import render
-from worker.gpus.metrics import MachineMetrics, merged
+from worker.gpus.parent import MachineMetrics, merged
 from worker.metrics import WorkerMetrics
 
 
