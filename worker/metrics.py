@@ -388,10 +388,7 @@ class CostMeter(Collector):
 
 
 async def measure_depth(
-    jobs: RoutedQueue,
-    poison: JobQueue,
-    metrics: WorkerMetrics,
-    on_depth: Callable[[int], None],
+    jobs: RoutedQueue, poison: JobQueue, metrics: WorkerMetrics, on_depth: Callable[[int], None]
 ) -> NoReturn:
     """Side task: measures both queues, and calls *on_depth* with the messages in *jobs*."""
     unmeasured: set[str] = set()
