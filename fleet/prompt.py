@@ -127,10 +127,18 @@ def _read(
     except errors.JobError as error:
         nothing: dict[str, Any] = {name: [] for name in ("chunks", "loras", "embeddings")}
         return nothing | {"tokens": 0, "weight": 1.0, "unsupported": error.message}
-    inserts = [
-        (number, insert) for number, chunk in enumerate(cut, start=1) for insert in chunk.inserts
+    used = [
+        {
+            "name": (found := cast(Known, insert.embedding)).name,
+            "family": found.family,
+            "tokens": found.length,
+            "chunk": number,
+            "at": insert.at,
+            "unusable": found.reason,
+        }
+        for number, chunk in enumerate(cut, start=1)
+        for insert in chunk.inserts
     ]
-    unusable = [each.reason for _, insert in inserts if (each := _known(insert)).reason]
     return {
         "tokens": sum(len(chunk.tokens) for chunk in cut),
         "chunks": [
@@ -142,25 +150,10 @@ def _read(
             for chunk in cut
         ],
         "loras": [asdict(lora) for lora in parsed.loras],
-        "embeddings": [
-            {
-                "name": each.name,
-                "family": each.family,
-                "tokens": each.length,
-                "chunk": number,
-                "at": insert.at,
-                "unusable": each.reason,
-            }
-            for number, insert in inserts
-            for each in [_known(insert)]
-        ],
+        "embeddings": used,
         "weight": parsed.weight,
-        "unsupported": next(iter(unusable), None),
+        "unsupported": next((each["unusable"] for each in used if each["unusable"]), None),
     }
-
-
-def _known(insert: clip.Insert) -> Known:
-    return cast(Known, insert.embedding)
 
 
 def _find_tokenizer(model: Path | None) -> Path:

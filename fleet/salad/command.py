@@ -276,21 +276,14 @@ def _names(group: Group, known: Sequence[gpus.GpuClass]) -> list[str]:
 
 
 def _screen(groups: Sequence[Group], known: Sequence[gpus.GpuClass], quota: Quota) -> Screen:
-    table = console.table(
-        console.name_column("group"),
-        console.number_column("replicas"),
-        console.number_column("running"),
-        "state",
-    )
+    rows = []
     for group in groups:
         counts = {name: getattr(group, name) for name in ("allocating", "creating", "stopping")}
         others = [f"{count:,} {name}" for name, count in counts.items() if count]
-        table.add_row(
-            console.untrusted(group.name),
-            f"{group.replicas:,}",
-            f"{group.running:,}",
-            console.untrusted(", ".join([group.status, *others])),
-        )
+        state = ", ".join([group.status, *others])
+        rows.append((group.name, group.replicas, group.running, state))
+    figures = map(console.number_column, ("replicas", "running"))
+    table = console.table(console.name_column("group"), *figures, "state", rows=rows)
     running = sum(group.running for group in groups)
     replicas = sum(group.replicas for group in groups)
     classes = sorted({name for group in groups for name in _names(group, known)})

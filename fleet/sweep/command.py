@@ -211,12 +211,7 @@ def _check_models(names: Collection[str], elsewhere: Sequence[str] | None) -> No
 def _plan(
     source: SweepSource, machines: Machines, models: Models
 ) -> tuple[estimate.Plan, prices.PriceTable]:
-    """The sweep on the machines, with all stages of its jobs; *models* tells their families.
-
-    Raises:
-        SetupError: a class or its speed is not known, a file cannot be read, or a stage is of a
-        size that its model's family cannot have.
-    """
+    """The sweep on machines, by the families of *models*; SetupError for what is not known."""
     found: dict[str | None, Work] = {}
     for job in source.first_jobs():
         try:
