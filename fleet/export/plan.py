@@ -208,7 +208,7 @@ def manifest_of(plan: Plan, shards: Iterable[Shard]) -> Manifest:
 
 
 def read_manifest(folder: Path) -> Manifest | None:
-    """The manifest of a finished export, if there is one; SetupError if files are missing."""
+    """The manifest of a finished export, if there is one; raises SetupError if files are gone."""
     try:
         found = Manifest.model_validate_json((folder / MANIFEST).read_bytes())
     except FileNotFoundError:

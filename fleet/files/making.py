@@ -54,7 +54,7 @@ def can_draw() -> bool:
 
 
 def test_image(model: Path, target: Path) -> dict[str, object]:
-    """Draws one image and writes it as a PNG, for facts about it; SetupError if it is of no use."""
+    """Draws one image as a PNG; returns facts about it. Raises SetupError if it is one colour."""
     from worker.engine import device as devices  # loads torch
     from worker.stages import encode  # needs the extra `worker`
 

@@ -77,7 +77,7 @@ def encoded(
     *,
     is_shown: bool,
 ) -> States:
-    """The states of the prompts of jobs by the text encoder of a stage; raises SetupError."""
+    """The states of the prompts of jobs, by a stage's encoder; raises SetupError if it cannot."""
     libraries.require()
     from worker.engine import device
     from worker.engine.pixel import text_stage

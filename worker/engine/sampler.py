@@ -10,16 +10,12 @@ So one update serves all rows of a batch, whatever each row's sampler and step:
 Inpainting keeps a part of the latents, as AUTOMATIC1111's `CFGDenoiser` does: of the estimate where
 that is the image, and of what the UNet sees where it is the noise.
 
-Euler, Euler ancestral and DPM++ 2M follow k-diffusion. Their latents have variance sigma^2 + 1, and
-the estimate is the denoised image. Their sigmas belong to evenly spaced timesteps from the last to
-0, with log sigma interpolated, or are Karras et al.'s (2022).
-
-DDIM and PLMS follow AUTOMATIC1111. Their latents have variance 1, and the estimate is the noise.
-Their timesteps are 1, 1 + r, 1 + 2r, ... below 1000 with r = 1000 // steps. The last of them is
-where they end, so it takes no step; PLMS calls the UNet twice at the second one.
-
-img2img takes the end of a schedule: the noise of the sigma or timestep `t_enc` steps before the
-last one; the first call is at that sigma, and at the timestep after that one.
+Euler, Euler ancestral and DPM++ 2M follow k-diffusion (`sampling.py`): latents have variance
+sigma^2 + 1, and the estimate is the denoised image. Sigmas belong to evenly spaced timesteps, with
+log sigma interpolated (`external.py`), or are Karras et al.'s. DDIM and PLMS follow AUTOMATIC1111:
+latents have variance 1, and the estimate is the noise. Their timesteps are 1, 1 + r, 1 + 2r, ...
+below 1000 with r = 1000 // steps, of which the last takes no step; PLMS calls the UNet twice at the
+second one. img2img takes the end of a schedule (`t_enc`).
 """
 
 from __future__ import annotations

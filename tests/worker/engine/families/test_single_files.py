@@ -17,7 +17,7 @@ from imagefleet import errors
 from worker.engine.families import noise
 from worker.engine.families.table import FAMILIES, SD1, SD2, SDXL, X4_UPSCALER
 from worker.engine.lora import original_names
-from worker.engine.lora.layout import adaptable_layers
+from worker.engine.lora.file import adaptable_layers
 from worker.files import check
 
 Weights = dict[str, torch.Tensor]
