@@ -103,12 +103,12 @@ class _PeftConfig(BaseModel):
         return self.lora_alpha
 
 
-def read_lora(path: Path, identity: Identity, layouts: layout.Layouts) -> LoraFile:
+def read_lora(path: Path, identity: Identity, layers: layout.Layers) -> LoraFile:
     """Reads and checks one file; for `safetensors.named`."""
     deltas: dict[Network, dict[str, WeightDelta]] = {network: {} for network in get_args(Network)}
     content = safetensors.read(path)
     configs = _peft_configs(content.metadata)
-    for (network, layer), tensors, alpha in layouts.find(content).tensors(content.data):
+    for (network, layer), tensors, alpha in layers.layout_of(content).tensors(content.data):
         config = configs[network]
         strength = config.alpha_of(layer) if alpha is None else alpha
         deltas[network][layer] = make_delta(tensors, strength, by_root=config.use_rslora)
@@ -137,7 +137,7 @@ class LoraCache:
     """The LoRA files used last, for one model; thread-safe."""
 
     def __init__(self, layers: layout.Layers, cache_bytes: int) -> None:
-        self._layouts = layout.Layouts(layers)
+        self._layers = layers
         self._files = ReadOnce[LoraFile](cache_bytes, lambda file: file.size_bytes)
         self.lookups = self._files.lookups
         self._without_effect: set[Identity] = set()
@@ -150,7 +150,7 @@ class LoraCache:
 
     def _read(self, lora: contract.Lora, identity: Identity) -> LoraFile:
         """Warns of a LoRA that changes nothing, once; its images are right."""
-        file = read_lora(lora.path, identity, self._layouts)
+        file = read_lora(lora.path, identity, self._layers)
         if file.is_zero and identity not in self._without_effect:
             self._without_effect.add(identity)
             self.lookups["no_effect"] = len(self._without_effect)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import itertools
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Literal
 
 import torch
@@ -20,7 +20,6 @@ from imagefleet.files.safetensors import Header
 from worker.engine.files import safetensors
 from worker.engine.files.safetensors import Place, UnusableError
 from worker.engine.lora import kinds
-from worker.engine.lora.original_names import original_names
 
 Network = Literal["unet", "text_encoder", "text_encoder_2"]
 LayerId = tuple[Network, str]
@@ -50,16 +49,39 @@ _UNSUPPORTED_KINDS = (
     (re.compile(r"(emb_params|bundle_emb\..+|string_to_param.*)"), "a textual inversion"),
 )
 
+#: The UNet's layers as Stability's own code names them, and kohya's LoRAs for SDXL after it.
+_OUTER = {
+    "time_embedding.linear_1": "time_embed.0",
+    "time_embedding.linear_2": "time_embed.2",
+    "add_embedding.linear_1": "label_emb.0.0",
+    "add_embedding.linear_2": "label_emb.0.2",
+    "conv_in": "input_blocks.0.0",
+    "conv_out": "out.2",
+}
+_MIDDLE = {
+    "mid_block.resnets.0": "middle_block.0",
+    "mid_block.attentions.0": "middle_block.1",
+    "mid_block.resnets.1": "middle_block.2",
+}
+_RESNET = {
+    "conv1": "in_layers.2",
+    "time_emb_proj": "emb_layers.1",
+    "conv2": "out_layers.3",
+    "conv_shortcut": "skip_connection",
+}
+_PART = re.compile(r"((?:(down|up)_blocks\.(\d+)|mid_block)\.(\w+)\.(\d+))\.(.+)")
+
 #: Keys that are remembered: all kinds of tensors of SD1.5's layers, as several programs write them.
 _MAX_PLACES = 20_000
 
 
 class Layers:
-    """The layers of a model that LoRAs can change, by every name that files use."""
+    """The layers of a model that LoRAs can change, by every name that files use; thread-safe."""
 
     def __init__(self, unet: nn.Module, text_encoders: Mapping[Network, nn.Module]) -> None:
         self.shapes: dict[LayerId, torch.Size] = {}
         self._by_name: dict[str, LayerId] = {}
+        self._layouts = functools.lru_cache(_MAX_LAYOUTS)(self._make)
         # By a tensor's key; files that the same program wrote have the same ones.
         self._places: dict[str, tuple[LayerId, str]] = {}
         layers = adaptable_layers(unet)
@@ -88,6 +110,23 @@ class Layers:
         for prefix, name in itertools.product(prefixes, names):
             self._by_name[prefix + name] = (network, path)
 
+    def layout_of(self, content: safetensors.Content) -> Layout:
+        """The layout of a file, which those of one program share; for `safetensors.named`."""
+        find = self._layouts if len(content.header) <= _MAX_KEPT_CHARACTERS else self._make
+        try:
+            return find(content.header, len(content.data))
+        except _UnfitError as error:
+            places = safetensors.places(content.header, len(content.data))
+            shapes = {name: place.shape for name, place in places.items()}
+            what = contents.identify(Header(shapes, content.metadata, len(content.data))).name
+            raise UnusableError(f"does not fit this model (it is {what}): {error}") from error
+
+    def _make(self, header: str, data_bytes: int) -> Layout:
+        places = safetensors.places(header, data_bytes)
+        if not places:
+            raise UnusableError("holds no weights")
+        return Layout(places, self)
+
     def place(self, key: str) -> tuple[LayerId, str] | None:
         """The layer and the tensor that a LoRA file's *key* names, if both are known."""
         if (known := self._places.get(key)) is not None:
@@ -103,6 +142,31 @@ class Layers:
         """The layer that a LoRA file calls *name*."""
         plain = name.removeprefix("base_model.model.").replace(".processor.", ".")
         return self._by_name.get(plain)
+
+
+def original_names(paths: Collection[str]) -> dict[str, str]:
+    """The original name of each of a UNet's layers, by its path in diffusers."""
+    names = {path: _OUTER[path] for path in paths if path in _OUTER}
+    found = {path: match.groups() for path in paths if (match := _PART.fullmatch(path))}
+    # On the way up, each block has one resnet more.
+    layers = max(
+        (int(at) for _, _, _, part, at, _ in found.values() if part == "resnets"), default=0
+    )
+    attending = {
+        (side, block) for _, side, block, part, _, _ in found.values() if part == "attentions"
+    }
+    for path, (place, side, block, part, at, inner) in found.items():
+        # Samplers are numbered after a block's last resnet, or with it.
+        number = int(block or 0) * (layers + 1) + (layers if "samplers" in part else int(at))
+        after = "2" if (side, block) in attending else "1"
+        within = {"attentions": "1", "upsamplers": after}.get(part, "0")
+        outer = {"down": f"input_blocks.{number + 1}", "up": f"output_blocks.{number}"}
+        own = {"resnets": _RESNET.get(inner, inner), "downsamplers": "op"}.get(part, inner)
+        if side is not None:
+            names[path] = f"{outer[side]}.{within}.{own}"
+        elif place in _MIDDLE:
+            names[path] = f"{_MIDDLE[place]}.{own}"
+    return names
 
 
 def _flat(name: str) -> str:
@@ -187,35 +251,10 @@ class Layout:
 
     def _check_numbers(self, data: torch.Tensor) -> None:
         for run in self._runs:
-            if not _is_finite(run.of(data)):
+            if not safetensors.is_finite(run.of(data)):
                 for name, place in self._places.items():
-                    if not _is_finite(place.of(data)):
+                    if not safetensors.is_finite(place.of(data)):
                         raise _damaged(name)
-
-
-class Layouts:
-    """The layouts of a model's LoRA files; thread-safe."""
-
-    def __init__(self, layers: Layers) -> None:
-        self.layers = layers
-        self._found = functools.lru_cache(_MAX_LAYOUTS)(self._make)
-
-    def find(self, content: safetensors.Content) -> Layout:
-        """The layout of a file; for `safetensors.named`."""
-        find = self._found if len(content.header) <= _MAX_KEPT_CHARACTERS else self._make
-        try:
-            return find(content.header, len(content.data))
-        except _UnfitError as error:
-            places = safetensors.places(content.header, len(content.data))
-            shapes = {name: place.shape for name, place in places.items()}
-            what = contents.identify(Header(shapes, content.metadata, len(content.data))).name
-            raise UnusableError(f"does not fit this model (it is {what}): {error}") from error
-
-    def _make(self, header: str, data_bytes: int) -> Layout:
-        places = safetensors.places(header, data_bytes)
-        if not places:
-            raise UnusableError("holds no weights")
-        return Layout(places, self.layers)
 
 
 def _damaged(key: str) -> UnusableError:
@@ -280,11 +319,3 @@ def _runs(places: Mapping[str, Place]) -> Iterator[Place]:
 
 def _as_numbers(data: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return data[: len(data) - len(data) % dtype.itemsize].view(dtype)
-
-
-def _is_finite(tensor: torch.Tensor) -> bool:
-    if tensor.dtype.itemsize == 1:
-        tensor = tensor.float()  # torch finds no extremes of 8-bit numbers
-    # NaN counts as the smallest and as the largest.
-    smallest, largest = torch.aminmax(tensor)
-    return bool(smallest.isfinite()) and bool(largest.isfinite())

@@ -16,8 +16,7 @@ from imagefleet import errors
 from worker.engine import contract
 from worker.engine.lora import file as lora_file
 from worker.engine.lora import layout
-from worker.engine.lora.layout import adaptable_layers
-from worker.engine.lora.original_names import original_names
+from worker.engine.lora.layout import adaptable_layers, original_names
 
 ROUNDING = 2
 

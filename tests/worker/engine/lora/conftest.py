@@ -12,7 +12,7 @@ from worker.engine.lora import layout
 
 @pytest.fixture(scope="module")
 def layers(engine: Any) -> layout.Layers:
-    layers: layout.Layers = engine._preparer._lora_cache._layouts.layers
+    layers: layout.Layers = engine._preparer._lora_cache._layers
     return layers
 
 
