@@ -262,11 +262,7 @@ def print_json_line(record: Mapping[str, Any]) -> None:
 
 
 def write_file(path: Path, content: str | bytes, *, private: bool = False) -> None:
-    """Writes a file whole or not at all, and its folder; *private*: only its owner may read it.
-
-    Raises:
-        SetupError: it cannot be written.
-    """
+    """Writes a file whole or not at all, *private* for its owner alone; or raises SetupError."""
     # Half of a surrogate pair, which JSON can hold, cannot be encoded.
     data = content.encode(errors="replace") if isinstance(content, str) else content
     try:
@@ -305,12 +301,7 @@ def only_one(path: Path, what: str) -> Iterator[None]:
 
 
 def confirm(question: str, *, yes: bool) -> None:
-    """Asks the operator, unless --yes was given.
-
-    Raises:
-        SetupError: there is no terminal to ask on.
-        typer.Exit: the answer was no.
-    """
+    """Asks, unless --yes; raises typer.Exit for a no, and SetupError without a terminal."""
     if yes:
         return
     if not sys.stdin.isatty():

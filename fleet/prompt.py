@@ -71,7 +71,11 @@ def command(
         for name, reading in readings.items():
             _print(name, reading, tokenizer)
         if embedding_directory or storage:
-            _print_missing(f"{text} {negative}", found)
+            for name in known.missing(f"{text} {negative}", found):
+                console.print_note(
+                    f"'embedding:{name}' is ComfyUI's, and there is no embedding {name!r} here:"
+                    " words"
+                )
         if "<lora:" in negative.lower():
             console.print_plain("a LoRA tag in a negative prompt is plain text")
     unsupported = {name: one["unsupported"] for name, one in readings.items() if one["unsupported"]}
@@ -127,10 +131,18 @@ def _read(
     except errors.JobError as error:
         nothing: dict[str, Any] = {name: [] for name in ("chunks", "loras", "embeddings")}
         return nothing | {"tokens": 0, "weight": 1.0, "unsupported": error.message}
-    inserts = [
-        (number, insert) for number, chunk in enumerate(cut, start=1) for insert in chunk.inserts
+    used = [
+        {
+            "name": (found := cast(Known, insert.embedding)).name,
+            "family": found.family,
+            "tokens": found.length,
+            "chunk": number,
+            "at": insert.at,
+            "unusable": found.reason,
+        }
+        for number, chunk in enumerate(cut, start=1)
+        for insert in chunk.inserts
     ]
-    unusable = [each.reason for _, insert in inserts if (each := _known(insert)).reason]
     return {
         "tokens": sum(len(chunk.tokens) for chunk in cut),
         "chunks": [
@@ -142,25 +154,10 @@ def _read(
             for chunk in cut
         ],
         "loras": [asdict(lora) for lora in parsed.loras],
-        "embeddings": [
-            {
-                "name": each.name,
-                "family": each.family,
-                "tokens": each.length,
-                "chunk": number,
-                "at": insert.at,
-                "unusable": each.reason,
-            }
-            for number, insert in inserts
-            for each in [_known(insert)]
-        ],
+        "embeddings": used,
         "weight": parsed.weight,
-        "unsupported": next(iter(unusable), None),
+        "unsupported": next((each["unusable"] for each in used if each["unusable"]), None),
     }
-
-
-def _known(insert: clip.Insert) -> Known:
-    return cast(Known, insert.embedding)
 
 
 def _find_tokenizer(model: Path | None) -> Path:
@@ -259,10 +256,3 @@ def _words(
             for each in texts
         )
         yield weight, " ".join(words)
-
-
-def _print_missing(text: str, found: Sequence[Known]) -> None:
-    for name in known.missing(text, found):
-        console.print_note(
-            f"'embedding:{name}' is ComfyUI's, and there is no embedding {name!r} here: words"
-        )

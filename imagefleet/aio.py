@@ -44,8 +44,7 @@ if TYPE_CHECKING:
 FIRST_PAUSE_SECONDS = 0.25
 LONGEST_PAUSE_SECONDS = 15.0
 
-#: A pause is at least this many times as long as the poll before it: a slow storage is not kept
-#: busy with questions.
+#: A pause is at least so many times as long as the poll before it, to spare a slow storage.
 PAUSE_PER_POLL = 5
 
 _Result = TypeVar("_Result")
@@ -158,10 +157,10 @@ class Fleet:
     ) -> Batch:
         """Sends jobs; creates the queues and the containers if there are none.
 
-        A job without an id gets one, one without a campaign *campaign*. Workers take high
-        *priority* first and low last. Jobs before an invalid one are sent. *models* are what
-        workers have from elsewhere than `models/` in the storage. Raises JobError if two jobs have
-        one id, one is too large for a message, or no worker can have its model.
+        A job without an id gets one, one without a campaign *campaign*. Jobs before an invalid one
+        are sent. *models* are what workers have from elsewhere than `models/` in the storage.
+        Raises JobError for an id that is there twice, a large job, or a model that no worker can
+        have.
         """
         campaign = campaign and _checked("campaign", campaign)
         return await self.run(self._submit(jobs, campaign, checked_priority(priority), models))

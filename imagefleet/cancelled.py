@@ -41,8 +41,6 @@ MAX_CAMPAIGNS = 1_000
 MAX_BYTES = 1_000_000
 
 _TRIES = 10
-
-#: Seconds between two looks at the storage's clock.
 _CLOCK_SECONDS = 0.5
 
 
@@ -92,12 +90,11 @@ class CancelledCampaigns:
         cancelled_at = self.times.get(campaign or DEFAULT_CAMPAIGN)
         return cancelled_at is not None and sent_at <= cancelled_at
 
-    async def refresh(self, older_than_seconds: float | None = None) -> None:
+    async def refresh(self, older_than_seconds: float = PERIOD_SECONDS) -> None:
         """Reads the list, if it was last read longer ago (by default five seconds)."""
         async with self._reading:
             now = time.monotonic()
-            seconds = PERIOD_SECONDS if older_than_seconds is None else older_than_seconds
-            if self._read_at is not None and now - self._read_at < seconds:
+            if self._read_at is not None and now - self._read_at < older_than_seconds:
                 return
             self._read_at = now
             try:
@@ -138,8 +135,7 @@ class CancelledCampaigns:
 async def cancel(storage: Storage, campaign: str) -> datetime:
     """Cancels what was sent of a campaign, and ends its running loads; returns until when.
 
-    Returns after some twelve seconds: a load that begins then runs. Raises TransientError if others
-    change the list all the time, and SetupError if it is full or damaged.
+    Takes some twelve seconds: a load that begins then runs. Raises TransientError or SetupError.
     """
     at = (await storage.queue.stamps()).latest + timedelta(seconds=LOAD_SECONDS)
     new = Cancellation(queue=storage.queue.name, campaign=campaign, at=at)

@@ -66,8 +66,7 @@ async def gather(*works: Coroutine[Any, Any, Any]) -> tuple[Any, ...]:
             part.cancel()
         await asyncio.gather(*parts, return_exceptions=True)
         if task is not None and task.cancelling() > cancels:
-            # An error at the same moment would hide that this task is to end. So would that of a
-            # TaskGroup before Python 3.13, which also miscounts.
+            # An error at the same moment, as in a TaskGroup, would hide that this task is to end.
             raise asyncio.CancelledError from None
         raise error from None
 
@@ -125,11 +124,7 @@ class Batches(Generic[Item, Result]):
         most: int,
         at_once: int = 1,
     ) -> None:
-        """*work* returns each item's result or error, or raises what all of them get.
-
-        At most *most* items a batch, and *at_once* batches in the threads: more than one only where
-        calls would wait for longer than a thread takes to wake.
-        """
+        """*work* returns results and errors; *most* items a batch, *at_once* in the threads."""
         self._work = work
         self._threads = threads
         self._most = most

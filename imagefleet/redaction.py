@@ -8,10 +8,8 @@ from urllib.parse import urlsplit
 
 from pydantic import AfterValidator
 
-#: The most characters of an address that are shown.
 _SHOWN_CHARACTERS = 500
 
-#: What is shown in place of a secret.
 MASKED = "(secret)"
 
 #: Control characters, changes of the direction of writing, invisible ones, half surrogate pairs.

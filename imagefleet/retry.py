@@ -59,10 +59,9 @@ def log_retry(error: errors.TransientError) -> None:
 class RetryPolicy:
     """How often and how long a call is retried; `on_retry` is called before each retry.
 
-    The default waits add up to 8 seconds on average and 16 at most. No attempt starts after
-    `give_up_seconds`. Jitter is full (from 0), so that a fleet does not return in lockstep. Without
-    limit and count, `waits_for_access` waits for new credentials and for space on a full disk, and
-    `waits_while_busy` for a storage that asks to slow down.
+    The default waits add up to 8 seconds on average. No attempt starts after `give_up_seconds`.
+    Without limit and count, `waits_for_access` waits for new credentials and for space on a full
+    disk, and `waits_while_busy` for a storage that asks to slow down.
     """
 
     tries: int = 6
@@ -98,16 +97,13 @@ class RetryPolicy:
             await asyncio.sleep(pause)
 
 
-#: The policy inside the storage. Longer outages are the caller's to retry, with the job still in
-#: flight; and a renewal must have a result before its lease ends.
+#: The policy inside the storage; longer outages are the caller's to retry, with the job in flight.
 DEFAULT = RetryPolicy(give_up_seconds=30)
 
-#: The policy of whoever fills a queue: a storage that asks to slow down is sent to more slowly, for
-#: as long as it asks.
+#: The policy of whoever fills a queue: more slowly, for as long as the storage asks for it.
 PATIENT = dataclasses.replace(DEFAULT, waits_while_busy=True)
 
 #: The policy of operations that the caller retries: only missing access is waited for.
 UNTIL_ACCESS = RetryPolicy(tries=1, waits_for_access=True)
 
-#: No retries: every fault surfaces at once.
 NEVER = RetryPolicy(tries=1)

@@ -22,13 +22,9 @@ if TYPE_CHECKING:
 #: Keys that a worker trusts at the same time: each may cost a check of each job.
 MAX_TRUSTED_KEYS = 8
 
-#: The purpose of a job's signature: one of something else is not valid for a job.
+#: The purpose of a job's signature, which is valid for nothing else; and its characters.
 OF_JOBS = "job"
-
-#: Characters of a signature in a message.
 SIGNATURE_CHARACTERS = 88
-
-_KEY_BYTES = 32
 
 #: Far more than a key; whatever file is named by mistake.
 _MAX_FILE_BYTES = 2**16
@@ -108,7 +104,14 @@ class TrustedKeys:
         names = list(dict.fromkeys(each.strip() for each in text.split(",")))
         if len(names) > MAX_TRUSTED_KEYS:
             raise ValueError(f"has {len(names)} keys; {MAX_TRUSTED_KEYS} are allowed")
-        return cls(Ed25519PublicKey.from_public_bytes(_raw(name)) for name in names)
+        try:
+            raw = [base64.b64decode(name, validate=True) for name in names]
+            return cls(map(Ed25519PublicKey.from_public_bytes, raw))
+        except ValueError:
+            raise ValueError(
+                "should be a public key as `imagefleet keys mint signing` prints it, or several"
+                " with commas between"
+            ) from None
 
     def accept(self, purpose: str, fields: Mapping[str, Any], signature: object) -> bool:
         """Whether one of the keys has signed *fields* for that *purpose*."""
@@ -164,16 +167,3 @@ def check_job(fields: Mapping[str, Any], signature: object, trusted: TrustedKeys
 
 def _signed_bytes(purpose: str, fields: Mapping[str, Any]) -> bytes:
     return f"imagefleet {purpose} 1\n{_CANONICAL.encode(fields)}".encode("ascii")
-
-
-def _raw(name: str) -> bytes:
-    try:
-        raw = base64.b64decode(name, validate=True)
-    except ValueError:
-        raw = b""
-    if len(raw) != _KEY_BYTES:
-        raise ValueError(
-            "should be a public key as `imagefleet keys mint signing` prints it, or several with"
-            " commas between"
-        )
-    return raw

@@ -10,12 +10,10 @@ from typing import Any, cast
 
 from pydantic import ValidationError
 
-#: Reasons shown of a message with many wrong fields.
 MAX_REASONS = 5
 
 _MAX_LOCATION_CHARACTERS = 120
 
-#: Patterns of fields, in words.
 _PATTERNS = {
     r"^https://[^\s@]+$": "should be a URL that begins with https://, without a password",
     r"^(auto|cpu|cuda(:\d+)?)$": "should be auto, cpu, cuda or cuda:N",

@@ -78,7 +78,10 @@ class LoadedCampaigns:
                     return
                 self.left_out[campaign] += 1
                 body = campaign = None  # noqa: PLW2901 - the position stays
-            self._add(campaign, position)
+            if self._runs and self._runs[-1].campaign == campaign:
+                self._runs[-1].end = position + 1
+            else:
+                self._runs.append(_Run(campaign, position, position + 1))
             position += 1
             yield body
 
@@ -117,12 +120,6 @@ class LoadedCampaigns:
                 self.notice(f"how many jobs are sent cannot be recorded now: {error.message}")
             else:
                 self._noted[campaign] = jobs
-
-    def _add(self, campaign: str | None, position: int) -> None:
-        if self._runs and self._runs[-1].campaign == campaign:
-            self._runs[-1].end = position + 1
-        else:
-            self._runs.append(_Run(campaign, position, position + 1))
 
 
 class Sample:

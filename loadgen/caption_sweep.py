@@ -26,7 +26,6 @@ from loadgen.sweep import slug
 
 FORMATS = ("coco", "jsonl", "txt")
 
-#: The format that a file's name tells, without `.gz`.
 SUFFIXES = {".txt": "txt", ".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "coco"}
 
 #: The keys that may hold the caption of a JSON line; the first of them that is there.
@@ -48,8 +47,7 @@ _OWN_WEIGHT = re.compile(r":\s*[+-]?[\d.]+\s*$")
 class CaptionFile:
     """A file of captions, the first *count* of them; it is read once to count and hash them.
 
-    *one_per_image*: the first of each image in COCO's annotations. Raises SetupError for a file
-    with none, or with a line or an annotation without one.
+    *one_per_image*: the first of each image. Raises SetupError if one is missing, or all.
     """
 
     def __init__(
@@ -86,7 +84,11 @@ class CaptionFile:
 
     def _captions(self, stream: BinaryIO) -> Iterator[str]:
         seen: set[object] = set()
-        for place, value in _values(self._entries(stream)):
+        if self._form == "coco":
+            entries = members(stream, _COCO_ARRAY)
+        else:
+            entries = (JsonLines() if self._form == "jsonl" else PromptLines()).entries(stream, 0)
+        for place, value in _values(entries):
             caption, image = value, None
             if isinstance(value, dict):
                 keys = KEYS[:1] if self._form == "coco" else KEYS
@@ -105,12 +107,6 @@ class CaptionFile:
                     continue
                 seen.add(image)
             yield text
-
-    def _entries(self, stream: BinaryIO) -> Iterable[Entry]:
-        if self._form == "coco":
-            return members(stream, _COCO_ARRAY)
-        form = JsonLines() if self._form == "jsonl" else PromptLines()
-        return form.entries(stream, 0)
 
 
 def prompt_of(caption: str) -> str:

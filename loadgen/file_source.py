@@ -33,8 +33,6 @@ from loadgen.formats.lines import Entry, Format, FormatError
 
 #: 96 bits: a collision among a hundred million jobs has a chance of 10^-13.
 ID_BYTES = 12
-
-#: Invalid entries that an error names.
 MAX_REPORTED = 10
 
 _READ_BYTES = 2**20
@@ -54,7 +52,6 @@ OnJob = Callable[[str, Job], None]
 #: Makes a message of an entry and a text from which an id is derived.
 _ReadEntry = Callable[[Entry, str], str]
 
-#: What a signature adds to a message.
 SIGNATURE_BYTES = len(f',"{SIGNATURE_FIELD}":""') + SIGNATURE_CHARACTERS
 
 
@@ -96,7 +93,7 @@ class _EntrySource(abc.ABC):
         """Jobs of the messages so far that had failed, as `imagefleet failed --export` notes it."""
 
     def bodies(self, start: int) -> Iterator[str | None]:
-        return self._read(start, self._on_invalid or _refuse, self._message)
+        return self._read(start, self._on_invalid or _refuse_next, self._message)
 
     def examples(self, most: int) -> Iterator[str]:
         return itertools.islice((body for body in self.bodies(0) if body is not None), most)
@@ -254,7 +251,7 @@ class StreamSource(_EntrySource):
         """Checks nothing without *on_job*: an entry that was read is gone."""
         if on_job is not None:
             read = partial(self._checked, on_job=on_job)
-            for _ in self._read(start, self._on_invalid or _refuse_unsent, read):
+            for _ in self._read(start, self._on_invalid or _refuse, read):
                 pass
 
     def describe(self) -> str:
@@ -318,12 +315,8 @@ def explained(name: str, form: str) -> Iterator[None]:
         raise errors.SetupError(f"{name} as {form}: {error}") from None
 
 
-def _refuse(place: str, reason: str) -> None:
-    raise errors.SetupError(
-        f"{place} is not a valid job: {reason}; the jobs before it are sent"
-        " (--skip-invalid skips such jobs)"
-    )
+def _refuse(place: str, reason: str, *, but: str = "nothing was sent") -> None:
+    raise errors.SetupError(f"{place} is not a valid job: {reason}; {but}")
 
 
-def _refuse_unsent(place: str, reason: str) -> None:
-    raise errors.SetupError(f"{place} is not a valid job: {reason}; nothing was sent")
+_refuse_next = partial(_refuse, but="the jobs before it are sent (--skip-invalid skips such jobs)")

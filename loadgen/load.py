@@ -29,8 +29,7 @@ from loadgen.processes.pool import SenderProcesses
 from loadgen.settings import MOST_BATCHES, LoadSettings
 from loadgen.sources import Source
 
-#: What a killed load has sent since its checkpoint was written is sent again. To replace a file
-#: takes a disk a millisecond or two, as long as ten sends.
+#: What was sent since is sent again after a kill; replacing a file takes as long as ten sends.
 POSITIONS_BETWEEN_CHECKPOINTS = 256
 SECONDS_BETWEEN_CHECKPOINTS = 0.05
 
@@ -149,10 +148,7 @@ class Load:
         refusals: Refusals | None = None,
         shards: int | None = None,
     ) -> None:
-        """*on_notice* is told what the operator should know, while the load goes on.
-
-        *models* are what workers have from elsewhere. *shards* is the number of each queue's.
-        """
+        """*on_notice* is told what to show; *models* are what workers have from elsewhere."""
         self._storage = storage
         self._queue = storage.queues[priority]
         self._shards = shards
@@ -185,7 +181,6 @@ class Load:
             self._start.cancelled or {},
             Counter(self._start.sent),
         )
-        #: How often the storage has asked to slow down.
         self.refusals = refusals or Refusals()
         left = None if source.count is None else source.count - self.confirmed
         count = settings.processes_for(left)
@@ -269,7 +264,11 @@ class Load:
 
         def confirm(progress: Progress) -> None:
             self._campaigns.confirm(progress.confirmed)
-            self._say_what_is_unreadable()
+            # Not before something is sent: what cannot be sent has an error of its own.
+            if self._unreadable and not self._is_said:
+                self._is_said = True
+                self._on_notice(f"cancelled campaigns are not noticed: {self._unreadable[0]}")
+            self._unreadable.clear()
             if (
                 progress.confirmed - self._written >= POSITIONS_BETWEEN_CHECKPOINTS
                 or time.monotonic() - self._written_at >= SECONDS_BETWEEN_CHECKPOINTS
@@ -295,18 +294,9 @@ class Load:
             self._start.model_copy(update=changes).write(self._path)
             self._written, self._written_at = confirmed, time.monotonic()
 
-    def _say_what_is_unreadable(self) -> None:
-        """Once, and not before something is sent: what cannot be sent has an error of its own."""
-        if self._unreadable and not self._is_said:
-            self._is_said = True
-            self._on_notice(f"cancelled campaigns are not noticed: {self._unreadable[0]}")
-        self._unreadable.clear()
-
 
 #: The rate is that of the last minute: a storage that asks to slow down shows at once.
 PACE_SECONDS = 60.0
-
-#: Moments within it that are kept.
 _MOMENTS = 60
 
 

@@ -8,8 +8,7 @@ from imagefleet import concurrency
 from imagefleet.storage.open import LOCAL_SCHEME
 from imagefleet.storage.settings import SignerSettings
 
-#: Share of images that are verified in a fleet on other people's computers: it finds a node of a
-#: hundred that draws wrong within about 20,000 images, and costs half a percent.
+#: Finds a node of a hundred that draws wrong within some 20,000 images, for half a percent.
 DEFAULT_VERIFY_SHARE = 0.005
 
 

@@ -32,9 +32,8 @@ def open_source(
 ) -> Source:
     """The source for a file's name, of jobs signed with *key*; `-` is standard input.
 
-    *campaign* is for jobs without one. *form* overrides what the name tells about the format.
-    *on_invalid* gets the place of each invalid job, which is skipped; without it, the first one is
-    a SetupError. *on_read*: a file's jobs are counted before this returns.
+    *campaign* is for jobs without one. *form* overrides what the name tells. *on_invalid* gets the
+    place of each invalid job, which is skipped; without it, the first is a SetupError.
     """
     path = Path(name)
     if form is None and path.suffix in template.SUFFIXES:

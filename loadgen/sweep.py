@@ -34,7 +34,6 @@ SWEPT: Mapping[str, str] = {
     "seed": "seed",
 }
 
-#: The most combinations of a sweep; more are most likely a mistake.
 MAX_COMBINATIONS = 10**12
 
 #: The most values of a range with fractions, which are stored.

@@ -1,10 +1,8 @@
 """The template file: patterns of prompts, lists of words, fields of the job.
 
 A placeholder `{noun}` is one entry of the list `noun`, the same everywhere in a job; `{noun:2}` is
-a second draw. Entries may contain placeholders. `{{` and `}}` are braces.
-
-Draws use SHAKE-256 (FIPS 202): job n is a function of the seed and n, on every version of Python.
-`random.Random` guarantees that for `random()` only, from the start of its sequence.
+a second draw. Entries may contain placeholders. `{{` and `}}` are braces. Draws use SHAKE-256 (FIPS
+202): job n is a function of the seed and n, on every version of Python.
 """
 
 from __future__ import annotations
@@ -52,7 +50,10 @@ class Choice(
 
     text: str = ""
     lora: SafeFileName | None = None
-    strength: tuple[Strength, Strength] = (1.0, 1.0)
+    strength: Annotated[
+        tuple[Strength, Strength],
+        BeforeValidator(lambda value: (value, value) if isinstance(value, int | float) else value),
+    ] = (1.0, 1.0)
     weight: float = Field(default=1.0, gt=0, le=1e9)
 
     @model_validator(mode="before")
@@ -61,11 +62,6 @@ class Choice(
         if isinstance(value, bool):
             raise ValueError("YAML reads yes, no, on and off as booleans: quote the word")  # noqa: TRY004 - pydantic reports a ValueError, not a TypeError
         return {"text": str(value)} if isinstance(value, str | int | float) else value
-
-    @field_validator("strength", mode="before")
-    @classmethod
-    def _read_range(cls, value: object) -> object:
-        return (value, value) if isinstance(value, int | float) else value
 
     @field_validator("text")
     @classmethod

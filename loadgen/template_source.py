@@ -29,8 +29,6 @@ _SAMPLE_JOBS = 200
 _JOBS_BETWEEN_CALLS = 1_000
 
 _MAX_ID_CHARACTERS = 128
-
-#: The most characters of a word in an id.
 _WORD_CHARACTERS = 24
 
 

@@ -87,14 +87,15 @@ SLOW = (
     "worker/engine/control",
     "worker/engine/families",
     "worker/engine/kernels",
+    "worker/engine/passes/test_beside.py",
+    "worker/engine/passes/test_tiles.py",
+    "worker/engine/passes/test_upscaler.py",
     "worker/engine/pixel",
     "worker/engine/slots/test_batch_mates.py",
     "worker/engine/slots/test_convolution.py",
     "worker/engine/slots/test_memory.py",
     "worker/engine/test_baseline.py",
     "worker/engine/test_batch_engine.py",
-    "worker/engine/passes/test_beside.py",
-    "worker/engine/passes/test_upscaler.py",
 )
 
 #: On the process of another file, by their paths: the images are built once, and torch, which

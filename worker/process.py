@@ -27,12 +27,11 @@ from worker.metrics import Outcome, WorkerMetrics
 from worker.models import checkpoints
 from worker.models.change import WorkerModels
 from worker.models.checkpoints import Checkpoint
-from worker.models.choice import share_of
 from worker.node import salad
 from worker.node.watchdog import limits_of
 from worker.pipeline import Machine, Pipeline
 from worker.progress import Counts, Phase, Progress, ProgressMeter, WorkerReport
-from worker.settings import WorkerSettings
+from worker.settings import WorkerSettings, share_of
 
 log = logging.getLogger(__name__)
 

@@ -26,10 +26,9 @@ from simulation.nodes import START_UP_SECONDS, Card, Node, Weather, seconds_unti
 from simulation.threads import SimulatedBatches
 from worker import pipeline
 from worker.metrics import WorkerMetrics
-from worker.models.choice import share_of
 from worker.pipeline import Machine, Pipeline
 from worker.replica import Replica
-from worker.settings import WorkerSettings
+from worker.settings import WorkerSettings, share_of
 from worker.stages import encode
 
 #: More than any run.

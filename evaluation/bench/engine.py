@@ -106,11 +106,7 @@ def measure_baseline(
 
 
 def measure(setup: Setup, asked: Asked, step: StartStep) -> dict[str, Any]:
-    """The figures of `--json`, apart from the price; None for what was not measured.
-
-    Raises:
-        FleetError: the model cannot be loaded or an image failed.
-    """
+    """The figures of `--json`, as far as measured; raises FleetError if an image failed."""
     device = devices.find_device(asked.device)
     step("matrix products", 1)
     matrix_rate = machine.measure_matrix_rate(device, devices.find_dtype("auto", device))

@@ -17,7 +17,7 @@ from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProject
 from worker.engine import checkpoint
 from worker.engine.families import reading
 from worker.engine.families.table import SD1, Family
-from worker.engine.lora import layout as lora_names
+from worker.engine.lora import file as lora_names
 
 #: kohya's default LoRA adapts these twelve layers in each of the UNet's sixteen transformers.
 ADAPTED_SUFFIXES = (

@@ -73,11 +73,7 @@ async def compare(
     measures: Measures,
     on_pairs: Callable[[int], None],
 ) -> Comparison:
-    """Compares the images of *keys*, whose *names* each side has.
-
-    Raises:
-        NotComparableError: the two images of a pair are not of the same job.
-    """
+    """Compares the images of *keys*; raises NotComparableError if a pair is not of one job."""
     found = Comparison()
     for first in range(0, len(keys), _BATCH):
         batch = keys[first : first + _BATCH]

@@ -110,11 +110,7 @@ class Drawing:
 
 
 def by_key(names: list[str], label: str) -> dict[str, str]:
-    """The names by themselves without their suffix: a PNG pairs with a JPEG.
-
-    Raises:
-        NotComparableError: there is none, or two are alike but for the suffix.
-    """
+    """The names by their stems; raises NotComparableError for none, or two of one stem."""
     found: dict[str, str] = {}
     for name in sorted(names):
         key = name.rpartition(".")[0]

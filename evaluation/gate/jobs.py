@@ -55,11 +55,7 @@ def _refuse(place: str, reason: str) -> None:
 
 
 def _to_draw(job: Job, steps: int | None) -> Job:
-    """The job for this machine: with the model that is loaded, whatever it asks for.
-
-    Raises:
-        SetupError: it takes more than an engine to draw it.
-    """
+    """The job, with the model that is loaded; raises SetupError if an engine cannot draw it."""
     named = [each for each in job.sources if img2img.place(each) is not None]
     files = [*named, *job.upscaler_files, *(unit.model for unit in job.controls)]
     reason = None

@@ -163,7 +163,7 @@ class _Planner:
 def _caption(record: Record) -> str:
     """What the image should show: the sweep's caption, or the prompt without its LoRAs."""
     if sweep.CAPTION in record.metadata:
-        return sweep.caption_of(record)
+        return caption_of(record)
     return prompt.read_words(record.prompt or "")[0]
 
 
@@ -196,3 +196,9 @@ def _emptied(folder: Path) -> Path:
 def _listed(plan: Path, features: Path, folder: Path | None = None) -> Iterator[Chunk]:
     for path in sorted(plan.glob("*.jsonl")):
         yield Chunk(path, features / path.stem, folder)
+
+
+def caption_of(record: Record) -> str:
+    """The caption of an image: its prompt, but for LoRA tags and escaped signs."""
+    caption = record.metadata.get(sweep.CAPTION)
+    return caption if isinstance(caption, str) else record.prompt or ""

@@ -74,11 +74,7 @@ def of_chunks(
 
 
 def read(path: str, extractor: ExtractorFacts | None, clip: ExtractorFacts | None) -> Reference:
-    """Statistics: an `.npz` of pytorch-fid or clean-fid (FID alone), or one of `write`.
-
-    Raises:
-        SetupError: it is none, or of other extractors.
-    """
+    """Statistics of pytorch-fid, clean-fid or `write`; raises SetupError for other ones."""
     file = _DEMO_FILE if path == DEMO else Path(path)
     if not file.is_file():
         raise errors.SetupError(f"the reference {path!r} does not exist")

@@ -116,11 +116,7 @@ class Asked:
 
 
 def run(asked: Asked) -> Scores | None:
-    """The figures; None where other parts are still to be computed.
-
-    Raises:
-        FleetError: an extractor, the reference or the storage cannot be used.
-    """
+    """The figures; None while parts are to be computed. Raises FleetError for unusable sources."""
     networks = asked.networks
     number, parts = asked.computing.chosen_part
     device = load.find_device((networks.extractor, networks.clip), networks.device)

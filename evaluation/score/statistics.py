@@ -89,11 +89,7 @@ class Statistics:
 
     @classmethod
     def read(cls, path: Path) -> Self:
-        """A `.npz` with `mu` and `sigma` as pytorch-fid and clean-fid write it, perhaps `count`.
-
-        Raises:
-            SetupError: the file is none.
-        """
+        """A `.npz` of pytorch-fid or clean-fid; raises SetupError if it is none."""
         try:
             with np.load(path, allow_pickle=False) as stored:
                 mean = np.asarray(stored["mu"], np.float64)

@@ -108,11 +108,7 @@ class Policy:
         self._lock = asyncio.Lock()
 
     async def name(self) -> str:
-        """The name of a policy that exists, or that did when the storage last answered.
-
-        Raises:
-            FleetError: there is none yet, and the storage does not answer or refuses to make one.
-        """
+        """The name of a policy that exists or did; raises FleetError if none can be made."""
         async with self._lock:
             if time.monotonic() - self._checked_at >= CHECK_SECONDS:
                 try:

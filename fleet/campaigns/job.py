@@ -20,13 +20,6 @@ State = Literal[
 
 
 @dataclass(frozen=True, slots=True)
-class _Image:
-    blob: str
-    address: str
-    size_bytes: int
-
-
-@dataclass(frozen=True, slots=True)
 class JobState:
     """The state of a job, and *since* when; None for what is not known."""
 
@@ -40,7 +33,8 @@ class JobState:
     worker: str | None = None
     error: str | None = None
     reason: str | None = None
-    images: list[_Image] = field(default_factory=list)
+    images: list[dict[str, Any]] = field(default_factory=list)
+    """Blob, address and size of each."""
 
 
 @options.from_settings(StorageSettings)
@@ -73,7 +67,11 @@ async def look_up(storage: Storage, campaign: str, job_id: str) -> JobState:
     messages = (await storage.queue.depth()).messages
     stored = await outcomes.stored_images(storage, job)
     images = [
-        _Image(each.blob, storage.blobs.address(each.blob), each.size_bytes or 0)
+        {
+            "blob": each.blob,
+            "address": storage.blobs.address(each.blob),
+            "size_bytes": each.size_bytes or 0,
+        }
         for each in stored
         if each.blob is not None
     ]
@@ -139,4 +137,4 @@ def _print(found: JobState) -> None:
         facts["reason"] = "it has no image and no record: Azure does not show which jobs wait"
     console.print_facts(facts)
     for image in found.images:
-        console.print_facts({"image": image.address})
+        console.print_facts({"image": image["address"]})

@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
-from typing import Any, NamedTuple
+from typing import Any
 
 from rich.table import Table
 
@@ -27,18 +27,11 @@ _FRESH_SECONDS = 30.0
 _LONG_AGO = datetime.min.replace(tzinfo=UTC)
 
 
-class Row(NamedTuple):
-    """A campaign and its numbers."""
-
-    campaign: str
-    counts: Counts
-
-
 @dataclass(frozen=True, slots=True)
 class Listing:
     """Campaigns in numbers, the latest first."""
 
-    rows: Sequence[Row]
+    rows: Sequence[tuple[str, Counts]]
     damaged_files: int
     """Files of records that are damaged, in part at least, and so not in the figures."""
     refusal: str | None = None
@@ -78,13 +71,12 @@ class Campaigns:
         names = [self._only] if self._only else [n async for n in reader.campaigns(self._storage)]
         slots = asyncio.Semaphore(_AT_ONCE)
 
-        async def count(name: str) -> Row:
+        async def count(name: str) -> tuple[str, Counts]:
             async with slots:
-                found = await reader.counts(self._storage, name, damaged)
-            return Row(name, found)
+                return name, await reader.counts(self._storage, name, damaged)
 
         rows = await concurrency.gather(*map(count, names))
-        latest = sorted(rows, key=lambda row: row.counts.last_at or _LONG_AGO, reverse=True)
+        latest = sorted(rows, key=lambda row: row[1].last_at or _LONG_AGO, reverse=True)
         return Listing(latest, len(damaged.shards))
 
 
@@ -110,7 +102,7 @@ def notes(listing: Listing, count: int, messages: int) -> list[str]:
         found.append(f"campaigns cannot be counted: {listing.refusal}")
     if (more := len(listing.rows) - count) > 0:
         found.append(f"{console.counted(more, 'earlier campaign')} not shown (--count)")
-    pending = sum(row.counts.pending or 0 for row in listing.rows)
+    pending = sum(counts.pending or 0 for _, counts in listing.rows)
     if pending > messages:
         found.append(
             f"{console.counted(pending - messages, 'pending job')} in no queue: deleted with"

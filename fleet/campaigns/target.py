@@ -8,7 +8,7 @@ import typer
 from pydantic import TypeAdapter, ValidationError
 
 from imagefleet import errors, validation
-from imagefleet.job.message import DEFAULT_CAMPAIGN, SafeId, job_key, message_fields
+from imagefleet.job.message import DEFAULT_CAMPAIGN, SafeId, fields_if_any, job_key
 from imagefleet.records import reader
 from imagefleet.storage.open import Storage
 from imagefleet.storage.protocol import FoundMessage
@@ -141,11 +141,8 @@ async def find_message(storage: Storage, named: Target) -> FoundMessage | None:
     """A message of the target in the job queue, as far as the storage shows its messages."""
     text = named.id or ("" if named.campaign == DEFAULT_CAMPAIGN else named.campaign or "")
     async for found in storage.queue.find(text):
-        try:
-            fields = message_fields(found.message.body)
-        except (ValueError, RecursionError):
-            continue
-        if not isinstance(fields, dict) or (named.id and fields.get("verify")):
+        fields = fields_if_any(found.message.body)
+        if not fields or (named.id and fields.get("verify")):
             continue
         of = Target(fields.get("campaign") or DEFAULT_CAMPAIGN, fields.get("id"))
         job_id = of.id or found.message.id

@@ -207,11 +207,7 @@ def manifest_of(plan: Plan, shards: Iterable[Shard]) -> Manifest:
 
 
 def read_manifest(folder: Path) -> Manifest | None:
-    """The manifest of a finished export; None if there is none.
-
-    Raises:
-        SetupError: it is none of an export, or some of its files are not there any more.
-    """
+    """The manifest of a finished export, if there is one; raises SetupError if files are gone."""
     try:
         found = Manifest.model_validate_json((folder / MANIFEST).read_bytes())
     except FileNotFoundError:

@@ -11,7 +11,7 @@ import asyncio
 import itertools
 import os
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -74,7 +74,8 @@ class Exporter:
         counted = _Counted()
         try:
             fetched: Sequence[Sample] = []
-            for batch in _batches(self._keyed(number)):
+            keyed = self._keyed(number)
+            while batch := list(itertools.islice(keyed, _BATCH)):
                 # The next images are read while these are written.
                 fetched, _ = await concurrency.gather(
                     self._fetch(batch), asyncio.to_thread(counted.write, written, fetched)
@@ -164,9 +165,3 @@ class _Counted:
             elif sample.sha256 is not None:
                 self.digests.append(sample.sha256)
                 self.bytes += len(sample.data or b"")
-
-
-def _batches(keyed: Iterable[tuple[str, Record]]) -> Iterator[list[tuple[str, Record]]]:
-    rest = iter(keyed)
-    while batch := list(itertools.islice(rest, _BATCH)):
-        yield batch

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
 from fleet import console, options
 from fleet.campaigns import target
-from fleet.failed import output, read
-from fleet.failed.output import Verb
+from fleet.failed import jobs as failed_jobs
 from fleet.options import option
 from imagefleet import aio, errors
 from imagefleet.job.change import Change
@@ -36,7 +33,7 @@ class Which:
         return target.read(self.job)
 
     def selection(self, jobs_file: Path | None = None) -> Selection:
-        sources = None if jobs_file is None else read.sources_of(jobs_file)
+        sources = None if jobs_file is None else failed_jobs.sources_of(jobs_file)
         return Selection(self.error, *self.target, sources, self.model)
 
 
@@ -82,25 +79,25 @@ async def command(
         if export:
             await _export(fleet, selection, from_queue=from_queue)
         elif named.id is not None:
-            records = await read.find(fleet, selection, from_queue=from_queue)
-            output.print_jobs(records, as_json=as_json)
+            records = await failed_jobs.find(fleet, selection, from_queue=from_queue)
+            failed_jobs.print_jobs(records, as_json=as_json)
         else:
-            listing = await read.listing(fleet, selection, limit, from_queue=from_queue)
+            listing = await failed_jobs.listing(fleet, selection, limit, from_queue=from_queue)
             if not listing.count:
                 await target.check_campaign(fleet.storage, named.campaign)
-            output.print_listing(listing, as_json=as_json)
+            failed_jobs.print_listing(listing, as_json=as_json)
 
 
 async def _export(fleet: aio.Fleet, selection: Selection, *, from_queue: bool) -> None:
     count = unsigned = 0
     blobs = fleet.storage.blobs
     check = fleet.checks_signatures() if fleet.keys.trusted else None
-    async for entry in read.entries(fleet, selection, from_queue=from_queue):
+    async for entry in failed_jobs.entries(fleet, selection, from_queue=from_queue):
         if check is not None and not await check.is_signed(entry, blobs):
             unsigned += 1
             continue
         try:
-            job = await read.exported(entry, blobs)
+            job = await failed_jobs.exported(entry, blobs)
         except errors.JobError as reason:
             console.print_warning(f"{entry.id} is left out: {reason.message}")
             continue
@@ -111,7 +108,7 @@ async def _export(fleet: aio.Fleet, selection: Selection, *, from_queue: bool) -
     if unsigned:
         console.print_warning(f"{unsigned:,} are left out: they are not signed with your key")
     if unrecorded:
-        console.print_warning(output.without_records(unrecorded))
+        console.print_warning(failed_jobs.without_records(unrecorded))
 
 
 @options.from_settings(SignerSettings)
@@ -153,14 +150,14 @@ async def replay_command(
             if not (preview.count or preview.refused or preview.unsigned):
                 await _refuse_nothing(fleet, selection)
             if how.dry_run:
-                output.print_preview(preview, console.stdout, as_json=how.as_json)
+                failed_jobs.print_preview(preview, console.stdout, as_json=how.as_json)
                 return
             if preview.count > 1:
-                output.print_preview(preview, console.stderr)
+                failed_jobs.print_preview(preview, console.stderr)
                 jobs = console.counted(preview.count, "failed job")
                 console.confirm(f"Send {jobs} again?", yes=how.yes)
         swept, missing = await _replay(fleet, selection, check, chosen)
-    output.report("replayed", swept, missing=missing, as_json=how.as_json)
+    failed_jobs.report("replayed", swept, missing=missing, as_json=how.as_json)
 
 
 @options.from_settings(SignerSettings)
@@ -203,13 +200,14 @@ async def discard_command(
                 console.confirm(f"Discard {jobs} for good?", yes=how.yes)
             if how.dry_run:
                 return
-        with _counting("discarded") as show:
+        with console.counting("discarded", None) as move:
             swept = await dead_letter_queue.discard(
-                fleet.storage, selection, show, keep_signed, completed=completed
+                *(fleet.storage, selection, lambda count: move(done=count), keep_signed),
+                completed=completed,
             )
         if not (swept.done or swept.refused or unsigned or completed):
             await _refuse_nothing(fleet, selection)
-    output.report("discarded", swept, as_json=how.as_json)
+    failed_jobs.report("discarded", swept, as_json=how.as_json)
 
 
 def _chosen(
@@ -232,7 +230,7 @@ async def _refuse_nothing(fleet: aio.Fleet, selection: Selection) -> None:
     if await dead_letter_queue.unrecorded(fleet.storage):
         return
     if selection.id is not None:
-        raise errors.SetupError(read.no_such_job(selection, fleet.storage))
+        raise errors.SetupError(failed_jobs.no_such_job(selection, fleet.storage))
     await target.check_campaign(fleet.storage, selection.campaign)
 
 
@@ -257,8 +255,10 @@ async def _replay(
 ) -> tuple[Swept, int]:
     """Replays the selected jobs; also returns how many have no message that could be sent."""
     began_at = datetime.now(UTC)
-    with _counting("replayed") as show:
-        swept = await dead_letter_queue.replay(fleet.storage, selection, show, check, priority)
+    with console.counting("replayed", None) as move:
+        swept = await dead_letter_queue.replay(
+            fleet.storage, selection, lambda count: move(done=count), check, priority
+        )
     refused = {each.id for each in swept.refused}
     missing = 0
     async for entry in dead_letter_queue.recorded(fleet.storage, selection):
@@ -266,13 +266,3 @@ async def _replay(
     if not (swept.done or refused or missing):
         await _refuse_nothing(fleet, selection)
     return swept, missing
-
-
-@contextlib.contextmanager
-def _counting(verb: Verb) -> Iterator[Callable[[int], None] | None]:
-    """Shows the jobs so far on a terminal."""
-    if not console.stderr.is_terminal:
-        yield None
-        return
-    with console.stderr.status("") as status:
-        yield lambda count: status.update(f"{count:,} {verb}")

@@ -84,12 +84,7 @@ async def add(
     *,
     dry_run: bool,
 ) -> Report:
-    """Stores files and lists their hashes.
-
-    Raises:
-        SetupError: one is of another kind, or its name is taken; none was stored of that kind.
-        TransientError: the storage did not answer.
-    """
+    """Stores files and lists their hashes; raises SetupError before any, if one cannot be."""
     if len(sources) > 1 and (given.name or given.sha256):
         raise errors.SetupError("--name and --sha256 are for one file")
     keys = settings.keys()

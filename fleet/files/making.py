@@ -54,11 +54,7 @@ def can_draw() -> bool:
 
 
 def test_image(model: Path, target: Path) -> dict[str, object]:
-    """Loads the checkpoint, draws one image and writes it as a PNG; returns facts about it.
-
-    Raises:
-        SetupError: the checkpoint cannot be loaded, or draws nothing but one colour.
-    """
+    """Draws one image as a PNG; returns facts about it. Raises SetupError if it is one colour."""
     from worker.engine import device as devices  # loads torch
     from worker.stages import encode  # needs the extra `worker`
 
@@ -216,12 +212,7 @@ def _useless(model: Path, error: errors.FleetError) -> errors.SetupError:
 
 
 def make_kernels(settings: WorkerSettings, output: Path, *, dry_run: bool) -> Report:
-    """Compiles kernels as a worker does with these settings, and packs them into one file.
-
-    Raises:
-        SetupError: the engine cannot load the model, nothing is compiled here, or *output* cannot
-        be written.
-    """
+    """Compiles kernels as a worker does and packs them into one file; raises SetupError."""
     libraries.require()
     from worker.files.kernels import cache, machine
 

@@ -117,13 +117,10 @@ class Elsewhere:
 
 
 async def look(settings: SignerSettings, uses: Uses, elsewhere: Elsewhere) -> list[Use]:
-    """Finds what is missing in the storage of *settings*, what most jobs name first.
+    """Finds what is missing in the storage, what most jobs name first; raises SetupError.
 
-    One listing for each kind of file that is named. With a signing key, workers use what is in the
-    signed list of the folder alone; of embeddings on Azure, what is in the list in any case.
-
-    Raises:
-        SetupError: the container of files cannot be used; or a list is not signed with the key.
+    With a signing key, workers use what is in the signed list of the folder alone; of embeddings on
+    Azure, what is in the list in any case.
     """
     keys = settings.keys()
     missing = []

@@ -52,11 +52,8 @@ class Listing:
     async def change(self, add: Mapping[str, str] = {}, remove: Collection[str] = ()) -> bool:
         """Lists files' hashes and no longer some others; False without a manifest.
 
-        None is created where nothing is added, or without a key and *create*.
-
-        Raises:
-            SetupError: the manifest is signed, and not with these keys, or it is not signed.
-            TransientError: others are changing it.
+        None is created where nothing is added, or without a key and *create*. Raises SetupError if
+        it is signed, and not with these keys, or not signed; TransientError if others change it.
         """
         for _ in range(_TRIES):
             contents, version = await self._read()
@@ -168,13 +165,10 @@ async def find(storage: Storage, kind: FileKind, names: Sequence[str]) -> list[R
 
 
 async def remove(storage: Storage, kind: FileKind, rows: Sequence[Row], keys: Keys) -> None:
-    """Takes files from the folder's manifest, then deletes them.
+    """Takes files from the folder's manifest, then deletes them; raises SetupError.
 
     In this order: a file that is listed and gone would be a name that prompts find and workers do
     not. A command that was interrupted in between is repeated.
-
-    Raises:
-        SetupError: the manifest is signed with another key, or the token cannot delete.
     """
     listing = Listing(storage, kind.folder, keys)
     await listing.change(remove={kind.listed_name(row.name) for row in rows})

@@ -47,11 +47,7 @@ class States:
     shown: Mapping[str, str]
     """Each as a person knows it, by the stem of its file's name."""
     read: Callable[[str], bytes]
-    """The content of the file with a stem; takes seconds where an encoder has to make it.
-
-    Raises:
-        SetupError: it cannot be read, or the encoder cannot be loaded.
-    """
+    """The content of the file with a stem, maybe made in seconds; raises SetupError."""
     jobs: int | None = None
 
 
@@ -81,11 +77,7 @@ def encoded(
     *,
     is_shown: bool,
 ) -> States:
-    """The states of the prompts in a file of jobs, by the text encoder of a stage.
-
-    Raises:
-        SetupError: the stage has no text encoder, a library is missing, or a job is invalid.
-    """
+    """The states of the prompts of jobs, by a stage's encoder; raises SetupError if it cannot."""
     libraries.require()
     from worker.engine import device
     from worker.engine.pixel import text_stage
@@ -125,11 +117,7 @@ def encoded(
 async def add(
     settings: SignerSettings, states: States, *, create: bool, dry_run: bool, quiet: bool
 ) -> Report:
-    """Stores the states that the storage lacks; *create* is `Listing`'s.
-
-    Raises:
-        SetupError: they cannot be made, read or listed; TransientError: the storage did not answer.
-    """
+    """Stores the states that the storage lacks, or raises a FleetError; *create* is `Listing`'s."""
     is_listed = False
     async with open_storage(settings) as storage:
         listing = Listing(storage, TEXT.folder, settings.keys(), create=create)
@@ -159,11 +147,7 @@ async def add(
 
 
 async def _lacking(storage: Storage, stems: Collection[str], listing: Listing) -> list[str]:
-    """What is not stored; with a signing key also what is not listed, which workers do not take.
-
-    Raises:
-        SetupError: the list cannot be changed with these keys, or would become too large.
-    """
+    """What is not stored; with a signing key also what is not listed, as no worker takes that."""
     listed = await listing.files()
     known = {
         TEXT.stem(name.rpartition("/")[2]) async for name in storage.files.names(f"{TEXT.folder}/")

@@ -82,15 +82,17 @@ class Report:
 async def local_file(
     source: str, sha256: str | None, kind: FileKind, cache: Path
 ) -> AsyncIterator[Path]:
-    """The file or folder *source* on this machine, checked; a URL is downloaded for the block.
+    """The file or folder *source*, checked; raises SetupError for another *kind* or hash.
 
-    A download that was interrupted goes on the next time. After the block's errors it is kept.
-
-    Raises:
-        SetupError: it is of another *kind*, or has another hash.
+    A URL is downloaded for the block, after whose errors it is kept, whole or in part.
     """
     if not re.match(r"https?://", source, re.IGNORECASE):
-        yield await asyncio.to_thread(_own_file, source, sha256)
+        path = await asyncio.to_thread(Path(source).expanduser)
+        is_file = await asyncio.to_thread(path.is_file)
+        own = await asyncio.to_thread(files.sha256, path) if sha256 and is_file else None
+        if sha256 and own and own != sha256.lower():
+            raise errors.SetupError(f"{source!r} has another SHA-256 than {sha256}")
+        yield path
         return
     address = addresses.read_address(source, sha256, "")
     assert address is not None  # noqa: S101 - it begins like a URL
@@ -123,12 +125,7 @@ def check_file(path: Path, kind: FileKind) -> str:
 async def store(
     storage: Storage, kind: FileKind, ready: Ready, *, replace: bool, dry_run: bool
 ) -> Stored:
-    """Uploads a file; nothing is to be seen of it until it is whole.
-
-    Raises:
-        SetupError: the name is taken by another file, which is to stay.
-        TransientError: it was taken meanwhile.
-    """
+    """Uploads a file, which is seen once it is whole; SetupError if another has its name."""
     blob = f"{kind.folder}/{ready.name}"
     sha256 = await asyncio.to_thread(files.sha256, ready.path)
     size = (await asyncio.to_thread(ready.path.stat)).st_size
@@ -179,11 +176,7 @@ async def delete(storage: Storage, blob: str) -> None:
 
 
 def room_for(cache: Path, needed_bytes: int) -> Path:
-    """A folder for temporary files with that much room.
-
-    Raises:
-        NodeError, SetupError: the disk is full, or the folder not writable.
-    """
+    """A folder for temporary files with that much room; raises NodeError or SetupError."""
     folder = DiskCache(_folder(cache))
     with folder.errors():
         folder.folder.mkdir(parents=True, exist_ok=True)
@@ -208,13 +201,6 @@ def showing(what: str) -> Iterator[Progress]:
         return
     with console.counting(what, None, unit=progress.DownloadColumn()) as move:
         yield lambda so_far, total: move(done=so_far, total=total)
-
-
-def _own_file(source: str, sha256: str | None) -> Path:
-    path = Path(source).expanduser()
-    if sha256 is not None and path.is_file() and files.sha256(path) != sha256.lower():
-        raise errors.SetupError(f"{source!r} has another SHA-256 than {sha256}")
-    return path
 
 
 def _folder(cache: Path) -> Path:

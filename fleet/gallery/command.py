@@ -46,11 +46,8 @@ async def command(
             name = "localhost" if host in {"0.0.0.0", "::"} else host  # noqa: S104 - compared only
             url = f"http://{f'[{name}]' if ':' in name else name}:{chosen}/"
             console.print_plain(f"The gallery of {fleet.storage.url} is at {url} (Ctrl-C ends it)")
-            if browser and _has_screen():
+            # Without a screen, a text browser would take over the terminal.
+            has_screen = any(map(os.environ.get, ("DISPLAY", "WAYLAND_DISPLAY")))
+            if browser and (has_screen or sys.platform == "darwin"):
                 await asyncio.to_thread(webbrowser.open, url)
             await console.until_stopped(asyncio.sleep(math.inf))
-
-
-def _has_screen() -> bool:
-    """Whether there is a screen: without one, a text browser would take over the terminal."""
-    return sys.platform == "darwin" or any(map(os.environ.get, ("DISPLAY", "WAYLAND_DISPLAY")))

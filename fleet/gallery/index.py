@@ -80,11 +80,7 @@ class Index:
             self._db.close()
 
     def add(self, records: Iterable[Record], *, at_end: bool = False) -> None:
-        """Adds what is new of the records, by their times or *at_end*: after all that are there.
-
-        Raises:
-            sqlite3.Error: the disk is full, say; none of them is added.
-        """
+        """Adds what is new, by its time or after all others; all or none, or sqlite3.Error."""
         counts = Counter[tuple[str, str]]()
         with self._lock:
             with self._db:  # commits, or rolls back

@@ -109,11 +109,7 @@ class Minted:
 
 
 class Minter:
-    """Creates tokens for the queues and containers of the settings, without calling Azure.
-
-    Raises:
-        SetupError: the settings have no account key.
-    """
+    """Creates tokens without calling Azure; raises SetupError if there is no account key."""
 
     def __init__(self, settings: StorageSettings) -> None:
         address = account.read_address(settings.storage.strip())

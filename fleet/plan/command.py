@@ -7,8 +7,6 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from rich.table import Table
-
 from fleet import console, options
 from fleet.filling import reading
 from fleet.options import argument, option
@@ -167,9 +165,30 @@ def show(plan: estimate.Plan, table: prices.PriceTable) -> None:
     }
     console.print_tables(console.totals(rows))
     if len(plan.mix) > 1:
-        console.print_tables("", _mix_table(plan.mix))
+        headings = ("replicas", "images/s", "$/h", "images/$,\nGPU only")
+        of_gpus = [
+            (
+                *(part.gpu, part.replicas, f"{part.images_in(1):,.2f}"),
+                f"{part.replicas * part.dollars_per_hour.value:,.2f}",
+                console.number(part.images_per_dollar_gpu_only),
+            )
+            for part in plan.mix
+        ]
+        columns = console.name_column("GPU"), *map(console.number_column, headings)
+        console.print_tables("", console.table(*columns, rows=of_gpus))
     if len(plan.models) > 1:
-        console.print_tables("", _model_table(plan.models))
+        headings = ("images", "GPU hours", "GPU $", "images/$,\nGPU only")
+        of_models = [
+            (
+                *(each.model, families.find(each.family).name, each.images),
+                *(f"{each.gpu_hours:,.2f}", f"{each.gpu_dollars:,.2f}"),
+                console.number(each.images_per_dollar_gpu_only),
+            )
+            for each in plan.models
+        ]
+        figures = map(console.number_column, headings)
+        shown = console.table(console.name_column("model"), "family", *figures, rows=of_models)
+        console.print_tables("", shown)
     console.print_tables("")
     for part in plan.mix:
         console.print_tables(*estimate.sources(part))
@@ -179,34 +198,3 @@ def show(plan: estimate.Plan, table: prices.PriceTable) -> None:
         "Interruptions, idle time, second drawings (`imagefleet load --verify-share`, by default"
         " 0.5 % more)" + changes + " and storing the images are not included.",
     )
-
-
-def _model_table(models: Sequence[estimate.ModelCost]) -> Table:
-    headings = ("images", "GPU hours", "GPU $", "images/$,\nGPU only")
-    table = console.table(
-        console.name_column("model"), "family", *map(console.number_column, headings)
-    )
-    for each in models:
-        table.add_row(
-            console.untrusted(each.model or "-"),
-            families.find(each.family).name,
-            f"{each.images:,}",
-            f"{each.gpu_hours:,.2f}",
-            f"{each.gpu_dollars:,.2f}",
-            console.number(each.images_per_dollar_gpu_only),
-        )
-    return table
-
-
-def _mix_table(mix: Sequence[estimate.Part]) -> Table:
-    headings = ("replicas", "images/s", "$/h", "images/$,\nGPU only")
-    table = console.table(console.name_column("GPU"), *map(console.number_column, headings))
-    for part in mix:
-        table.add_row(
-            part.gpu,
-            f"{part.replicas:,}",
-            f"{part.images_in(1):,.2f}",
-            f"{part.replicas * part.dollars_per_hour.value:,.2f}",
-            console.number(part.images_per_dollar_gpu_only),
-        )
-    return table

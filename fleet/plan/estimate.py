@@ -168,11 +168,7 @@ def _model_costs(mix: Sequence[Part], hours: float) -> list[ModelCost]:
 
 
 def make_mix(named: Sequence[tuple[str, int]], works: Sequence[Work], known: Known) -> list[Part]:
-    """So many replicas of each GPU class, with their speeds and prices.
-
-    Raises:
-        SetupError: a class, its speed or its price is not known, or a report is of none of them.
-    """
+    """Replicas of each class, with speed and price; raises SetupError for what is not known."""
     benches, dollars, rate = known.benches, known.dollars_per_hour, known.images_per_second
     if len(named) > 1 and (dollars is not None or rate is not None):
         raise errors.SetupError(
@@ -333,11 +329,7 @@ def mean_speed(speeds: Sequence[ModelSpeed]) -> Input:
 
 
 def find_speed(gpu: str, given: float | None, bench: Bench | None, work: Work) -> Input:
-    """Images/s of one *gpu*: given, measured, assumed, or estimated from another family's.
-
-    Raises:
-        SetupError: none is known.
-    """
+    """Images/s of one *gpu*: given, measured, assumed or estimated; raises SetupError if none."""
     if given is not None:
         return Input(given, "given", "--images-per-second")
     if bench is not None:

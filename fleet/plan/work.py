@@ -69,11 +69,7 @@ class Models:
 
 
 def read_models(given: Sequence[str], family: str | None) -> Models:
-    """The models of `--model`, each NAME=FAMILY or the path of a checkpoint, and of `--family`.
-
-    Raises:
-        SetupError: a family is unknown, or there is no such checkpoint.
-    """
+    """Models given as NAME=FAMILY or checkpoints; raises SetupError for what is neither."""
     by_name = {}
     for text in given:
         name, equals, slug = text.rpartition("=")
@@ -97,11 +93,7 @@ def _of_checkpoint(path: Path) -> dict[str, families.Family]:
 
 
 def add_stages(found: dict[str | None, Work], models: Models, job: Job, jobs: int = 1) -> None:
-    """Adds to the work *found*, by model, that of so many *jobs* as this one, stage by stage.
-
-    Raises:
-        JobError: a stage has a size that its model's family cannot have.
-    """
+    """Adds *jobs* such jobs to *found*, stage by stage; raises JobError for impossible sizes."""
     before: families.Size | None = None
     for stage in job.stages_left():
         work = found.get(stage.model)

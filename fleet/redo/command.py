@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -165,28 +164,21 @@ def _show(result: dict[str, Any], *, dry_run: bool) -> None:
     if not result["images"]:
         console.print_plain("no images to draw again")
         return
-    if dry_run:
-        _show_workers(result)
+    if not dry_run:
+        jobs = console.counted(result["jobs"], "job")
+        console.print_plain(f"{_images(result['replaced'])} put aside, {jobs} sent")
+        refused = result["not_redone"]
+        for each in refused[:_SHOWN]:
+            console.print_plain(f"{each['image']} stays: {each['reason']}")
+        if len(refused) > _SHOWN:
+            console.print_plain(f"and {len(refused) - _SHOWN:,} others stay (--json lists them)")
         return
-    jobs = console.counted(result["jobs"], "job")
-    console.print_plain(f"{_images(result['replaced'])} put aside, {jobs} sent")
-    _show_refused(result["not_redone"])
-
-
-def _show_workers(result: dict[str, Any]) -> None:
     columns = console.name_column("worker"), console.number_column("images")
     rows = ((worker or "(none)", count) for worker, count in result["workers"].items())
     console.print_tables(console.table(*columns, rows=itertools.islice(rows, _SHOWN)))
     dollars = result["dollars"]
     cost = "" if dollars is None else f"; drawing them took about ${dollars:,.2f}"
     console.print_plain(f"{_images(result['images'])} would be drawn again{cost}")
-
-
-def _show_refused(refused: Sequence[dict[str, str]]) -> None:
-    for each in refused[:_SHOWN]:
-        console.print_plain(f"{each['image']} stays: {each['reason']}")
-    if len(refused) > _SHOWN:
-        console.print_plain(f"and {len(refused) - _SHOWN:,} others stay (--json lists them)")
 
 
 def _images(count: int) -> str:

@@ -189,11 +189,7 @@ async def replace(
 async def finish(
     storage: Storage, journal: str, replaced: Replaced, log: RecordLog | None = None
 ) -> None:
-    """Does what a journal says as far as it is not done; *log* is for its notes in the records.
-
-    Raises:
-        SetupError: it is damaged, or the credentials do not suffice.
-    """
+    """Does what a journal says, where it is not done yet; raises SetupError if it cannot."""
     data = await storage.files.read(journal, _MAX_JOURNAL_BYTES)
     if data is None:  # another run has just finished it
         return

@@ -19,11 +19,7 @@ from imagefleet import errors
 from imagefleet import scores as campaign_scores
 from imagefleet.job.message import DEFAULT_CAMPAIGN
 from imagefleet.pricing import prices
-from imagefleet.scores import Scores
 from imagefleet.storage.open import LOCAL_SCHEME
-
-#: Reasons for damage that stderr shows; the page and the JSON have some more.
-_SHOWN_REASONS = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +35,7 @@ class Price:
 
 
 @options.from_settings(MonitorSettings)
-def command(
+async def command(
     settings: MonitorSettings,
     campaign: target.Campaign = DEFAULT_CAMPAIGN,
     *,
@@ -65,14 +61,29 @@ def command(
     table = prices.read_table(price.prices_path)
     if settings.storage.strip().startswith(LOCAL_SCHEME):
         table = replace(table, storage=prices.FREE_STORAGE)
-    scored = _read_scores(scores, campaign)
+    scored = None if scores is None else campaign_scores.read(scores)
+    if scored is not None and scored.campaign != campaign:
+        raise errors.SetupError(f"{scores} has the scores of {scored.campaign}, not of {campaign}")
     dollars = _price(price, table)
-    figures, metrics, sampled = console.run(_read(settings, campaign, table, dollars, limit))
-    made_at = datetime.now(UTC)
-    if figures.damage:
-        console.print_warning(_left_out(figures))
+    async with console.connected(settings) as client:
+        storage = client.storage
+        await target.check_campaign(storage, campaign)
+        records = await report_records.read_records(storage, campaign, limit)
+        if not (records.images or records.failed or records.cancelled):
+            raise errors.SetupError(
+                f"campaign {campaign!r} has no images and no failed jobs in {storage.url}"
+            )
+        sampled = await report_page.read_samples(storage.blobs, records)
+    figures = report_figures.compute(records, storage.url, table, *dollars)
+    metrics = None
+    if settings.prometheus is not None and figures.began_at and figures.ended_at:
+        async with prometheus.connected(settings.prometheus, settings.queried_fleet) as server:
+            metrics = await report_metrics.read_metrics(server, figures.began_at, figures.ended_at)
+    if records.damaged.count:
+        console.print_warning(str(records.damaged))
     if metrics and metrics.left_out:
         console.print_warning(metrics.left_out)
+    made_at = datetime.now(UTC)
     facts = {
         "made_at": made_at,
         **asdict(figures),
@@ -89,40 +100,6 @@ def command(
     console.print_plain(f"{_summary(figures)}\nReport: {page}")
 
 
-def _read_scores(path: Path | None, campaign: str) -> Scores | None:
-    """The scores in a file; raises SetupError for those of another campaign."""
-    if path is None:
-        return None
-    found = campaign_scores.read(path)
-    if found.campaign != campaign:
-        raise errors.SetupError(f"{path} has the scores of {found.campaign}, not of {campaign}")
-    return found
-
-
-async def _read(
-    settings: MonitorSettings,
-    campaign: str,
-    table: prices.PriceTable,
-    price: tuple[float | None, str],
-    samples: int,
-) -> tuple[report_figures.Figures, report_metrics.Metrics | None, list[report_page.Sample]]:
-    async with console.connected(settings) as client:
-        storage = client.storage
-        await target.check_campaign(storage, campaign)
-        records = await report_records.read_records(storage, campaign, samples)
-        if not (records.images or records.failed or records.cancelled):
-            raise errors.SetupError(
-                f"campaign {campaign!r} has no images and no failed jobs in {storage.url}"
-            )
-        sampled = await report_page.read_samples(storage.blobs, records)
-    figures = report_figures.compute(records, storage.url, table, *price)
-    metrics = None
-    if settings.prometheus is not None and figures.began_at and figures.ended_at:
-        async with prometheus.connected(settings.prometheus, settings.queried_fleet) as server:
-            metrics = await report_metrics.read_metrics(server, figures.began_at, figures.ended_at)
-    return figures, metrics, sampled
-
-
 def _price(wanted: Price, table: prices.PriceTable) -> tuple[float | None, str]:
     """$/h of one worker, or None for what each recorded, and the source of the price."""
     gpu, priority = wanted.gpu, wanted.priority
@@ -133,18 +110,6 @@ def _price(wanted: Price, table: prices.PriceTable) -> tuple[float | None, str]:
     name = prices.find_gpu(gpu, table.gpus)
     source = f"{name} at {priority} priority, {table.gpus[name].source}"
     return prices.gpu_dollars_per_hour(name, priority, table), source
-
-
-def _left_out(figures: report_figures.Figures) -> str:
-    """What is left out, and the first reasons."""
-    records, samples = figures.damaged_records, figures.damaged_samples
-    shown = figures.damage[:_SHOWN_REASONS]
-    more = records + samples - len(shown)
-    return (
-        f"damaged and left out: {console.counted(records, 'record')} of images,"
-        f" {console.counted(samples, 'sample')}: {'; '.join(shown)}"
-        + (f"; and {more:,} more" if more else "")
-    )
 
 
 def _summary(figures: report_figures.Figures) -> str:

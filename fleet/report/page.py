@@ -5,12 +5,13 @@ from __future__ import annotations
 import base64
 import io
 import textwrap
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
 
 import jinja2
+import numpy as np
 from markupsafe import Markup
 
 from fleet import contact_sheet
@@ -134,10 +135,18 @@ def _plots(figures: Figures) -> dict[str, Markup]:
         for at in (rate.at, rate.at + figures.bin_seconds)
     ]
     speeds = [worker.images_per_second for worker in figures.workers if worker.images_per_second]
-    bins = _bins(speeds) if len(speeds) > _SPEED_BINS else []
+    bins: list[tuple[float, float, int]] = []
+    if len(speeds) > _SPEED_BINS:
+        numbers, edges = np.histogram(speeds, _SPEED_BINS)
+        bins = list(zip(edges[:-1].tolist(), edges[1:].tolist(), numbers.tolist(), strict=True))
+    dollars: dict[str, float] = defaultdict(float)
+    if figures.money.gpu_dollars is not None:
+        for worker in figures.workers:
+            dollars[gpu_name(worker.gpu)] += worker.gpu_dollars or 0.0
+    costs = [*sorted(dollars.items()), ("storage operations", figures.money.storage_dollars)]
     return {
         "throughput": time_plot([Line("images/s", points)], "Images/s stored", filled=True),
-        "money": bars(_costs(figures), "Dollars by kind"),
+        "money": bars([Bar(*cost, _dollars(cost[1])) for cost in costs], "Dollars by kind"),
         "speeds": histogram(bins, "Workers by speed", "images/s"),
     }
 
@@ -147,24 +156,20 @@ def _metrics_plots(metrics: Metrics) -> dict[str, Markup]:
         Bar(_words(stage), mean, _seconds(mean))
         for stage, mean in metrics.stage_mean_seconds.items()
     ]
+    busy, idle = metrics.gpu_busy_seconds, metrics.gpu_idle_seconds
+    total = busy + sum(idle.values())
+    gpu_time = [Bar("busy", busy, _share(busy, total))] + [
+        Bar(f"idle: {_words(reason)}", each, _share(each, total), _BAD)
+        for reason, each in idle.items()
+    ]
     per_dollar = _lines(metrics, images_per_dollar_gpu_only="GPU only", images_per_dollar="all in")
     return {
         "spent": bars(_spent(metrics), "Dollars by kind, and waste by reason"),
-        "gpu_time": bars(_gpu_time(metrics), "Share of GPU time"),
+        "gpu_time": bars(gpu_time, "Share of GPU time"),
         "stages": bars(stages, "Mean seconds by stage"),
         "images_per_dollar": time_plot(per_dollar, "Images per dollar over time"),
         "workers": time_plot(_lines(metrics, workers="workers"), "Workers over time"),
     }
-
-
-def _costs(figures: Figures) -> list[Bar]:
-    by_gpu: dict[str, float] = {}
-    if figures.money.gpu_dollars is not None:
-        for worker in figures.workers:
-            name = gpu_name(worker.gpu)
-            by_gpu[name] = by_gpu.get(name, 0.0) + (worker.gpu_dollars or 0.0)
-    rows = [*sorted(by_gpu.items()), ("storage operations", figures.money.storage_dollars)]
-    return [Bar(name, dollars, _dollars(dollars)) for name, dollars in rows]
 
 
 def _spent(metrics: Metrics) -> list[Bar]:
@@ -179,28 +184,12 @@ def _spent(metrics: Metrics) -> list[Bar]:
     ]
 
 
-def _gpu_time(metrics: Metrics) -> list[Bar]:
-    busy = metrics.gpu_busy_seconds
-    total = busy + sum(metrics.gpu_idle_seconds.values())
-    return [Bar("busy", busy, _share(busy, total))] + [
-        Bar(f"idle: {_words(reason)}", each, _share(each, total), _BAD)
-        for reason, each in metrics.gpu_idle_seconds.items()
-    ]
-
-
 def _lines(metrics: Metrics, **legends: str) -> list[Line]:
     return [
         Line(legend, points)
         for name, legend in legends.items()
         if (points := metrics.over_time.get(name))
     ]
-
-
-def _bins(values: Sequence[float]) -> list[tuple[float, float, int]]:
-    low, high = min(values), max(values)
-    width = (high - low) / _SPEED_BINS or 1.0
-    counts = Counter(min(int((value - low) / width), _SPEED_BINS - 1) for value in values)
-    return [(low + n * width, low + (n + 1) * width, counts[n]) for n in range(_SPEED_BINS)]
 
 
 def gpu_name(recorded: str | None) -> str:

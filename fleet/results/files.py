@@ -6,6 +6,7 @@ import contextlib
 import errno
 import hashlib
 import os
+import sqlite3
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -42,6 +43,8 @@ def writing(path: Path) -> Iterator[None]:
             raise
         place = error.filename or path
         raise errors.SetupError(f"cannot write {place}: {error.strerror or error}") from None
+    except sqlite3.Error as error:
+        raise errors.SetupError(f"cannot write {path}: {error}") from None
 
 
 def sync(path: Path) -> None:

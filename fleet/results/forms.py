@@ -159,12 +159,6 @@ def parquet_cells(row: dict[str, Any]) -> dict[str, Any]:
     return row | {"metadata": columns.json_text(row["metadata"]) if row["metadata"] else None}
 
 
-def _parquet_table(records: Sequence[Record], address: columns.Address) -> pa.Table:
-    """The rows of some records."""
-    rows = [parquet_cells(columns.row(record, address)) for record in records]
-    return arrow().Table.from_pylist(rows, parquet_schema())
-
-
 async def write_parquet(
     records: AsyncIterator[list[Record]],
     path: Path,
@@ -179,7 +173,8 @@ async def write_parquet(
     ):
         group: list[Any] = []
         async for batch in records:
-            group.append(await asyncio.to_thread(_parquet_table, batch, address))
+            rows = [parquet_cells(columns.row(record, address)) for record in batch]
+            group.append(await asyncio.to_thread(pa.Table.from_pylist, rows, parquet_schema()))
             if sum(part.num_rows for part in group) >= ROW_GROUP:
                 await asyncio.to_thread(writer.write_table, pa.concat_tables(group))
                 group = []

@@ -149,11 +149,7 @@ class Deployment:
                 self._log(f"started {group.name}")
 
     async def replace(self, old: Sequence[Group], *, enough: float, wait_seconds: float) -> None:
-        """Drains and deletes *old* groups step by step while *enough* new replicas run.
-
-        Raises:
-            TransientError: too few run after *wait_seconds*; both sets remain.
-        """
+        """Drains *old* groups in steps; raises TransientError if not *enough* new replicas run."""
         names = {group.name for group in old}
         for step in reversed(range(DRAIN_STEPS)):
             shares = {group.name: group.replicas * step // DRAIN_STEPS for group in old}
@@ -166,11 +162,7 @@ class Deployment:
         await self.delete(sorted(names))
 
     async def drain(self, wait_seconds: float) -> None:
-        """Scales to zero and stops the groups once no instance is left.
-
-        Raises:
-            TransientError: instances are left after *wait_seconds*.
-        """
+        """Scales to zero, then stops the groups; raises TransientError if instances are left."""
         groups = await self.groups()
         for group in groups:
             if group.replicas:

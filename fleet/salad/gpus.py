@@ -76,11 +76,7 @@ def find(names: Iterable[str], known: Sequence[GpuClass]) -> list[GpuClass]:
 
 
 def replica_price(classes: Sequence[GpuClass], priority: str) -> PriceRange:
-    """The price of one replica: a range, since SaladCloud uses whichever class is free.
-
-    Raises:
-        SetupError: a class has no price at that priority.
-    """
+    """The price range of one replica; raises SetupError if a class has no such priority."""
     for each in classes:
         if priority not in each.dollars_per_hour:
             raise errors.SetupError(f"no price is known for the {each.name} at {priority} priority")

@@ -191,8 +191,8 @@ def _send(
 def _models(text: str | None) -> dict[str, str]:
     """The models of a list, each with its family or an empty text."""
     found: dict[str, str] = {}
-    for each in text.split(",") if text else []:
-        name, _, slug = each.strip().partition("=")
+    for model in text.split(",") if text else []:
+        name, _, slug = model.strip().partition("=")
         if name in found:
             raise errors.SetupError(f"--models: {name[:60]} is there twice")
         found[name] = slug
@@ -211,12 +211,7 @@ def _check_models(names: Collection[str], elsewhere: Sequence[str] | None) -> No
 def _plan(
     source: SweepSource, machines: Machines, models: Models
 ) -> tuple[estimate.Plan, prices.PriceTable]:
-    """The sweep on the machines, with all stages of its jobs; *models* tells their families.
-
-    Raises:
-        SetupError: a class or its speed is not known, a file cannot be read, or a stage is of a
-        size that its model's family cannot have.
-    """
+    """The sweep on machines, by the families of *models*; SetupError for what is not known."""
     found: dict[str | None, Work] = {}
     for job in source.first_jobs():
         try:

@@ -7,7 +7,7 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from imagefleet import concurrency
-from imagefleet.job.message import Job, message_fields
+from imagefleet.job.message import Job, fields_if_any
 from imagefleet.records import reader, sweep
 from imagefleet.storage import enqueue
 from imagefleet.storage.open import Storage, absolute_url, open_storage
@@ -41,11 +41,8 @@ async def prepare(
 
     Returns the ids of jobs beyond the checkpoint that were sent as well: their messages are in the
     queue, as far as the storage shows that, or their images are stored. *models* are what workers
-    have from elsewhere than the storage. With *restart* nothing counts as sent.
-
-    Raises:
-        SetupError: the campaign is another sweep, or the checkpoint is damaged.
-        JobError: no worker can have a model of the sweep.
+    have from elsewhere than the storage. With *restart* nothing counts as sent. Raises SetupError
+    for a campaign that is another sweep, JobError for a model that no worker can have.
     """
     async with open_storage(settings) as storage:
         await storage.create()
@@ -102,15 +99,11 @@ async def _queued(storage: Storage, source: SweepSource, start: int) -> set[str]
         return set()
     first_caption = start // len(source.sweep.groups)
     found = set()
-    async for each in storage.queue.find(source.campaign):
-        try:
-            fields = message_fields(each.message.body)
-        except (ValueError, RecursionError):
-            continue
-        if not isinstance(fields, dict) or fields.get("campaign") != source.campaign:
-            continue
+    async for queued in storage.queue.find(source.campaign):
+        fields = fields_if_any(queued.message.body)
         number = sweep.caption_number(job_id := str(fields.get("id")))
-        if number is not None and number >= first_caption:
+        is_ours = fields.get("campaign") == source.campaign
+        if is_ours and number is not None and number >= first_caption:
             found.add(job_id)
     return found
 

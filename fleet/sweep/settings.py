@@ -51,7 +51,10 @@ def read(
         combined["lora_strength"] if lora else [None],
     )
     shared = Change.read(f"{name}={text}" for name, text in given.items()).values
-    return groups, shared | _sides(size)
+    try:
+        return groups, shared | (sweep.as_job_fields({sweep.SIZE: size}) if size else {})
+    except ValueError as error:
+        raise errors.SetupError(f"--set {error}") from None
 
 
 def _given(texts: Iterable[str]) -> dict[str, str]:
@@ -66,13 +69,6 @@ def _given(texts: Iterable[str]) -> dict[str, str]:
             raise errors.SetupError(f"--set {name} is there twice: give its values with commas")
         found[name] = values
     return found
-
-
-def _sides(size: str | None) -> dict[str, Any]:
-    try:
-        return sweep.as_job_fields({sweep.SIZE: size}) if size else {}
-    except ValueError as error:
-        raise errors.SetupError(f"--set {error}") from None
 
 
 def _listed(name: str, text: str, kind: Callable[[str], Any]) -> list[Any]:

@@ -19,12 +19,9 @@ TRAINED = _IN_WHEEL if _IN_WHEEL.is_dir() else Path(__file__).resolve().parents[
 
 #: A misspelt field and an unknown LoRA, for the demo to show failed jobs.
 INVALID_MESSAGE = json.dumps({"prompt": "a lighthouse in a storm", "stepz": 15})
+_WITH_LORA = "a castle in the clouds, <lora:no-such-style:0.8>"
 MISSING_LORA_MESSAGE = json.dumps(
-    {
-        "prompt": "a castle in the clouds, <lora:no-such-style:0.8>",
-        "id": "missing-lora",
-        "campaign": CAMPAIGN,
-    }
+    {"prompt": _WITH_LORA, "id": "missing-lora", "campaign": CAMPAIGN}
 )
 
 
@@ -37,17 +34,9 @@ def find_checkpoint() -> Path:
 
 def messages(valid: Iterable[str]) -> list[str]:
     """All messages in order; *valid*: the 21 jobs that come with the checkpoint."""
-    named = [_with_id(text, number) for number, text in enumerate(valid, start=1)]
-    return [
-        REFERENCE_MESSAGE,
-        *named[:7],
-        INVALID_MESSAGE,
-        *named[7:14],
-        MISSING_LORA_MESSAGE,
-        *named[14:],
+    named = [
+        json.dumps({"id": f"{number:02}", "campaign": CAMPAIGN, **json.loads(text)})
+        for number, text in enumerate(valid, start=1)
     ]
-
-
-def _with_id(text: str, number: int) -> str:
-    """The job in the demo's campaign, with an id that sorts in sending order."""
-    return json.dumps({"id": f"{number:02}", "campaign": CAMPAIGN, **json.loads(text)})
+    first, others, last = named[:7], named[7:14], named[14:]
+    return [REFERENCE_MESSAGE, *first, INVALID_MESSAGE, *others, MISSING_LORA_MESSAGE, *last]

@@ -104,8 +104,7 @@ CONTROLNET = FileKind(
     max_bytes=3 * 2**30,
     fetched_at_once=1,
 )
-#: ESRGAN's have 67 MB, the largest transformers some 400. Not all of their dozens of architectures
-#: are known by their tensors.
+#: ESRGAN's have 67 MB, the largest transformers some 400; not all are known by their tensors.
 UPSCALER = FileKind(
     "upscaler",
     "upscaler",
@@ -135,7 +134,6 @@ KERNELS = FileKind(
     lists_suffixes=True,
 )
 
-#: All kinds by their names.
 KINDS: Mapping[str, FileKind] = {
     kind.name: kind for kind in (MODEL, LORA, EMBEDDING, CONTROLNET, UPSCALER, TEXT, KERNELS)
 }

@@ -9,8 +9,7 @@ from typing import Annotated, BinaryIO
 
 from pydantic import BaseModel, Field, StrictInt, TypeAdapter
 
-#: SD1.5's takes 0.2 MB, and the largest with thumbnails and training notes a few MB. Without a
-#: limit, eight stray bytes could ask for all memory.
+#: The largest have a few MB. Without a limit, eight stray bytes could ask for all memory.
 MAX_HEADER_BYTES = 32 * 2**20
 
 #: The most known are some 10,000.

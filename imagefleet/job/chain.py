@@ -1,8 +1,7 @@
 """Chains: a job whose `then` lists further stages; each begins with the image of the one before.
 
-The message of a later stage is that of the whole job as it was sent, with its signature, and a
-field `stage` beside it: a worker needs no key to send it, and whoever changes that field changes
-which stage is drawn, and nothing else.
+The message of a later stage is the whole job's, with its signature, and a field `stage`: it needs
+no key to be sent, and whoever changes that field changes which stage is drawn alone.
 """
 
 from __future__ import annotations
@@ -17,17 +16,14 @@ from imagefleet.job import sizes
 from imagefleet.job.passes import extras
 from imagefleet.job.passes import fields as passes
 
-#: The field of a message that says which stage of its job it asks for. It is not signed.
+#: A message's fields: the stage that it asks for, which is not signed; and the later stages.
 STAGE_FIELD = "stage"
-
-#: The list of the stages after the first.
 THEN_FIELD = "then"
 
 #: One digit, so that the names of a job's images sort by stage.
 MAX_STAGES = 9
 
-#: Separates a job's id from the number of the stage in the names of images. No id contains it, so
-#: no other job has an image of that name.
+#: Separates a job's id, which never contains it, from the number of the stage in images' names.
 SEPARATOR = "~"
 
 #: The blob that a stage begins with, in a list of one.
@@ -36,8 +32,7 @@ INPUT_FIELD = "init_images"
 #: A sampler's own: a stage that names another sampler does not take over these.
 _OF_SAMPLER = ("scheduler", "eta", "s_churn", "s_tmin", "s_tmax", "s_noise")
 
-#: What a stage that does not say otherwise takes over from the one before. The rest, as
-#: `denoising_strength`, `enable_hr` or a mask, is of one stage alone.
+#: What a stage takes over from the one before, unless it says otherwise: no mask, say.
 INHERITED = frozenset(
     (
         *("prompt", "negative_prompt", "enable_prompt_comments", "clip_skip", "model"),

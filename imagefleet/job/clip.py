@@ -28,8 +28,7 @@ VOCABULARY_SIZE = 49_408
 
 CHUNK_TOKENS = 75
 
-#: A phrase that starts within this many tokens of a chunk's end moves to the next chunk, if the
-#: chunk cannot hold all of it; AUTOMATIC1111's default.
+#: A phrase that begins so near to a chunk's end moves to the next one, if it does not fit.
 COMMA_BACKTRACK = 20
 
 #: 2,400 tokens. Without a limit, one prompt of 64 KiB could fill the GPU.
@@ -125,8 +124,7 @@ T_co = TypeVar("T_co", covariant=True)
 class Names(Generic[T_co]):
     """What names stand for, by the token ids of each, found as AUTOMATIC1111 finds them.
 
-    Capitals do not matter, and the beginning of a word is no name. The longest name is found, by
-    its tokens, and of names with the same tokens the first.
+    Capitals do not matter. The longest name is found, by its tokens, and of equals the first.
     """
 
     def __init__(self, named: Iterable[tuple[Sequence[int], T_co]]) -> None:

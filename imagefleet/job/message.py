@@ -69,15 +69,12 @@ SafeFileName = Annotated[
     str, _matches(SAFE_NAME, "letters, digits, spaces and _ . + ( ) - only, without a path")
 ]
 
-#: The folder of images whose jobs have no campaign.
 DEFAULT_CAMPAIGN = "default"
 
-#: Second drawings, each with its image's name below this folder. No campaign begins with a hyphen,
-#: so nothing below these folders is taken for a job's image.
+#: Second drawings are in this folder, and no job's images: no campaign begins with a hyphen.
 CHECKS = "-checks/"
 
-#: Jobs of fewer steps may come out quite different on another GPU, so they are not drawn twice:
-#: 5 of 12 did with 4 steps, none of 15.
+#: Jobs of fewer steps are not drawn twice: 5 of 12 with 4 steps came out different, of 15 none.
 COMPARABLE_STEPS = 10
 
 #: Drawings that came too late for their names: below the image's name, one for each worker.
@@ -284,9 +281,8 @@ class Place:
 def read_job(body: str, message_id: str, trusted: TrustedKeys | None = None) -> Job:
     """Reads a job from a message: plain JSON, or JSON in base64 as Azure Functions send it.
 
-    A job without an id takes the message's; one without a seed derives it from its id, so that a
-    retry generates the same image. Raises InvalidMessageError, which says in one sentence why the
-    message is no valid job, and UntrustedJobError if none of the *trusted* keys has signed it.
+    A job without an id takes the message's; a seed follows from its id, so that a retry draws the
+    same. Raises InvalidMessageError, which says why, or UntrustedJobError without a *trusted* key.
     """
     try:
         fields = message_fields(body)

@@ -10,7 +10,6 @@ from imagefleet import validation
 from imagefleet.job import samplers
 from imagefleet.redaction import printable
 
-#: Settings that are fields of a job.
 FIELDS: Mapping[str, str] = {
     "CLIP_stop_at_last_layers": "clip_skip",
     "enable_prompt_comments": "enable_prompt_comments",
@@ -90,10 +89,7 @@ def fields(
     payload: Mapping[str, Any],
     neutral: Mapping[str, tuple[object, ...]],
 ) -> dict[str, Any]:
-    """The fields of a job that *settings* set; *payload* has those that are given as well.
-
-    *neutral* has neutral values of further settings. Raises ValueError, which names the setting.
-    """
+    """The fields that *settings* set; raises ValueError where they conflict with *payload*, say."""
     if not isinstance(settings, dict):
         raise ValueError("override_settings: must be an object")  # noqa: TRY004 - for pydantic
     found: dict[str, Any] = {}

@@ -20,12 +20,10 @@ SAFE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_ .+()-]{0,127}")
 #: LoRAs are used between -2 and 2; this catches a typo such as `35` for `0.35`.
 WEIGHT_LIMIT = 10.0
 
-#: Words are weighted between 0 and 2. Far outside, the embeddings overflow in float16, and the
-#: resulting NaN images would make a healthy GPU look broken.
+#: Usual are 0 to 2. Far outside, embeddings overflow in float16, which looks like a broken GPU.
 EMPHASIS_LIMIT = 100.0
 
-#: Deeper brackets add no weight (1.1 ** 32 is already 21). Without a limit, the time to parse a
-#: prompt would grow quadratically.
+#: Deeper brackets add no weight (1.1 ** 32 is 21), and would be parsed in quadratic time.
 MAX_DEPTH = 32
 
 _TAG = re.compile(r"<(\w+):([^>]*)>")

@@ -31,7 +31,6 @@ MAX_GUIDANCE = 30
 #: What a slow node draws in an hour or so: until then a job's images hold a place in a worker.
 MAX_IMAGES_PER_JOB = 1000
 
-#: Values of a job's `scheduler`.
 SCHEDULERS = ("Automatic", "Uniform", "Karras")
 
 #: Samplers for which AUTOMATIC1111's 'Automatic' is Karras, not Uniform.
@@ -100,7 +99,6 @@ _OF_PIXELS = (
     *(Sampler(name, name, None) for name in _LISTS),
 )
 
-#: Samplers by the engine's key.
 SAMPLERS: Mapping[str, Sampler] = {sampler.key: sampler for sampler in _ALL}
 
 #: Samplers by every accepted name, in lower case.
@@ -166,7 +164,6 @@ class Noise:
     """(width, height) in pixels of the image whose first noise is put into the middle of it."""
 
 
-#: The noise of all jobs that do not say otherwise.
 DEFAULT_NOISE = Noise()
 
 

@@ -27,8 +27,7 @@ MAX_BLOB_NAME = 1024
 #: Stored as a header of the image's blob; Azure allows 8 KiB for all headers.
 MAX_METADATA_BYTES = 4096
 
-#: Characters that are not allowed in XML 1.0, in which Azure transfers messages. (A carriage return
-#: is, and may arrive as a line feed: the same white space to JSON.)
+#: Characters that XML 1.0, in which Azure transfers messages, does not allow.
 _NOT_XML = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\ud800-\udfff\ufffe\uffff]")
 
 

@@ -80,9 +80,8 @@ FREE_STORAGE = StoragePrices(0.0, 0.0, 0.0, "a local folder: no operation is bil
 
 def as_priority(name: str) -> Priority:
     """Raises SetupError for an unknown priority."""
-    for priority in PRIORITIES:
-        if name == priority:
-            return priority
+    if name in PRIORITIES:
+        return name
     raise errors.SetupError(f"--priority: should be {', '.join(PRIORITIES)}, not {name}")
 
 
@@ -155,8 +154,7 @@ class _File(_Strict):
 def read_table(path: Path | None) -> PriceTable:
     """The built-in table, overridden by the file's entries; raises SetupError if it is not valid.
 
-    YAML or JSON: `source` (where and when the prices are from), `gpus` ($/h by class and priority)
-    and `storage` (dollars per 10,000 operations).
+    YAML or JSON: `source`, `gpus` ($/h by class and priority) and `storage` ($/10,000 operations).
     """
     if path is None:
         return BUILT_IN

@@ -93,7 +93,6 @@ class Submission:
         self._noting = asyncio.Lock()
         self._sent = sent
         self._counted = 0  # of the jobs
-        self._unnoted: set[str] = set()
         self._refused: set[str] = set()
 
     def messages(
@@ -151,9 +150,8 @@ class Submission:
         new = itertools.islice(self.jobs.values(), self._counted, count)
         for campaign, jobs in Counter(job.campaign for job in new).items():
             self._sent.add(campaign, jobs)
-            self._unnoted.add(campaign)
         self._counted = max(self._counted, count)
-        for campaign in self._unnoted - self._refused:
+        for campaign in self._campaigns - self._refused:
             try:
                 await self._sent.note(campaign)
             except errors.FleetError as error:
@@ -165,8 +163,6 @@ class Submission:
                     error.message,
                     extra={"action": "sent_not_recorded", "campaign": campaign},
                 )
-            else:
-                self._unnoted.discard(campaign)
 
 
 class Watch:

@@ -57,15 +57,14 @@ class Replaced:
         """Leaves out drawings that were replaced; *once*: for each note the first of its worker."""
         if not self._left:
             return records
-        return [each for each in records if not self._is_replaced(each, once=once)]
-
-    def _is_replaced(self, record: Record, *, once: bool) -> bool:
-        drawing = hashed(_drawing(record))
-        left = self._left.get(drawing)
-        if left is None or (once and not left):
-            return False
-        self._left[drawing] = left - once
-        return True
+        kept = []
+        for record in records:
+            drawing = hashed(_drawing(record))
+            if drawing not in self._left or (once and not self._left[drawing]):
+                kept.append(record)
+            else:
+                self._left[drawing] -= once
+        return kept
 
 
 def _drawing(record: Record) -> str:

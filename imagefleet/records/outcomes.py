@@ -14,7 +14,6 @@ from imagefleet.job.chain import SEPARATOR
 from imagefleet.job.message import SUFFIXES, job_key
 from imagefleet.records import reader
 from imagefleet.records.record import Record
-from imagefleet.storage import protocol
 from imagefleet.storage.open import Storage
 
 #: Names of one job's images.
@@ -115,8 +114,7 @@ async def look_up(storage: Storage, job: JobFacts) -> JobFacts:
 async def stored_images(storage: Storage, job: JobFacts) -> list[Record]:
     """A job's images, as their metadata tells; none as long as the first one is missing.
 
-    By the name of each, in the stages' order: `a-1.png` is image 1 of job `a`, or the only one of
-    job `a-1`. Nothing is listed: beside a job's images there may be a million others.
+    `a-1.png` is image 1 of job `a`, or the only one of `a-1`. Nothing is listed: it may be much.
     """
     if (only := await _image(storage, job, job.key)) is not None:
         names = (f"{job.key}{SEPARATOR}{number}" for number in range(2, only.stages + 1))
@@ -175,26 +173,23 @@ async def _image(
     storage: Storage, job: JobFacts, name: str, suffixes: Iterable[str] = tuple(SUFFIXES.values())
 ) -> Record | None:
     """The record of the image that has this name in any format; a read for each."""
-    for suffix in suffixes:
-        blob = await storage.blobs.record(f"{name}.{suffix}")
-        if blob is not None and blob.metadata.get("job", job.id) == job.id:
-            return _record(job, name, blob)
-    return None
-
-
-def _record(job: JobFacts, name: str, blob: protocol.BlobRecord) -> Record:
     is_only = name.partition(SEPARATOR)[0] == job.key
     index = 0 if is_only else int(name.rpartition("-")[2])
-    known = {
-        "outcome": "completed",
-        "id": job.id,
-        "campaign": job.campaign,
-        "at": blob.created_at,
-        "blob": blob.name,
-        "size_bytes": blob.size_bytes,
-        "index": index,
-    }
-    found = Record.of_blob(known, blob.metadata)
-    images = 1 if is_only else max(found.images, index + 1)
-    stages = max(found.stage, found.stages)
-    return found.model_copy(update={"images": images, "stages": stages})
+    for suffix in suffixes:
+        blob = await storage.blobs.record(f"{name}.{suffix}")
+        if blob is None or blob.metadata.get("job", job.id) != job.id:
+            continue
+        known = {
+            "outcome": "completed",
+            "id": job.id,
+            "campaign": job.campaign,
+            "at": blob.created_at,
+            "blob": blob.name,
+            "size_bytes": blob.size_bytes,
+            "index": index,
+        }
+        found = Record.of_blob(known, blob.metadata)
+        images = 1 if is_only else max(found.images, index + 1)
+        stages = max(found.stage, found.stages)
+        return found.model_copy(update={"images": images, "stages": stages})
+    return None

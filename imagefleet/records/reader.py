@@ -159,8 +159,7 @@ async def _end(blobs: BlobStore, each: StoredShard, most: int) -> list[Record]:
 async def counts(storage: Storage, campaign: str, damaged: Damaged | None = None) -> Counts:
     """A campaign's numbers: a listing, and the ends of its shards of images; all of the other ones.
 
-    Where images' names were taken, the names of all images are read, and where images were
-    replaced, which is rare, all of their records.
+    Also the names of all images where some were taken, and all records where some were replaced.
     """
     blobs, damaged = storage.blobs, damaged or Damaged()
     shards = await stored.shards_of(blobs, campaign)

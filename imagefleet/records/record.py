@@ -39,8 +39,6 @@ from imagefleet.storage.protocol import BlobStore
 
 #: No job waits longer in a worker, and no worker starts for longer.
 _LONGEST_SECONDS = 7 * 24 * 3600
-
-#: The most characters in the name of a worker, a GPU, a model or an error.
 MAX_NAME_CHARACTERS = 200
 
 _Name = Annotated[str, StringConstraints(max_length=MAX_NAME_CHARACTERS)]

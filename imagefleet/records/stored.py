@@ -30,16 +30,12 @@ from imagefleet.records.record import (
 from imagefleet.redaction import printable
 from imagefleet.storage.protocol import BlobPart, BlobRecord, BlobStore
 
-#: Read at once; some 30,000 records.
+#: Bytes read at once, of some 30,000 records; and records in memory at once, some 10 MB.
 PART_BYTES = 4 * 2**20
-
-#: Records in memory at once, some 10 MB.
 _PARSED = 2_000
 
-#: Shards whose start is read before it is their turn.
+#: Shards whose start is read before it is their turn, and ends that are read at the same time.
 _READ_AHEAD = 8
-
-#: Ends of shards read at the same time.
 CONCURRENT_READS = 16
 
 #: Bytes that are read of the end of a shard: a worker adds 256 records at once, some 50 kB.

@@ -11,10 +11,9 @@ from pydantic import BaseModel, Field, JsonValue, StringConstraints
 
 from imagefleet import errors, validation
 from imagefleet.job.message import SafeFileName, SafeId
-from imagefleet.records.record import Record, shard_folder
+from imagefleet.records.record import shard_folder
 from imagefleet.storage.open import Storage
 
-#: The most groups of a sweep; each is a point of a curve.
 MAX_GROUPS = 10_000
 
 #: The largest file of a sweep: some 300 bytes a group.
@@ -87,12 +86,6 @@ def caption_number(job_id: str) -> int | None:
     """The number of the caption, from 0, that a job's id says; None for a job of no sweep."""
     found = _ID.fullmatch(job_id)
     return int(found["number"]) if found else None
-
-
-def caption_of(record: Record) -> str:
-    """The caption of an image: its prompt, but for LoRA tags and escaped signs."""
-    caption = record.metadata.get(CAPTION)
-    return caption if isinstance(caption, str) else record.prompt or ""
 
 
 def seed_of(number: int, caption: str, seed: int = 0) -> int:

@@ -125,6 +125,14 @@ class Preview:
     changes: Counter[tuple[str, str, str]] = dataclasses.field(default_factory=Counter)
     """Fields whose values change, from and to what, in JSON; not more than some hundred."""
 
+    def compare(self, change: Change, body: str) -> None:
+        """Counts what a message's fields become."""
+        for name, values in change.differences(body).items():
+            before, after = (json.dumps(each, ensure_ascii=False) for each in values)
+            key = name, before, after
+            if key in self.changes or len(self.changes) < MAX_CHANGES:
+                self.changes[key] += 1
+
 
 async def preview(storage: Storage, selection: Selection, check: Check) -> Preview:
     """Reads what a replay would send, and moves nothing."""
@@ -132,7 +140,8 @@ async def preview(storage: Storage, selection: Selection, check: Check) -> Previ
     async for entry in find(storage, selection):
         try:
             _, job = await check.job(entry, storage.blobs)
-            await _compare(found, entry, storage, check.change)
+            if check.change is not None and entry.record is not None:
+                found.compare(check.change, await entry.record.message(storage.blobs))
         except errors.UntrustedJobError:
             found.unsigned += 1
         except errors.JobError as error:
@@ -146,17 +155,6 @@ async def preview(storage: Storage, selection: Selection, check: Check) -> Previ
             if job is not None and len(found.prompts) < PREVIEWED:
                 found.prompts.append(job.prompt)
     return found
-
-
-async def _compare(found: Preview, entry: Entry, storage: Storage, change: Change | None) -> None:
-    if change is None or entry.record is None:
-        return
-    body = await entry.record.message(storage.blobs)
-    for name, values in change.differences(body).items():
-        before, after = (json.dumps(each, ensure_ascii=False) for each in values)
-        key = name, before, after
-        if key in found.changes or len(found.changes) < MAX_CHANGES:
-            found.changes[key] += 1
 
 
 async def replay(

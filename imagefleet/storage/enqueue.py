@@ -53,19 +53,17 @@ class JobSender:
     async def check(self, models: Iterable[str]) -> None:
         """Raises JobError for a model that is neither in the storage nor served by a worker."""
         for model in set(models) - self._known:
-            await self._check(model)
+            stored = await stored_models(self._storage.files)
+            # Without a model in the storage, workers have theirs from elsewhere.
+            is_there = not stored or model in stored
+            if not is_there and not await serving.is_served(self._storage.blobs, model):
+                raise errors.JobError(
+                    f"no worker can have the model {model!r}: it is not in {MODELS} of the storage,"
+                    f" and no worker serves it now{validation.suggestion(model, stored)}; add it"
+                    " with `imagefleet files add model`, or say that workers have it from"
+                    " elsewhere: --model NAME"
+                )
             self._known.add(model)
-
-    async def _check(self, model: str) -> None:
-        stored = await stored_models(self._storage.files)
-        # Without a model in the storage, workers have theirs from elsewhere.
-        if not stored or model in stored or await serving.is_served(self._storage.blobs, model):
-            return
-        raise errors.JobError(
-            f"no worker can have the model {model!r}: it is not in {MODELS} of the storage, and no"
-            f" worker serves it now{validation.suggestion(model, stored)}; add it with `imagefleet"
-            " files add model`, or say that workers have it from elsewhere: --model NAME"
-        )
 
 
 async def stored_models(files: protocol.BlobStore) -> set[str]:

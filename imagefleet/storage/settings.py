@@ -95,11 +95,6 @@ class StorageSettings(BaseSettings):
         " with their node's identity token, and renews them before they expire.",
     )
 
-    @property
-    def job_queues(self) -> Mapping[Priority, str]:
-        """The names of the queues of jobs without a model, in the order of `PRIORITIES`."""
-        return self.queues_of(None)
-
     def queues_of(self, model: str | None, shard: int = 0) -> Mapping[Priority, str]:
         """The names of a model's job queues, in the order in which workers take jobs."""
         return {each: queue_names.job_queue(self.queue, model, each, shard) for each in PRIORITIES}

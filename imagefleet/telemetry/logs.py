@@ -17,10 +17,7 @@ log = logging.getLogger(__name__)
 
 LogFormat = Literal["auto", "json", "text"]
 
-#: The `action` of records of other libraries.
 OTHER_ACTION = "other"
-
-#: The `action` of exceptions that nothing has handled.
 UNEXPECTED_ACTION = "unexpected_error"
 
 #: What every record has; all else comes from `extra`.
@@ -91,10 +88,7 @@ class Occasion:
 
 
 def configure(log_format: LogFormat, handler: logging.Handler | None = None) -> None:
-    """Logs to stderr (or *handler*); `auto` is text on a terminal and JSON lines elsewhere.
-
-    Warnings, and with JSON lines unhandled exceptions, which collectors need so, are records too.
-    """
+    """Logs to stderr (or *handler*): text for a terminal, and JSON lines for collectors."""
     handler = handler or _StandardError()
     if log_format == "text" or (log_format == "auto" and sys.stderr.isatty()):
         handler.setFormatter(TextLines())

@@ -1,7 +1,6 @@
 """Metrics pushed as text to VictoriaMetrics or vmagent, for nodes that cannot be scraped.
 
-Each push carries the total of every counter, so the one after a failed one makes up for it. When a
-node dies, its series go stale.
+Each push has the total of every counter, so the one after a failed one makes up for it.
 """
 
 from __future__ import annotations
@@ -26,8 +25,7 @@ log = logging.getLogger(__name__)
 #: Seconds between two pushes, varied by 20 %: as often as Prometheus scrapes by default.
 PUSH_SECONDS = 15.0
 
-#: A server answers within milliseconds; a router that drops packets must not block until the next
-#: push is due.
+#: A router that drops packets must not block until the next push is due.
 TIMEOUT_SECONDS = 10.0
 
 #: The last push carries a run's totals, but an unreachable server must not delay the exit.

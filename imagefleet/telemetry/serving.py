@@ -1,7 +1,6 @@
 """Which models have a worker: each notes those that it serves, in spans of ten minutes.
 
-A blob `-serving/MODEL/SPAN` is the note of all workers of that span: any fleet leaves one empty
-blob for each, which needs no more than a worker's token allows.
+An empty blob `-serving/MODEL/SPAN` is the note of any number of workers.
 """
 
 from __future__ import annotations

@@ -12,7 +12,6 @@ from loadgen.formats.json_array import JsonArray
 from loadgen.formats.lines import Format, JsonLines, PromptLines
 from loadgen.formats.tables import CsvRows, ParquetRows
 
-#: The formats of files by the names that --format takes.
 FORMATS: Mapping[str, Format] = {
     each.name: each for each in (JsonLines(), JsonArray(), CsvRows(), PromptLines(), ParquetRows())
 }

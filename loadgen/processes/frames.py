@@ -48,7 +48,6 @@ class Refusals:
 
     def __init__(self) -> None:
         self.count = 0
-        #: The retry policy of the storage that is filled.
         self.policy = dataclasses.replace(retry.PATIENT, on_retry=self._note)
 
     def take(self) -> int:

@@ -20,10 +20,7 @@ END_SECONDS = 5.0
 
 
 class SenderProcesses:
-    """Processes that send batches, each to the one with the fewest in flight.
-
-    Another sends a batch of a process that ended, maybe twice, which gives the same image.
-    """
+    """Processes that send batches; that of one that ends is sent again, which changes no image."""
 
     def __init__(
         self, settings: StorageSettings, priority: Priority, count: int, refusals: Refusals

@@ -188,10 +188,10 @@ def _become(arguments: list[str], cwd: str, variables: dict[str, str], output: l
 if __name__ == "__main__":
     gc.disable()  # no import leaves garbage that is worth looking for
     # Imported here once, for all forks.
-    from fleet import entry, lazy_commands, main  # noqa: F401
+    from fleet import entry, main  # noqa: F401
 
-    for name in lazy_commands.COMMANDS:
-        lazy_commands.find(name)
+    for name in main.COMMANDS:
+        main.find(name)
     exec(sys.argv[1])
     # What is imported stays: a fork need not look through it, which copies it, nor take it apart.
     gc.freeze()

@@ -366,7 +366,7 @@ def test_a_priority_chooses_the_queue(
     result = in_process("load", "t.yaml", "--priority", "high", "--json", *flags(storage_settings))
 
     summary = json.loads(result.stdout)
-    high = storage_settings.job_queues["high"]
+    high = storage_settings.queues_of(None)["high"]
     assert (summary["sent"], summary["queue"]) == (250, high)
 
     async def filled() -> list[str]:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import typer
 
-from fleet import console, entry, lazy_commands, main, options
+from fleet import console, entry, main, options
 from imagefleet.storage.settings import StorageSettings
 
 ROOT = Path(__file__).parents[2]
@@ -300,7 +300,7 @@ def test_ctrl_c_during_the_imports_is_no_traceback(monkeypatch: pytest.MonkeyPat
 def test_the_help_describes_commands_as_they_do_themselves() -> None:
     commands = typer.main.get_command(main.app).commands
 
-    for name, summary in lazy_commands.COMMANDS.items():
+    for name, summary in main.COMMANDS.items():
         command = commands[name]
         own = command.short_help or command.help.partition("\n")[0]
         assert own == summary, name

@@ -39,7 +39,7 @@ from worker.engine.families import noise, reading, table
 from worker.engine.families import vae as vaes
 from worker.engine.families.table import Config, Family, Model, TextEncoder
 from worker.engine.files import safetensors
-from worker.engine.lora.layout import Network
+from worker.engine.lora.file import Network
 from worker.engine.slots import memory
 
 log = logging.getLogger(__name__)

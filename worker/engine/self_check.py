@@ -17,7 +17,7 @@ from imagefleet import errors
 from worker.engine import checksums
 from worker.engine.checkpoint import Checkpoint
 from worker.engine.lora import merge
-from worker.engine.lora.layout import adaptable_layers
+from worker.engine.lora.file import adaptable_layers
 
 #: A LoRA's usual rank is 8 or more; a lower one is as good a check.
 LORA_RANK = 4

@@ -74,7 +74,6 @@ class Address:
         return self.text.removeprefix(STORE_SCHEME) if is_in_storage else None
 
     def folder_name(self, sha256: str | None) -> str:
-        """The folder's name in the cache."""
         return hashlib.sha256(f"{self.identity}\n{sha256}".encode()).hexdigest()[:16]
 
 

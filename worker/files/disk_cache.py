@@ -32,19 +32,14 @@ SUFFIX = ".safetensors"
 #: Partial files of killed workers are removed after this time; no download takes as long.
 _ABANDONED_SECONDS = 3600.0
 
-_LOCK_POLL_SECONDS = 0.5
-
 #: Files of locks for fetches, which share them by a hash of their names: two wait for each other in
 #: vain where both are among the few under way, and there are never more files than these.
 _FETCH_LOCKS = 256
-_FETCH_POLL_SECONDS = 0.05
 
 #: Seconds after which another worker's fetch is taken to hang: the file is fetched twice.
 FETCH_SECONDS = 120.0
 
-_REFUSED = frozenset({errno.EACCES, errno.EPERM, errno.EROFS})
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
-_IN_THE_WAY = (FileExistsError, IsADirectoryError, NotADirectoryError)
 
 
 class DiskCache:
@@ -103,7 +98,7 @@ class DiskCache:
         """Lets in one worker of this machine at a time; the system frees a killed worker's lock."""
         with self.errors():
             self.folder.mkdir(parents=True, exist_ok=True)
-            lock = AsyncFileLock(self.folder / "lock", poll_interval=_LOCK_POLL_SECONDS)
+            lock = AsyncFileLock(self.folder / "lock", poll_interval=0.5)
             try:
                 await lock.acquire(blocking=False)
             except Timeout:
@@ -121,9 +116,7 @@ class DiskCache:
         The system frees a killed worker's lock; where there is none, each fetches for itself.
         """
         number = zlib.crc32(name.encode()) % _FETCH_LOCKS
-        lock = AsyncFileLock(
-            self.folder / f"fetch-{number}.lock", poll_interval=_FETCH_POLL_SECONDS
-        )
+        lock = AsyncFileLock(self.folder / f"fetch-{number}.lock", poll_interval=0.05)
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             await lock.acquire(timeout=FETCH_SECONDS)
@@ -147,7 +140,7 @@ class DiskCache:
         """
         try:
             yield
-        except _IN_THE_WAY as error:
+        except (FileExistsError, IsADirectoryError, NotADirectoryError) as error:
             raise errors.SetupError(
                 f"the cache {self.folder} cannot be written: at {error.filename2 or error.filename}"
                 " is a file in the place of a folder, or the reverse; move it away, or use another"
@@ -159,7 +152,8 @@ class DiskCache:
                     f"the disk of the cache {self.folder} is full: use a larger disk or another"
                     " --cache"
                 ) from error
-            kind = errors.SetupError if error.errno in _REFUSED else errors.NodeError
+            is_refused = error.errno in {errno.EACCES, errno.EPERM, errno.EROFS}
+            kind = errors.SetupError if is_refused else errors.NodeError
             raise kind(
                 f"the cache {self.folder} cannot be written: {error.strerror or error}"
             ) from error

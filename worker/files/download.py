@@ -62,8 +62,6 @@ class FileChangedError(errors.TransientError):
 
 
 class HttpSource:
-    """A file at an http or https URL."""
-
     def __init__(self, address: str, *, requires_https: bool) -> None:
         self._url = URL(address)
         self._requires_https = requires_https
@@ -133,7 +131,6 @@ class BlobSource:
 
     @contextlib.asynccontextmanager
     async def opened(self, offset: int, version: str | None) -> AsyncIterator[Opened]:
-        """Opens the file as `HttpSource.opened` does."""
         first = await self._part(offset)
         if offset and first.version != version:
             offset, first = 0, await self._part(0)

@@ -55,9 +55,7 @@ class Folder:
 def check_content(what: str, file: BufferedReader | BytesIO, size: int, sha256: str | None) -> None:
     """Checks that a file is complete and matches the manifest; *what* it is, for messages.
 
-    Raises:
-        TransientError: it is truncated, or has another hash; UnusableFileError: it is not a
-        safetensors file.
+    Raises TransientError if it is truncated or has another hash, UnusableFileError if it is none.
     """
     try:
         expected: int | None = safetensors.read_header(file).file_bytes
@@ -363,6 +361,5 @@ def _hash(path: Path, _modified_at: int, _size: int) -> str:
 
 
 def _local_path(blobs: protocol.BlobStore) -> Path | None:
-    """The folder of embeddings of a local storage."""
     address = urlparse(blobs.address(EMBEDDING.folder))
     return Path(url2pathname(address.path)) if address.scheme == "file" else None

@@ -142,8 +142,6 @@ class DamagedError(errors.TransientError):
 
 @dataclass(frozen=True, slots=True)
 class Contents:
-    """What a manifest says."""
-
     files: Mapping[str, str] = field(default_factory=dict)
     signed: Mapping[str, Any] = field(default_factory=dict)
     """What its signature covers; empty where it is plain."""
@@ -154,7 +152,6 @@ class Contents:
         return self.signature is not None
 
     def is_signed_by(self, trusted: TrustedKeys | None, folder: str) -> bool:
-        """Whether one of the keys has signed it, for this folder."""
         is_for_it = self.signed.get("folder") == folder
         return is_for_it and bool(
             trusted and trusted.accept(_purpose(folder), self.signed, self.signature)
@@ -224,7 +221,6 @@ class Manifest:
 
     @classmethod
     def stored(cls, blobs: protocol.BlobStore, kind: FileKind, trusted: TrustedKeys | None) -> Self:
-        """The manifest of a folder in the container of files."""
         name = f"{kind.folder}/{NAME}"
         where = f"{name} in the container {blobs.name!r}"
         return cls(where, lambda: blobs.read(name, MAX_BYTES), kind, trusted)

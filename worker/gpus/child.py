@@ -149,7 +149,6 @@ class Child:
         return False
 
     async def metrics(self) -> str | None:
-        """The worker's metrics as text; None where it has none now."""
         try:
             is_there, text = await self._ask("/metrics")
         except (aiohttp.ClientError, TimeoutError, OSError):
@@ -189,7 +188,6 @@ class Member:
         return None if given is None else cls(Assignment.model_validate_json(given))
 
     def settings(self, settings: WorkerSettings) -> WorkerSettings:
-        """The settings of this worker by those of the machine."""
         return settings.model_copy(
             update={
                 "name": self.assignment.name,
@@ -201,7 +199,6 @@ class Member:
         )
 
     def serves(self, port: int) -> None:
-        """Reports the port of the probes and metrics."""
         with contextlib.suppress(OSError):  # the parent is gone
             self._control.sendall(b"%d\n" % port)
 

@@ -50,7 +50,6 @@ def threads(processes: int) -> str:
 
 
 def choose(settings: MachineSettings) -> list[Gpu]:
-    """The GPUs of `--gpus`, in its order; raises SetupError if there is no such GPU."""
     given = settings.gpus or ALL
     names = [each.strip() for each in given.split(",")]
     if len(set(names)) < len(names):

@@ -87,12 +87,7 @@ class InputReader:
         self._room = asyncio.Semaphore(DECODED_AT_ONCE)
 
     async def read(
-        self,
-        job: Job,
-        size: Size,
-        *,
-        is_enlarged: bool = False,
-        text_encoder: str | None = None,
+        self, job: Job, size: Size, *, is_enlarged: bool = False, text_encoder: str | None = None
     ) -> Inputs:
         """The inputs of a job whose first pass has *size*, (width, height) in pixels.
 
@@ -277,11 +272,7 @@ class JobFiles:
                 trusted=trusted,
             ),
             inputs=InputReader(
-                storage.files,
-                storage.blobs,
-                cache=cache,
-                cache_bytes=cache_bytes,
-                trusted=trusted,
+                storage.files, storage.blobs, cache=cache, cache_bytes=cache_bytes, trusted=trusted
             ),
             hashes=FileHashes(cache),
             trusted=trusted,

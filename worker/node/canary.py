@@ -36,8 +36,6 @@ class DrainsError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Drawn:
-    """A canary's image, and how long the engine had it."""
-
     pixels: contract.Pixels
     seconds: float
 

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable
 from typing import NoReturn
 
-from pydantic import BaseModel, Field, ValidationError
+from pydantic import BaseModel, Field
 
 from imagefleet import errors, retry, validation
 from imagefleet.storage import protocol
@@ -45,14 +45,15 @@ class Quarantine:
         """Why this node is on the list; None: it is not, or nobody can tell."""
         try:
             data = await self._files.read(BLOB, MAX_BYTES)
-            nodes = [] if data is None else _List.model_validate_json(data).nodes
-        except (ValidationError, errors.FleetError) as error:
+            with validation.as_error(errors.SetupError):
+                nodes = [] if data is None else _List.model_validate_json(data).nodes
+        except errors.FleetError as error:
             if self._warning.is_due():
                 log.warning(
                     "%s in the container %r cannot be read; this node works on: %s",
                     BLOB,
                     self._files.name,
-                    validation.sentence(error) if isinstance(error, ValidationError) else error,
+                    error,
                     extra={"action": "quarantine_unread"},
                 )
             return None

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 
 from imagefleet import errors, likeness, retry, validation
 from imagefleet.likeness import Fingerprint
@@ -50,8 +50,6 @@ SUFFIX = ".canary.json"
 
 
 class Reference(BaseModel):
-    """A reference file."""
-
     model_config = ConfigDict(frozen=True)
 
     version: int
@@ -83,17 +81,14 @@ class Reference(BaseModel):
 
 def read(data: bytes) -> Reference:
     """Raises ValueError with one sentence if it is not a reference."""
-    try:
+    with validation.as_error(ValueError):
         found = Reference.model_validate_json(data)
-    except ValidationError as error:
-        raise ValueError(validation.sentence(error)) from None
     if found.fingerprints.keys() != set(CANARY_IMAGES):
         raise ValueError(f"it must have the images {', '.join(CANARY_IMAGES)}")
     return found
 
 
 def beside(model: Path) -> Path:
-    """The path of a checkpoint's reference: in its folder, or beside its file."""
     return model / "canary.json" if model.is_dir() else model.with_suffix(SUFFIX)
 
 

@@ -80,8 +80,6 @@ _MOST_SIZES = 8
 
 
 class ImageChecks:
-    """Compares the images of one worker with each other."""
-
     def __init__(self) -> None:
         self.copies = 0
         """Images that were exact copies of another seed's."""
@@ -115,7 +113,6 @@ class ImageChecks:
         return said
 
     def haste(self, seconds: float, steps: int, size: tuple[int, int]) -> str | None:
-        """Whether an image came faster than this GPU can draw."""
         step_seconds, pixels = self._fastest
         if not pixels or not steps:
             return None  # before any canary, or nothing was drawn
@@ -161,10 +158,10 @@ class NodeSelfCheck:
         """Whether images are trusted: not between a failed check and its repetition."""
         self.trusted.set()
         self.fault: Fault | None = None
-        """Why this node is given up."""
         self._threads = ThreadPoolExecutor(1, "fingerprint")
-        self._reference: Reference | None = None
-        self._own: dict[tuple[tuple[int, int], CanaryImage], Fingerprint] = {}
+        self._tolerances: dict[tuple[int, int], float] = {}
+        self._expected: dict[tuple[tuple[int, int], CanaryImage], Fingerprint] = {}
+        """By size: the reference's, or the first of this node's own."""
         self._lora: Path | None = None
         self._job_size: tuple[int, int] | None = None
         self._images_left = 0
@@ -189,21 +186,19 @@ class NodeSelfCheck:
             raise errors.NodeError(f"no temporary file can be written here: {error}") from error
         lora = self._lora = Path(folder, "canary.safetensors")
         await self.engine_thread.call(lambda: self_check.write_lora(lora))
-        if reference is not None and (why := reference.why_unusable(self.engine)):
+        why = "there are none" if reference is None else reference.why_unusable(self.engine)
+        if why is not None:
             log.warning(
-                "the model's reference images are not used: %s; `imagefleet files make canary`"
-                " makes new ones",
-                why,
-                extra={"action": "reference_ignored"},
-            )
-            reference = None
-        elif reference is None:
-            log.warning(
-                "the model has no reference images, so this node's own first ones must do:"
+                "without the model's reference images (%s), this node's own first ones must do:"
                 " `imagefleet files make canary` makes them",
+                why,
                 extra={"action": "reference_missing"},
             )
-        self._reference = reference
+            reference = None
+        if reference is not None:
+            self._tolerances[reference.size] = reference.tolerance
+            for kind, image in reference.fingerprints.items():
+                self._expected[reference.size, kind] = image
         self._begin_anew()
         await self._check_or_give_up(references.CANARY_IMAGES)
 
@@ -264,7 +259,6 @@ class NodeSelfCheck:
             self._due.set()
 
     def quarantined(self, reason: str) -> None:
-        """The operator's list names this node."""
         self._give_up(Fault("quarantined", reason))
 
     async def fingerprint(self, pixels: contract.Pixels) -> Fingerprint:
@@ -359,7 +353,7 @@ class NodeSelfCheck:
         """What is wrong with canaries drawn now; raises as `Canary.draw`."""
         own, jobs = self.engine.default_size, self._size_of_jobs()
         sizes = [jobs]
-        if jobs != own and any((jobs, kind) not in self._own for kind in kinds):
+        if jobs != own and any((jobs, kind) not in self._expected for kind in kinds):
             sizes = [own, jobs]  # the first of its size is worth something on a good node only
         for size in sizes:
             requests = [references.request(each, size, self._lora) for each in kinds]
@@ -375,29 +369,21 @@ class NodeSelfCheck:
     def _size_of_jobs(self) -> tuple[int, int]:
         """The last job's, so that a canary shares its batch; before, the checkpoint's own."""
         size = self._job_size or self.engine.default_size
-        sizes = {each for each, _ in self._own}
+        sizes = {each for each, _ in self._expected}
         return size if size in sizes or len(sizes) < _MOST_SIZES else self.engine.default_size
 
     def _differs(self, found: dict[CanaryImage, Fingerprint], size: tuple[int, int]) -> str | None:
-        """Compares images with the reference; without one, the first of a kind becomes it."""
+        """Compares images with the expected ones; without one, the first of a kind becomes it."""
+        most = self._tolerances.get(size, likeness.SAME_BELOW)
         for kind, image in found.items():
-            expected, tolerance = self._own.get((size, kind)), likeness.SAME_BELOW
-            if self._reference is not None and size == self._reference.size:
-                expected = self._reference.fingerprints[kind]
-                tolerance = self._reference.tolerance
-            if expected is None:
-                continue
-            distance = likeness.distance(image, expected)
-            if distance >= tolerance:
-                return (
-                    f"a canary ({kind}) is {distance:.1f} from its reference, {tolerance:g} at most"
-                )
+            distance = likeness.distance(image, self._expected.get((size, kind), image))
+            if distance >= most:
+                return f"a canary ({kind}) is {distance:.1f} from its reference, {most:g} at most"
         for kind, image in found.items():
-            self._own.setdefault((size, kind), image)
+            self._expected.setdefault((size, kind), image)
         return None
 
     def _alike(self, found: dict[CanaryImage, Fingerprint]) -> str | None:
-        """Whether images that must differ do not."""
         plain = found.get("with_lora")
         others = {"the seed": found.get("other_seed"), "the LoRA": found.get("without_lora")}
         for what, other in others.items():

@@ -155,8 +155,6 @@ class _Window:
 
 
 class NodeWatchdog:
-    """Counts what one node does and judges it after each window."""
-
     def __init__(
         self, engine_thread: EngineThread, limits: NodeLimits, metrics: WorkerMetrics
     ) -> None:
@@ -222,7 +220,6 @@ class NodeWatchdog:
             self._failures_in_a_row = 0
 
     async def wait_until_broken(self, diagnose: Diagnose) -> str:
-        """Returns the reason once too many windows in a row have failed."""
         self._window = self._new_window()
         while True:
             await asyncio.sleep(WINDOW_SECONDS)
@@ -402,5 +399,4 @@ def _text(time_: datetime) -> str:
 
 
 def file_name(worker: str) -> str:
-    """A worker's name as a part of a blob's."""
     return re.sub(r"[^A-Za-z0-9._-]", "_", worker).lstrip(".") or "_"

@@ -147,10 +147,7 @@ class PrepareStage:
     def __post_init__(self) -> None:
         self.engine, self.settler = self.generate.engine, self.generate.settler
         self._prepared = concurrency.Batches(
-            concurrency.one_by_one(self.engine.prepare),
-            self._threads,
-            most=1,
-            at_once=PREPARERS,
+            concurrency.one_by_one(self.engine.prepare), self._threads, most=1, at_once=PREPARERS
         )
 
     @classmethod

@@ -79,11 +79,7 @@ class _File(_Stated):
 
 
 def load(folder: Path) -> tuple[Any, Preprocessing]:
-    """The model with its weights, and what it takes.
-
-    Raises:
-        SetupError: it is another network than CLIP's two transformers, or damaged.
-    """
+    """The model with its weights, and what it takes; raises SetupError if it is no CLIP."""
     try:
         stated = _File.model_validate(json.loads((folder / _CONFIG).read_text(encoding="utf-8")))
     except ValidationError as error:

@@ -119,8 +119,7 @@ class Script(BaseModel, extra="forbid", frozen=True):
     @classmethod
     def _enabled(cls, script: object) -> object:
         if isinstance(script, dict) and isinstance(script.get("args"), list):
-            # Its API drew with a unit that does not say, until a version in which its page's
-            # default counts: a unit that is given is meant.
+            # Without `enabled`, a unit that is given is meant, as its API once took it.
             units = [
                 unit
                 for unit in script["args"]

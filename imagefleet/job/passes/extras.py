@@ -13,10 +13,8 @@ from imagefleet.job.passes.hires import Size
 from imagefleet.job.passes.img2img import Img2Img
 from imagefleet.job.samplers import MAX_SIDE, MIN_SIDE
 
-#: The most pixels of the result, and of what it is cut out of.
+#: The most pixels of the result and of what it is cut out of, and the longest side to ask for.
 MAX_PIXELS = MAX_SIDE**2
-
-#: The largest side that its page offers.
 _MAX_TARGET = 8192
 
 #: AUTOMATIC1111's upscalers make sides that are multiples of this.
@@ -34,7 +32,6 @@ IMAGE = "image"
 #: Fields that matter to faces alone, or to what its server answers.
 WITHOUT_EFFECT = frozenset({"codeformer_weight", "show_extras_results", "upscale_first"})
 
-#: Fields that change the image -> their neutral values.
 NEUTRAL_VALUES: Mapping[str, tuple[object, ...]] = {
     "codeformer_visibility": (None, 0),
     "gfpgan_visibility": (None, 0),

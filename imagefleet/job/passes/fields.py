@@ -1,7 +1,6 @@
 """The fields of a job for its passes, and what of AUTOMATIC1111's payload becomes a job's fields.
 
-Every field that is none of a job's either does not change the image, or is refused by name. The
-document on jobs has a table of all of them, which a test compares with this.
+All others do not change the image, or are refused by name: docs/jobs.md has tables of them.
 """
 
 from __future__ import annotations
@@ -50,7 +49,6 @@ NEUTRAL_VALUES: Mapping[str, tuple[object, ...]] = {
     "tiling": (None, False),
 }
 
-#: The same with those of all passes.
 _WITHOUT_EFFECT = WITHOUT_EFFECT | img2img.WITHOUT_EFFECT | extras.WITHOUT_EFFECT
 _NEUTRAL_VALUES: Mapping[str, tuple[object, ...]] = {
     **NEUTRAL_VALUES,
@@ -190,10 +188,7 @@ class PassFields(Hires, Extras):
         return hires.size_after(self, (self.width, self.height))
 
     def passes(self, width: int, height: int, *, enlarges: bool = False) -> list[Pass]:
-        """The passes of each image, of which the first has this size.
-
-        Or the image that is only enlarged. *enlarges*: the model draws all steps of a given image.
-        """
+        """The passes of an image of this size at first; *enlarges*: the model draws all steps."""
         size = width, height
         if self.only_upscales:
             enlarged = len(self.upscaler_files) * extras.network_pixels(

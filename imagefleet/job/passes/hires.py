@@ -13,7 +13,6 @@ from imagefleet.job import samplers
 from imagefleet.job.prompt import SAFE_NAME, Prompt
 from imagefleet.job.samplers import MAX_GUIDANCE, MAX_SIDE, MIN_SIDE, FirstPass, PromptText
 
-#: Upscalers that enlarge the latent.
 LATENT = (
     "Latent",
     "Latent (antialiased)",
@@ -29,7 +28,6 @@ RESAMPLING = ("None", "Lanczos", "Nearest")
 #: One step of the latent, in pixels.
 _CELL = 8
 
-#: Fields that change the image -> their neutral values.
 NEUTRAL_VALUES: Mapping[str, tuple[object, ...]] = {
     "firstpass_image": (None, ""),
     "hr_checkpoint_name": (None, "", "Use same checkpoint"),

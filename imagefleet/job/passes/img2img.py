@@ -15,8 +15,6 @@ from imagefleet.job.sizes import MAX_BLOB_NAME, MAX_MESSAGE_BYTES
 
 #: Images of the fleet itself are named by this and their blob; all others are below `INPUTS`.
 IMAGES = "images/"
-
-#: The folder of the container of files.
 INPUTS = "inputs/"
 
 #: A segment of an image's path; as of a LoRA's name, none begins with a dot or a hyphen.
@@ -84,10 +82,7 @@ ImageSource = Annotated[str, AfterValidator(_check)]
 spring/0001.png in that of images; else base64, with or without the prefix of a data URL."""
 
 
-#: The largest blur of a mask, in pixels; the page of AUTOMATIC1111 allows as much.
 MAX_BLUR = 64
-
-#: The most padding around a mask's box, in pixels.
 MAX_PADDING = 2048
 
 _RESIZE_MODES = "should be 0 (just resize), 1 (crop and resize) or 2 (resize and fill)"
@@ -129,13 +124,11 @@ class Img2Img(FirstPass):
 
 FIELDS = frozenset(Img2Img.model_fields) - set(FirstPass.model_fields)
 
-#: The fields of img2img that no other job has.
 OWN_FIELDS = FIELDS - {"init_images", "denoising_strength"}
 
 #: No effect in img2img, whatever the value: the second concerns checkpoints that edit pictures.
 WITHOUT_EFFECT = frozenset({"include_init_images", "image_cfg_scale"})
 
-#: Fields that change the image -> their neutral values.
 NEUTRAL_VALUES: Mapping[str, tuple[object, ...]] = {
     "initial_noise_multiplier": (None, 1),
     "latent_mask": (None, ""),

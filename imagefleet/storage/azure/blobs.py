@@ -76,12 +76,9 @@ class AzureBlobs(protocol.BlobStore):
         async def request() -> None:
             # By a blob that does not exist: a container's SAS token may not read the properties of
             # the container itself, and the error code would be that of Azure's firewall.
-            try:
-                with azure_errors.tolerated({"BlobNotFound"}):
+            with azure_errors.tolerated({"BlobNotFound"}):
+                with azure_errors.tolerated(azure_errors.LESS_PERMISSION):
                     await self._client.get_blob_client(_NO_BLOB).get_blob_properties()
-            except HttpResponseError as error:
-                if azure_errors.code_of(error) not in azure_errors.LESS_PERMISSION:
-                    raise
                 await self._may_create()
 
         await self._call(ANY_PERMISSION, request)

@@ -78,7 +78,16 @@ class LocalBlobs(protocol.BlobStore):
         return self.folder.name
 
     async def create_folder(self) -> None:
-        await self._in_thread(self._create_folder)
+        def create() -> None:
+            for name in (METADATA_FOLDER, TEMPORARY_FOLDER):
+                (self.folder / name).mkdir(parents=True, exist_ok=True)
+            for leftover in (self.folder / TEMPORARY_FOLDER).iterdir():
+                with contextlib.suppress(OSError):
+                    # Whichever way the clock was set since.
+                    if abs(time.time() - leftover.stat().st_mtime) > _ABANDONED_SECONDS:
+                        leftover.unlink()
+
+        await self._in_thread(create)
 
     async def check(self) -> None:
         """Raises SetupError if there is no such folder."""
@@ -219,15 +228,6 @@ class LocalBlobs(protocol.BlobStore):
 
         for name in await self._writing(folders):
             yield name
-
-    def _create_folder(self) -> None:
-        for name in (METADATA_FOLDER, TEMPORARY_FOLDER):
-            (self.folder / name).mkdir(parents=True, exist_ok=True)
-        for leftover in (self.folder / TEMPORARY_FOLDER).iterdir():
-            with contextlib.suppress(OSError):
-                # Whichever way the clock was set since.
-                if abs(time.time() - leftover.stat().st_mtime) > _ABANDONED_SECONDS:
-                    leftover.unlink()
 
     def _path(self, name: str) -> Path:
         protocol.check_blob_name(name)

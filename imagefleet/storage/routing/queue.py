@@ -12,12 +12,10 @@ from collections.abc import (
     Awaitable,
     Callable,
     Collection,
-    Coroutine,
     Iterable,
     Iterator,
     Sequence,
 )
-from typing import Any
 
 from imagefleet import concurrency, errors
 from imagefleet.storage import protocol
@@ -160,7 +158,7 @@ class RoutedQueue:
 
     async def depth(self) -> protocol.QueueDepth:
         # The main queue alone at first: without access there is none to the others either.
-        found = {self.main.name: await self._depth(self.main)}
+        found = await self._depths([self.main])
         if self._find_more is not None:
             await self._find_more()
         found |= await self._depths(each for each in self.routes.values() if each is not self.main)
@@ -237,20 +235,19 @@ class RoutedQueue:
     async def _depths(self, routes: Iterable[Route]) -> dict[str, protocol.QueueDepth]:
         """The sizes of the routes' queues, of those that are not missing."""
         chosen = list(routes)
-        depths = await concurrency.gather(
-            *(_if_any(each.shard(0), self._depth(each)) for each in chosen)
-        )
-        found = zip(chosen, depths, strict=True)
-        return {route.name: depth for route, depth in found if depth is not None}
+        depths = await concurrency.gather(*map(self._depth, chosen))
+        return {route.name: depth for route, depth in zip(chosen, depths, strict=True) if depth}
 
-    async def _depth(self, route: Route) -> protocol.QueueDepth:
+    async def _depth(self, route: Route) -> protocol.QueueDepth | None:
         """The size of a route's queue, with those of its shards if there are several."""
-        found = {route.name: await _depth_of(route.shard(0))}
+        first = await route.shard(0).depth(must_exist=route is self.main)
+        if first is None:
+            return None
         route.notice()
         others = [shard for shard in await route.found() if shard.number]
-        depths = await concurrency.gather(*(_if_any(each, _depth_of(each)) for each in others))
-        found |= {s.queue.name: depth for s, depth in zip(others, depths, strict=True) if depth}
-        depth = total(found) if len(found) > 1 else found[route.name]
+        depths = await concurrency.gather(*(shard.depth() for shard in others))
+        found = {s.queue.name: depth for s, depth in zip(others, depths, strict=True) if depth}
+        depth = total({route.name: first, **found}) if found else first
         return dataclasses.replace(depth, model=route.model)
 
     @contextlib.contextmanager
@@ -265,25 +262,6 @@ class RoutedQueue:
 
     def _shard_of(self, message: protocol.LeasedMessage) -> Shard:
         return self.routes.get(message.queue, self.main).shard(message.shard)
-
-
-async def _depth_of(shard: Shard) -> protocol.QueueDepth:
-    depth = await shard.queue.depth()
-    shard.is_missing = False
-    if depth.oldest_age_seconds is not None:
-        shard.due_at = 0.0  # there is something to receive
-    return depth
-
-
-async def _if_any(
-    shard: Shard, depth: Coroutine[Any, Any, protocol.QueueDepth]
-) -> protocol.QueueDepth | None:
-    """Its size; None if it is missing."""
-    try:
-        return await depth
-    except errors.SetupError as error:
-        shard.set_missing(error)
-        return None
 
 
 def total(depths: dict[str, protocol.QueueDepth]) -> protocol.QueueDepth:

@@ -119,6 +119,20 @@ class Shard:
             return message
         return dataclasses.replace(message, queue=self.of.name, shard=self.number)
 
+    async def depth(self, *, must_exist: bool = False) -> protocol.QueueDepth | None:
+        """Its size; None if it is missing, unless it *must_exist*."""
+        try:
+            depth = await self.queue.depth()
+        except errors.SetupError as error:
+            if must_exist:
+                raise
+            self.set_missing(error)
+            return None
+        self.is_missing = False
+        if depth.oldest_age_seconds is not None:
+            self.due_at = 0.0  # there is something to receive
+        return depth
+
     def set_missing(self, error: errors.FleetError) -> None:
         """Notes that it cannot be asked for a while, and reports it once."""
         self.due_at = self.of.clock() + MISSING_PAUSE_SECONDS

@@ -126,7 +126,7 @@ def test_keda_adds_up_the_workers_queues_including_leased_jobs(plain: Any) -> No
     settings = plain.of_kind("ConfigMap")["imagefleet-settings"]["data"]
     (scaled,) = plain.of_kind("ScaledObject").values()
     triggers = {each["name"]: each["metadata"] for each in scaled["spec"]["triggers"]}
-    queues = StorageSettings(queue=settings["IMAGEFLEET_QUEUE"]).job_queues
+    queues = StorageSettings(queue=settings["IMAGEFLEET_QUEUE"]).queues_of(None)
     assert {name: metadata["queueName"] for name, metadata in triggers.items()} == queues
     # By itself KEDA scales by the largest of its triggers.
     formula = scaled["spec"]["advanced"]["scalingModifiers"]["formula"]

@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 
 from fleet import console
-from fleet.failed import read as read_failed
 from imagefleet import errors
 from imagefleet.job.message import Job, read_job
 from imagefleet.records.record import RecordLog
@@ -99,7 +98,7 @@ def test_the_list_counts_errors_and_then_lists_jobs(
 def test_errors_that_are_all_different_are_counted_without_a_line_for_each(
     in_process: Imagefleet, failed_jobs: StorageSettings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(read_failed, "MOST_KINDS", 1)
+    monkeypatch.setattr("fleet.failed.jobs.MOST_KINDS", 1)
 
     listing = read(in_process("failed", "--json"))
     (kind,) = listing["errors"]

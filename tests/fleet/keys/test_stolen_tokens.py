@@ -65,7 +65,7 @@ async def stealing(settings: StorageSettings, role: Role) -> AsyncIterator[Thief
     """A thief with the tokens of *role*."""
     minted = mint.Minter(settings).mint(role, timedelta(hours=1))
     address = read_address(minted.storage)
-    names = settings.job_queues
+    names = settings.queues_of(None)
     token = {resource: AzureSasCredential(each) for resource, each in minted.fields.items()}
     async with (
         address.queue_client(settings.queue, token["queue"], **OPTIONS) as jobs,
@@ -235,7 +235,7 @@ async def test_a_token_is_good_for_nothing_but_its_own_resource(
 
     for resource, token in minted.fields.items():
         credential = AzureSasCredential(token)
-        queues = {*settings.job_queues.values(), settings.poison_queue, "another"}
+        queues = {*settings.queues_of(None).values(), settings.poison_queue, "another"}
         for name in queues - {name_of(settings, resource)}:
             async with address.queue_client(name, credential, **OPTIONS) as queue:
                 for deed in (queue.receive_message(), queue.send_message(JOB)):

@@ -201,7 +201,7 @@ async def test_without_any_one_permission_a_worker_cannot_do_its_work(
     complaint = caught.value.message
     names = [name_of(azurite_settings, resource)]
     if resource == "queue":
-        names = list(azurite_settings.job_queues.values())
+        names = list(azurite_settings.queues_of(None).values())
     assert any(repr(name) in complaint for name in names)
     what = f"may not {NEEDED[resource, letter]}" if rest else "there is no SAS token for"
     assert what in complaint

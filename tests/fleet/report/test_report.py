@@ -26,8 +26,7 @@ from imagefleet.job.message import DEFAULT_CAMPAIGN, Job, Output
 from imagefleet.pricing import prices
 from imagefleet.records.record import Record, RecordLog
 from imagefleet.storage.azure.roles import ROLES
-from imagefleet.storage.local.storage import LocalStorage
-from imagefleet.storage.open import Storage, open_storage
+from imagefleet.storage.open import LocalStorage, Storage, open_storage
 from imagefleet.storage.settings import StorageSettings
 from worker.stages import encode
 

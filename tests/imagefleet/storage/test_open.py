@@ -7,8 +7,7 @@ from pydantic import SecretStr
 
 from imagefleet import errors
 from imagefleet.storage.azure.storage import AzureStorage
-from imagefleet.storage.local.storage import LocalStorage
-from imagefleet.storage.open import open_storage
+from imagefleet.storage.open import LocalStorage, open_storage
 from imagefleet.storage.settings import StorageSettings
 
 ACCOUNT = "https://fleet.blob.core.windows.net"

@@ -6,7 +6,8 @@ from collections import Counter
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from worker.gpus.metrics import MachineMetrics, merged
+from imagefleet.telemetry.metrics import render
+from worker.gpus.parent import MachineMetrics, merged
 from worker.metrics import WorkerMetrics
 
 
@@ -25,7 +26,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 def values(metrics: MachineMetrics) -> dict[str, float]:
     """Each series as Prometheus writes it."""
-    lines = metrics.render(metrics.registry).decode().splitlines()
+    lines = render(metrics.registry).decode().splitlines()
     return {
         name: float(value)
         for name, _, value in (line.rpartition(" ") for line in lines if line[0] != "#")
@@ -37,7 +38,7 @@ def worker_text(device: str, images: int) -> str:
     metrics.images.inc(images)
     metrics.stage_seconds["generate"].observe(0.1)
     metrics.set_worker_info(worker=f"m-gpu{device}", gpu='RTX "4090"\n')
-    return metrics.render(metrics.registry).decode()
+    return render(metrics.registry).decode()
 
 
 def test_two_workers_and_their_parent_make_one_text_with_each_family_once() -> None:

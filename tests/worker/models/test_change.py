@@ -280,7 +280,7 @@ async def test_the_next_model_is_loaded_while_the_last_images_are_drawn(
     worker_settings: Callable[..., WorkerSettings],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("worker.models.choice.SHORTEST_STAY_SECONDS", 0.05)
+    monkeypatch.setattr("worker.models.change.SHORTEST_STAY_SECONDS", 0.05)
     engines = Engines(worker_settings, "first", "second")
     drawn_meanwhile = threading.Event()
     load = engines.load
@@ -295,7 +295,7 @@ async def test_the_next_model_is_loaded_while_the_last_images_are_drawn(
     engines.load = slow  # type: ignore[method-assign]
     await storage.models.send([job(number, "first") for number in range(60)])
     await storage.models.send([job(1, "second")])
-    monkeypatch.setattr("worker.models.choice.STAY_PER_CHANGE", 0)
+    monkeypatch.setattr("worker.models.change.STAY_PER_CHANGE", 0)
     await work(storage, worker_settings(prefetch_seconds=0), engines.models())
     assert drawn_meanwhile.is_set()
     assert await greys(storage) == {"first": 0, "second": 1}
@@ -307,8 +307,8 @@ async def test_a_long_job_is_put_off_for_another_model_and_loses_no_image_that_i
     worker_settings: Callable[..., WorkerSettings],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("worker.models.choice.SHORTEST_STAY_SECONDS", 0.05)
-    monkeypatch.setattr("worker.models.choice.STAY_PER_CHANGE", 0)
+    monkeypatch.setattr("worker.models.change.SHORTEST_STAY_SECONDS", 0.05)
+    monkeypatch.setattr("worker.models.change.STAY_PER_CHANGE", 0)
     monkeypatch.setattr("worker.pipeline.FINISH_SECONDS", 0.3)
     drawn: list[int] = []
 

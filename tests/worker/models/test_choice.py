@@ -9,15 +9,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from worker.models.choice import (
+from worker.models.change import (
     LONGEST_STAY_SECONDS,
     SHORTEST_STAY_SECONDS,
     STAY_PER_CHANGE,
     ModelChoice,
     Waiting,
     first_to_serve,
-    share_of,
 )
+from worker.settings import share_of
 
 SECONDS_PER_JOB = 1.0
 

@@ -16,7 +16,7 @@ import torch
 
 from worker.engine import sampler, text
 from worker.engine.families.noise import ImageNoise
-from worker.engine.lora.layout import Network
+from worker.engine.lora.file import Network
 
 Config = Mapping[str, Any]
 

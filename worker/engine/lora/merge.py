@@ -17,9 +17,8 @@ from torch import nn
 
 from worker.engine.files import safetensors
 from worker.engine.files.safetensors import Place
-from worker.engine.lora.file import LoraFile, WeightDelta
+from worker.engine.lora.file import LayerId, LoraFile, Network, WeightDelta, adaptable_layers
 from worker.engine.lora.kinds import Factors, Stack, StackedChange
-from worker.engine.lora.layout import LayerId, Network, adaptable_layers
 
 LoraKey = tuple[object, ...]
 """What identifies LoRAs with their strengths; () for none."""

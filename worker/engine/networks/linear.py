@@ -19,8 +19,8 @@ from torch import nn
 
 from imagefleet import errors
 from worker.engine.files import safetensors
+from worker.engine.lora.file import adaptable_layers
 from worker.engine.lora.kinds import StackedChange
-from worker.engine.lora.layout import adaptable_layers
 from worker.engine.lora.merge import Group
 from worker.engine.networks.convolution import LowRankChange
 

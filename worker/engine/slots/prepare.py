@@ -21,7 +21,7 @@ from worker.engine.control.held import ControlNets
 from worker.engine.control.request import PreparedControl
 from worker.engine.files.safetensors import Identity
 from worker.engine.lora import file as lora_file
-from worker.engine.lora import layout, merge
+from worker.engine.lora import merge
 from worker.engine.networks import convolution
 from worker.engine.noise import NoiseStream
 from worker.engine.passes import begin, upscaling
@@ -43,7 +43,7 @@ _MAX_LORAS = 16
 LORA_CACHE_BYTES = 2 * 1024**3
 
 #: The layers of each network whose LoRAs can be packed.
-Groups = Mapping[layout.Network, Mapping[merge.Group, Sequence[str]]]
+Groups = Mapping[lora_file.Network, Mapping[merge.Group, Sequence[str]]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +62,7 @@ class PreparedRequest:
     """The UNet's LoRAs for a slot; None if they must be merged into the shared weights instead."""
     convolution_pack: convolution.ConvolutionPack | None = None
     """The LoRAs' changes of convolutions; None if they must be merged instead, and then all are."""
-    text_encoder_packs: Mapping[layout.Network, merge.PackedLoras | None] = field(
+    text_encoder_packs: Mapping[lora_file.Network, merge.PackedLoras | None] = field(
         default_factory=dict
     )
     image: begin.PreparedImage | None = None
@@ -198,7 +198,7 @@ class RequestPreparer(Preparer):
             for network, each in checkpoint.text_encoders.items()
         }
         self._embedding_cache = embeddings.EmbeddingCache(widths, checkpoint.text_encoder.dtype)
-        layers = layout.Layers(checkpoint.unet, checkpoint.text_encoders)
+        layers = lora_file.Layers(checkpoint.unet, checkpoint.text_encoders)
         self._lora_cache = lora_file.LoraCache(layers, lora_cache_bytes)
         self.lora_lookups = self._lora_cache.lookups
 
@@ -347,7 +347,7 @@ class RequestPreparer(Preparer):
             raise errors.JobError(f"the prompt has {len(loras)} LoRAs; at most {_MAX_LORAS} work")
         networks = self._checkpoint.family.networks
         files: dict[Identity, lora_file.LoraFile] = {}
-        weights: dict[Identity, dict[layout.Network, float]] = {}
+        weights: dict[Identity, dict[lora_file.Network, float]] = {}
         for lora in loras:
             self._may_go_on.wait()
             file = self._lora_cache.get(lora)
@@ -360,7 +360,7 @@ class RequestPreparer(Preparer):
         return tuple(merge.AppliedLora(files[each], weights[each]) for each in effective)
 
     def _pack(
-        self, loras: Sequence[merge.AppliedLora], network: layout.Network
+        self, loras: Sequence[merge.AppliedLora], network: lora_file.Network
     ) -> merge.PackedLoras | None:
         elsewhere = self._held_as_convolutions if network == "unet" else ()
         own = self._checkpoint.unet if network == "unet" else self._encoders[network]

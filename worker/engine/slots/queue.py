@@ -11,8 +11,8 @@ from typing import NamedTuple
 import torch
 
 from worker.engine.files.safetensors import Identity
+from worker.engine.lora.file import Network
 from worker.engine.lora.kinds import StackedChange
-from worker.engine.lora.layout import Network
 from worker.engine.lora.merge import Group, LoraKey
 from worker.engine.networks import convolution
 from worker.engine.noise import NoiseStream

@@ -25,8 +25,8 @@ from worker.engine.control.held import ControlNets
 from worker.engine.families import table
 from worker.engine.families.table import Model
 from worker.engine.lora import merge
+from worker.engine.lora.file import Network
 from worker.engine.lora.kinds import StackedChange
-from worker.engine.lora.layout import Network
 from worker.engine.lora.merge import Group
 from worker.engine.networks import convolution
 from worker.engine.networks.linear import TextEncoderLoras

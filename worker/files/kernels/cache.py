@@ -175,7 +175,6 @@ class KernelCache:
             self._ready.touch()
 
     def _graphs(self) -> set[Path]:
-        """What torch has compiled into the folder."""
         return set(self.folder.glob("fxgraph/*/*/*"))
 
     def _settle(self, origin: Origin) -> None:

@@ -415,5 +415,5 @@ async def test_a_refused_token_of_one_queue_is_a_warning_and_not_the_end(
 
 def test_the_names_fit_into_azures_limit() -> None:
     settings = StorageSettings(queue="q" * 56)
-    assert list(settings.job_queues) == list(get_args(Priority))
-    assert max(map(len, (*settings.job_queues.values(), settings.poison_queue))) == 63
+    assert list(settings.queues_of(None)) == list(get_args(Priority))
+    assert max(map(len, (*settings.queues_of(None).values(), settings.poison_queue))) == 63

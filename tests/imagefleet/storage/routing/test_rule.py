@@ -27,7 +27,8 @@ from imagefleet.storage.routing.queue import RoutedQueue
 from imagefleet.storage.routing.route import Route
 from imagefleet.storage.settings import PRIORITIES, Priority
 from worker import metrics, pull
-from worker.models import change, choice
+from worker.models import change
+from worker.settings import share_of
 
 LEASE_SECONDS = 30
 #: Of a day, in which nothing changes.
@@ -179,12 +180,12 @@ def test_a_worker_asks_every_shard_and_its_home_is_one_that_jobs_are_sent_to(
 
 
 def test_homes_and_helpers_are_spread() -> None:
-    orders = [route.in_order(choice.share_of(f"worker-{n}"), Shards(8, 8)) for n in range(WORKERS)]
+    orders = [route.in_order(share_of(f"worker-{n}"), Shards(8, 8)) for n in range(WORKERS)]
     for place in (0, 1):
         count = Counter(order[place] for order in orders)
         assert len(count) == 8
         assert max(count.values()) < 1.4 * WORKERS / 8
-    processes = [route.in_order(choice.share_of("host", n, 8), Shards(8, 8))[0] for n in range(8)]
+    processes = [route.in_order(share_of("host", n, 8), Shards(8, 8))[0] for n in range(8)]
     assert sorted(processes) == list(range(8)), "those of one machine have a home each"
 
 

@@ -15,8 +15,8 @@ from evaluation.bench import random_model
 from imagefleet import errors
 from worker.engine import contract
 from worker.engine.lora import file as lora_file
-from worker.engine.lora import layout
-from worker.engine.lora.layout import adaptable_layers, original_names
+from worker.engine.lora.file import adaptable_layers
+from worker.engine.lora.original_names import original_names
 
 ROUNDING = 2
 
@@ -161,7 +161,7 @@ def test_a_lycoris_file_for_sdxl_changes_the_unet_and_both_encoders(
 
 def test_each_text_encoder_takes_its_own_part(family_checkpoint: Any) -> None:
     checkpoint = family_checkpoint("sdxl")
-    layers = layout.Layers(checkpoint.unet, checkpoint.text_encoders)
+    layers = lora_file.Layers(checkpoint.unet, checkpoint.text_encoders)
     key = "text_model_encoder_layers_0_mlp_fc1"
     assert layers.find(f"lora_te1_{key}") == ("text_encoder", "encoder.layers.0.mlp.fc1")
     second = ("text_encoder_2", "text_model.encoder.layers.0.mlp.fc1")
@@ -191,6 +191,6 @@ def test_a_lora_for_another_family_is_refused(
 ) -> None:
     path = write_lora(tmp_path / "other.safetensors", family_checkpoint(made_for), "kohya")
     checkpoint = family_checkpoint(family)
-    cache = lora_file.LoraCache(layout.Layers(checkpoint.unet, checkpoint.text_encoders), 2**20)
+    cache = lora_file.LoraCache(lora_file.Layers(checkpoint.unet, checkpoint.text_encoders), 2**20)
     with pytest.raises(errors.UnusableFileError, match="does not fit this model"):
         cache.get(contract.Lora("other", path, 1.0, 1.0))

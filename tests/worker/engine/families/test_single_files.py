@@ -16,7 +16,8 @@ from families import tiny_families
 from imagefleet import errors
 from worker.engine.families import noise
 from worker.engine.families.table import FAMILIES, SD1, SD2, SDXL, X4_UPSCALER
-from worker.engine.lora.layout import adaptable_layers, original_names
+from worker.engine.lora import original_names
+from worker.engine.lora.file import adaptable_layers
 from worker.files import check
 
 Weights = dict[str, torch.Tensor]
@@ -61,7 +62,7 @@ def open_clip(folder: Path, prefix: str, *, layers: int) -> Weights:
 
 def unet_of(folder: Path, unet: torch.nn.Module) -> Weights:
     """A UNet's weights with the keys of its original release."""
-    names = original_names(adaptable_layers(unet))
+    names = original_names.original_names(adaptable_layers(unet))
     names["class_embedding"] = "label_emb"
     (file,) = (folder / "unet").glob("*.safetensors")
     weights: Weights = {}

@@ -7,15 +7,14 @@ from typing import Any
 import pytest
 
 from worker.engine.lora import file as lora_file
-from worker.engine.lora import layout
 
 
 @pytest.fixture(scope="module")
-def layers(engine: Any) -> layout.Layers:
-    layers: layout.Layers = engine._preparer._lora_cache._layers
+def layers(engine: Any) -> lora_file.Layers:
+    layers: lora_file.Layers = engine._preparer._lora_cache._layers
     return layers
 
 
 @pytest.fixture
-def cache(layers: layout.Layers) -> lora_file.LoraCache:
+def cache(layers: lora_file.Layers) -> lora_file.LoraCache:
     return lora_file.LoraCache(layers, cache_bytes=10**9)

@@ -16,7 +16,6 @@ import polling
 from imagefleet import errors
 from worker.engine import contract
 from worker.engine.lora import file as lora_file
-from worker.engine.lora import layout
 
 
 def named(path: Path) -> contract.Lora:
@@ -99,7 +98,7 @@ def test_different_files_are_read_concurrently(
 
 
 def test_a_file_larger_than_the_cache_is_not_kept(
-    layers: layout.Layers, lora_paths: list[Path]
+    layers: lora_file.Layers, lora_paths: list[Path]
 ) -> None:
     cache = lora_file.LoraCache(layers, cache_bytes=1)
     first = cache.get(named(lora_paths[0]))
@@ -108,7 +107,7 @@ def test_a_file_larger_than_the_cache_is_not_kept(
 
 
 def test_the_cache_evicts_the_least_recently_used_above_its_size(
-    layers: layout.Layers, lora_paths: list[Path], monkeypatch: pytest.MonkeyPatch
+    layers: lora_file.Layers, lora_paths: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     size = lora_file.LoraCache(layers, 0).get(named(lora_paths[0])).size_bytes
     cache = lora_file.LoraCache(layers, cache_bytes=2 * size)
@@ -134,7 +133,10 @@ def test_a_replaced_file_is_read_again(
 
 
 def test_a_lora_whose_deltas_are_all_zero_is_reported_once_and_used(
-    tmp_path: Path, lora_paths: list[Path], layers: layout.Layers, caplog: pytest.LogCaptureFixture
+    tmp_path: Path,
+    lora_paths: list[Path],
+    layers: lora_file.Layers,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     tensors = load_file(lora_paths[0])
     zero = {key: each * 0 if "lora_up" in key else each for key, each in tensors.items()}

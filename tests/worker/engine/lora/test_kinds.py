@@ -9,8 +9,8 @@ import torch
 
 from worker.engine.lora import file as lora_file
 from worker.engine.lora import merge
+from worker.engine.lora.file import Network
 from worker.engine.lora.kinds import StackedChange
-from worker.engine.lora.layout import Network
 
 Shapes = Mapping[str, tuple[int, ...]]
 

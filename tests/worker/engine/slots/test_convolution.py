@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 
 from worker.engine import contract
-from worker.engine.lora.layout import adaptable_layers
+from worker.engine.lora.file import adaptable_layers
 from worker.engine.networks import convolution
 from worker.engine.networks.transformer import Call
 from worker.engine.slots import engine as slots

@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 
 import lora_kinds
 from worker.engine import contract
-from worker.engine.lora.layout import adaptable_layers
+from worker.engine.lora.file import adaptable_layers
 from worker.engine.networks import linear
 from worker.engine.slots import queue, step
 
