@@ -174,8 +174,8 @@ def flat(command: Command[Result], model: type[BaseSettings] | None = None) -> C
         with console.one_line_errors():
             made: dict[str, Any] = {}
             if model is not None:
-                values = {each.name: _joined(given.pop(each.name)) for each in shared}
-                made[settings] = read(model, values)
+                flags = {each.name: given.pop(each.name) for each in shared}
+                made[settings] = read(model, flags)
             for name, group in groups.items():
                 names = [each.name for each in dataclasses.fields(group)]
                 made[name] = group(**{each: given.pop(each) for each in names})
@@ -204,7 +204,12 @@ def _as_typer_does(hint: Any, field: dataclasses.Field[Any]) -> inspect.Paramete
 def read(model: type[Settings], given: Mapping[str, Any]) -> Settings:
     """Settings by flags (None: not given), variables and defaults; raises SetupError."""
     try:
-        flags = {name: value for name, value in given.items() if value not in (None, "")}
+        flags = {
+            # Of a repeatable flag, the values as its variable has them.
+            name: ",".join(value) if isinstance(value, list) else value
+            for name, value in given.items()
+            if value not in (None, "", [])
+        }
         return model(**(by_setting(model, os.environ, PROJECT_SETTINGS) | flags))
     except ValidationError as error:
         lines = [_complaint(model, detail) for detail in error.errors(include_url=False)]
@@ -297,30 +302,22 @@ def subject(model: type[BaseSettings], name: str) -> str:
 def _parameters(model: type[BaseSettings]) -> Iterator[inspect.Parameter]:
     """Typer options that leave values as text, so that pydantic alone judges them."""
     for name, field in model.model_fields.items():
-        default = _default(field)
+        kind, default = _bare_type(field.annotation), _default(field)
+        is_switch = kind is bool
+        extra = field.json_schema_extra
+        is_repeatable = isinstance(extra, dict) and bool(extra.get("repeatable"))
+        value: Any = bool if is_switch else list[str] if is_repeatable else str
         notes = f"env: {variable(name)}" + (f"; default: {default}" if default else "")
-        text = f"{field.description or ''} [{notes}]"
-        yield _parameter(name, field, help=text, rich_help_panel=subject(model, name) or None)
-
-
-def _parameter(name: str, field: FieldInfo, **terms: Any) -> inspect.Parameter:
-    kind = _bare_type(field.annotation)
-    is_switch = kind is bool
-    declaration = f"{flag(name)}/--no-{flag(name)[2:]}" if is_switch else flag(name)
-    metavar = None if is_switch else _metavar(kind)
-    option = typer.Option(declaration, metavar=metavar, show_default=False, **terms)
-    extra = field.json_schema_extra
-    is_repeatable = isinstance(extra, dict) and bool(extra.get("repeatable"))
-    value: Any = bool if is_switch else list[str] if is_repeatable else str
-    annotation = Annotated[value | None, option]
-    return inspect.Parameter(
-        name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation
-    )
-
-
-def _joined(value: Any) -> Any:
-    """The values of a repeatable flag as its variable has them."""
-    return (",".join(value) or None) if isinstance(value, list) else value
+        made = option(
+            f"{field.description or ''} [{notes}]",
+            None,
+            f"{flag(name)}/--no-{flag(name)[2:]}" if is_switch else flag(name),
+            metavar=None if is_switch else _metavar(kind),
+            show_default=False,
+            rich_help_panel=subject(model, name) or None,
+        )
+        made.name = name
+        yield _as_typer_does(value | None, made)
 
 
 def _bare_type(annotation: object) -> object:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -11,7 +9,6 @@ from pathlib import Path
 from fleet import console, options
 from fleet.campaigns import target
 from fleet.failed import jobs as failed_jobs
-from fleet.failed.jobs import Verb
 from fleet.options import option
 from imagefleet import aio, errors
 from imagefleet.job.change import Change
@@ -203,9 +200,10 @@ async def discard_command(
                 console.confirm(f"Discard {jobs} for good?", yes=how.yes)
             if how.dry_run:
                 return
-        with _counting("discarded") as show:
+        with console.counting("discarded", None) as move:
             swept = await dead_letter_queue.discard(
-                fleet.storage, selection, show, keep_signed, completed=completed
+                *(fleet.storage, selection, lambda count: move(done=count), keep_signed),
+                completed=completed,
             )
         if not (swept.done or swept.refused or unsigned or completed):
             await _refuse_nothing(fleet, selection)
@@ -257,8 +255,10 @@ async def _replay(
 ) -> tuple[Swept, int]:
     """Replays the selected jobs; also returns how many have no message that could be sent."""
     began_at = datetime.now(UTC)
-    with _counting("replayed") as show:
-        swept = await dead_letter_queue.replay(fleet.storage, selection, show, check, priority)
+    with console.counting("replayed", None) as move:
+        swept = await dead_letter_queue.replay(
+            fleet.storage, selection, lambda count: move(done=count), check, priority
+        )
     refused = {each.id for each in swept.refused}
     missing = 0
     async for entry in dead_letter_queue.recorded(fleet.storage, selection):
@@ -266,13 +266,3 @@ async def _replay(
     if not (swept.done or refused or missing):
         await _refuse_nothing(fleet, selection)
     return swept, missing
-
-
-@contextlib.contextmanager
-def _counting(verb: Verb) -> Iterator[Callable[[int], None] | None]:
-    """Shows the jobs so far on a terminal."""
-    if not console.stderr.is_terminal:
-        yield None
-        return
-    with console.stderr.status("") as status:
-        yield lambda count: status.update(f"{count:,} {verb}")

@@ -47,7 +47,6 @@ _MOST_BYTES = 10_000
 _FOREVER = "private, max-age=31536000, immutable"
 _A_WHILE = "private, max-age=300"
 
-
 #: The most characters of a prompt or a reason on a tile; the record has the rest.
 _TILE_CHARACTERS = 240
 
@@ -60,14 +59,11 @@ async def opened(
     fleet: aio.Fleet, settings: StorageSettings, *, host: str, campaign: str | None
 ) -> AsyncIterator[web.Application]:
     """The gallery of a storage."""
-    storage = fleet.storage
     is_local = settings.storage.strip().startswith(LOCAL_SCHEME)
     pace = campaign_index.LOCAL_PACE if is_local else campaign_index.REMOTE_PACE
-    campaigns = Campaigns(storage, pace, campaign)
-    replays = Replays(fleet, settings, host)
-    gallery = Gallery(campaigns, Images(storage.blobs), replays, guard.Guard(host), storage.url)
+    campaigns = Campaigns(fleet.storage, pace, campaign)
     try:
-        yield gallery.application()
+        yield Gallery(fleet, settings, host, campaigns).application()
     finally:
         await campaigns.close()
 
@@ -81,11 +77,10 @@ class Replays:
         self._host = host
         self._refusal: str | None = None
         self._lock = asyncio.Lock()
-        self._checks = asyncio.Lock()
 
     async def refusal(self) -> str:
         """Why no job can be sent again; empty if one can be."""
-        async with self._checks:
+        async with self._lock:
             if self._refusal is None:
                 self._refusal = await self._find_refusal()
         return self._refusal
@@ -125,18 +120,13 @@ class Gallery:
     """The handlers of all requests."""
 
     def __init__(
-        self,
-        campaigns: Campaigns,
-        images: Images,
-        replays: Replays,
-        guarded: guard.Guard,
-        storage: str,
+        self, fleet: aio.Fleet, settings: StorageSettings, host: str, campaigns: Campaigns
     ) -> None:
         self._campaigns = campaigns
-        self._images = images
-        self._replays = replays
-        self._guard = guarded
-        self._storage = storage
+        self._images = Images(fleet.storage.blobs)
+        self._replays = Replays(fleet, settings, host)
+        self._guard = guard.Guard(host)
+        self._storage = fleet.storage.url
         self._files = {
             file.name: file.read_bytes()
             for file in PAGE.iterdir()
@@ -282,19 +272,13 @@ def _number(request: web.Request, name: str) -> int:
 async def _errors_as_json(request: web.Request, handler: guard.Handler) -> web.StreamResponse:
     try:
         return await handler(request)
-    except DamagedImageError as error:
-        return _refusal(str(error), 415)
-    except errors.JobError as error:
-        return _refusal(error.message, 409)
-    except errors.FleetError as error:
-        return _refusal(error.message, 503)
     except sqlite3.Error as error:
-        return _refusal(f"The index of the gallery cannot be read: {error}", 503)
-
-
-def _refusal(reason: str, status: int) -> web.Response:
-    answer: dict[str, Any] = {"error": _sentence(reason)}
-    return web.json_response(answer, status=status)
+        reason, status = f"The index of the gallery cannot be read: {error}", 503
+    except (DamagedImageError, errors.FleetError) as error:
+        statuses = {DamagedImageError: 415, errors.JobError: 409, errors.FleetError: 503}
+        reason = str(error)
+        status = next(code for kind, code in statuses.items() if isinstance(error, kind))
+    return web.json_response({"error": _sentence(reason)}, status=status)
 
 
 def _sentence(text: str) -> str:

@@ -191,8 +191,8 @@ def _send(
 def _models(text: str | None) -> dict[str, str]:
     """The models of a list, each with its family or an empty text."""
     found: dict[str, str] = {}
-    for each in text.split(",") if text else []:
-        name, _, slug = each.strip().partition("=")
+    for model in text.split(",") if text else []:
+        name, _, slug = model.strip().partition("=")
         if name in found:
             raise errors.SetupError(f"--models: {name[:60]} is there twice")
         found[name] = slug

@@ -83,7 +83,7 @@ async def test_only_jobs_as_they_were_signed_are_generated(
     assert await stored(storage) == ["c/good.png"]
     records = await poisoned(storage)
     assert {record.error for record in records.values()} == {"UntrustedJobError"}
-    assert {(record.campaign, record.attempts) for record in records.values()} == {(None, 1)}
+    assert {(record.campaign, record.attempts) for record in records.values()} == {("default", 1)}
     assert len(records) == len(bad)
 
 
