@@ -12,7 +12,7 @@ import logging
 import threading
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -95,9 +95,7 @@ class EngineThread:
         self.clock = GpuClock()
         self.capacity = 0
         """What the engine holds at most; it follows the engine's."""
-        self.lora_lookups: Mapping[str, int] = {}
-        self.recompiles: Callable[[], int] = int
-        self.is_compiling: Callable[[], bool] = bool
+        self.engine: contract.Engine | None = None
         #: Called on the engine's thread for each job's ticket right before the engine begins it.
         self.is_cancelled: Callable[[int], bool] = lambda _ticket: False
         self.tick_began_at: float | None = None
@@ -139,7 +137,7 @@ class EngineThread:
         """
         loaded: asyncio.Future[contract.Engine] = self._loop.create_future()
         self.stop_accepting()
-        self.lora_lookups, self.recompiles = {}, int  # they belong to the engine
+        self.engine = None  # its memory is the next one's
         with self._wake:
             self._replacement = _Replacement(load, take, loaded)
             self._wake.notify()
@@ -151,9 +149,7 @@ class EngineThread:
         return engine
 
     def _attach(self, engine: contract.Engine) -> contract.Engine:
-        self.lora_lookups = engine.lora_lookups
-        self.recompiles = lambda: int(getattr(engine, "recompiles", 0))
-        self.is_compiling = lambda: bool(getattr(engine, "is_compiling", False))
+        self.engine = engine
         self._let_in(engine.capacity)
         return engine
 
@@ -204,7 +200,7 @@ class EngineThread:
             tickets = [ticket for ticket, _ in self._waiting]
             self._waiting.clear()
             for ticket, _ in self._urgent:
-                self._call(_set_result, self._drawing.pop(ticket), None)
+                self._call(_answer, self._drawing.pop(ticket))
             self._urgent.clear()
         self._fewer_wait.set()
         return tickets
@@ -272,7 +268,11 @@ class EngineThread:
         try:
             while True:
                 self._work(engine)
-                self._forget_requests()
+                # The requests that it has begun and will not finish.
+                self._admitted_at.clear()
+                for drawing in self._drawing.values():
+                    self._call(_answer, drawing)
+                self._drawing.clear()
                 if self._has_taken(engine):
                     continue
                 engine.close()
@@ -288,13 +288,6 @@ class EngineThread:
             self._call(self._ended.set_exception, errors.NodeError(f"the engine failed: {error!r}"))
         else:
             self._call(self._ended.set_result, None)
-
-    def _forget_requests(self) -> None:
-        """Forgets the requests that an engine has begun and will not finish."""
-        self._admitted_at.clear()
-        for drawing in self._drawing.values():
-            self._call(_set_result, drawing, None)
-        self._drawing.clear()
 
     def _has_taken(self, engine: contract.Engine) -> bool:
         """Whether the engine stays, with another model."""
@@ -315,7 +308,7 @@ class EngineThread:
         with self._wake:
             loaded, self._replacement = self._replacement.loaded, None
         self.clock.idle_seconds["switch"] += time.monotonic() - began_at
-        self._call(_set_result, loaded, engine)
+        self._call(_answer, loaded, engine)
         return True
 
     def _load_following(self) -> contract.Engine | None:
@@ -331,10 +324,10 @@ class EngineThread:
             try:
                 engine = replacement.load()
             except Exception as error:  # noqa: BLE001 - raised again by `replace`
-                self._call(_set_exception, loaded, error)
+                self._call(_answer, loaded, None, error)
                 continue
             self.clock.idle_seconds["switch"] += time.monotonic() - began_at
-            self._call(_set_result, loaded, engine)
+            self._call(_answer, loaded, engine)
             return engine
         return None
 
@@ -405,9 +398,9 @@ class EngineThread:
             try:
                 result = function()
             except Exception as error:  # noqa: BLE001 - raised again by `call`
-                self._call(_set_exception, answer, error)
+                self._call(_answer, answer, None, error)
             else:
-                self._call(_set_result, answer, result)
+                self._call(_answer, answer, result)
             self.tick_began_at = None
 
     def _wait_for_work(self) -> None:
@@ -421,7 +414,7 @@ class EngineThread:
         for_jobs: list[Delivery] = []
         for delivery in deliveries:
             if drawing := self._drawing.pop(delivery.finished.ticket, None):
-                self._call(_set_result, drawing, delivery)
+                self._call(_answer, drawing, delivery)
                 continue
             if not self._room.acquire(blocking=False):
                 self._call(self._put_finished, for_jobs)
@@ -454,11 +447,12 @@ class EngineThread:
             self._loop.call_soon_threadsafe(function, *arguments)
 
 
-def _set_result(answer: asyncio.Future[Any], result: object) -> None:
-    if not answer.done():  # its caller may have been cancelled
-        answer.set_result(result)
-
-
-def _set_exception(answer: asyncio.Future[Any], error: Exception) -> None:
-    if not answer.done():
-        answer.set_exception(error)
+def _answer(
+    future: asyncio.Future[Any], result: object = None, error: Exception | None = None
+) -> None:
+    if future.done():  # its caller may have been cancelled
+        return
+    if error is None:
+        future.set_result(result)
+    else:
+        future.set_exception(error)

@@ -14,7 +14,7 @@ from collections import Counter as Counted
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from datetime import UTC, datetime
 from functools import partial
-from typing import Literal, NoReturn, get_args
+from typing import Literal, NoReturn, TypeVar, get_args
 
 from prometheus_client import Counter, Gauge, Histogram, Info
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -53,6 +53,8 @@ Stage = Literal[
 
 #: Buckets in seconds, doubling from a local SQLite call to a slow batch on a small card, doubling.
 STAGE_SECONDS_BUCKETS = tuple(0.001 * 2**power for power in range(17))
+
+_Family = TypeVar("_Family", CounterMetricFamily, GaugeMetricFamily)
 
 #: Why an engine is idle: no jobs, jobs that arrive too slowly, uploads that are too slow, or that
 #: another model is being loaded.
@@ -225,17 +227,15 @@ class EngineCollector(Collector):
         self._library = library
 
     def collect(self) -> Iterator[Metric]:
-        clock = self._engine_thread.clock
+        clock, engine = self._engine_thread.clock, self._engine_thread.engine
         yield CounterMetricFamily(
             "imagefleet_gpu_busy_seconds", "Time the engine was busy.", value=clock.busy_seconds
         )
+        waited = dict.fromkeys(IDLE_REASONS, 0.0) | clock.idle_seconds.copy()
         idle = CounterMetricFamily(
             "imagefleet_gpu_idle_seconds", "Time the engine was idle, by reason.", labels=["reason"]
         )
-        waited = dict.fromkeys(IDLE_REASONS, 0.0) | clock.idle_seconds.copy()
-        for reason, seconds in sorted(waited.items()):
-            idle.add_metric([reason], seconds)
-        yield idle
+        yield _filled(idle, dict(sorted(waited.items())))
         if clock.first_image_seconds is not None:
             yield GaugeMetricFamily(
                 "imagefleet_first_image_seconds",
@@ -245,37 +245,40 @@ class EngineCollector(Collector):
         yield CounterMetricFamily(
             "imagefleet_engine_recompiles",
             "Compilations after the warm-up; more than 0 is a bug.",
-            value=self._engine_thread.recompiles(),
+            value=getattr(engine, "recompiles", 0),
         )
         yield GaugeMetricFamily(
             "imagefleet_engine_compiling",
             "1 while the engine compiles: it draws meanwhile, but more slowly.",
-            value=self._engine_thread.is_compiling(),
+            value=getattr(engine, "is_compiling", False),
         )
         slots = GaugeMetricFamily(
             "imagefleet_slots", "Slots of the engine by state.", labels=["state"]
         )
         busy = self._engine_thread.in_engine
-        slots.add_metric(["busy"], busy)
-        slots.add_metric(["free"], max(0, self._engine_thread.capacity - busy))
-        yield slots
+        yield _filled(slots, {"busy": busy, "free": max(0, self._engine_thread.capacity - busy)})
         lookups = CounterMetricFamily(
             "imagefleet_lora_cache",
             "LoRA cache lookups, on disk and in memory.",
             labels=["cache", "result"],
         )
-        for cache, counts in (
-            ("disk", self._library.lookups),
-            ("memory", self._engine_thread.lora_lookups),
-        ):
+        in_memory = engine.lora_lookups if engine else {}
+        for cache, counts in (("disk", self._library.lookups), ("memory", in_memory)):
             for result in ("hit", "miss"):
                 lookups.add_metric([cache, result], counts.get(result, 0))
         yield lookups
         yield CounterMetricFamily(
             "imagefleet_loras_without_effect",
             "LoRA files read that change nothing: all their deltas are zero.",
-            value=self._engine_thread.lora_lookups.get("no_effect", 0),
+            value=in_memory.get("no_effect", 0),
         )
+
+
+def _filled(family: _Family, values: Mapping[str, float]) -> _Family:
+    """The family with its series by the value of its label."""
+    for label, value in values.items():
+        family.add_metric([label], value)
+    return family
 
 
 class CostMeter(Collector):
@@ -359,9 +362,8 @@ class CostMeter(Collector):
                 "GPU cost without a stored image, by reason.",
                 labels=["reason"],
             )
-            for reason, seconds in self.wasted_seconds().items():
-                wasted.add_metric([reason], self._dollars(seconds) or 0.0)
-            yield wasted
+            seconds = self.wasted_seconds()
+            yield _filled(wasted, {each: self._dollars(seconds[each]) or 0.0 for each in seconds})
             yield GaugeMetricFamily(
                 "imagefleet_price_dollars_per_hour",
                 "Price of this replica.",
@@ -371,10 +373,11 @@ class CostMeter(Collector):
         operations = CounterMetricFamily(
             "imagefleet_storage_operations", "Billed storage operations by kind.", labels=["kind"]
         )
-        operations.add_metric(["queue"], self._operations.queue)
-        operations.add_metric(["blob_write"], self._operations.blob_writes)
-        operations.add_metric(["blob_read"], self._operations.blob_reads)
-        yield operations
+        done = self._operations
+        yield _filled(
+            operations,
+            {"queue": done.queue, "blob_write": done.blob_writes, "blob_read": done.blob_reads},
+        )
         if self._ready_at is not None:
             yield GaugeMetricFamily(
                 "imagefleet_start_up_seconds",

@@ -286,7 +286,7 @@ class Pipeline:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self._settings.grace_seconds):
                     await self._stop_pulling(pull)
-                    await self._put_off(generate.stop_accepting())
+                    await self._hand_back(map(self.settler.put_off, generate.stop_accepting()))
                     finished = self.settler.nothing_in_flight.wait()
                     await tasks.first_of(finished, hurry.wait(), side_tasks.watch())
         finally:
@@ -294,7 +294,7 @@ class Pipeline:
             generate.stop_accepting()  # what waits for the engine would keep the pull waiting
             if pull is not None:
                 await self._stop_pulling(pull)
-            await self._hand_back(self.settler.in_flight)
+            await self._hand_back([self.settler.hand_back(each) for each in self.settler.in_flight])
             await side_tasks.cancel()
             prepare.close()
             await self._record_suspects(checks)
@@ -314,7 +314,7 @@ class Pipeline:
                 async with asyncio.timeout(FINISH_SECONDS):
                     await self._stop_pulling(pull)
                     if is_long:
-                        await self._put_off(generate.stop_accepting())
+                        await self._hand_back(map(self.settler.put_off, generate.stop_accepting()))
                     finished = self.settler.nothing_in_flight.wait()
                     await tasks.first_of(finished, stop.wait(), side_tasks.watch())
                     return
@@ -370,13 +370,7 @@ class Pipeline:
         await asyncio.wait({pull}, timeout=HAND_BACK_SECONDS)
         await tasks.cancel([pull])
 
-    async def _put_off(self, entries: Iterable[InFlightJob]) -> None:
-        await self._all([self.settler.put_off(entry) for entry in entries])
-
-    async def _hand_back(self, entries: Iterable[InFlightJob]) -> None:
-        await self._all([self.settler.hand_back(entry) for entry in entries])
-
-    async def _all(self, calls: Iterable[Awaitable[None]]) -> None:
+    async def _hand_back(self, calls: Iterable[Awaitable[None]]) -> None:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(HAND_BACK_SECONDS):
                 for result in await asyncio.gather(*calls, return_exceptions=True):

@@ -159,7 +159,7 @@ class Settler:
             outcome: Outcome = "completed" if entry.images_written else "duplicate"
             if entry.is_second_drawing:
                 outcome = "verified"
-            await self._acknowledge(entry, outcome, error)
+            await self._end(entry, outcome, error)
 
         entry.mark_completed()
         await self.pending.put(finish, entry.records, entry.again)
@@ -200,19 +200,15 @@ class Settler:
             error.message,
             extra={"action": "job_not_moved", "job_id": entry.id},
         )
-        await self._end(entry, "handed_back", partial(self._release, entry, NOT_MOVED_SECONDS))
+        await self._end(entry, "handed_back", call=partial(self._release, entry, NOT_MOVED_SECONDS))
 
     async def cancelled(self, entry: InFlightJob) -> None:
         """Acknowledges a job of a cancelled campaign; what was begun is stored."""
-        if not entry.settle():
-            return
         if entry.is_second_drawing:
-            await self._end_unverified(entry, "its campaign was cancelled")
-            return
-        if not await self._ended_earlier(entry):
+            await self.unverified(entry, "its campaign was cancelled")
+        elif entry.settle() and not await self._ended_earlier(entry):
             records = [*entry.records, self.record(entry, "cancelled")]
-            acknowledge = partial(self._acknowledge, entry, "cancelled")
-            await self.pending.put(acknowledge, records, entry.again)
+            await self.pending.put(partial(self._end, entry, "cancelled"), records, entry.again)
 
     async def _ended_earlier(self, entry: InFlightJob) -> bool:
         """Ends a job that is to end without its images, if they are all stored nevertheless.
@@ -237,17 +233,9 @@ class Settler:
             await self._not_sent(entry, fault)
             return True
         entry.mark_completed()
-        acknowledge = partial(self._acknowledge, entry, "duplicate")
-        await self.pending.put(acknowledge, entry.records, entry.again)
+        end = partial(self._end, entry, "duplicate")
+        await self.pending.put(end, entry.records, entry.again)
         return True
-
-    async def _acknowledge(
-        self, entry: InFlightJob, outcome: Outcome, error: errors.TransientError | None
-    ) -> Outcome:
-        """Ends a job whose records are stored, or not, after an *error*."""
-        if error is not None:
-            return self._lost(entry, error)
-        return await self._end(entry, outcome, lambda: self.keeper.acknowledge(entry.lease))
 
     async def failed(
         self, entry: InFlightJob, error: Exception, image: InFlightImage | None = None
@@ -274,15 +262,15 @@ class Settler:
 
     async def _fail(self, entry: InFlightJob, failures: list[FailedImage]) -> None:
         """Ends a job as one of its failures says: one that another attempt cannot mend, if any."""
-        if not entry.settle():
-            return
         found = [each.error for each in failures]
         error = next((each for each in found if isinstance(each, errors.JobError)), found[0])
         attempts = entry.deliveries.failed + 1
         is_final = isinstance(error, errors.JobError) or attempts >= self.settings.max_attempts
         if is_final and entry.is_second_drawing:
             # Not a failed job: whoever waits for the job must not be told that it failed.
-            await self._end_unverified(entry, error.message)
+            await self.unverified(entry, error.message)
+        elif not entry.settle():
+            return
         elif is_final:
             await self._dead_letter(entry, error)
         else:
@@ -291,7 +279,8 @@ class Settler:
     async def hand_back(self, entry: InFlightJob, delay_seconds: float = 0) -> None:
         """Leaves a job that was not finished in time to another worker, by default at once."""
         if entry.settle():
-            await self._end(entry, "handed_back", partial(self._release, entry, delay_seconds))
+            call = partial(self._release, entry, delay_seconds)
+            await self._end(entry, "handed_back", call=call)
 
     async def put_off(self, entry: InFlightJob) -> None:
         """Hands back a job of which some images are stored perhaps; another worker draws the rest.
@@ -311,7 +300,7 @@ class Settler:
         message, model = entry.lease.message, entry.job.model
         priority = checked_priority(queue_names.priority_of(message.queue))
         if self.storage.models.of(model)[priority].name == message.queue:
-            await self._end(entry, "handed_back", partial(self._release, entry))
+            await self._end(entry, "handed_back", call=partial(self._release, entry))
             return
         # Sent again it is younger; but who cancels its campaign waits as long as this worker may
         # not know of it.
@@ -332,21 +321,19 @@ class Settler:
                 model,
                 extra={"action": "job_moved", "job_id": entry.id, "model": model},
             )
-            await self._end(entry, "moved", lambda: self.keeper.acknowledge(entry.lease))
+            await self._end(entry, "moved")
 
     async def unverified(self, entry: InFlightJob, reason: str) -> None:
         """There will be no second drawing: acknowledges the message that asks for it."""
-        if entry.settle():
-            await self._end_unverified(entry, reason)
-
-    async def _end_unverified(self, entry: InFlightJob, reason: str) -> None:
+        if not entry.settle():
+            return
         log.info(
             "job %s is not drawn a second time: %s",
             entry.id,
             reason,
             extra={"action": "job_unverified", "job_id": entry.id},
         )
-        await self._end(entry, "unverified", lambda: self.keeper.acknowledge(entry.lease))
+        await self._end(entry, "unverified")
 
     async def _dead_letter(self, entry: InFlightJob, error: errors.FleetError) -> None:
         await entry.uploads_end()  # so that their records are there
@@ -374,7 +361,7 @@ class Settler:
                 )
 
         async def finish(fault: errors.TransientError | None) -> None:
-            if await self._acknowledge(entry, "failed", fault) == "failed":
+            if await self._end(entry, "failed", fault) == "failed":
                 self.metrics.failed_jobs.labels(type(error).__name__).inc()
 
         try:
@@ -409,26 +396,35 @@ class Settler:
         self, entry: InFlightJob, outcome: Outcome, call: Callable[[], Awaitable[None]]
     ) -> None:
         """Ends a job, once the records of its images that are stored are stored as well."""
+
+        async def finish(error: errors.TransientError | None = None) -> None:
+            if error is None:
+                entry.recorded |= entry.stored
+            await self._end(entry, outcome, error, call)
+
         if entry.stored <= entry.recorded:
-            await self._end(entry, outcome, call)
-            return
-
-        async def finish(error: errors.TransientError | None) -> None:
-            if error is not None:
-                self._lost(entry, error)
-                return
-            entry.recorded |= entry.stored
-            await self._end(entry, outcome, call)
-
-        await self.pending.put(finish, entry.records, entry.again)
+            await finish()
+        else:
+            await self.pending.put(finish, entry.records, entry.again)
 
     async def _end(
-        self, entry: InFlightJob, outcome: Outcome, call: Callable[[], Awaitable[None]]
+        self,
+        entry: InFlightJob,
+        outcome: Outcome,
+        error: errors.LeaseLost | errors.TransientError | None = None,
+        call: Callable[[], Awaitable[None]] | None = None,
     ) -> Outcome:
-        """Returns *outcome*, or `lost` where the storage did not accept it."""
+        """Acknowledges a job, or does *call*, unless an *error* has kept its records from storage.
+
+        Returns *outcome*, or `lost` where the storage did not accept it.
+        """
         try:
-            await self.retry_policy.call(call)
-        except (errors.LeaseLost, errors.TransientError) as error:
+            if error is None:
+                call = call or partial(self.keeper.acknowledge, entry.lease)
+                await self.retry_policy.call(call)
+        except (errors.LeaseLost, errors.TransientError) as fault:
+            error = fault
+        if error is not None:
             return self._lost(entry, error)
         self._ended(entry, outcome)
         return outcome

@@ -298,7 +298,7 @@ async def test_taking_up_what_is_compiled_is_no_first_image(
         await polling.until(lambda: not engine.due)
         clock = engine_thread.clock
         assert (clock.busy_seconds, clock.first_at, clock.first_image_seconds) == (0, None, None)
-        assert engine_thread.is_compiling()
+        assert engine_thread.engine is engine
         await engine_thread.submit(0, prepared(0))
         await engine_thread.finished()
         assert clock.busy_seconds == 1

@@ -78,7 +78,7 @@ def parameters(
     """
     width, height = size
     sampler = samplers.NAMES[job.sampler]
-    varies = bool(job.subseed_strength)
+    varies, is_denoised = bool(job.subseed_strength), bool(job.init_images) or job.enable_hr
     resized = job.seed_resize_from
     loras = {name.translate(_SEPARATORS): each for name, each in (lora_hashes or {}).items()}
     embeddings = {name: each[:_HASH_CHARACTERS] for name, each in (embedding_hashes or {}).items()}
@@ -94,7 +94,7 @@ def parameters(
         "Variation seed": str(job.image_subseed(index)) if varies else None,
         "Variation seed strength": _number(job.subseed_strength) if varies else None,
         "Seed resize from": f"{resized[0]}x{resized[1]}" if resized else None,
-        "Denoising strength": _number(job.denoising_strength) if _is_denoised(job) else None,
+        "Denoising strength": _number(job.denoising_strength) if is_denoised else None,
         "Clip skip": str(job.clip_skip) if job.clip_skip > 1 else None,
         "ENSD": str(job.eta_noise_seed_delta) if job.eta_noise_seed_delta else None,
         "RNG": job.randn_source if job.randn_source != "GPU" else None,
@@ -138,10 +138,6 @@ def of_enlarged(job: Job, source: str) -> str:
         return text
     has_facts = source.rpartition("\n")[2].startswith(("Steps: ", "Postprocess "))
     return f"{source}{', ' if has_facts else chr(10)}{text}"
-
-
-def _is_denoised(job: Job) -> bool:
-    return bool(job.init_images) or job.enable_hr
 
 
 def _img2img(job: Job, *, is_cut_out: bool) -> dict[str, str | None]:
