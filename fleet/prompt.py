@@ -71,7 +71,11 @@ def command(
         for name, reading in readings.items():
             _print(name, reading, tokenizer)
         if embedding_directory or storage:
-            _print_missing(f"{text} {negative}", found)
+            for name in known.missing(f"{text} {negative}", found):
+                console.print_note(
+                    f"'embedding:{name}' is ComfyUI's, and there is no embedding {name!r} here:"
+                    " words"
+                )
         if "<lora:" in negative.lower():
             console.print_plain("a LoRA tag in a negative prompt is plain text")
     unsupported = {name: one["unsupported"] for name, one in readings.items() if one["unsupported"]}
@@ -252,10 +256,3 @@ def _words(
             for each in texts
         )
         yield weight, " ".join(words)
-
-
-def _print_missing(text: str, found: Sequence[Known]) -> None:
-    for name in known.missing(text, found):
-        console.print_note(
-            f"'embedding:{name}' is ComfyUI's, and there is no embedding {name!r} here: words"
-        )

@@ -107,7 +107,11 @@ async def _apply(
             for line in _plan_lines(plan):
                 console.print_note(line)
             deployment.refuse_over_quota(plan.more_replicas, quota)
-            console.print_note(_cost(plan, price))
+            cost = f"cost: {price}, {price.per_day} while all replicas run"
+            if plan.old:
+                old = sum(group.replicas for group in plan.old)
+                cost += f"; plus {old:,} old replicas until drained"
+            console.print_note(cost)
         else:
             console.print_note(f"{fleet_file.name} is up to date")
         if plan and not dry_run:
@@ -134,13 +138,6 @@ def _plan_lines(plan: deployment.Changes) -> list[str]:
     lines += [f"to start: {name}" for name in plan.start]
     lines += [f"to drain and delete after the change: {group.name}" for group in plan.old]
     return lines
-
-
-def _cost(plan: deployment.Changes, total: gpus.PriceRange) -> str:
-    text = f"cost: {total}, {total.per_day} while all replicas run"
-    if plan.old:
-        text += f"; plus {sum(group.replicas for group in plan.old):,} old replicas until drained"
-    return text
 
 
 def _record(plan: deployment.Changes, total: gpus.PriceRange) -> dict[str, Any]:

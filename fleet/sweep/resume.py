@@ -99,8 +99,8 @@ async def _queued(storage: Storage, source: SweepSource, start: int) -> set[str]
         return set()
     first_caption = start // len(source.sweep.groups)
     found = set()
-    async for each in storage.queue.find(source.campaign):
-        fields = fields_if_any(each.message.body)
+    async for queued in storage.queue.find(source.campaign):
+        fields = fields_if_any(queued.message.body)
         number = sweep.caption_number(job_id := str(fields.get("id")))
         is_ours = fields.get("campaign") == source.campaign
         if is_ours and number is not None and number >= first_caption:

@@ -141,7 +141,9 @@ class Source:
         records = await self._follower.poll()
         if self._damaged.count > before:
             log.warning("%s", self._damaged, extra={"action": "record_damaged"})
-        self.ends.seen({each.campaign for each in records if self._may_end_a_campaign(each)})
+        ends = {"completed", "failed", "cancelled"}  # the rest are an operator's notes
+        included = (each for each in records if self._wanted.includes(each.at))
+        self.ends.seen({each.campaign for each in included if each.outcome in ends})
         if self._wanted.each_job:
             self._records.extend(records)
         self._has_read = True
@@ -164,11 +166,6 @@ class Source:
         if self._has_read and not self._records:
             self._state.position = dict(self._follower.position)
             self._state.delivered.clear()
-
-    def _may_end_a_campaign(self, record: Record) -> bool:
-        """Whether it is not merely an operator's note."""
-        is_end = record.outcome in {"completed", "failed", "cancelled"}
-        return is_end and self._wanted.includes(record.at)
 
 
 class Service:

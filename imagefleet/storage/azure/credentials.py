@@ -12,7 +12,7 @@ import os
 import time
 from collections.abc import Awaitable, Callable
 from functools import partial
-from typing import TypeVar, get_args
+from typing import TypeVar
 
 from azure.core.credentials import AzureSasCredential
 from azure.core.credentials_async import AsyncTokenCredential
@@ -121,9 +121,7 @@ class RotatingTokens:
 
     def __init__(self, source: sas_tokens.TokenSource) -> None:
         self.source = source
-        self.credentials: dict[tuple[Resource, str | None, int], AzureSasCredential] = {
-            (each, None, 0): AzureSasCredential("") for each in get_args(Resource)
-        }
+        self.credentials: dict[tuple[Resource, str | None, int], AzureSasCredential] = {}
         self.tokens: sas_tokens.Tokens | None = None
         self._refreshing: asyncio.Task[None] | None = None
         self._failure: errors.FleetError | None = None

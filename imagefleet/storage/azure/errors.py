@@ -260,7 +260,7 @@ class Refusal:
 
     def _of_token(self, answer: str) -> str:
         used, token = self.credential, f"the SAS token of {self.what}"
-        ends_at, begins_at = sas.expiry(used.token), sas.start(used.token)
+        ends_at, begins_at = sas.expiry(used.token), sas.moment(used.token, "st")
         if ends_at and ends_at <= self.at:
             since = f"{_moment(ends_at)}, {_span(self.at - ends_at)} ago{self._skew()}"
             return f"{token} expired on {since}{self._renewal()}"

@@ -10,7 +10,7 @@ from imagefleet.storage.settings import Priority, Resource, StorageSettings
 
 RESOURCES: tuple[Resource, ...] = get_args(Resource)
 
-_JOB_QUEUES: Mapping[Priority, Resource] = {
+JOB_QUEUES: Mapping[Priority, Resource] = {
     "high": "queue_high",
     "normal": "queue",
     "low": "queue_low",
@@ -75,11 +75,6 @@ class Role:
         """A worker's where jobs have several stages: it reads images, and adds jobs."""
         return replace(self, queue="raup", blob="rac")
 
-    @property
-    def size(self) -> int:
-        """The number of its permissions."""
-        return sum(len(self.letters(resource)) for resource in RESOURCES)
-
 
 ROLES: Mapping[str, Role] = {
     role.name: role
@@ -121,16 +116,11 @@ ROLES: Mapping[str, Role] = {
 }
 
 
-def job_queue(priority: Priority) -> Resource:
-    """The job queue of that priority."""
-    return _JOB_QUEUES[priority]
-
-
 def name_of(
     settings: StorageSettings, resource: Resource, model: str | None = None, shard: int = 0
 ) -> str:
     """The name of the queue or container; a job queue may be a *model*'s, and one of its shards."""
-    queues = {job_queue(each): name for each, name in settings.queues_of(model, shard).items()}
+    queues = {JOB_QUEUES[each]: name for each, name in settings.queues_of(model, shard).items()}
     names: dict[Resource, str] = {
         **queues,
         "poison": settings.poison_queue,
@@ -142,7 +132,7 @@ def name_of(
 
 def is_job_queue(resource: Resource) -> bool:
     """Whether it is a queue of jobs, of which each model has its own."""
-    return resource in _JOB_QUEUES.values()
+    return resource in JOB_QUEUES.values()
 
 
 def is_container(resource: Resource) -> bool:
@@ -157,7 +147,7 @@ def with_permission(resource: Resource, letter: str) -> list[Role]:
         for role in ROLES.values()
         if role.letters(resource) and letter in role.letters(resource) + ANY_PERMISSION
     )
-    return sorted(able, key=lambda role: role.size)
+    return sorted(able, key=lambda role: sum(len(role.letters(each)) for each in RESOURCES))
 
 
 def of_token(resource: Resource, letters: str) -> list[Role]:

@@ -282,15 +282,11 @@ def read_tokens(text: str | bytes) -> Tokens:
 
 def expiry(token: str) -> datetime | None:
     """The time at which a SAS token expires; None if its stored access policy determines that."""
-    return _moment(token, "se")
+    return moment(token, "se")
 
 
-def start(token: str) -> datetime | None:
-    """The time at which a SAS token becomes valid; None if it always was."""
-    return _moment(token, "st")
-
-
-def _moment(token: str, field: str) -> datetime | None:
+def moment(token: str, field: str) -> datetime | None:
+    """A time that a SAS token states, if it does."""
     (text,) = parse_qs(token).get(field, [""])
     with contextlib.suppress(ValueError):
         moment = datetime.fromisoformat(text)

@@ -15,7 +15,7 @@ from imagefleet.storage.azure import account, sas
 from imagefleet.storage.azure.blobs import AzureBlobs
 from imagefleet.storage.azure.credentials import Credentials
 from imagefleet.storage.azure.queue import MOST_SENDS, AzureQueue
-from imagefleet.storage.azure.roles import job_queue, name_of
+from imagefleet.storage.azure.roles import JOB_QUEUES, name_of
 from imagefleet.storage.azure.sender import MessageSender
 from imagefleet.storage.protocol import Operations
 from imagefleet.storage.routing.models import ModelQueues
@@ -109,9 +109,9 @@ class AzureStorage:
         self.blobs = container("blob")
         self.files = container("files")
         self.models = ModelQueues(
-            lambda priority, model, shard: queue(job_queue(priority), model, shard),
+            lambda priority, model, shard: queue(JOB_QUEUES[priority], model, shard),
             self.blobs,
-            lambda priority, model: access.shards(job_queue(priority), model),
+            lambda priority, model: access.shards(JOB_QUEUES[priority], model),
         )
         self.queues = self.models.default
         self.queue = self.models.all
