@@ -249,9 +249,7 @@ def make_kernels(settings: WorkerSettings, output: Path, *, dry_run: bool) -> Re
 
 async def _fetch_model(settings: WorkerSettings) -> WorkerSettings:
     async with open_storage(settings) as storage:
-        settings = await model.pinned(settings, storage.files)
-        await model.fetch(settings, storage.files)
-    return settings
+        return await model.fetch(settings, storage.files)
 
 
 def _compile(settings: WorkerSettings, folder: Path) -> None:
