@@ -38,6 +38,7 @@ from worker.engine import checksums
 from worker.engine.families import noise, reading, table
 from worker.engine.families import vae as vaes
 from worker.engine.families.table import Config, Family, Model, TextEncoder
+from worker.engine.files import safetensors
 from worker.engine.lora.file import Network
 from worker.engine.slots import memory
 
@@ -140,13 +141,13 @@ def load_checkpoint(
     is_whole = all(each_dtype == checksums.IDENTITY_TYPE for _, each_dtype in placed.values())
     weights_id = "" if is_whole else checksums.identify(networks)
     weight_sums = place(networks, placed)
-    tensors = checksums.named_parameters(networks)
-    if damaged := checksums.find_damaged(tensors):
-        # They make all images NaN, and each node would blame itself.
-        raise errors.SetupError(
-            f"{str(model)!r} is damaged: {damaged} holds NaN, infinity or numbers too large for"
-            f" {str(tensors[damaged].dtype).removeprefix('torch.')}"
-        )
+    for parameter, tensor in checksums.named_parameters(networks).items():
+        if not safetensors.is_finite(tensor):
+            # It makes all images NaN, and each node would blame itself.
+            raise errors.SetupError(
+                f"{str(model)!r} is damaged: {parameter} holds NaN, infinity or numbers too large"
+                f" for {str(tensor.dtype).removeprefix('torch.')}"
+            )
     factor = vae_factor(vae)
     side = unet.config.sample_size * factor
     return Checkpoint(

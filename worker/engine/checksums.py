@@ -51,19 +51,6 @@ def sum_bits(tensors: Mapping[str, torch.Tensor]) -> Sums:
     return sums
 
 
-@torch.no_grad()
-def find_damaged(tensors: Mapping[str, torch.Tensor]) -> str | None:
-    """The name of the first that holds NaN or infinity."""
-    damaged = set()
-    for device in {each.device for each in tensors.values()}:
-        own = {name: each for name, each in tensors.items() if each.device == device}
-        # NaN counts as the smallest and as the largest.
-        extremes = [torch.stack(torch.aminmax(each)).float() for each in own.values()]
-        are_finite = torch.stack(extremes).isfinite().all(dim=1).tolist()  # one copy to the host
-        damaged |= {name for name, is_finite in zip(own, are_finite, strict=True) if not is_finite}
-    return next((name for name in tensors if name in damaged), None)
-
-
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(_INTEGERS[tensor.element_size()])
 

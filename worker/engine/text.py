@@ -96,8 +96,6 @@ class Tokenizer:
 
         Raises JobError if it is too long, or a weight in it is not a number or too large.
         """
-        if not embeddings:
-            return cut_into_chunks(prompt, self._tokenise, self._comma)
         ids = self._tokenise([each.name for each in embeddings])
         names = Names(zip(ids, embeddings, strict=True))
         return cut_into_chunks(prompt, self._tokenise, self._comma, names)

@@ -45,10 +45,8 @@ def prepare(
 ) -> tuple[PreparedControl, ...]:
     """A pass' ControlNets that have any effect, in an order that depends on their files alone.
 
-    *size*: width and height in pixels; *calls* of the UNet in so many *steps*.
-
-    Raises:
-        JobError: there are too many, or an image has another size.
+    *size*: width and height in pixels; *calls* of the UNet in so many *steps*. Raises JobError if
+    there are too many, or an image has another size.
     """
     prepared = [
         PreparedControl(identity, control.pixels, weights(control, sampler, calls, steps))

@@ -51,10 +51,8 @@ def prediction_type(
 ) -> str | None:
     """What a UNet predicts by its scheduler's configuration, by what is *stated*, or by its keys.
 
-    A single file's own mark goes before the configuration that lies beside it.
-
-    Raises:
-        SetupError: it predicts something else.
+    A single file's own mark goes before the configuration that lies beside it. Raises SetupError if
+    it predicts something else.
     """
     if V_PREDICTION_KEY in keys and stated != "epsilon":
         return "v_prediction"
@@ -72,8 +70,7 @@ def alphas_cumprod(
 ) -> torch.Tensor:
     """SD's 'scaled_linear' schedule: betas with evenly spaced square roots.
 
-    Raises:
-        SetupError: the checkpoint has another one.
+    Raises SetupError if the checkpoint has another one.
     """
     if scheduler.get("beta_schedule", "scaled_linear") != "scaled_linear":
         raise errors.SetupError(f"{str(model)!r} does not have Stable Diffusion's noise schedule")

@@ -38,10 +38,8 @@ _LEVEL = "text_model."
 def read_network(network: type[Any], folder: Path) -> Any:
     """A network of diffusers or transformers on the CPU, in the type of its files.
 
-    In float32 if they are of several: otherwise float16 would take twice the memory.
-
-    Raises:
-        SetupError: it is missing or damaged.
+    In float32 if they are of several: otherwise float16 would take twice the memory. Raises
+    SetupError if it is missing or damaged.
     """
     if not (folder / "config.json").is_file():
         raise errors.SetupError(
@@ -80,8 +78,7 @@ def _is_diffusers(network: type[Any]) -> bool:
 def assign(network: nn.Module, weights: Mapping[str, torch.Tensor]) -> None:
     """Gives a network built without memory its weights.
 
-    Raises:
-        RuntimeError: some have another shape; ValueError: some are missing.
+    Raises RuntimeError if some have another shape, and ValueError if some are missing.
     """
     own = network.state_dict().keys()
     named = {_name_in(own, key): each for key, each in weights.items()}

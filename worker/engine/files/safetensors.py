@@ -184,9 +184,8 @@ class UnusableError(Exception):
 def named(file: str) -> Iterator[None]:
     """Raises what is wrong with a *file*, such as "the LoRA 'x'", as an error that names it.
 
-    Raises:
-        UnusableFileError: it is not what it should be, or not for this model.
-        TransientError: it could not be read, or was evicted from the disk meanwhile.
+    Raises UnusableFileError if it is not what it should be, or not for this model, and
+    TransientError if it could not be read, or was evicted from the disk meanwhile.
     """
     try:
         yield
@@ -276,10 +275,21 @@ def tensors_of(path: Path) -> dict[str, torch.Tensor]:
     }
 
 
+def is_finite(tensor: torch.Tensor) -> bool:
+    """Whether a tensor holds neither NaN nor infinity."""
+    if not tensor.numel():
+        return True
+    if tensor.dtype.itemsize == 1:
+        tensor = tensor.float()  # torch finds no extremes of 8-bit numbers
+    # NaN counts as the smallest and as the largest.
+    smallest, largest = torch.aminmax(tensor)
+    return bool(smallest.isfinite()) and bool(largest.isfinite())
+
+
 def refuse_damaged(tensors: Mapping[str, torch.Tensor]) -> None:
     """Refuses numbers that are none, perhaps since they were rounded to their type."""
     for name, tensor in tensors.items():
-        if not tensor.isfinite().all():
+        if not is_finite(tensor):
             number_type = str(tensor.dtype).removeprefix("torch.")
             raise UnusableError(
                 f"holds NaN, infinity or numbers too large for {number_type} in {name}"

@@ -60,8 +60,7 @@ class BackgroundTracer:
     def result(self) -> None:
         """Takes the outcome of a traced function, which may have failed without an exception.
 
-        Raises:
-            Exception: the GPU is broken, or its memory full.
+        Raises Exception if the GPU is broken, or its memory full.
         """
         self._thread = self._compiled = None
         error, self._error = self._error, None

@@ -68,11 +68,12 @@ _MAX_PLACES = 20_000
 
 
 class Layers:
-    """The layers of a model that LoRAs can change, by every name that files use."""
+    """The layers of a model that LoRAs can change, by every name that files use; thread-safe."""
 
     def __init__(self, unet: nn.Module, text_encoders: Mapping[Network, nn.Module]) -> None:
         self.shapes: dict[LayerId, torch.Size] = {}
         self._by_name: dict[str, LayerId] = {}
+        self._layouts = functools.lru_cache(_MAX_LAYOUTS)(self._make)
         # By a tensor's key; files that the same program wrote have the same ones.
         self._places: dict[str, tuple[LayerId, str]] = {}
         layers = adaptable_layers(unet)
@@ -100,6 +101,23 @@ class Layers:
     ) -> None:
         for prefix, name in itertools.product(prefixes, names):
             self._by_name[prefix + name] = (network, path)
+
+    def layout_of(self, content: safetensors.Content) -> Layout:
+        """The layout of a file, which those of one program share; for `safetensors.named`."""
+        find = self._layouts if len(content.header) <= _MAX_KEPT_CHARACTERS else self._make
+        try:
+            return find(content.header, len(content.data))
+        except _UnfitError as error:
+            places = safetensors.places(content.header, len(content.data))
+            shapes = {name: place.shape for name, place in places.items()}
+            what = contents.identify(Header(shapes, content.metadata, len(content.data))).name
+            raise UnusableError(f"does not fit this model (it is {what}): {error}") from error
+
+    def _make(self, header: str, data_bytes: int) -> Layout:
+        places = safetensors.places(header, data_bytes)
+        if not places:
+            raise UnusableError("holds no weights")
+        return Layout(places, self)
 
     def place(self, key: str) -> tuple[LayerId, str] | None:
         """The layer and the tensor that a LoRA file's *key* names, if both are known."""
@@ -200,35 +218,10 @@ class Layout:
 
     def _check_numbers(self, data: torch.Tensor) -> None:
         for run in self._runs:
-            if not _is_finite(run.of(data)):
+            if not safetensors.is_finite(run.of(data)):
                 for name, place in self._places.items():
-                    if not _is_finite(place.of(data)):
+                    if not safetensors.is_finite(place.of(data)):
                         raise _damaged(name)
-
-
-class Layouts:
-    """The layouts of a model's LoRA files; thread-safe."""
-
-    def __init__(self, layers: Layers) -> None:
-        self.layers = layers
-        self._found = functools.lru_cache(_MAX_LAYOUTS)(self._make)
-
-    def find(self, content: safetensors.Content) -> Layout:
-        """The layout of a file; for `safetensors.named`."""
-        find = self._found if len(content.header) <= _MAX_KEPT_CHARACTERS else self._make
-        try:
-            return find(content.header, len(content.data))
-        except _UnfitError as error:
-            places = safetensors.places(content.header, len(content.data))
-            shapes = {name: place.shape for name, place in places.items()}
-            what = contents.identify(Header(shapes, content.metadata, len(content.data))).name
-            raise UnusableError(f"does not fit this model (it is {what}): {error}") from error
-
-    def _make(self, header: str, data_bytes: int) -> Layout:
-        places = safetensors.places(header, data_bytes)
-        if not places:
-            raise UnusableError("holds no weights")
-        return Layout(places, self.layers)
 
 
 def _damaged(key: str) -> UnusableError:
@@ -293,14 +286,6 @@ def _runs(places: Mapping[str, Place]) -> Iterator[Place]:
 
 def _as_numbers(data: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return data[: len(data) - len(data) % dtype.itemsize].view(dtype)
-
-
-def _is_finite(tensor: torch.Tensor) -> bool:
-    if tensor.dtype.itemsize == 1:
-        tensor = tensor.float()  # torch finds no extremes of 8-bit numbers
-    # NaN counts as the smallest and as the largest.
-    smallest, largest = torch.aminmax(tensor)
-    return bool(smallest.isfinite()) and bool(largest.isfinite())
 
 
 Tensors = Mapping[str, torch.Tensor]
@@ -381,12 +366,12 @@ class _PeftConfig(BaseModel):
         return self.lora_alpha
 
 
-def read_lora(path: Path, identity: Identity, layouts: Layouts) -> LoraFile:
+def read_lora(path: Path, identity: Identity, layers: Layers) -> LoraFile:
     """Reads and checks one file; for `safetensors.named`."""
     deltas: dict[Network, dict[str, WeightDelta]] = {network: {} for network in get_args(Network)}
     content = safetensors.read(path)
     configs = _peft_configs(content.metadata)
-    for (network, layer), tensors, alpha in layouts.find(content).tensors(content.data):
+    for (network, layer), tensors, alpha in layers.layout_of(content).tensors(content.data):
         config = configs[network]
         strength = config.alpha_of(layer) if alpha is None else alpha
         deltas[network][layer] = make_delta(tensors, strength, by_root=config.use_rslora)
@@ -415,7 +400,7 @@ class LoraCache:
     """The LoRA files used last, for one model; thread-safe."""
 
     def __init__(self, layers: Layers, cache_bytes: int) -> None:
-        self._layouts = Layouts(layers)
+        self._layers = layers
         self._files = ReadOnce[LoraFile](cache_bytes, lambda file: file.size_bytes)
         self.lookups = self._files.lookups
         self._without_effect: set[Identity] = set()
@@ -428,7 +413,7 @@ class LoraCache:
 
     def _read(self, lora: contract.Lora, identity: Identity) -> LoraFile:
         """Warns of a LoRA that changes nothing, once; its images are right."""
-        file = read_lora(lora.path, identity, self._layouts)
+        file = read_lora(lora.path, identity, self._layers)
         if file.is_zero and identity not in self._without_effect:
             self._without_effect.add(identity)
             self.lookups["no_effect"] = len(self._without_effect)

@@ -32,12 +32,10 @@ OVERLAP = 32
 def spans(length: int, tile: int, overlap: int = OVERLAP) -> list[tuple[int, int]]:
     """The places where tiles begin and end along a side, evenly spread; all are of the same length.
 
-    Raises ValueError if a tile is not longer than what it shares.
+    A tile is longer than what it shares.
     """
     if tile >= length:
         return [(0, length)]
-    if tile <= overlap:
-        raise ValueError(f"tiles of {tile} pixels cannot share {overlap}")
     count = -(-(length - overlap) // (tile - overlap))
     starts = [round(index * (length - tile) / (count - 1)) for index in range(count)]
     return [(start, start + tile) for start in starts]

@@ -247,9 +247,9 @@ def test_a_files_weights_are_read_once_and_again_only_if_they_are_needed(
     tmp_path: Path,
 ) -> None:
     engine = make_slot_engine(slots=2)
-    reads, read = [], held.file.read
+    reads, read = [], held._load
     monkeypatch.setattr(
-        held.file, "read", lambda *arguments: reads.append(arguments[1]) or read(*arguments)
+        held, "_load", lambda *arguments: reads.append(arguments[0]) or read(*arguments)
     )
     path = tmp_path / "edges.safetensors"
     shutil.copy(make_control(0).path, path)

@@ -181,9 +181,9 @@ def test_threads_that_prepare_the_same_file_read_it_once(
     make_slot_engine: Any, make_request: Any, make_control: Any, monkeypatch: Any
 ) -> None:
     engine = make_slot_engine(slots=2)
-    reads, read = [], held.file.read
+    reads, read = [], held._load
     monkeypatch.setattr(
-        held.file, "read", lambda *arguments: reads.append(arguments[1]) or read(*arguments)
+        held, "_load", lambda *arguments: reads.append(arguments[0]) or read(*arguments)
     )
     request = make_request(controls=(make_control(),))
     threads = [threading.Thread(target=engine.prepare, args=(request,)) for _ in range(4)]

@@ -25,11 +25,6 @@ def test_the_tiles_of_a_side_cover_it_and_share_as_many_pixels_as_they_should(
     assert all(each >= upscaler.OVERLAP - 1 for each in shared)  # they are at whole pixels
 
 
-def test_tiles_that_are_all_shared_are_refused() -> None:
-    with pytest.raises(ValueError, match="cannot share"):
-        upscaler.spans(1000, upscaler.OVERLAP)
-
-
 @pytest.mark.parametrize("tile", [40, 64, 100, 500])
 def test_a_network_that_looks_at_each_pixel_alone_gives_the_same_in_tiles(tile: int) -> None:
     image = torch.rand(3, 150, 230)
