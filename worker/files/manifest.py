@@ -21,8 +21,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
-from cachetools import LRUCache
-
 from imagefleet import errors
 from imagefleet.files import safetensors
 from imagefleet.files.kinds import FileKind
@@ -62,6 +60,8 @@ class FileHashes:
     """Hashes of files, each in the background and once; None for what has none."""
 
     def __init__(self, cache: Path) -> None:
+        from cachetools import LRUCache  # of the extra `worker`; the console reads lists without it
+
         self._folder = cache.expanduser() / "hashes"
         self._found: LRUCache[Hashable, Future[str | None]] = LRUCache(_REMEMBERED)
         self._lock = threading.Lock()
