@@ -90,7 +90,7 @@ async def test_a_cancelled_campaign_is_not_sent_any_more_and_the_other_is(
     storage: Storage, both: Path
 ) -> None:
     notices: list[str] = []
-    load = load_of(storage, both, rate=600, notice=notices.append)
+    load = load_of(storage, both, rate=1_500, notice=notices.append)
     summary = await cancelled_at(storage, load, 100)
     sent = await in_queue(storage)
     assert sent["autumn"] == JOBS // 2
