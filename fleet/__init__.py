@@ -1,1 +1,1 @@
-"""The operator's console: one command, `imagefleet`. A command imports only the rooms it needs."""
+"""The operator's console: one command, `imagefleet`. Each command is imported when it runs."""

@@ -254,9 +254,9 @@ class Fleet:
     ) -> Swept:
         """Puts failed jobs back into the job queue of *priority*; without a condition, all of them.
 
-        *set* has new values of fields: `{"steps": 20}`; SetupError if no job can have them. With a
-        key only signed jobs; those that are changed are signed again. *invalid*: also jobs that
-        this version takes for invalid, for newer workers.
+        *set* has new values of fields: `{"steps": 20}`. Raises SetupError if no job can have them.
+        With a key only signed jobs; what is changed is signed again. *invalid*: also jobs that this
+        version takes for invalid, for newer workers.
         """
         check = self._replay_check(set, takes_invalid=invalid)
         selection = Selection(**which)

@@ -90,11 +90,12 @@ class CancelledCampaigns:
         cancelled_at = self.times.get(campaign or DEFAULT_CAMPAIGN)
         return cancelled_at is not None and sent_at <= cancelled_at
 
-    async def refresh(self, older_than_seconds: float = PERIOD_SECONDS) -> None:
+    async def refresh(self, older_than_seconds: float | None = None) -> None:
         """Reads the list, if it was last read longer ago (by default five seconds)."""
+        longest = PERIOD_SECONDS if older_than_seconds is None else older_than_seconds
         async with self._reading:
             now = time.monotonic()
-            if self._read_at is not None and now - self._read_at < older_than_seconds:
+            if self._read_at is not None and now - self._read_at < longest:
                 return
             self._read_at = now
             try:

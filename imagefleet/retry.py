@@ -74,12 +74,19 @@ class RetryPolicy:
 
     async def call(self, operation: Callable[[], Awaitable[_Result]]) -> _Result:
         """Awaits *operation* until it succeeds; raises the error of the last attempt."""
+        return await self.call_in_doubt(lambda _: operation())
+
+    async def call_in_doubt(self, operation: Callable[[bool], Awaitable[_Result]]) -> _Result:
+        """The same; *operation* gets whether an attempt whose reply was lost may have done it."""
         began_at = time.monotonic()
         failed = waited = 0
+        is_in_doubt = False
         while True:
             try:
-                return await operation()
+                return await operation(is_in_doubt)
             except errors.TransientError as error:
+                is_in_doubt = is_in_doubt or error.outcome_is_unknown
+                error.outcome_is_unknown = is_in_doubt
                 closed = isinstance(error, errors.NoAccessError | errors.StorageFullError)
                 if closed and self.waits_for_access:
                     pause = jitter(self.longest_wait_seconds, low=0)

@@ -89,7 +89,7 @@ class BulkSender:
         self._stopping.set()
 
     async def run(self, on_confirmed: Callable[[Progress], None] | None = None) -> Progress:
-        """Sends until the source ends or `stop` is called; returns what is stored, or FleetError.
+        """Sends until the source ends or `stop` is called; returns what is stored.
 
         *on_confirmed* is called for each batch, in order, once it and all before it are stored.
         """

@@ -151,7 +151,7 @@ def groups(
     lora: str | None = None,
     strengths: Sequence[float | None] = (None,),
 ) -> tuple[Group, ...]:
-    """All combinations; a group's name says the guidance and what differs. Or raises SetupError."""
+    """All combinations, named by the guidance and what differs; raises SetupError for others."""
     axes: Mapping[str, Sequence[Any]] = {
         "--models": models,
         "--set sampler_name": [_sampler(name) for name in names_of_samplers],

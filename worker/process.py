@@ -215,8 +215,7 @@ class _Worker:
         """Finds the models of the settings, and fetches the one to begin with."""
 
         async def fetch(checkpoint: Checkpoint) -> Checkpoint:
-            settings = await model.pinned(checkpoint.settings, storage.files)
-            await model.fetch(settings, storage.files)
+            settings = await model.fetch(checkpoint.settings, storage.files)
             return replace(checkpoint, settings=settings)
 
         found = await checkpoints.find(self._settings, storage.files)

@@ -35,7 +35,7 @@ WINDOW_SECONDS = 60.0
 _UNITS = (("d", 86_400), ("h", 3600), ("min", 60))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Counts:
     """What a worker has counted since its start; *dollars* None where its price is unknown."""
 
@@ -48,17 +48,13 @@ class Counts:
     dollars: float | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Progress:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Progress(Counts):
     """What one worker does and has done; None for what is not known (yet)."""
 
     phase: Phase
     why_waiting: str | None
     seconds: float
-    images: int
-    failed_jobs: int
-    cancelled_jobs: int
-    jobs_in_flight: int
     images_per_second: float | None
     """Images per second over the last minute."""
     images_per_dollar: float | None
@@ -161,13 +157,10 @@ class ProgressMeter:
         left = self._jobs_left(counts)
         seconds_left, is_own_pace = self._seconds_left(left, jobs_per_second)
         return Progress(
+            **asdict(counts),
             phase=phase,
             why_waiting=why_waiting if phase == "waiting for jobs" else None,
             seconds=seconds,
-            images=counts.images,
-            failed_jobs=counts.failed_jobs,
-            cancelled_jobs=counts.cancelled_jobs,
-            jobs_in_flight=counts.jobs_in_flight,
             images_per_second=images_per_second if counts.images else None,
             images_per_dollar=counts.images / counts.dollars if counts.dollars else None,
             jobs_left=left,

@@ -8,6 +8,7 @@ import shutil
 from pathlib import Path
 
 import typer
+from rich import filesize
 
 from fleet import console, options
 from fleet.campaigns import target
@@ -144,8 +145,8 @@ async def _plan(storage: Storage, folder: Path, work: Work, wanted: Plan, *, qui
     needed, free = _needed(made), shutil.disk_usage(folder).free
     if needed > free:
         raise errors.SetupError(
-            f"{folder} has {_size(free)} of free space, and the export takes about"
-            f" {_size(needed)}: free some, or choose another folder"
+            f"{folder} has {filesize.decimal(free)} of free space, and the export takes about"
+            f" {filesize.decimal(needed)}: free some, or choose another folder"
         )
     return made
 
@@ -165,10 +166,6 @@ def _needed(plan: Plan) -> int:
     return plan.bytes + _BYTES_BESIDE * plan.images
 
 
-def _size(size: float) -> str:
-    return f"{size / 1e9:,.1f} GB" if size >= 1e9 else f"{size / 1e6:,.1f} MB"  # noqa: PLR2004
-
-
 def _show_plan(plan: Plan, folder: Path, *, as_json: bool) -> None:
     if as_json:
         more = {"shards": plan.shards, "bytes_needed": _needed(plan), "reads": plan.images}
@@ -176,9 +173,9 @@ def _show_plan(plan: Plan, folder: Path, *, as_json: bool) -> None:
         return
     console.print_facts(
         {
-            "images": f"{plan.images:,}, {_size(plan.bytes)}",
+            "images": f"{plan.images:,}, {filesize.decimal(plan.bytes)}",
             "shards": f"{plan.shards:,} of {plan.shard_size:,} images, {plan.format}",
-            "on the disk": f"about {_size(_needed(plan))} in {folder}",
+            "on the disk": f"about {filesize.decimal(_needed(plan))} in {folder}",
             "storage": f"{plan.images:,} reads from {plan.storage}",
         }
     )
@@ -201,6 +198,6 @@ def _report(made: Manifest, folder: Path, *, as_json: bool) -> None:
         console.print_json({**made.model_dump(exclude={"shards"}), "folder": str(folder)})
         return
     console.print_plain(
-        f"{console.counted(made.images, 'image')}, {_size(made.bytes)}, in"
+        f"{console.counted(made.images, 'image')}, {filesize.decimal(made.bytes)}, in"
         f" {console.counted(len(made.shards), 'shard')}: {folder}"
     )

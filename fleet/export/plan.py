@@ -25,15 +25,15 @@ WORK = ".export"
 
 _TABLES = (
     "CREATE TABLE plan(json TEXT)",
-    "CREATE TABLE listed(blob TEXT, at REAL, size INTEGER, line BLOB)",
-    "CREATE TABLE records(place INTEGER PRIMARY KEY, size INTEGER, line BLOB)",
+    "CREATE TABLE listed(id INTEGER PRIMARY KEY, blob TEXT, at REAL, size INTEGER, line BLOB)",
+    "CREATE TABLE records(place INTEGER PRIMARY KEY, id INTEGER)",
     "CREATE TABLE done(shard INTEGER PRIMARY KEY, json TEXT)",
 )
 
 #: The latest record of each image: one that was drawn again has several.
 _SORT = (
-    "INSERT INTO records(size, line) SELECT size, line"
-    " FROM (SELECT blob, size, line, max(at) FROM listed GROUP BY blob) ORDER BY blob"
+    "INSERT INTO records(id) SELECT id FROM (SELECT id, blob, max(at) FROM listed GROUP BY blob)"
+    " ORDER BY blob"
 )
 
 Format = Literal["webdataset", "parquet", "imagefolder"]
@@ -100,9 +100,9 @@ class Work:
                 await asyncio.to_thread(self._list, batch)
                 on_records(len(batch))
             await asyncio.to_thread(self._db.execute, _SORT)
-            self._db.execute("DROP TABLE listed")
-            found = self._db.execute("SELECT count(*), coalesce(sum(size), 0) FROM records")
-            images, size = found.fetchone()
+            images, size = self._db.execute(
+                "SELECT count(*), coalesce(sum(size), 0) FROM records JOIN listed USING (id)"
+            ).fetchone()
             numbers = {"images": images, "bytes": size, "left_out": damaged.count}
             plan = plan.model_copy(update=numbers)
             self._db.execute("INSERT INTO plan VALUES(?)", [plan.model_dump_json()])
@@ -111,7 +111,8 @@ class Work:
     def records(self, number: int, shard_size: int) -> Iterator[Record]:
         """The records of a shard, by the names of their images."""
         places = number * shard_size, (number + 1) * shard_size
-        query = "SELECT line FROM records WHERE place > ? AND place <= ? ORDER BY place"
+        query = "SELECT line FROM records JOIN listed USING (id)"
+        query += " WHERE place > ? AND place <= ? ORDER BY place"
         for (line,) in self._db.execute(query, places):
             yield Record.read(line)
 
@@ -125,7 +126,7 @@ class Work:
 
     def _list(self, records: Sequence[Record]) -> None:
         rows = ((each.blob, each.at.timestamp(), each.size_bytes, each.line()) for each in records)
-        self._db.executemany("INSERT INTO listed VALUES(?, ?, ?, ?)", rows)
+        self._db.executemany("INSERT INTO listed(blob, at, size, line) VALUES(?, ?, ?, ?)", rows)
 
 
 MANIFEST = "manifest.json"

@@ -214,14 +214,14 @@ def _useless(model: Path, error: errors.FleetError) -> errors.SetupError:
 def make_kernels(settings: WorkerSettings, output: Path, *, dry_run: bool) -> Report:
     """Compiles kernels as a worker does and packs them into one file; raises SetupError."""
     libraries.require()
-    from worker.files.kernels import cache, machine
+    from worker.files.kernels import cache
 
     check.check(settings)
     if not Path(settings.model).expanduser().exists():
         settings = console.run(_fetch_model(settings))
     key = None
     if settings.compile != "off":
-        key = machine.find_key(model.local_path(settings), settings.device)
+        key = cache.find_key(model.local_path(settings), settings.device)
     if key is None:
         raise errors.SetupError(
             "kernels are compiled for NVIDIA GPUs, and here is none that torch can use: run this on"
@@ -249,9 +249,7 @@ def make_kernels(settings: WorkerSettings, output: Path, *, dry_run: bool) -> Re
 
 async def _fetch_model(settings: WorkerSettings) -> WorkerSettings:
     async with open_storage(settings) as storage:
-        settings = await model.pinned(settings, storage.files)
-        await model.fetch(settings, storage.files)
-    return settings
+        return await model.fetch(settings, storage.files)
 
 
 def _compile(settings: WorkerSettings, folder: Path) -> None:

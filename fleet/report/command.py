@@ -11,7 +11,6 @@ from fleet.campaigns import target
 from fleet.monitor import prometheus
 from fleet.options import option
 from fleet.report import figures as report_figures
-from fleet.report import metrics as report_metrics
 from fleet.report import page as report_page
 from fleet.report import records as report_records
 from fleet.settings import MonitorSettings
@@ -78,7 +77,7 @@ async def command(
     metrics = None
     if settings.prometheus is not None and figures.began_at and figures.ended_at:
         async with prometheus.connected(settings.prometheus, settings.queried_fleet) as server:
-            metrics = await report_metrics.read_metrics(server, figures.began_at, figures.ended_at)
+            metrics = await report_figures.read_metrics(server, figures.began_at, figures.ended_at)
     if records.damaged.count:
         console.print_warning(str(records.damaged))
     if metrics and metrics.left_out:

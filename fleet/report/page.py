@@ -13,11 +13,11 @@ from datetime import datetime
 import jinja2
 import numpy as np
 from markupsafe import Markup
+from rich import filesize
 
 from fleet import contact_sheet
 from fleet.console import counted
-from fleet.report.figures import Figures
-from fleet.report.metrics import Metrics
+from fleet.report.figures import Figures, Metrics
 from fleet.report.plot import Bar, Line, bars, histogram, time_plot
 from fleet.report.records import Records
 from imagefleet import errors
@@ -28,6 +28,7 @@ from imagefleet.job import prompt
 from imagefleet.job.message import MAX_IMAGE_BYTES
 from imagefleet.scores import Scores, number_text
 from imagefleet.storage.protocol import BlobStore
+from loadgen.load import duration
 
 #: Rows of the table of workers, the slowest first.
 _MAX_WORKERS = 15
@@ -111,8 +112,9 @@ def render(
         trim_blocks=True,
         undefined=jinja2.StrictUndefined,
     )
-    filters = (gpu_name, _dollars, _moment, _number, _seconds, _size, _span, _words)
+    filters = (gpu_name, _dollars, _moment, _number, _seconds, _span, _words)
     environment.filters.update({each.__name__.lstrip("_"): each for each in filters})
+    environment.filters["size"] = filesize.decimal
     return environment.get_template("page.html.jinja").render(
         counted=counted,
         figures=figures,
@@ -219,20 +221,7 @@ def _seconds(value: float | None) -> str:
 
 
 def _span(seconds: float | None) -> str:
-    if seconds is None:
-        return _UNKNOWN
-    minutes, rest = divmod(round(seconds), 60)
-    if minutes >= 60:  # noqa: PLR2004 - an hour
-        return f"{minutes // 60:,} h {minutes % 60:02d} min"
-    return f"{minutes} min {rest:02d} s" if minutes else f"{rest} s"
-
-
-def _size(size: int) -> str:
-    for unit in ("bytes", "kB", "MB", "GB"):
-        if size < 1000:  # noqa: PLR2004 - the next unit
-            return f"{number_text(size)} {unit}"
-        size //= 1000
-    return f"{size:,} TB"
+    return _UNKNOWN if seconds is None else duration(seconds)
 
 
 def _moment(at: datetime) -> str:

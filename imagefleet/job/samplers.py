@@ -110,7 +110,7 @@ NAMES: Mapping[str, Sampler] = {
 
 
 def find(name: str, scheduler: str | None = None) -> Sampler:
-    """The sampler by name, whose schedule comes before `scheduler`, as in 1.9; or ValueError."""
+    """The sampler by name, whose schedule goes before `scheduler`; raises ValueError for others."""
     sampler = NAMES.get(name.lower())
     if sampler is None:
         known = ", ".join(sampler.name for sampler in (*_ALL, *_OF_PIXELS))

@@ -18,6 +18,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from functools import partial
 from typing import Annotated, Any, Literal, NamedTuple, Self
 
 import pydantic_core
@@ -355,9 +356,9 @@ class RecordLog:
             to.begin()
         for _ in range(_TRIES):
             totals = Totals(to.totals.records + len(lines), to.totals.jobs + jobs)
-            data = shard_part(lines, totals)
+            append = partial(self._append_once, to, data := shard_part(lines, totals))
             try:
-                is_appended = await self._append_once(to, data)
+                is_appended = await self._retry_policy.call_in_doubt(append)
             except BaseException:
                 to.name = ""  # nobody knows how long it is
                 raise
@@ -369,18 +370,8 @@ class RecordLog:
             to.begin()
         raise errors.TransientError(f"somebody else writes to the records in {to.folder}")
 
-    async def _append_once(self, to: _Shard, data: bytes) -> bool:
-        is_in_doubt = False
-
-        async def append() -> bool:
-            nonlocal is_in_doubt
-            try:
-                return await self._blobs.append(to.name, data, to.position) or is_in_doubt
-            except errors.TransientError as error:
-                is_in_doubt = is_in_doubt or error.outcome_is_unknown
-                raise
-
-        return await self._retry_policy.call(append)
+    async def _append_once(self, to: _Shard, data: bytes, is_in_doubt: bool) -> bool:
+        return await self._blobs.append(to.name, data, to.position) or is_in_doubt
 
 
 def _parts(lines: Iterable[bytes]) -> Iterator[list[bytes]]:

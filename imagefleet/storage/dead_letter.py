@@ -17,19 +17,12 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import ConfigDict, Field, StringConstraints, TypeAdapter, ValidationError
+from pydantic import Field, StringConstraints, TypeAdapter, ValidationError
 
 from imagefleet import errors
 from imagefleet.job import sizes
 from imagefleet.job.change import Change
-from imagefleet.job.message import (
-    DEFAULT_CAMPAIGN,
-    Job,
-    SafeId,
-    fields_if_any,
-    is_signed,
-    read_job,
-)
+from imagefleet.job.message import DEFAULT_CAMPAIGN, Job, SafeId, fields_if_any, is_signed, read_job
 from imagefleet.records.record import MAX_NAME_CHARACTERS, Record
 from imagefleet.signing import TrustedKeys
 from imagefleet.storage import protocol
@@ -48,14 +41,12 @@ _SAFE_ID: TypeAdapter[str] = TypeAdapter(SafeId)
 BlobName = Annotated[str, StringConstraints(pattern=r"^failed/[0-9a-f]{32}\.txt$")]
 
 
-class FailedJob(Record):
+class FailedJob(Record, extra="forbid"):
     """The record of a failed job in the poison queue.
 
     The message that a replay sends is in `body`; in `packed_body` (zlib, base64) if it would not
     fit; or in the blob `body_blob` if it does not fit even packed.
     """
-
-    model_config = ConfigDict(extra="forbid")
 
     outcome: Literal["failed"]
     error: str = Field(default="", max_length=MAX_NAME_CHARACTERS)

@@ -12,7 +12,7 @@ import itertools
 from collections.abc import Iterable
 from typing import Annotated, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, Field, ValidationError
 
 from imagefleet.job import chain, sizes
 from imagefleet.job.message import DELIVERIES_FIELD, Job, fields_if_any, message_text
@@ -30,10 +30,8 @@ CONDEMNED_AFTER = 5
 Count = Annotated[int, Field(ge=0, le=1_000_000)]
 
 
-class Deliveries(BaseModel):
+class Deliveries(BaseModel, extra="ignore", frozen=True, hide_input_in_errors=True):
     """The earlier deliveries of a message by how they ended."""
-
-    model_config = ConfigDict(extra="ignore", frozen=True, hide_input_in_errors=True)
 
     known: Count = 0
     """Deliveries that this record covers, of those that the storage has counted."""

@@ -17,14 +17,8 @@ from imagefleet import errors
 #: Azure's limit.
 MAX_CHARACTERS = 63
 
-POISON_SUFFIX = "-poison"
-
 #: The most shards of one queue: an account takes what ten queues do (20,000 messages/s).
 MAX_SHARDS = 32
-
-#: The length of the longest suffix of a priority, and of a shard.
-_LONGEST_SUFFIX = len("-high")
-_LONGEST_NUMBER = len(f"-{MAX_SHARDS - 1}")
 
 _HASH_CHARACTERS = 10
 
@@ -40,36 +34,24 @@ def job_queue(base: str, model: str | None = None, priority: str = "normal", sha
     Raises SetupError if *base* leaves no room for the model's name or the shard's number.
     """
     suffix = ("" if priority == "normal" else f"-{priority}") + (f"-{shard}" if shard else "")
+    longest = len("-high") + (len(f"-{MAX_SHARDS - 1}") if shard else 0)
+    what, most = "shards", MAX_CHARACTERS - longest
     if model is not None:
-        return _of_model(base, model, _LONGEST_NUMBER if shard else 0) + suffix
-    if len(base) + _LONGEST_SUFFIX + _LONGEST_NUMBER > MAX_CHARACTERS and shard:
-        most = MAX_CHARACTERS - _LONGEST_SUFFIX - _LONGEST_NUMBER
+        what, most = "jobs that name a model", MAX_BASE_CHARACTERS
+    if len(base) > most:
         raise errors.SetupError(
-            f"the queue name {base!r} is too long for shards: --queue should have {most} characters"
+            f"the queue name {base!r} is too long for {what}: --queue should have {most} characters"
             " at most"
         )
+    if model is not None:
+        digest = hashlib.blake2b(model.encode(), digest_size=8).digest()
+        text = base64.b32encode(digest).decode().lower()[:_HASH_CHARACTERS]
+        room = MAX_CHARACTERS - longest - _HASH_CHARACTERS - len(base) - 2
+        slug = _NOT_IN_A_SLUG.sub("-", model.lower())[:room].strip("-")
+        base = "-".join(filter(None, (base, slug, text)))
     return base + suffix
 
 
 def priority_of(name: str) -> str:
     """The priority of a job queue's jobs."""
     return next((each for each in ("high", "low") if name.endswith(f"-{each}")), "normal")
-
-
-def poison_queue(base: str) -> str:
-    """The queue of failed jobs, whatever their model."""
-    return base + POISON_SUFFIX
-
-
-def _of_model(base: str, model: str, number_characters: int) -> str:
-    if len(base) > MAX_BASE_CHARACTERS:
-        raise errors.SetupError(
-            f"the queue name {base!r} is too long for jobs that name a model: --queue should have"
-            f" {MAX_BASE_CHARACTERS} characters at most"
-        )
-    digest = hashlib.blake2b(model.encode(), digest_size=8).digest()
-    text = base64.b32encode(digest).decode().lower()[:_HASH_CHARACTERS]
-    suffixes = _LONGEST_SUFFIX + number_characters
-    room = MAX_CHARACTERS - suffixes - _HASH_CHARACTERS - len(base) - 2
-    slug = _NOT_IN_A_SLUG.sub("-", model.lower())[:room].strip("-")
-    return "-".join(filter(None, (base, slug, text)))

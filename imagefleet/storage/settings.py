@@ -101,7 +101,8 @@ class StorageSettings(BaseSettings):
 
     @property
     def poison_queue(self) -> str:
-        return queue_names.poison_queue(self.queue)
+        """The queue of failed jobs, whatever their model."""
+        return f"{self.queue}-poison"
 
     @model_validator(mode="after")
     def _check_containers(self) -> Self:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
-import time
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -85,13 +84,10 @@ async def test_after_a_kill_and_a_stop_others_draw_only_what_is_missing(
 
     stopped = workers.start("--lease-seconds", "300")
     await wait_for_images(storage, by_killed + 3)
-    began_at = time.monotonic()
     stopped.terminate()
     await end(stopped)
-    seconds = time.monotonic() - began_at
     left = IMAGES - len(await stored(storage))
-    assert left > 12, "stopped too late to prove anything"
-    assert seconds < left / CAPACITY * TICK_SECONDS, "it could have drawn all before it ended"
+    assert left > 12, "it has drawn on after it was told to stop"
 
     await end(workers.start("--until-empty"))  # at once, not after 300 s
     assert await stored(storage) == {f"default/j-{index}.png" for index in range(IMAGES)}

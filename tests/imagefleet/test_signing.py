@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ec, ed25519
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import imagefleet
@@ -32,7 +32,8 @@ def private_text(path: Path) -> str:
     return "".join(path.read_text().splitlines()[1:-1])
 
 
-@settings(max_examples=30)
+# A busy machine is slow to draw examples.
+@settings(max_examples=30, suppress_health_check=[HealthCheck.too_slow])
 @given(st.dictionaries(st.text(), JSON))
 def test_a_signature_holds_for_the_same_content_in_another_order(fields: dict[str, object]) -> None:
     key = SigningKey(ed25519.Ed25519PrivateKey.from_private_bytes(bytes(32)))

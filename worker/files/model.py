@@ -64,50 +64,29 @@ def stored_blob(settings: WorkerSettings) -> str | None:
     return f"{kinds.MODEL.folder}/{address.blob}" if address and address.blob else None
 
 
-async def pinned(
-    settings: WorkerSettings,
-    blobs: protocol.BlobStore,
-    retry_policy: retry.RetryPolicy = STORAGE_RETRIES,
-) -> WorkerSettings:
-    """The settings with the hash that a signed manifest gives for a model in the storage.
-
-    Without a trusted key, or with a hash given, they stay as they are. Raises SetupError if no
-    manifest that is signed with the trusted key lists the model.
-    """
-    trusted = trusted_keys(settings.trusted_key)
-    is_stored = settings.model.startswith(STORE_SCHEME)
-    if trusted is None or settings.model_sha256 is not None or not is_stored:
-        return settings
-    listed = Manifest.stored(blobs, kinds.MODEL, trusted)
-    try:
-        sha256 = await retry_policy.call(
-            lambda: listed.sha256(settings.model.removeprefix(STORE_SCHEME))
-        )
-    except errors.MissingFileError as error:
-        raise errors.SetupError(error.message) from None
-    return settings.model_copy(update={"model_sha256": sha256})
-
-
 async def fetch(
     settings: WorkerSettings,
     blobs: protocol.BlobStore,
     retry_policy: retry.RetryPolicy = STORAGE_RETRIES,
-) -> None:
+) -> WorkerSettings:
     """Fetches the model unless it is on this machine; cancelled, it resumes the next time.
 
+    Returns the settings with its hash, if a signed manifest gives that.
+
     Raises:
-        SetupError: the address, the token, the hash or the kind of file is wrong; NodeError: the
-        disk has no room for the model; TransientError: nothing has arrived for minutes, whatever
-        the reason.
+        SetupError: the address, the token, the hash or the kind of file is wrong, or a trusted key
+        has not signed the hash; NodeError: the disk has no room for the model; TransientError:
+        nothing has arrived for minutes, whatever the reason.
     """
+    settings = await _pinned(settings, blobs, retry_policy)
     address = addresses.of_model(settings)
     if address is None:
-        return
+        return settings
     folder = _folder(settings, address)
     if found := find_fetched(folder, address):
         if is_whole(found):
             _remove_leftovers(folder)
-            return
+            return settings
         log.warning(
             "fetching %s again: it is cut off or damaged", found, extra={"action": "model_dropped"}
         )
@@ -124,6 +103,24 @@ async def fetch(
         folder, address, settings.model_sha256, blobs, retry_policy, wanted=kinds.MODEL
     )
     log.info("the model is at %s", path, extra={"action": "model_fetched"})
+    return settings
+
+
+async def _pinned(
+    settings: WorkerSettings, blobs: protocol.BlobStore, retry_policy: retry.RetryPolicy
+) -> WorkerSettings:
+    """The settings with the hash that a signed manifest gives, where the model's is to be known."""
+    trusted = trusted_keys(settings.trusted_key)
+    is_stored = settings.model.startswith(STORE_SCHEME)
+    if trusted is None or settings.model_sha256 is not None or not is_stored:
+        return settings
+    listed = Manifest.stored(blobs, kinds.MODEL, trusted)
+    name = settings.model.removeprefix(STORE_SCHEME)
+    try:
+        sha256 = await retry_policy.call(lambda: listed.sha256(name))
+    except errors.MissingFileError as error:
+        raise errors.SetupError(error.message) from None
+    return settings.model_copy(update={"model_sha256": sha256})
 
 
 async def fetch_to(

@@ -108,32 +108,26 @@ class UploadStage:
         name = image.job.blob_name(image.index)
         metadata = self._metadata(image)
 
-        is_in_doubt = False
         is_surely_own = True
 
         def doubt() -> None:
             nonlocal is_surely_own
             is_surely_own = False
 
-        async def create() -> bool:
-            nonlocal is_in_doubt
+        async def create(is_in_doubt: bool) -> bool:
             entry.lease.check()
-            try:
-                with self.watchdog.uploading(len(file.data)):
-                    if await self.settler.storage.blobs.create(
-                        name, file.data, file.content_type, metadata, on_doubt=doubt
-                    ):
-                        return True
-            except errors.TransientError as error:
-                is_in_doubt = is_in_doubt or error.outcome_is_unknown
-                raise
+            with self.watchdog.uploading(len(file.data)):
+                if await self.settler.storage.blobs.create(
+                    name, file.data, file.content_type, metadata, on_doubt=doubt
+                ):
+                    return True
             # A name taken after a reply was lost is most likely taken by this very image.
             doubt()
             return is_in_doubt
 
         self.suspects.storing(name, image.generated_at)
         with self.settler.metrics.stage_seconds["upload"].time():
-            written = await self.settler.retry_policy.call(create)
+            written = await self.settler.retry_policy.call_in_doubt(create)
         if image.job.verify:
             self.settler.cost.lost("second_drawing")
         elif written:

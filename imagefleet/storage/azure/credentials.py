@@ -64,18 +64,9 @@ class Access:
         self, permission: str, request: Callable[[bool], Awaitable[_Result]]
     ) -> _Result:
         """The same; *request* gets whether an attempt whose reply was lost may have done it."""
-        is_in_doubt = False
-
-        async def attempt() -> _Result:
-            nonlocal is_in_doubt
-            try:
-                return await self.attempt(permission, partial(request, is_in_doubt))
-            except errors.TransientError as error:
-                is_in_doubt = is_in_doubt or error.outcome_is_unknown
-                error.outcome_is_unknown = is_in_doubt
-                raise
-
-        return await self.retry_policy.call(attempt)
+        return await self.retry_policy.call_in_doubt(
+            lambda is_in_doubt: self.attempt(permission, partial(request, is_in_doubt))
+        )
 
     async def attempt(self, permission: str, request: Callable[[], Awaitable[_Result]]) -> _Result:
         """Makes a request once; repeats it with a newer token if its token was refused.

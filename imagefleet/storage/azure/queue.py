@@ -57,8 +57,9 @@ class SendWindow:
     """The sends in flight to one queue.
 
     Additive increase, multiplicative decrease, as of TCP (RFC 5681): one more after as many
-    successes as there are sends in flight, and half of them after a failure. What was in flight at
-    that moment may fail for the same reason and does not count again.
+    successes as there are sends in flight, and half of them once the queue asks to slow down. What
+    was in flight at that moment may be refused for the same reason and does not count again. Other
+    faults are not of too many sends: their retries wait by themselves.
     """
 
     def __init__(self, first: int = FIRST_SENDS, most: int = MOST_SENDS) -> None:
@@ -74,7 +75,7 @@ class SendWindow:
         decreases = self._decreases
         try:
             await send()
-        except errors.TransientError:
+        except errors.BusyError:
             if decreases == self._decreases:
                 self._decreases += 1
                 self.size = max(1.0, self.size / 2)

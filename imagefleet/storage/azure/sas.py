@@ -15,16 +15,7 @@ from typing import Annotated, Self, get_args
 from urllib.parse import parse_qs
 
 import aiohttp
-from pydantic import (
-    AfterValidator,
-    AwareDatetime,
-    BaseModel,
-    ConfigDict,
-    Field,
-    SecretStr,
-    ValidationError,
-    model_validator,
-)
+from pydantic import AfterValidator, AwareDatetime, BaseModel, SecretStr, model_validator
 
 from imagefleet import errors, redaction, retry, validation
 from imagefleet.storage.settings import Resource, StorageSettings
@@ -68,15 +59,13 @@ def _checked_token(token: SecretStr) -> SecretStr:
 _SasToken = Annotated[SecretStr, AfterValidator(_checked_token)]
 
 
-class QueueTokens(BaseModel):
+class QueueTokens(BaseModel, frozen=True, extra="ignore", hide_input_in_errors=True):
     """The tokens of one model's job queues, or of the same shard of each."""
-
-    model_config = ConfigDict(frozen=True, extra="ignore", hide_input_in_errors=True)
 
     queue: _SasToken | None = None
     queue_high: _SasToken | None = None
     queue_low: _SasToken | None = None
-    shards: list[QueueTokens] = Field(default_factory=list)
+    shards: list[QueueTokens] = []
     """The tokens of the second shard and the following ones."""
 
     def token(self, resource: str, shard: int) -> str:
@@ -95,7 +84,7 @@ class Tokens(QueueTokens):
     poison: _SasToken | None = None
     blob: _SasToken | None = None
     files: _SasToken | None = None
-    models: dict[str, QueueTokens] = Field(default_factory=dict)
+    models: dict[str, QueueTokens] = {}
     expires_at: AwareDatetime | None = None
 
     @model_validator(mode="after")
@@ -274,10 +263,8 @@ def fixed_tokens(settings: StorageSettings, in_address: str | None) -> Tokens | 
 
 def read_tokens(text: str | bytes) -> Tokens:
     """Parses a JSON record of tokens; the ValueError for others does not quote them."""
-    try:
+    with validation.as_error(ValueError):
         return Tokens.model_validate_json(text)
-    except ValidationError as error:
-        raise ValueError(validation.sentence(error)) from None
 
 
 def expiry(token: str) -> datetime | None:

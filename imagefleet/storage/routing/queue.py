@@ -7,15 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import (
-    AsyncIterator,
-    Awaitable,
-    Callable,
-    Collection,
-    Iterable,
-    Iterator,
-    Sequence,
-)
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Iterator
 
 from imagefleet import concurrency, errors
 from imagefleet.storage import protocol
@@ -35,7 +27,7 @@ class RoutedQueue:
 
     def __init__(
         self,
-        routes: Sequence[Route],
+        routes: list[Route],
         main: Route | None = None,
         *,
         find_more: Callable[[], Awaitable[None]] | None = None,

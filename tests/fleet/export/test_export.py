@@ -288,7 +288,7 @@ async def test_an_export_takes_no_more_than_the_disk_has(
 
     result = await export(code=2)
 
-    assert "out has 0.0 MB of free space, and the export takes about 0.0 MB" in result.stderr
+    assert "out has 1.0 kB of free space, and the export takes about" in result.stderr
 
 
 async def test_jobs_still_to_do_are_said(

@@ -20,7 +20,7 @@ from imagefleet.storage.open import open_storage
 from imagefleet.storage.settings import StorageSettings
 from kernel_files import GRAPH, KEY, OTHER, compile_into
 from worker.engine import load
-from worker.files.kernels import archive, cache, machine
+from worker.files.kernels import archive, cache
 from worker.files.kernels.cache import KernelCache
 
 Imagefleet = Callable[..., "subprocess.CompletedProcess[str]"]  # the fixture of conftest.py
@@ -153,7 +153,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     for name in (cache.TORCH_FOLDER, cache.TRITON_FOLDER):
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
-    monkeypatch.setattr(machine, "find_key", lambda *_: KEY)
+    monkeypatch.setattr(cache, "find_key", lambda *_: KEY)
     monkeypatch.setattr(load, "load_engine", load_engine)
     return used
 

@@ -10,7 +10,7 @@ import pytest
 from aiohttp import web
 
 from fleet.monitor import prometheus, rates
-from fleet.report import metrics
+from fleet.report import figures
 from imagefleet import errors
 
 NOON = datetime(2026, 11, 1, 12, 0, tzinfo=UTC)
@@ -120,7 +120,7 @@ async def test_every_query_asks_for_the_fleet_alone(
     async with prometheus.connected(await serve(response_of("vector", [])), fleet) as server:
         await rates.fleet_rates(server)
         await rates.worker_rates(server)
-        await metrics.read_metrics(server, NOON, NOON + timedelta(hours=1))
+        await figures.read_metrics(server, NOON, NOON + timedelta(hours=1))
 
     # One asks which fleets there are, to say whose workers are left out.
     queries = [query for query in asked if "count by (fleet)" not in query]

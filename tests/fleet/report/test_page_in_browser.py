@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from PIL import Image, PngImagePlugin
 
-from fleet.report import figures, metrics, page, records
+from fleet.report import figures, page, records
 from imagefleet.pricing import prices
 
 NOON = datetime(2026, 11, 1, 12, 0, tzinfo=UTC)
@@ -72,9 +72,9 @@ def campaign(workers: int, failures: int) -> figures.Figures:
     return figures.compute(found, f"https://{LONG_WORD}", prices.BUILT_IN, None, "a test")
 
 
-def everything() -> metrics.Metrics:
+def everything() -> figures.Metrics:
     curve = [(NOON.timestamp() + 600 * step, 15_000.0 + step) for step in range(48)]
-    return metrics.Metrics(
+    return figures.Metrics(
         began_at=NOON,
         ended_at=NOON,
         images=2_345_678,

@@ -19,7 +19,7 @@ from pydantic import SecretStr
 
 from fleet.keys import mint
 from fleet.report import figures as report_figures
-from fleet.report import metrics, page
+from fleet.report import page
 from fleet.report import records as report_records
 from imagefleet import errors
 from imagefleet.job.message import DEFAULT_CAMPAIGN, Job, Output
@@ -243,7 +243,7 @@ async def test_the_page_shows_the_metrics_and_many_workers(
             await stored(f"{worker}-{number}.png", 10 + worker * number, **facts)
     figures = figures_of(await report_records.read_records(local_storage, "spring", samples=0))
     curve = [(0.0, 1.0), (60.0, 2.0)]
-    found = metrics.Metrics(
+    found = report_figures.Metrics(
         began_at=NOON,
         ended_at=NOON,
         images=60,

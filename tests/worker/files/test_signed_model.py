@@ -38,9 +38,7 @@ async def put(storage: Storage, content: bytes | None, data: bytes = CONTENT) ->
 
 
 async def fetch(settings: WorkerSettings, storage: Storage) -> Path:
-    pinned = await model.pinned(settings, storage.files, IMPATIENT)
-    await model.fetch(pinned, storage.files, IMPATIENT)
-    return model.local_path(pinned)
+    return model.local_path(await model.fetch(settings, storage.files, IMPATIENT))
 
 
 async def test_a_listed_model_is_fetched_and_verified(
@@ -92,5 +90,4 @@ async def test_a_hash_in_the_settings_needs_no_list(
 ) -> None:
     await put(storage, None)
     given = settings.model_copy(update={"model_sha256": SHA256})
-    assert await model.pinned(given, storage.files) is given
     assert (await fetch(given, storage)).read_bytes() == CONTENT

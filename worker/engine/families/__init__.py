@@ -1,1 +1,1 @@
-"""Model families: all that differs between Stable Diffusion's versions, a file each."""
+"""Model families: all that differs between Stable Diffusion's versions."""

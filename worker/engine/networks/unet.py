@@ -1,12 +1,11 @@
 """Stable Diffusion's UNets for slots: two rows per slot, with shared or per-slot weights.
 
-The same arithmetic on the same weights as diffusers' UNet2DConditionModel. What differs:
-activations stay channels-last throughout; self-attention's q, k and v are one product, and so are
-the time projections of all resnets; cross-attention's keys and values are an input, since they
-change with the prompt, not with the step. Rows are in the order slot 0's prompt (cond), slot 0's
-negative prompt (uncond), slot 1's prompt, ... Up to the first cross-attention a slot's two rows are
-equal, and computed as one; not in SDXL, which takes more of the prompt beside the timestep. Some
-transformers of the x4 upscaler attend to the prompt twice, and not to the image.
+The same arithmetic on the same weights as diffusers' UNet2DConditionModel, but that activations
+stay channels-last; self-attention's q, k and v are one product, and so are the time projections of
+all resnets; cross-attention's keys and values are an input, which the prompt alone changes.
+Rows are in the order slot 0's prompt (cond), slot 0's negative prompt (uncond), slot 1's prompt...
+Up to the first cross-attention a slot's two rows are equal, and computed as one; not in SDXL, which
+takes more of the prompt beside the timestep.
 """
 
 from __future__ import annotations
@@ -57,8 +56,7 @@ class SlotEncoder(SlotNetwork):
         self.added = _added_embedding(original)
         self.conv_in = _conv(paths, original.conv_in)
         self.down = nn.ModuleList(_Down(block, paths) for block in original.down_blocks)
-        attentions = getattr(original.mid_block, "attentions", None) or ()
-        self.mid = _Layers(original.mid_block.resnets[1:], attentions, paths)
+        self.mid = _Layers(original.mid_block, original.mid_block.resnets[1:], paths)
         self.mid_first = _Resnet(original.mid_block.resnets[0], paths)
 
     def _join(self, paths: Mapping[nn.Module, str], *, saves_memory: bool = False) -> None:
@@ -78,6 +76,8 @@ class SlotEncoder(SlotNetwork):
 
     @property
     def added_width(self) -> int:
+        if isinstance(self.added, nn.Embedding):
+            return self.added.embedding_dim
         return 0 if self.added is None else self.added.width
 
     @property
@@ -225,27 +225,14 @@ class _AddedEmbedding(nn.Module):
         return embedded
 
 
-class _LevelEmbedding(nn.Module):
-    """The x4 upscaler's second part of the timestep's embedding: the noise on its image."""
-
-    def __init__(self, embedding: Any) -> None:
-        super().__init__()
-        if not isinstance(embedding, nn.Embedding):
-            raise errors.SetupError(UNKNOWN_UNET)
-        self.embed = embedding
-        self.width = embedding.embedding_dim
-
-    def forward(self, levels: torch.Tensor) -> torch.Tensor:
-        embedded: torch.Tensor = self.embed(levels)
-        return embedded
-
-
-def _added_embedding(original: Any) -> _AddedEmbedding | _LevelEmbedding | None:
+def _added_embedding(original: Any) -> _AddedEmbedding | nn.Embedding | None:
+    """The second part of the timestep's embedding: SDXL's, or that of the noise on an image."""
     if original.config.addition_embed_type is not None:
         return _AddedEmbedding(original)
-    if original.class_embedding is not None:
-        return _LevelEmbedding(original.class_embedding)
-    return None
+    levels = original.class_embedding
+    if levels is not None and not isinstance(levels, nn.Embedding):
+        raise errors.SetupError(UNKNOWN_UNET)
+    return levels
 
 
 class _TimeProjections(nn.Module):
@@ -305,8 +292,9 @@ class _Resnet(nn.Module):
 
 
 class _Layers(nn.Module):
-    def __init__(self, resnets: Any, attentions: Any, paths: Mapping[nn.Module, str]) -> None:
+    def __init__(self, block: Any, resnets: Any, paths: Mapping[nn.Module, str]) -> None:
         super().__init__()
+        attentions = getattr(block, "attentions", None) or ()
         self.resnets = nn.ModuleList(_Resnet(resnet, paths) for resnet in resnets)
         self.attentions = nn.ModuleList(Transformer(each, paths) for each in attentions)
 
@@ -316,10 +304,8 @@ class _Layers(nn.Module):
 
 class _Down(_Layers):
     def __init__(self, block: Any, paths: Mapping[nn.Module, str]) -> None:
-        super().__init__(block.resnets, getattr(block, "attentions", None) or (), paths)
-        self.samplers = nn.ModuleList(
-            _conv(paths, sampler.conv) for sampler in block.downsamplers or ()
-        )
+        super().__init__(block, block.resnets, paths)
+        self.samplers = nn.ModuleList(_conv(paths, each.conv) for each in block.downsamplers or ())
 
     def forward(
         self, x: torch.Tensor, time: torch.Tensor, skips: list[torch.Tensor], call: Call
@@ -337,7 +323,7 @@ class _Down(_Layers):
 
 class _Up(_Layers):
     def __init__(self, block: Any, paths: Mapping[nn.Module, str]) -> None:
-        super().__init__(block.resnets, getattr(block, "attentions", None) or (), paths)
+        super().__init__(block, block.resnets, paths)
         self.samplers = nn.ModuleList(
             SlotConv(Upsampler(sampler), paths[sampler.conv]) for sampler in block.upsamplers or ()
         )

@@ -142,13 +142,10 @@ def find(hires: contract.HiresPass, width: int, height: int, load: LoadUpscaler)
     mode = LATENT_UPSCALERS.get(hires.upscaler)
     if mode is None and hires.upscaler not in IMAGE_UPSCALERS:
         raise errors.JobError(
-            f"unknown upscaler {hires.upscaler!r}; without a file there are {_known()}"
+            f"unknown upscaler {hires.upscaler!r}; without a file there are"
+            f" {', '.join([*LATENT_UPSCALERS, *IMAGE_UPSCALERS])}"
         )
     return Upscaling(target, size, mode, IMAGE_UPSCALERS.get(hires.upscaler))
-
-
-def _known() -> str:
-    return ", ".join([*LATENT_UPSCALERS, *IMAGE_UPSCALERS])
 
 
 def _kept(excess: int, length: int) -> slice:

@@ -53,7 +53,8 @@ class TextStage:
         require_encoder(folder)
         checkpoint.hide_progress_bars()
         self.name = encoder_name(folder)
-        self._clean = clean_caption if _cleans(folder) else text_states.clean
+        cleans = _config(folder).get("clean_caption", True)
+        self._clean = clean_caption if cleans else text_states.clean
         encoder = reading.read_network(T5EncoderModel, folder / "text_encoder")
         encoder.requires_grad_(requires_grad=False).eval()
         self._encoder: Any = encoder.to(device=device, dtype=dtype)
@@ -125,7 +126,8 @@ def require_encoder(folder: Path) -> None:
 
 def require_libraries(folder: Path) -> None:
     """Raises SetupError, with the command to run, where prompts for a stage cannot be cleaned."""
-    for module, package in _CLEANING.items() if _cleans(folder) else ():
+    cleans = _config(folder).get("clean_caption", True)
+    for module, package in _CLEANING.items() if cleans else ():
         if importlib.util.find_spec(module) is None:
             raise errors.SetupError(
                 f"{package} is not installed, which IF's text encoder needs: pip install '.[t5]'"
@@ -152,10 +154,6 @@ def write_states(stage: TextStage, prompts: Iterable[str], folder: Path) -> list
             (states,) = stage.encode([prompt])
             written.append(text_states.write(folder, prompt, stage.name, states))
     return written
-
-
-def _cleans(folder: Path) -> bool:
-    return bool(_config(folder).get("clean_caption", True))
 
 
 def _config(folder: Path) -> dict[str, Any]:

@@ -1,11 +1,9 @@
 """Text states as files: what a text encoder says of a prompt, for all stages of a cascade.
 
-DeepFloyd IF's encoder, T5-XXL, takes 19 GB in float32 and 9.5 GB in float16; the states of a prompt
-take 631 kB. So they are computed once, by `text_stage`, and a stage's GPU never loads the encoder.
-A file has the tensor `states` [77, width] in float16, the encoder's name and the SHA-256 of the
-prompt that it was made of; its own name is the SHA-256 of both.
-
-Imports no torch until states are read or written: whoever fills the queue knows their names.
+DeepFloyd IF's encoder, T5-XXL, takes 9.5 GB in float16; the states of a prompt take 631 kB. So they
+are computed once, by `text_stage`. A file has the tensor `states` [77, width] in float16, the
+encoder's name and the SHA-256 of the prompt; its own name is the SHA-256 of both. Imports no torch
+until states are read or written: whoever fills the queue knows their names.
 """
 
 from __future__ import annotations

@@ -78,11 +78,7 @@ class PixelUnet(SlotNetwork):
         *,
         is_compiled: bool = False,
     ) -> None:
-        """Takes the UNet's attentions over.
-
-        *limit* is what estimates of images are limited by; *is_compiled*: with layers that compile
-        well.
-        """
+        """Takes the UNet's attentions over; *limit* is what estimates of images are limited by."""
         super().__init__(unet.conv_out.weight)
         self.unet = unet
         self.limit = limit
@@ -137,16 +133,10 @@ class PixelUnet(SlotNetwork):
         context: torch.Tensor,
         added: torch.Tensor | None,
     ) -> torch.Tensor:
-        """The noise and the variance of all rows.
+        """The noise and the variance of all rows [2 * slots, 6, height, width].
 
-        Args:
-            x: [slots, channels, height, width] in the UNet's type.
-            times: timesteps [slots]; fractions are allowed.
-            context: see `compute_prompt`; of all slots [2 * slots, tokens, `context_width`].
-            added: the same [2 * slots, `added_width`].
-
-        Returns:
-            [2 * slots, 6, height, width]
+        x [slots, channels, height, width] in the UNet's type; times [slots] may be fractions;
+        *context* and *added*: see `compute_prompt`, of all slots.
         """
         unet = self.unet
         embedded = unet.time_embedding(unet.time_proj(times).to(x.dtype))

@@ -36,7 +36,7 @@ class Compilation:
         runner: StepRunner,
         lanes: Lanes,
         *,
-        open_lane: Callable[[BatchKey], Lane],
+        open_lane: Callable[[BatchKey], tuple[Lane, Step]],
         use_less_memory: Callable[[], None],
     ) -> None:
         """*open_lane* gives a key's lane, with its tensors.
@@ -73,8 +73,7 @@ class Compilation:
         self._tracer.wait()
         while True:
             try:
-                lane = self._open_lane(batch_key)
-                for compiled in self._compile(lane, _step_of(lane), convolutions=True):
+                for compiled in self._compile(*self._open_lane(batch_key), convolutions=True):
                     compiled.trace()
                 return  # noqa: TRY300 - the rest handles the failure
             except Exception as error:
@@ -169,8 +168,7 @@ class Compilation:
                 self._is_tracing = False
                 self._tracer.result()
             if self._step is None and batch_key is not None:
-                self._lane = self._open_lane(batch_key)
-                self._step = _step_of(self._lane)
+                self._lane, self._step = self._open_lane(batch_key)
                 self._step.is_compiling = True
                 self._graphs = self._compile(self._lane, self._step, convolutions=False)
             compiled = next(self._graphs, None) if self._is_current else None
@@ -243,9 +241,3 @@ class Compilation:
             # The attention kernels are the likeliest part that the compiler cannot trace.
             for network in (self._unet, *(each.network for each in step.controls)):
                 network.use_default_attention()
-
-
-def _step_of(lane: Lane) -> Step:
-    if lane.step is None:
-        raise RuntimeError("an opened lane has tensors")
-    return lane.step

@@ -140,10 +140,7 @@ class SlotEngine:
         self._add(SlotJob(ticket, prepared, BatchKey.of(prepared), urgent))
 
     def tick(self) -> list[contract.Finished]:
-        """Fills the free slots of a lane and runs one step of it; returns the finished images.
-
-        Raises NodeError if the GPU itself is broken.
-        """
+        """Fills a lane's free slots and runs one step of it; raises NodeError for a broken GPU."""
         self._compilation.advance()
         finished: list[contract.Finished] = []
         failure: errors.FleetError | None = None
@@ -182,21 +179,14 @@ class SlotEngine:
             finished += self._upscales.collect(wait=not (draws or finished))
         return finished
 
-    def warm_up(
-        self, width: int | None = None, height: int | None = None, tokens: int | None = None
-    ) -> None:
+    def warm_up(self, width: int = 0, height: int = 0, tokens: int = 0) -> None:
         """Compiles, records and times all that a size needs; a minute or two on a GPU.
 
         By default the native size, and the *tokens* of ordinary prompts' context.
         """
-        native = self._runner.native
-        self._compilation.run(
-            native._replace(
-                width=width or native.width,
-                height=height or native.height,
-                tokens=tokens or native.tokens,
-            )
-        )
+        own = self._runner.native
+        sides = width or own.width, height or own.height
+        self._compilation.run(BatchKey(*sides, tokens or own.tokens, None, None))
 
     def warm_up_like(self, request: contract.ImageRequest) -> None:
         """The same for requests with the size, prompts' length and ControlNets of this one."""
@@ -266,10 +256,9 @@ class SlotEngine:
         lane = self._lanes.lane_of(job.batch_key, self.default_size)
         self._lanes.add(lane, [job], first=job.urgent)
 
-    def _open_lane(self, batch_key: BatchKey) -> Lane:
+    def _open_lane(self, batch_key: BatchKey) -> tuple[Lane, Step]:
         lane = self._lanes.lane_of(batch_key, self.default_size)
-        self._open(lane)
-        return lane
+        return lane, self._open(lane)
 
     def _open(self, lane: Lane) -> Step:
         if lane.step is None:

@@ -199,11 +199,10 @@ def describe(slots: int, savings: Savings) -> str:
 def choose_weights(
     device: torch.device, layer_bytes: int, slots: int | None, *, is_large: bool = True
 ) -> SlotWeights:
-    """How slots hold LoRAs of layers of *layer_bytes*, of which each copy takes as much.
+    """How slots hold LoRAs of layers of *layer_bytes*; those of models that are not large merged.
 
-    A GPU that has no room for one takes them from the host, if that has room and copies fast
-    enough; unless several *slots* are asked for. The layers of models that are not large are always
-    copied.
+    A GPU that has no room for a copy takes them from the host, if that has room and copies fast
+    enough; unless several *slots* are asked for.
     """
     if device.type != "cuda" or not is_large:
         return "merged"
@@ -212,11 +211,8 @@ def choose_weights(
     if (slots or 1) > 1 or host.free_memory_bytes() < layer_bytes + _HOST_BYTES:
         return "factors"
     rate = copy_rate(device)
-    log.info(
-        "the host's memory is copied to the GPU at %.1f GB/s",
-        rate / 1e9,
-        extra={"action": "copy_timed"},
-    )
+    measured = "the host's memory is copied to the GPU at %.1f GB/s"
+    log.info(measured, rate / 1e9, extra={"action": "copy_timed"})
     return "reloaded" if rate >= _LEAST_COPY_RATE else "factors"
 
 

@@ -181,13 +181,12 @@ class SlotQueue:
     def take(self, preferred: LoraKey | None = None) -> SlotJob | None:
         """Removes the next job, one with the LoRAs *preferred* if it may overtake the others."""
         at = 0
-        if preferred is not None:
-            for place, job in enumerate(self.jobs):
-                if job.prepared.lora_key == preferred:
-                    at = place
-                    break
-                if job.overtakes >= self.max_overtakes:
-                    break
+        for place, job in enumerate(self.jobs if preferred is not None else ()):
+            if job.prepared.lora_key == preferred:
+                at = place
+                break
+            if job.overtakes >= self.max_overtakes:
+                break
         for older in self.jobs[:at]:
             older.overtakes += 1
         return self.jobs.pop(at) if self.jobs else None
@@ -234,10 +233,9 @@ def choose_mode(
     *merged* is what the shared weights hold now, None if unknown; *ticks* is for how long the slots
     are expected to keep these LoRAs. *convolutions*: some of them change convolutions.
     """
-    own = own_mode(convolutions)
-    if len(set(keys)) != 1:
+    own, (key, *others) = own_mode(convolutions), set(keys)
+    if others:
         return own, ()
-    (key,) = set(keys)
     if key in (merged, ()):
         return "shared", key
     own_seconds = costs.per_slot_convolutions_seconds if convolutions else costs.per_slot_seconds

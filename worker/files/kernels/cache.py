@@ -9,28 +9,33 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
+import importlib.util
 import logging
 import os
+import platform
+import re
 import tempfile
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from importlib import metadata
 from pathlib import Path
 from typing import Literal
 
+import pynvml
 from filelock import FileLock, Timeout
 
+import worker
 from imagefleet import errors, retry
+from imagefleet.files import safetensors
 from imagefleet.files.kinds import KERNELS
-from imagefleet.files.safetensors import MalformedError
 from imagefleet.signing import TrustedKeys, trusted_keys
 from imagefleet.storage import protocol
-from worker import tasks
+from worker import replica, tasks
 from worker.files import manifest, model
 from worker.files.disk_cache import DiskCache
 from worker.files.download import BlobSource, Download
 from worker.files.kernels import archive
 from worker.files.kernels.archive import Key
-from worker.files.kernels.machine import find_key
 from worker.files.manifest import Manifest
 from worker.settings import WorkerSettings
 
@@ -47,6 +52,11 @@ RETRIES = retry.RetryPolicy(tries=3, give_up_seconds=30)
 
 #: Torch's and Triton's variables for their folders.
 TORCH_FOLDER, TRITON_FOLDER = "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"
+
+#: UNet weights in a single file; in diffusers format they have a folder of their own.
+_UNET_PREFIX = "model.diffusion_model."
+
+_HASH_CHARACTERS = 8
 
 
 class KernelCache:
@@ -228,7 +238,7 @@ def open_cache(
             return None
         variant = settings.precision, settings.fp16_accumulate
         return KernelCache(use_folder(settings.cache, key), key, on_origin, variant)
-    except (OSError, MalformedError):  # the engine says what is wrong with the model
+    except (OSError, safetensors.MalformedError):  # the engine says what is wrong with the model
         return None
     except errors.FleetError as error:
         log.warning(
@@ -298,3 +308,76 @@ def by_one_first(folder: Path, what: str) -> Iterator[None]:
             done.touch()
     finally:
         lock.release()
+
+
+def find_key(model: Path, device: str) -> Key | None:
+    """This machine's key for a checkpoint; None if nothing is compiled. Blocks on the driver."""
+    torch = _torch_versions()
+    if device == "cpu" or torch is None or torch[1] is None:
+        return None
+
+    def ask() -> tuple[str, str, str]:
+        handle = replica.card_handle(device)
+        major, minor = pynvml.nvmlDeviceGetCudaComputeCapability(handle)
+        driver = str(pynvml.nvmlSystemGetDriverVersion())
+        return str(pynvml.nvmlDeviceGetName(handle)), f"{major}.{minor}", driver
+
+    answer = replica.ask_driver(ask)
+    if isinstance(answer, Exception):
+        return None
+    gpu, capability, driver = answer
+    return Key(
+        gpu=gpu,
+        capability=capability,
+        driver=driver.partition(".")[0],
+        cuda=torch[1],
+        torch=torch[0],
+        triton=_version("triton"),
+        diffusers=_version("diffusers"),
+        python=".".join(platform.python_version_tuple()[:2]) + f"-{platform.machine()}",
+        engine=hash_sources(Path(worker.__file__).parent / "engine"),
+        unet=hash_unet(model),
+    )
+
+
+def hash_sources(folder: Path) -> str:
+    """A hash of all Python files below *folder*: any of them may change what is compiled."""
+    digest = hashlib.sha256()
+    for path in sorted(folder.rglob("*.py")):
+        digest.update(f"{path.relative_to(folder).as_posix()}\n".encode() + path.read_bytes())
+    return digest.hexdigest()[:_HASH_CHARACTERS]
+
+
+def hash_unet(model: Path) -> str:
+    """The same in either format of a checkpoint; raises OSError, MalformedError."""
+    if model.is_dir():
+        # One precision of several, as far as there are.
+        files = sorted((model / "unet").glob("*.safetensors"))
+        plain = [path for path in files if ".fp16." not in path.name]
+        shapes = [shape for path in plain or files for shape in _shapes(path)]
+    else:
+        shapes = list(_shapes(model, _UNET_PREFIX))
+    return hashlib.sha256(repr(sorted(shapes)).encode()).hexdigest()[:_HASH_CHARACTERS]
+
+
+def _shapes(path: Path, prefix: str = "") -> Iterable[tuple[int, ...]]:
+    with path.open("rb") as file:
+        shapes = safetensors.read_header(file).shapes
+    return (shape for name, shape in shapes.items() if name.startswith(prefix))
+
+
+def _torch_versions() -> tuple[str, str | None] | None:
+    """Versions of torch and its CUDA, from its text: importing it takes seconds."""
+    found = importlib.util.find_spec("torch")
+    if found is None or found.origin is None:
+        return None
+    text = (Path(found.origin).parent / "version.py").read_text(encoding="utf-8")
+    values = dict(re.findall(r"^(__version__|cuda)\b[^=\n]*= '([^'\n]+)'", text, re.MULTILINE))
+    return values["__version__"].partition("+")[0], values.get("cuda")
+
+
+def _version(package: str) -> str:
+    try:
+        return metadata.version(package).partition("+")[0]
+    except metadata.PackageNotFoundError:
+        return "none"

@@ -84,13 +84,22 @@ async def test_the_window_never_closes() -> None:
     sends = Sends(window)
     for _ in range(5):
         tasks = await sends.begin(1)
-        await sends.end(1, errors.TransientError())
+        await sends.end(1, errors.BusyError())
         assert await asyncio.gather(*tasks, return_exceptions=True)
     assert window.size == 1
     tasks = await sends.begin(1)
     assert sends.in_flight == 1
     await sends.end(1)
     await asyncio.gather(*tasks)
+
+
+async def test_faults_that_are_no_refusal_leave_the_window_as_it_is() -> None:
+    window = SendWindow(first=4)
+    sends = Sends(window)
+    tasks = await sends.begin(4)
+    await sends.end(4, errors.TransientError())
+    assert await asyncio.gather(*tasks, return_exceptions=True)
+    assert window.size == 4
 
 
 @pytest.mark.parametrize("cancelled", [0, 1], ids=["in flight", "waiting"])

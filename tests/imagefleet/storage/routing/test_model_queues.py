@@ -63,7 +63,6 @@ def test_the_names_stay_what_they_are() -> None:
     assert queue_names.job_queue("jobs") == "jobs"
     assert queue_names.job_queue("jobs", None, "high") == "jobs-high"
     assert queue_names.job_queue("jobs", A, "low") == "jobs-dreamshaper-8-rhhjxt4rma-low"
-    assert queue_names.poison_queue("jobs") == "jobs-poison"
 
 
 def test_a_queue_name_without_room_for_models_is_refused() -> None:

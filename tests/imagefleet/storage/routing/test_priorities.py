@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections import Counter
 from collections.abc import AsyncIterator, Iterable
@@ -12,7 +11,6 @@ from typing import get_args
 import pytest
 from pydantic import SecretStr
 
-import polling
 from fleet.keys import mint
 from imagefleet import errors, retry
 from imagefleet.storage.azure.roles import ROLES
@@ -197,11 +195,12 @@ async def test_messages_without_a_priority_are_sent_to_the_queue_of_before(
 async def test_a_worker_does_without_queues_that_are_not_there_and_finds_them_later(
     azurite_settings: StorageSettings,
     caplog: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     caplog.set_level(logging.INFO, logger="imagefleet.storage.routing")
-    monkeypatch.setattr(route, "MISSING_PAUSE_SECONDS", 0.5)
+    clock = Clock()
     async with open_storage(azurite_settings) as storage:
+        for queue in storage.queues.values():
+            queue.main.clock = clock
         await storage.queues["normal"].main.create()
         await storage.poison.create()  # type: ignore[attr-defined]
         await storage.blobs.create_container()  # type: ignore[attr-defined]
@@ -219,8 +218,8 @@ async def test_a_worker_does_without_queues_that_are_not_there_and_finds_them_la
             await other.create()
             await other.queues["high"].send(["urgent"])
         assert await storage.queue.receive(32, LEASE_SECONDS) == [], "not asked again so soon"
-        async with asyncio.timeout(10):
-            found = await polling.until(lambda: storage.queue.receive(32, LEASE_SECONDS))
+        clock.now += route.MISSING_PAUSE_SECONDS
+        found = await storage.queue.receive(32, LEASE_SECONDS)
         assert [each.body for each in found] == ["urgent"]
 
 

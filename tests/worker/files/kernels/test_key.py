@@ -14,7 +14,7 @@ import pytest
 
 from kernel_files import KEY
 from worker.files import addresses
-from worker.files.kernels import archive, machine
+from worker.files.kernels import archive, cache
 
 ROOT = Path(__file__).parents[4]
 DEMO = ROOT / "demo_model"
@@ -69,7 +69,7 @@ def test_whatever_differs_gives_another_name(field: str) -> None:
 
 
 def test_the_versions_are_those_that_torch_says_without_importing_it() -> None:
-    found = machine._torch_versions()
+    found = cache._torch_versions()
     assert found is not None
     assert found[0] == metadata.version("torch").partition("+")[0]
     if "+" in metadata.version("torch"):
@@ -79,17 +79,17 @@ def test_the_versions_are_those_that_torch_says_without_importing_it() -> None:
 
 @pytest.mark.usefixtures("driver")
 def test_the_key_of_a_machine_with_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine, "_torch_versions", lambda: ("2.11.0", "12.8"))
-    found = machine.find_key(DEMO, "auto")
+    monkeypatch.setattr(cache, "_torch_versions", lambda: ("2.11.0", "12.8"))
+    found = cache.find_key(DEMO, "auto")
     assert found is not None
     assert (found.gpu, found.capability, found.driver) == ("NVIDIA H200", "9.0", "580")
     assert found.diffusers == metadata.version("diffusers")
-    assert found == machine.find_key(DEMO, "cuda:0")
+    assert found == cache.find_key(DEMO, "cuda:0")
 
 
 @pytest.mark.usefixtures("driver")
 def test_a_cpu_has_no_key() -> None:
-    assert machine.find_key(DEMO, "cpu") is None
+    assert cache.find_key(DEMO, "cpu") is None
 
 
 def test_a_machine_without_a_driver_has_no_key(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -97,22 +97,22 @@ def test_a_machine_without_a_driver_has_no_key(monkeypatch: pytest.MonkeyPatch) 
         raise pynvml.NVMLError_LibraryNotFound
 
     monkeypatch.setattr(pynvml, "nvmlInit", fails)
-    assert machine.find_key(DEMO, "auto") is None
+    assert cache.find_key(DEMO, "auto") is None
 
 
 def test_without_torch_there_is_no_key(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
-    assert machine._torch_versions() is None
+    assert cache._torch_versions() is None
 
 
 def test_any_change_of_the_engines_source_is_another_engine(tmp_path: Path) -> None:
     (tmp_path / "slots").mkdir()
     (tmp_path / "slots" / "step.py").write_text("x = 1")
-    before = machine.hash_sources(tmp_path)
+    before = cache.hash_sources(tmp_path)
     (tmp_path / "slots" / "notes.txt").write_text("no source")
-    assert machine.hash_sources(tmp_path) == before
+    assert cache.hash_sources(tmp_path) == before
     (tmp_path / "slots" / "step.py").write_text("x = 2")
-    assert machine.hash_sources(tmp_path) != before
+    assert cache.hash_sources(tmp_path) != before
 
 
 def test_fine_tunes_of_a_model_share_kernels_in_either_format(tmp_path: Path) -> None:
@@ -124,9 +124,9 @@ def test_fine_tunes_of_a_model_share_kernels_in_either_format(tmp_path: Path) ->
     for name in ("diffusion_pytorch_model", "diffusion_pytorch_model.fp16"):
         shapes_as_file(tmp_path / "folder" / "unet" / f"{name}.safetensors", shapes)
 
-    hashes = {machine.hash_unet(each) for each in (one, two, tmp_path / "folder")}
+    hashes = {cache.hash_unet(each) for each in (one, two, tmp_path / "folder")}
     assert len(hashes) == 1
 
     wider = {**single, "model.diffusion_model.mid.weight": (1536, 1536)}
     another = shapes_as_file(tmp_path / "another.safetensors", wider)
-    assert machine.hash_unet(another) not in hashes
+    assert cache.hash_unet(another) not in hashes
