@@ -165,7 +165,7 @@ def rate(
     width = None
     if len(workload.sizes) == 1:
         key = engine._runner.batch_key(*workload.sizes[0])  # noqa: SLF001
-        width = engine._lanes.slots_of(key, engine.default_size)  # noqa: SLF001
+        width = engine._lanes.slots_of(key)  # noqa: SLF001
     measured = work.drive(engine, workload.requests(), seconds, width=width)
     cores = (time.process_time() - cpu_seconds) / (time.perf_counter() - began_at)
     return {

@@ -75,6 +75,7 @@ class SlotEngine:
         self._lanes = Lanes(
             self.slots,
             min(settings.blocks or blocks, MAX_LANES),
+            self.default_size,
             _OVERTAKES_PER_SLOT * self.slots,
         )
         self._runner.max_compiled = self._lanes.max_open - 1
@@ -253,11 +254,10 @@ class SlotEngine:
     # The parts of a tick.
 
     def _add(self, job: SlotJob) -> None:
-        lane = self._lanes.lane_of(job.batch_key, self.default_size)
-        self._lanes.add(lane, [job], first=job.urgent)
+        self._lanes.add(job.batch_key, [job], first=job.urgent)
 
     def _open_lane(self, batch_key: BatchKey) -> tuple[Lane, Step]:
-        lane = self._lanes.lane_of(batch_key, self.default_size)
+        lane = self._lanes.lane_of(batch_key)
         return lane, self._open(lane)
 
     def _open(self, lane: Lane) -> Step:
@@ -294,14 +294,14 @@ class SlotEngine:
         started: list[SlotJob] = []
         ready = len(lane.active)
         while len(started) < len(free) and self._lanes.takes_jobs(lane):
-            job = lane.waiting.take(self._weights.preferred)
+            job = lane.take(self._weights.preferred)
             if job is None:
                 break
             room_bytes = self._stager.room_bytes
             has_room = len(staging.first_within(room_bytes, [*started, job])) > len(started)
             may_wait = not waits or (self._draws_while_staging and 2 * ready >= lane.slots)
             if not has_room or (may_wait and job.is_being_staged):
-                lane.waiting.jobs.insert(0, job)
+                lane.waiting.insert(0, job)
                 break
             started.append(job)
             ready += not job.is_being_staged
@@ -399,9 +399,9 @@ class SlotEngine:
 
         Each lane's, for all of its slots: lanes that take turns also end their images together.
         """
-        lanes = [lane for lane in self._lanes if lane.waiting.jobs]
+        lanes = [lane for lane in self._lanes if lane.waiting]
         lanes.sort(key=self._lanes.urgency, reverse=True)
-        nexts = itertools.zip_longest(*(lane.waiting.jobs[: lane.slots] for lane in lanes))
+        nexts = itertools.zip_longest(*(lane.waiting[: lane.slots] for lane in lanes))
         self._stager.begin_within([job for each in nexts for job in each if job is not None])
 
     @torch.no_grad()

@@ -10,8 +10,9 @@ import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
+from worker.engine.lora.merge import LoraKey
 from worker.engine.slots.memory import WeightMode
-from worker.engine.slots.queue import BatchKey, SlotJob, SlotQueue
+from worker.engine.slots.queue import BatchKey, SlotJob
 from worker.engine.slots.step import Step
 from worker.engine.text import PLAIN_TOKENS
 
@@ -45,9 +46,12 @@ class Lane:
 
     batch_key: BatchKey
     slots: int
-    waiting: SlotQueue
-    ran_at: int
+    max_overtakes: int
+    """Younger jobs, with LoRAs that are merged already, that may go before a waiting one."""
+    ran_at: int = 0
     """The tick at which the lane ran last, or its first job came."""
+    waiting: list[SlotJob] = field(default_factory=list)
+    """Oldest first."""
     active: dict[int, SlotJob] = field(default_factory=dict)
     step: Step | None = None
     """The step with the lane's tensors; None while it is closed."""
@@ -60,7 +64,7 @@ class Lane:
 
     @property
     def held(self) -> int:
-        return len(self.active) + len(self.waiting.jobs)
+        return len(self.active) + len(self.waiting)
 
     @property
     def is_exclusive(self) -> bool:
@@ -71,6 +75,19 @@ class Lane:
     def may_close(self) -> bool:
         return self.step is not None and not (self.active or self.step.is_kept)
 
+    def take(self, preferred: LoraKey | None = None) -> SlotJob | None:
+        """Removes the next job, one with the LoRAs *preferred* if it may overtake the others."""
+        at = 0
+        for place, job in enumerate(self.waiting if preferred is not None else ()):
+            if job.prepared.lora_key == preferred:
+                at = place
+                break
+            if job.overtakes >= self.max_overtakes:
+                break
+        for older in self.waiting[:at]:
+            older.overtakes += 1
+        return self.waiting.pop(at) if self.waiting else None
+
     def close(self) -> None:
         """Frees its tensors; its waiting jobs stay."""
         self.step, self.is_closing = None, False
@@ -79,10 +96,16 @@ class Lane:
 class Lanes:
     """All admitted jobs, by batch key."""
 
-    def __init__(self, slots: int, blocks: int, max_overtakes: int) -> None:
-        """*slots* of the widest lane; *blocks*: for how many lanes there is memory for weights."""
+    def __init__(
+        self, slots: int, blocks: int, native: tuple[int, int], max_overtakes: int
+    ) -> None:
+        """*slots* of lanes of the *native* width and height, and of smaller ones.
+
+        *blocks*: for how many lanes there is memory for weights.
+        """
         self.slots = slots
         self.blocks = blocks
+        self._native = native
         self._max_overtakes = max_overtakes
         self._lanes: dict[BatchKey, Lane] = {}
         self._current: Lane | None = None
@@ -123,36 +146,33 @@ class Lanes:
         ready = self.slots * (len(inside) if self._turn_ticks > 1 else 1)
         return max(0, ready + room - beyond)
 
-    def slots_of(self, batch_key: BatchKey, native: tuple[int, int]) -> int:
-        """The slots that make a lane's calls as large as those of the *native* width and height.
+    def slots_of(self, batch_key: BatchKey) -> int:
+        """The slots that make a lane's calls as large as those of the native size.
 
         So a larger size needs no more memory, and all lanes' ticks take about as long. A lane's own
         memory is mostly its context, which long prompts must not multiply.
         """
         if batch_key.isolated is not None:
             return 1
-        slots = self.slots * math.prod(native) / (batch_key.width * batch_key.height)
+        slots = self.slots * math.prod(self._native) / (batch_key.width * batch_key.height)
         most_tokens = PLAIN_TOKENS * (_ROOMY_CONTEXT if self.blocks > 1 else 1)
         slots *= min(1, most_tokens / batch_key.tokens)
         return max(1, min(self.slots, round(slots)))
 
-    def lane_of(self, batch_key: BatchKey, native: tuple[int, int]) -> Lane:
+    def lane_of(self, batch_key: BatchKey) -> Lane:
         """The lane of a batch key; a new one has the slots of `slots_of`."""
-        return self.lane(batch_key, self.slots_of(batch_key, native))
-
-    def lane(self, batch_key: BatchKey, slots: int) -> Lane:
-        """The lane of a batch key; a new one has *slots* slots."""
         if batch_key not in self._lanes:
-            waiting = SlotQueue(self._max_overtakes)
-            self._lanes[batch_key] = Lane(batch_key, slots, waiting, self._tick)
+            slots = self.slots_of(batch_key)
+            self._lanes[batch_key] = Lane(batch_key, slots, self._max_overtakes, self._tick)
         return self._lanes[batch_key]
 
-    def add(self, lane: Lane, jobs: Iterable[SlotJob], *, first: bool = False) -> None:
-        """Adds waiting jobs, *first* before those that wait already."""
+    def add(self, batch_key: BatchKey, jobs: Iterable[SlotJob], *, first: bool = False) -> None:
+        """Adds waiting jobs of a key, *first* before those that wait already."""
+        lane = self.lane_of(batch_key)
         if not lane.held:
             lane.ran_at = self._tick
-        at = 0 if first else len(lane.waiting.jobs)
-        lane.waiting.jobs[at:at] = jobs
+        at = 0 if first else len(lane.waiting)
+        lane.waiting[at:at] = jobs
 
     def next(self) -> Lane | None:
         """The lane of the next tick; None without jobs. The caller opens it if it is closed."""
@@ -186,7 +206,7 @@ class Lanes:
         with an urgent job in the next turns.
         """
         filled = min(lane.held, lane.slots) / lane.slots
-        if any(job.urgent for job in (*lane.active.values(), *lane.waiting.jobs)):
+        if any(job.urgent for job in (*lane.active.values(), *lane.waiting)):
             filled = _URGENT
         return filled + (self._tick - lane.ran_at) / (PATIENCE_TICKS * self._turn_ticks)
 

@@ -170,28 +170,6 @@ class SlotJob:
         self.assembling = self.staging = self.staged = None
 
 
-@dataclass(slots=True)
-class SlotQueue:
-    """Jobs of one batch key without a slot, oldest first."""
-
-    max_overtakes: int
-    """Younger jobs, with LoRAs that are merged already, that may go before a job."""
-    jobs: list[SlotJob] = field(default_factory=list)
-
-    def take(self, preferred: LoraKey | None = None) -> SlotJob | None:
-        """Removes the next job, one with the LoRAs *preferred* if it may overtake the others."""
-        at = 0
-        for place, job in enumerate(self.jobs if preferred is not None else ()):
-            if job.prepared.lora_key == preferred:
-                at = place
-                break
-            if job.overtakes >= self.max_overtakes:
-                break
-        for older in self.jobs[:at]:
-            older.overtakes += 1
-        return self.jobs.pop(at) if self.jobs else None
-
-
 @dataclass(frozen=True, slots=True)
 class Costs:
     """Seconds of a tick in each mode, and of merging LoRAs into the shared weights.

@@ -43,11 +43,11 @@ class Recovery:
         Any other failure concerns its lane alone: it is no longer compiled, then each of its jobs
         is alone. A job that fails alone is finished: these are returned.
         """
-        jobs = list(lane.active.values()) or lane.waiting.jobs[:1]
+        jobs = list(lane.active.values()) or lane.waiting[:1]
         compiled = lane.step is not None and bool(lane.step.compiled)
         in_call = lane.slots if compiled else len(jobs)
         others = len(self._lanes.active) - len(lane.active)
-        lane.waiting.jobs = [job for job in lane.waiting.jobs if job not in jobs]
+        lane.waiting = [job for job in lane.waiting if job not in jobs]
         lane.active.clear()
         again: list[SlotJob] = []
         if out_of_memory:
@@ -66,8 +66,7 @@ class Recovery:
         for job in jobs:
             job.restart()
         for job in reversed(again):
-            lane_again = self._lanes.lane_of(job.batch_key, self._native)
-            self._lanes.add(lane_again, [job], first=True)
+            self._lanes.add(job.batch_key, [job], first=True)
         torch.cuda.empty_cache()
         return [contract.Finished(job.ticket, failure) for job in jobs if not again]
 
@@ -76,9 +75,9 @@ class Recovery:
         for lane in self._lanes:
             jobs = list(lane.active.values())
             lane.active.clear()
-            for job in [*jobs, *lane.waiting.jobs]:
+            for job in [*jobs, *lane.waiting]:
                 job.restart()
-            self._lanes.add(lane, jobs, first=True)
+            self._lanes.add(lane.batch_key, jobs, first=True)
             lane.close()
         self._runner.reset()
 
@@ -169,7 +168,7 @@ class Recovery:
     def _resize(self, slots: int) -> None:
         """Allocates one block of weights anew; all lanes are closed."""
         for lane in self._lanes:
-            lane.slots = self._lanes.slots_of(lane.batch_key, self._native)
+            lane.slots = self._lanes.slots_of(lane.batch_key)
         self._weights.resize(0)
         self._decoder.forget_compiled()
         torch.cuda.empty_cache()  # the memory of CUDA graphs too, which nothing else could use

@@ -92,7 +92,7 @@ class Weights:
             if keys != {()}:
                 # Merging for one lane alone would mean merging at each turn.
                 keys |= {job.prepared.lora_key for job in active}
-            waiting = [job.calls for job in lane.waiting.jobs if job.prepared.lora_key in keys]
+            waiting = [job.calls for job in lane.waiting if job.prepared.lora_key in keys]
             remaining = [job.calls - job.call for job in jobs]
             ticks = queue.ticks_until_change(remaining, waiting, lane.slots)
             costs = self._runner.costs

@@ -19,6 +19,9 @@ SLOTS = 4
 
 SIZES = [BatchKey(512 + 64 * at, 512, 154, None, None) for at in range(20)]
 
+#: As the native size: all lanes have as many slots.
+LARGEST = (2048, 2048)
+
 
 class Job(SimpleNamespace):
     """A job of a number of calls, and the ticks at which it was admitted and drawn."""
@@ -35,7 +38,7 @@ class Drawing:
         weight_mode: WeightMode = "shared",
         calls: Iterator[int] | None = None,
     ) -> None:
-        self.lanes = Lanes(SLOTS, blocks, max_overtakes=2)
+        self.lanes = Lanes(SLOTS, blocks, LARGEST, max_overtakes=2)
         self.calls = calls
         self.weight_mode = weight_mode
         self.waiting = [Job(ticket=at, batch_key=key) for at, key in enumerate(batch_keys)]
@@ -62,7 +65,7 @@ class Drawing:
         assert sum(1 for each in self.lanes if each.step) <= self.lanes.max_open
         lane.weight_mode = self.weight_mode
         for slot in range(SLOTS if self.lanes.takes_jobs(lane) else 0):
-            if slot not in lane.active and (job := lane.waiting.take()):
+            if slot not in lane.active and (job := lane.take()):
                 lane.active[slot] = job
         self.ran.append(lane)
         if self.waiting:
@@ -79,7 +82,7 @@ class Drawing:
             job: Any = self.waiting.pop(0)
             job.call, job.calls = 0, next(self.calls) if self.calls else CALLS
             self.admitted_at[job.ticket] = len(self.ran)
-            self.lanes.add(self.lanes.lane(job.batch_key, SLOTS), [as_slot_job(job)])
+            self.lanes.add(job.batch_key, [as_slot_job(job)])
         self.most_held = max(self.most_held, self.lanes.jobs)
 
     def waited(self, ticket: int) -> int:
@@ -154,7 +157,7 @@ def test_an_urgent_job_of_a_rare_size_does_not_wait_for_company(blocks: int, tur
     urgent = as_slot_job(canary)
     urgent.urgent = True
     drawing.admitted_at[1000] = 40
-    drawing.lanes.add(drawing.lanes.lane(urgent.batch_key, SLOTS), [urgent], first=True)
+    drawing.lanes.add(urgent.batch_key, [urgent], first=True)
     drawing.run()
     assert drawing.waited(1000) <= (CALLS if turn == 1 else 1) * 4 * turn
 

@@ -4,6 +4,7 @@ import dataclasses
 from typing import Any
 
 from worker.engine.slots import queue as slot_queue
+from worker.engine.slots.lane import Lane
 
 ONE = ("one",)
 
@@ -13,17 +14,17 @@ class _Ready:
         self.lora_key = key
 
 
-def queue(*lora_keys: Any, max_overtakes: int = 2) -> slot_queue.SlotQueue:
+def queue(*lora_keys: Any, max_overtakes: int = 2) -> Lane:
     """Jobs of one batch key with their position as ticket."""
     batch_key = slot_queue.BatchKey(512, 512, 160, None, None)
     jobs: list[Any] = [
         slot_queue.SlotJob(at, _Ready(key), batch_key)  # type: ignore[arg-type]
         for at, key in enumerate(lora_keys)
     ]
-    return slot_queue.SlotQueue(max_overtakes, jobs)
+    return Lane(batch_key, 1, max_overtakes, waiting=jobs)
 
 
-def tickets(waiting: slot_queue.SlotQueue, preferred: Any = None) -> list[int]:
+def tickets(waiting: Lane, preferred: Any = None) -> list[int]:
     taken = iter(lambda: waiting.take(preferred), None)
     return [job.ticket for job in taken if job is not None]
 

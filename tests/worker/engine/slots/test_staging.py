@@ -101,7 +101,7 @@ def test_what_is_staged_ahead_takes_no_more_than_its_room(
         engine.admit(ticket, one)
     engine.tick()
     (only,) = engine._lanes
-    waiting = only.waiting.jobs
+    waiting = only.waiting
     assert sum(job.staging is not None for job in waiting) == begun
     # In host memory there is room for the next ones.
     assembled = [job.assembling is not None for job in waiting]
@@ -114,7 +114,7 @@ def test_all_lanes_next_jobs_are_staged_ahead(make_slot_engine: Any, make_reques
         request = make_request(seed=ticket, width=(64, 32)[ticket % 2])
         engine.admit(ticket, engine.prepare(request))
     engine.tick()
-    waiting = {lane.batch_key.width: lane.waiting.jobs for lane in engine._lanes}
+    waiting = {lane.batch_key.width: lane.waiting for lane in engine._lanes}
     assert [job.staging is not None for job in waiting[64]] == [True, True]
     assert [job.staging is not None for job in waiting[32]] == [True, True, False, False]
 
