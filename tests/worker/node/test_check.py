@@ -2,9 +2,9 @@ from __future__ import annotations
 
 import asyncio
 import math
-import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, get_args
 
 import numpy as np
@@ -25,6 +25,16 @@ MakeSettings = Callable[..., WorkerSettings]  # the fixture of conftest.py
 local_only = pytest.mark.parametrize("storage_settings", ["local"], indirect=True)
 
 
+#: The time of the tests that use `clock`.
+CLOCK = SimpleNamespace(now=0.0)
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only what draws and sends takes time, however busy the machine."""
+    monkeypatch.setattr(node_check, "time", SimpleNamespace(monotonic=lambda: CLOCK.now))
+
+
 class Batches:
     """Counts the images of a stand-in engine, which takes so long for each batch of one."""
 
@@ -33,7 +43,7 @@ class Batches:
         self.count = 0
 
     def draw(self, request: contract.ImageRequest) -> contract.Pixels:
-        time.sleep(self.seconds[min(self.count, len(self.seconds) - 1)])
+        CLOCK.now += self.seconds[min(self.count, len(self.seconds) - 1)]
         self.count += 1
         return np.zeros((request.height, request.width, 3), np.uint8)
 
@@ -60,6 +70,7 @@ def check(storage: Storage, worker_settings: MakeSettings) -> Callable[..., Node
 
 
 @local_only
+@pytest.mark.usefixtures("clock")
 def test_a_fast_node_generates_once_and_starts_to_work(check: Callable[..., NodeCheck]) -> None:
     batches = Batches(0.0)
     found = check(images_per_second=5)
@@ -70,6 +81,7 @@ def test_a_fast_node_generates_once_and_starts_to_work(check: Callable[..., Node
 
 
 @local_only
+@pytest.mark.usefixtures("clock")
 def test_a_slow_first_batch_does_not_count_against_a_node(check: Callable[..., NodeCheck]) -> None:
     batches = Batches(0.3, 0.3, 0.3, 0.0)
     check(images_per_second=10).load(batches.load)
@@ -78,6 +90,7 @@ def test_a_slow_first_batch_does_not_count_against_a_node(check: Callable[..., N
 
 
 @local_only
+@pytest.mark.usefixtures("clock")
 def test_a_node_is_not_given_up_since_it_is_not_compiled_yet(
     check: Callable[..., NodeCheck],
 ) -> None:
@@ -92,6 +105,7 @@ def test_a_node_is_not_given_up_since_it_is_not_compiled_yet(
 
 
 @local_only
+@pytest.mark.usefixtures("clock")
 def test_a_node_that_is_slow_three_times_after_its_first_batch_is_broken(
     check: Callable[..., NodeCheck],
 ) -> None:
@@ -103,6 +117,7 @@ def test_a_node_that_is_slow_three_times_after_its_first_batch_is_broken(
 
 
 @local_only
+@pytest.mark.usefixtures("clock")
 def test_without_a_limit_nothing_is_generated_or_sent(check: Callable[..., NodeCheck]) -> None:
     batches = Batches(0.0)
     found = check()
@@ -142,7 +157,10 @@ class Line:
         self.blobs += 1
         if self.error:
             raise self.error
-        await asyncio.sleep(self.seconds[min(self.sent, len(self.seconds)) - 1])
+        seconds = self.seconds[min(self.sent, len(self.seconds)) - 1]
+        if math.isinf(seconds):
+            await asyncio.Event().wait()
+        CLOCK.now += seconds / node_check.UPLOAD_BLOBS
         return True
 
     async def delete(self, name: str) -> bool:
@@ -155,6 +173,7 @@ def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @local_only
+@pytest.mark.usefixtures("clock")
 async def test_a_line_that_is_slow_three_times_is_a_broken_node(
     check: Callable[..., NodeCheck], at_once: None
 ) -> None:
@@ -167,6 +186,7 @@ async def test_a_line_that_is_slow_three_times_is_a_broken_node(
 
 
 @local_only
+@pytest.mark.usefixtures("clock")
 async def test_a_line_that_is_slow_once_is_not(
     check: Callable[..., NodeCheck], at_once: None
 ) -> None:
@@ -182,7 +202,9 @@ async def test_a_line_that_never_ends_is_given_up(
 ) -> None:
     monkeypatch.setattr(node_check, "UPLOAD_SLACK_SECONDS", 0.05)
     with pytest.raises(errors.NodeError, match="Mbit/s, less than"):
-        await check(Line(60), upload_bits_per_second=8 * node_check.UPLOAD_BYTES / 0.05).upload()
+        await check(
+            Line(math.inf), upload_bits_per_second=8 * node_check.UPLOAD_BYTES / 0.05
+        ).upload()
 
 
 @local_only
@@ -208,6 +230,7 @@ async def test_a_start_up_that_takes_too_long_is_a_broken_node(
 
 
 @local_only
+@pytest.mark.usefixtures("clock")
 async def test_the_findings_are_one_log_line_and_the_metrics(
     check: Callable[..., NodeCheck], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -230,6 +253,7 @@ async def test_the_findings_are_one_log_line_and_the_metrics(
 
 
 @local_only
+@pytest.mark.usefixtures("clock")
 def test_a_full_disk_is_a_broken_node(check: Callable[..., NodeCheck]) -> None:
     with pytest.raises(errors.NodeError, match="disk"):
         check(free_disk_bytes=2**60).load(Batches(0.0).load)
@@ -245,6 +269,7 @@ def faults(metrics: WorkerMetrics) -> dict[str, float]:
 
 
 @local_only
+@pytest.mark.usefixtures("clock")
 @pytest.mark.parametrize(
     ("limits", "fault"),
     [
@@ -288,6 +313,7 @@ async def test_a_node_whose_engine_does_not_load_has_a_fault_of_its_engine(
 
 
 @local_only
+@pytest.mark.usefixtures("clock")
 def test_a_rented_gpu_that_torch_cannot_use_is_a_broken_node_and_not_a_cpu(
     check: Callable[..., NodeCheck], monkeypatch: pytest.MonkeyPatch
 ) -> None:
