@@ -6,6 +6,7 @@ import asyncio
 import os
 import signal
 import sys
+from typing import TYPE_CHECKING
 
 import typer
 
@@ -13,11 +14,13 @@ from fleet import console, options
 from fleet.options import option
 from fleet.worker import live
 from imagefleet.telemetry import logs
-from worker.gpus.child import Member
 from worker.models import checkpoints
 from worker.node import libraries, salad
 from worker.progress import WorkerReport, duration
 from worker.settings import MachineSettings, WorkerSettings
+
+if TYPE_CHECKING:
+    from worker.gpus.child import Member
 
 
 @options.from_settings(MachineSettings)
@@ -46,10 +49,10 @@ def command(
     imagefleet worker --model ./model --gpus all
     """
     libraries.require()
-    # Both need libraries of the extra `worker`.
-    from worker.gpus import choice, parent
+    # They need libraries of the extra `worker`.
+    from worker.gpus import child, choice, parent
 
-    if member := Member.from_environment():
+    if member := child.Member.from_environment():
         logs.name_device(member.assignment.gpu)
         logs.configure(settings.log_format)
         report = _run(member.settings(settings), member)

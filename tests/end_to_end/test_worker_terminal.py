@@ -273,7 +273,7 @@ async def test_an_error_is_one_red_line_where_the_live_line_was(start: Start) ->
 
     assert await end(terminal, process) == 2
     assert re.fullmatch(
-        r"error: there is no queue 'no-such-queue' in .+creates and fills it", "".join(terminal.all)
+        r"error: there is no queue in .+`imagefleet load` makes it", "".join(terminal.all)
     )
     assert not terminal.screen.cursor.hidden
 

@@ -41,10 +41,6 @@ class Embedding:
     length: int = field(compare=False)
     vectors: Mapping[str, torch.Tensor] = field(compare=False, repr=False)
 
-    @property
-    def size_bytes(self) -> int:
-        return sum(each.nbytes for each in self.vectors.values())
-
 
 class EmbeddingCache:
     """The embeddings used last, for the text encoders of one checkpoint; thread-safe."""
@@ -55,7 +51,9 @@ class EmbeddingCache:
         """*widths* are those of the text encoders' token vectors, of the type *dtype*."""
         self._widths = widths
         self._dtype = dtype
-        self._kept = ReadOnce[Embedding](cache_bytes, lambda embedding: embedding.size_bytes)
+        self._kept = ReadOnce[Embedding](
+            cache_bytes, lambda embedding: sum(each.nbytes for each in embedding.vectors.values())
+        )
 
     def get(self, embedding: contract.Embedding) -> Embedding:
         """Reads a file, unless it is cached.

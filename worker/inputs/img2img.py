@@ -1,24 +1,40 @@
 """The image and the mask of img2img, prepared and put back as AUTOMATIC1111 does.
 
 The order of the work is that of `StableDiffusionProcessingImg2Img.init` and of `apply_overlay`
-(`modules/processing.py`, version 1.10).
+(`modules/processing.py`, version 1.10); masks are worked on as in `modules/masking.py`.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
+import numpy.typing as npt
 from PIL import Image, ImageOps
 
 from imagefleet import errors
 from imagefleet.job.message import MAX_IMAGE_PIXELS, Job
 from imagefleet.pricing import families
 from worker.engine.contract import InitImage, Pixels
-from worker.inputs import masks, pictures
+from worker.inputs import pictures
 from worker.inputs.pictures import Size
+
+Mask = npt.NDArray[np.uint8]
+"""[height, width]."""
+
+Box = tuple[int, int, int, int]
+"""Left, upper, right and lower, as Pillow has them."""
+
+#: How far its blur reaches, in units of its sigma.
+_REACH = 2.5
+
+#: OpenCV's kernels for 8 bits are multiples of 1/256.
+_ONE = 256
+
+_MIDDLE = 128
 
 #: The masked content by a job's `inpainting_fill`. The engine fills what is below the mask.
 _CONTENT: Mapping[int, Literal["fill", "original", "latent noise", "latent nothing"]] = {
@@ -42,7 +58,7 @@ class Overlay:
 
     image: Image.Image
     """RGBA, transparent where the drawing shows."""
-    box: masks.Box | None = None
+    box: Box | None = None
     """The box that the drawing belongs in; None: it has the image's size."""
 
     @property
@@ -83,7 +99,7 @@ def begin(job: Job, image: Image.Image, mask: Image.Image | None, size: Size | N
         return Begin(_init(job, image, None if whole is None else Image.fromarray(whole)))
     box = None
     if whole is not None and job.inpaint_full_res:
-        box = masks.crop_box(whole, job.inpaint_full_res_padding, size)
+        box = crop_box(whole, job.inpaint_full_res_padding, size)
         if box is None:  # an empty mask: there it goes on with img2img
             whole = None
     if box is None:
@@ -91,7 +107,11 @@ def begin(job: Job, image: Image.Image, mask: Image.Image | None, size: Size | N
     if whole is None:
         return Begin(_init(job, image, None))
     if box is not None:
-        _refuse_large(image.size)
+        if image.width * image.height > MAX_IMAGE_PIXELS:
+            raise errors.JobError(
+                f"inpaint_full_res: the result would have the {image.width:,} x {image.height:,}"
+                f" pixels of init_images; {MAX_IMAGE_PIXELS:,} at most are allowed"
+            )
         left, upper, right, lower = box
         pictures.inner_size(1, size, (right - left, lower - upper))  # `put_over` is too late
         covered = Image.fromarray(whole)
@@ -105,11 +125,11 @@ def begin(job: Job, image: Image.Image, mask: Image.Image | None, size: Size | N
     return Begin(_init(job, image, drawn_mask), overlay)
 
 
-def _whole_mask(job: Job, mask: Image.Image) -> masks.Mask:
-    read = masks.read(mask)
+def _whole_mask(job: Job, mask: Image.Image) -> Mask:
+    read = read_mask(mask)
     if job.inpainting_mask_invert:
         read = np.subtract(255, read, dtype=np.uint8)
-    return masks.blur(read, *job.blur)
+    return blur_mask(read, *job.blur)
 
 
 def _uncovered(job: Job, image: Image.Image, mask: Image.Image) -> Image.Image:
@@ -130,14 +150,6 @@ def _init(job: Job, image: Image.Image, mask: Image.Image | None) -> InitImage:
     )
 
 
-def _refuse_large(size: Size) -> None:
-    if size[0] * size[1] > MAX_IMAGE_PIXELS:
-        raise errors.JobError(
-            f"inpaint_full_res: the result would have the {size[0]:,} x {size[1]:,} pixels of"
-            f" init_images; {MAX_IMAGE_PIXELS:,} at most are allowed"
-        )
-
-
 def sample(family: str, width: int, height: int) -> InitImage | None:
     """What an image of this size begins with where a program draws without a job.
 
@@ -155,3 +167,87 @@ def _colours(width: int, height: int) -> Pixels:
     red, green = np.broadcast_arrays(across[None], down[:, None])
     squares = (across[None] // 64 + down[:, None] // 64) % 2 * 255
     return np.stack([red, green, squares.astype(np.uint8)], axis=2)
+
+
+def read_mask(image: Image.Image) -> Mask:
+    """The mask of an image of any mode; one with transparency is a mask where it is opaque."""
+    if image.mode == "RGBA":
+        alpha = np.asarray(image.getchannel("A"))
+        if (alpha != _ONE - 1).any():
+            return np.where(alpha > _MIDDLE, np.uint8(_ONE - 1), np.uint8(0))
+    return np.array(image.convert("L"))
+
+
+def blur_mask(mask: Mask, sigma_x: int, sigma_y: int) -> Mask:
+    """Blurs rows, then columns, each rounded to 8 bits, as OpenCV's GaussianBlur does.
+
+    Sigmas in pixels; 0 is none.
+    """
+    if sigma_x:
+        mask = _blur_rows(mask, sigma_x)
+    if sigma_y:
+        mask = _blur_rows(mask.T, sigma_y).T
+    return np.ascontiguousarray(mask)
+
+
+def crop_box(mask: Mask, padding: int, size: tuple[int, int]) -> Box | None:
+    """What is drawn of an image whose masked part alone is, with *size*'s ratio where it can be.
+
+    None: the mask is empty.
+    """
+    box = Image.fromarray(mask).getbbox()
+    if box is None:
+        return None
+    (left, upper, right, lower), (height, width) = box, mask.shape
+    left, upper = max(left - padding, 0), max(upper - padding, 0)
+    right, lower = min(right + padding, width), min(lower + padding, height)
+    ratio = size[0] / size[1]
+    if (right - left) / (lower - upper) > ratio:
+        upper, lower = _widened(upper, lower, (right - left) / ratio, height)
+    else:
+        left, right = _widened(left, right, (lower - upper) * ratio, width)
+    return left, upper, right, lower
+
+
+def _widened(start: int, end: int, wanted: float, limit: int) -> tuple[int, int]:
+    """Start and end with *wanted* pixels between them, as far as there are that many."""
+    more = int(wanted - (end - start))
+    start, end = start - more // 2, end + more - more // 2
+    if end >= limit:
+        start, end = start - (end - limit), limit
+    if start < 0:
+        start, end = 0, end - start
+    return start, min(end, limit)
+
+
+def _blur_rows(mask: Mask, sigma: int) -> Mask:
+    kernel = _kernel(sigma)
+    reach = len(kernel) - 1
+    width = mask.shape[1]
+    if width == 1:
+        return mask
+    # Mirrored at the pixels of the borders, more than once where the mask is narrow.
+    places = np.abs(np.arange(-reach, width + reach)) % (2 * width - 2)
+    places = np.minimum(places, 2 * width - 2 - places)
+    wide = mask[:, places].astype(np.uint16)
+    # Weights are multiples of 1/256 that add up to one, so 16 bits hold every sum.
+    total = wide[:, reach : reach + width] * kernel[0]
+    for distance, weight in enumerate(kernel[1:], 1):
+        if weight:
+            left = wide[:, reach - distance : reach - distance + width]
+            total += (left + wide[:, reach + distance : reach + distance + width]) * weight
+    return ((total.astype(np.uint32) + _ONE // 2) // _ONE).astype(np.uint8)
+
+
+def _kernel(sigma: int) -> list[np.uint16]:
+    """The weights by distance, in units of 1/256; the rounding error goes to the next weight."""
+    reach = int(_REACH * sigma + 0.5)
+    weights = [math.exp(-(distance**2) / (2 * sigma**2)) for distance in range(reach + 1)]
+    total = 2 * sum(weights[1:]) + weights[0]
+    rounded, error = [], 0.0
+    for weight in reversed(weights[1:]):
+        exact = weight / total * _ONE + error
+        rounded.append(round(exact))
+        error = exact - rounded[-1]
+    rounded.append(_ONE - 2 * sum(rounded))
+    return [np.uint16(weight) for weight in reversed(rounded)]

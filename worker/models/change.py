@@ -22,11 +22,11 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from imagefleet import errors, retry
 from imagefleet.storage.routing.models import ModelQueues
@@ -150,7 +150,7 @@ class WorkerModels:
     def __init__(
         self,
         checkpoints: Sequence[Checkpoint],
-        fetch: Callable[[Checkpoint], Awaitable[Checkpoint]],
+        fetch: Callable[[Checkpoint], Coroutine[Any, Any, Checkpoint]],
         load: Callable[[Checkpoint], contract.Engine],
         *,
         on_cpu: bool,
@@ -176,7 +176,9 @@ class WorkerModels:
 
     def served_now(self) -> set[str | None]:
         """The models whose jobs the engine draws; None: of jobs without one."""
-        name = self.current.name
+        return self._asked_for(self.current.name)
+
+    def _asked_for(self, name: str) -> set[str | None]:
         return {name, None} if name == self._default else {name}
 
     async def begin(self, queue: RoutedQueue, share: float) -> None:
@@ -220,7 +222,7 @@ class WorkerModels:
                 raise
             self._forget(self.current, error)
         default = self._fetch(self._checkpoints[self._default])
-        self._set_current(asyncio.run_coroutine_threadsafe(_awaited(default), self._loop).result())
+        self._set_current(asyncio.run_coroutine_threadsafe(default, self._loop).result())
         return self._load(self.current)
 
     async def following(
@@ -280,8 +282,7 @@ class WorkerModels:
             return {}
 
     async def _waiting(self, queue: RoutedQueue, name: str) -> Waiting:
-        models: set[str | None] = {name, None} if name == self._default else {name}
-        depth = await queue.depth_of(models)
+        depth = await queue.depth_of(self._asked_for(name))
         if depth.oldest_age_seconds is None:  # none is visible
             return Waiting(0, 0.0)
         return Waiting(depth.messages - (depth.leased or 0), depth.oldest_age_seconds)
@@ -364,10 +365,6 @@ async def make_queues(models: ModelQueues, names: Sequence[str]) -> None:
             error.message,
             extra={"action": "queues_not_made"},
         )
-
-
-async def _awaited(work: Awaitable[Result]) -> Result:
-    return await work
 
 
 async def _in_thread(work: Callable[[], Result]) -> Result:

@@ -49,7 +49,7 @@ class RoutedQueue:
     def add(self, queues: Iterable[RoutedQueue]) -> None:
         """Drains the routes of other queues as well, those of a model's jobs."""
         for queue in queues:
-            self.routes = queue.routes | self.routes
+            self.routes = self.routes | queue.routes  # a new one: others may go through the old
 
     def remove(self, model: str) -> None:
         """The queues of a model no more, of which no message may be in flight."""

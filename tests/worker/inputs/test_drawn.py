@@ -15,7 +15,7 @@ from PIL import Image
 import tiny_model
 from imagefleet.storage.open import Storage
 from worker.engine.load import EngineSettings, load_engine
-from worker.inputs import masks
+from worker.inputs import img2img
 
 RunPipeline = Callable[..., Any]
 
@@ -66,11 +66,11 @@ async def test_jobs_of_all_passes_are_drawn_beside_each_other(
         "lanczos": (128, 64),
     }
     resized = np.asarray(Image.fromarray(image).resize((64, 64), Image.Resampling.LANCZOS))
-    kept = masks.blur(mask, 4, 4) == 0
+    kept = img2img.blur_mask(mask, 4, 4) == 0
     assert np.array_equal(found["cut"][kept], image[kept])
     assert not np.array_equal(found["cut"][~kept], image[~kept])
     small = np.asarray(
-        Image.fromarray(masks.blur(mask, 4, 4)).resize((64, 64), Image.Resampling.LANCZOS)
+        Image.fromarray(img2img.blur_mask(mask, 4, 4)).resize((64, 64), Image.Resampling.LANCZOS)
     )
     assert np.array_equal(found["whole"][small == 0], resized[small == 0])
     assert len({pixels.tobytes() for pixels in found.values()}) == len(jobs)

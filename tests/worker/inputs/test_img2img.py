@@ -18,7 +18,7 @@ from PIL import Image
 
 from imagefleet import errors
 from imagefleet.job.message import Job, read_job
-from worker.inputs import img2img, masks
+from worker.inputs import img2img
 
 EXPECTED = np.load(Path(__file__).with_name("a1111.npz"))
 
@@ -147,7 +147,7 @@ def test_what_is_not_masked_is_the_original_to_the_bit() -> None:
     overlay = begin(case).overlay
     assert overlay is not None
     final = overlay.put_over(drawing(32, 32))
-    blurred = masks.blur(masks.read(mask_of(64, 48, "disc")), 4, 4)
+    blurred = img2img.blur_mask(img2img.read_mask(mask_of(64, 48, "disc")), 4, 4)
     kept = blurred == 0
     assert 0.2 < kept.mean() < 0.9
     assert np.array_equal(final[kept], np.asarray(picture(64, 48))[kept])
@@ -183,8 +183,8 @@ def test_the_engine_is_told_what_is_below_the_mask_at_first(fill: int, content: 
 )
 def test_a_blur_keeps_what_is_even_and_is_symmetric(size: Size, sigma: tuple[int, int]) -> None:
     even = np.full(size, 200, np.uint8)
-    assert np.array_equal(masks.blur(even, *sigma), even)
+    assert np.array_equal(img2img.blur_mask(even, *sigma), even)
     rough = np.random.default_rng(1).integers(0, 256, size, np.uint8)
     assert np.array_equal(
-        masks.blur(rough[::-1, ::-1], *sigma), masks.blur(rough, *sigma)[::-1, ::-1]
+        img2img.blur_mask(rough[::-1, ::-1], *sigma), img2img.blur_mask(rough, *sigma)[::-1, ::-1]
     )

@@ -18,7 +18,7 @@ from imagefleet.records import reader
 from imagefleet.storage import dead_letter
 from imagefleet.storage.open import Storage
 from worker.engine import contract
-from worker.inputs import masks
+from worker.inputs import img2img
 from worker.testing import StandInEngine, draw_noise
 
 RunPipeline = Callable[..., Any]
@@ -114,7 +114,7 @@ async def test_a_masked_part_is_put_back_into_its_image_of_another_size(
     assert (request.width, request.height) == (64, 64)
     found = await stored(storage, "default/j.png")
     pixels = np.asarray(found)
-    kept = masks.blur(np.asarray(mask), 4, 4) == 0
+    kept = img2img.blur_mask(np.asarray(mask), 4, 4) == 0
     assert np.array_equal(pixels[kept], np.asarray(image)[kept])
     assert not np.array_equal(pixels[~kept], np.asarray(image)[~kept])
     written = "Size: 64x64, Model: stand-in, Denoising strength: 0.75, RNG: CPU, Mask blur: 4,"

@@ -1,10 +1,9 @@
 """The ControlNets of one request: their images, and their weights at each call of the UNet.
 
 A ControlNet works in the steps that sd-webui-controlnet gives it: where the number of finished
-steps, as AUTOMATIC1111's `state.sampling_step` counts them, is between *start* and *end* times all
-steps, both included. That number is 0 in the first two steps, 1 in the third, and so on; "all
-steps" are those that img2img or a second pass takes. diffusers compares other numbers, and so may
-differ by a step.
+steps, as AUTOMATIC1111's `state.sampling_step` counts them (0 in the first two, 1 in the third), is
+between *start* and *end* times all steps of the pass, both included. diffusers compares other
+numbers, and so may differ by a step.
 """
 
 from __future__ import annotations

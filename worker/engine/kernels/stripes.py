@@ -1,9 +1,8 @@
 """The VAE's decoder in stripes of rows: the same image with a third of the memory.
 
 Each layer is computed to its end before the next, its input a stripe at a time with the rows that a
-convolution needs beside it. Group norms take the whole image first, so no seams appear, as they do
-between tiles that are decoded apart. An upsampled image is never held: it is four times as large as
-what it is made of, so its rows are computed each time they are needed, three times in all.
+convolution needs beside it. Group norms take the whole image first, so no seams appear. Upsampled
+images are never held: their rows are computed each time they are needed, three times in all.
 """
 
 from __future__ import annotations

@@ -69,21 +69,19 @@ def run_in_tiles(
 
 
 def _weighted(spans_: list[tuple[int, int]], scale: int) -> Iterator[tuple[torch.Tensor, int, int]]:
-    """Each span with its weights [pixels of the output]: 1, and less across what is shared."""
+    """Each span with its weights [pixels of the output]: 1, and less across what is shared.
+
+    They are above 0 everywhere, so that no pixel is without weight.
+    """
     for index, (start, end) in enumerate(spans_):
         weight = torch.ones((end - start) * scale)
         if index:
             shared = (spans_[index - 1][1] - start) * scale
-            weight[:shared] *= _ramp(shared)
+            weight[:shared] *= (torch.arange(shared) + 0.5) / shared
         if index < len(spans_) - 1:
             shared = (end - spans_[index + 1][0]) * scale
-            weight[-shared:] *= _ramp(shared).flip(0)
+            weight[-shared:] *= ((torch.arange(shared) + 0.5) / shared).flip(0)
         yield weight, start, end
-
-
-def _ramp(length: int) -> torch.Tensor:
-    """A tile's weights along a side, above 0 everywhere, so that no pixel is without weight."""
-    return (torch.arange(length) + 0.5) / length
 
 
 log = logging.getLogger(__name__)
