@@ -162,8 +162,8 @@ def prepare_enlarged(
 ) -> LowResolution:
     """Checks and prepares the image of a request whose sides are *factor* times the image's.
 
-    Its denoising strength is the level of the noise as a share of all timesteps. Raises JobError if
-    a job without an image, of another size, or with what the model does not have.
+    Its denoising strength is the level of the noise as a share of all timesteps. Raises JobError
+    for a job without an image, of another size, or with what the model does not have.
     """
     init = request.init
     if init is None:

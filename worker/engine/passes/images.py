@@ -1,8 +1,7 @@
 """Images to latents and back between passes: on the stager's thread and stream, beside the ticks.
 
-AUTOMATIC1111 draws the latents of an encoded image from the VAE's distribution, with whatever state
-torch's generator is in: two runs differ by noise of some thousandths. Here they are its mean, so
-that the same job gives the same image.
+AUTOMATIC1111 draws an encoded image's latents from the VAE's distribution, with whatever state
+torch's generator is in. Here they are its mean, so that the same job gives the same image.
 """
 
 from __future__ import annotations
