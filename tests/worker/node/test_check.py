@@ -190,7 +190,7 @@ async def test_a_line_that_is_slow_three_times_is_a_broken_node(
 async def test_a_line_that_is_slow_once_is_not(
     check: Callable[..., NodeCheck], at_once: None
 ) -> None:
-    line = Line(0.2, 0.0)
+    line = Line(0.2, 0.01)
     await check(line, upload_bits_per_second=8 * node_check.UPLOAD_BYTES / 0.1).upload()
 
     assert line.sent == 2
