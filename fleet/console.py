@@ -231,8 +231,8 @@ def print_tables(*parts: ConsoleRenderable | str, to: Console = stdout) -> None:
 
 def keep_whole(part: ConsoleRenderable | str) -> None:
     """Gives the columns of names and figures in a table, or in a group's, their whole width."""
-    for each in part.renderables if isinstance(part, Group) else [part]:
-        for column in each.columns if isinstance(each, Table) else []:
+    for renderable in part.renderables if isinstance(part, Group) else [part]:
+        for column in renderable.columns if isinstance(renderable, Table) else []:
             if column.no_wrap:
                 texts = [*str(column.header).splitlines(), *map(str, column.cells)]
                 column.min_width = max(map(cell_len, texts), default=0)

@@ -107,10 +107,10 @@ class Command(TyperCommand):
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         subjects: dict[str, list[tuple[str, str]]] = {}
-        for each in self.get_params(ctx):
-            if row := each.get_help_record(ctx):
-                usual = "Arguments" if each.param_type_name == "argument" else "Options"
-                subject = getattr(each, "rich_help_panel", None) or usual
+        for parameter in self.get_params(ctx):
+            if row := parameter.get_help_record(ctx):
+                usual = "Arguments" if parameter.param_type_name == "argument" else "Options"
+                subject = getattr(parameter, "rich_help_panel", None) or usual
                 subjects.setdefault(subject, []).append(_as_of_a_setting(*row))
         uses_storage = subjects.pop("Storage", None)
         for subject, rows in subjects.items():

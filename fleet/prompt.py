@@ -250,9 +250,9 @@ def _words(
             else:
                 texts.append([token])
         words = (
-            each
-            if isinstance(each, str)
-            else tokenizer.decode(each, skip_special_tokens=False).replace("</w>", " ").strip()
-            for each in texts
+            text
+            if isinstance(text, str)
+            else tokenizer.decode(text, skip_special_tokens=False).replace("</w>", " ").strip()
+            for text in texts
         )
         yield weight, " ".join(words)

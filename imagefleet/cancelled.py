@@ -60,10 +60,10 @@ class CancelledList(BaseModel, extra="allow", frozen=True):
     def with_entry(self, new: Cancellation, *, forget: bool) -> Self:
         """With *new* in place of an older entry; *forget*: without what is too old to matter."""
         kept = [
-            each
-            for each in self.campaigns
-            if each.queue != new.queue
-            or (each.campaign != new.campaign and not (forget and new.at - each.at > KEPT))
+            campaign
+            for campaign in self.campaigns
+            if campaign.queue != new.queue
+            or (campaign.campaign != new.campaign and not (forget and new.at - campaign.at > KEPT))
         ]
         return self.model_copy(update={"campaigns": (*kept, new)})
 

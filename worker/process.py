@@ -219,9 +219,9 @@ class _Worker:
             return replace(checkpoint, settings=settings)
 
         found = await checkpoints.find(self._settings, storage.files)
-        for at, each in enumerate(found):
-            if not model.has_known_name(each.settings):  # nor, then, the queue of its jobs
-                fetched = await fetch(each)
+        for at, item in enumerate(found):
+            if not model.has_known_name(item.settings):  # nor, then, the queue of its jobs
+                fetched = await fetch(item)
                 found[at] = replace(fetched, name=model.name_of(fetched.settings))
         checkpoints.refuse_unusable_names(found)
         device = self._settings.device

@@ -93,9 +93,11 @@ def count_image_flops(model: Path, width: int, height: int, unet_calls: int) -> 
         vae = AutoencoderKL.from_config(reading.network_config(model / "vae", family.vae_config))
         text_encoders = [
             CLIPTextModel(
-                CLIPTextConfig(**reading.network_config(model / each.network, each.config))
+                CLIPTextConfig(
+                    **reading.network_config(model / text_encoder.network, text_encoder.config)
+                )
             )
-            for each in family.text_encoders
+            for text_encoder in family.text_encoders
         ]
         factor = checkpoint.vae_factor(vae)
         latent = torch.empty(1, unet.config.in_channels, height // factor, width // factor)

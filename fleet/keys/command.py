@@ -244,12 +244,12 @@ def _explain(settings: StorageSettings, role: Role, minted: keys_mint.Minted) ->
 
 def _checked_table(checked: list[keys_check.Checked]) -> Table:
     table = console.table(console.name_column("resource"), "allowed", "denied", "valid until")
-    for each in checked:
+    for token in checked:
         table.add_row(
-            each.name,
-            "\n".join(explain(each.resource, each.allowed)) or "nothing",
-            "\n".join(explain(each.resource, each.denied)) or "-",
-            _until(each),
+            token.name,
+            "\n".join(explain(token.resource, token.allowed)) or "nothing",
+            "\n".join(explain(token.resource, token.denied)) or "-",
+            _until(token),
         )
     return table
 
@@ -264,17 +264,17 @@ def _until(checked: keys_check.Checked) -> str:
 
 def _compare(checked: list[keys_check.Checked], role: Role) -> None:
     missing = []
-    for each in checked:
-        needed = role.letters(each.resource)
-        if needed and not each.allowed and each.resource in OPTIONAL:
-            console.print_note(f"there is no queue {each.name}, or no token for it")
+    for token in checked:
+        needed = role.letters(token.resource)
+        if needed and not token.allowed and token.resource in OPTIONAL:
+            console.print_note(f"there is no queue {token.name}, or no token for it")
             continue
-        if surplus := set(each.allowed) - set(needed):
-            allowed = "; ".join(explain(each.resource, sorted(surplus)))
-            console.print_note(f"beyond the role {role.name}, on {each.name}: {allowed}")
-        if lacking := set(needed) - set(each.allowed):
-            denied = "; ".join(explain(each.resource, sorted(lacking)))
-            missing.append(f"missing for the role {role.name}, on {each.name}: {denied}")
+        if surplus := set(token.allowed) - set(needed):
+            allowed = "; ".join(explain(token.resource, sorted(surplus)))
+            console.print_note(f"beyond the role {role.name}, on {token.name}: {allowed}")
+        if lacking := set(needed) - set(token.allowed):
+            denied = "; ".join(explain(token.resource, sorted(lacking)))
+            missing.append(f"missing for the role {role.name}, on {token.name}: {denied}")
     if missing:
         raise errors.SetupError("\n".join(missing))
 

@@ -169,10 +169,10 @@ def _places(role: Role | None, models: Collection[str] = (), shards: int = 1) ->
     places = [Place(each) for each in RESOURCES]
     places += [Place(each, model) for model in models for each in queues]
     places += [
-        Place(each, model, shard)
+        Place(queue, model, shard)
         for shard in range(1, shards)
         for model in (None, *models)
-        for each in queues
+        for queue in queues
     ]
     return [each for each in places if role is None or each.letters(role)]
 

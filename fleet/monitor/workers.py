@@ -59,12 +59,12 @@ class WorkersTable:
         self._names = [(each.worker, each.gpu, each.group) for each in workers]
         self._figures = [
             (
-                f"{each.images_per_second:.2f}",
-                console.percent(each.gpu_idle_fraction),
-                console.number(each.images_per_dollar),
-                console.number(each.failed_jobs),
+                f"{worker.images_per_second:.2f}",
+                console.percent(worker.gpu_idle_fraction),
+                console.number(worker.images_per_dollar),
+                console.number(worker.failed_jobs),
             )
-            for each in workers
+            for worker in workers
         ]
 
     def __rich_console__(self, _console: Console, options: ConsoleOptions) -> RenderResult:

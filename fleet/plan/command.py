@@ -180,11 +180,11 @@ def show(plan: estimate.Plan, table: prices.PriceTable) -> None:
         headings = ("images", "GPU hours", "GPU $", "images/$,\nGPU only")
         of_models = [
             (
-                *(each.model, families.find(each.family).name, each.images),
-                *(f"{each.gpu_hours:,.2f}", f"{each.gpu_dollars:,.2f}"),
-                console.number(each.images_per_dollar_gpu_only),
+                *(model.model, families.find(model.family).name, model.images),
+                *(f"{model.gpu_hours:,.2f}", f"{model.gpu_dollars:,.2f}"),
+                console.number(model.images_per_dollar_gpu_only),
             )
-            for each in plan.models
+            for model in plan.models
         ]
         figures = map(console.number_column, headings)
         shown = console.table(console.name_column("model"), "family", *figures, rows=of_models)

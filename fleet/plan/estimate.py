@@ -193,8 +193,8 @@ def make_mix(named: Sequence[tuple[str, int]], works: Sequence[Work], known: Kno
 def sources(part: Part) -> list[str]:
     """The figures of a part and their sources, a sentence each."""
     inputs = [
-        (f"{each.images_per_second.value:.3g} {_described(each)}/s", each.images_per_second)
-        for each in part.models
+        (f"{model.images_per_second.value:.3g} {_described(model)}/s", model.images_per_second)
+        for model in part.models
     ]
     inputs.append((f"${part.dollars_per_hour.value:g}/h", part.dollars_per_hour))
     start_up = part.start_up_seconds

@@ -177,12 +177,18 @@ def _metrics_plots(metrics: Metrics) -> dict[str, Markup]:
 def _spent(metrics: Metrics) -> list[Bar]:
     kinds = {"gpu": "GPU", "storage": "storage operations"}
     rows = [
-        Bar(kinds.get(kind, kind), each, _dollars(each)) for kind, each in metrics.dollars.items()
+        Bar(kinds.get(kind, kind), amount, _dollars(amount))
+        for kind, amount in metrics.dollars.items()
     ]
     gpu = metrics.dollars.get("gpu", 0.0)
     return rows + [
-        Bar(f"of the GPU: {_words(reason)}", each, f"{_dollars(each)}, {_share(each, gpu)}", _BAD)
-        for reason, each in metrics.wasted_dollars.items()
+        Bar(
+            f"of the GPU: {_words(reason)}",
+            amount,
+            f"{_dollars(amount)}, {_share(amount, gpu)}",
+            _BAD,
+        )
+        for reason, amount in metrics.wasted_dollars.items()
     ]
 
 

@@ -77,8 +77,10 @@ def find(names: Iterable[str], known: Sequence[GpuClass]) -> list[GpuClass]:
 
 def replica_price(classes: Sequence[GpuClass], priority: str) -> PriceRange:
     """The price range of one replica; raises SetupError if a class has no such priority."""
-    for each in classes:
-        if priority not in each.dollars_per_hour:
-            raise errors.SetupError(f"no price is known for the {each.name} at {priority} priority")
+    for gpu_class in classes:
+        if priority not in gpu_class.dollars_per_hour:
+            raise errors.SetupError(
+                f"no price is known for the {gpu_class.name} at {priority} priority"
+            )
     dollars = [each.dollars_per_hour[priority] for each in classes]
     return PriceRange(min(dollars), max(dollars))

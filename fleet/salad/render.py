@@ -67,16 +67,21 @@ def render(file: Path | None, replicas: int | None, rendering: Rendering, *, as_
                 "dollars_per_hour": asdict(price),
                 "gpus": rows,
                 "models": [
-                    {"name": each.name, "family": each.family.slug, "queue": each.queue}
-                    for each in served
+                    {
+                        "name": served_model.name,
+                        "family": served_model.family.slug,
+                        "queue": served_model.queue,
+                    }
+                    for served_model in served
                 ],
             }
         )
         return
     console.print_json(shown)
-    for each in served:
+    for served_model in served:
         console.print_tables(
-            f"Serves {each.name} ({each.family.name}), from the queue {each.queue}."
+            f"Serves {served_model.name} ({served_model.family.name}),"
+            f" from the queue {served_model.queue}."
         )
     source = "; ".join(dict.fromkeys(table.gpus[each.name].source for each in classes))
     console.print_tables(

@@ -70,8 +70,8 @@ class Weights:
     def __init__(self, models: Sequence[Model] = ()) -> None:
         first = models[0].family if models else families.SD1
         self._by_model = {
-            each.name: first.images_per_second(1) / each.family.images_per_second(1)
-            for each in models
+            model.name: first.images_per_second(1) / model.family.images_per_second(1)
+            for model in models
         }
 
     @property

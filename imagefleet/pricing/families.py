@@ -81,13 +81,13 @@ class Family:
     def passes_tflop(self, passes: Iterable[Pass]) -> float:
         """The operations of one image of several passes, or one that begins with another."""
         total = 0.0
-        for each in passes:
-            pixels = each.width * each.height / _SIDE**2
+        for job_pass in passes:
+            pixels = job_pass.width * job_pass.height / _SIDE**2
             call, decoding = self._per_call(pixels)
-            calls = 2 * each.calls * call * (1 + _CONTROL * each.controls)
-            images = each.decodes + _ENCODING * each.encodes
-            total += calls + images * decoding + each.enlarged * _ENLARGING
-            if each.is_drawn:
+            calls = 2 * job_pass.calls * call * (1 + _CONTROL * job_pass.controls)
+            images = job_pass.decodes + _ENCODING * job_pass.encodes
+            total += calls + images * decoding + job_pass.enlarged * _ENLARGING
+            if job_pass.is_drawn:
                 total += 2 * self.text_tflop
         return total
 

@@ -158,9 +158,9 @@ async def _starts(
     ahead: deque[tuple[StoredShard, asyncio.Future[BlobPart | None]]] = deque()
     try:
         while True:
-            for each in islice(rest, _READ_AHEAD - len(ahead)):
-                part = blobs.read_part(each.blob.name, 0, PART_BYTES)
-                ahead.append((each, asyncio.ensure_future(part)))
+            for item in islice(rest, _READ_AHEAD - len(ahead)):
+                part = blobs.read_part(item.blob.name, 0, PART_BYTES)
+                ahead.append((item, asyncio.ensure_future(part)))
             if not ahead:
                 return
             each, reading = ahead[0]
@@ -202,10 +202,10 @@ async def lines_of_all(
     blobs: BlobStore, shards: Iterable[StoredShard], damaged: Damaged
 ) -> AsyncGenerator[tuple[StoredShard, list[bytes]]]:
     async with aclosing(_starts(blobs, shards)) as starts:
-        async for each, part in starts:
-            async with aclosing(lines(blobs, each, ShardDecoder(), damaged, part)) as parts:
+        async for start, part in starts:
+            async with aclosing(lines(blobs, start, ShardDecoder(), damaged, part)) as parts:
                 async for some in parts:
-                    yield each, some
+                    yield start, some
 
 
 async def records(
@@ -213,10 +213,10 @@ async def records(
 ) -> AsyncGenerator[list[Record]]:
     """The records of each shard, some at a time: they take ten times the memory of their lines."""
     async with aclosing(lines_of_all(blobs, shards, damaged)) as parts:
-        async for each, found in parts:
+        async for part, found in parts:
             for first in range(0, len(found), _PARSED):
                 some = found[first : first + _PARSED]
-                yield await asyncio.to_thread(parsed, some, each, damaged)
+                yield await asyncio.to_thread(parsed, some, part, damaged)
 
 
 def parsed(found: Iterable[bytes], each: StoredShard, damaged: Damaged) -> list[Record]:

@@ -378,6 +378,8 @@ def _notes(entries: Iterable[Entry], outcome: _Outcome) -> list[Record]:
     now = datetime.now(UTC)
     failures = [each.record for each in entries if each.record and each.record.source]
     return [
-        Record(outcome=outcome, id=each.id, campaign=each.campaign, at=now, source=each.source)
-        for each in failures
+        Record(
+            outcome=outcome, id=failure.id, campaign=failure.campaign, at=now, source=failure.source
+        )
+        for failure in failures
     ]

@@ -40,9 +40,9 @@ def sum_bits(tensors: Mapping[str, torch.Tensor]) -> Sums:
     """
     # On the CPU, seven times as fast as torch's own sum of small integers.
     sums = {
-        name: int(_bits(each).numpy().sum(dtype=np.int64))
-        for name, each in tensors.items()
-        if each.device.type == "cpu"
+        name: int(_bits(tensor).numpy().sum(dtype=np.int64))
+        for name, tensor in tensors.items()
+        if tensor.device.type == "cpu"
     }
     others = {name: each for name, each in tensors.items() if name not in sums}
     if others:

@@ -104,10 +104,10 @@ def _by_encoder(
     else:
         raise _unfit(named, widths)
     found = {key: each[None] if each.dim() == 1 else each for key, each in found.items()}
-    for key, each in found.items():
-        if each.dim() != 2 or not each.is_floating_point():  # noqa: PLR2004 - [vectors, width]
-            raise UnusableError(f"holds {each.dtype} of the shape {list(each.shape)}")
-        if each.shape[1] != widths[key]:
+    for key, item in found.items():
+        if item.dim() != 2 or not item.is_floating_point():  # noqa: PLR2004 - [vectors, width]
+            raise UnusableError(f"holds {item.dtype} of the shape {list(item.shape)}")
+        if item.shape[1] != widths[key]:
             raise _unfit(named, widths)
     return found
 

@@ -189,12 +189,12 @@ def is_whole(path: Path) -> bool:
 
 def _remove_leftovers(folder: Path) -> None:
     """What a worker left that was killed once the model was in its place."""
-    for each in folder.iterdir():
+    for path in folder.iterdir():
         with contextlib.suppress(OSError):  # a cache may be read-only
-            if each.name == _UNPACKING:
-                shutil.rmtree(each)
-            elif each.name.endswith((".part", ".part.json")):
-                each.unlink()
+            if path.name == _UNPACKING:
+                shutil.rmtree(path)
+            elif path.name.endswith((".part", ".part.json")):
+                path.unlink()
 
 
 def _folder(settings: WorkerSettings, address: Address) -> Path:

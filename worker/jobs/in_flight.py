@@ -407,11 +407,11 @@ class PendingRecords:
             self._first_at = time.monotonic()
             self._changed.set()
             return
-        for each in early:
-            written = [*each.records, *each.again]
+        for job in early:
+            written = [*job.records, *job.again]
             self._early -= len(written)
-            if each.begun is not None:
-                each.begun.recorded.update(record.index for record in written)
+            if job.begun is not None:
+                job.begun.recorded.update(record.index for record in written)
         self._room.set()
 
     async def finish(self) -> NoReturn:

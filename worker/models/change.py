@@ -71,8 +71,8 @@ def first_to_serve(waiting: Mapping[str, Waiting], share: float) -> str | None:
     """The model to begin with; None: no job waits."""
     jobs = sum(each.jobs for each in waiting.values())
     passed = 0
-    for model, each in waiting.items():
-        passed += each.jobs
+    for model, count in waiting.items():
+        passed += count.jobs
         if passed > share * jobs:
             return model
     return None
@@ -114,14 +114,14 @@ class ModelChoice:
         if not (is_idle or self.may_leave):
             return None
         others = {
-            model: each for model, each in waiting.items() if model != self.current and each.jobs
+            model: count for model, count in waiting.items() if model != self.current and count.jobs
         }
         waited = {model: self._waited(model, each) for model, each in others.items()}
         worth = [
             model
-            for model, each in others.items()
+            for model, other in others.items()
             if is_idle
-            or each.jobs * seconds_per_job >= self.longest_change_seconds
+            or other.jobs * seconds_per_job >= self.longest_change_seconds
             or waited[model] >= self.stay_seconds
         ]
         return max(worth, key=lambda model: waited[model], default=None)

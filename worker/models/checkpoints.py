@@ -94,11 +94,11 @@ def refuse_unusable_names(checkpoints: Sequence[Checkpoint]) -> None:
 
     Jobs without a model need no name for the first.
     """
-    for each in checkpoints[1:]:
-        if not SAFE_NAME.fullmatch(each.name):
+    for checkpoint in checkpoints[1:]:
+        if not SAFE_NAME.fullmatch(checkpoint.name):
             raise errors.SetupError(
-                f"--model: no job can name the model {each.name[:80]!r}: rename it to at most 128"
-                " letters, digits, spaces and _ . + ( ) -"
+                f"--model: no job can name the model {checkpoint.name[:80]!r}: rename it to at most"
+                " 128 letters, digits, spaces and _ . + ( ) -"
             )
     counts = Counter(each.name for each in checkpoints)
     if repeated := [name for name, count in counts.items() if count > 1]:

@@ -269,8 +269,8 @@ class NodeWatchdog:
         if busy_seconds <= LEAST_BUSY_SHARE * seconds or window.enlarged_images:
             return None
         tflop = sum(
-            count * families.find(family).passes_tflop([each])
-            for (family, each), count in window.passes.items()
+            count * families.find(family).passes_tflop([job_pass])
+            for (family, job_pass), count in window.passes.items()
         )
         speed = tflop / families.SD1.image_tflop() / busy_seconds  # images of 512x512 and 15 steps
         if speed >= least:

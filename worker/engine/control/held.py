@@ -292,11 +292,11 @@ def _sizes(names: Collection[str], unet_config: Mapping[str, Any]) -> dict[str, 
     attends = any(each.startswith("mid_block.attentions.") for each in names)
     return {
         "down_block_types": [
-            each if block in depths else "DownBlock2D" for block, each in enumerate(types)
+            own_type if block in depths else "DownBlock2D" for block, own_type in enumerate(types)
         ],
         "mid_block_type": unet_config["mid_block_type"] if attends else "UNetMidBlock2D",
         "transformer_layers_per_block": [
-            depths.get(block, each) for block, each in enumerate(layers)
+            depths.get(block, layer) for block, layer in enumerate(layers)
         ],
     }
 

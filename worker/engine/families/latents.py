@@ -49,7 +49,8 @@ def of_latents(checkpoint: Checkpoint, settings: Settings) -> Parts:
         {
             "unet": unet.groups,
             **{
-                name: linear.group_by_shape(each) for name, each in checkpoint.text_encoders.items()
+                name: linear.group_by_shape(text_encoder)
+                for name, text_encoder in checkpoint.text_encoders.items()
             },
         },
         control_nets,

@@ -139,7 +139,8 @@ def _in_one_type(weights: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tens
     if len(found) == 1 and found <= _KEPT:
         return weights
     return {
-        key: each.float() if each.is_floating_point() else each for key, each in weights.items()
+        key: weight.float() if weight.is_floating_point() else weight
+        for key, weight in weights.items()
     }
 
 

@@ -314,8 +314,8 @@ def pack(
                 stacked,
                 room.place(torch.int64, len(stacked)),
                 {
-                    name: room.place(each.dtype, len(stacked), *_as_linear(each.shape))
-                    for name, each in next(iter(stacked.values()))[1].tensors.items()
+                    name: room.place(tensor.dtype, len(stacked), *_as_linear(tensor.shape))
+                    for name, tensor in next(iter(stacked.values()))[1].tensors.items()
                 },
             )
             for stacked in _alike(by_layer)
@@ -331,8 +331,8 @@ def _alike(by_layer: Mapping[int, Sequence[_Weighted]]) -> Collection[Mapping[in
     for at, changes in sorted(by_layer.items()):
         for strength, delta in changes:
             tensors = [
-                (name, each.dtype, _as_linear(each.shape))
-                for name, each in sorted(delta.tensors.items())
+                (name, tensor.dtype, _as_linear(tensor.shape))
+                for name, tensor in sorted(delta.tensors.items())
             ]
             number = 0
             while at in alike.get(key := (number, strength, delta.scale, *tensors), {}):

@@ -111,9 +111,9 @@ def enlarge(
     height, width = pixels.shape[:2]
     is_smaller = width < upscale.whole[0] or height < upscale.whole[1]
     found: list[contract.Pixels] = []
-    for each in upscalers:
+    for upscaler in upscalers:
         if is_smaller or upscale.scale == 1:
-            found.append(_apply(each, pixels, upscale.scale, *upscale.whole))
+            found.append(_apply(upscaler, pixels, upscale.scale, *upscale.whole))
         else:
             found.append(_resize(pixels, *upscale.whole, Image.Resampling.LANCZOS))
     image = Image.fromarray(found[0])

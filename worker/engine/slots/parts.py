@@ -18,8 +18,8 @@ from worker.engine.slots.queue import Costs
 from worker.engine.slots.staging import Stager
 
 Tick = Callable[[Any, WeightMode, SlotState, Any], None]
-"""One call of the network and one sampler step of all slots, in place, with weights as the mode says
-and the states of the lane's ControlNets; a plain function, since it is compiled."""
+"""One call of the network and one sampler step of all slots, in place, with weights as the mode
+says and the states of the lane's ControlNets; a plain function, since it is compiled."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -194,8 +194,8 @@ class RequestPreparer(Preparer):
         self._encoders = checkpoint.text_encoders
         self.tokenizer = text.Tokenizer(checkpoint.tokenizer)
         widths = {
-            embeddings.NAMES[network]: each.get_input_embeddings().weight.shape[1]
-            for network, each in checkpoint.text_encoders.items()
+            embeddings.NAMES[network]: text_encoder.get_input_embeddings().weight.shape[1]
+            for network, text_encoder in checkpoint.text_encoders.items()
         }
         self._embedding_cache = embeddings.EmbeddingCache(widths, checkpoint.text_encoder.dtype)
         layers = lora_file.Layers(checkpoint.unet, checkpoint.text_encoders)
@@ -255,7 +255,8 @@ class RequestPreparer(Preparer):
             unet_pack=unet_pack,
             convolution_pack=convolution_pack,
             text_encoder_packs={
-                network: self._pack(each, network) for network, each in text_encoder_loras.items()
+                network: self._pack(text_encoder_lora, network)
+                for network, text_encoder_lora in text_encoder_loras.items()
             },
             image=image,
             controls=self._controls(request, schedule, steps),
@@ -286,8 +287,8 @@ class RequestPreparer(Preparer):
             cfg_scale=own.cfg_scale if hires.cfg_scale is None else hires.cfg_scale,
             hires=None,
             controls=tuple(
-                control_request.for_second_pass(each, hires.width, hires.height)
-                for each in own.controls
+                control_request.for_second_pass(control, hires.width, hires.height)
+                for control in own.controls
             ),
         )
         self._check_size(request)

@@ -229,13 +229,18 @@ class LatentStager(Stager):
         )
         networks, tokenizer = checkpoint.text_encoders, checkpoint.tokenizer
         readers = [
-            text.Reader(networks[each.network], each.rules, embeddings.NAMES[each.network])
-            for each in self._family.text_encoders
+            text.Reader(
+                networks[text_encoder.network],
+                text_encoder.rules,
+                embeddings.NAMES[text_encoder.network],
+            )
+            for text_encoder in self._family.text_encoders
         ]
         self._encoder = text.Encoder(readers, tokenizer.bos_token_id, tokenizer.eos_token_id)
         self._images = ImageCoder(checkpoint.vae)
         self._text_loras = {
-            network: TextEncoderLoras(each) for network, each in checkpoint.text_encoders.items()
+            network: TextEncoderLoras(text_encoder)
+            for network, text_encoder in checkpoint.text_encoders.items()
         }
 
     def forget(self) -> None:

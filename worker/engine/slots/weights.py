@@ -229,8 +229,8 @@ def is_alike(one: Checkpoint, other: Checkpoint) -> bool:
     def traits(checkpoint: Checkpoint) -> tuple[object, ...]:
         tokenizer = checkpoint.tokenizer
         shapes = {
-            name: (each.shape, each.dtype)
-            for name, each in checksums.named_parameters(checkpoint.networks).items()
+            name: (parameter.shape, parameter.dtype)
+            for name, parameter in checksums.named_parameters(checkpoint.networks).items()
         }
         return (
             checkpoint.family.slug,
