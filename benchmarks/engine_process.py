@@ -26,7 +26,7 @@ from imagefleet import errors
 from worker.engine import contract, load
 from worker.engine import device as devices
 from worker.engine.slots.engine import SlotEngine
-from worker.engine.slots.queue import WeightMode
+from worker.engine.slots.queue import BatchKey, WeightMode
 
 log = logging.getLogger("benchmark")
 
@@ -164,7 +164,7 @@ def rate(
     cpu_seconds, began_at = time.process_time(), time.perf_counter()
     width = None
     if len(workload.sizes) == 1:
-        key = engine._runner.batch_key(*workload.sizes[0])  # noqa: SLF001
+        key = BatchKey.of(engine.prepare(workload.request(0)))
         width = engine._lanes.slots_of(key)  # noqa: SLF001
     measured = work.drive(engine, workload.requests(), seconds, width=width)
     cores = (time.process_time() - cpu_seconds) / (time.perf_counter() - began_at)

@@ -105,8 +105,7 @@ class Run:
     def flops(self, request: contract.ImageRequest) -> int:
         """Of one UNet call of all slots, as the engine computes it uncompiled."""
         engine = self.engine
-        lane = engine._open_lane(BatchKey.of(engine.prepare(request)))  # noqa: SLF001
-        opened = engine._open(lane)  # noqa: SLF001
+        _, opened = engine._open_lane(BatchKey.of(engine.prepare(request)))  # noqa: SLF001
         slots = len(opened.state.latents)
         with torch.no_grad(), FlopCounterMode(display=False) as counter:
             step.tick(engine._unet, "shared", opened.state, opened.controls)  # noqa: SLF001

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import yaml
 
-from imagefleet.storage.azure.roles import RESOURCES, ROLES, azure_role, job_queue, name_of
-from imagefleet.storage.settings import PRIORITIES, StorageSettings
+from imagefleet.storage.azure.roles import JOB_QUEUES, RESOURCES, ROLES, azure_role, name_of
+from imagefleet.storage.settings import StorageSettings
 from worker.pipeline import HAND_BACK_SECONDS
 from worker.settings import MachineSettings
 
@@ -177,7 +177,7 @@ def test_the_documented_azure_roles_are_the_least_that_each_role_needs(repositor
     }
     assert assigned.keys() == {"worker", "load", "exporter", "scaler"}
     names = {name_of(StorageSettings(), resource): resource for resource in RESOURCES}
-    queues = {job_queue(each): "r" for each in PRIORITIES}
+    queues = dict.fromkeys(JOB_QUEUES.values(), "r")
     monitor = {**queues, "poison": "r"}  # it reads no images
     for identity, needed in (
         ("worker", {resource: ROLES["worker"].letters(resource) for resource in RESOURCES}),
