@@ -62,6 +62,7 @@ async def test_a_full_disk_of_the_storage_is_waited_for_and_costs_no_job(
 async def test_a_disk_that_is_full_of_images_stores_no_half_image_and_acknowledges_none(
     mount: Mount, jobs: Jobs, work: Work, caplog: pytest.LogCaptureFixture
 ) -> None:
+    caplog.set_level(logging.INFO)  # an upload says so as it is retried
     images, queue = mount(256), mount()
     (queue.folder / "images").symlink_to(images.folder)
     settings = StorageSettings(storage=f"local:{queue.folder}")

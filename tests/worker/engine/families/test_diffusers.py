@@ -13,7 +13,7 @@ from worker.engine.control.held import ControlNets
 from worker.engine.families.table import size_ids
 from worker.engine.networks.transformer import Call
 from worker.engine.networks.unet import SlotUnet
-from worker.engine.slots.staging import Stager
+from worker.engine.slots.staging import LatentStager
 
 FAMILIES = ["sd1", "sd2", "sdxl"]
 
@@ -103,7 +103,7 @@ def test_text_states_are_diffusers(family_checkpoint: Any, family_pipeline: Any)
         checkpoint = family_checkpoint(family)
         prompts = [text.Tokenizer(checkpoint.tokenizer).chunks(each) for each in (WORDS, OTHERS)]
         nets = ControlNets(checkpoint.unet, is_compiled=False)
-        context = Stager(checkpoint, nets)._encoder.encode(prompts, 1)
+        context = LatentStager(checkpoint, nets)._encoder.encode(prompts, 1)
         encode = family_pipeline(family).encode_prompt
         if family == "sdxl":
             expected = encode(WORDS, negative_prompt=OTHERS)

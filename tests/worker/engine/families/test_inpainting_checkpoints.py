@@ -359,7 +359,7 @@ def test_the_memory_of_a_slot_counts_what_the_unet_takes_beside_the_latents(
     make_engine: Any, make_slot_engine: Any
 ) -> None:
     def state(engine: slots.SlotEngine) -> Any:
-        return engine._runner.make_slot_state(engine._runner.batch_key(SIZE, SIZE), 2)
+        return engine._runner.make_slot_state(engine._runner.native, 2)
 
     own = state(make_engine())
     assert own.conditioning.shape == (2, 5, 8, 8)
@@ -419,7 +419,7 @@ def test_a_single_file_is_told_by_its_first_layer(
         shutil.copy(whole / part / "config.json", tmp_path / part)
     config = json.loads((whole / "unet" / "config.json").read_text())
     monkeypatch.setattr(
-        checkpoints.find,
+        checkpoints.table,
         "of_file",
         lambda _: dataclasses.replace(SD1, unet_config={**config, "in_channels": 4}),
     )

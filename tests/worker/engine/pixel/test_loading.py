@@ -35,7 +35,7 @@ def test_a_stage_has_its_scheduler_and_its_sizes(stage: Any) -> None:
     assert (sr.noise.limit, sr.noise.quantile) == (1.0, 0.95)
     assert base.image_noise is None
     assert sr.image_noise is not None
-    assert len(sr.image_noise.alphas_cumprod) == 1000
+    assert len(sr.image_noise.scheduler.alphas_cumprod) == 1000
     assert (base.text_width, base.encoder) == (32, "tiny-t5")
 
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import importlib.util
 import io
 import json
 import shutil
@@ -189,7 +190,12 @@ def test_an_encoder_without_a_name_is_deepfloyds(tmp_path: Path) -> None:
 def test_a_tokenizer_that_another_library_has_to_convert_is_refused_by_name(
     stage: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(text_stage.importlib.util, "find_spec", lambda _: None)
+    found = importlib.util.find_spec
+    monkeypatch.setattr(
+        text_stage.importlib.util,
+        "find_spec",
+        lambda name: None if name == "sentencepiece" else found(name),
+    )
     shutil.copytree(stage("base"), tmp_path, dirs_exist_ok=True)
     (tmp_path / "tokenizer" / "tokenizer.json").rename(tmp_path / "tokenizer" / "spiece.model")
     with pytest.raises(errors.SetupError, match=r"has no tokenizer\.json.*pip install"):
