@@ -182,7 +182,7 @@ def test_a_large_image_without_memory_leaves_later_ones_compiled_once_that_pays(
     engine = make_slot_engine(model=small_model, slots=1, backend="eager")
     large, ordinary = make_request(width=128), make_request()
     (sound,) = draw(make_slot_engine(model=small_model, slots=1), large)
-    native = engine._runner.native
+    native = engine._runner.native._replace(width=64, height=64)
     engine._compilation.run(native)
     monkeypatch.setattr(step, "_COMPILE_AFTER_IMAGES", 2)
     draw(engine, *[ordinary] * (3 if is_frequent else 1))
