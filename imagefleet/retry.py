@@ -26,9 +26,9 @@ def jitter(seconds: float, low: float = 0.5, high: float = 1.0) -> float:
     return seconds * random.uniform(low, high)  # noqa: S311 - no secret
 
 
-def backoff(retries: int, first_seconds: float, longest_seconds: float) -> float:
-    """The pause before retry number *retries* (from 0): doubled each time, jittered."""
-    return jitter(min(longest_seconds, first_seconds * 2 ** min(retries, 30)))
+def backoff(retries: int, first_seconds: float, longest_seconds: float, low: float = 0.5) -> float:
+    """The pause before retry number *retries* (from 0): doubled each time, jittered from *low*."""
+    return jitter(min(longest_seconds, first_seconds * 2 ** min(retries, 30)), low)
 
 
 def after_seconds(value: str | None, longest: float, date: str | None = None) -> float | None:
@@ -98,8 +98,8 @@ class RetryPolicy:
                     is_late = time.monotonic() - began_at >= self.give_up_seconds
                     if failed >= self.tries or is_late:
                         raise
-                    longest = self.first_wait_seconds * 2 ** min(failed - 1, 30)
-                    pause = jitter(min(longest, self.longest_wait_seconds), low=0)
+                    first, longest = self.first_wait_seconds, self.longest_wait_seconds
+                    pause = backoff(failed - 1, first, longest, low=0)
                 self.on_retry(error)
             await asyncio.sleep(pause)
 
