@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import AsyncIterator, Iterable
 from datetime import UTC, datetime, timedelta
 from typing import get_args
 
@@ -16,17 +15,15 @@ from imagefleet import errors, retry
 from imagefleet.storage.azure.roles import ROLES
 from imagefleet.storage.open import Storage, open_storage
 from imagefleet.storage.protocol import (
-    FoundMessage,
     LeasedMessage,
-    Message,
     QueueDepth,
     Shards,
-    Stamps,
 )
 from imagefleet.storage.routing import route
 from imagefleet.storage.routing.queue import RoutedQueue
 from imagefleet.storage.routing.route import Route
 from imagefleet.storage.settings import PRIORITIES, Priority, StorageSettings
+from unused_queue import UnusedQueue
 from worker import pull
 
 LEASE_SECONDS = 30
@@ -41,7 +38,7 @@ class Clock:
         return self.now
 
 
-class StandInQueue:
+class StandInQueue(UnusedQueue):
     """A queue with *jobs* (None: never empty), which counts what it is asked."""
 
     def __init__(self, name: str, jobs: int | None = 0) -> None:
@@ -69,48 +66,8 @@ class StandInQueue:
         messages = 10**6 if self.jobs is None else self.jobs
         return QueueDepth(messages, None, 1.0 if messages else None)
 
-    # What these tests do not use.
-
-    finds_all = False
-
-    async def create(self) -> bool:
-        raise NotImplementedError
-
     async def read_shards(self) -> Shards:
         return self.shards
-
-    async def record_shards(self, shards: Shards) -> None:
-        raise NotImplementedError
-
-    async def find(self, text: str) -> AsyncIterator[FoundMessage]:
-        raise NotImplementedError
-        yield  # type: ignore[unreachable]
-
-    async def clear(self) -> None:
-        raise NotImplementedError
-
-    async def stamps(self) -> Stamps:
-        raise NotImplementedError
-
-    async def send(self, bodies: Iterable[str]) -> None:
-        raise NotImplementedError
-
-    async def renew(
-        self, message: LeasedMessage, lease_seconds: float, body: str | None = None
-    ) -> LeasedMessage:
-        raise NotImplementedError
-
-    async def release(
-        self, message: LeasedMessage, delay_seconds: float = 0, body: str | None = None
-    ) -> None:
-        raise NotImplementedError
-
-    async def delete(self, message: LeasedMessage) -> None:
-        raise NotImplementedError
-
-    async def browse(self) -> AsyncIterator[Message]:
-        raise NotImplementedError
-        yield  # type: ignore[unreachable]
 
 
 class StandIns:

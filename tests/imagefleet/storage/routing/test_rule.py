@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import AsyncIterator, Iterable
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -15,17 +14,15 @@ from hypothesis import strategies as st
 from imagefleet import errors
 from imagefleet.storage import queue_names
 from imagefleet.storage.protocol import (
-    FoundMessage,
     LeasedMessage,
-    Message,
     QueueDepth,
     Shards,
-    Stamps,
 )
 from imagefleet.storage.routing import route
 from imagefleet.storage.routing.queue import RoutedQueue
 from imagefleet.storage.routing.route import Route
 from imagefleet.storage.settings import PRIORITIES, Priority
+from unused_queue import UnusedQueue
 from worker import metrics, pull
 from worker.models import change
 from worker.settings import share_of
@@ -49,7 +46,7 @@ class Clock:
         return self.now
 
 
-class StandInShard:
+class StandInShard(UnusedQueue):
     """A shard with *jobs*, which counts what it is asked; *trickle*: jobs before each receive."""
 
     def __init__(self, name: str, shards: Shards) -> None:
@@ -78,43 +75,6 @@ class StandInShard:
 
     async def depth(self) -> QueueDepth:
         return QueueDepth(self.jobs, None, 1.0 if self.jobs else None)
-
-    # What these tests do not use.
-
-    finds_all = False
-
-    async def record_shards(self, shards: Shards) -> None:
-        raise NotImplementedError
-
-    async def send(self, bodies: Iterable[str]) -> None:
-        raise NotImplementedError
-
-    async def renew(
-        self, message: LeasedMessage, lease_seconds: float, body: str | None = None
-    ) -> LeasedMessage:
-        raise NotImplementedError
-
-    async def release(
-        self, message: LeasedMessage, delay_seconds: float = 0, body: str | None = None
-    ) -> None:
-        raise NotImplementedError
-
-    async def delete(self, message: LeasedMessage) -> None:
-        raise NotImplementedError
-
-    async def browse(self) -> AsyncIterator[Message]:
-        raise NotImplementedError
-        yield  # type: ignore[unreachable]
-
-    async def find(self, text: str) -> AsyncIterator[FoundMessage]:
-        raise NotImplementedError
-        yield  # type: ignore[unreachable]
-
-    async def clear(self) -> None:
-        raise NotImplementedError
-
-    async def stamps(self) -> Stamps:
-        raise NotImplementedError
 
 
 class StandIns:

@@ -1,0 +1,49 @@
+"""A plain queue for the tests of routing, of which each test gives the methods that it uses."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterable
+
+from imagefleet.storage.protocol import FoundMessage, LeasedMessage, Message, Shards, Stamps
+
+
+class UnusedQueue:
+    """What the tests do not use raises NotImplementedError."""
+
+    finds_all = False
+
+    async def create(self) -> bool:
+        raise NotImplementedError
+
+    async def record_shards(self, shards: Shards) -> None:
+        raise NotImplementedError
+
+    async def find(self, text: str) -> AsyncIterator[FoundMessage]:
+        raise NotImplementedError
+        yield  # type: ignore[unreachable]
+
+    async def clear(self) -> None:
+        raise NotImplementedError
+
+    async def stamps(self) -> Stamps:
+        raise NotImplementedError
+
+    async def send(self, bodies: Iterable[str]) -> None:
+        raise NotImplementedError
+
+    async def renew(
+        self, message: LeasedMessage, lease_seconds: float, body: str | None = None
+    ) -> LeasedMessage:
+        raise NotImplementedError
+
+    async def release(
+        self, message: LeasedMessage, delay_seconds: float = 0, body: str | None = None
+    ) -> None:
+        raise NotImplementedError
+
+    async def delete(self, message: LeasedMessage) -> None:
+        raise NotImplementedError
+
+    async def browse(self) -> AsyncIterator[Message]:
+        raise NotImplementedError
+        yield  # type: ignore[unreachable]
