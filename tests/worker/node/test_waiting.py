@@ -37,7 +37,7 @@ def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """The longest duration of each pause, which takes no time here."""
     pauses: list[float] = []
 
-    def jitter(seconds: float) -> float:
+    def jitter(seconds: float, _low: float) -> float:
         pauses.append(seconds)
         return 0.0
 
