@@ -15,7 +15,7 @@ import zlib
 from collections.abc import Collection
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, NamedTuple, Self
 
 from pydantic import Field, StringConstraints, TypeAdapter, ValidationError
 
@@ -160,6 +160,23 @@ class Selection:
 
 
 @dataclass(frozen=True, slots=True)
+class Refused:
+    """A selected message that stays in the queue, and why."""
+
+    id: str
+    reason: str
+    is_unsigned: bool = False
+
+
+class Chosen(NamedTuple):
+    """A failed job that is moved; with the message that replays it, and its job if it is valid."""
+
+    entry: Entry
+    body: str = ""
+    job: Job | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Check:
     """What a failed job must be to be sent again; *takes_invalid*, since workers may be newer."""
 
@@ -191,6 +208,19 @@ class Check:
             raise errors.InvalidMessageError(
                 f"its job is not valid for this version: {error.message}"
             ) from None
+
+    async def choose(
+        self, storage: Storage, entries: list[Entry]
+    ) -> tuple[list[Chosen], list[Refused]]:
+        """Those that can be sent again, and those that stay."""
+        chosen, refused = list[Chosen](), list[Refused]()
+        for entry in entries:
+            try:
+                chosen.append(Chosen(entry, *await self.job(entry, storage.blobs)))
+            except errors.JobError as error:
+                is_unsigned = isinstance(error, errors.UntrustedJobError)
+                refused.append(Refused(entry.id, error.message, is_unsigned))
+        return chosen, refused
 
     async def is_signed(self, entry: Entry, blobs: protocol.BlobStore) -> bool:
         """Whether one of the trusted keys has signed the job in a message of the poison queue."""
