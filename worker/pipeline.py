@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from concurrent.futures import Future
@@ -20,6 +19,7 @@ from typing import Any
 from imagefleet import errors, retry
 from imagefleet.cancelled import CancelledCampaigns
 from imagefleet.storage.open import Storage
+from imagefleet.telemetry import logs
 from worker import leases, tasks
 from worker.engine import contract
 from worker.files import model
@@ -42,7 +42,7 @@ from worker.settle import Settler
 from worker.stages.image import STORAGE_RETRIES, GenerateStage
 from worker.stages.prepare import PrepareStage
 
-log = logging.getLogger(__name__)
+log = logs.EventLog(__name__)
 
 #: Finished images that may wait to be encoded before the engine blocks.
 ENCODE_BACKLOG = 64
@@ -409,9 +409,7 @@ class Pipeline:
                 for result in await asyncio.gather(*calls, return_exceptions=True):
                     if isinstance(result, Exception):
                         log.warning(
-                            "a job could not be handed back, its lease will expire: %s",
-                            result,
-                            extra={"action": "hand_back_failed"},
+                            f"a job's lease will expire: {result}", action="hand_back_failed"
                         )
 
     async def _watch_node(self, diagnose: Diagnose) -> None:
