@@ -98,11 +98,8 @@ def encoded(
             (states,) = load().encode([prompts[stem]])
         return text_states.content(prompts[stem], encoder, states)
 
-    show = functools.partial(reading, Path(jobs), "reading", is_shown=is_shown)
-    with show() as on_read:
-        opened = open_jobs(jobs, on_read=on_read)
-    with show(jobs=opened.jobs_to_make) as on_read:
-        opened.check(0, on_read, add)
+    with reading(Path(jobs), "reading", is_shown=is_shown):
+        open_jobs(jobs).check(0, add)
     return States(encoder, prompts, read, read_jobs)
 
 
