@@ -101,7 +101,7 @@ async def add(
         listing = Listing(storage, kind.folder, keys, create=create)
         if not dry_run:
             await storage.create()
-            await listing.check()
+            await listing.files()
         rows: list[dict[str, object]] = []
         notes: list[str] = []
         lines: list[str] = []
