@@ -49,13 +49,17 @@ class Listing:
             return None, None
         return manifest.parse(self.where, part.data), part.version
 
-    async def files(self) -> Mapping[str, str]:
-        """The hashes that it lists; raises SetupError if nothing may be listed.
+    async def check(self, names: Collection[str] = ()) -> Mapping[str, str]:
+        """The hashes that it lists; raises SetupError if *names* may not be listed as well.
 
         Before a long upload, rather than after.
         """
         contents, _ = await self._read()
-        return contents.files if contents else {}
+        listed = contents.files if contents else {}
+        is_kept = contents is not None or self.create or self.keys.signing
+        if is_kept and len({*listed, *names}) > manifest.MAX_FILES:
+            raise manifest.too_large(self.blob)
+        return listed
 
     async def change(self, add: Mapping[str, str] = {}, remove: Collection[str] = ()) -> bool:
         """Lists files' hashes and no longer some others; False without a manifest.
