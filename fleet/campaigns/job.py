@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
-from typing import Any, Literal
+from typing import Any
 
 from fleet import console, options
 from fleet.campaigns import target
@@ -14,18 +14,22 @@ from imagefleet.records import outcomes
 from imagefleet.storage.open import Storage
 from imagefleet.storage.settings import StorageSettings
 
-State = Literal[
-    "queued", "in flight", "queued or in flight", "completed", "failed", "cancelled", "unknown"
-]
+_WHY = {
+    "unknown": "some of its images are missing, and it has no record and no message",
+    "queued or in flight": "it has no image and no record: Azure does not show which jobs wait",
+}
 
 
 @dataclass(frozen=True, slots=True)
 class JobState:
-    """The state of a job, and *since* when; None for what is not known."""
+    """The state of a job, and *since* when; None for what is not known.
+
+    It is its record's outcome, `queued`, `in flight`, either of both, or `unknown`.
+    """
 
     id: str
     campaign: str
-    state: State
+    state: str
     since: datetime | None = None
     stage: int | None = None
     """The stage of a job with several: the last stored, or the one that waits or has failed."""
@@ -67,25 +71,16 @@ async def look_up(storage: Storage, campaign: str, job_id: str) -> JobState:
     messages = (await storage.queue.depth()).messages
     stored = await outcomes.stored_images(storage, job)
     images = [
-        {
-            "blob": each.blob,
-            "address": storage.blobs.address(each.blob),
-            "size_bytes": each.size_bytes or 0,
-        }
+        {"blob": blob, "address": storage.blobs.address(blob), "size_bytes": each.size_bytes or 0}
         for each in stored
-        if each.blob is not None
+        if (blob := each.blob)
     ]
+    message, record = None, None
     if outcomes.are_all(stored):
-        first = stored[-1] if stored[0].stages > 1 else stored[0]
-        by_worker = first.seconds is not None  # else somebody has changed its metadata
-        return JobState(
-            *(job_id, campaign, "completed", max(each.at for each in stored)),
-            stage=first.stage if first.stages > 1 else None,
-            attempts=first.attempts if by_worker else None,
-            worker=first.worker if by_worker else None,
-            images=images,
-        )
-    if message := await target.find_message(storage, target.Target(campaign, job_id)):
+        record = stored[-1] if stored[0].stages > 1 else stored[0]
+    elif not (message := await target.find_message(storage, target.Target(campaign, job_id))):
+        record = await outcomes.last_end(storage, job)
+    if message is not None:
         return JobState(
             *(job_id, campaign, "in flight" if message.is_leased else "queued"),
             since=message.message.enqueued_at,
@@ -93,20 +88,22 @@ async def look_up(storage: Storage, campaign: str, job_id: str) -> JobState:
             attempts=message.message.delivery_count,
             images=images,
         )
-    if (record := await outcomes.last_end(storage, job)) is not None:
-        return JobState(
-            *(job_id, campaign, "failed" if record.outcome == "failed" else "cancelled", record.at),
-            stage=record.stage if record.stages > 1 else None,
-            attempts=record.attempts,
-            worker=record.worker,
-            error=record.error,
-            reason=record.reason,
-            images=images,
-        )
-    # Azure shows no more than the first of the messages that wait, and none in flight.
-    is_hidden = messages > 0 and not storage.queue.finds_all
+    if record is None:
+        # Azure shows no more than the first of the messages that wait, and none in flight.
+        is_hidden = messages > 0 and not storage.queue.finds_all
+        state = "queued or in flight" if is_hidden else "unknown"
+        return JobState(job_id, campaign, state, images=images)
+    is_image = record.outcome == "completed"
+    by_worker = not is_image or record.seconds is not None  # else somebody changed its metadata
     return JobState(
-        job_id, campaign, "queued or in flight" if is_hidden else "unknown", images=images
+        *(job_id, campaign, record.outcome),
+        since=max(each.at for each in stored) if is_image else record.at,
+        stage=record.stage if record.stages > 1 else None,
+        attempts=record.attempts if by_worker else None,
+        worker=record.worker if by_worker else None,
+        error=record.error,
+        reason=record.reason,
+        images=images,
     )
 
 
@@ -121,20 +118,13 @@ def _stage(body: str) -> int | None:
 
 def _print(found: JobState) -> None:
     since = f"{found.since.astimezone(UTC):%Y-%m-%d %H:%M:%S} UTC" if found.since else "-"
-    facts: dict[str, Any] = {
-        "job": job_key(found.campaign, found.id),
-        "state": found.state,
-        "since": since,
-        **({"stage": console.number(found.stage)} if found.stage else {}),
-        "attempts": console.number(found.attempts),
-        "worker": found.worker or "-",
-    }
-    if found.reason:
-        facts["reason"] = f"{found.error}: {found.reason}" if found.error else found.reason
-    if found.state == "unknown":
-        facts["reason"] = "some of its images are missing, and it has no record and no message"
-    if found.state == "queued or in flight":
-        facts["reason"] = "it has no image and no record: Azure does not show which jobs wait"
+    facts = {"job": job_key(found.campaign, found.id), "state": found.state, "since": since}
+    if found.stage:
+        facts["stage"] = console.number(found.stage)
+    facts |= {"attempts": console.number(found.attempts), "worker": found.worker or "-"}
+    reason = _WHY.get(found.state, found.reason)
+    if reason:
+        facts["reason"] = f"{found.error}: {reason}" if found.error else reason
     console.print_facts(facts)
     for image in found.images:
         console.print_facts({"image": image["address"]})

@@ -16,7 +16,7 @@ from rich import filesize
 
 from fleet.console import counted
 from fleet.gallery.images import shrink
-from fleet.report.figures import Figures, Metrics
+from fleet.report.figures import Figures
 from fleet.report.plot import Bar, Points, bars, time_plot
 from fleet.report.records import Records
 from imagefleet import errors
@@ -83,7 +83,7 @@ def sample(record: Record, address: str, data: str | None) -> Sample:
 
 def render(
     figures: Figures,
-    metrics: Metrics | None,
+    metrics: Figures | None,
     samples: Sequence[Sample],
     made_at: datetime,
     scores: Scores | None = None,
@@ -104,7 +104,7 @@ def render(
         metrics=metrics,
         made_at=made_at,
         plots=_plots(figures) | (_metrics_plots(metrics) if metrics else {}),
-        slowest=list(reversed(figures.workers))[:_MAX_WORKERS],
+        slowest=list(reversed(figures["workers"]))[:_MAX_WORKERS],
         samples=samples,
         scores=scores,
         curve=Markup(campaign_scores.svg(scores) if scores else ""),  # noqa: S704 - its texts are escaped
@@ -115,11 +115,12 @@ def render(
 def _plots(figures: Figures) -> dict[str, Markup]:
     # Steps: a bin is a mean, so there is nothing to interpolate.
     points = [
-        (at, rate.images_per_second)
-        for rate in figures.throughput
-        for at in (rate.at, rate.at + figures.bin_seconds)
+        (at, rate["images_per_second"])
+        for rate in figures["throughput"]
+        for at in (rate["at"], rate["at"] + figures["bin_seconds"])
     ]
-    speeds = [worker.images_per_second for worker in figures.workers if worker.images_per_second]
+    workers, money = figures["workers"], figures["money"]
+    speeds = list(filter(None, (worker["images_per_second"] for worker in workers)))
     by_speed = []
     if len(speeds) > _SPEED_BINS:
         numbers, edges = np.histogram(speeds, _SPEED_BINS)
@@ -128,10 +129,10 @@ def _plots(figures: Figures) -> dict[str, Markup]:
             for low, count in zip(edges[:-1].tolist(), numbers.tolist(), strict=True)
         ]
     dollars: dict[str, float] = defaultdict(float)
-    if figures.money.gpu_dollars is not None:
-        for worker in figures.workers:
-            dollars[gpu_name(worker.gpu)] += worker.gpu_dollars or 0.0
-    costs = dict(sorted(dollars.items())) | {"storage operations": figures.money.storage_dollars}
+    if money["gpu_dollars"] is not None:
+        for worker in workers:
+            dollars[gpu_name(worker["gpu"])] += worker["gpu_dollars"]
+    costs = dict(sorted(dollars.items())) | {"storage operations": money["storage_dollars"]}
     return {
         "throughput": time_plot({"images/s": points}, "Images/s stored"),
         "money": bars(_rows(costs, _dollars), "Dollars by kind"),
@@ -139,13 +140,13 @@ def _plots(figures: Figures) -> dict[str, Markup]:
     }
 
 
-def _metrics_plots(metrics: Metrics) -> dict[str, Markup]:
-    busy, idle = metrics.gpu_busy_seconds, metrics.gpu_idle_seconds
-    total, gpu = busy + sum(idle.values()), metrics.dollars.get("gpu", 0.0)
+def _metrics_plots(metrics: Figures) -> dict[str, Markup]:
+    busy, idle = metrics["gpu_busy_seconds"], metrics["gpu_idle_seconds"]
+    total, gpu = busy + sum(idle.values()), metrics["dollars"].get("gpu", 0.0)
     kinds = {"gpu": "GPU", "storage": "storage operations"}
-    dollars = {kinds.get(kind, kind): amount for kind, amount in metrics.dollars.items()}
+    dollars = {kinds.get(kind, kind): amount for kind, amount in metrics["dollars"].items()}
     spent = _rows(dollars, _dollars) + _rows(
-        metrics.wasted_dollars,
+        metrics["wasted_dollars"],
         lambda amount: f"{_dollars(amount)}, {_share(amount, gpu)}",
         *("of the GPU: ", _BAD),
     )
@@ -155,7 +156,7 @@ def _metrics_plots(metrics: Metrics) -> dict[str, Markup]:
     return {
         "spent": bars(spent, "Dollars by kind, and waste by reason"),
         "gpu_time": bars(gpu_time, "Share of GPU time"),
-        "stages": bars(_rows(metrics.stage_mean_seconds, _seconds), "Mean seconds by stage"),
+        "stages": bars(_rows(metrics["stage_mean_seconds"], _seconds), "Mean seconds by stage"),
         "images_per_dollar": time_plot(per_dollar, "Images per dollar over time"),
         "workers": time_plot(_lines(metrics, workers="workers"), "Workers over time"),
     }
@@ -171,8 +172,8 @@ def _rows(
     ]
 
 
-def _lines(metrics: Metrics, **legends: str) -> dict[str, Points]:
-    found = metrics.over_time
+def _lines(metrics: Figures, **legends: str) -> dict[str, Points]:
+    found = metrics["over_time"]
     return {legend: found[name] for name, legend in legends.items() if found.get(name)}
 
 

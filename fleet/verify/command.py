@@ -51,9 +51,9 @@ async def command(
     async with console.connected(settings) as fleet:
         storage = fleet.storage
         await target.check_campaign(storage, named.campaign)
-        seconds = [each async for each in pairs.listed(storage, named, moment)]
-        with console.counting("compared", len(seconds), quiet=as_json) as on_pair:
-            compared = await pairs.compare(storage, seconds, on_pair)
+        compared = [each async for each in pairs.listed(storage, named, moment)]
+        with console.counting("compared", len(compared), quiet=as_json) as on_pair:
+            await pairs.compare(storage, compared, on_pair)
         records = pairs.judge(compared)
         wrong = [record.worker for record in records if record.draws_wrong]
         undecided = pairs.undecided(compared, records)
@@ -68,7 +68,7 @@ async def command(
             {
                 "pairs": len(compared),
                 **{each: counts[each] for each in get_args(pairs.Result)},
-                "newest": max((each.created_at for each in seconds), default=None),
+                "newest": max((each.drawn_at for each in compared), default=None),
                 "workers": [{**asdict(each), "draws_wrong": each.draws_wrong} for each in records],
                 "different_pairs": [asdict(each) for each in different],
                 "undecided": [each.image for each in undecided],
