@@ -27,7 +27,7 @@ async def add(files: BlobStore, workers: Iterable[str], reason: str) -> list[str
     for _ in range(_TRIES):
         found, version = await read(files)
         known = {node.name for node in found.nodes}
-        now = datetime.now(UTC).replace(microsecond=0)
+        now = f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ}"
         new = [Node(name=each, reason=reason, at=now) for each in wanted if each not in known]
         if not new:
             return []

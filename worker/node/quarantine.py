@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable
 from typing import NoReturn
 
-from pydantic import AwareDatetime, BaseModel, Field
+from pydantic import BaseModel, Field
 
 from imagefleet import errors, retry, validation
 from imagefleet.storage import protocol
@@ -27,9 +27,9 @@ PERIOD_SECONDS = 300.0
 class Node(BaseModel, extra="allow", frozen=True):
     """A node by its worker's name or its machine's id."""
 
-    name: str = Field(min_length=1, max_length=1000)
+    name: str = Field(max_length=1000)
     reason: str = ""
-    at: AwareDatetime | None = None
+    at: str = ""
 
 
 class Listing(BaseModel, extra="allow", frozen=True):
