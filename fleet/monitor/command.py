@@ -13,9 +13,7 @@ from rich.text import Text
 
 from fleet import console, options
 from fleet.campaigns import target
-from fleet.campaigns.table import Campaigns, Listing
-from fleet.campaigns.table import notes as campaign_notes
-from fleet.campaigns.table import table as campaigns_table
+from fleet.campaigns.table import Campaigns
 from fleet.monitor import prometheus, rates, service
 from fleet.monitor import watch as watching
 from fleet.monitor import workers as workers_of
@@ -60,7 +58,7 @@ class FleetStatus:
     fleet: rates.FleetRates | None = None
     queues: Sequence[QueueStatus] = ()
     without_worker: Mapping[str, int] = field(default_factory=dict)
-    campaigns: Listing | None = None
+    campaigns: Campaigns | None = None
 
     def as_record(self) -> dict[str, Any]:
         listing = self.campaigns
@@ -108,7 +106,8 @@ async def status_command(
 
         async def read() -> FleetStatus:
             status = await read_status(client, server)
-            return replace(status, campaigns=await campaigns.read())
+            await campaigns.refresh()
+            return replace(status, campaigns=campaigns)
 
         await watching.show(
             read,
@@ -217,8 +216,8 @@ def _status_screen(status: FleetStatus, count: int = 20) -> Group:
         parts += _notes(fleet.left_out)
     if (listing := status.campaigns) is not None:
         if listing.rows:
-            parts += [Text(), campaigns_table(listing, count)]
-        for sentence in campaign_notes(listing, count, status.queue.messages):
+            parts += [Text(), listing.table(count)]
+        for sentence in listing.notes(count, status.queue.messages):
             parts += _notes(sentence)
     return Group(*parts)
 

@@ -132,15 +132,9 @@ def _notes(records: Records, workers: Sequence[Worker], table: prices.PriceTable
     """What the figures include and what they leave out."""
     notes = [
         "Images, sizes and times come from the workers' records, by the workers' clocks.",
-        (
-            "A worker's time runs from its first pull to its last image of this campaign, plus"
-            " its start-up if that was recorded. Idle time before and after, and workers that"
-            " stored nothing, are not included. Time shared with another campaign counts in full."
-        ),
-        (
-            "Wasted work (duplicates, images of jobs that failed) leaves no record in storage; the"
-            " metrics include it (--prometheus)."
-        ),
+        "A worker's time runs from its start-up to its last image of the campaign, in full.",
+        "Workers that stored nothing, and idle time before and after, are not included.",
+        "Wasted work leaves no record in storage; the metrics include it (--prometheus).",
         f"Storage operations: {table.storage.source}; keeping the images is not included.",
     ]
     if records.cancelled:

@@ -6,8 +6,8 @@ import base64
 import textwrap
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from datetime import datetime
+from typing import Any
 
 import jinja2
 import numpy as np
@@ -35,8 +35,6 @@ _MAX_WORKERS = 15
 
 #: Workers are counted by speed where there are more than these.
 _SPEED_BINS = 12
-#: Stands for a figure that cannot be computed.
-_UNKNOWN = "n/a"
 
 #: The colour of waste.
 _BAD = 3
@@ -45,22 +43,7 @@ _BAD = 3
 _SHOWN_CHARACTERS = 110
 
 
-@dataclass(frozen=True, slots=True)
-class Sample:
-    """An image for the page; *data* is a JPEG in base64, None for what is no image."""
-
-    job: str
-    address: str
-    data: str | None
-    words: str
-    loras: Sequence[str]
-
-    @property
-    def short(self) -> str:
-        return textwrap.shorten(self.words, _SHOWN_CHARACTERS, placeholder=" …")
-
-
-async def read_samples(blobs: BlobStore, records: Records) -> list[Sample]:
+async def read_samples(blobs: BlobStore, records: Records) -> list[Mapping[str, Any]]:
     """The samples of *records* that are still there; counts the damaged ones in them."""
     samples = []
     for record in records.samples:
@@ -75,16 +58,23 @@ async def read_samples(blobs: BlobStore, records: Records) -> list[Sample]:
     return samples
 
 
-def sample(record: Record, address: str, data: str | None) -> Sample:
+def sample(record: Record, address: str, data: str | None) -> Mapping[str, Any]:
+    """An image for the page; *data* is a JPEG in base64, None for what is no image."""
     words, loras = prompt.read_words(printable(record.prompt or ""))
-    weighted = [f"{lora.name} {number_text(lora.unet_weight)}" for lora in loras]
-    return Sample(record.id, address, data, words, weighted)
+    return {
+        "job": record.id,
+        "address": address,
+        "data": data,
+        "words": words,
+        "short": textwrap.shorten(words, _SHOWN_CHARACTERS, placeholder=" …"),
+        "loras": [f"{lora.name} {number_text(lora.unet_weight)}" for lora in loras],
+    }
 
 
 def render(
     figures: Figures,
     metrics: Figures | None,
-    samples: Sequence[Sample],
+    samples: Sequence[Mapping[str, Any]],
     made_at: datetime,
     scores: Scores | None = None,
 ) -> str:
@@ -95,9 +85,8 @@ def render(
         trim_blocks=True,
         undefined=jinja2.StrictUndefined,
     )
-    filters = (gpu_name, _dollars, _moment, _number, _seconds, _span, _words)
-    environment.filters.update({each.__name__.lstrip("_"): each for each in filters})
-    environment.filters["size"] = filesize.decimal
+    filters = {name: _or_unknown(show) for name, show in _FILTERS.items()}
+    environment.filters.update(filters | {"gpu_name": gpu_name})
     return environment.get_template("page.html.jinja").render(
         counted=counted,
         figures=figures,
@@ -185,13 +174,7 @@ def _words(slug: str) -> str:
     return slug[:80].replace("_", " ")
 
 
-def _number(value: float | None, spec: str = ",") -> str:
-    return _UNKNOWN if value is None else format(value, spec)
-
-
-def _dollars(value: float | None) -> str:
-    if value is None:
-        return _UNKNOWN
+def _dollars(value: float) -> str:
     return f"${value:,.2f}" if value >= 0.1 or value == 0 else f"${number_text(value)}"  # noqa: PLR2004
 
 
@@ -199,13 +182,20 @@ def _share(part: float, whole: float) -> str:
     return f"{part / whole:.1%}" if whole else "0 %"
 
 
-def _seconds(value: float | None) -> str:
-    return _UNKNOWN if value is None else f"{number_text(value)} s"
+def _seconds(value: float) -> str:
+    return f"{number_text(value)} s"
 
 
-def _span(seconds: float | None) -> str:
-    return _UNKNOWN if seconds is None else duration(seconds)
+_FILTERS: Mapping[str, Callable[..., str]] = {
+    "dollars": _dollars,
+    "moment": "{:%Y-%m-%d %H:%M:%S}".format,
+    "number": lambda value, spec=",": format(value, spec),
+    "seconds": _seconds,
+    "size": filesize.decimal,
+    "span": duration,
+    "words": _words,
+}
 
 
-def _moment(at: datetime) -> str:
-    return at.strftime("%Y-%m-%d %H:%M:%S")
+def _or_unknown(show: Callable[..., str]) -> Callable[..., str]:
+    return lambda value, *spec: "n/a" if value is None else show(value, *spec)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import Counter, defaultdict
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Literal
@@ -24,6 +24,15 @@ NO_RECORD = ""
 
 Result = Literal["alike", "different", "same_worker", "not_there", "unreadable", "few_steps"]
 """`not_there`: the image is not drawn yet; `few_steps`: it may come out different rightly."""
+
+RESULTS: Mapping[Result, str] = {
+    "alike": "pairs alike",
+    "different": "pairs that differ",
+    "same_worker": "by one worker twice",
+    "not_there": "without their image",
+    "unreadable": "no readable image",
+    "few_steps": "of too few steps",
+}
 
 
 @dataclass(slots=True)

@@ -12,6 +12,7 @@ import json
 import re
 import shutil
 import subprocess
+from collections.abc import Mapping
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
@@ -93,7 +94,7 @@ def everything() -> figures.Figures:
     }
 
 
-def picture(number: int) -> page.Sample:
+def picture(number: int) -> Mapping[str, Any]:
     prompts = ["a house", "a cat, " * 100, f"a rope <lora:{'x' * 100}:0.35>"]
     name = f"{number:04d}-{LONG_WORD}"
     drawn = Record(outcome="completed", id=name, at=NOON, prompt=prompts[number % 3])
