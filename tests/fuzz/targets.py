@@ -397,7 +397,6 @@ TARGETS: dict[str, Target] = {
         (errors.JobError,),
         (
             RECORD + b'"body": "{}"}',
-            RECORD + b'"packed_body": "eJyrrgUAAXUA+Q=="}',
             RECORD + b'"body_blob": "failed/' + b"0" * 32 + b'.txt"}',
         ),
     ),
