@@ -40,9 +40,6 @@ OnInvalid = Callable[[str, str], None]
 #: Called with the place and the job of each entry.
 OnJob = Callable[[str, Job], None]
 
-#: Makes a message of an entry and a text from which an id is derived.
-_ReadEntry = Callable[[Entry, str], str]
-
 SIGNATURE_BYTES = len(f',"{SIGNATURE_FIELD}":""') + SIGNATURE_CHARACTERS
 
 
@@ -111,8 +108,7 @@ class _EntrySource(abc.ABC):
         def note(place: str, reason: str) -> None:
             invalid.append(f"{place}: {reason}")
 
-        read = partial(self._checked, on_job=on_job)
-        for _ in self._read(start, self._on_invalid or note, read):
+        for _ in self._read(start, self._on_invalid or note, on_job or (lambda *_: None)):
             if len(invalid) == MAX_REPORTED:
                 break
         if invalid:
@@ -122,35 +118,15 @@ class _EntrySource(abc.ABC):
             )
 
     def bodies(self, start: int) -> Iterator[str | None]:
-        return self._read(start, self._on_invalid or _refuse, self._message)
+        return self._read(start, self._on_invalid or _refuse)
 
     def examples(self, most: int) -> Iterator[str]:
         return itertools.islice((body for body in self.bodies(0) if body is not None), most)
 
-    def _message(self, entry: Entry, id_text: str) -> str:
-        text = _without_failure(entry.text)
-        message = _to_message(text, self._job(text, id_text), self._key)
-        self.mended += text is not entry.text
-        return message
-
-    def _checked(self, entry: Entry, id_text: str, on_job: OnJob | None) -> str:
-        """Makes its message with spaces for a signature: to sign takes as long as to read."""
-        text = _without_failure(entry.text)
-        job = self._job(text, id_text)
-        body = _to_message(text, job, None)
-        if self._key is not None:
-            sizes.checked_messages([body + " " * SIGNATURE_BYTES])
-        if on_job is not None:
-            on_job(entry.place, job)
-        return body
-
-    def _job(self, text: str, id_text: str) -> Job:
-        job_id = digest(id_text.encode())
-        job = read_job(text, job_id)
-        return job if self._campaign is None else job.identified(job_id, self._campaign)
-
-    def _read(self, start: int, on_invalid: OnInvalid, read: _ReadEntry) -> Iterator[str | None]:
-        """The messages from position *start* on, as *read* makes them."""
+    def _read(
+        self, start: int, on_invalid: OnInvalid, on_job: OnJob | None = None
+    ) -> Iterator[str | None]:
+        """The messages from position *start* on; with *on_job* they are only checked."""
         with self._opened() as stream:
             end = None if self.count is None else max(0, self.count - start)
             entries = itertools.islice(self._form.entries(stream, start), end)
@@ -158,24 +134,33 @@ class _EntrySource(abc.ABC):
                 problem, body = entry.problem, None
                 try:
                     if entry.text:
-                        body = read(entry, f"{self.identity}:{number}")
+                        body = self._message(entry, f"{self.identity}:{number}", on_job)
                 except errors.JobError as error:
                     problem = error.message
                 if problem:
                     on_invalid(entry.place, problem)
                 yield body
 
+    def _message(self, entry: Entry, id_text: str, on_job: OnJob | None) -> str:
+        text = _without_failure(entry.text)
+        job_id = digest(id_text.encode())
+        job = read_job(text, job_id)
+        if self._campaign is not None:
+            job = job.identified(job_id, self._campaign)
+        # Only checked, it has spaces for a signature: to sign takes as long as to read.
+        key, room = (None, SIGNATURE_BYTES) if on_job and self._key else (self._key, 0)
+        # Without a key, a job that somebody has signed stays as it was signed.
+        is_theirs = self._key is None and is_signed(text)
+        body = without_deliveries(text) if is_theirs else job.to_message(key)
+        sizes.checked_messages([body + " " * room])
+        if on_job is not None:
+            on_job(entry.place, job)
+        self.mended += text is not entry.text
+        return body
+
     @abc.abstractmethod
     def _opened(self) -> AbstractContextManager[io.BufferedReader]:
         """The content, decompressed."""
-
-
-def _to_message(text: str, job: Job, key: SigningKey | None) -> str:
-    # Without a key, a job that somebody has signed stays as it was signed.
-    is_theirs = key is None and is_signed(text)
-    body = without_deliveries(text) if is_theirs else job.to_message(key)
-    sizes.checked_messages([body])
-    return body
 
 
 class FileSource(_EntrySource):
