@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import gzip
 import hashlib
 import io
 import itertools
@@ -10,10 +11,11 @@ import json
 import os
 import uuid
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from pathlib import Path
+from typing import cast
 
 from imagefleet import errors
 from imagefleet.job import sizes
@@ -27,8 +29,15 @@ from imagefleet.job.message import (
 )
 from imagefleet.signing import SIGNATURE_CHARACTERS, SigningKey
 from imagefleet.storage.deliveries import without_deliveries
-from loadgen.formats import files
-from loadgen.formats.lines import Entry, Format, FormatError
+from loadgen.formats.json_array import JsonArray
+from loadgen.formats.lines import Entry, Format, FormatError, JsonLines, PromptLines
+from loadgen.formats.tables import CsvRows, ParquetRows
+
+FORMATS: Mapping[str, Format] = {
+    each.name: each for each in (JsonLines(), JsonArray(), CsvRows(), PromptLines(), ParquetRows())
+}
+
+_GZIP_MAGIC = b"\x1f\x8b"
 
 #: 96 bits: a collision among a hundred million jobs has a chance of 10^-13.
 ID_BYTES = 12
@@ -41,6 +50,35 @@ OnInvalid = Callable[[str, str], None]
 OnJob = Callable[[str, Job], None]
 
 SIGNATURE_BYTES = len(f',"{SIGNATURE_FIELD}":""') + SIGNATURE_CHARACTERS
+
+
+def find_format(
+    path: Path,
+    name: str | None = None,
+    formats: Mapping[str, Format] = FORMATS,
+    other_suffixes: Iterable[str] = (),
+) -> Format:
+    """The format *name*, or else that of the file's name, without `.gz`; or raises SetupError."""
+    known = "|".join(formats)
+    if name is not None:
+        if name not in formats:
+            raise errors.SetupError(f"--format {name[:40]}: should be {known}")
+        return formats[name]
+    for form in formats.values():
+        if path.name.lower().removesuffix(".gz").endswith(form.suffixes):
+            return form
+    suffixes = sorted([*other_suffixes, *(each for f in formats.values() for each in f.suffixes)])
+    raise errors.SetupError(
+        f"{path}: the name must end in {', '.join(suffixes)} or one of these with .gz; or choose"
+        f" --format {known}"
+    )
+
+
+def decompressed(file: io.BufferedReader) -> io.BufferedReader:
+    """The content of a file that may be gzip, and damaged: EOFError, zlib.error or OSError."""
+    if file.peek(len(_GZIP_MAGIC)).startswith(_GZIP_MAGIC):
+        return cast("io.BufferedReader", gzip.GzipFile(fileobj=file))
+    return file
 
 
 def digest(data: bytes) -> str:
@@ -60,7 +98,7 @@ class UnchangedFile:
         """Its content, decompressed if its format can be; errors of reading it name it."""
         with _explained(str(self._path), self._form), self._path.open("rb") as file:
             self._check_version(file)
-            yield files.decompressed(file) if self._form.is_stream else file
+            yield decompressed(file) if self._form.is_stream else file
             self._check_version(file)
 
     def _check_version(self, file: io.BufferedReader) -> None:
@@ -171,7 +209,7 @@ class FileSource(_EntrySource):
     def __init__(
         self,
         path: Path,
-        form: Format = files.FORMATS["jsonl"],
+        form: Format = FORMATS["jsonl"],
         *,
         count: int | None = None,
         on_invalid: OnInvalid | None = None,
@@ -208,7 +246,7 @@ class StreamSource(_EntrySource):
     def __init__(
         self,
         stream: io.BufferedReader,
-        form: Format = files.FORMATS["jsonl"],
+        form: Format = FORMATS["jsonl"],
         *,
         count: int | None = None,
         on_invalid: OnInvalid | None = None,
@@ -227,7 +265,7 @@ class StreamSource(_EntrySource):
     @contextmanager
     def _opened(self) -> Iterator[io.BufferedReader]:
         with _explained(self._name, self._form):
-            yield files.decompressed(self._stream)
+            yield decompressed(self._stream)
 
 
 def _without_failure(text: str) -> str:
