@@ -231,18 +231,12 @@ def by_setting(
     own = {variable(name): name for name in model.model_fields}
     others = {variable(name) for other in other_models for name in other.model_fields}
     known = own.keys() | others
-    given = {}
-    for name in sorted(variables):
-        if not name.upper().startswith(PREFIX):
-            continue
-        if name.upper() not in known:
-            hint = validation.suggestion(name.upper(), known)
-            raise ValueError(
-                f"unknown setting {name}{hint or '; `imagefleet worker --help` lists them'}"
-            )
-        if name.upper() in own and variables[name] not in (None, ""):
-            given[own[name.upper()]] = variables[name]
-    return given
+    named = {name.upper(): name for name in variables if name.upper().startswith(PREFIX)}
+    for upper in sorted(named.keys() - known):
+        hint = validation.suggestion(upper, known) or "; `imagefleet worker --help` lists them"
+        raise ValueError(f"unknown setting {named[upper]}{hint}")
+    given = {own[upper]: variables[name] for upper, name in named.items() if upper in own}
+    return {name: value for name, value in given.items() if value not in (None, "")}
 
 
 def read_moment(flag: str, text: str | None) -> datetime | None:
