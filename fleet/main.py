@@ -65,6 +65,7 @@ _ELSEWHERE = {
     "replay": "fleet.failed.command:replay_command",
     "discard": "fleet.failed.command:discard_command",
     "keys": "fleet.keys.command:app",
+    "broker": "fleet.keys.broker:command",
     "deploy": "fleet.salad.command:app",
     "files": "fleet.files.command:app",
     "bench": "evaluation.bench.command:command",
