@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import io
 import json
 import subprocess
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -97,7 +95,7 @@ def found_by_workers(
 
 
 def names_of(prompts: Sequence[str]) -> set[str]:
-    return {text_states.file_name(each, tiny_cascade.ENCODER) for each in prompts}
+    return {f"{text_states.stem(each, tiny_cascade.ENCODER)}.safetensors" for each in prompts}
 
 
 def test_workers_find_the_states_of_all_prompts_of_all_stages(
@@ -211,7 +209,7 @@ def test_with_a_signing_key_all_are_listed_and_what_others_stored_is_replaced(
     monkeypatch.setattr(texts, "CHUNK", 2)
     monkeypatch.setattr(texts, "LISTED_AT_ONCE", 2)
     foreign = text_states.content("two dogs", tiny_cascade.ENCODER, torch.ones(77, WIDTH))
-    blob = f"{TEXT.folder}/{text_states.file_name('two dogs', tiny_cascade.ENCODER)}"
+    blob = f"{TEXT.folder}/{text_states.stem('two dogs', tiny_cascade.ENCODER)}.safetensors"
 
     async def put() -> None:
         async with open_storage(storage_settings) as storage:
@@ -257,21 +255,22 @@ def test_a_list_that_would_become_too_large_is_refused_before_the_work(
 
 def test_states_made_on_another_machine_are_stored_as_they_are(
     in_process: Imagefleet,
+    jobs: Path,
     model: Path,
     storage_settings: StorageSettings,
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    made = tmp_path / "states"
-    monkeypatch.setattr(sys, "stdin", io.StringIO("a red house\n"))
-    text_stage.main(["--model", str(model), "--out", str(made), "--device", "cpu"])
+    elsewhere = tmp_path / "elsewhere"
+    made = elsewhere / "files" / TEXT.folder
+    command = ["files", "make", "text", str(jobs), "--model", str(model)]
+    assert in_process(*command, f"--storage=local:{elsewhere}").returncode == console.EXIT_DONE
     added = in_process("files", "add", "text", str(made), *flags(storage_settings))
     assert added.returncode == console.EXIT_DONE, added.stderr
-    assert "2 text states stored, 0 were there, of 2 prompts by tiny-t5" in added.stderr
-    states = found_by_workers(storage_settings, ["a red house", ""], tmp_path / "cache")
-    assert [each.shape for each in states] == [(77, WIDTH)] * 2
+    assert "5 text states stored, 0 were there, of 5 prompts by tiny-t5" in added.stderr
+    states = found_by_workers(storage_settings, PROMPTS, tmp_path / "cache")
+    assert [each.shape for each in states] == [(77, WIDTH)] * len(PROMPTS)
     again = in_process("files", "add", "text", str(made), *flags(storage_settings))
-    assert "0 text states stored, 2 were there" in again.stderr
+    assert "0 text states stored, 5 were there" in again.stderr
 
 
 @pytest.mark.parametrize(

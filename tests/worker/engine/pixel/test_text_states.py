@@ -1,10 +1,8 @@
 from __future__ import annotations
 
 import importlib.util
-import io
 import json
 import shutil
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +16,12 @@ from worker.engine.pixel import text_stage, text_states
 
 NAME = tiny_cascade.ENCODER
 WIDTH = 32
+
+
+def write(folder: Path, prompt: str, encoder: str, states: torch.Tensor) -> Path:
+    path = folder / f"{text_states.stem(prompt, encoder)}.safetensors"
+    path.write_bytes(text_states.content(prompt, encoder, states))
+    return path
 
 
 @pytest.fixture(scope="module")
@@ -98,15 +102,14 @@ def test_a_file_has_the_states_in_float16_under_the_name_of_prompt_and_encoder(
     tmp_path: Path, text: Any
 ) -> None:
     (states,) = text.encode(["A red house"])
-    path = text_states.write(tmp_path, "A red house", text.name, states)
-    assert path.name == text_states.file_name(" a red HOUSE", NAME), "as the encoder takes it"
-    assert path.name != text_states.file_name("a red house", "another encoder")
+    path = write(tmp_path, "A red house", text.name, states)
+    assert path.stem == text_states.stem(" a red HOUSE", NAME), "as the encoder takes it"
+    assert path.stem != text_states.stem("a red house", "another encoder")
     assert torch.equal(text_states.read(path, "a red house", NAME, WIDTH), states.half())
-    assert list(tmp_path.iterdir()) == [path], "nothing but whole files"
 
 
 def test_states_of_t5_xxl_take_631_kb(tmp_path: Path) -> None:
-    path = text_states.write(tmp_path, "a", "t5-v1_1-xxl", torch.zeros(77, 4096))
+    path = write(tmp_path, "a", "t5-v1_1-xxl", torch.zeros(77, 4096))
     assert 77 * 4096 * 2 <= path.stat().st_size < 77 * 4096 * 2 + 1000
 
 
@@ -117,7 +120,7 @@ def test_states_of_t5_xxl_take_631_kb(tmp_path: Path) -> None:
 def test_states_of_another_prompt_encoder_or_width_are_refused(
     prompt: str, encoder: str, width: int, tmp_path: Path, text: Any
 ) -> None:
-    path = text_states.write(tmp_path, "a red house", NAME, text.encode(["a red house"])[0])
+    path = write(tmp_path, "a red house", NAME, text.encode(["a red house"])[0])
     with pytest.raises(errors.JobError, match=r"does not have the text states|are damaged"):
         text_states.read(path, prompt, encoder, width)
 
@@ -126,7 +129,7 @@ def test_damaged_states_are_refused(tmp_path: Path, text: Any) -> None:
     states = text.encode(["a"])[0]
     states[3, 4] = float("nan")
     with pytest.raises(errors.JobError, match="or not finite"):
-        text_states.read(text_states.write(tmp_path, "a", NAME, states), "a", NAME, WIDTH)
+        text_states.read(write(tmp_path, "a", NAME, states), "a", NAME, WIDTH)
     other = tmp_path / "other.safetensors"
     save_file({"states": torch.zeros(77, WIDTH)}, other)
     with pytest.raises(errors.JobError, match="does not have the text states"):
@@ -152,9 +155,8 @@ def test_a_stage_without_an_encoder_draws_from_files(
     draw: Any,
     difference: Any,
 ) -> None:
-    text_stage.write_states(text, ["a red house", "blurry"], tmp_path)
-    names = (text_states.file_name(each, NAME) for each in ("a red house", "blurry"))
-    paths = tuple(tmp_path / name for name in names)
+    prompts = "a red house", "blurry"
+    paths = tuple(write(tmp_path, each, NAME, text.encode([each])[0]) for each in prompts)
     engine = make_engine(folder=without_encoder)
     (image,) = draw(engine, request_of(text_states=paths))
     assert difference(image, draw(make_engine(), request_of())[0]) <= 4, "float16"
@@ -162,18 +164,6 @@ def test_a_stage_without_an_encoder_draws_from_files(
         engine.prepare(request_of(prompt="another"))
     with pytest.raises(errors.JobError, match="does not have the text states of this prompt"):
         engine.prepare(request_of(prompt="another", text_states=paths))
-
-
-def test_the_command_writes_each_prompts_states_once(
-    stage: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    command = ["--model", str(stage("base")), "--out", str(tmp_path / "states")]
-    for prompts, written in (("one\ntwo\none\n", 3), ("two\nthree\n", 1)):
-        monkeypatch.setattr(sys, "stdin", io.StringIO(prompts))
-        text_stage.main([*command, "--device", "cpu"])
-        assert len(capsys.readouterr().out.split()) == written
-    names = {text_states.file_name(each, NAME) for each in ("", "one", "two", "three")}
-    assert {path.name for path in (tmp_path / "states").iterdir()} == names
 
 
 def test_a_folder_without_a_text_encoder_is_refused(without_encoder: Path) -> None:
@@ -200,26 +190,3 @@ def test_a_tokenizer_that_another_library_has_to_convert_is_refused_by_name(
     (tmp_path / "tokenizer" / "tokenizer.json").rename(tmp_path / "tokenizer" / "spiece.model")
     with pytest.raises(errors.SetupError, match=r"has no tokenizer\.json.*pip install"):
         text_stage.TextStage(tmp_path, torch.device("cpu"), torch.float32)
-
-
-@pytest.mark.parametrize(
-    ("out", "given", "said"),
-    [
-        ("states", b"a house\n\xff\xfe\n", "text_stage: the prompts are not in UTF-8"),
-        ("a-file/states", b"a house\n", "text_stage: .* cannot be made: Not a directory"),
-    ],
-)
-def test_what_the_command_cannot_read_or_write_is_a_sentence(
-    stage: Any,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    out: str,
-    given: bytes,
-    said: str,
-) -> None:
-    (tmp_path / "a-file").touch()
-    command = ["--model", str(stage("base")), "--out", str(tmp_path / out), "--device", "cpu"]
-    for handling in ("strict", "surrogateescape"):  # the second with the locale C
-        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(given), "utf-8", handling))
-        with pytest.raises(SystemExit, match=said):
-            text_stage.main(command)
