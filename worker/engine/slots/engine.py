@@ -23,7 +23,7 @@ from worker.engine import errors as engine_errors
 from worker.engine.checkpoint import Checkpoint
 from worker.engine.control.held import KEPT_BYTES
 from worker.engine.families.table import Model
-from worker.engine.kernels.background import Around, nothing_around
+from worker.engine.kernels.compile import Around
 from worker.engine.passes.beside import BesideTicks, PreparedUpscale
 from worker.engine.self_check import SelfCheck
 from worker.engine.slots import memory, staging, weights
@@ -193,16 +193,12 @@ class SlotEngine:
         """The same for requests with the size, prompts' length and ControlNets of this one."""
         self._compilation.run(BatchKey.of(self._preparer.prepare(request)))
 
-    def compile_in_background(self, around: Around = nothing_around) -> None:
+    def compile_in_background(self, around: Around | None = None) -> None:
         """The same for the native size while images are drawn, soon after the first one.
 
         *around* is entered while something is compiled, later sizes included.
         """
         self._compilation.begin_soon(around)
-
-    def finish_compiling(self) -> None:
-        """Waits until all that is frequent or asked for by now is compiled."""
-        self._compilation.finish()
 
     @property
     def checkpoint(self) -> Model:
