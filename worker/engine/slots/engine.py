@@ -342,8 +342,8 @@ class SlotEngine:
         added = None
         if state.added is not None:
             added = state.added[state.added_rows * slot : state.added_rows * (slot + 1)]
-        factors = staged.factors if lane.weight_mode != "shared" else {}
-        self._unet.compute_prompt(staged.vectors, staged.added, factors, state.context[rows], added)
+        changes = staged.changes.stacked if lane.weight_mode != "shared" else {}
+        self._unet.compute_prompt(staged.vectors, staged.added, changes, state.context[rows], added)
         if state.conditioning is not None and staged.conditioning is not None:
             state.conditioning[slot].copy_(staged.conditioning)
         for control, hint in zip(step.controls, staged.hints, strict=True):
