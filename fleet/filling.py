@@ -11,7 +11,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from rich import markup, progress
+from rich import progress
 
 from fleet import console
 from imagefleet.storage.open import Storage, open_storage
@@ -27,27 +27,16 @@ SECONDS_BETWEEN_LINES = 5.0
 #: Queues that are named when jobs of many models were sent.
 _SHOWN_QUEUES = 5
 
-#: A file below this size is checked in a moment.
-_LONG_FILE_BYTES = 5_000_000
-
-#: Fewer jobs of a template are made in a moment.
-_MANY_JOBS = 20_000
-
-Reading = Callable[..., contextlib.AbstractContextManager[Callable[[int], None]]]
+Reading = Callable[[str], contextlib.AbstractContextManager[None]]
 
 
 @contextlib.contextmanager
-def reading(
-    path: Path, doing: str, *, is_shown: bool, jobs: int | None = None
-) -> Iterator[Callable[[int], None]]:
-    """A bar of a long file's bytes, or of so many *jobs*, on a terminal; the end by Ctrl-C."""
-    size = jobs or (path.stat().st_size if path.is_file() else 0)
-    is_long = size >= (_MANY_JOBS if jobs else _LONG_FILE_BYTES)
-    unit = None if jobs else progress.DownloadColumn()
-    what = f"{doing} {markup.escape(path.name)}"
+def reading(path: Path, doing: str, *, is_shown: bool) -> Iterator[None]:
+    """Says on a terminal that a file is being read; Ctrl-C ends it with a note."""
+    what = console.untrusted(f"{doing} {path.name}")
     try:
-        with console.counting(what, size, quiet=not (is_shown and is_long), unit=unit) as move:
-            yield lambda done: move(done=done)
+        with console.stderr.status(what) if is_shown else contextlib.nullcontext():
+            yield
     except KeyboardInterrupt:
         console.print_note(f"stopped while {doing} {path}; nothing was sent")
         raise
@@ -78,8 +67,8 @@ def fill(
     )
     _announce(load, file, path)
     if reading is not None:
-        with reading("checking") as on_read:
-            load.check(on_read)  # before the event loop begins: Ctrl-C can interrupt a long file
+        with reading("checking"):
+            load.check()  # before the event loop begins: Ctrl-C can interrupt a long file
     is_live = console.stderr.is_terminal and not as_json
     with showing(load, source.count, is_live=is_live, quiet=quiet, as_json=as_json) as show:
         return console.run(_send(storage, load, show)), load.is_done

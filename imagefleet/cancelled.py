@@ -6,7 +6,6 @@ A job is cancelled if its message was sent before its campaign was, by the clock
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
 from collections.abc import Callable, Mapping
 from datetime import datetime, timedelta
@@ -18,9 +17,10 @@ from imagefleet import errors, retry, validation
 from imagefleet.job.message import DEFAULT_CAMPAIGN, SafeId
 from imagefleet.storage.open import Storage
 from imagefleet.storage.protocol import BlobStore
+from imagefleet.telemetry import logs
 from imagefleet.telemetry.logs import Occasion
 
-log = logging.getLogger(__name__)
+log = logs.EventLog(__name__)
 
 BLOB = "cancelled.json"
 
@@ -124,13 +124,8 @@ class CancelledCampaigns:
 
     def _log(self, why: str) -> None:
         if self._warning.is_due():
-            log.warning(
-                "%s in the container %r cannot be read; jobs that were cancelled since may run: %s",
-                BLOB,
-                self._files.name,
-                why,
-                extra={"action": "cancelled_unread"},
-            )
+            where = f"{BLOB} in the container {self._files.name!r}"
+            log.warning(f"{where} cannot be read: {why}", action="cancelled_unread")
 
 
 async def cancel(storage: Storage, campaign: str) -> datetime:

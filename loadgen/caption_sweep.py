@@ -18,7 +18,7 @@ from imagefleet.job.message import Job
 from imagefleet.records import sweep
 from imagefleet.records.sweep import Group, Sweep
 from imagefleet.signing import SigningKey
-from loadgen.file_source import OnRead, digest, explained, ignore, version_of
+from loadgen.file_source import digest, explained, version_of
 from loadgen.formats import files
 from loadgen.formats.json_array import members
 from loadgen.formats.lines import Entry, FormatError, JsonLines, PromptLines
@@ -57,7 +57,6 @@ class CaptionFile:
         form: str | None = None,
         count: int | None = None,
         one_per_image: bool = False,
-        on_read: OnRead = ignore,
     ) -> None:
         self.path = path
         self._form = form or _format(path)
@@ -70,17 +69,17 @@ class CaptionFile:
         self._one_per_image = one_per_image
         with explained(str(path), self._form), path.open("rb") as file:
             self._version = version_of(file)
-        self.facts = sweep.digest(self.read(on_read=on_read))
+        self.facts = sweep.digest(self.read())
         if not self.facts.count:
             raise errors.SetupError(f"{path} holds no captions")
 
-    def read(self, start: int = 0, on_read: OnRead = ignore) -> Iterator[str]:
-        """The captions from number *start* on; *on_read* gets the bytes of the file read so far."""
+    def read(self, start: int = 0) -> Iterator[str]:
+        """The captions from number *start* on."""
         with explained(str(self.path), self._form), self.path.open("rb") as file:
             if version_of(file) != self._version:
                 raise errors.SetupError(f"{self.path} has changed since its captions were counted")
-            stream = files.decompressed(file, lambda _: on_read(file.tell()))
-            yield from itertools.islice(self._captions(stream), start, self._count)
+            captions = self._captions(files.decompressed(file))
+            yield from itertools.islice(captions, start, self._count)
 
     def _captions(self, stream: BinaryIO) -> Iterator[str]:
         seen: set[object] = set()
@@ -194,9 +193,6 @@ def groups(
 class SweepSource:
     """The jobs of a sweep, a source of `Load`; raises SetupError for an invalid field."""
 
-    #: `check` reports bytes, not jobs.
-    jobs_to_make = None
-
     def __init__(
         self,
         captions: CaptionFile,
@@ -226,10 +222,10 @@ class SweepSource:
         for _ in self.first_jobs():
             pass
 
-    def check(self, start: int, on_read: OnRead = ignore, _on_job: object = None) -> None:
+    def check(self, start: int) -> None:
         """Checks each caption that is still to be sent, in the first group: groups were checked."""
         first = start // len(self.sweep.groups)
-        for number, caption in enumerate(self._captions.read(first, on_read), first):
+        for number, caption in enumerate(self._captions.read(first), first):
             self._body(self.sweep.groups[0], number, caption)
 
     def bodies(self, start: int) -> Iterator[str | None]:

@@ -11,7 +11,7 @@ import os
 import uuid
 import zlib
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
@@ -35,16 +35,8 @@ from loadgen.formats.lines import Entry, Format, FormatError
 ID_BYTES = 12
 MAX_REPORTED = 10
 
-_READ_BYTES = 2**20
-
-#: Entries between two calls for a format that cannot tell how much of the file is read.
-_ENTRIES_BETWEEN_CALLS = 1_000
-
 #: Called with the place of an invalid entry, and why it is none.
 OnInvalid = Callable[[str, str], None]
-
-#: Called with the bytes of the file read so far.
-OnRead = Callable[[int], None]
 
 #: Called with the place and the job of each entry.
 OnJob = Callable[[str, Job], None]
@@ -64,10 +56,6 @@ class Version(NamedTuple):
     modified_at_ns: int
 
 
-def ignore(read_bytes: int) -> None:
-    """Takes the progress of reading for callers that show none."""
-
-
 def digest(data: bytes) -> str:
     return hashlib.blake2b(data, digest_size=ID_BYTES).hexdigest()
 
@@ -75,16 +63,19 @@ def digest(data: bytes) -> str:
 class _EntrySource(abc.ABC):
     """Jobs from the entries of a format: signed with *key*, of *campaign* where a job has none."""
 
-    #: `check` reports bytes, not jobs.
-    jobs_to_make = None
+    identity: str
+    count: int | None
+    _can_be_read_again = True
 
     def __init__(
         self,
+        name: str,
         form: Format,
         on_invalid: OnInvalid | None,
         key: SigningKey | None,
         campaign: str | None,
     ) -> None:
+        self._name = name
         self._form = form
         self._on_invalid = on_invalid
         self._key = key
@@ -92,8 +83,30 @@ class _EntrySource(abc.ABC):
         self.mended = 0
         """Jobs of the messages so far that had failed, as `imagefleet failed --export` notes it."""
 
+    def check(self, start: int, on_job: OnJob | None = None) -> None:
+        """Checks each entry that is to be sent, for *on_job*; a SetupError has the first ten.
+
+        Without *on_job*, not where it is of no use: what is invalid is skipped, or read only once.
+        """
+        if on_job is None and (self._on_invalid is not None or not self._can_be_read_again):
+            return
+        invalid: list[str] = []
+
+        def note(place: str, reason: str) -> None:
+            invalid.append(f"{place}: {reason}")
+
+        read = partial(self._checked, on_job=on_job)
+        for _ in self._read(start, self._on_invalid or note, read):
+            if len(invalid) == MAX_REPORTED:
+                break
+        if invalid:
+            raise errors.SetupError(
+                f"{self._name} has invalid jobs; nothing was sent. Correct them or skip them with"
+                " --skip-invalid:\n" + "\n".join(invalid)
+            )
+
     def bodies(self, start: int) -> Iterator[str | None]:
-        return self._read(start, self._on_invalid or _refuse_next, self._message)
+        return self._read(start, self._on_invalid or _refuse, self._message)
 
     def examples(self, most: int) -> Iterator[str]:
         return itertools.islice((body for body in self.bodies(0) if body is not None), most)
@@ -120,9 +133,25 @@ class _EntrySource(abc.ABC):
         job = read_job(text, job_id)
         return job if self._campaign is None else job.identified(job_id, self._campaign)
 
-    @abc.abstractmethod
     def _read(self, start: int, on_invalid: OnInvalid, read: _ReadEntry) -> Iterator[str | None]:
         """The messages from position *start* on, as *read* makes them."""
+        with explained(self._name, self._form.name), self._opened() as stream:
+            end = None if self.count is None else max(0, self.count - start)
+            entries = itertools.islice(self._form.entries(stream, start), end)
+            for number, entry in enumerate(entries, start + 1):
+                problem, body = entry.problem, None
+                try:
+                    if entry.text:
+                        body = read(entry, f"{self.identity}:{number}")
+                except errors.JobError as error:
+                    problem = error.message
+                if problem:
+                    on_invalid(entry.place, problem)
+                yield body
+
+    @abc.abstractmethod
+    def _opened(self) -> AbstractContextManager[BinaryIO]:
+        """The content, decompressed."""
 
 
 def _to_message(text: str, job: Job, key: SigningKey | None) -> str:
@@ -136,6 +165,8 @@ def _to_message(text: str, job: Job, key: SigningKey | None) -> str:
 class FileSource(_EntrySource):
     """A file of jobs; ids come from the content and the entry's number, with or without a job."""
 
+    count: int
+
     def __init__(
         self,
         path: Path,
@@ -143,83 +174,37 @@ class FileSource(_EntrySource):
         *,
         count: int | None = None,
         on_invalid: OnInvalid | None = None,
-        on_read: OnRead = ignore,
         key: SigningKey | None = None,
         campaign: str | None = None,
     ) -> None:
-        super().__init__(form, on_invalid, key, campaign)
+        super().__init__(str(path), form, on_invalid, key, campaign)
         self._path = path
         # The same bytes are other jobs in another format.
         person = b"" if form.name == "jsonl" else form.name.encode()
-        hasher = hashlib.blake2b(digest_size=16, person=person)
-        with explained(str(path), form.name), path.open("rb") as file:
+        new_hash = partial(hashlib.blake2b, digest_size=16, person=person)
+        with explained(self._name, form.name), path.open("rb") as file:
             self._version = version_of(file)
-            stream = self._stream(file, on_read, hasher.update)
-            entries = form.count(stream) if form.is_stream else 0
-            while stream.read(_READ_BYTES):  # what follows the last entry, or all
-                pass
-            if not form.is_stream:
-                entries = form.count(file)
+            hasher = hashlib.file_digest(self._stream(file), new_hash)
+            file.seek(0)
+            entries = form.count(self._stream(file))
         if campaign is not None:
             hasher.update(f" campaign={campaign}".encode())
         self.identity = hasher.hexdigest()
         self.count = entries if count is None else min(count, entries)
 
-    def check(self, start: int, on_read: OnRead = ignore, on_job: OnJob | None = None) -> None:
-        """Checks each entry that is to be sent, for *on_job*; a SetupError has the first ten."""
-        if self._on_invalid is not None and on_job is None:
-            return
-        invalid: list[str] = []
-
-        def note(place: str, reason: str) -> None:
-            invalid.append(f"{place}: {reason}")
-
-        read = partial(self._checked, on_job=on_job)
-        for _ in self._read(start, self._on_invalid or note, read, on_read):
-            if len(invalid) == MAX_REPORTED:
-                break
-        if invalid:
-            raise errors.SetupError(
-                f"{self._path} has invalid jobs; nothing was sent. Correct them or skip them with"
-                " --skip-invalid:\n" + "\n".join(invalid)
-            )
-
     def describe(self) -> str:
         """How much there is; a line may hold no job."""
         return f"{self._path}: {self.count:,} {self._form.unit}{'s' * (self.count != 1)}"
 
-    def _read(
-        self, start: int, on_invalid: OnInvalid, read: _ReadEntry, on_read: OnRead = ignore
-    ) -> Iterator[str | None]:
-        with explained(str(self._path), self._form.name), self._path.open("rb") as file:
+    @contextmanager
+    def _opened(self) -> Iterator[BinaryIO]:
+        with self._path.open("rb") as file:
             self._check_version(file)
-            if self._form.is_stream:
-                entries = self._form.entries(self._stream(file, on_read), start)
-            else:
-                entries = self._paced(self._form.entries(file, start), start, on_read)
-            to_send = itertools.islice(entries, max(0, self.count - start))
-            yield from _read_entries(to_send, self.identity, start + 1, on_invalid, read)
+            yield self._stream(file)
             self._check_version(file)
 
-    def _stream(
-        self,
-        file: io.BufferedReader,
-        on_read: OnRead,
-        on_data: Callable[[memoryview], None] = lambda _: None,
-    ) -> BinaryIO:
-        def observe(data: memoryview) -> None:
-            on_data(data)
-            on_read(file.tell())
-
-        opened = files.decompressed if self._form.is_stream else files.observed
-        return opened(file, observe)
-
-    def _paced(self, entries: Iterator[Entry], start: int, on_read: OnRead) -> Iterator[Entry]:
-        """*entries*, with a report of the part of the file that they are now and then."""
-        for number, entry in enumerate(entries, start):
-            if number % _ENTRIES_BETWEEN_CALLS == 0:
-                on_read(self._version.size_bytes * number // self.count)
-            yield entry
+    def _stream(self, file: io.BufferedReader) -> io.BufferedReader:
+        return files.decompressed(file) if self._form.is_stream else file
 
     def _check_version(self, file: BinaryIO) -> None:
         if version_of(file) != self._version:
@@ -232,6 +217,8 @@ class FileSource(_EntrySource):
 class StreamSource(_EntrySource):
     """Standard input, which has no checkpoint; a job without an id takes a random one."""
 
+    _can_be_read_again = False
+
     def __init__(
         self,
         stream: io.BufferedReader,
@@ -242,48 +229,23 @@ class StreamSource(_EntrySource):
         key: SigningKey | None = None,
         campaign: str | None = None,
     ) -> None:
-        super().__init__(form, on_invalid, key, campaign)
+        super().__init__("standard input", form, on_invalid, key, campaign)
         self._stream = stream
         self.identity = uuid.uuid4().hex
         self.count = count
-
-    def check(self, start: int, _on_read: OnRead = ignore, on_job: OnJob | None = None) -> None:
-        """Checks nothing without *on_job*: an entry that was read is gone."""
-        if on_job is not None:
-            read = partial(self._checked, on_job=on_job)
-            for _ in self._read(start, self._on_invalid or _refuse, read):
-                pass
 
     def describe(self) -> str:
         """Describes nothing: how much there is shows at its end."""
         return ""
 
-    def _read(self, start: int, on_invalid: OnInvalid, read: _ReadEntry) -> Iterator[str | None]:
-        with explained("standard input", self._form.name):
-            entries = self._form.entries(files.decompressed(self._stream), start)
-            to_send = itertools.islice(entries, self.count)
-            yield from _read_entries(to_send, self.identity, start + 1, on_invalid, read)
+    def _opened(self) -> AbstractContextManager[BinaryIO]:
+        return nullcontext(files.decompressed(self._stream))
 
 
 def version_of(file: BinaryIO) -> Version:
     """What identifies a file's content, to notice that it was written since."""
     status = os.fstat(file.fileno())
     return Version(status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
-
-
-def _read_entries(
-    entries: Iterator[Entry], identity: str, first: int, on_invalid: OnInvalid, read: _ReadEntry
-) -> Iterator[str | None]:
-    for number, entry in enumerate(entries, first):
-        problem, body = entry.problem, None
-        try:
-            if entry.text:
-                body = read(entry, f"{identity}:{number}")
-        except errors.JobError as error:
-            problem = error.message
-        if problem:
-            on_invalid(entry.place, problem)
-        yield body
 
 
 def _without_failure(text: str) -> str:
@@ -315,8 +277,8 @@ def explained(name: str, form: str) -> Iterator[None]:
         raise errors.SetupError(f"{name} as {form}: {error}") from None
 
 
-def _refuse(place: str, reason: str, *, but: str = "nothing was sent") -> None:
-    raise errors.SetupError(f"{place} is not a valid job: {reason}; {but}")
-
-
-_refuse_next = partial(_refuse, but="the jobs before it are sent (--skip-invalid skips such jobs)")
+def _refuse(place: str, reason: str) -> None:
+    raise errors.SetupError(
+        f"{place} is not a valid job: {reason}; the jobs before it are sent (--skip-invalid skips"
+        " such jobs)"
+    )

@@ -23,7 +23,6 @@ from imagefleet.storage.settings import Priority
 from imagefleet.submit import BulkSender, Progress, keep_noting
 from loadgen.campaigns import LoadedCampaigns, Sample
 from loadgen.caption_sweep import SweepSource
-from loadgen.file_source import OnRead
 from loadgen.processes.frames import Refusals
 from loadgen.processes.pool import SenderProcesses
 from loadgen.settings import MOST_BATCHES, LoadSettings
@@ -205,10 +204,10 @@ class Load:
             second_drawing=sample.second_drawing,
         )
 
-    def check(self, on_read: OnRead) -> None:
+    def check(self) -> None:
         """Raises SetupError for invalid jobs, with their places; slow for a long file."""
         if not self.is_done:
-            self._source.check(self.confirmed, on_read)
+            self._source.check(self.confirmed)
 
     def stop(self) -> None:
         self._sender.stop()

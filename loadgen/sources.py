@@ -10,7 +10,7 @@ from typing import cast
 from imagefleet import errors
 from imagefleet.signing import SigningKey
 from loadgen import template
-from loadgen.file_source import FileSource, OnInvalid, OnRead, StreamSource, ignore
+from loadgen.file_source import FileSource, OnInvalid, StreamSource
 from loadgen.formats import files
 from loadgen.formats.lines import Format
 from loadgen.template_source import TemplateSource
@@ -26,7 +26,6 @@ def open_source(
     count: int | None = None,
     seed: int | None = None,
     on_invalid: OnInvalid | None = None,
-    on_read: OnRead = ignore,
     key: SigningKey | None = None,
     campaign: str | None = None,
 ) -> Source:
@@ -58,9 +57,7 @@ def open_source(
             f"{name}: the name must end in {suffixes} or one of these with .gz, or be - for"
             f" standard input; or choose --format {'|'.join(files.FORMATS)}"
         )
-    return FileSource(
-        path, found, count=count, on_invalid=on_invalid, on_read=on_read, key=key, campaign=campaign
-    )
+    return FileSource(path, found, count=count, on_invalid=on_invalid, key=key, campaign=campaign)
 
 
 def _format(name: str, *, must_stream: bool = False) -> Format:

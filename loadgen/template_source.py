@@ -20,13 +20,11 @@ from imagefleet.job import sizes
 from imagefleet.job.message import DEFAULT_CAMPAIGN, Job
 from imagefleet.signing import SigningKey
 from loadgen import sweep, template
-from loadgen.file_source import ID_BYTES, OnJob, OnRead, digest, ignore
+from loadgen.file_source import ID_BYTES, OnJob, digest
 from loadgen.template import Draw, Patterns
 
 #: First jobs of a template that are checked before sending, besides each entry of each list.
 _SAMPLE_JOBS = 200
-
-_JOBS_BETWEEN_CALLS = 1_000
 
 _MAX_ID_CHARACTERS = 128
 _WORD_CHARACTERS = 24
@@ -89,11 +87,6 @@ class TemplateSource:
         self.count = self._count(read.count if count is None else count)
 
     @property
-    def jobs_to_make(self) -> int:
-        """What `check` counts."""
-        return self.count
-
-    @property
     def is_sweep(self) -> bool:
         return self.combinations > 1 or self._sweep.combinations > 1
 
@@ -108,7 +101,7 @@ class TemplateSource:
             return f"{jobs}, each with one of {what}"
         return f"{jobs}: {self.combinations:,} combinations of {what}"
 
-    def check(self, start: int, on_read: OnRead = ignore, on_job: OnJob | None = None) -> None:
+    def check(self, start: int, on_job: OnJob | None = None) -> None:
         """Checks every entry of every list once, and the first jobs; all with *on_job*."""
         for turn in range(self._patterns.longest):
             self._body(0, self._patterns.draw_in_turn(turn))
@@ -118,8 +111,6 @@ class TemplateSource:
             return
         for index in range(start, self.count):
             on_job(f"job {index + 1}", self._job(index, self._draws(index)))
-            if index % _JOBS_BETWEEN_CALLS == 0:
-                on_read(index)
 
     def bodies(self, start: int) -> Iterator[str]:
         for index in range(start, self.count):

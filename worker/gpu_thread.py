@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import threading
 import time
 from collections import defaultdict, deque
@@ -17,9 +16,10 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from imagefleet import errors
+from imagefleet.telemetry import logs
 from worker.engine import contract
 
-log = logging.getLogger(__name__)
+log = logs.EventLog(__name__)
 
 Result = TypeVar("Result")
 
@@ -284,7 +284,7 @@ class EngineThread:
         except errors.FleetError as error:
             self._call(self._ended.set_exception, error)
         except Exception as error:
-            log.exception("the engine failed", extra={"action": "engine_failed"})
+            log.exception("the engine failed", action="engine_failed")
             self._call(self._ended.set_exception, errors.NodeError(f"the engine failed: {error!r}"))
         else:
             self._call(self._ended.set_result, None)
@@ -299,11 +299,7 @@ class EngineThread:
             if not take():
                 return False
         except Exception:
-            log.warning(
-                "the engine is loaded anew: it could not take another model's weights",
-                exc_info=True,
-                extra={"action": "weights_not_taken"},
-            )
+            log.warning("the engine is loaded anew", exc_info=True, action="weights_not_taken")
             return False
         with self._wake:
             loaded, self._replacement = self._replacement.loaded, None
@@ -345,12 +341,8 @@ class EngineThread:
             self.clock.images += len(outcomes)
             self.clock.last_at = ended_at
             if outcomes and self.clock.first_image_seconds is None:
-                self.clock.first_image_seconds = ended_at - self._began_at
-                log.info(
-                    "first image %.1f s after the start",
-                    self.clock.first_image_seconds,
-                    extra={"action": "first_image"},
-                )
+                seconds = self.clock.first_image_seconds = ended_at - self._began_at
+                log.info(f"first image {seconds:.1f} s after the start", action="first_image")
             self._deliver(
                 Delivery(finished, self._admitted_at.pop(finished.ticket), ended_at)
                 for finished in outcomes

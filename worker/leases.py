@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import enum
-import logging
 import time
 from collections.abc import Awaitable, Callable
 from typing import Literal
@@ -17,7 +16,7 @@ from imagefleet import errors
 from imagefleet.storage import protocol
 from imagefleet.telemetry import logs
 
-log = logging.getLogger(__name__)
+log = logs.EventLog(__name__)
 
 #: Renewals in flight: after a large pull a hundred leases are due together.
 CONCURRENT_RENEWALS = 16
@@ -146,18 +145,9 @@ class LeaseKeeper:
 
     def _warn(self, error: errors.TransientError) -> None:
         if self._warning.is_due():
-            log.warning(
-                "leases cannot be renewed, retrying (%d in flight): %s",
-                len(self._leases),
-                error,
-                extra={"action": "lease_unknown", "in_flight": len(self._leases)},
-            )
+            log.warning(f"leases cannot be renewed, retrying: {error}", action="lease_unknown")
 
     def _mark_lost(self, lease: Lease) -> None:
         lease.state = LeaseState.LOST
         self._leases.pop(lease, None)
-        log.warning(
-            "the lease on message %s is lost: another worker may have it",
-            lease.message.id,
-            extra={"action": "lease_lost", "message_id": lease.message.id},
-        )
+        log.warning(f"the lease on message {lease.message.id} is lost", action="lease_lost")

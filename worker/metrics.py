@@ -8,7 +8,6 @@ time.
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
 from collections import Counter as Counted
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -23,14 +22,14 @@ from prometheus_client.registry import Collector
 from imagefleet import errors, retry
 from imagefleet.storage.protocol import JobQueue, Operations
 from imagefleet.storage.routing.queue import RoutedQueue
-from imagefleet.telemetry import metrics
+from imagefleet.telemetry import logs, metrics
 from imagefleet.telemetry.metrics import QueueGauges
 from worker.files.kernels.cache import Origin
 from worker.files.library import FileLibrary
 from worker.gpu_thread import EngineThread
 from worker.replica import Replica
 
-log = logging.getLogger(__name__)
+log = logs.EventLog(__name__)
 
 Outcome = Literal[
     "completed",
@@ -404,10 +403,8 @@ async def measure_depth(
                 if queue.name not in unmeasured:
                     unmeasured.add(queue.name)
                     log.info(
-                        "the depth of %s is not measured: %s",
-                        queue.name,
-                        error,
-                        extra={"action": "depth_unknown"},
+                        f"the depth of {queue.name} is not measured: {error}",
+                        action="depth_unknown",
                     )
             else:
                 metrics.queues.update(queue.name, depth)

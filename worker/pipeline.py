@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import time
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from importlib import metadata
@@ -20,6 +19,7 @@ from typing import Any
 from imagefleet import errors, retry
 from imagefleet.cancelled import CancelledCampaigns
 from imagefleet.storage.open import Storage
+from imagefleet.telemetry import logs
 from worker import leases, tasks
 from worker.engine import contract
 from worker.files import model
@@ -42,7 +42,7 @@ from worker.settle import Settler
 from worker.stages.image import STORAGE_RETRIES, GenerateStage
 from worker.stages.prepare import PrepareStage
 
-log = logging.getLogger(__name__)
+log = logs.EventLog(__name__)
 
 #: Finished images that may wait to be encoded before the engine blocks.
 ENCODE_BACKLOG = 64
@@ -71,6 +71,24 @@ class Machine:
     limits: NodeLimits = NO_LIMITS
     container: SaladMetadata | None = None
     """Asked for another node if this one does not meet the limits."""
+
+
+@dataclass(slots=True)
+class ModelRun:
+    """The stages and side tasks that draw one model's jobs."""
+
+    prepare: PrepareStage
+    side_tasks: tasks.SideTasks
+    pull: asyncio.Task[None] | None = None
+    """None: the node is still checked."""
+
+    @property
+    def generate(self) -> GenerateStage:
+        return self.prepare.generate
+
+    @property
+    def checks(self) -> NodeSelfCheck:
+        return self.prepare.generate.checks
 
 
 class Pipeline:
@@ -250,74 +268,87 @@ class Pipeline:
 
         No job is in flight then. Nothing has been drawn since *changed_at*.
         """
+        async with self._model_run(engine) as run:
+            checking = self._check_images(run.checks)
+            await tasks.first_of(checking, stop.wait(), run.side_tasks.watch())
+            if self.models and changed_at is not None:
+                self.models.changed(time.monotonic() - changed_at, self.metrics)
+            self._puller.restart()
+            run.pull = asyncio.create_task(self._puller.run(run.prepare.turns.put), name="pull")
+            self.started = self.ready = True
+            following = await self._draw(run, run.pull, stop)
+            if following is not None:
+                await self._finish_jobs(run, stop)
+                return None if stop.is_set() else following
+            self.ready, self._is_draining = False, True
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self._settings.grace_seconds):
+                    await self._stop_pulling(run.pull)
+                    await self._put_off(run)
+                    finished = self.settler.nothing_in_flight.wait()
+                    await tasks.first_of(finished, hurry.wait(), run.side_tasks.watch())
+        return None
+
+    @contextlib.asynccontextmanager
+    async def _model_run(self, engine: contract.Engine) -> AsyncIterator[ModelRun]:
+        """Stages and side tasks for *engine*; at the end, jobs in flight are handed back."""
         if self.models:
             self._queue.receive_only(self.models.served_now())
         self.settler.model_name = engine.model_name
         prepare = PrepareStage.of(
             engine, self._hash_model(), self._files, self._puller, self._watchdog
         )
-        generate, checks = prepare.generate, prepare.generate.checks
+        checks = prepare.generate.checks
         side_tasks = self._start_side_tasks(checks)
         prepare.start(side_tasks)
-        pull: asyncio.Task[None] | None = None
-        following: asyncio.Future[Following] | None = None
+        run = ModelRun(prepare, side_tasks)
         try:
-            await tasks.first_of(self._check_images(checks), stop.wait(), side_tasks.watch())
-            if self.models and changed_at is not None:
-                self.models.changed(time.monotonic() - changed_at, self.metrics)
-            self._puller.restart()
-            pull = asyncio.create_task(self._puller.run(prepare.turns.put), name="pull")
-            self.started = self.ready = True
-            ends: list[Awaitable[Any]] = [asyncio.shield(pull), stop.wait(), side_tasks.watch()]
-            if self.models and len(self.models.names) > 1:
-                following = asyncio.ensure_future(
-                    self.models.following(
-                        self._queue,
-                        lambda: self._puller.is_idle,
-                        lambda: self._puller.seconds_per_job,
-                    )
-                )
-                ends.append(following)
-            await tasks.first_of(*ends)
-            if following and following.done() and not (following.cancelled() or stop.is_set()):
-                await self._finish_jobs(pull, generate, side_tasks, stop)
-                return None if stop.is_set() else following.result()
-            self.ready, self._is_draining = False, True
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(self._settings.grace_seconds):
-                    await self._stop_pulling(pull)
-                    await self._hand_back(map(self.settler.put_off, generate.stop_accepting()))
-                    finished = self.settler.nothing_in_flight.wait()
-                    await tasks.first_of(finished, hurry.wait(), side_tasks.watch())
+            yield run
         finally:
             self.ready = False
-            generate.stop_accepting()  # what waits for the engine would keep the pull waiting
-            if pull is not None:
-                await self._stop_pulling(pull)
-            await self._hand_back([self.settler.hand_back(each) for each in self.settler.in_flight])
+            run.generate.stop_accepting()  # what waits for the engine would keep the pull waiting
+            await self._stop_pulling(run.pull)
+            await self._hand_back(map(self.settler.hand_back, list(self.settler.in_flight)))
             await side_tasks.cancel()
             prepare.close()
             await self._record_suspects(checks)
             checks.close()
-        return None
 
-    async def _finish_jobs(
-        self,
-        pull: asyncio.Task[None],
-        generate: GenerateStage,
-        side_tasks: tasks.SideTasks,
-        stop: asyncio.Event,
-    ) -> None:
+    async def _draw(
+        self, run: ModelRun, pull: asyncio.Task[None], stop: asyncio.Event
+    ) -> Following | None:
+        """Returns the model to change to; None: *stop* is set or the queue is empty."""
+        ends: list[Awaitable[Any]] = [asyncio.shield(pull), stop.wait(), run.side_tasks.watch()]
+        following: asyncio.Future[Following] | None = None
+        if self.models and len(self.models.names) > 1:
+            following = asyncio.ensure_future(
+                self.models.following(
+                    self._queue,
+                    lambda: self._puller.is_idle,
+                    lambda: self._puller.seconds_per_job,
+                )
+            )
+            ends.append(following)
+        await tasks.first_of(*ends)
+        if following is None or following.cancelled() or stop.is_set():
+            return None
+        return following.result()
+
+    async def _finish_jobs(self, run: ModelRun, stop: asyncio.Event) -> None:
         """Finishes what was pulled before the model changes, or else what the engine has begun."""
         for is_long in (False, True):
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(FINISH_SECONDS):
-                    await self._stop_pulling(pull)
+                    await self._stop_pulling(run.pull)
                     if is_long:
-                        await self._hand_back(map(self.settler.put_off, generate.stop_accepting()))
+                        await self._put_off(run)
                     finished = self.settler.nothing_in_flight.wait()
-                    await tasks.first_of(finished, stop.wait(), side_tasks.watch())
+                    await tasks.first_of(finished, stop.wait(), run.side_tasks.watch())
                     return
+
+    async def _put_off(self, run: ModelRun) -> None:
+        """Hands back what the engine has not begun."""
+        await self._hand_back(map(self.settler.put_off, run.generate.stop_accepting()))
 
     def _start_side_tasks(self, checks: NodeSelfCheck) -> tasks.SideTasks:
         diagnose = checks.diagnose
@@ -364,8 +395,10 @@ class Pipeline:
             async with asyncio.timeout(RECORD_SECONDS):
                 await stored.record(stored.since(checks.fault.check), checks.fault.message)
 
-    async def _stop_pulling(self, pull: asyncio.Task[None]) -> None:
+    async def _stop_pulling(self, pull: asyncio.Task[None] | None) -> None:
         """Lets a receive in flight end: cancelled, it would leave its messages leased."""
+        if pull is None:
+            return
         self._puller.stop()
         await asyncio.wait({pull}, timeout=HAND_BACK_SECONDS)
         await tasks.cancel([pull])
@@ -376,9 +409,7 @@ class Pipeline:
                 for result in await asyncio.gather(*calls, return_exceptions=True):
                     if isinstance(result, Exception):
                         log.warning(
-                            "a job could not be handed back, its lease will expire: %s",
-                            result,
-                            extra={"action": "hand_back_failed"},
+                            f"a job's lease will expire: {result}", action="hand_back_failed"
                         )
 
     async def _watch_node(self, diagnose: Diagnose) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
-import logging
 import signal
 import threading
 import time
@@ -16,7 +15,7 @@ from typing import NoReturn
 from imagefleet import errors
 from imagefleet.pricing import families
 from imagefleet.storage.open import Storage, open_storage
-from imagefleet.telemetry import probes, push
+from imagefleet.telemetry import logs, probes, push
 from worker import progress, replica, tasks
 from worker.engine import contract, load
 from worker.files import check, model
@@ -33,7 +32,7 @@ from worker.pipeline import Machine, Pipeline
 from worker.progress import Counts, Phase, Progress, ProgressMeter, WorkerReport
 from worker.settings import WorkerSettings, share_of
 
-log = logging.getLogger(__name__)
+log = logs.EventLog(__name__)
 
 #: Seconds between two samples of a worker's figures, each a few additions.
 SAMPLE_SECONDS = 1.0
@@ -74,8 +73,7 @@ async def run_worker(
     metadata = salad.find_metadata()
     if metadata is not None and settings.until_empty:
         log.warning(
-            "--until-empty is ignored: SaladCloud restarts a worker that exits",
-            extra={"action": "until_empty_ignored"},
+            "--until-empty is ignored: SaladCloud restarts workers", action="until_empty_ignored"
         )
         settings = settings.model_copy(update={"until_empty": False})
     gc.set_threshold(OBJECTS_PER_COLLECTION)
@@ -193,14 +191,12 @@ class _Worker:
             ):
                 return
             key = self._settings.trusted_key
+            signed = f"jobs signed with {key} " if key else ""
             log.info(
-                "pulling %sfrom %s of %s, metrics at http://%s:%d/metrics",
-                f"jobs signed with {key} " if key else "",
-                storage.queue.name,
-                storage.url,
-                self._settings.host,
-                self._port,
-                extra={"action": "start", "port": self._port},
+                f"pulling {signed}from {storage.queue.name} of {storage.url}, metrics at"
+                f" http://{self._settings.host}:{self._port}/metrics",
+                action="start",
+                port=self._port,
             )
             self._pipeline.start_up_phase = "fetching the model"
             finding = asyncio.ensure_future(self._find_models(storage))
@@ -301,7 +297,7 @@ class _Worker:
                     await tasks.first_of(self._stop.wait(), timeout_seconds=SAMPLE_SECONDS)
         except Exception:
             # No reason to end a worker.
-            log.exception("progress is no longer shown", extra={"action": "progress_failed"})
+            log.exception("progress is no longer shown", action="progress_failed")
             raise
 
     def _report(self) -> WorkerReport:
@@ -385,12 +381,8 @@ def _signals(
         if stop.is_set() or (member is not None and hurries):
             hurry.set()
         stop.set()
-        log.info(
-            "%s: %s",
-            number.name,
-            "handing back jobs in flight" if hurry.is_set() else "finishing what has begun",
-            extra={"action": "signal", "signal": number.name},
-        )
+        what = "handing back jobs in flight" if hurry.is_set() else "finishing what has begun"
+        log.info(f"{number.name}: {what}", action="signal")
 
     if member is not None:
         member.listen(

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import logging
 import math
 import signal
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Literal
+from typing import Any, Literal
 
+from imagefleet.telemetry import logs
 from imagefleet.telemetry.metrics import QueueFlow
 
-log = logging.getLogger(__name__)
+log = logs.EventLog(__name__)
 
 Phase = Literal[
     "connecting to the storage",
@@ -202,34 +202,26 @@ class ProgressMeter:
 
 
 def log_progress(progress: Progress) -> None:
-    log.info(
-        "%s: %s",
-        progress.state,
-        ", ".join(progress.figures),
-        extra={"action": "progress", **_rounded(asdict(progress))},
-    )
+    text = f"{progress.state}: {', '.join(progress.figures)}"
+    log.info(text, action="progress", **_rounded(asdict(progress)))
 
 
 def log_report(report: WorkerReport) -> None:
     fields = _rounded(asdict(report))
     del fields["stopped_by"]  # not known yet; the signal has a line of its own
+    jobs = ", ".join(f"{count} {outcome}" for outcome, count in report.jobs.items()) or "none"
+    idle = f"the engine was idle {100 * report.engine_idle_fraction:.1f} % of the time"
     log.info(
-        "done: %d images in %.0f s, the engine was idle %.1f %% of the time; jobs: %s",
-        report.images,
-        report.seconds,
-        100 * report.engine_idle_fraction,
-        ", ".join(f"{count} {outcome}" for outcome, count in report.jobs.items()) or "none",
-        extra={
-            "action": "stop",
-            **fields,
-            "failed_jobs": report.failed_jobs,
-            "images_per_second": round(report.images_per_second, 3),
-            "images_per_dollar": report.images_per_dollar,
-        },
+        f"done: {report.images} images in {report.seconds:.0f} s, {idle}; jobs: {jobs}",
+        action="stop",
+        **fields,
+        failed_jobs=report.failed_jobs,
+        images_per_second=round(report.images_per_second, 3),
+        images_per_dollar=report.images_per_dollar,
     )
 
 
-def _rounded(fields: Mapping[str, object]) -> dict[str, object]:
+def _rounded(fields: Mapping[str, object]) -> dict[str, Any]:
     return {
         name: round(value, 3) if isinstance(value, float) else value
         for name, value in fields.items()

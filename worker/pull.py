@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import math
 import time
 from collections.abc import Awaitable, Callable
@@ -19,7 +18,7 @@ from worker.jobs.in_flight import InFlightJob
 from worker.leases import Lease
 from worker.settle import Settler
 
-log = logging.getLogger(__name__)
+log = logs.EventLog(__name__)
 
 #: Images beyond those that the engine holds, however slow it is: enough for one slow reply of the
 #: storage.
@@ -132,9 +131,7 @@ class Puller:
                     return
             except errors.TransientError as error:
                 if self._warning.is_due():
-                    log.warning(
-                        "the queue does not answer: %s", error, extra={"action": "pull_failed"}
-                    )
+                    log.warning(f"the queue does not answer: {error}", action="pull_failed")
                 messages, self._queue_answers = [], False
             else:
                 self._queue_answers = True

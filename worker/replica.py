@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import queue
 import threading
@@ -15,9 +14,10 @@ import pynvml
 from imagefleet import errors
 from imagefleet.pricing import prices
 from imagefleet.storage.open import LOCAL_SCHEME
+from imagefleet.telemetry import logs
 from worker.settings import WorkerSettings
 
-log = logging.getLogger(__name__)
+log = logs.EventLog(__name__)
 
 #: The driver of a hung card may not answer at all; loading the model will then fail.
 DRIVER_SECONDS = 10.0
@@ -58,9 +58,7 @@ def find_replica(settings: WorkerSettings) -> Replica:
             dollars_per_hour = prices.gpu_dollars_per_hour(gpu, settings.priority, table)
         except errors.SetupError as error:
             log.warning(
-                "the cost of images is not measured: %s; or set --price-per-hour",
-                error,
-                extra={"action": "price_unknown"},
+                f"no image has a cost: {error}; or set --price-per-hour", action="price_unknown"
             )
     is_local = settings.storage.strip().startswith(LOCAL_SCHEME)
     return Replica(gpu, dollars_per_hour, prices.FREE_STORAGE if is_local else table.storage)
@@ -77,7 +75,7 @@ def _gpu(settings: WorkerSettings, table: prices.PriceTable) -> str:
     if isinstance(answer, NO_DRIVER):
         return NO_GPU
     if isinstance(answer, Exception):
-        log.warning("the GPU's name is not known: %s", answer, extra={"action": "gpu_unknown"})
+        log.warning(f"the GPU's name is not known: {answer}", action="gpu_unknown")
         return NO_GPU
     return prices.gpu_of_driver(*answer, table)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -20,13 +19,14 @@ from imagefleet.storage.deliveries import without_deliveries
 from imagefleet.storage.open import Storage
 from imagefleet.storage.routing.models import named
 from imagefleet.storage.settings import checked_priority
+from imagefleet.telemetry import logs
 from worker.jobs import chains, in_flight
 from worker.jobs.in_flight import FailedImage, InFlightImage, InFlightJob, PendingRecords
 from worker.leases import LeaseKeeper
 from worker.metrics import CostMeter, Outcome, WorkerMetrics
 from worker.settings import WorkerSettings
 
-log = logging.getLogger(__name__)
+log = logs.EventLog(__name__)
 
 #: The pause before a failed job's next attempt, doubled with each.
 FIRST_RETRY_SECONDS = 2.0
@@ -193,12 +193,9 @@ class Settler:
             self._lost(entry, error)
             return
         log.warning(
-            "job %s %s stays in the queue %s: %s",
-            entry.id,
-            why,
-            entry.lease.message.queue,
-            error.message,
-            extra={"action": "job_not_moved", "job_id": entry.id},
+            f"job {entry.id} {why} stays in the queue {entry.lease.message.queue}: {error.message}",
+            action="job_not_moved",
+            job_id=entry.id,
         )
         await self._end(entry, "handed_back", call=partial(self._release, entry, NOT_MOVED_SECONDS))
 
@@ -316,10 +313,9 @@ class Settler:
             await self._not_sent(entry, error, "asks for another model and")
         else:
             log.info(
-                "job %s asks for the model %s and is moved to its queue",
-                entry.id,
-                model,
-                extra={"action": "job_moved", "job_id": entry.id, "model": model},
+                f"job {entry.id} asks for the model {model} and is moved to its queue",
+                action="job_moved",
+                job_id=entry.id,
             )
             await self._end(entry, "moved")
 
@@ -328,10 +324,9 @@ class Settler:
         if not entry.settle():
             return
         log.info(
-            "job %s is not drawn a second time: %s",
-            entry.id,
-            reason,
-            extra={"action": "job_unverified", "job_id": entry.id},
+            f"job {entry.id} is not drawn a second time: {reason}",
+            action="job_unverified",
+            job_id=entry.id,
         )
         await self._end(entry, "unverified")
 
@@ -341,10 +336,7 @@ class Settler:
             return
         reason = entry.reason(error)
         log.warning(
-            "job %s failed permanently: %s",
-            entry.id,
-            reason,
-            extra={"action": "job_failed", "job_id": entry.id, "error": type(error).__name__},
+            f"job {entry.id} failed permanently: {reason}", action="job_failed", job_id=entry.id
         )
 
         async def add() -> FailedJob:
@@ -375,13 +367,9 @@ class Settler:
     async def _retry(self, entry: InFlightJob, error: errors.FleetError, attempts: int) -> None:
         delay_seconds = retry.backoff(attempts - 1, FIRST_RETRY_SECONDS, LONGEST_RETRY_SECONDS)
         log.warning(
-            "job %s failed, attempt %d of %d, retrying in %.0f s: %s",
-            entry.id,
-            attempts,
-            self.settings.max_attempts,
-            delay_seconds,
-            error,
-            extra={"action": "job_retried", "job_id": entry.id, "error": type(error).__name__},
+            f"job {entry.id} failed, attempt {attempts} of {self.settings.max_attempts}: {error}",
+            action="job_retried",
+            job_id=entry.id,
         )
         release = partial(self._release, entry, delay_seconds, failed=True)
         await self._end_after_records(entry, "retried", release)
@@ -433,10 +421,9 @@ class Settler:
         """The job is delivered again, or was; what is stored stays stored."""
         if isinstance(error, errors.TransientError):
             log.warning(
-                "the storage does not answer; job %s will be delivered again: %s",
-                entry.id,
-                error,
-                extra={"action": "job_abandoned", "job_id": entry.id},
+                f"the storage does not answer; job {entry.id} will be delivered again: {error}",
+                action="job_abandoned",
+                job_id=entry.id,
             )
         self._ended(entry, "lost")
         return "lost"

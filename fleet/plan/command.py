@@ -125,10 +125,10 @@ def _works(
     if images_per_job is not None:
         raise errors.SetupError("--images-per-job goes with --jobs: the jobs of FILE say it")
     read = functools.partial(reading, Path(file), is_shown=True)
-    with read("reading") as on_read:
-        source = sources.open_source(file, count=jobs, on_read=on_read)
-    with read("counting", jobs=source.jobs_to_make) as on_read:
-        return of_source(source, models, on_read)
+    with read("reading"):
+        source = sources.open_source(file, count=jobs)
+    with read("counting"):
+        return of_source(source, models)
 
 
 def _named(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -108,7 +108,7 @@ def add_stages(found: dict[str | None, Work], models: Models, job: Job, jobs: in
         before = passes[-1].width, passes[-1].height
 
 
-def of_source(source: Source, models: Models, on_read: Callable[[int], None]) -> list[Work]:
+def of_source(source: Source, models: Models) -> list[Work]:
     """The jobs of a file or a template, by model; a job's own size and steps count.
 
     Each stage of a job counts as a job of its model: it is a message and an image of its own.
@@ -124,7 +124,7 @@ def of_source(source: Source, models: Models, on_read: Callable[[int], None]) ->
         except errors.JobError as error:
             raise errors.SetupError(f"{place}: {error.message}") from None
 
-    source.check(0, on_read, add)
+    source.check(0, add)
     models.refuse_unknown()
     if not found:
         raise errors.SetupError("there are no jobs in the file: nothing to plan")

@@ -303,7 +303,7 @@ class Scaler:
             extra={"action": "scale", "replicas": decision.replicas, "before": known.replicas},
         )
         if not self._is_dry_run:
-            await self._fleet.scale(decision.replicas, groups)
+            await self._fleet.carry_out(deployment.resized(groups, decision.replicas))
 
     async def _price(self, groups: Sequence[Group], *, is_due: bool) -> float | None:
         """$/h of a replica of the most expensive class; in an outage, by the last known prices."""

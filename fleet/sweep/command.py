@@ -136,8 +136,8 @@ def command(
     )
     source = _source(settings, captions, grid, named, sending.model, reading)
     if sending.dry_run:
-        with reading("checking") as on_read:
-            source.check(0, on_read)
+        with reading("checking"):
+            source.check(0)
         _show_plan(source, *_plan(source, machines, of_models), as_json=as_json)
         return
     if is_shown:
@@ -161,13 +161,12 @@ def _source(
     groups, shared = _groups_and_shared(grid.fields or [], list(named) or [None])
     stages = shared.get("then", [])
     _check_models({*named, *(str(stage.get("model")) for stage in stages)}, elsewhere)
-    with reading("reading") as on_read:
+    with reading("reading"):
         file = CaptionFile(
             captions.file,
             form=captions.form,
             count=captions.count,
             one_per_image=captions.one_per_image,
-            on_read=on_read,
         )
     return SweepSource(
         file,
@@ -242,8 +241,8 @@ def _send(
     path = resume.checkpoint_path(source, settings.queue)
     in_use = f"another `imagefleet sweep` is at work with the checkpoint {path}"
     with console.only_one(path, in_use):
-        with reading("checking") as on_read:
-            source.check(0, on_read)
+        with reading("checking"):
+            source.check(0)
         source.sent_before = console.run(
             resume.prepare(settings, source, path, chosen, models, restart=restart)
         )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import logging
 import uuid
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
@@ -19,11 +18,12 @@ from imagefleet.records.outcomes import JobFacts
 from imagefleet.records.record import Record, RecordLog
 from imagefleet.storage.open import Storage
 from imagefleet.storage.protocol import BlobStore
+from imagefleet.telemetry import logs
 
 if TYPE_CHECKING:
     from imagefleet.signing import SigningKey
 
-log = logging.getLogger(__name__)
+log = logs.EventLog(__name__)
 
 _Failure = tuple[str, str | None]
 """A job, and the message that it failed with."""
@@ -157,12 +157,8 @@ class Submission:
             except errors.FleetError as error:
                 if isinstance(error, errors.SetupError):
                     self._refused.add(campaign)
-                log.warning(
-                    "jobs that were sent are missing in the counts of campaign %s: %s",
-                    campaign,
-                    error.message,
-                    extra={"action": "sent_not_recorded", "campaign": campaign},
-                )
+                why = f"the counts of {campaign} lack jobs that were sent: {error.message}"
+                log.warning(why, action="sent_not_recorded")
 
 
 class Watch:

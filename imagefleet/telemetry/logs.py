@@ -8,12 +8,11 @@ import math
 import sys
 import threading
 import time
+from collections.abc import MutableMapping
 from datetime import UTC, datetime
 from typing import Any, Literal
 
 from imagefleet import redaction
-
-log = logging.getLogger(__name__)
 
 LogFormat = Literal["auto", "json", "text"]
 
@@ -23,8 +22,24 @@ UNEXPECTED_ACTION = "unexpected_error"
 #: What every record has; all else comes from `extra`.
 _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
 
+#: What a call takes for itself.
+_ARGUMENTS = {"exc_info", "stack_info", "stacklevel"}
+
 #: Each logs every request, several per job.
 _VERBOSE = ("azure", "aiohttp.access")
+
+
+class EventLog(logging.LoggerAdapter[logging.Logger]):
+    """A module's logger; a call's keywords, its `action` first, are fields of the record."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(logging.getLogger(name))
+
+    def process(
+        self, msg: Any, kwargs: MutableMapping[str, Any]
+    ) -> tuple[Any, MutableMapping[str, Any]]:
+        own = {name: kwargs.pop(name) for name in _ARGUMENTS & kwargs.keys()}
+        return msg, own | {"extra": kwargs}
 
 
 class JsonLines(logging.Formatter):
@@ -70,6 +85,9 @@ class _StandardError(logging.StreamHandler):  # type: ignore[type-arg]  # generi
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 - logging's name
         if not isinstance(sys.exception(), OSError):
             super().handleError(record)
+
+
+log = EventLog(__name__)
 
 
 class Occasion:
@@ -129,14 +147,8 @@ def take_over_libraries() -> None:
 
 def log_unhandled(error: BaseException, where: str = "", *, exit_code: int | None = 1) -> None:
     """Logs an exception that nothing has handled; *exit_code*: of the process, if that ends."""
-    log.error(
-        "%s%s: %s",
-        where,
-        type(error).__name__,
-        error,
-        exc_info=error,
-        extra={"action": UNEXPECTED_ACTION, "exit_code": exit_code},
-    )
+    text = f"{where}{type(error).__name__}: {error}"
+    log.error(text, exc_info=error, action=UNEXPECTED_ACTION, exit_code=exit_code)
 
 
 def _log_in_thread(failure: threading.ExceptHookArgs) -> None:

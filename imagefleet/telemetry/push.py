@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gzip
-import logging
 import uuid
 from collections.abc import AsyncIterator, Mapping
 
@@ -17,10 +16,10 @@ from prometheus_client import CollectorRegistry
 from yarl import URL
 
 from imagefleet import errors, redaction, retry
-from imagefleet.telemetry import metrics
+from imagefleet.telemetry import logs, metrics
 from imagefleet.telemetry.settings import TelemetrySettings
 
-log = logging.getLogger(__name__)
+log = logs.EventLog(__name__)
 
 #: Seconds between two pushes, varied by 20 %: as often as Prometheus scrapes by default.
 PUSH_SECONDS = 15.0
@@ -99,19 +98,16 @@ class Pusher:
                 await self._retry_policy.call(self.push)
         except (errors.FleetError, TimeoutError) as error:
             if not self._failing:
-                log.warning(
-                    "cannot push metrics, continuing without: %s",
-                    str(error) or f"no answer within {seconds:g} s",
-                    extra={"action": "push_failed"},
-                )
+                why = str(error) or f"no answer within {seconds:g} s"
+                log.warning(f"cannot push metrics, continuing without: {why}", action="push_failed")
             self._failing = True
             return False
         except Exception:
             # A bug in a collector must end neither the worker nor the later pushes.
-            log.exception("a bug prevents pushing the metrics", extra={"action": "push_defect"})
+            log.exception("a bug prevents pushing the metrics", action="push_defect")
             return False
         if self._failing:
-            log.info("metrics are pushed again", extra={"action": "push_recovered"})
+            log.info("metrics are pushed again", action="push_recovered")
         self._failing = False
         return True
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import gzip
 import io
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path, PurePath
-from typing import BinaryIO
+from typing import cast
 
 from loadgen.formats.json_array import JsonArray
 from loadgen.formats.lines import Format, JsonLines, PromptLines
@@ -29,8 +29,6 @@ SUFFIXES: Mapping[str, Format] = {
 GZIP_SUFFIX = ".gz"
 _GZIP_MAGIC = b"\x1f\x8b"
 
-_BUFFER_BYTES = 2**20
-
 
 def by_name(path: Path) -> Format | None:
     """The format that a file's name tells, without `.gz`; None: it tells none."""
@@ -38,36 +36,8 @@ def by_name(path: Path) -> Format | None:
     return SUFFIXES.get(name.suffix)
 
 
-class _Observed(io.RawIOBase):
-    """A stream that reports what is read of it."""
-
-    def __init__(
-        self, stream: io.BufferedReader | gzip.GzipFile, on_data: Callable[[memoryview], None]
-    ) -> None:
-        self._stream = stream
-        self._on_data = on_data
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: bytearray | memoryview) -> int:  # type: ignore[override]
-        data = self._stream.read1(len(buffer))  # not more than a pipe has
-        buffer[: len(data)] = data
-        self._on_data(memoryview(data))
-        return len(data)
-
-
-def observed(
-    stream: io.BufferedReader | gzip.GzipFile, on_data: Callable[[memoryview], None]
-) -> BinaryIO:
-    """*stream* as it is; *on_data* gets each piece of it."""
-    return io.BufferedReader(_Observed(stream, on_data), _BUFFER_BYTES)
-
-
-def decompressed(
-    file: io.BufferedReader, on_data: Callable[[memoryview], None] = lambda _: None
-) -> BinaryIO:
+def decompressed(file: io.BufferedReader) -> io.BufferedReader:
     """The content of a file that may be gzip, and damaged: EOFError, zlib.error or OSError."""
     if file.peek(len(_GZIP_MAGIC)).startswith(_GZIP_MAGIC):
-        return observed(gzip.GzipFile(fileobj=file), on_data)
-    return observed(file, on_data)
+        return cast("io.BufferedReader", gzip.GzipFile(fileobj=file))
+    return file

@@ -229,8 +229,18 @@ def printed(width: int | None, *parts: Any) -> str:
 
 
 def group_screen() -> Any:
-    group = groups.Group(GROUP, "running", 375, 12, 3, 360, 0, "image", "batch", ("id",), None)
-    return salad._screen([group], gpus.built_in(), groups.Quota(2000, 750))
+    group = groups.Group(
+        name=GROUP,
+        status="running",
+        image="image",
+        gpu_ids=["id"],
+        replicas=375,
+        allocating=12,
+        creating=3,
+        running=360,
+        stopping=0,
+    )
+    return salad._screen([group], gpus.built_in(), groups.Quota(replicas=2000, used=750))
 
 
 def queue_screen() -> Any:

@@ -191,10 +191,9 @@ def _image(data: bytes) -> None:
             (b"iTXt", b"parameters\0\1\0\0\0" + zlib.compress(data)),
         )[which]
         data = _png(chunk)
-    tile, text = contact_sheet.read_image(data, 32)
-    words, found = prompt.read_words(text)
-    assert max(tile.size) == 32
-    assert not redaction.CONTROLS.search(words + "".join(lora.name for lora in found))
+    tile, caption = contact_sheet.read_tile(data)
+    assert max(tile.size) == contact_sheet.TILE_PIXELS
+    assert not redaction.CONTROLS.search(caption)
 
 
 def _blob_metadata(data: bytes) -> None:
@@ -208,7 +207,7 @@ def _reported_record(data: bytes) -> None:
     found = records.Records("spring")
     for at in (record.at, NOON):
         records._count_image(found, record.model_copy(update={"at": at}))
-    computed = figures.compute(found, "local:x", prices.BUILT_IN, None, "a test")
+    computed = figures.compute(found, "local:x", prices.BUILT_IN, "a test")
     json.loads(console.json_text(asdict(computed)), parse_constant=_no)
 
 
@@ -270,8 +269,7 @@ def _metrics_reply(data: bytes) -> None:
         raise errors.SetupError("not a reply of Prometheus") from None
     results = reply.data.result if isinstance(reply, prometheus._Success) else ()
     for series in filter(None, map(prometheus._series, results)):
-        line = plot.Line("x", series.points)
-        plot.time_plot([line], "images/s")
+        plot.time_plot({"x": series.points}, "images/s")
         plot.bars([plot.Bar(name, series.last, name) for name in series.labels], "x")
 
 

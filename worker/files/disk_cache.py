@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import logging
 import os
 import shutil
 import tempfile
@@ -17,8 +16,9 @@ from pathlib import Path
 from filelock import AsyncFileLock, Timeout
 
 from imagefleet import errors
+from imagefleet.telemetry import logs
 
-log = logging.getLogger(__name__)
+log = logs.EventLog(__name__)
 
 #: A file used this recently stays, even above the limit: a worker is about to read it. If reading
 #: starts later and the file is gone, the job is retried.
@@ -62,7 +62,7 @@ class DiskCache:
         except (FileNotFoundError, NotADirectoryError):
             return None
         except OSError as error:  # the disk may be read-only; the file exists all the same
-            log.debug("%s cannot be marked as used: %s", path, error)
+            log.debug(f"{path} cannot be marked as used: {error}")
         return path
 
     def drop(self, path: Path) -> None:
@@ -102,7 +102,7 @@ class DiskCache:
             try:
                 await lock.acquire(blocking=False)
             except Timeout:
-                log.info("waiting for another worker's download", extra={"action": "model_awaited"})
+                log.info("waiting for another worker's download", action="model_awaited")
                 await lock.acquire()
         try:
             yield
@@ -121,12 +121,7 @@ class DiskCache:
             self.folder.mkdir(parents=True, exist_ok=True)
             await lock.acquire(timeout=FETCH_SECONDS)
         except (OSError, NotImplementedError) as error:  # a Timeout is an OSError
-            log.warning(
-                "%s is fetched without regard to other workers: %s",
-                name,
-                error,
-                extra={"action": "no_lock"},
-            )
+            log.warning(f"{name} is fetched without a lock: {error}", action="no_lock")
         try:
             yield
         finally:

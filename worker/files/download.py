@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
-import logging
 import re
 import time
 import urllib.request
@@ -24,7 +23,7 @@ from imagefleet.storage import protocol
 from imagefleet.telemetry import logs
 from worker.files.disk_cache import DiskCache
 
-log = logging.getLogger(__name__)
+log = logs.EventLog(__name__)
 
 #: A server that sends nothing for this long is given up, and asked again.
 STALL_SECONDS = 30.0
@@ -306,14 +305,9 @@ class Download:
     def _log_progress(self, size: int, total: int | None, bytes_per_second: float) -> None:
         if not self._occasion.is_due() and size != total:
             return
-        log.info(
-            "fetching %s: %d of %s MB, %.0f MB/s",
-            self._source.label,
-            size / 1e6,
-            "?" if total is None else f"{total / 1e6:.0f}",
-            bytes_per_second / 1e6,
-            extra={"action": "model_progress", "bytes": size, "total_bytes": total},
-        )
+        parts = f"{size / 1e6:.0f} of {'?' if total is None else f'{total / 1e6:.0f}'} MB"
+        speed = f"{bytes_per_second / 1e6:.0f} MB/s"
+        log.info(f"fetching {self._source.label}: {parts}, {speed}", action="model_progress")
 
     def _find_sha256(self) -> str:
         with self._cache.errors(), self.part.open("rb") as file:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import logging
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -23,11 +22,12 @@ from imagefleet.files.kinds import EMBEDDING, FileKind
 from imagefleet.job.prompt import SAFE_NAME
 from imagefleet.signing import TrustedKeys
 from imagefleet.storage import protocol
+from imagefleet.telemetry import logs
 from worker.files import addresses, manifest
 from worker.files.disk_cache import SUFFIX, DiskCache
 from worker.files.manifest import Manifest
 
-log = logging.getLogger(__name__)
+log = logs.EventLog(__name__)
 
 #: Files that are not checked again while they stay as they are. A campaign may use a million: the
 #: text states of its prompts.
@@ -140,12 +140,7 @@ class FileLibrary:
         try:
             await self._verify(self._storage_manifest, name, partial(self._check, name, path))
         except (errors.TransientError, errors.UnusableFileError) as error:
-            log.warning(
-                "fetching %s again: %s",
-                path,
-                error,
-                extra={"action": f"{self._kind.name}_dropped", self._kind.name: name},
-            )
+            log.warning(f"fetching {path} again: {error}", action=f"{self._kind.name}_dropped")
             self._cache.drop(path)
             return None
         return path
@@ -280,19 +275,12 @@ class EmbeddingLibrary(FileLibrary):
                     if isinstance(error, manifest.DamagedError):
                         raise errors.SetupError(error.message) from error
                     raise
-                log.warning(
-                    "embeddings cannot be listed, new ones are not used yet: %s",
-                    error if isinstance(error, errors.FleetError) else "no answer",
-                    extra={"action": "embeddings_unlisted"},
-                )
+                why = error if isinstance(error, errors.FleetError) else "no answer"
+                log.warning(f"embeddings cannot be listed: {why}", action="embeddings_unlisted")
             else:
                 if found != self._names:
                     self._names = found
-                    log.info(
-                        "embeddings that prompts may name: %d",
-                        len(found),
-                        extra={"action": "embeddings_listed", "embeddings": len(found)},
-                    )
+                    log.info(f"{len(found)} embeddings are listed", action="embeddings_listed")
             self._listed_at = now
             return self._names
 
@@ -336,12 +324,8 @@ class EmbeddingLibrary(FileLibrary):
         is_safe = SAFE_NAME.fullmatch(name) is not None
         if not is_safe and name not in self._ignored:
             self._ignored.add(name)
-            log.warning(
-                "the embedding %r is left out: its name may have letters, digits, spaces and"
-                " _ . + ( ) - only",
-                name[:80],
-                extra={"action": "embedding_left_out"},
-            )
+            why = "names have letters, digits, spaces and _ . + ( ) - only"
+            log.warning(f"{name[:80]!r} is left out: {why}", action="embedding_left_out")
         return is_safe
 
     def _sha256(self, path: Path) -> str:

@@ -11,7 +11,6 @@ import asyncio
 import contextlib
 import hashlib
 import json
-import logging
 import re
 import threading
 import time
@@ -28,8 +27,9 @@ from imagefleet.files import safetensors
 from imagefleet.files.kinds import FileKind
 from imagefleet.signing import SigningKey, TrustedKeys
 from imagefleet.storage import protocol
+from imagefleet.telemetry import logs
 
-log = logging.getLogger(__name__)
+log = logs.EventLog(__name__)
 
 #: Characters in the hash of a checkpoint's file ("AutoV2"), and of a LoRA.
 MODEL_CHARACTERS = 10
@@ -108,7 +108,7 @@ class FileHashes:
                 note.parent.mkdir(parents=True, exist_ok=True)
                 note.write_text(noted + "\n", encoding="ascii")
             except OSError as error:  # it is computed again after the next start
-                log.debug("%s cannot be written: %s", note, error)
+                log.debug(f"{note} cannot be written: {error}")
         return noted[:MODEL_CHARACTERS]
 
 
@@ -116,11 +116,9 @@ def _try(read: Callable[[Path], str | None], path: Path) -> str | None:
     try:
         return read(path)
     except (OSError, safetensors.MalformedError) as error:
+        why = str(error) or "it is damaged"
         log.warning(
-            "the hash of %s is left out of its images: %s",
-            path.name,
-            str(error) or "it is damaged",
-            extra={"action": "hash_unknown"},
+            f"the hash of {path.name} is left out of its images: {why}", action="hash_unknown"
         )
         return None
 

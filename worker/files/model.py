@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
-import logging
 import shutil
 import tarfile
 from collections.abc import Callable
@@ -19,6 +18,7 @@ from imagefleet import errors, retry
 from imagefleet.files import kinds, safetensors
 from imagefleet.signing import trusted_keys
 from imagefleet.storage import protocol
+from imagefleet.telemetry import logs
 from worker.files import addresses, check
 from worker.files.addresses import STORE_SCHEME, Address
 from worker.files.disk_cache import SUFFIX, DiskCache
@@ -26,7 +26,7 @@ from worker.files.download import BlobSource, Download, HttpSource, Source
 from worker.files.manifest import Manifest
 from worker.settings import WorkerSettings
 
-log = logging.getLogger(__name__)
+log = logs.EventLog(__name__)
 
 #: A few minutes without a byte, on average.
 STORAGE_RETRIES = retry.RetryPolicy(tries=15, longest_wait_seconds=30)
@@ -87,22 +87,19 @@ async def fetch(
         if is_whole(found):
             _remove_leftovers(folder)
             return settings
-        log.warning(
-            "fetching %s again: it is cut off or damaged", found, extra={"action": "model_dropped"}
-        )
+        log.warning(f"fetching {found} again: it is cut off or damaged", action="model_dropped")
         with DiskCache(folder).errors():
             shutil.rmtree(found) if found.is_dir() else found.unlink(missing_ok=True)
     if settings.model_sha256 is None:
         log.warning(
-            "%s is not verified: set --model-sha256, or for several models --trusted-key with a"
-            " signed list of them",
-            _source(address, None, blobs).label,
-            extra={"action": "model_unchecked"},
+            f"{_source(address, None, blobs).label} is not verified: set --model-sha256, or for"
+            " several models --trusted-key with a signed list of them",
+            action="model_unchecked",
         )
     path = await fetch_to(
         folder, address, settings.model_sha256, blobs, retry_policy, wanted=kinds.MODEL
     )
-    log.info("the model is at %s", path, extra={"action": "model_fetched"})
+    log.info(f"the model is at {path}", action="model_fetched")
     return settings
 
 

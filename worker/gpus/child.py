@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import os
 import socket
 import threading
@@ -16,11 +15,12 @@ from dataclasses import dataclass, field
 import aiohttp
 from pydantic import BaseModel
 
+from imagefleet.telemetry import logs
 from worker import tasks
 from worker.gpus.choice import Gpu
 from worker.settings import WorkerSettings
 
-log = logging.getLogger(__name__)
+log = logs.EventLog(__name__)
 
 #: A busy worker answers within milliseconds: only its event loop has to run.
 ANSWER_SECONDS = 3.0
@@ -93,10 +93,10 @@ class Child:
             )
         self._process, self._answered_at, self._is_hung = process, time.monotonic(), False
         log.info(
-            "the worker of GPU %s is process %d",
-            self.gpu.name,
-            process.pid,
-            extra={"action": "worker_started", "gpu": self.gpu.name, "process_id": process.pid},
+            f"the worker of GPU {self.gpu.name} is process {process.pid}",
+            action="worker_started",
+            gpu=self.gpu.name,
+            process_id=process.pid,
         )
         reader, self._control = await asyncio.open_connection(sock=ours)
         for word in self._words:  # which came before the process
@@ -139,10 +139,9 @@ class Child:
             return True
         if not self._is_hung:
             log.error(
-                "the worker of GPU %s has not answered for %.0f s: killing it",
-                self.gpu.name,
-                limit,
-                extra={"action": "worker_hangs", "gpu": self.gpu.name},
+                f"the worker of GPU {self.gpu.name} has not answered for {limit:.0f} s: killing it",
+                action="worker_hangs",
+                gpu=self.gpu.name,
             )
         self._is_hung, self.is_ready = True, False
         self.kill()

@@ -7,7 +7,6 @@ its setup is wrong is not: the other GPUs go on. The parent imports no torch and
 from __future__ import annotations
 
 import asyncio
-import logging
 import signal
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -20,14 +19,14 @@ from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
 from imagefleet import errors, retry
-from imagefleet.telemetry import metrics, probes, push
+from imagefleet.telemetry import logs, metrics, probes, push
 from worker import tasks
 from worker.gpus.child import HURRY, STOP, Assignment, Child
 from worker.gpus.choice import Gpu
 from worker.node import salad
 from worker.settings import MachineSettings, share_of
 
-log = logging.getLogger(__name__)
+log = logs.EventLog(__name__)
 
 #: The exit codes of `imagefleet worker`, as `fleet.console` has them.
 DONE, UNEXPECTED, SETUP, NODE, JOBS_FAILED, INTERRUPTED, TERMINATED = 0, 1, 2, 3, 4, 130, 143
@@ -135,13 +134,12 @@ class _Parent:
                 ),
                 salad.updating_deletion_cost(metadata, lambda: self._metrics.busy_slots),
             ):
+                names = ", ".join(child.gpu.name for child in self._children)
                 log.info(
-                    "starting %d workers, on GPU %s, metrics at http://%s:%d/metrics",
-                    len(self._children),
-                    ", ".join(each.gpu.name for each in self._children),
-                    settings.host,
-                    port,
-                    extra={"action": "start_workers", "port": port},
+                    f"starting {len(self._children)} workers, on GPU {names}, metrics at"
+                    f" http://{settings.host}:{port}/metrics",
+                    action="start_workers",
+                    port=port,
                 )
                 try:
                     await self._run_children()
@@ -182,11 +180,11 @@ class _Parent:
                 return
             seconds = retry.backoff(crashes - 1, FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS)
             log.error(
-                "the worker of GPU %s ended with %s; starting it again in %.0f s",
-                gpu,
-                _words(code),
-                seconds,
-                extra={"action": "worker_crashed", "gpu": gpu, "exit_code": code},
+                f"the worker of GPU {gpu} ended with {_words(code)}; starting it again in"
+                f" {seconds:.0f} s",
+                action="worker_crashed",
+                gpu=gpu,
+                exit_code=code,
             )
             await tasks.first_of(self._stop.wait(), timeout_seconds=seconds)
             if self._stop.is_set() or self._is_queue_empty():
@@ -202,13 +200,11 @@ class _Parent:
         self._codes.append(code)
         left = len(self._children) - len(self._codes)
         log.error(
-            "GPU %s is left out, %d of %d go on: its worker ended with %s, %s",
-            gpu,
-            left,
-            len(self._children),
-            _words(code),
-            why,
-            extra={"action": "gpu_left_out", "gpu": gpu, "exit_code": code, "left": left},
+            f"GPU {gpu} is left out, {left} of {len(self._children)} go on: its worker ended with"
+            f" {_words(code)}, {why}",
+            action="gpu_left_out",
+            gpu=gpu,
+            exit_code=code,
         )
 
     def _exit_code(self) -> int:
@@ -261,12 +257,8 @@ class _Parent:
     def _on_signal(self, number: signal.Signals) -> None:
         self._stopped_by = self._stopped_by or number
         (self._hurry if self._stop.is_set() else self._stop).set()
-        log.info(
-            "%s: the workers %s",
-            number.name,
-            "hand back jobs in flight" if self._hurry.is_set() else "finish what has begun",
-            extra={"action": "signal", "signal": number.name},
-        )
+        what = "hand back jobs in flight" if self._hurry.is_set() else "finish what has begun"
+        log.info(f"{number.name}: the workers {what}", action="signal")
 
 
 def _name(machine: str, gpu: Gpu) -> str:

@@ -7,8 +7,6 @@ sends the next stage once more, whose worker finds its image in turn.
 
 from __future__ import annotations
 
-import logging
-
 from imagefleet import errors
 from imagefleet.cancelled import CancelledCampaigns
 from imagefleet.job import chain
@@ -16,9 +14,10 @@ from imagefleet.job.message import DELIVERIES_FIELD, Job, message_fields, messag
 from imagefleet.storage import protocol, queue_names
 from imagefleet.storage.routing.models import ModelQueues
 from imagefleet.storage.settings import checked_priority
+from imagefleet.telemetry import logs
 from worker.jobs.in_flight import InFlightJob
 
-log = logging.getLogger(__name__)
+log = logs.EventLog(__name__)
 
 
 def next_message(job: Job, message: protocol.LeasedMessage) -> tuple[str, Job]:
@@ -44,15 +43,5 @@ async def send_next(models: ModelQueues, entry: InFlightJob, cancelled: Cancelle
     if entry.is_of(cancelled):
         raise errors.JobCancelled
     await models.send([body], priority)
-    log.debug(
-        "job %s goes on with stage %d of %d",
-        entry.id,
-        following.stage,
-        following.stages,
-        extra={
-            "action": "stage_sent",
-            "job_id": entry.id,
-            "stage": following.stage,
-            "model": following.model,
-        },
-    )
+    stage = f"{following.stage} of {following.stages}"
+    log.debug(f"job {entry.id} goes on: {stage}", action="stage_sent", job_id=entry.id)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Iterator
@@ -25,13 +24,14 @@ from imagefleet.records.record import Record, RecordLog, of_job
 from imagefleet.storage.deliveries import SUSPECT_AFTER, Deliveries, shown_images
 from imagefleet.storage.open import LOCAL_SCHEME
 from imagefleet.storage.protocol import BlobStore
+from imagefleet.telemetry import logs
 from worker import tasks
 from worker.engine import contract
 from worker.inputs.img2img import Overlay
 from worker.leases import Lease
 from worker.metrics import WorkerMetrics
 
-log = logging.getLogger(__name__)
+log = logs.EventLog(__name__)
 
 #: A delivery begins no more images once more than these have failed, and more than a tenth of those
 #: stored: what the job, or the node, gets wrong each time is not tried a thousand times.
@@ -200,12 +200,7 @@ class InFlightJob:
         """*error*; for a bug of ours one that is retried, as that could end all workers."""
         if isinstance(error, errors.FleetError):
             return error
-        log.error(
-            "job %s hit a bug",
-            self.id,
-            exc_info=error,
-            extra={"action": "job_defect", "job_id": self.id},
-        )
+        log.error(f"job {self.id} hit a bug", exc_info=error, action="job_defect", job_id=self.id)
         return errors.TransientError(f"{type(error).__name__}: {error}")
 
     def reason(self, error: errors.FleetError) -> str:

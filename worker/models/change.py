@@ -19,7 +19,6 @@ share of the waiting jobs.
 from __future__ import annotations
 
 import asyncio
-import logging
 import threading
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
@@ -31,14 +30,14 @@ from typing import Any, NoReturn, TypeVar
 from imagefleet import errors, retry
 from imagefleet.storage.routing.models import ModelQueues
 from imagefleet.storage.routing.queue import RoutedQueue
-from imagefleet.telemetry import host, serving
+from imagefleet.telemetry import host, logs, serving
 from worker.engine import contract
 from worker.files import model as model_files
 from worker.gpu_thread import THREAD_NAME, Take
 from worker.metrics import WorkerMetrics
 from worker.models.checkpoints import Checkpoint
 
-log = logging.getLogger(__name__)
+log = logs.EventLog(__name__)
 
 Load = Callable[[], contract.Engine]
 Result = TypeVar("Result")
@@ -191,12 +190,8 @@ class WorkerModels:
             waiting = await self._measured(queue)
             if name := first_to_serve(waiting, share):
                 chosen = self._checkpoints[name]
-                log.info(
-                    "beginning with the model %s; jobs waiting for it: %d",
-                    name,
-                    waiting[name].jobs,
-                    extra={"action": "first_model", "model": name, "jobs": waiting[name].jobs},
-                )
+                jobs = waiting[name].jobs
+                log.info(f"{jobs} jobs wait for {name}: beginning with it", action="first_model")
         try:
             fetched = await self._fetch(chosen)
         except (errors.SetupError, errors.NodeError) as error:
@@ -231,22 +226,14 @@ class WorkerModels:
         """Waits until another model is to be served, and has been prepared."""
         while True:
             checkpoint = await self._choose(queue, is_idle, seconds_per_job)
-            log.info(
-                "the model %s is next: its jobs have waited longest",
-                checkpoint.name,
-                extra={"action": "model_chosen", "model": checkpoint.name},
-            )
+            log.info(f"the model {checkpoint.name} is next", action="model_chosen")
             try:
                 load, take = await self.prepare(checkpoint)
                 found = self._checkpoints[checkpoint.name]
                 return Following(found, load, take, time.monotonic())
             except errors.TransientError as error:
-                log.warning(
-                    "the model %s cannot be fetched: %s",
-                    checkpoint.name,
-                    error,
-                    extra={"action": "model_not_fetched", "model": checkpoint.name},
-                )
+                name = checkpoint.name
+                log.warning(f"the model {name} is not there: {error}", action="model_not_fetched")
             except (errors.SetupError, errors.NodeError, OSError) as error:
                 self.drop(checkpoint, error, queue)
 
@@ -278,7 +265,7 @@ class WorkerModels:
         try:
             return {name: await self._waiting(queue, name) for name in self._checkpoints}
         except errors.FleetError as error:
-            log.debug("the models' queues cannot be measured: %s", error)
+            log.debug(f"the models' queues cannot be measured: {error}")
             return {}
 
     async def _waiting(self, queue: RoutedQueue, name: str) -> Waiting:
@@ -315,13 +302,8 @@ class WorkerModels:
         self._choice.changed(name, seconds)
         metrics.model_switches.labels(name).inc()
         metrics.model_switch_seconds.inc(seconds)
-        log.info(
-            "the model %s is loaded in place of %s; nothing was drawn for %.1f s",
-            name,
-            before,
-            seconds,
-            extra={"action": "model_switched", "model": name, "seconds": round(seconds, 3)},
-        )
+        text = f"the model {name} is loaded in place of {before}, in {seconds:.1f} s"
+        log.info(text, action="model_switched", model=name)
 
     def drop(self, checkpoint: Checkpoint, error: Exception, queue: RoutedQueue) -> None:
         """Serves a model no more that cannot be loaded here; its jobs are for other workers."""
@@ -329,12 +311,8 @@ class WorkerModels:
         queue.remove(checkpoint.name)
 
     def _forget(self, checkpoint: Checkpoint, error: Exception) -> None:
-        log.error(
-            "the model %s is not served by this worker, since it cannot be loaded: %s",
-            checkpoint.name,
-            error,
-            extra={"action": "model_unusable", "model": checkpoint.name},
-        )
+        name = checkpoint.name
+        log.error(f"the model {name} is not served here: {error}", action="model_unusable")
         del self._checkpoints[checkpoint.name]
 
 
@@ -350,7 +328,7 @@ async def note_served(models: ModelQueues, names: Callable[[], Sequence[str]]) -
             for name in names():
                 await models.note_served(name)
         except errors.FleetError as error:
-            log.debug("which models are served cannot be noted: %s", error)
+            log.debug(f"which models are served cannot be noted: {error}")
         await asyncio.sleep(retry.jitter(serving.SPAN.total_seconds() / 2))
 
 
@@ -360,11 +338,7 @@ async def make_queues(models: ModelQueues, names: Sequence[str]) -> None:
         for name in names:
             await models.make(name)
     except (errors.SetupError, errors.TransientError) as error:
-        log.info(
-            "the queues of models are not made: %s",
-            error.message,
-            extra={"action": "queues_not_made"},
-        )
+        log.info(f"the queues of models are not made: {error.message}", action="queues_not_made")
 
 
 async def _in_thread(work: Callable[[], Result]) -> Result:

@@ -8,18 +8,18 @@ So before failed images count against a node, a plain image is generated alongsi
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from imagefleet import errors
+from imagefleet.telemetry import logs
 from worker import tasks
 from worker.engine import contract
 from worker.gpu_thread import Delivery, EngineThread
 from worker.node import check
 from worker.stages import encode
 
-log = logging.getLogger(__name__)
+log = logs.EventLog(__name__)
 
 #: The engine's work until the canary has to be finished, with all that waits before it: the
 #: largest images on the slowest card. Not wall time, since storage that is down blocks the engine
@@ -60,9 +60,8 @@ class Canary:
         except errors.FleetError as error:
             return f"{alarm}; and a plain image failed as well: {error}"
         log.warning(
-            "%s; but a plain image succeeded: the jobs are at fault, not this node",
-            alarm,
-            extra={"action": "node_proved"},
+            f"{alarm}; but a plain image succeeded: the jobs are at fault, not this node",
+            action="node_proved",
         )
         return None
 

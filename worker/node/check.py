@@ -16,19 +16,21 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import asdict
+from typing import Any
 
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from imagefleet import errors, retry
 from imagefleet.storage import protocol
+from imagefleet.telemetry import logs
 from worker.engine import contract
 from worker.inputs import img2img
 from worker.metrics import NodeFault, WorkerMetrics
 from worker.node.watchdog import NodeLimits, standard_images
 from worker.settings import WorkerSettings
 
-log = logging.getLogger(__name__)
+log = logs.EventLog(__name__)
 
 #: Measurements below the limit before a node counts as broken.
 TRIES = 3
@@ -76,7 +78,7 @@ class NodeCheck(Collector):
         limits: NodeLimits,
         metrics: WorkerMetrics,
     ) -> None:
-        self.findings: dict[str, float] = {}
+        self.findings: dict[str, Any] = {}
         """The measurements, by the names of `_FINDINGS`."""
         self.passed: bool | None = None
         self._faults = metrics.node_faults
@@ -149,12 +151,14 @@ class NodeCheck(Collector):
             self._faults.labels(self._fault).inc()
         self.findings["passed"] = self.passed
         self.findings["seconds"] = round(time.monotonic() - self._began_at, 3)
+        level = logging.INFO if self.passed else logging.ERROR
+        found = "passed" if self.passed else f"failed: {failure}"
         log.log(
-            logging.INFO if self.passed else logging.ERROR,
-            "the node check %s after %.1f s",
-            "passed" if self.passed else f"failed: {failure}",
-            self.findings["seconds"],
-            extra={"action": "node_check", **self.findings, "limits": asdict(self._limits)},
+            level,
+            f"the node check {found} after {self.findings['seconds']:.1f} s",
+            action="node_check",
+            **self.findings,
+            limits=asdict(self._limits),
         )
 
     def collect(self) -> Iterator[Metric]:
@@ -225,12 +229,7 @@ class NodeCheck(Collector):
                 if not await self._blobs.delete(name):
                     return
         except errors.FleetError as error:
-            log.info(
-                "the check's blobs in %s were not removed: %s",
-                UPLOAD_FOLDER,
-                error,
-                extra={"action": "check_blobs_stay"},
-            )
+            log.info(f"{UPLOAD_FOLDER} keeps the check's blobs: {error}", action="check_blobs_stay")
 
 
 def plain_request(engine: contract.Engine, seed: int) -> contract.ImageRequest:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Callable
 from typing import NoReturn
 
@@ -13,7 +12,7 @@ from imagefleet import errors, retry, validation
 from imagefleet.storage import protocol
 from imagefleet.telemetry import logs
 
-log = logging.getLogger(__name__)
+log = logs.EventLog(__name__)
 
 BLOB = "quarantine.json"
 
@@ -49,13 +48,8 @@ class Quarantine:
                 nodes = [] if data is None else _List.model_validate_json(data).nodes
         except errors.FleetError as error:
             if self._warning.is_due():
-                log.warning(
-                    "%s in the container %r cannot be read; this node works on: %s",
-                    BLOB,
-                    self._files.name,
-                    error,
-                    extra={"action": "quarantine_unread"},
-                )
+                where = f"{BLOB} in the container {self._files.name!r}"
+                log.warning(f"{where} cannot be read: {error}", action="quarantine_unread")
             return None
         for node in nodes:
             if node.name in self._names:

@@ -7,7 +7,6 @@ of the canary only: any other is ignored, never a reason to give a node up.
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal, get_args
@@ -17,11 +16,12 @@ from pydantic import BaseModel, ConfigDict, Field
 from imagefleet import errors, likeness, retry, validation
 from imagefleet.likeness import Fingerprint
 from imagefleet.storage import protocol
+from imagefleet.telemetry import logs
 from worker.engine import contract
 from worker.files import model
 from worker.settings import WorkerSettings
 
-log = logging.getLogger(__name__)
+log = logs.EventLog(__name__)
 
 CanaryImage = Literal["with_lora", "other_seed", "without_lora"]
 """A canary's image: the first, the same from another seed, and the same without its LoRA."""
@@ -130,10 +130,5 @@ async def find(
     except FileNotFoundError:
         return None
     except (errors.FleetError, OSError, ValueError) as error:
-        log.warning(
-            "the model's reference images %s cannot be read: %s",
-            where,
-            error,
-            extra={"action": "reference_unread"},
-        )
+        log.warning(f"{where} cannot be read: {error}", action="reference_unread")
         return None

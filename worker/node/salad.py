@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import logging
 import os
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -24,7 +23,7 @@ from imagefleet import errors, redaction, retry
 from imagefleet.telemetry import logs
 from worker import tasks
 
-log = logging.getLogger(__name__)
+log = logs.EventLog(__name__)
 
 ADDRESS = "http://169.254.169.254"
 
@@ -105,18 +104,12 @@ class SaladMetadata:
             await self.reallocate(reason)
         except errors.TransientError as error:
             requests.labels("refused").inc()
-            log.error(  # noqa: TRY400 - its message says it all
-                "requesting another node failed: %s",
-                error,
-                extra={"action": "reallocation_failed", "reason": reason},
-            )
+            log.warning(f"requesting another node failed: {error}", action="reallocation_failed")
             return False
         self._is_leaving = True
         requests.labels("granted").inc()
         log.warning(
-            "requested another node, waiting to be stopped: %s",
-            reason,
-            extra={"action": "reallocation", "reason": reason},
+            f"requested another node, waiting to be stopped: {reason}", action="reallocation"
         )
         return True
 
@@ -192,9 +185,8 @@ async def _update(metadata: SaladMetadata, jobs_in_flight: Callable[[], int]) ->
             except errors.TransientError as error:
                 if warning.is_due():
                     log.warning(
-                        "the deletion cost is not updated, the work goes on: %s",
-                        error,
-                        extra={"action": "deletion_cost_failed"},
+                        f"the deletion cost is not updated, the work goes on: {error}",
+                        action="deletion_cost_failed",
                     )
             else:
                 current = cost
@@ -230,18 +222,13 @@ async def retry_until_fixed(
             longest = min(FIRST_PAUSE_SECONDS * 2**pauses, LONGEST_PAUSE_SECONDS)
             if waited_seconds + longest > GIVE_UP_SECONDS:
                 log.error(  # noqa: TRY400 - its message says it all
-                    "giving up after %.0f s: %s",
-                    waited_seconds,
-                    error,
-                    extra={"action": "setup_given_up"},
+                    f"giving up after {waited_seconds:.0f} s: {error}", action="setup_given_up"
                 )
                 return None
             seconds = retry.backoff(pauses, FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS)
             log.error(  # noqa: TRY400
-                "no node could work like this, retrying in %.0f s: %s",
-                seconds,
-                error,
-                extra={"action": "setup_awaited", "error": type(error).__name__},
+                f"no node could work like this, retrying in {seconds:.0f} s: {error}",
+                action="setup_awaited",
             )
         set_waiting(True)
         await tasks.first_of(stop.wait(), timeout_seconds=seconds)

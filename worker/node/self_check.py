@@ -14,7 +14,6 @@ canary at once. NaN and images of one colour are refused before (`worker.engine.
 from __future__ import annotations
 
 import asyncio
-import logging
 import math
 import random
 import shutil
@@ -30,6 +29,7 @@ import numpy as np
 
 from imagefleet import errors, likeness, retry
 from imagefleet.likeness import Fingerprint
+from imagefleet.telemetry import logs
 from worker.engine import contract
 from worker.gpu_thread import EngineThread
 from worker.metrics import NodeFault, WorkerMetrics
@@ -38,7 +38,7 @@ from worker.node.canary import Canary, DrainsError
 from worker.node.reference import CanaryImage, Reference
 from worker.node.watchdog import Check, Suspects
 
-log = logging.getLogger(__name__)
+log = logs.EventLog(__name__)
 
 #: Images that a new one is compared with. One fingerprint of 512x512 takes 0.8 ms, and
 #: all the comparisons 0.1 ms.
@@ -189,10 +189,8 @@ class NodeSelfCheck:
         why = "there are none" if reference is None else reference.why_unusable(self.engine)
         if why is not None:
             log.warning(
-                "without the model's reference images (%s), this node's own first ones must do:"
-                " `imagefleet files make canary` makes them",
-                why,
-                extra={"action": "reference_missing"},
+                f"no reference images ({why}): `imagefleet files make canary` makes them",
+                action="reference_missing",
             )
             reference = None
         if reference is not None:
@@ -210,7 +208,7 @@ class NodeSelfCheck:
             self._begin_anew()
             kind = random.choice(_AMONG_JOBS)  # noqa: S311 - no secret
             if await self._check_or_give_up((kind,)) and why is not None:
-                log.info("%s; but a canary came out right", why, extra={"action": "alarm_ended"})
+                log.info(f"{why}; but a canary came out right", action="alarm_ended")
 
     async def watch_weights(self) -> NoReturn:
         """Side task: compares the weights on the device with the file's; raises NodeError."""
@@ -252,7 +250,7 @@ class NodeSelfCheck:
         if self.images.copies >= MOST_COPIES:
             self._ask(f"{why or 'images repeat'}, {self.images.copies} times to the bit")
         elif why is not None and self._since_alarm >= LEAST_BETWEEN_ALARMS:
-            log.warning("%s: checking this node", why, extra={"action": "image_suspected"})
+            log.warning(f"{why}: checking this node", action="image_suspected")
             self._ask(why)
         self._images_left -= 1
         if self._images_left <= 0:
@@ -300,9 +298,7 @@ class NodeSelfCheck:
                 return True
             self.trusted.clear()
             self.engine_thread.hold_jobs(hold=True)
-            log.warning(
-                "%s: checking this node again", fault.message, extra={"action": "canary_failed"}
-            )
+            log.warning(f"{fault.message}: checking this node again", action="canary_failed")
             try:
                 again = await self._find_fault(kinds, with_weights=True)
             except DrainsError:

@@ -17,7 +17,6 @@ import asyncio
 import contextlib
 import functools
 import json
-import logging
 import re
 import time
 from collections import Counter, deque
@@ -31,11 +30,12 @@ from imagefleet.job.message import ASIDE, SUSPECT
 from imagefleet.job.passes.fields import Pass
 from imagefleet.pricing import families, prices
 from imagefleet.storage import protocol
+from imagefleet.telemetry import logs
 from worker.gpu_thread import EngineThread
 from worker.metrics import NodeFault, WorkerMetrics
 from worker.settings import WorkerSettings, machine_name
 
-log = logging.getLogger(__name__)
+log = logs.EventLog(__name__)
 
 #: A card's speed here as a share of its record in `pricing/gpus.toml`, which had the best software
 #: and host. Means over SaladCloud's nodes were 0.53 of it (RTX 4090), 0.62 (3060 Ti), 0.74
@@ -255,13 +255,8 @@ class NodeWatchdog:
         for fault in wrong:
             self._faults.labels(fault).inc()
         reason = "; ".join(wrong.values())
-        log.warning(
-            "this node failed %d windows in a row, of %d: %s",
-            self.failed_in_a_row,
-            FAILED_WINDOWS,
-            reason,
-            extra={"action": "node_window_failed", "failed_in_a_row": self.failed_in_a_row},
-        )
+        count = f"{self.failed_in_a_row} windows in a row, of {FAILED_WINDOWS}"
+        log.warning(f"this node failed {count}: {reason}", action="node_window_failed")
         return reason
 
     def _too_slow(self, window: _Window, busy_seconds: float, seconds: float) -> str | None:
@@ -369,29 +364,20 @@ class Suspects:
         }
         blob = f"{SUSPECT}{file_name(self.worker)}/{now:%Y%m%dT%H%M%SZ}.json"
         data = json.dumps(content).encode()
+        what = f"{len(names)} images since {content['since']} are suspect"
         try:
             await self.retry_policy.call(
                 lambda: self.blobs.create(blob, data, "application/json", {})
             )
         except errors.FleetError as error:
+            redo = f"`imagefleet redo --worker {self.worker} --since {content['since']}`"
             log.error(  # noqa: TRY400 - its message says it all
-                "%d images since %s are suspect, and their record could not be stored (%s):"
-                " `imagefleet redo --worker %s --since %s` draws them again",
-                len(names),
-                content["since"],
-                error,
-                self.worker,
-                content["since"],
-                extra={"action": "suspects_not_recorded", "images": names[:1000]},
+                f"{what}, and their record is not stored ({error}): {redo} draws them again",
+                action="suspects_not_recorded",
+                images=names[:1000],
             )
             return
-        log.warning(
-            "%d images since %s are suspect: %s",
-            len(names),
-            content["since"],
-            blob,
-            extra={"action": "suspects_recorded", "blob": blob},
-        )
+        log.warning(f"{what}: {blob}", action="suspects_recorded")
 
 
 def _text(time_: datetime) -> str:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
-import logging
 import time
 from collections import Counter, deque
 from collections.abc import Iterator
@@ -48,7 +47,7 @@ UPLOADS = 16
 WAITING_PER_UPLOAD = 2
 
 
-log = logging.getLogger(__name__)
+log = logs.EventLog(__name__)
 
 #: Limits the warnings of an outage, in which every upload in flight fails again and again.
 _outage_warning = logs.Occasion()
@@ -56,7 +55,7 @@ _outage_warning = logs.Occasion()
 
 def _log_outage(error: errors.TransientError) -> None:
     if _outage_warning.is_due():
-        log.warning("the storage does not answer: %s", error, extra={"action": "storage_outage"})
+        log.warning(f"the storage does not answer: {error}", action="storage_outage")
 
 
 #: Storage that is down for a few minutes costs no generated image; leases are renewed meanwhile.

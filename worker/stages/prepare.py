@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-import logging
 from collections import OrderedDict, deque
 from collections.abc import AsyncIterator, Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -20,6 +19,7 @@ from imagefleet import cancelled, concurrency, errors, retry
 from imagefleet.job.message import Job, job_key, read_job
 from imagefleet.pricing import families
 from imagefleet.storage import protocol
+from imagefleet.telemetry import logs
 from worker import tasks
 from worker.engine import contract
 from worker.inputs.reader import NO_INPUTS, Inputs, JobFiles
@@ -29,7 +29,7 @@ from worker.pull import Puller
 from worker.settle import Settler
 from worker.stages.image import ENCODING, UPLOADS, EncodeStage, GenerateStage, UploadStage
 
-log = logging.getLogger(__name__)
+log = logs.EventLog(__name__)
 
 #: Jobs that a worker remembers, so that it does not draw the same image a second time: many times
 #: what it holds, since a job and its second drawing are sent together.
@@ -223,12 +223,8 @@ class PrepareStage:
             )
         async with self._isolation.alone():
             await self.generate.nothing_at_engine.wait()
-            log.warning(
-                "job %s is generated alone: %d workers that had it died or lost their leases",
-                entry.id,
-                entry.deliveries.lost,
-                extra={"action": "job_alone", "message_id": entry.id},
-            )
+            lost = f"{entry.deliveries.lost} workers that had it died or lost their leases"
+            log.warning(f"job {entry.id} is generated alone: {lost}", action="job_alone")
             if body := entry.deliveries.marked_alone().write_to(entry.lease.message.body):
                 keeper = self.settler.keeper
                 await self.settler.retry_policy.call(partial(keeper.rewrite, entry.lease, body))

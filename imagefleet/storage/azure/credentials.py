@@ -7,7 +7,6 @@ wait for new ones as for a storage that is down: no job fails for it, and none i
 from __future__ import annotations
 
 import asyncio
-import logging
 import os
 import time
 from collections.abc import Awaitable, Callable
@@ -23,8 +22,9 @@ from imagefleet.storage.azure import roles
 from imagefleet.storage.azure import sas as sas_tokens
 from imagefleet.storage.azure.account import AzureAddress
 from imagefleet.storage.settings import Resource, StorageSettings
+from imagefleet.telemetry import logs
 
-log = logging.getLogger(__name__)
+log = logs.EventLog(__name__)
 
 #: Set by Kubernetes for a pod with workload identity, and by nothing else.
 FEDERATED_TOKEN_FILE = "AZURE_FEDERATED_TOKEN_FILE"  # noqa: S105 - a variable's name
@@ -165,10 +165,8 @@ class RotatingTokens:
             if not self._refusal_logged:
                 self._refusal_logged = True
                 log.warning(
-                    "%s; waiting for %s to provide new ones",
-                    refusal.message,
-                    self.source.name,
-                    extra={"action": "tokens_refused"},
+                    f"{refusal.message}; waiting for {self.source.name} to provide new ones",
+                    action="tokens_refused",
                 )
             await asyncio.sleep(_POLL_SECONDS)
 
@@ -187,7 +185,7 @@ class RotatingTokens:
             tokens = await self.source.read()
         except errors.FleetError as error:
             if self._failure is None or self._failure.message != error.message:
-                log.warning("%s", error, extra={"action": "tokens_not_renewed"})
+                log.warning(str(error), action="tokens_not_renewed")
             self._failure = error
             return
         self._failure = None
@@ -198,12 +196,9 @@ class RotatingTokens:
         for key, credential in self.credentials.items():
             if token := tokens.of(*key):  # not every model's queue has one
                 credential.update(token)
-        log.info(
-            "new SAS tokens from %s, valid until %s",
-            self.source.name,
-            tokens.ends_at or "their access policy ends",
-            extra={"action": "tokens_renewed"},
-        )
+        end = tokens.ends_at or "their access policy ends"
+        text = f"new SAS tokens from {self.source.name}, valid until {end}"
+        log.info(text, action="tokens_renewed")
 
 
 class Credentials:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import logging
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 
@@ -21,9 +20,9 @@ from imagefleet.storage import protocol
 from imagefleet.storage.routing.queue import RoutedQueue
 from imagefleet.storage.routing.route import Route
 from imagefleet.storage.settings import PRIORITIES, Priority
-from imagefleet.telemetry import serving
+from imagefleet.telemetry import logs, serving
 
-log = logging.getLogger(__name__)
+log = logs.EventLog(__name__)
 
 #: The folder of the blobs that tell which models have queues, beside the images.
 FOLDER = "-models/"
@@ -113,7 +112,7 @@ class ModelQueues:
                     for queue in queues.values() if shards > 1 else ():
                         await queue.main.set_shards(shards)
                 except errors.SetupError as error:
-                    log.debug("the queues of %s are not sharded: %s", model, error.message)
+                    log.debug(f"the queues of {model} are not sharded: {error.message}")
                 await self._blobs.create(f"{FOLDER}{model}", b"", "text/plain", {})
                 self._made.add(model)
         return queues
@@ -137,7 +136,7 @@ class ModelQueues:
             try:
                 found = [name.removeprefix(FOLDER) async for name in self._blobs.names(FOLDER)]
             except errors.SetupError as error:
-                log.debug("which models have queues is not known: %s", error.message)
+                log.debug(f"which models have queues is not known: {error.message}")
             else:
                 self._names = sorted(name for name in found if SAFE_NAME.fullmatch(name))
         return sorted({*self._names[:MAX_MODELS], *self._made})

@@ -27,8 +27,9 @@ from imagefleet.job import sizes
 from imagefleet.storage import protocol
 from imagefleet.storage.protocol import Shards
 from imagefleet.storage.queue_names import MAX_SHARDS
+from imagefleet.telemetry import logs
 
-log = logging.getLogger(__name__)
+log = logs.EventLog(__name__)
 
 #: One of so many receives that return jobs asks another shard before the home, and one the queues
 #: of lower priorities first.
@@ -142,10 +143,8 @@ class Shard:
         is_usual = isinstance(error, errors.MissingResourceError)  # made by the next load
         log.log(
             logging.INFO if is_usual else logging.WARNING,
-            "no jobs are taken from the queue %s: %s",
-            self.queue.name,
-            error.message,
-            extra={"action": "queue_missing", "queue": self.queue.name},
+            f"no jobs are taken from the queue {self.queue.name}: {error.message}",
+            action="queue_missing",
         )
 
 
@@ -303,12 +302,7 @@ class Route:
         if shards == self._shards:
             return
         if self._shards is not None or shards.made > 1:
-            log.info(
-                "the queue %s has %d shards",
-                self.name,
-                shards.used,
-                extra={"action": "shards", "queue": self.name, "shards": shards.used},
-            )
+            log.info(f"the queue {self.name} has {shards.used} shards", action="shards")
         self._shards = shards
         self._put_in_order()
 

@@ -112,7 +112,7 @@ async def test_a_worker_that_hangs_as_it_downloads_holds_up_the_others_for_a_tim
             pass
         assert not caplog.messages
         async with cache.fetching("style"):
-            assert "without regard to other workers" in caplog.text
+            assert "is fetched without a lock" in caplog.text
     caplog.clear()
     async with cache.fetching("style"):
         assert not caplog.messages
@@ -123,4 +123,4 @@ async def test_a_folder_without_locks_stops_no_fetch(
 ) -> None:
     (tmp_path / "file").touch()
     async with DiskCache(tmp_path / "file").fetching("style"):
-        assert "without regard to other workers" in caplog.text
+        assert "is fetched without a lock" in caplog.text

@@ -10,7 +10,6 @@ import asyncio
 import contextlib
 import hashlib
 import importlib.util
-import logging
 import os
 import platform
 import re
@@ -30,6 +29,7 @@ from imagefleet.files import safetensors
 from imagefleet.files.kinds import KERNELS
 from imagefleet.signing import TrustedKeys, trusted_keys
 from imagefleet.storage import protocol
+from imagefleet.telemetry import logs
 from worker import replica, tasks
 from worker.files import manifest, model
 from worker.files.disk_cache import DiskCache
@@ -39,7 +39,7 @@ from worker.files.kernels.archive import Key
 from worker.files.manifest import Manifest
 from worker.settings import WorkerSettings
 
-log = logging.getLogger(__name__)
+log = logs.EventLog(__name__)
 
 Origin = Literal["image", "disk", "store", "compiled"]
 """The place that a worker has its kernels from."""
@@ -98,13 +98,9 @@ class KernelCache:
             if origin is not None:
                 self._settle(origin)
         except errors.FleetError as error:
-            log.warning(
-                "compiling, since the stored kernels cannot be used: %s",
-                error.message,
-                extra={"action": "kernels_failed"},
-            )
+            log.warning(f"stored kernels cannot be used: {error}", action="kernels_failed")
         except Exception:
-            log.exception("the stored kernels cannot be used", extra={"action": "kernels_failed"})
+            log.exception("the stored kernels cannot be used", action="kernels_failed")
             raise
         finally:
             self.give_up()
@@ -117,12 +113,7 @@ class KernelCache:
         """
         if not self._is_settled.wait(LONGEST_WAIT_SECONDS):
             self._is_settled.set()  # once is enough
-            log.info(
-                "compiling %s: stored kernels have not arrived within %.0f s",
-                what,
-                LONGEST_WAIT_SECONDS,
-                extra={"action": "kernels_late"},
-            )
+            log.info(f"compiling {what}: stored kernels have not arrived", action="kernels_late")
         with by_one_first(self.folder, repr((self.key.name, self._variant, what))):
             before = self._graphs()
             yield
@@ -149,15 +140,13 @@ class KernelCache:
                 await self._unpack(image / name)
             except archive.UnusableArchiveError as error:
                 log.warning(
-                    "the image's kernels are left out: %s",
-                    error.message,
-                    extra={"action": "kernels_damaged"},
+                    f"the image's kernels are left out: {error.message}", action="kernels_damaged"
                 )
             else:
                 return "image"
         sha256 = await retry_policy.call(lambda: find_sha256(blobs, name, trusted))
         if sha256 is None:
-            log.info("no kernels are stored for %s", self.key.name, extra={"action": "no_kernels"})
+            log.info(f"no kernels are stored for {self.key.name}", action="no_kernels")
             return None
         download = Download(
             DiskCache(self.folder),
@@ -195,13 +184,7 @@ class KernelCache:
             if origin == "compiled"
             else ""
         )
-        log.info(
-            "kernels=%s for %s%s",
-            origin,
-            self.key.name,
-            advice,
-            extra={"action": "kernels", "kernels": origin, "key": self.key.name},
-        )
+        log.info(f"kernels={origin} for {self.key.name}{advice}", action="kernels")
         self.origin = origin
         self._on_origin(origin)
 
@@ -241,11 +224,7 @@ def open_cache(
     except (OSError, safetensors.MalformedError):  # the engine says what is wrong with the model
         return None
     except errors.FleetError as error:
-        log.warning(
-            "compiled kernels are not kept in --cache: %s",
-            error.message,
-            extra={"action": "kernels_failed"},
-        )
+        log.warning(f"kernels are not kept in --cache: {error}", action="kernels_failed")
         return None
 
 
@@ -292,14 +271,10 @@ def by_one_first(folder: Path, what: str) -> Iterator[None]:
             try:
                 lock.acquire(blocking=False)
             except Timeout:
-                log.info(
-                    "waiting for another worker's kernels", extra={"action": "compile_awaited"}
-                )
+                log.info("waiting for another worker's kernels", action="compile_awaited")
                 lock.acquire()
     except OSError as error:
-        log.warning(
-            "compiling without waiting for other workers: %s", error, extra={"action": "no_lock"}
-        )
+        log.warning(f"compiling without waiting for other workers: {error}", action="no_lock")
     try:
         if done.exists():
             lock.release()  # all others go on at once
