@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 from imagefleet import errors
 from imagefleet.telemetry import logs
@@ -32,12 +31,6 @@ POLL_SECONDS = 1.0
 
 class DrainsError(Exception):
     """The worker drains, and draws no canaries any more."""
-
-
-@dataclass(frozen=True, slots=True)
-class Drawn:
-    pixels: contract.Pixels
-    seconds: float
 
 
 class Canary:
@@ -65,7 +58,7 @@ class Canary:
         )
         return None
 
-    async def draw(self, requests: Sequence[contract.ImageRequest]) -> list[Drawn]:
+    async def draw(self, requests: Sequence[contract.ImageRequest]) -> list[contract.Pixels]:
         """The images; raises FleetError if one failed, DrainsError if the worker drains."""
         clock = self._engine_thread.clock
         async with self._one_at_a_time:
@@ -76,17 +69,17 @@ class Canary:
                         raise errors.TransientError(
                             f"it did not come in {LONGEST_BUSY_SECONDS:g} s of the engine's work"
                         )
-                drawn: list[Drawn] = generating.result()
+                drawn: list[contract.Pixels] = generating.result()
                 return drawn
 
-    async def _generate(self, requests: Sequence[contract.ImageRequest]) -> list[Drawn]:
+    async def _generate(self, requests: Sequence[contract.ImageRequest]) -> list[contract.Pixels]:
         drawn = []
         for delivery in await asyncio.gather(*map(self._deliver, requests)):
             outcome = delivery.finished.outcome
             if isinstance(outcome, errors.FleetError):
                 raise outcome
             encode.refuse_one_colour(outcome)
-            drawn.append(Drawn(outcome, delivery.finished_at - delivery.admitted_at))
+            drawn.append(outcome)
         return drawn
 
     async def _deliver(self, request: contract.ImageRequest) -> Delivery:
