@@ -8,7 +8,7 @@ import re
 import textwrap
 from collections.abc import Sequence
 
-from PIL import Image, ImageDraw, ImageFont
+from PIL import Image, ImageDraw, ImageFont, ImageOps
 
 from imagefleet.files import picture
 from imagefleet.job import prompt
@@ -63,22 +63,15 @@ def read_tile(data: bytes) -> tuple[Image.Image, str]:
 
     An empty tile, with the reason, for what is no image.
     """
+    size = (TILE_PIXELS, TILE_PIXELS)
     try:
-        tile, text = read_image(data, TILE_PIXELS)
+        with picture.opened(data) as image:
+            parameters = printable(picture.parameters(image, _MAX_CHARACTERS))
+            tile = ImageOps.contain(image.convert("RGB"), size, Image.Resampling.LANCZOS)
     except picture.DamagedImageError as error:
-        return Image.new("RGB", (TILE_PIXELS, TILE_PIXELS), _PAPER), str(error)
-    words, loras = prompt.read_words(text)
+        return Image.new("RGB", size, _PAPER), str(error)
+    words, loras = prompt.read_words(_AFTER_PROMPT.split(parameters, maxsplit=1)[0])
     return tile, " + ".join([words, *(lora.name for lora in loras)])
-
-
-def read_image(data: bytes, longer_side: int) -> tuple[Image.Image, str]:
-    """The image at this size and its prompt; raises DamagedImageError if no worker can draw it."""
-    with picture.opened(data) as image:
-        parameters = printable(picture.parameters(image, _MAX_CHARACTERS))
-        scale = longer_side / max(image.size)
-        size = (max(1, round(image.width * scale)), max(1, round(image.height * scale)))
-        tile = image.convert("RGB").resize(size, Image.Resampling.LANCZOS)
-    return tile, _AFTER_PROMPT.split(parameters, 1)[0]
 
 
 def _lines(caption: str, font: ImageFont.FreeTypeFont | ImageFont.ImageFont) -> list[str]:

@@ -112,14 +112,13 @@ def command(
         raise errors.SetupError("--lora-directory goes with --check")
     skipped = _Skipped()
     read = functools.partial(filling.reading, Path(jobs.file), is_shown=not (quiet or as_json))
-    with read("reading") as on_read:
+    with read("reading"):
         source = sources.open_source(
             jobs.file,
             form=jobs.form,
             count=jobs.count,
             seed=jobs.seed,
             on_invalid=skipped if jobs.skip_invalid else None,
-            on_read=on_read,
             key=settings.keys().signing,
             campaign=jobs.campaign,
         )
@@ -128,8 +127,8 @@ def command(
         elsewhere = missing.Elsewhere(Path(folder) if folder else None, sending.model or ())
         _check(settings, source, skipped, elsewhere, read, as_json=as_json)
     elif checking.dry_run:
-        with read("checking") as on_read:
-            source.check(0, on_read)
+        with read("checking"):
+            source.check(0)
         _print_jobs(source, quiet=quiet)
     else:
         path = _checkpoint(settings, jobs.file, sending)
@@ -187,8 +186,8 @@ def _check(
 ) -> None:
     """Reads all jobs, and tells what they name that workers would not find."""
     uses = missing.Uses()
-    with read("checking", jobs=source.jobs_to_make) as on_read:
-        source.check(0, on_read, uses.add)
+    with read("checking"):
+        source.check(0, uses.add)
     found = console.run(missing.look(settings, uses, elsewhere))
     if as_json:
         console.print_json(missing.summary(uses, found) | {"invalid": skipped.count})

@@ -53,6 +53,9 @@ class TransientError(FleetError):
     #: The request may have been carried out, because only its reply was lost.
     outcome_is_unknown = False
 
+    #: Seconds that the server asks to wait before the next attempt, if it does.
+    after_seconds: float | None = None
+
 
 class NoAccessError(TransientError):
     """The credentials of the storage have expired; waiting for new ones."""

@@ -100,6 +100,8 @@ class RetryPolicy:
                         raise
                     first, longest = self.first_wait_seconds, self.longest_wait_seconds
                     pause = backoff(failed - 1, first, longest, low=0)
+                    if error.after_seconds is not None:
+                        pause = error.after_seconds
                 self.on_retry(error)
             await asyncio.sleep(pause)
 

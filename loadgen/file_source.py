@@ -11,10 +11,9 @@ import os
 import uuid
 import zlib
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
 
 from imagefleet import errors
 from imagefleet.job import sizes
@@ -35,16 +34,8 @@ from loadgen.formats.lines import Entry, Format, FormatError
 ID_BYTES = 12
 MAX_REPORTED = 10
 
-_READ_BYTES = 2**20
-
-#: Entries between two calls for a format that cannot tell how much of the file is read.
-_ENTRIES_BETWEEN_CALLS = 1_000
-
 #: Called with the place of an invalid entry, and why it is none.
 OnInvalid = Callable[[str, str], None]
-
-#: Called with the bytes of the file read so far.
-OnRead = Callable[[int], None]
 
 #: Called with the place and the job of each entry.
 OnJob = Callable[[str, Job], None]
@@ -55,36 +46,52 @@ _ReadEntry = Callable[[Entry, str], str]
 SIGNATURE_BYTES = len(f',"{SIGNATURE_FIELD}":""') + SIGNATURE_CHARACTERS
 
 
-class Version(NamedTuple):
-    """What changes when a file is written or replaced."""
-
-    device: int
-    inode: int
-    size_bytes: int
-    modified_at_ns: int
-
-
-def ignore(read_bytes: int) -> None:
-    """Takes the progress of reading for callers that show none."""
-
-
 def digest(data: bytes) -> str:
     return hashlib.blake2b(data, digest_size=ID_BYTES).hexdigest()
+
+
+class UnchangedFile:
+    """A file that is read several times; raises SetupError if it is written in between."""
+
+    def __init__(self, path: Path, form: Format) -> None:
+        self._path = path
+        self._form = form
+        self._version: tuple[int, ...] | None = None
+
+    @contextmanager
+    def opened(self) -> Iterator[io.BufferedReader]:
+        """Its content, decompressed if its format can be; errors of reading it name it."""
+        with _explained(str(self._path), self._form), self._path.open("rb") as file:
+            self._check_version(file)
+            yield files.decompressed(file) if self._form.is_stream else file
+            self._check_version(file)
+
+    def _check_version(self, file: io.BufferedReader) -> None:
+        found = os.fstat(file.fileno())
+        version = found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
+        self._version = self._version or version
+        if version != self._version:
+            raise errors.SetupError(
+                f"{self._path} has changed while it was being read; what was sent stays"
+            )
 
 
 class _EntrySource(abc.ABC):
     """Jobs from the entries of a format: signed with *key*, of *campaign* where a job has none."""
 
-    #: `check` reports bytes, not jobs.
-    jobs_to_make = None
+    identity: str
+    count: int | None
+    _can_be_read_again = True
 
     def __init__(
         self,
+        name: str,
         form: Format,
         on_invalid: OnInvalid | None,
         key: SigningKey | None,
         campaign: str | None,
     ) -> None:
+        self._name = name
         self._form = form
         self._on_invalid = on_invalid
         self._key = key
@@ -92,8 +99,30 @@ class _EntrySource(abc.ABC):
         self.mended = 0
         """Jobs of the messages so far that had failed, as `imagefleet failed --export` notes it."""
 
+    def check(self, start: int, on_job: OnJob | None = None) -> None:
+        """Checks each entry that is to be sent, for *on_job*; a SetupError has the first ten.
+
+        Without *on_job*, not where it is of no use: what is invalid is skipped, or read only once.
+        """
+        if on_job is None and (self._on_invalid is not None or not self._can_be_read_again):
+            return
+        invalid: list[str] = []
+
+        def note(place: str, reason: str) -> None:
+            invalid.append(f"{place}: {reason}")
+
+        read = partial(self._checked, on_job=on_job)
+        for _ in self._read(start, self._on_invalid or note, read):
+            if len(invalid) == MAX_REPORTED:
+                break
+        if invalid:
+            raise errors.SetupError(
+                f"{self._name} has invalid jobs; nothing was sent. Correct them or skip them with"
+                " --skip-invalid:\n" + "\n".join(invalid)
+            )
+
     def bodies(self, start: int) -> Iterator[str | None]:
-        return self._read(start, self._on_invalid or _refuse_next, self._message)
+        return self._read(start, self._on_invalid or _refuse, self._message)
 
     def examples(self, most: int) -> Iterator[str]:
         return itertools.islice((body for body in self.bodies(0) if body is not None), most)
@@ -120,9 +149,25 @@ class _EntrySource(abc.ABC):
         job = read_job(text, job_id)
         return job if self._campaign is None else job.identified(job_id, self._campaign)
 
-    @abc.abstractmethod
     def _read(self, start: int, on_invalid: OnInvalid, read: _ReadEntry) -> Iterator[str | None]:
         """The messages from position *start* on, as *read* makes them."""
+        with self._opened() as stream:
+            end = None if self.count is None else max(0, self.count - start)
+            entries = itertools.islice(self._form.entries(stream, start), end)
+            for number, entry in enumerate(entries, start + 1):
+                problem, body = entry.problem, None
+                try:
+                    if entry.text:
+                        body = read(entry, f"{self.identity}:{number}")
+                except errors.JobError as error:
+                    problem = error.message
+                if problem:
+                    on_invalid(entry.place, problem)
+                yield body
+
+    @abc.abstractmethod
+    def _opened(self) -> AbstractContextManager[io.BufferedReader]:
+        """The content, decompressed."""
 
 
 def _to_message(text: str, job: Job, key: SigningKey | None) -> str:
@@ -136,6 +181,8 @@ def _to_message(text: str, job: Job, key: SigningKey | None) -> str:
 class FileSource(_EntrySource):
     """A file of jobs; ids come from the content and the entry's number, with or without a job."""
 
+    count: int
+
     def __init__(
         self,
         path: Path,
@@ -143,94 +190,35 @@ class FileSource(_EntrySource):
         *,
         count: int | None = None,
         on_invalid: OnInvalid | None = None,
-        on_read: OnRead = ignore,
         key: SigningKey | None = None,
         campaign: str | None = None,
     ) -> None:
-        super().__init__(form, on_invalid, key, campaign)
-        self._path = path
+        super().__init__(str(path), form, on_invalid, key, campaign)
         # The same bytes are other jobs in another format.
         person = b"" if form.name == "jsonl" else form.name.encode()
-        hasher = hashlib.blake2b(digest_size=16, person=person)
-        with explained(str(path), form.name), path.open("rb") as file:
-            self._version = version_of(file)
-            stream = self._stream(file, on_read, hasher.update)
-            entries = form.count(stream) if form.is_stream else 0
-            while stream.read(_READ_BYTES):  # what follows the last entry, or all
-                pass
-            if not form.is_stream:
-                entries = form.count(file)
+        self._file = UnchangedFile(path, form)
+        with self._opened() as stream:
+            new_hash = partial(hashlib.blake2b, digest_size=16, person=person)
+            hasher = hashlib.file_digest(stream, new_hash)
+        with self._opened() as stream:
+            entries = form.count(stream)
         if campaign is not None:
             hasher.update(f" campaign={campaign}".encode())
         self.identity = hasher.hexdigest()
         self.count = entries if count is None else min(count, entries)
 
-    def check(self, start: int, on_read: OnRead = ignore, on_job: OnJob | None = None) -> None:
-        """Checks each entry that is to be sent, for *on_job*; a SetupError has the first ten."""
-        if self._on_invalid is not None and on_job is None:
-            return
-        invalid: list[str] = []
-
-        def note(place: str, reason: str) -> None:
-            invalid.append(f"{place}: {reason}")
-
-        read = partial(self._checked, on_job=on_job)
-        for _ in self._read(start, self._on_invalid or note, read, on_read):
-            if len(invalid) == MAX_REPORTED:
-                break
-        if invalid:
-            raise errors.SetupError(
-                f"{self._path} has invalid jobs; nothing was sent. Correct them or skip them with"
-                " --skip-invalid:\n" + "\n".join(invalid)
-            )
-
     def describe(self) -> str:
         """How much there is; a line may hold no job."""
-        return f"{self._path}: {self.count:,} {self._form.unit}{'s' * (self.count != 1)}"
+        return f"{self._name}: {self.count:,} {self._form.unit}{'s' * (self.count != 1)}"
 
-    def _read(
-        self, start: int, on_invalid: OnInvalid, read: _ReadEntry, on_read: OnRead = ignore
-    ) -> Iterator[str | None]:
-        with explained(str(self._path), self._form.name), self._path.open("rb") as file:
-            self._check_version(file)
-            if self._form.is_stream:
-                entries = self._form.entries(self._stream(file, on_read), start)
-            else:
-                entries = self._paced(self._form.entries(file, start), start, on_read)
-            to_send = itertools.islice(entries, max(0, self.count - start))
-            yield from _read_entries(to_send, self.identity, start + 1, on_invalid, read)
-            self._check_version(file)
-
-    def _stream(
-        self,
-        file: io.BufferedReader,
-        on_read: OnRead,
-        on_data: Callable[[memoryview], None] = lambda _: None,
-    ) -> BinaryIO:
-        def observe(data: memoryview) -> None:
-            on_data(data)
-            on_read(file.tell())
-
-        opened = files.decompressed if self._form.is_stream else files.observed
-        return opened(file, observe)
-
-    def _paced(self, entries: Iterator[Entry], start: int, on_read: OnRead) -> Iterator[Entry]:
-        """*entries*, with a report of the part of the file that they are now and then."""
-        for number, entry in enumerate(entries, start):
-            if number % _ENTRIES_BETWEEN_CALLS == 0:
-                on_read(self._version.size_bytes * number // self.count)
-            yield entry
-
-    def _check_version(self, file: BinaryIO) -> None:
-        if version_of(file) != self._version:
-            raise errors.SetupError(
-                f"{self._path} has changed while it was being loaded: what was sent stays;"
-                " --restart begins with its first job"
-            )
+    def _opened(self) -> AbstractContextManager[io.BufferedReader]:
+        return self._file.opened()
 
 
 class StreamSource(_EntrySource):
     """Standard input, which has no checkpoint; a job without an id takes a random one."""
+
+    _can_be_read_again = False
 
     def __init__(
         self,
@@ -242,48 +230,19 @@ class StreamSource(_EntrySource):
         key: SigningKey | None = None,
         campaign: str | None = None,
     ) -> None:
-        super().__init__(form, on_invalid, key, campaign)
+        super().__init__("standard input", form, on_invalid, key, campaign)
         self._stream = stream
         self.identity = uuid.uuid4().hex
         self.count = count
-
-    def check(self, start: int, _on_read: OnRead = ignore, on_job: OnJob | None = None) -> None:
-        """Checks nothing without *on_job*: an entry that was read is gone."""
-        if on_job is not None:
-            read = partial(self._checked, on_job=on_job)
-            for _ in self._read(start, self._on_invalid or _refuse, read):
-                pass
 
     def describe(self) -> str:
         """Describes nothing: how much there is shows at its end."""
         return ""
 
-    def _read(self, start: int, on_invalid: OnInvalid, read: _ReadEntry) -> Iterator[str | None]:
-        with explained("standard input", self._form.name):
-            entries = self._form.entries(files.decompressed(self._stream), start)
-            to_send = itertools.islice(entries, self.count)
-            yield from _read_entries(to_send, self.identity, start + 1, on_invalid, read)
-
-
-def version_of(file: BinaryIO) -> Version:
-    """What identifies a file's content, to notice that it was written since."""
-    status = os.fstat(file.fileno())
-    return Version(status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
-
-
-def _read_entries(
-    entries: Iterator[Entry], identity: str, first: int, on_invalid: OnInvalid, read: _ReadEntry
-) -> Iterator[str | None]:
-    for number, entry in enumerate(entries, first):
-        problem, body = entry.problem, None
-        try:
-            if entry.text:
-                body = read(entry, f"{identity}:{number}")
-        except errors.JobError as error:
-            problem = error.message
-        if problem:
-            on_invalid(entry.place, problem)
-        yield body
+    @contextmanager
+    def _opened(self) -> Iterator[io.BufferedReader]:
+        with _explained(self._name, self._form):
+            yield files.decompressed(self._stream)
 
 
 def _without_failure(text: str) -> str:
@@ -301,7 +260,7 @@ def _without_failure(text: str) -> str:
 
 
 @contextmanager
-def explained(name: str, form: str) -> Iterator[None]:
+def _explained(name: str, form: Format) -> Iterator[None]:
     """Errors of reading a file as SetupErrors that name it."""
     try:
         yield
@@ -312,11 +271,11 @@ def explained(name: str, form: str) -> Iterator[None]:
     except OSError as error:
         raise errors.SetupError(f"{name} cannot be read: {error.strerror or error}") from None
     except FormatError as error:
-        raise errors.SetupError(f"{name} as {form}: {error}") from None
+        raise errors.SetupError(f"{name} as {form.name}: {error}") from None
 
 
-def _refuse(place: str, reason: str, *, but: str = "nothing was sent") -> None:
-    raise errors.SetupError(f"{place} is not a valid job: {reason}; {but}")
-
-
-_refuse_next = partial(_refuse, but="the jobs before it are sent (--skip-invalid skips such jobs)")
+def _refuse(place: str, reason: str) -> None:
+    raise errors.SetupError(
+        f"{place} is not a valid job: {reason}; the jobs before it are sent (--skip-invalid skips"
+        " such jobs)"
+    )

@@ -12,8 +12,7 @@ from rich import filesize
 
 from fleet import console, options
 from fleet.campaigns import target
-from fleet.export import plan as plans
-from fleet.export.plan import WORK, Format, Manifest, Plan, Work
+from fleet.export.plan import MANIFEST, WORK, Format, Manifest, Plan, Work
 from fleet.export.shards import Exporter
 from fleet.options import argument, option
 from fleet.results import files
@@ -68,23 +67,17 @@ def command(
     with console.only_one(folder, f"{folder} is being exported to"):
         made = console.run(_export(settings, folder, plan, quiet=as_json))
     _report(made, folder, as_json=as_json)
-    if not made.is_whole:
+    if made.missing or made.changed or made.left_out:
         raise typer.Exit(console.EXIT_IMAGES_WRONG)
 
 
-async def _measure(settings: StorageSettings, plan: Plan) -> Plan:
+async def _measure(settings: StorageSettings, wanted: Plan) -> Plan:
     """The plan with its numbers, without writing anything."""
-    damaged = Damaged()
-    images = size = 0
     async with console.connected(settings) as fleet:
-        await target.check_campaign(fleet.storage, plan.campaign)
-        with console.counting("read", None) as on_records:
-            async for record in reader.images(fleet.storage, plan.campaign, damaged):
-                images += 1
-                size += record.size_bytes or 0
-                on_records()
-        numbers = {"images": images, "bytes": size, "left_out": damaged.count}
-        return plan.model_copy(update={**numbers, "storage": absolute_url(fleet.storage)})
+        await _check_images(fleet.storage, wanted)
+        with contextlib.closing(Work("")) as work:
+            plan = await _plan(fleet.storage, work, wanted)
+        return plan.model_copy(update={"storage": absolute_url(fleet.storage)})
 
 
 async def _export(
@@ -96,7 +89,7 @@ async def _export(
         storage = fleet.storage
         wanted = wanted.model_copy(update={"storage": absolute_url(storage)})
         with files.writing(folder):
-            found = plans.read_manifest(folder)
+            found = Manifest.read(folder)
             if found is None:
                 found = await _make(storage, folder, wanted, quiet=quiet)
             else:
@@ -112,41 +105,45 @@ async def _export(
 async def _make(storage: Storage, folder: Path, wanted: Plan, *, quiet: bool) -> Manifest:
     """Goes on with the export in *folder*, or begins one."""
     if not (folder / WORK).exists():
-        await target.check_campaign(storage, wanted.campaign)
-        if not (await reader.counts(storage, wanted.campaign)).images:
-            raise errors.SetupError(
-                f"campaign {wanted.campaign} has no images yet: nothing to export"
-            )
+        await _check_images(storage, wanted)
         if await asyncio.to_thread(lambda: folder.exists() and any(folder.iterdir())):
             raise errors.SetupError(f"{folder} is not empty: choose another folder for the export")
-    with contextlib.closing(Work(folder)) as work:
-        plan = work.plan() or await _plan(storage, folder, work, wanted, quiet=quiet)
+        (folder / WORK).mkdir(parents=True)
+    with contextlib.closing(Work(folder / WORK / "plan.sqlite")) as work:
+        plan = work.plan() or await _plan(storage, work, wanted, folder)
         _check_same(plan, wanted, folder)
         with console.counting("exported", plan.images, quiet=quiet) as on_images:
             shards = await Exporter(folder, work, plan, storage.blobs).run(on_images)
-    made = plans.manifest_of(plan, shards)
-    console.write_file(folder / plans.MANIFEST, made.model_dump_json(indent=2) + "\n")
+    made = Manifest.of(plan, shards)
+    console.write_file(folder / MANIFEST, made.model_dump_json(indent=2) + "\n")
     return made
 
 
-async def _plan(storage: Storage, folder: Path, work: Work, wanted: Plan, *, quiet: bool) -> Plan:
+async def _check_images(storage: Storage, wanted: Plan) -> None:
+    """Raises SetupError if there are none, and warns if more will come."""
+    await target.check_campaign(storage, wanted.campaign)
     counts = await reader.counts(storage, wanted.campaign)
+    if not counts.images:
+        raise errors.SetupError(f"campaign {wanted.campaign} has no images yet: nothing to export")
     if counts.pending:
         console.print_warning(
             f"{console.counted(counts.pending, 'job')} of {wanted.campaign} still to do: their"
             " images will not be in this export"
         )
+
+
+async def _plan(storage: Storage, work: Work, wanted: Plan, folder: Path | None = None) -> Plan:
+    """Makes the plan; raises SetupError if *folder* has no space for it."""
     damaged = Damaged()
     records = reader.results(storage, wanted.campaign, {"completed"}, damaged)
-    with console.counting("planned", counts.images, quiet=quiet) as on_records:
+    with console.counting("planned", None) as on_records:
         made = await work.make(records, wanted, damaged, on_records)
     if damaged.count:
         console.print_warning(str(damaged))
-    needed, free = _needed(made), shutil.disk_usage(folder).free
-    if needed > free:
+    if folder and _needed(made) > (free := shutil.disk_usage(folder).free):
         raise errors.SetupError(
             f"{folder} has {filesize.decimal(free)} of free space, and the export takes about"
-            f" {filesize.decimal(needed)}: free some, or choose another folder"
+            f" {filesize.decimal(_needed(made))}: free some, or choose another folder"
         )
     return made
 
@@ -168,19 +165,17 @@ def _needed(plan: Plan) -> int:
 
 def _show_plan(plan: Plan, folder: Path, *, as_json: bool) -> None:
     if as_json:
-        more = {"shards": plan.shards, "bytes_needed": _needed(plan), "reads": plan.images}
+        more = {"shards": plan.shard_count, "bytes_needed": _needed(plan), "reads": plan.images}
         console.print_json({**plan.model_dump(), **more, "folder": str(folder)})
         return
     console.print_facts(
         {
             "images": f"{plan.images:,}, {filesize.decimal(plan.bytes)}",
-            "shards": f"{plan.shards:,} of {plan.shard_size:,} images, {plan.format}",
+            "shards": f"{plan.shard_count:,} of {plan.shard_size:,} images, {plan.format}",
             "on the disk": f"about {filesize.decimal(_needed(plan))} in {folder}",
             "storage": f"{plan.images:,} reads from {plan.storage}",
         }
     )
-    if plan.left_out:
-        console.print_warning(f"{console.counted(plan.left_out, 'damaged record')} left out")
 
 
 def _report(made: Manifest, folder: Path, *, as_json: bool) -> None:

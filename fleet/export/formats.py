@@ -7,7 +7,6 @@ import hashlib
 import io
 import json
 import tarfile
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime
@@ -52,7 +51,7 @@ class Sample:
     """The key that img2dataset makes: the digits of the shard, then those of the sample."""
     record: Record
     data: bytes | None
-    fault: Fault | None = None
+    fault: Fault | None
 
     @cached_property
     def sha256(self) -> str | None:
@@ -83,31 +82,45 @@ class Sample:
         }
 
 
+Rows = Sequence[tuple[Sample, dict[str, Any]]]
+"""Samples with their columns."""
+
+
 class ShardFiles(abc.ABC):
-    """The files of a shard in one of the formats, in a folder of their own."""
+    """The files of a shard in one of the formats, in a folder of their own, and what is in them."""
 
-    entries: Sequence[str]
-    """Files and folders below the export's; the last one completes the shard."""
+    listed: Sequence[Path]
+    """Those of the manifest; the last one completes the shard."""
 
-    def __init__(self, folder: Path, number: int, shards: int) -> None:
+    def __init__(self, folder: Path, number: int, shards: int, address: columns.Address) -> None:
         self.folder = folder
-        self.stem = f"{number:05}"
+        self.name = f"{number:05}"
         self.shards = shards
+        self.digests: list[str] = []
+        self.bytes = 0
+        self.faulty: dict[Fault, list[str]] = {"missing": [], "changed": []}
+        self._address = address
 
-    @abc.abstractmethod
-    def open(self, address: columns.Address) -> None:
-        """Begins to write."""
-
-    @abc.abstractmethod
     def add(self, samples: Sequence[Sample]) -> None:
         """Writes samples, in the order of the plan."""
+        for sample in samples:
+            if sample.fault is not None:
+                self.faulty[sample.fault].append(sample.record.blob or "")
+            elif sample.sha256 is not None:
+                self.digests.append(sample.sha256)
+                self.bytes += len(sample.data or b"")
+        if samples:
+            self._write([(sample, sample.row(self._address)) for sample in samples])
+
+    @abc.abstractmethod
+    def _write(self, rows: Rows) -> None: ...
 
     @abc.abstractmethod
     def close(self) -> None:
         """Finishes the files."""
 
     @abc.abstractmethod
-    def digests(self) -> Iterator[str]:
+    def read_digests(self) -> Iterator[str]:
         """The SHA-256 of each image in the files, in their order."""
 
 
@@ -132,66 +145,60 @@ def _of_rows() -> pa.Schema:
 class Webdataset(ShardFiles):
     """A tar with KEY.png, KEY.txt and KEY.json for each image, and what is said of them."""
 
-    def __init__(self, folder: Path, number: int, shards: int) -> None:
-        super().__init__(folder, number, shards)
+    def __init__(self, *place: Any) -> None:
+        super().__init__(*place)
         # img2dataset, too, takes a shard for done once its statistics are there.
-        self.entries = [f"{self.stem}{end}" for end in (".tar", ".parquet", "_stats.json")]
-        self._paths = [folder / entry for entry in self.entries]
-
-    def open(self, address: columns.Address) -> None:
-        tar, rows, _ = self._paths
-        self._address = address
+        ends = (".tar", ".parquet", "_stats.json")
+        self.listed = tar, rows, _ = [self.folder / f"{self.name}{end}" for end in ends]
         self._tar = tarfile.open(tar, "w", format=tarfile.USTAR_FORMAT)  # noqa: SIM115
         self._rows = arrow().parquet.ParquetWriter(rows, _of_rows(), compression="zstd")
-        self._statuses = Counter[str]()
         self._times: list[datetime] = []
 
-    def add(self, samples: Sequence[Sample]) -> None:
-        rows = [sample.row(self._address) for sample in samples]
-        times = [*self._times, *(sample.record.at for sample in samples)]
+    def _write(self, rows: Rows) -> None:
+        times = [*self._times, *(sample.record.at for sample, _ in rows)]
         self._times = [min(times), max(times)]
-        for sample, row in zip(samples, rows, strict=True):
-            self._statuses[str(row["error_message"] or SUCCESS)] += 1
+        for sample, row in rows:
             if sample.data is not None:
                 text = json.dumps(row, indent=4, default=datetime.isoformat)
-                self._write(sample, sample.name.rpartition(".")[2].lower(), sample.data)
-                self._write(sample, "txt", row["caption"].encode())
-                self._write(sample, "json", text.encode())
-        told = [*map(parquet_cells, rows)]
+                self._add(sample, sample.name.rpartition(".")[2].lower(), sample.data)
+                self._add(sample, "txt", row["caption"].encode())
+                self._add(sample, "json", text.encode())
+        told = [parquet_cells(row) for _, row in rows]
         self._rows.write_table(arrow().Table.from_pylist(told, _of_rows()))
 
-    def close(self) -> None:
-        self._tar.close()
-        self._rows.close()
-        count, successes = self._statuses.total(), self._statuses[SUCCESS]
-        # img2dataset has the times of its run here. These are of the images, so that the same
-        # campaign gives the same shards.
-        first, last = [at.timestamp() for at in self._times] or [0.0, 0.0]
-        stats = {
-            "count": count,
-            "successes": successes,
-            "failed_to_download": count - successes,
-            "failed_to_resize": 0,
-            "duration": last - first,
-            "start_time": first,
-            "end_time": last,
-            "status_dict": dict(sorted(self._statuses.items())),
-        }
-        self._paths[2].write_text(json.dumps(stats, indent=4), encoding="utf-8")
-
-    def digests(self) -> Iterator[str]:
-        with tarfile.open(self._paths[0], "r|") as tar:
-            for member in tar:
-                is_image = member.name.rpartition(".")[2] not in _TEXTS
-                if is_image and (file := tar.extractfile(member)):
-                    yield hashlib.file_digest(file, "sha256").hexdigest()  # type: ignore[arg-type]
-
-    def _write(self, sample: Sample, suffix: str, data: bytes) -> None:
+    def _add(self, sample: Sample, suffix: str, data: bytes) -> None:
         member = tarfile.TarInfo(f"{sample.key}.{suffix}")
         member.size = len(data)
         member.mtime = max(0, int(sample.record.at.timestamp()))
         member.mode = 0o644
         self._tar.addfile(member, io.BytesIO(data))
+
+    def close(self) -> None:
+        self._tar.close()
+        self._rows.close()
+        successes = len(self.digests)
+        failures = {_FAULTS[fault]: len(names) for fault, names in self.faulty.items() if names}
+        # img2dataset has the times of its run here. These are of the images, so that the same
+        # campaign gives the same shards.
+        first, last = [at.timestamp() for at in self._times] or [0.0, 0.0]
+        stats = {
+            "count": successes + sum(failures.values()),
+            "successes": successes,
+            "failed_to_download": sum(failures.values()),
+            "failed_to_resize": 0,
+            "duration": last - first,
+            "start_time": first,
+            "end_time": last,
+            "status_dict": ({SUCCESS: successes} if successes else {}) | failures,
+        }
+        self.listed[2].write_text(json.dumps(stats, indent=4), encoding="utf-8")
+
+    def read_digests(self) -> Iterator[str]:
+        with tarfile.open(self.listed[0], "r|") as tar:
+            for member in tar:
+                is_image = member.name.rpartition(".")[2] not in _TEXTS
+                if is_image and (file := tar.extractfile(member)):
+                    yield hashlib.file_digest(file, "sha256").hexdigest()  # type: ignore[arg-type]
 
 
 def _of_images() -> pa.Schema:
@@ -217,34 +224,28 @@ def _feature(kind: pa.DataType) -> Any:
 class Parquet(ShardFiles):
     """A file; each call of `add` is a row group, so that readers need not load all images."""
 
-    def __init__(self, folder: Path, number: int, shards: int) -> None:
-        super().__init__(folder, number, shards)
-        self.entries = [f"data/train-{number:05}-of-{shards:05}.parquet"]
-        self._path = folder / self.entries[0]
-
-    def open(self, address: columns.Address) -> None:
-        self._path.parent.mkdir(exist_ok=True)
-        self._address = address
+    def __init__(self, *place: Any) -> None:
+        super().__init__(*place)
+        file = self.folder / f"data/train-{self.name}-of-{self.shards:05}.parquet"
+        self.listed = [file]
+        file.parent.mkdir()
         # The images are compressed already.
-        self._file = arrow().parquet.ParquetWriter(self._path, _of_images(), compression="zstd")
+        self._file = arrow().parquet.ParquetWriter(file, _of_images(), compression="zstd")
 
-    def add(self, samples: Sequence[Sample]) -> None:
-        rows = [
-            {
-                **parquet_cells(sample.row(self._address)),
-                "image": {"bytes": sample.data, "path": sample.name},
-            }
-            for sample in samples
+    def _write(self, rows: Rows) -> None:
+        images = [
+            {**parquet_cells(row), "image": {"bytes": sample.data, "path": sample.name}}
+            for sample, row in rows
             if sample.data is not None
         ]
-        if rows:
-            self._file.write_table(arrow().Table.from_pylist(rows, self._file.schema))
+        if images:
+            self._file.write_table(arrow().Table.from_pylist(images, self._file.schema))
 
     def close(self) -> None:
         self._file.close()
 
-    def digests(self) -> Iterator[str]:
-        with arrow().parquet.ParquetFile(self._path) as file:
+    def read_digests(self) -> Iterator[str]:
+        with arrow().parquet.ParquetFile(self.listed[0]) as file:
             for group in range(file.num_row_groups):
                 for image in file.read_row_group(group, ["image"])["image"]:
                     yield hashlib.sha256(image["bytes"].as_buffer()).hexdigest()
@@ -257,33 +258,23 @@ _NEVER_NULL = {"prompt", "negative_prompt", "model", "sampler", "worker", "gpu"}
 
 
 class Imagefolder(ShardFiles):
-    """A folder with images under their own names."""
+    """A folder with images under their own names; the manifest has its metadata alone."""
 
-    def __init__(self, folder: Path, number: int, shards: int) -> None:
-        super().__init__(folder, number, shards)
-        self.entries = [self.stem]
-        self._folder = folder / self.stem
-
-    def open(self, address: columns.Address) -> None:
+    def __init__(self, *place: Any) -> None:
+        super().__init__(*place)
+        self._folder = self.folder / self.name
         self._folder.mkdir()
-        self._address = address
-        self._lines = (self._folder / METADATA).open("w", encoding="utf-8")
+        self.listed = [self._folder / METADATA]
+        self._lines = self.listed[0].open("w", encoding="utf-8")
 
-    def add(self, samples: Sequence[Sample]) -> None:
-        for sample in samples:
+    def _write(self, rows: Rows) -> None:
+        for sample, row in rows:
             if sample.data is not None:
-                self._write(sample.name, sample.data)
-                self._lines.write(json.dumps(self._row(sample), ensure_ascii=False) + "\n")
+                self._add(sample.name, sample.data)
+                line = {"file_name": sample.name, **_as_metadata(row)}
+                self._lines.write(json.dumps(line, ensure_ascii=False) + "\n")
 
-    def close(self) -> None:
-        self._lines.close()
-
-    def digests(self) -> Iterator[str]:
-        with (self._folder / METADATA).open(encoding="utf-8") as lines:
-            for line in lines:
-                yield files.sha256(self._folder / json.loads(line)["file_name"])
-
-    def _write(self, name: str, data: bytes) -> None:
+    def _add(self, name: str, data: bytes) -> None:
         try:
             with (self._folder / name).open("xb") as file:
                 file.write(data)
@@ -293,14 +284,21 @@ class Imagefolder(ShardFiles):
                 " ignores: choose another --format, or another disk"
             ) from None
 
-    def _row(self, sample: Sample) -> dict[str, Any]:
-        row = sample.row(self._address)
-        return {
-            "file_name": sample.name,
-            **{name: value for name, value in row.items() if name not in OF_IMG2DATASET},
-            **{name: row[name] or "" for name in _NEVER_NULL},
-            "loras": " ".join(f"{each['name']}:{each['weight']:g}" for each in row["loras"]),
-            "metadata": columns.json_text(row["metadata"]) if row["metadata"] else "",
-            # Not ISO 8601, of which Arrow makes one type or another.
-            "at": f"{row['at']:%Y-%m-%d %H:%M:%S} UTC",
-        }
+    def close(self) -> None:
+        self._lines.close()
+
+    def read_digests(self) -> Iterator[str]:
+        with self.listed[0].open(encoding="utf-8") as lines:
+            for line in lines:
+                yield files.sha256(self._folder / json.loads(line)["file_name"])
+
+
+def _as_metadata(row: dict[str, Any]) -> dict[str, Any]:
+    return {
+        **{name: value for name, value in row.items() if name not in OF_IMG2DATASET},
+        **{name: row[name] or "" for name in _NEVER_NULL},
+        "loras": " ".join(f"{lora['name']}:{lora['weight']:g}" for lora in row["loras"]),
+        "metadata": columns.json_text(row["metadata"]) if row["metadata"] else "",
+        # Not ISO 8601, of which Arrow makes one type or another.
+        "at": f"{row['at']:%Y-%m-%d %H:%M:%S} UTC",
+    }

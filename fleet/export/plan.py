@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import sqlite3
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from importlib import metadata
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, Field, ValidationError
 
 from fleet.results import files
 from imagefleet import errors
@@ -23,12 +23,14 @@ from imagefleet.records.stored import Damaged
 #: The subfolder of an export until it is done.
 WORK = ".export"
 
-_TABLES = (
-    "CREATE TABLE plan(json TEXT)",
-    "CREATE TABLE listed(id INTEGER PRIMARY KEY, blob TEXT, at REAL, size INTEGER, line BLOB)",
-    "CREATE TABLE records(place INTEGER PRIMARY KEY, id INTEGER)",
-    "CREATE TABLE done(shard INTEGER PRIMARY KEY, json TEXT)",
-)
+_TABLES = """
+CREATE TABLE IF NOT EXISTS plan(json TEXT);
+CREATE TABLE IF NOT EXISTS listed(
+    id INTEGER PRIMARY KEY, blob TEXT, at REAL, size INTEGER, line BLOB
+);
+CREATE TABLE IF NOT EXISTS records(place INTEGER PRIMARY KEY, id INTEGER);
+CREATE TABLE IF NOT EXISTS done(shard INTEGER PRIMARY KEY, json TEXT);
+"""
 
 #: The latest record of each image: one that was drawn again has several.
 _SORT = (
@@ -39,10 +41,8 @@ _SORT = (
 Format = Literal["webdataset", "parquet", "imagefolder"]
 
 
-class Plan(BaseModel):
+class Plan(BaseModel, extra="forbid", frozen=True):
     """An export's parameters, and what its records promise."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     campaign: str
     storage: str = ""
@@ -54,32 +54,25 @@ class Plan(BaseModel):
     """Records that are damaged, or whose image is none of the campaign's."""
 
     @property
-    def shards(self) -> int:
+    def shard_count(self) -> int:
         return -(-self.images // self.shard_size)
 
 
 class Work:
     """The database of an export that is not done yet."""
 
-    def __init__(self, folder: Path) -> None:
-        self._path = folder / WORK / "plan.sqlite"
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        self._db = sqlite3.connect(self._path, isolation_level=None, check_same_thread=False)
+    def __init__(self, file: Path | Literal[""]) -> None:
+        """Without a name, SQLite deletes it when it is closed."""
+        self._db = sqlite3.connect(file, isolation_level=None, check_same_thread=False)
+        self._db.executescript(_TABLES)
 
     def close(self) -> None:
         self._db.close()
 
     def plan(self) -> Plan | None:
-        """The plan of a run before; raises SetupError for one of another version."""
-        try:
-            if not self._db.execute("SELECT name FROM sqlite_master").fetchall():
-                return None
-            return Plan.model_validate_json(*self._db.execute("SELECT json FROM plan").fetchone())
-        except (sqlite3.DatabaseError, ValidationError):
-            raise errors.SetupError(
-                f"{self._path.parent} is not of this version of imagefleet: delete it to begin"
-                " again"
-            ) from None
+        """The plan of a run before."""
+        found = self._db.execute("SELECT json FROM plan").fetchone()
+        return found and Plan.model_validate_json(found[0])
 
     async def make(
         self,
@@ -94,8 +87,6 @@ class Work:
         """
         with self._db:  # commits, or rolls back
             self._db.execute("BEGIN")
-            for table in _TABLES:
-                self._db.execute(table)
             async for batch in records:
                 await asyncio.to_thread(self._list, batch)
                 on_records(len(batch))
@@ -116,13 +107,14 @@ class Work:
         for (line,) in self._db.execute(query, places):
             yield Record.read(line)
 
-    def done(self, number: int) -> str | None:
-        """The note of a shard that is done."""
+    def done(self, number: int) -> Shard | None:
+        """A shard that is done."""
         found = self._db.execute("SELECT json FROM done WHERE shard = ?", [number]).fetchone()
-        return found and str(found[0])
+        return found and Shard.model_validate_json(found[0])
 
-    def note(self, number: int, json: str) -> None:
-        self._db.execute("INSERT OR REPLACE INTO done VALUES(?, ?)", [number, json])
+    def note(self, number: int, shard: Shard) -> None:
+        row = [number, shard.model_dump_json()]
+        self._db.execute("INSERT OR REPLACE INTO done VALUES(?, ?)", row)
 
     def _list(self, records: Sequence[Record]) -> None:
         rows = ((each.blob, each.at.timestamp(), each.size_bytes, each.line()) for each in records)
@@ -135,19 +127,15 @@ MANIFEST = "manifest.json"
 _NAMED = 1_000
 
 
-class File(BaseModel):
+class File(BaseModel, extra="forbid", frozen=True):
     """A file of a shard."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     bytes: int
     sha256: str
 
 
-class Shard(BaseModel):
+class Shard(BaseModel, extra="forbid", frozen=True):
     """A shard that is complete."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     name: str
     images: int
@@ -159,68 +147,48 @@ class Shard(BaseModel):
     changed: list[str]
 
 
-class Manifest(BaseModel):
-    """The whole export."""
+class Manifest(Plan):
+    """The whole export: what its plan says, with the images that are in it."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    format: Format
-    campaign: str
-    storage: str
     imagefleet: str
-    shard_size: int
-    images: int
-    bytes: int
     missing: int
     changed: int
-    left_out: int
-    """Records that are damaged, or whose image is none of the campaign's."""
     first_missing: list[str]
     first_changed: list[str]
     shards: list[Shard]
 
-    @property
-    def is_whole(self) -> bool:
-        """Every image that the records promise is there, as it was recorded."""
-        return not (self.missing or self.changed or self.left_out)
+    @classmethod
+    def of(cls, plan: Plan, shards: Sequence[Shard]) -> Self:
+        """The manifest of the shards of a plan."""
+        missing = [name for shard in shards for name in shard.missing]
+        changed = [name for shard in shards for name in shard.changed]
+        return cls(
+            **plan.model_dump(exclude={"images", "bytes"}),
+            imagefleet=metadata.version("imagefleet"),
+            images=sum(shard.images for shard in shards),
+            bytes=sum(shard.bytes for shard in shards),
+            missing=len(missing),
+            changed=len(changed),
+            first_missing=missing[:_NAMED],
+            first_changed=changed[:_NAMED],
+            shards=[shard.model_copy(update={"missing": [], "changed": []}) for shard in shards],
+        )
 
-
-def manifest_of(plan: Plan, shards: Iterable[Shard]) -> Manifest:
-    """The manifest of the shards of a plan."""
-    done = list(shards)
-    missing = [name for shard in done for name in shard.missing]
-    changed = [name for shard in done for name in shard.changed]
-    return Manifest(
-        format=plan.format,
-        campaign=plan.campaign,
-        storage=plan.storage,
-        imagefleet=metadata.version("imagefleet"),
-        shard_size=plan.shard_size,
-        images=sum(shard.images for shard in done),
-        bytes=sum(shard.bytes for shard in done),
-        missing=len(missing),
-        changed=len(changed),
-        left_out=plan.left_out,
-        first_missing=missing[:_NAMED],
-        first_changed=changed[:_NAMED],
-        shards=[each.model_copy(update={"missing": [], "changed": []}) for each in done],
-    )
-
-
-def read_manifest(folder: Path) -> Manifest | None:
-    """The manifest of a finished export, if there is one; raises SetupError if files are gone."""
-    try:
-        found = Manifest.model_validate_json((folder / MANIFEST).read_bytes())
-    except FileNotFoundError:
-        return None
-    except ValidationError:
-        raise errors.SetupError(
-            f"{folder / MANIFEST} is not of this version of imagefleet: choose another folder"
-        ) from None
-    for shard in found.shards:
-        for name, file in shard.files.items():
-            if files.size_of(folder / name) != file.bytes:
-                raise errors.SetupError(
-                    f"{folder / name} is not as {MANIFEST} says: export into another folder"
-                )
-    return found
+    @classmethod
+    def read(cls, folder: Path) -> Self | None:
+        """That of a finished export, if there is one; raises SetupError if files are gone."""
+        try:
+            found = cls.model_validate_json((folder / MANIFEST).read_bytes())
+        except FileNotFoundError:
+            return None
+        except ValidationError:
+            raise errors.SetupError(
+                f"{folder / MANIFEST} is no manifest of this version: choose another folder"
+            ) from None
+        for shard in found.shards:
+            for name, file in shard.files.items():
+                if files.size_of(folder / name) != file.bytes:
+                    raise errors.SetupError(
+                        f"{folder / name} is not as {MANIFEST} says: export into another folder"
+                    )
+        return found

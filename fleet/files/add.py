@@ -91,11 +91,12 @@ async def add(
     # Signing what others have listed needs --manifest.
     create = given.manifest or (kind.needs_list and not keys.signing)
     async with contextlib.AsyncExitStack() as stack:
-        if kind is kinds.KERNELS:
-            ready = _archives(sources)
-        else:
-            found = [_ready(kind, source, given, dry_run=dry_run) for source in sources]
-            ready = [await stack.enter_async_context(each) for each in found]
+        found = [
+            _ready(kind, each, given, is_tried=given.test and not dry_run)
+            for source in sources
+            for each in _expanded(kind, source)
+        ]
+        ready = [await stack.enter_async_context(file) for file in found]
         storage = await stack.enter_async_context(open_storage(settings))
         listing = Listing(storage, kind.folder, keys, create=create)
         if not dry_run:
@@ -125,47 +126,52 @@ async def add(
     return Report({"files": rows, "dry_run": dry_run}, notes, lines)
 
 
-def _archives(sources: list[str]) -> list[Ready]:
-    """The archives in *sources*, checked; raises SetupError for damaged ones or none."""
-    found: list[Ready] = []
-    for source in map(Path, sources):
-        if not source.exists():
-            raise errors.SetupError(f"{str(source)!r} does not exist")
-        inside = sorted(source.glob(f"*{archive.SUFFIX}")) if source.is_dir() else [source]
-        if not inside:
-            raise errors.SetupError(
-                f"there is no {archive.SUFFIX} in {str(source)!r}: `imagefleet files make kernels`"
-                " writes one"
-            )
-        for path in inside:
-            try:
-                key, _ = archive.check(path)
-            except archive.UnusableArchiveError as error:
-                raise errors.SetupError(error.message) from None
-            found.append(
-                Ready(path, f"{key.name}{archive.SUFFIX}", f"{key.gpu}, torch {key.torch}")
-            )
-    return found
+def _expanded(kind: FileKind, source: str) -> list[str]:
+    """The archives in a folder of kernels; else *source* itself."""
+    if kind is not kinds.KERNELS or not Path(source).is_dir():
+        return [source]
+    inside = sorted(map(str, Path(source).glob(f"*{archive.SUFFIX}")))
+    if not inside:
+        raise errors.SetupError(
+            f"there is no {archive.SUFFIX} in {source!r}: `imagefleet files make kernels` writes it"
+        )
+    return inside
 
 
 @contextlib.asynccontextmanager
 async def _ready(
-    kind: FileKind, source: str, given: AddOptions, *, dry_run: bool
+    kind: FileKind, source: str, given: AddOptions, *, is_tried: bool
 ) -> AsyncIterator[Ready]:
     async with transfer.local_file(source, given.sha256, kind, given.cache) as path:
         if kind is kinds.MODEL:
-            is_tried = given.test and not dry_run
             async with _model(path, given.name, given.cache, is_tried=is_tried) as model:
                 yield model
-            return
-        content = transfer.check_file(path, kind)
-        name = kind.stem(given.name or path.name)
-        if not SAFE_NAME.fullmatch(name):
-            raise errors.SetupError(
-                f"the name {name[:80]!r} is refused: give a --name of letters, digits, spaces and"
-                " _ . + ( ) - only, as prompts may have it"
-            )
-        yield Ready(path, f"{name}{kind.suffixes[0]}", content)
+        elif kind is kinds.KERNELS:
+            key = _key(path)
+            yield Ready(path, f"{key.name}{archive.SUFFIX}", f"{key.gpu}, torch {key.torch}")
+        else:
+            content = transfer.check_file(path, kind)
+            yield Ready(path, _name(kind, path, given.name), content)
+
+
+def _key(path: Path) -> archive.Key:
+    try:
+        return archive.check(path)[0]
+    except archive.UnusableArchiveError as error:
+        raise errors.SetupError(error.message) from None
+
+
+def _name(kind: FileKind, path: Path, name: str | None) -> str:
+    """The name of a file in the storage; raises SetupError unless jobs or workers may name it."""
+    suffix = kind.suffixes[path.is_dir()]  # a folder, of a model, is packed
+    stem = (name or path.resolve().name).removesuffix(suffix)
+    pattern, signs = (addresses.STEM, "") if kind is MODEL else (SAFE_NAME, " ( )")
+    if not pattern.fullmatch(stem):
+        raise errors.SetupError(
+            f"the name {stem[:80]!r} is refused: give a --name of letters, digits, spaces and"
+            f" _ . + -{signs} only"
+        )
+    return stem + suffix
 
 
 @contextlib.asynccontextmanager
@@ -175,7 +181,7 @@ async def _model(
     """The checkpoint as one file with its reference images; raises SetupError if it is unusable."""
     check.check_path(path)
     _check_prediction(path)
-    file_name = _file_name(name, path)
+    file_name = _name(MODEL, path, name)
     facts: dict[str, object] = {"image": None, "reference": None}
     beside: dict[str, bytes] = {}
     if is_tried and making.can_draw():
@@ -191,18 +197,6 @@ async def _model(
             beside[str(facts["reference"])] = making.encode(found)
     async with _as_file(path, cache) as file:
         yield Ready(file, file_name, check.family(path), facts, beside)
-
-
-def _file_name(name: str | None, path: Path) -> str:
-    suffix = ".tar" if path.is_dir() else ".safetensors"
-    own = name or (path.resolve().name if path.is_dir() else path.stem)
-    file_name = own.removesuffix(suffix) + suffix
-    if not addresses.FILE_NAME.fullmatch(file_name):
-        raise errors.SetupError(
-            f"the name {own[:80]!r} is refused: give a --name of letters, digits, spaces and"
-            " _ . + - only"
-        )
-    return file_name
 
 
 def _check_prediction(path: Path) -> None:

@@ -29,8 +29,6 @@ _SHOWN = 10
 #: What `files make` makes.
 MADE = ("kernels", "text", "canary")
 
-_NAMED = ("model", "lora", "embedding", "controlnet", "upscaler")
-
 app = typer.Typer(
     no_args_is_help=True,
     help="Files that workers read from the storage: models, LoRAs, embeddings and others.",
@@ -51,14 +49,16 @@ class MakeOptions:
     count: int | None = option("Number of jobs; overrides JOBS'.", min=1)
     seed: int | None = option("Overrides the template's seed.", min=0, max=2**63 - 1)
     manifest: add.Manifest = False
-    output: Path = option(
-        "Where the file of kernels is written.", Path("kernels"), metavar="FOLDER"
+    output: Path | None = option(
+        "Where kernels are written, kernels/ by default; text states are written there, for"
+        " `files add text`, in place of the storage.",
+        metavar="FOLDER",
     )
 
 
 #: Options of `files add` that not all kinds take, with those that do.
 _ADD: Mapping[str, Collection[str]] = {
-    **dict.fromkeys(("name", "sha256", "cache"), _NAMED),
+    **dict.fromkeys(("name", "sha256", "cache"), tuple(KINDS)[:-2]),
     "test": ("model",),
     "replace": ("kernels",),
 }
@@ -74,8 +74,7 @@ _MAKE: Mapping[str, Collection[str]] = {
         if name != "model"
     },
     **dict.fromkeys(("jobs", "form", "count", "seed", "manifest", "signing_key"), ("text",)),
-    "output": ("kernels",),
-    "dry_run": ("kernels", "text"),
+    **dict.fromkeys(("output", "dry_run"), ("kernels", "text")),
 }
 
 
@@ -219,7 +218,7 @@ def make_command(
         raise _unknown(kind, MADE)
     _refuse_foreign(context, kind, _MAKE)
     if kind == "kernels":
-        made = making.make_kernels(settings, given.output, dry_run=dry_run)
+        made = making.make_kernels(settings, given.output or Path(kind), dry_run=dry_run)
     elif kind == "canary":
         made = making.make_canary(Path(settings.model))
     else:
@@ -233,6 +232,9 @@ def make_command(
             key=settings.keys().signing,
         )
         states = texts.encoded(jobs, settings, opened, is_shown=not as_json)
+        if given.output and not dry_run:
+            texts.write(states, given.output).show(as_json=as_json)
+            return
         storing = texts.add(settings, states, create=given.manifest, dry_run=dry_run, quiet=as_json)
         made = console.run(storing)
     made.show(as_json=as_json)

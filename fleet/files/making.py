@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from PIL import Image
 
@@ -53,6 +53,11 @@ def can_draw() -> bool:
     return importlib.util.find_spec("torch") is not None
 
 
+def _engine(model: Path, **settings: Any) -> contract.Engine:
+    found = check.prediction_type(model)
+    return load.load_engine(load.EngineSettings(model, prediction_type=found, **settings))
+
+
 def test_image(model: Path, target: Path) -> dict[str, object]:
     """Draws one image as a PNG; returns facts about it. Raises SetupError if it is one colour."""
     from worker.engine import device as devices  # loads torch
@@ -61,11 +66,7 @@ def test_image(model: Path, target: Path) -> dict[str, object]:
     began = time.monotonic()
     device = devices.find_device("auto").type
     on_cpu = device == "cpu"
-    engine = load.load_engine(
-        load.EngineSettings(
-            model, slots=1, compile="off", prediction_type=check.prediction_type(model)
-        )
-    )
+    engine = _engine(model, slots=1, compile="off")
     width, height = (min(side, _CPU_SIDE) if on_cpu else side for side in engine.default_size)
     request = contract.ImageRequest(
         prompt=PROMPT,
@@ -147,15 +148,8 @@ def _draw(
     model: Path, precision: Precision, device: str
 ) -> tuple[str, tuple[int, int], dict[CanaryImage, Fingerprint]]:
     """The weights' identity, the images' size and their fingerprints."""
-    engine = load.load_engine(
-        load.EngineSettings(
-            model,
-            slots=len(reference.CANARY_IMAGES),
-            precision=precision,
-            compile="off",
-            prediction_type=check.prediction_type(model),
-        )
-    )
+    slots = len(reference.CANARY_IMAGES)
+    engine = _engine(model, slots=slots, precision=precision, compile="off")
     if (self_check := engine.self_check) is None:
         engine.close()
         raise errors.SetupError(
@@ -165,7 +159,7 @@ def _draw(
     # A node compares at the size that it draws at: a smaller one would say nothing of SDXL.
     takes_long = device == "cpu" and width * height > _SOON_ON_CPU
     console.print_note(
-        f"drawing {len(reference.CANARY_IMAGES)} reference images of {width}x{height} in"
+        f"drawing {slots} reference images of {width}x{height} in"
         f" {precision} on the {device}"
         + ("; at this size that takes minutes" if takes_long else "")
     )
@@ -256,18 +250,8 @@ def _compile(settings: WorkerSettings, folder: Path) -> None:
     """Compiles into the *folder*; raises SetupError if torch has kept nothing."""
     path = model.local_path(settings)
     check.check_path(path)
-    load.load_engine(
-        load.EngineSettings(
-            path,
-            settings.device,
-            precision=settings.precision,
-            config=settings.config,
-            prediction_type=check.prediction_type(path),
-            slots=settings.slots,
-            compile="auto",
-            fp16_accumulate=settings.fp16_accumulate,
-        )
-    ).close()
+    names = ("device", "precision", "config", "slots", "fp16_accumulate")
+    _engine(path, compile="auto", **{name: getattr(settings, name) for name in names}).close()
     if not any(folder.glob("fxgraph/*/*/*")):
         raise errors.SetupError(
             f"torch kept no kernels in {folder}: it could not compile (the warnings above say why),"

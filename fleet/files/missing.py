@@ -29,9 +29,6 @@ NAMED: Mapping[str, FileKind] = {
     kind.noun: kind for kind in (LORA, MODEL, EMBEDDING, UPSCALER, CONTROLNET, IMAGE)
 }
 
-#: The kinds that are counted in the report even if no job names one.
-_USUAL = (LORA, MODEL, EMBEDDING)
-
 #: Jobs that name a file, of which so many are reported with their places.
 MAX_PLACES = 3
 
@@ -128,16 +125,15 @@ async def look(settings: SignerSettings, uses: Uses, elsewhere: Elsewhere) -> li
         for noun, kind in NAMED.items():
             if not (wanted := uses.of(noun)):
                 continue
-            own, stored = elsewhere.names(kind), await _stored(storage, kind)
-            is_listed = keys.signing or (kind is EMBEDDING and not _is_local(storage))
-            listed = (
-                await _listed(storage, kind, keys) if is_listed and kind is not IMAGE else stored
-            )
+            own, there = elsewhere.names(kind), await stored(storage, kind)
+            listed = there
+            if kind is not IMAGE and (keys.signing or (kind is EMBEDDING and not local(storage))):
+                listed = await _listed(storage, kind, keys)
             for use in wanted:
-                if use.name in own or use.name in stored & listed:
+                if use.name in own or use.name in there & listed:
                     continue
-                use.reason = f"not in {kind.folder}/{validation.suggestion(use.name, own | stored)}"
-                if use.name in stored:
+                use.reason = f"not in {kind.folder}/{validation.suggestion(use.name, own | there)}"
+                if use.name in there:
                     signed = ", which is signed" if keys.signing else ""
                     blob = Listing(storage, kind.folder, keys).blob
                     use.reason = f"not listed in {blob}{signed}: `{kind.add_command}` lists it"
@@ -164,12 +160,11 @@ def show(uses: Uses, found: list[Use]) -> None:
         rows = ((use.kind, use.name, use.jobs, "; ".join(use.places), use.reason) for use in found)
         console.print_tables(console.table(*columns, rows=rows))
     named = ", ".join(
-        console.counted(len(uses.of(noun)), noun)
-        for noun, kind in NAMED.items()
-        if kind in _USUAL or uses.of(noun)
+        console.counted(len(uses.of(noun)), noun) for noun, kind in NAMED.items() if uses.of(noun)
     )
     are = "none is missing" if not found else f"{len(found):,} of them missing"
-    console.print_note(f"{console.counted(uses.jobs, 'job')} with {named}: {are}; nothing was sent")
+    with_files = f" with {named}" if named else ""
+    console.print_note(f"{console.counted(uses.jobs, 'job')}{with_files}: {are}; nothing was sent")
     if uses.of(EMBEDDING.noun):
         console.print_warning(
             "`embedding:NAME` is how ComfyUI names an embedding; workers draw the word 'embedding'"
@@ -177,7 +172,8 @@ def show(uses: Uses, found: list[Use]) -> None:
         )
 
 
-async def _stored(storage: Storage, kind: FileKind) -> set[str]:
+async def stored(storage: Storage, kind: FileKind) -> set[str]:
+    """The names by which jobs find what a storage has."""
     if not may_exist(storage):
         return set()
     await storage.files.check()
@@ -189,13 +185,16 @@ async def _stored(storage: Storage, kind: FileKind) -> set[str]:
     return {kind.stem(name) for name in names if "/" not in name and name.endswith(kind.suffixes)}
 
 
-def _is_local(storage: Storage) -> bool:
-    return storage.url.startswith(LOCAL_SCHEME)
+def local(storage: Storage) -> Path | None:
+    """The folder of a local storage."""
+    is_local = storage.url.startswith(LOCAL_SCHEME)
+    return Path(storage.url.removeprefix(LOCAL_SCHEME)) if is_local else None
 
 
 def may_exist(storage: Storage) -> bool:
     """False for a local storage that the first load will create."""
-    return not _is_local(storage) or Path(storage.url.removeprefix(LOCAL_SCHEME)).exists()
+    folder = local(storage)
+    return folder is None or folder.exists()
 
 
 async def _listed(storage: Storage, kind: FileKind, keys: signing.Keys) -> set[str]:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import functools
 import hashlib
-from collections.abc import Callable, Collection, Iterable, Mapping
+import threading
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 
 from fleet import console
@@ -25,9 +25,6 @@ from worker.engine.pixel import text_states
 from worker.files import manifest
 from worker.node import libraries
 from worker.settings import WorkerSettings
-
-#: States made before they are stored; an interrupted command makes no more than these to its end.
-CHUNK = 16
 
 UPLOADS = 8
 
@@ -47,27 +44,21 @@ class States:
     shown: Mapping[str, str]
     """Each as a person knows it, by the stem of its file's name."""
     read: Callable[[str], bytes]
-    """The content of the file with a stem, maybe made in seconds; raises SetupError."""
+    """The content of the file with a stem, maybe made in seconds; for any thread."""
     jobs: int | None = None
 
 
 def made(folder: Path) -> States:
     """The states in a folder; raises SetupError if there is none, or a file of another kind."""
-    files = {each.stem: each for each in sorted(folder.glob(f"*{TEXT.suffixes[0]}"))}
-    encoders = {transfer.check_file(each, TEXT) for each in files.values()}
+    files = {path.stem: path for path in sorted(folder.glob(f"*{TEXT.suffixes[0]}"))}
+    encoders = {transfer.check_file(path, TEXT) for path in files.values()}
     if len(encoders) != 1:
         said = ", ".join(sorted(encoders)) or "none"
         raise errors.SetupError(
             f"{str(folder)!r} should have the text states of one text encoder, and has {said}"
         )
-
-    def read(stem: str) -> bytes:
-        try:
-            return files[stem].read_bytes()
-        except OSError as error:
-            raise errors.SetupError(f"{files[stem]} cannot be read: {error.strerror}") from None
-
-    return States(encoders.pop(), {stem: path.name for stem, path in files.items()}, read)
+    shown = {stem: path.name for stem, path in files.items()}
+    return States(encoders.pop(), shown, lambda stem: files[stem].read_bytes())
 
 
 def encoded(
@@ -87,6 +78,7 @@ def encoded(
     encoder = text_stage.encoder_name(model)
     prompts: dict[str, str] = {}
     read_jobs = 0
+    one_at_a_time = threading.Lock()
 
     def add(_place: str, job: Job) -> None:
         nonlocal read_jobs
@@ -102,16 +94,27 @@ def encoded(
         return text_stage.TextStage(model, found, device.find_dtype("auto", found))
 
     def read(stem: str) -> bytes:
-        # One by one, so that they do not depend on which prompts come together.
-        (states,) = load().encode([prompts[stem]])
+        with one_at_a_time:  # so that they do not depend on which prompts come together
+            (states,) = load().encode([prompts[stem]])
         return text_states.content(prompts[stem], encoder, states)
 
-    show = functools.partial(reading, Path(jobs), "reading", is_shown=is_shown)
-    with show() as on_read:
-        opened = open_jobs(jobs, on_read=on_read)
-    with show(jobs=opened.jobs_to_make) as on_read:
-        opened.check(0, on_read, add)
+    with reading(Path(jobs), "reading", is_shown=is_shown):
+        open_jobs(jobs).check(0, add)
     return States(encoder, prompts, read, read_jobs)
+
+
+def write(states: States, folder: Path) -> Report:
+    """Writes the states that a *folder* lacks, for `add` on another machine; SetupError."""
+    paths = {stem: folder / f"{stem}{TEXT.suffixes[0]}" for stem in states.shown}
+    lacking = [stem for stem, path in paths.items() if not path.exists()]
+    with console.counting("text states", len(lacking)) as on_written:
+        for stem in lacking:
+            console.write_file(paths[stem], states.read(stem))
+            on_written()
+    document = {"encoder": states.encoder, "jobs": states.jobs, "prompts": len(paths)}
+    return Report(
+        {**document, "written": len(lacking)}, lines=[paths[each].name for each in lacking]
+    )
 
 
 async def add(
@@ -123,9 +126,7 @@ async def add(
         listing = Listing(storage, TEXT.folder, settings.keys(), create=create)
         if not dry_run:
             await storage.create()
-        lacking = [*states.shown]
-        if missing.may_exist(storage):
-            lacking = await _lacking(storage, states.shown, listing)
+        lacking = await _lacking(storage, states.shown, listing)
         if lacking and not dry_run:
             with console.counting("text states", len(lacking), quiet=quiet) as on_stored:
                 is_listed = await _store(storage, states, lacking, listing, on_stored)
@@ -148,13 +149,13 @@ async def add(
 
 async def _lacking(storage: Storage, stems: Collection[str], listing: Listing) -> list[str]:
     """What is not stored; with a signing key also what is not listed, as no worker takes that."""
+    if not missing.may_exist(storage):
+        return [*stems]
     listed = await listing.files()
-    known = {
-        TEXT.stem(name.rpartition("/")[2]) async for name in storage.files.names(f"{TEXT.folder}/")
-    }
+    known = await missing.stored(storage, TEXT)
     if listing.keys.signing:
         known &= listed.keys()
-        if len(listed.keys() | set(stems)) > manifest.MAX_FILES:
+        if len({*listed, *stems}) > manifest.MAX_FILES:
             raise manifest.too_large(listing.blob)
     return [stem for stem in stems if stem not in known]
 
@@ -162,7 +163,7 @@ async def _lacking(storage: Storage, stems: Collection[str], listing: Listing) -
 async def _store(
     storage: Storage,
     states: States,
-    stems: Iterable[str],
+    stems: Sequence[str],
     listing: Listing,
     on_stored: Callable[[], None],
 ) -> bool:
@@ -170,11 +171,8 @@ async def _store(
     hashes: dict[str, str] = {}
     is_listed = False
 
-    def read(some: list[str]) -> dict[str, bytes]:
-        return {stem: states.read(stem) for stem in some}
-
-    async def put(item: tuple[str, bytes]) -> None:
-        stem, data = item
+    async def put(stem: str) -> None:
+        data = await asyncio.to_thread(states.read, stem)
         blob = f"{TEXT.folder}/{stem}{TEXT.suffixes[0]}"
         sha256 = hashlib.sha256(data).hexdigest()
         metadata = {transfer.SHA256: sha256, transfer.CONTENT: states.encoder}
@@ -184,17 +182,8 @@ async def _store(
         hashes[stem] = sha256
         on_stored()
 
-    async def put_all(ready: Mapping[str, bytes]) -> None:
-        nonlocal is_listed
-        await concurrency.for_each(ready.items(), put, UPLOADS)
-        if hashes and (len(hashes) >= LISTED_AT_ONCE or not ready):
-            is_listed = await listing.change(hashes)
-            hashes.clear()
-
-    left = iter(stems)
-    ready: dict[str, bytes] = {}
-    while chunk := list(islice(left, CHUNK)):
-        ready, _ = await concurrency.gather(asyncio.to_thread(read, chunk), put_all(ready))
-    await put_all(ready)
-    await put_all({})
+    for start in range(0, len(stems), LISTED_AT_ONCE):
+        hashes.clear()
+        await concurrency.for_each(stems[start : start + LISTED_AT_ONCE], put, UPLOADS)
+        is_listed = await listing.change(hashes)
     return is_listed

@@ -6,11 +6,9 @@ import asyncio
 import contextlib
 import re
 import shutil
-import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
 
 from rich import progress
 
@@ -23,16 +21,12 @@ from imagefleet.storage.open import Storage
 from worker.files import addresses, check, model
 from worker.files.disk_cache import DiskCache
 
-#: Seconds between two lines of progress where there is no terminal.
-SECONDS_BETWEEN_LINES = 5.0
-
 CONTENT_TYPE = "application/octet-stream"
 
 #: The blob's metadata, which `list` shows.
 SHA256, CONTENT = "sha256", "content"
 
 Progress = Callable[[int, int | None], None]
-Change = Literal["stored", "replaced", "was there"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +51,7 @@ class Stored:
     content: str
     bytes: int
     sha256: str
-    change: Change
+    change: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,12 +81,7 @@ async def local_file(
     A URL is downloaded for the block, after whose errors it is kept, whole or in part.
     """
     if not re.match(r"https?://", source, re.IGNORECASE):
-        path = await asyncio.to_thread(Path(source).expanduser)
-        is_file = await asyncio.to_thread(path.is_file)
-        own = await asyncio.to_thread(files.sha256, path) if sha256 and is_file else None
-        if sha256 and own and own != sha256.lower():
-            raise errors.SetupError(f"{source!r} has another SHA-256 than {sha256}")
-        yield path
+        yield await asyncio.to_thread(_own_file, source, sha256)
         return
     address = addresses.read_address(source, sha256, "")
     assert address is not None  # noqa: S101 - it begins like a URL
@@ -101,6 +90,15 @@ async def local_file(
         path = await model.fetch_to(folder, address, sha256, None, wanted=kind, on_progress=show)
     yield path
     shutil.rmtree(folder, ignore_errors=True)
+
+
+def _own_file(source: str, sha256: str | None) -> Path:
+    path = Path(source).expanduser()
+    if not path.exists():
+        raise errors.SetupError(f"{source!r} does not exist")
+    if sha256 and path.is_file() and files.sha256(path) != sha256.lower():
+        raise errors.SetupError(f"{source!r} has another SHA-256 than {sha256}")
+    return path
 
 
 def check_file(path: Path, kind: FileKind) -> str:
@@ -143,7 +141,7 @@ async def store(
             " --name"
         )
         raise errors.SetupError(f"{blob} in {storage.url} exists and is {other}")
-    change: Change = "stored" if there is None else "replaced" if is_other else "was there"
+    change = "stored" if there is None else "replaced" if is_other else "was there"
     if change != "was there" and not dry_run:
         if is_other:
             await delete(storage, blob)
@@ -186,19 +184,7 @@ def room_for(cache: Path, needed_bytes: int) -> Path:
 
 @contextlib.contextmanager
 def showing(what: str) -> Iterator[Progress]:
-    """A bar on a terminal, occasional lines elsewhere."""
-    reported_at = time.monotonic()
-
-    def show_line(so_far: int, total: int | None) -> None:
-        nonlocal reported_at
-        if time.monotonic() - reported_at >= SECONDS_BETWEEN_LINES:
-            reported_at = time.monotonic()
-            of_total = "" if total is None else f" of {total / 1e6:,.0f}"
-            console.print_note(f"{what}: {so_far / 1e6:,.0f}{of_total} MB")
-
-    if not console.stderr.is_terminal:
-        yield show_line
-        return
+    """A bar of bytes on a terminal."""
     with console.counting(what, None, unit=progress.DownloadColumn()) as move:
         yield lambda so_far, total: move(done=so_far, total=total)
 

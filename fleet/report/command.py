@@ -63,17 +63,17 @@ async def command(
     scored = None if scores is None else campaign_scores.read(scores)
     if scored is not None and scored.campaign != campaign:
         raise errors.SetupError(f"{scores} has the scores of {scored.campaign}, not of {campaign}")
-    dollars = _price(price, table)
+    given_price, price_source = _price(price, table)
     async with console.connected(settings) as client:
         storage = client.storage
         await target.check_campaign(storage, campaign)
-        records = await report_records.read_records(storage, campaign, limit)
+        records = await report_records.read_records(storage, campaign, limit, given_price)
         if not (records.images or records.failed or records.cancelled):
             raise errors.SetupError(
                 f"campaign {campaign!r} has no images and no failed jobs in {storage.url}"
             )
         sampled = await report_page.read_samples(storage.blobs, records)
-    figures = report_figures.compute(records, storage.url, table, *dollars)
+    figures = report_figures.compute(records, storage.url, table, price_source)
     metrics = None
     if settings.prometheus is not None and figures.began_at and figures.ended_at:
         async with prometheus.connected(settings.prometheus, settings.queried_fleet) as server:

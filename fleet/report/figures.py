@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -11,12 +10,11 @@ from datetime import datetime, timedelta
 
 from fleet.monitor import rates
 from fleet.monitor.prometheus import Prometheus
-from fleet.report.records import Records
+from fleet.report.records import Model, Records, Worker
 from imagefleet.pricing import prices
 
 #: The most points of the throughput plot: enough to see a dip.
 _MAX_BINS = 96
-_BIN_SECONDS = (1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 21_600, 86_400)
 
 #: Distinct errors shown: failures have few causes.
 _MAX_ERRORS = 20
@@ -26,20 +24,6 @@ _MAX_MODELS = 50
 
 #: A worker below this share of the median speed of its GPU class is slow.
 SLOW_SHARE = 2 / 3
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerFigures:
-    """One run of a worker; dollars are None if its price is unknown."""
-
-    name: str
-    gpu: str | None
-    images: int
-    seconds: float
-    images_per_second: float | None
-    dollars_per_hour: float | None
-    gpu_dollars: float | None
-    is_slow: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,20 +43,6 @@ class Failure:
     error: str
     reason: str
     count: int
-
-
-@dataclass(frozen=True, slots=True)
-class ModelFigures:
-    """The images of one model, and its part of the workers' times and costs.
-
-    Loading it is included. Dollars are None if the price of one of its workers is unknown.
-    """
-
-    name: str
-    images: int
-    gpu_seconds: float
-    gpu_dollars: float | None
-    images_per_dollar_gpu_only: float | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,19 +66,18 @@ class Figures:
     images: int
     image_bytes: int
     images_per_second: float | None
-    images_stored_later_than_first_delivery: int
+    images_redelivered: int
     seconds_in_worker_median: float | None
     seconds_in_worker_p95: float | None
     failed: int
     cancelled: int
     failures: Sequence[Failure]
     money: Money
-    workers: Sequence[WorkerFigures]
-    models: Sequence[ModelFigures]
+    workers: Sequence[Worker]
+    models: Sequence[Model]
     bin_seconds: int
     throughput: Sequence[Rate]
-    damaged_records: int
-    damaged_samples: int
+    damaged: int
     damage: Sequence[str]
     """The first reasons why records and samples are left out."""
     notes: Sequence[str]
@@ -118,12 +87,12 @@ def compute(
     records: Records,
     storage_url: str,
     table: prices.PriceTable,
-    given_price: float | None,
     price_source: str,
 ) -> Figures:
-    """The figures of *records*; *given_price* ($/h) overrides the recorded prices."""
-    workers = _workers(records, given_price)
-    began_at, ended_at = records.began_at, records.ended_at
+    """The figures of *records*, whose workers and models are completed."""
+    workers = _workers(records)
+    began_at = min((worker.began_at for worker in workers), default=None)
+    ended_at = max((worker.last_image_at for worker in workers), default=None)
     seconds = (ended_at - began_at).total_seconds() if began_at and ended_at else None
     bin_seconds, throughput = _throughput(records.stored_in_second)
     return Figures(
@@ -136,9 +105,7 @@ def compute(
         images=records.images,
         image_bytes=records.image_bytes,
         images_per_second=records.images / seconds if seconds else None,
-        images_stored_later_than_first_delivery=sum(
-            count for delivery, count in records.deliveries.items() if delivery > 1
-        ),
+        images_redelivered=records.images_redelivered,
         seconds_in_worker_median=records.time_in_worker(0.5),
         seconds_in_worker_p95=records.time_in_worker(0.95),
         failed=records.failed,
@@ -149,65 +116,45 @@ def compute(
         ],
         money=_money(records, workers, table, price_source),
         workers=workers,
-        models=_models(records, given_price),
+        models=_models(records),
         bin_seconds=bin_seconds,
         throughput=throughput,
-        damaged_records=records.damaged.count - records.damaged_samples,
-        damaged_samples=records.damaged_samples,
+        damaged=records.damaged.count,
         damage=records.damaged.reasons,
         notes=_notes(records, workers, table),
     )
 
 
-def _workers(records: Records, given_price: float | None) -> list[WorkerFigures]:
+def _workers(records: Records) -> list[Worker]:
+    """The workers with what is computed of each, the fastest first."""
+    workers = list(records.workers.values())
     speeds: dict[str | None, list[float]] = {}
-    for worker in records.workers.values():
-        if (speed := worker.images_per_second) is not None:
-            speeds.setdefault(worker.gpu, []).append(speed)
+    for worker in workers:
+        working = (worker.last_image_at - worker.first_pull_at).total_seconds()
+        if working > 0 and worker.images > 1:
+            worker.images_per_second = worker.images / working
+            speeds.setdefault(worker.gpu, []).append(worker.images_per_second)
+        if worker.dollars_per_hour:
+            worker.gpu_dollars = worker.seconds / 3600 * worker.dollars_per_hour
     slow = {gpu: SLOW_SHARE * statistics.median(each) for gpu, each in speeds.items()}
-    figures = []
-    for worker in records.workers.values():
-        price = worker.dollars_per_hour if given_price is None else given_price
+    for worker in workers:
         speed = worker.images_per_second
-        figures.append(
-            WorkerFigures(
-                name=worker.name,
-                gpu=worker.gpu,
-                images=worker.images,
-                seconds=worker.seconds,
-                images_per_second=speed,
-                dollars_per_hour=price or None,
-                gpu_dollars=worker.seconds / 3600 * price if price else None,
-                is_slow=speed is not None and speed < slow[worker.gpu],
-            )
-        )
-    return sorted(figures, key=lambda each: each.images_per_second or 0, reverse=True)
+        worker.is_slow = speed is not None and speed < slow[worker.gpu]
+    return sorted(workers, key=lambda each: each.images_per_second or 0, reverse=True)
 
 
-def _models(records: Records, given_price: float | None) -> list[ModelFigures]:
-    seconds: dict[str, float] = {}
-    dollars: dict[str, float | None] = {}
-    for (key, model), taken in records.seconds_by_model.items():
-        recorded = records.workers[key].dollars_per_hour
-        price = recorded if given_price is None else given_price
-        so_far = dollars.get(model, 0.0)
-        seconds[model] = seconds.get(model, 0.0) + taken
-        dollars[model] = so_far + taken / 3600 * price if price and so_far is not None else None
-    return [
-        ModelFigures(
-            name,
-            images,
-            seconds.get(name, 0.0),
-            cost := dollars.get(name),
-            images / cost if cost else None,
-        )
-        for name, images in records.images_by_model.most_common(_MAX_MODELS)
-    ]
+def _models(records: Records) -> list[Model]:
+    """The models of most images."""
+    models = sorted(records.models.values(), key=lambda each: each.images, reverse=True)
+    for model in models:
+        cost = model.gpu_dollars
+        model.images_per_dollar_gpu_only = model.images / cost if cost else None
+    return models[:_MAX_MODELS]
 
 
 def _money(
     records: Records,
-    workers: Sequence[WorkerFigures],
+    workers: Sequence[Worker],
     table: prices.PriceTable,
     price_source: str,
 ) -> Money:
@@ -229,11 +176,9 @@ def _money(
 def _throughput(stored_in_second: Counter[int]) -> tuple[int, list[Rate]]:
     """Bins over the whole period, empty ones included, so that a pause shows."""
     if not stored_in_second:
-        return _BIN_SECONDS[0], []
+        return 1, []
     begin, end = min(stored_in_second), max(stored_in_second)
-    fitting = (step for step in _BIN_SECONDS if (end - begin) / step < _MAX_BINS)
-    # Files brought from elsewhere may be years apart.
-    step = next(fitting, math.ceil((end - begin) / _MAX_BINS))
+    step = (end - begin) // _MAX_BINS + 1
     bins: Counter[int] = Counter()
     for second, count in stored_in_second.items():
         bins[second // step] += count
@@ -242,9 +187,7 @@ def _throughput(stored_in_second: Counter[int]) -> tuple[int, list[Rate]]:
     ]
 
 
-def _notes(
-    records: Records, workers: Sequence[WorkerFigures], table: prices.PriceTable
-) -> list[str]:
+def _notes(records: Records, workers: Sequence[Worker], table: prices.PriceTable) -> list[str]:
     """What the figures include and what they leave out."""
     notes = [
         "Images, sizes and times come from the workers' records, by the workers' clocks.",

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import base64
-import io
 import textwrap
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 
@@ -15,35 +14,32 @@ import numpy as np
 from markupsafe import Markup
 from rich import filesize
 
-from fleet import contact_sheet
 from fleet.console import counted
+from fleet.gallery.images import shrink
 from fleet.report.figures import Figures, Metrics
-from fleet.report.plot import Bar, Line, bars, histogram, time_plot
+from fleet.report.plot import Bar, Points, bars, time_plot
 from fleet.report.records import Records
 from imagefleet import errors
 from imagefleet import scores as campaign_scores
-from imagefleet import scores as curve
-from imagefleet.files import picture
+from imagefleet.files.picture import DamagedImageError
 from imagefleet.job import prompt
 from imagefleet.job.message import MAX_IMAGE_BYTES
+from imagefleet.records.record import Record
+from imagefleet.redaction import printable
 from imagefleet.scores import Scores, number_text
 from imagefleet.storage.protocol import BlobStore
-from loadgen.load import duration
+from worker.progress import duration
 
 #: Rows of the table of workers, the slowest first.
 _MAX_WORKERS = 15
 
-_SPEED_BINS = 24
+#: Workers are counted by speed where there are more than these.
+_SPEED_BINS = 12
 #: Stands for a figure that cannot be computed.
 _UNKNOWN = "n/a"
 
 #: The colour of waste.
 _BAD = 3
-
-
-#: The longer side of a sample: twice its size on the page, for screens of high resolution.
-_PIXELS = 384
-_WEBP_QUALITY = 80
 
 #: The most characters of a prompt; the rest is shown on demand.
 _SHOWN_CHARACTERS = 110
@@ -51,15 +47,13 @@ _SHOWN_CHARACTERS = 110
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """An image for the page; *data* is a WebP in base64, None for what is no image."""
+    """An image for the page; *data* is a JPEG in base64, None for what is no image."""
 
     job: str
     address: str
-    data: str | None = None
-    width: int = 0
-    height: int = 0
-    words: str = ""
-    loras: Sequence[str] = ()
+    data: str | None
+    words: str
+    loras: Sequence[str]
 
     @property
     def short(self) -> str:
@@ -69,33 +63,22 @@ class Sample:
 async def read_samples(blobs: BlobStore, records: Records) -> list[Sample]:
     """The samples of *records* that are still there; counts the damaged ones in them."""
     samples = []
-    for blob, job in records.samples:
+    for record in records.samples:
+        blob, shown = record.blob or "", None
         try:
-            data = await blobs.read(blob, MAX_IMAGE_BYTES)
-            if data is not None:
-                samples.append(shrunk(job, blobs.address(blob), data))
-        except (picture.DamagedImageError, errors.JobError) as error:
+            if (data := await blobs.read(blob, MAX_IMAGE_BYTES)) is None:
+                continue
+            shown = base64.b64encode(shrink(data)).decode()
+        except (DamagedImageError, errors.JobError) as error:
             records.damaged.add(blob, str(error))
-            records.damaged_samples += 1
-            samples.append(Sample(job, blobs.address(blob)))
+        samples.append(sample(record, blobs.address(blob), shown))
     return samples
 
 
-def shrunk(job: str, address: str, data: bytes) -> Sample:
-    """The sample in a file's bytes; raises DamagedImageError."""
-    tile, text = contact_sheet.read_image(data, _PIXELS)
-    words, loras = prompt.read_words(text)
-    stored = io.BytesIO()
-    tile.save(stored, "WEBP", quality=_WEBP_QUALITY)
-    return Sample(
-        job,
-        address,
-        base64.b64encode(stored.getvalue()).decode(),
-        tile.width,
-        tile.height,
-        words,
-        [f"{lora.name} {number_text(lora.unet_weight)}" for lora in loras],
-    )
+def sample(record: Record, address: str, data: str | None) -> Sample:
+    words, loras = prompt.read_words(printable(record.prompt or ""))
+    weighted = [f"{lora.name} {number_text(lora.unet_weight)}" for lora in loras]
+    return Sample(record.id, address, data, words, weighted)
 
 
 def render(
@@ -124,7 +107,7 @@ def render(
         slowest=list(reversed(figures.workers))[:_MAX_WORKERS],
         samples=samples,
         scores=scores,
-        curve=Markup(curve.svg(scores) if scores else ""),  # noqa: S704 - its texts are escaped
+        curve=Markup(campaign_scores.svg(scores) if scores else ""),  # noqa: S704 - its texts are escaped
         scored_with=campaign_scores.facts(scores) if scores else {},
     )
 
@@ -137,67 +120,60 @@ def _plots(figures: Figures) -> dict[str, Markup]:
         for at in (rate.at, rate.at + figures.bin_seconds)
     ]
     speeds = [worker.images_per_second for worker in figures.workers if worker.images_per_second]
-    bins: list[tuple[float, float, int]] = []
+    by_speed = []
     if len(speeds) > _SPEED_BINS:
         numbers, edges = np.histogram(speeds, _SPEED_BINS)
-        bins = list(zip(edges[:-1].tolist(), edges[1:].tolist(), numbers.tolist(), strict=True))
+        by_speed = [
+            Bar(f"from {number_text(low)} images/s", count, counted(count, "worker"))
+            for low, count in zip(edges[:-1].tolist(), numbers.tolist(), strict=True)
+        ]
     dollars: dict[str, float] = defaultdict(float)
     if figures.money.gpu_dollars is not None:
         for worker in figures.workers:
             dollars[gpu_name(worker.gpu)] += worker.gpu_dollars or 0.0
-    costs = [*sorted(dollars.items()), ("storage operations", figures.money.storage_dollars)]
+    costs = dict(sorted(dollars.items())) | {"storage operations": figures.money.storage_dollars}
     return {
-        "throughput": time_plot([Line("images/s", points)], "Images/s stored", filled=True),
-        "money": bars([Bar(*cost, _dollars(cost[1])) for cost in costs], "Dollars by kind"),
-        "speeds": histogram(bins, "Workers by speed", "images/s"),
+        "throughput": time_plot({"images/s": points}, "Images/s stored"),
+        "money": bars(_rows(costs, _dollars), "Dollars by kind"),
+        "speeds": bars(by_speed, "Workers by speed"),
     }
 
 
 def _metrics_plots(metrics: Metrics) -> dict[str, Markup]:
-    stages = [
-        Bar(_words(stage), mean, _seconds(mean))
-        for stage, mean in metrics.stage_mean_seconds.items()
-    ]
     busy, idle = metrics.gpu_busy_seconds, metrics.gpu_idle_seconds
-    total = busy + sum(idle.values())
-    gpu_time = [Bar("busy", busy, _share(busy, total))] + [
-        Bar(f"idle: {_words(reason)}", each, _share(each, total), _BAD)
-        for reason, each in idle.items()
-    ]
+    total, gpu = busy + sum(idle.values()), metrics.dollars.get("gpu", 0.0)
+    kinds = {"gpu": "GPU", "storage": "storage operations"}
+    dollars = {kinds.get(kind, kind): amount for kind, amount in metrics.dollars.items()}
+    spent = _rows(dollars, _dollars) + _rows(
+        metrics.wasted_dollars,
+        lambda amount: f"{_dollars(amount)}, {_share(amount, gpu)}",
+        *("of the GPU: ", _BAD),
+    )
+    gpu_time = _rows({"busy": busy}, lambda seconds: _share(seconds, total))
+    gpu_time += _rows(idle, lambda seconds: _share(seconds, total), "idle: ", _BAD)
     per_dollar = _lines(metrics, images_per_dollar_gpu_only="GPU only", images_per_dollar="all in")
     return {
-        "spent": bars(_spent(metrics), "Dollars by kind, and waste by reason"),
+        "spent": bars(spent, "Dollars by kind, and waste by reason"),
         "gpu_time": bars(gpu_time, "Share of GPU time"),
-        "stages": bars(stages, "Mean seconds by stage"),
+        "stages": bars(_rows(metrics.stage_mean_seconds, _seconds), "Mean seconds by stage"),
         "images_per_dollar": time_plot(per_dollar, "Images per dollar over time"),
         "workers": time_plot(_lines(metrics, workers="workers"), "Workers over time"),
     }
 
 
-def _spent(metrics: Metrics) -> list[Bar]:
-    kinds = {"gpu": "GPU", "storage": "storage operations"}
-    rows = [
-        Bar(kinds.get(kind, kind), amount, _dollars(amount))
-        for kind, amount in metrics.dollars.items()
-    ]
-    gpu = metrics.dollars.get("gpu", 0.0)
-    return rows + [
-        Bar(
-            f"of the GPU: {_words(reason)}",
-            amount,
-            f"{_dollars(amount)}, {_share(amount, gpu)}",
-            _BAD,
-        )
-        for reason, amount in metrics.wasted_dollars.items()
-    ]
-
-
-def _lines(metrics: Metrics, **legends: str) -> list[Line]:
+def _rows(
+    amounts: Mapping[str, float], label: Callable[[float], str], before: str = "", colour: int = 0
+) -> list[Bar]:
+    """A bar for each amount, named by what precedes all and its own name."""
     return [
-        Line(legend, points)
-        for name, legend in legends.items()
-        if (points := metrics.over_time.get(name))
+        Bar(before + _words(name), amount, label(amount), colour)
+        for name, amount in amounts.items()
     ]
+
+
+def _lines(metrics: Metrics, **legends: str) -> dict[str, Points]:
+    found = metrics.over_time
+    return {legend: found[name] for name, legend in legends.items() if found.get(name)}
 
 
 def gpu_name(recorded: str | None) -> str:

@@ -1,21 +1,20 @@
 """Plots as inline SVG and HTML. Plotting libraries need scripts, or weigh tens of megabytes.
 
-Only lines and areas are SVG, which is stretched to the page's width; all text is HTML, so that it
-keeps its size on a phone. Colours are classes (`c0` to `c5`), so the page's style sheet serves
-light, dark and print. Every mark has a title, which browsers show as its tooltip.
+Only lines are SVG, which is stretched to the page's width; all text is HTML, so that it keeps its
+size on a phone. Colours are classes (`c0` to `c5`), so the page's style sheet serves light, dark
+and print. Every point has a title, which browsers show as its tooltip.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
-from html import escape
+from typing import NamedTuple
 
 from markupsafe import Markup
 
-from imagefleet.scores import nice_step, nice_ticks, number_text, scale
+from imagefleet.scores import nice_step, number_text, scale
 
 #: The SVG's own units; its shape on the page is up to the style sheet.
 WIDTH = 1000
@@ -30,17 +29,11 @@ _TIME_STEPS = (
 )
 _MAX_TIME_LABELS = 6
 
-
-@dataclass(frozen=True, slots=True)
-class Line:
-    """A named series over time: Unix seconds and values, in order."""
-
-    name: str
-    points: Sequence[tuple[float, float]]
+Points = Sequence[tuple[float, float]]
+"""A series over time: Unix seconds and values, in order."""
 
 
-@dataclass(frozen=True, slots=True)
-class Bar:
+class Bar(NamedTuple):
     """A named amount; *label* is shown to its right."""
 
     name: str
@@ -49,53 +42,50 @@ class Bar:
     colour: int = 0
 
 
-def time_plot(lines: Sequence[Line], what: str, *, filled: bool = False) -> Markup:
-    """Lines over time, the value axis from zero; *what* names the values and their unit."""
-    points = [point for line in lines for point in line.points]
-    if not points:
+def time_plot(lines: Mapping[str, Points], what: str) -> Markup:
+    """Named lines over time, the value axis from zero; *what* names the values and their unit."""
+    places = [at for points in lines.values() for at, _ in points]
+    values = [value for points in lines.values() for _, value in points]
+    if not values:
         return Markup()
-    begin, end = min(at for at, _ in points), max(at for at, _ in points)
-    end = max(end, begin + 1)
-    values = [value for _, value in points]
+    begin, end = min(places), max(*places, min(places) + 1)
     marks = _marks(max(values))
     x, y = scale(begin, end, 0, WIDTH), scale(0, marks[-1], HEIGHT, 0)
-    parts = []
-    for number, line in enumerate(lines):
-        colour = f"c{number % COLOURS}"
-        path = " ".join(f"{x(at):.1f},{y(value):.1f}" for at, value in line.points)
-        if filled and line.points:
-            first, last = x(line.points[0][0]), x(line.points[-1][0])
-            area = f"{first:.1f},{HEIGHT} {path} {last:.1f},{HEIGHT}"
-            parts.append(f'<polygon class="area {colour}" points="{area}"/>')
-        parts.append(f'<polyline class="line {colour}" points="{path}"/>')
+    drawn = [_joined('<path class="grid" d="M0 {:.1f}H{}"/>', ((y(mark), WIDTH) for mark in marks))]
+    for number, (name, points) in enumerate(lines.items()):
+        path = " ".join(f"{x(at):.1f},{y(value):.1f}" for at, value in points)
+        colour = number % COLOURS
+        drawn.append(Markup('<polyline class="line c{}" points="{}"/>').format(colour, path))
         # A line of no length with round ends is a dot, however the drawing is stretched.
-        parts.extend(
-            f'<path class="point {colour}" d="M{x(at):.1f} {y(value):.1f}h0">'
-            f"<title>{escape(line.name)}: {number_text(value)},"
-            f" {datetime.fromtimestamp(at, UTC):%d %b %H:%M:%S} UTC</title></path>"
-            for at, value in line.points
+        drawn.append(
+            _joined(
+                '<path class="point c{}" d="M{:.1f} {:.1f}h0"><title>{}: {}, {:%d %b %H:%M:%S} UTC'
+                "</title></path>",
+                (
+                    (colour, x(at), y(value), name, number_text(value), _moment(at))
+                    for at, value in points
+                ),
+            )
         )
-    spoken = f"{what}: from {number_text(min(values))} to {number_text(max(values))}"
-    ticks = [(x(at), label) for at, label in _time_ticks(begin, end)]
-    return _plot(parts, marks, ticks, spoken) + _legend(lines)
-
-
-def histogram(counts: Sequence[tuple[float, float, int]], what: str, unit: str) -> Markup:
-    """Vertical bars; each count has its lower and upper bound."""
-    if not counts:
-        return Markup()
-    marks = _marks(max(count for _, _, count in counts))
-    begin, end = counts[0][0], counts[-1][1]
-    x, y = scale(begin, end, 0, WIDTH), scale(0, marks[-1], HEIGHT, 0)
-    parts = [
-        f'<rect class="bar c0" x="{x(low):.1f}" y="{y(count):.1f}"'
-        f' width="{max(x(high) - x(low) - 3, 1):.1f}" height="{HEIGHT - y(count):.1f}">'
-        f"<title>{number_text(low)} to {number_text(high)} {unit}: {count:,}</title></rect>"
-        for low, high, count in counts
-    ]
-    ticks = [(x(tick), f"{number_text(tick)} {unit}") for tick in nice_ticks(begin, end)]
-    spoken = f"{what}: from {number_text(begin)} to {number_text(end)} {unit}"
-    return _plot(parts, marks, ticks, spoken)
+    beside = ((100 * mark / marks[-1], number_text(mark)) for mark in marks)
+    below = [(100 * x(at) / WIDTH, label) for at, label in _time_ticks(begin, end)]
+    keys = enumerate(lines if len(lines) > 1 else ())  # one line needs no legend
+    return Markup(
+        '<div class="plot" role="img" aria-label="{}: from {} to {}">'
+        '<div class="values">{}</div>'
+        '<svg viewBox="0 0 {} {}" preserveAspectRatio="none">{}</svg>'
+        '<div class="ticks">{}</div></div>'
+        '<p class="legend">{}</p>'
+    ).format(
+        *(what, number_text(min(values)), number_text(max(values))),
+        _joined('<span style="bottom:{:.1f}%">{}</span>', beside),
+        *(WIDTH, HEIGHT, Markup().join(drawn)),
+        _joined(
+            '<span class="{}" style="left:{:.1f}%">{}</span>',
+            ((_side(share), share, label) for share, label in below),
+        ),
+        _joined('<span class="key c{}">{}</span>', keys),
+    )
 
 
 def bars(rows: Sequence[Bar], what: str) -> Markup:
@@ -103,15 +93,20 @@ def bars(rows: Sequence[Bar], what: str) -> Markup:
     if not rows:
         return Markup()
     longest = max(row.value for row in rows) or 1
-    items = "".join(
-        f'<li><span class="name">{escape(row.name)}</span>'
-        f'<span class="track"><span class="bar c{row.colour}"'
-        f' style="width:max({int(row.value > 0)}px, {100 * row.value / longest:.1f}%)">'
-        "</span></span>"
-        f'<span class="label">{escape(row.label)}</span></li>'
-        for row in rows
+    items = _joined(
+        '<li><span class="name">{}</span><span class="track"><span class="bar c{}"'
+        ' style="width:max({}px, {:.1f}%)"></span></span><span class="label">{}</span></li>',
+        (
+            (row.name, row.colour, int(row.value > 0), 100 * row.value / longest, row.label)
+            for row in rows
+        ),
     )
-    return Markup(f'<ul class="bars" aria-label="{escape(what)}">{items}</ul>')  # noqa: S704
+    return Markup('<ul class="bars" aria-label="{}">{}</ul>').format(what, items)
+
+
+def _joined(template: str, rows: Iterable[tuple[object, ...]]) -> Markup:
+    """The template filled with each row, whose texts are escaped."""
+    return Markup().join(Markup(template).format(*row) for row in rows)  # noqa: S704
 
 
 def _marks(highest: float) -> list[float]:
@@ -122,59 +117,17 @@ def _marks(highest: float) -> list[float]:
     return [number * step for number in range(math.ceil(highest / step - 1e-9) + 1)]
 
 
-def _short_text(value: float) -> str:
-    """A number short enough for an axis: `50k`, `1.5M`."""
-    if value >= 1_000_000:  # noqa: PLR2004
-        return number_text(value / 1_000_000) + "M"
-    return number_text(value / 1_000) + "k" if value >= 10_000 else number_text(value)  # noqa: PLR2004
-
-
 def _time_ticks(begin: float, end: float) -> Iterator[tuple[float, str]]:
-    step, shown = next(
-        (each for each in _TIME_STEPS if (end - begin) / each[0] <= _MAX_TIME_LABELS),
-        _TIME_STEPS[-1],
-    )
+    fitting = (each for each in _TIME_STEPS if (end - begin) / each[0] <= _MAX_TIME_LABELS)
+    step, shown = next(fitting, _TIME_STEPS[-1])
     for number in range(math.ceil(begin / step), math.floor(end / step) + 1):
-        yield number * step, datetime.fromtimestamp(number * step, UTC).strftime(shown)
+        yield number * step, _moment(number * step).strftime(shown)
 
 
-def _legend(lines: Sequence[Line]) -> Markup:
-    if len(lines) < 2:  # noqa: PLR2004 - one line needs no legend
-        return Markup()
-    keys = "".join(
-        f'<span class="key c{number % COLOURS}">{escape(line.name)}</span>'
-        for number, line in enumerate(lines)
-    )
-    return Markup(f'<p class="legend">{keys}</p>')  # noqa: S704 - names are escaped
+def _moment(at: float) -> datetime:
+    return datetime.fromtimestamp(at, UTC)
 
 
-def _plot(
-    parts: Sequence[str], marks: Sequence[float], ticks: Sequence[tuple[float, str]], spoken: str
-) -> Markup:
-    """The drawing with its axes; *ticks* are places on the drawing's width and their labels."""
-    lines = "".join(
-        f'<path class="grid" d="M0 {HEIGHT * (1 - mark / marks[-1]):.1f}H{WIDTH}"/>'
-        for mark in marks
-    )
-    values = "".join(
-        f'<span style="bottom:{100 * mark / marks[-1]:.1f}%">{_short_text(mark)}</span>'
-        for mark in marks
-    )
-    labels = "".join(
-        f'<span class="{_side(place)}" style="left:{100 * place / WIDTH:.1f}%">'
-        f"{escape(label)}</span>"
-        for place, label in ticks
-    )
-    return Markup(  # noqa: S704 - every text is escaped
-        f'<div class="plot" role="img" aria-label="{escape(spoken)}">'
-        f'<div class="values">{values}</div>'
-        f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" preserveAspectRatio="none">'
-        f"{lines}{''.join(parts)}</svg>"
-        f'<div class="ticks">{labels}</div></div>'
-    )
-
-
-def _side(place: float) -> str:
+def _side(share: float) -> str:
     """A label's place at its tick: beside it at the edges, lest it leave the page."""
-    share = place / WIDTH
-    return "first" if share < 0.1 else "last" if share > 0.88 else "mid"  # noqa: PLR2004
+    return "first" if share < 10 else "last" if share > 88 else "mid"  # noqa: PLR2004

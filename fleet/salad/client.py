@@ -2,32 +2,36 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
-import logging
 import re
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Mapping
 from http import HTTPStatus
 from typing import Any, TypeVar
 
 import aiohttp
 from aiolimiter import AsyncLimiter
+from pydantic import SecretStr
 
 from fleet.salad import gpus
 from fleet.salad import groups as salad_groups
+from fleet.salad.groups import Group, Quota
 from imagefleet import errors, redaction, retry
+from imagefleet.telemetry import logs
 
-log = logging.getLogger(__name__)
+log = logs.EventLog(__name__)
 
 #: SaladCloud allows 240 calls/min per API key. Any minute has at most the burst and 60 seconds of
 #: the rate, 200 calls; the rest is left to the portal and to other commands.
 CALL_BURST = 20
 CALLS_PER_SECOND = 3
 
-#: Tries of a call; with the waits below, one without an answer fails after three minutes.
-TRIES = 8
-FIRST_WAIT_SECONDS = 1.0
-LONGEST_WAIT_SECONDS = 60.0
+#: With these waits, an outage of two minutes on average is survived.
+RETRIES = retry.RetryPolicy(
+    tries=10,
+    first_wait_seconds=1,
+    longest_wait_seconds=60,
+    on_retry=lambda error: log.warning("retrying: %s", error, action="salad_retry"),
+)
 
 #: A server, or a proxy, may ask for hours; meanwhile nobody would watch the budget.
 LONGEST_RETRY_AFTER_SECONDS = 120.0
@@ -45,22 +49,10 @@ class RefusedError(errors.SetupError):
     *is_repeat*: an earlier try, whose response was lost, may have succeeded.
     """
 
-    is_repeat = False
-
-    def __init__(self, message: str, status: int) -> None:
+    def __init__(self, message: str, status: int, *, is_repeat: bool) -> None:
         super().__init__(message)
         self.status = status
-
-
-class RetryLater(Exception):  # noqa: N818 - not an error: the call is repeated
-    """A failure that may pass; *may_be_done*: the call may have taken effect all the same."""
-
-    def __init__(
-        self, message: str, after_seconds: float | None = None, *, may_be_done: bool = True
-    ) -> None:
-        super().__init__(message)
-        self.after_seconds = after_seconds
-        self.may_be_done = may_be_done
+        self.is_repeat = is_repeat
 
 
 def call_limiter() -> AsyncLimiter:
@@ -80,8 +72,6 @@ class SaladClient:
         key: str,
         organization: str = "",
         project: str = "",
-        *,
-        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
         self._session = session
         self._key = key
@@ -89,12 +79,11 @@ class SaladClient:
         self._organization = f"/organizations/{organization}"
         self._containers = f"{self._organization}/projects/{project}/containers"
         self._limiter = call_limiter()
-        self._sleep = sleep
 
-    async def groups(self) -> list[salad_groups.Group]:
+    async def groups(self) -> list[Group]:
         """All groups of the project, those of other fleets included."""
         return await self._get(
-            self._containers, lambda body: [salad_groups.as_group(each) for each in body["items"]]
+            self._containers, lambda body: [Group.model_validate(each) for each in body["items"]]
         )
 
     async def create(self, body: Mapping[str, Any]) -> None:
@@ -102,9 +91,8 @@ class SaladClient:
         try:
             await self.call("POST", self._containers, body)
         except RefusedError as refused:
-            if not refused.is_repeat:
-                raise
-            if body["name"] not in {group.name for group in await self.groups()}:
+            names = [group.name for group in await self.groups()] if refused.is_repeat else []
+            if body["name"] not in names:
                 raise
 
     async def scale(self, name: str, replicas: int) -> None:
@@ -125,8 +113,8 @@ class SaladClient:
             if refused.status != HTTPStatus.NOT_FOUND:
                 raise
 
-    async def quota(self) -> salad_groups.Quota:
-        return await self._get(f"{self._organization}/quotas", salad_groups.as_quota)
+    async def quota(self) -> Quota:
+        return await self._get(f"{self._organization}/quotas", Quota.model_validate)
 
     async def gpu_classes(self) -> list[gpus.GpuClass]:
         """The available GPU classes, at today's prices."""
@@ -141,57 +129,39 @@ class SaladClient:
             RefusedError: a 4xx.
             TransientError: every try failed.
         """
-        # Not a RetryPolicy: Retry-After sets the waits, and a repetition must know that an earlier
-        # try may have taken effect.
-        may_be_done, retries = False, 0
-        while True:
-            await self._limiter.acquire()
-            try:
-                return await self._try(method, path, body)
-            except RefusedError as refused:
-                refused.is_repeat = may_be_done
-                raise
-            except RetryLater as failure:
-                if retries + 1 == TRIES:
-                    raise errors.TransientError(f"{failure}, {TRIES} times") from None
-                may_be_done = may_be_done or failure.may_be_done
-                seconds = failure.after_seconds
-                if seconds is None:
-                    seconds = retry.backoff(retries, FIRST_WAIT_SECONDS, LONGEST_WAIT_SECONDS)
-                log.warning(
-                    "retrying in %.0f s: %s", seconds, failure, extra={"action": "salad_retry"}
-                )
-                await self._sleep(seconds)
-                retries += 1
+        return await RETRIES.call_in_doubt(
+            lambda is_repeat: self._try(method, path, body, is_repeat=is_repeat)
+        )
 
-    async def _try(self, method: str, path: str, body: Mapping[str, Any] | None) -> Any:
-        headers = {"Accept": "application/json", "Salad-Api-Key": self._key}
+    async def _try(
+        self, method: str, path: str, body: Mapping[str, Any] | None, *, is_repeat: bool
+    ) -> Any:
         secrets = [self._key]
+
+        def reveal(secret: SecretStr) -> str:
+            secrets.append(secret.get_secret_value())
+            return secrets[-1]
+
+        headers = {"Accept": "application/json", "Salad-Api-Key": self._key}
         data = None
         if body is not None:
             kind = "merge-patch+json" if method == "PATCH" else "json"
             headers["Content-Type"] = f"application/{kind}"
-            data = json.dumps(salad_groups.reveal(body, secrets))
+            data = json.dumps(body, default=reveal)
+        await self._limiter.acquire()
         try:
             # A redirect would send the key to wherever it points.
             async with self._session.request(
                 method, self._url + path, data=data, headers=headers, allow_redirects=False
             ) as response:
                 text = await response.text(errors="replace")
-        except aiohttp.InvalidURL:
-            raise errors.SetupError(
-                f"not a valid URL of SaladCloud's API: {redaction.address(self._url)}"
-            ) from None
         except (aiohttp.ClientError, TimeoutError) as error:
             # The call may have arrived and only its answer been lost.
-            raise RetryLater(
-                f"SaladCloud's API does not answer: {redaction.reason(error)}"
-            ) from None
-        shown = text
+            raise _failure(f"SaladCloud's API does not answer: {redaction.reason(error)}") from None
         for secret in filter(None, secrets):  # it may quote what it refuses
             for quoted in (secret, json.dumps(secret)[1:-1]):
-                shown = shown.replace(quoted, salad_groups.MASKED)
-        return _read(response, text, shown)
+                text = text.replace(quoted, salad_groups.MASKED)
+        return _read(response, text, is_repeat=is_repeat)
 
     async def _post(self, name: str, verb: str) -> None:
         try:
@@ -207,50 +177,59 @@ class SaladClient:
             return read(answer)
         except (KeyError, TypeError, ValueError) as error:
             raise errors.TransientError(
-                f"invalid answer of SaladCloud to {path}: {error!r}"
+                f"invalid answer of SaladCloud to {path}: {redaction.reason(error)}"
             ) from None
 
 
-def _read(response: aiohttp.ClientResponse, text: str, shown: str) -> Any:
-    """The JSON in a response whose body is *text*; messages quote it as *shown*.
+def _failure(
+    message: str, after_seconds: float | None = None, *, may_be_done: bool = True
+) -> errors.TransientError:
+    """A failure that may pass; *may_be_done*: the call may have taken effect all the same."""
+    failure = errors.TransientError(message)
+    failure.after_seconds, failure.outcome_is_unknown = after_seconds, may_be_done
+    return failure
+
+
+def _read(response: aiohttp.ClientResponse, text: str, *, is_repeat: bool) -> Any:
+    """The JSON in a response whose body is *text*.
 
     Raises:
         RefusedError: it is a 4xx.
-        RetryLater: it is a failure of the server, or not JSON.
+        TransientError: it is a failure of the server, or not JSON.
     """
-    status = response.status
+    status, headers = response.status, response.headers
     body, message = _body(text)
-    if message:
-        message = redaction.printable(redaction.message(_body(shown)[1]))
+    message = redaction.printable(redaction.message(message))
     details = f"HTTP {status}" + (f", {message}" if message else "")
-    headers = response.headers
     after_seconds = retry.after_seconds(
         headers.get("Retry-After"), LONGEST_RETRY_AFTER_SECONDS, headers.get("Date")
     )
     if status == HTTPStatus.TOO_MANY_REQUESTS:
-        raise RetryLater(
+        raise _failure(
             f"SaladCloud's rate limit is reached ({details})", after_seconds, may_be_done=False
         )
     if status >= HTTPStatus.INTERNAL_SERVER_ERROR or status == HTTPStatus.REQUEST_TIMEOUT:
-        raise RetryLater(f"SaladCloud's API fails ({details})", after_seconds)
-    if status == HTTPStatus.UNAUTHORIZED:
-        raise RefusedError(f"SaladCloud does not know the API key ({details})", status)
+        raise _failure(f"SaladCloud's API fails ({details})", after_seconds)
     if status >= HTTPStatus.BAD_REQUEST:
-        path = response.url.path
-        if status == HTTPStatus.NOT_FOUND and response.method == "GET":
-            details += "; check the organization and the project of the fleet file"
-        raise RefusedError(f"SaladCloud refuses {response.method} {path}: {details}", status)
+        reason = f"SaladCloud refuses {response.method} {response.url.path}: {details}"
+        if status == HTTPStatus.UNAUTHORIZED:
+            reason = f"SaladCloud does not know the API key ({details})"
+        elif status == HTTPStatus.NOT_FOUND and response.method == "GET":
+            reason += "; check the organization and the project of the fleet file"
+        raise RefusedError(reason, status, is_repeat=is_repeat)
     if status >= HTTPStatus.MULTIPLE_CHOICES or (text and body is None):
-        raise RetryLater(f"SaladCloud's API does not return JSON ({details})")
+        raise _failure(f"SaladCloud's API does not return JSON ({details})")
     return body
 
 
 def _body(text: str) -> tuple[Any, str]:
-    """The JSON and its error message; for anything else, None and its text."""
+    """The JSON and its error message; for anything else, None and the title of the page."""
     try:
         body = json.loads(text) if text else None
-    except ValueError:
-        return None, _page_text(text)
+    except ValueError:  # proxies return their errors as HTML
+        title = re.search(r"<title[^>]*>(.*?)</title>", text, re.IGNORECASE | re.DOTALL)
+        words = re.sub(r"<[^>]*>", " ", title[1] if title else text).split()
+        return None, f"a page titled {' '.join(words)[:_SHOWN_CHARACTERS]!r}"
     if not isinstance(body, dict):
         return body, ""
     parts = [str(body[name]) for name in ("title", "detail") if body.get(name)]
@@ -258,10 +237,3 @@ def _body(text: str) -> tuple[Any, str]:
     if body.get("errors"):
         parts.append(json.dumps(body["errors"]))
     return body, ": ".join(parts)[:_SHOWN_CHARACTERS]
-
-
-def _page_text(text: str) -> str:
-    """`a page titled 'Bad Gateway'`: proxies return their errors as HTML."""
-    title = re.search(r"<title[^>]*>(.*?)</title>", text, re.IGNORECASE | re.DOTALL)
-    plain = " ".join(re.sub(r"<[^>]*>", " ", title[1] if title else text).split())
-    return f"a page titled {plain[:_SHOWN_CHARACTERS]!r}" if plain else "an empty page"

@@ -4,21 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import typer
+from pydantic import SecretStr
 from rich.console import Group as Screen
 
 from fleet import console, options
 from fleet.monitor import watch as watching
-from fleet.options import AsJson, Yes, option
+from fleet.options import AsJson, PriceFile, Yes, option
 from fleet.salad import deployment, gpus, groups
 from fleet.salad import file as salad_file
-from fleet.salad.file import File, WaitMinutes
-from fleet.salad.groups import Group, Quota, split
-from fleet.salad.render import Rendering, render
+from fleet.salad.file import File, FleetFile, WaitMinutes
+from fleet.salad.groups import Group, Quota
 from imagefleet import concurrency, errors
+from imagefleet.pricing import prices
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -44,6 +44,19 @@ class Change:
         "Share of new replicas that must run before old ones are drained.", 0.8, min=0, max=1
     )
     wait_minutes: WaitMinutes = 60
+
+
+@dataclass(frozen=True, slots=True)
+class Rendering:
+    """The options of `deploy apply --render`."""
+
+    render: bool = option(
+        "Print the groups of the file and their price, by the built-in table or"
+        " --price-file: makes no call and needs no API key.",
+        default=False,
+    )
+    prices_path: PriceFile = None
+    show_secrets: bool = option("Do not mask secrets.", default=False)
 
 
 @app.command()
@@ -73,114 +86,115 @@ async def apply(
     """
     if change.resize is not None and (change.replicas is not None or rendering.render):
         raise errors.SetupError("--resize changes nothing else: leave out --replicas and --render")
-    if rendering.render:
-        render(file, change.replicas, rendering, as_json=as_json)
-    elif change.resize is not None:
-        await _resize(file, change.resize, dry_run=dry_run, yes=yes, as_json=as_json)
-    elif rendering != Rendering():
-        raise errors.SetupError("--bench, --price-file and --show-secrets go with --render")
-    else:
-        await _apply(file, change, dry_run=dry_run, yes=yes, as_json=as_json)
-
-
-async def _apply(
-    file: Path | None, change: Change, *, dry_run: bool, yes: bool, as_json: bool
-) -> None:
     fleet_file = salad_file.read_file(file)
+    if rendering.render:
+        _render(fleet_file, change.replicas, rendering, as_json=as_json)
+        return
+    if rendering != Rendering():
+        raise errors.SetupError("--price-file and --show-secrets go with --render")
     async with deployment.connected(fleet_file) as fleet:
         known, existing, quota = await concurrency.gather(
-            fleet.client.gpu_classes(), fleet.groups(), fleet.client.quota()
+            fleet.client.gpu_classes(),
+            fleet.groups() if change.resize is None else fleet.existing_groups(),
+            fleet.client.quota(),
         )
-        classes = fleet_file.gpu_classes(known)
-        bodies = groups.render(
-            fleet_file,
-            classes,
-            fleet_file.secret,
-            change.replicas,
-            existing=[group.name for group in existing],
-        )
-        plan = deployment.changes(bodies, existing)
-        price = gpus.replica_price(classes, fleet_file.priority).times(
-            sum(body["replicas"] for body in bodies)
-        )
+        bodies, plan, price = _plan(fleet_file, change, known, existing)
         if plan:
-            for line in _plan_lines(plan):
-                console.print_note(line)
+            console.print_note("\n".join(_plan_lines(plan)))
             deployment.refuse_over_quota(plan.more_replicas, quota)
-            cost = f"cost: {price}, {price.per_day} while all replicas run"
-            if plan.old:
-                old = sum(group.replicas for group in plan.old)
+            cost = f"cost: {price}, {price.per_day} while all replicas run" if price else "no price"
+            if old := sum(group.replicas for group in existing if group.name in plan.delete):
                 cost += f"; plus {old:,} old replicas until drained"
             console.print_note(cost)
         else:
             console.print_note(f"{fleet_file.name} is up to date")
         if plan and not dry_run:
-            if plan.more_replicas > 0 or plan.start or plan.old:
+            if plan.more_replicas > 0 or plan.start or plan.delete:
                 console.confirm("Apply?", yes=yes)
-            await fleet.carry_out(plan)
-            if plan.old:
+            await fleet.carry_out(plan, bodies)
+            if plan.delete:
                 seconds = change.wait_minutes * 60
-                await fleet.replace(plan.old, enough=change.enough, wait_seconds=seconds)
+                await fleet.replace(plan.delete, enough=change.enough, wait_seconds=seconds)
             console.print_note("done; `imagefleet deploy status --follow` shows the replicas start")
     if as_json:
-        console.print_json({"fleet": fleet_file.name, "dry_run": dry_run, **_record(plan, price)})
+        dollars = asdict(price) if price else None
+        record = {"fleet": fleet_file.name, "dry_run": dry_run, **asdict(plan)}
+        console.print_json({**record, "dollars_per_hour": dollars})
+
+
+def _plan(
+    file: FleetFile, change: Change, known: Sequence[gpus.GpuClass], existing: Sequence[Group]
+) -> tuple[list[dict[str, Any]], deployment.Changes, gpus.PriceRange | None]:
+    """The requests for the groups, what is to be changed, and the price of all replicas."""
+    if change.resize is not None:
+        deployment.refuse_unscalable(existing, change.resize)
+        one = existing[0].price(known)
+        price = one and one.times(change.resize)
+        return [], deployment.resized(existing, change.resize), price
+    classes = file.gpu_classes(known)
+    bodies = groups.render(file, classes, change.replicas, [group.name for group in existing])
+    total = sum(body["replicas"] for body in bodies)
+    price = gpus.replica_price(classes, file.priority).times(total)
+    return bodies, deployment.changes(bodies, existing), price
 
 
 def _plan_lines(plan: deployment.Changes) -> list[str]:
-    lines = [
-        f"to create: {body['name']} ({console.counted(body['replicas'], 'replica')})"
-        for body in plan.create
+    return [
+        *(f"to create: {name}, {count:,} replicas" for name, count in plan.create.items()),
+        *(f"to change: {name}, to {count:,} replicas" for name, count in plan.resize.items()),
+        *(f"to start: {name}" for name in plan.start),
+        *(f"to drain and delete after the change: {name}" for name in plan.delete),
     ]
-    lines += [
-        f"to change: {name}, to {console.counted(count, 'replica')}"
-        for name, count in plan.resize.items()
-    ]
-    lines += [f"to start: {name}" for name in plan.start]
-    lines += [f"to drain and delete after the change: {group.name}" for group in plan.old]
-    return lines
 
 
-def _record(plan: deployment.Changes, total: gpus.PriceRange) -> dict[str, Any]:
-    return {
-        "create": {body["name"]: body["replicas"] for body in plan.create},
-        "resize": dict(plan.resize),
-        "start": list(plan.start),
-        "delete": [group.name for group in plan.old],
-        "more_replicas": plan.more_replicas,
-        "dollars_per_hour": asdict(total),
-    }
+def _render(file: FleetFile, replicas: int | None, rendering: Rendering, *, as_json: bool) -> None:
+    """Prints the groups of a fleet file, as `apply` creates them, and their price."""
+    known = prices.read_table(rendering.prices_path)
+    classes = file.gpu_classes(gpus.built_in(known))
+    missing: list[str] = []
 
+    def read_secret(source: salad_file.SecretSource) -> SecretStr:
+        try:
+            return source.read()
+        except errors.SetupError as error:
+            if rendering.show_secrets:
+                raise
+            missing.append(error.message)
+            return SecretStr(groups.MASKED)
 
-async def _resize(
-    file: Path | None, replicas: int, *, dry_run: bool, yes: bool, as_json: bool
-) -> None:
-    """Sets the number of replicas in place, without restarting workers."""
-    fleet_file = salad_file.read_file(file)
-    async with deployment.connected(fleet_file) as fleet:
-        groups, known, quota = await concurrency.gather(
-            fleet.existing_groups(), fleet.client.gpu_classes(), fleet.client.quota()
-        )
-        deployment.refuse_unscalable(groups, replicas)
-        more = replicas - sum(group.replicas for group in groups)
-        deployment.refuse_over_quota(more, quota)
-        price = groups[0].price(known)
-        cost = f"{price.times(replicas)} while all run" if price else "unknown price"
-        console.print_note(f"{replicas:,} replicas, {more:+,}: {cost}")
-        if not dry_run:
-            if more > 0 or any(group.is_stopped for group in groups):
-                console.confirm("Resize?", yes=yes)
-            await fleet.scale(replicas, groups)
+    bodies = groups.render(file, classes, replicas, read_secret=read_secret)
+    shown = groups.plain(bodies, *() if rendering.show_secrets else [lambda _: groups.MASKED])
+    total = sum(body["replicas"] for body in bodies)
+    price = gpus.replica_price(classes, file.priority).times(total)
+    rows = [(gpu.name, gpu.dollars_per_hour[file.priority]) for gpu in classes]
+    models = file.served_models()
+    for message in dict.fromkeys(missing):
+        console.print_note(f"{message}: `apply` needs it; with it, the groups' revision differs")
     if as_json:
-        console.print_json(
-            {
-                "replicas": replicas,
-                "more_replicas": more,
-                "groups": dict(
-                    zip((each.name for each in groups), split(replicas, len(groups)), strict=True)
-                ),
-                "dollars_per_hour": asdict(price.times(replicas)) if price else None,
-            }
-        )
+        record = {
+            "groups": shown,
+            "replicas": total,
+            "dollars_per_hour": asdict(price),
+            "gpus": [{"gpu": gpu, "dollars_per_hour": dollars} for gpu, dollars in rows],
+            "models": [asdict(model) | {"family": model.family.slug} for model in models],
+        }
+        console.print_json(record)
+        return
+    console.print_json(shown)
+    figures = map(console.number_column, ("$/h each", f"$/h for {total:,}"))
+    table = console.table(console.name_column("GPU"), *figures)
+    for gpu, dollars in rows:
+        table.add_row(gpu, f"{dollars:g}", f"{dollars * total:,.2f}")
+    sources = "; ".join(dict.fromkeys(known.gpus[gpu].source for gpu, _ in rows))
+    console.print_tables(
+        *(
+            f"Serves {model.name} ({model.family.name}), from the queue {model.queue}."
+            for model in models
+        ),
+        f"{total:,} replicas at {file.priority} priority: {price}, {price.per_day} while all run.",
+        table,
+        f"Prices: {sources}. For images per dollar: `imagefleet plan`.",
+    )
 
 
 @app.command()
@@ -256,14 +270,12 @@ def _status_record(
     hidden = {"environment", "image"}
     return {
         "groups": [
-            {name: value for name, value in asdict(group).items() if name not in hidden}
-            | {"gpus": _names(group, known)}
-            for group in groups
+            group.model_dump(exclude=hidden) | {"gpus": _names(group, known)} for group in groups
         ],
         "replicas": sum(group.replicas for group in groups),
         "running": sum(group.running for group in groups),
         "dollars_per_hour": asdict(_dollars(groups, known)),
-        "quota": asdict(quota),
+        "quota": quota.model_dump(),
     }
 
 

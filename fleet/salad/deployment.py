@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import math
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,16 +32,16 @@ DRAIN_STEPS = 4
 
 @dataclass(frozen=True, slots=True)
 class Changes:
-    """Groups to create, resize and start, and *old* ones of earlier revisions."""
+    """Groups to create or resize, with their replicas, to start, and old ones to delete."""
 
-    create: Sequence[Mapping[str, Any]]
+    create: Mapping[str, int]
     resize: Mapping[str, int]
     start: Sequence[str]
-    old: Sequence[Group]
+    delete: Sequence[str]
     more_replicas: int
 
     def __bool__(self) -> bool:
-        return bool(self.create or self.resize or self.start or self.old)
+        return bool(self.create or self.resize or self.start or self.delete)
 
 
 def changes(bodies: Sequence[Mapping[str, Any]], existing: Sequence[Group]) -> Changes:
@@ -50,16 +50,41 @@ def changes(bodies: Sequence[Mapping[str, Any]], existing: Sequence[Group]) -> C
     for body in bodies:
         if body["name"] in by_name:
             _refuse_drift(body, by_name[body["name"]])
-    names = {body["name"] for body in bodies}
-    kept = [by_name[name] for name in names if name in by_name]
-    wanted = {body["name"]: int(body["replicas"]) for body in bodies}
+    return _changes({body["name"]: body["replicas"] for body in bodies}, existing)
+
+
+def resized(groups: Sequence[Group], replicas: int) -> Changes:
+    """What spreads *replicas* over *groups*, which changes nothing else."""
+    shares = salad_groups.split(replicas, len(groups))
+    return _changes(dict(zip((group.name for group in groups), shares, strict=True)), groups)
+
+
+def refuse_unscalable(groups: Sequence[Group], replicas: int) -> None:
+    """Raises SetupError if *groups* are of several revisions or too few for *replicas*."""
+    if is_rolling(groups):
+        raise errors.SetupError(
+            "a rolling change is unfinished: run `imagefleet deploy apply` to continue it"
+        )
+    if replicas > len(groups) * salad_groups.MAX_REPLICAS:
+        raise errors.SetupError(
+            f"{len(groups)} groups can have {salad_groups.MAX_REPLICAS} replicas each, fewer than"
+            f" {replicas:,}: `imagefleet deploy apply --replicas {replicas}` adds groups"
+        )
+
+
+def _changes(wanted: Mapping[str, int], existing: Sequence[Group]) -> Changes:
+    """What gives the fleet the *wanted* replicas by group, and no other group."""
+    kept = [group for group in existing if group.name in wanted]
+    # Reductions first, so that the total never exceeds the old and the new one.
+    kept.sort(key=lambda group: wanted[group.name] - group.replicas)
+    names = {group.name for group in existing}
     return Changes(
-        create=[body for body in bodies if body["name"] not in by_name],
+        create={name: replicas for name, replicas in wanted.items() if name not in names},
         resize={
-            each.name: wanted[each.name] for each in kept if each.replicas != wanted[each.name]
+            group.name: wanted[group.name] for group in kept if group.replicas != wanted[group.name]
         },
-        start=sorted(each.name for each in kept if each.is_stopped),
-        old=[group for group in existing if group.name not in names],
+        start=[group.name for group in kept if group.is_stopped and wanted[group.name]],
+        delete=[group.name for group in existing if group.name not in wanted],
         more_replicas=sum(wanted.values()) - sum(group.replicas for group in kept),
     )
 
@@ -77,19 +102,6 @@ def refuse_over_quota(more_replicas: int, quota: Quota) -> None:
 def is_rolling(groups: Sequence[Group]) -> bool:
     """True while groups of several revisions exist."""
     return len({group.name.rpartition("-")[0] for group in groups}) > 1
-
-
-def refuse_unscalable(groups: Sequence[Group], replicas: int) -> None:
-    """Raises SetupError if *groups* are of several revisions or too few for *replicas*."""
-    if is_rolling(groups):
-        raise errors.SetupError(
-            "a rolling change is unfinished: run `imagefleet deploy apply` to continue it"
-        )
-    if replicas > len(groups) * salad_groups.MAX_REPLICAS:
-        raise errors.SetupError(
-            f"{len(groups)} groups can have {salad_groups.MAX_REPLICAS} replicas each, fewer than"
-            f" {replicas:,}: `imagefleet deploy apply --replicas {replicas}` adds groups"
-        )
 
 
 class Deployment:
@@ -119,11 +131,15 @@ class Deployment:
             )
         return groups
 
-    async def carry_out(self, plan: Changes) -> None:
-        """Makes the changes, except for old groups: those are for `replace`."""
-        for body in plan.create:
-            await self.client.create(body)
-            self._log(f"created {body['name']}: {console.counted(body['replicas'], 'replica')}")
+    async def carry_out(self, plan: Changes, bodies: Iterable[Mapping[str, Any]] = ()) -> None:
+        """Makes the changes, except for old groups: those are for `replace`.
+
+        *bodies* has the requests of the groups to create.
+        """
+        for body in bodies:
+            if body["name"] in plan.create:
+                await self.client.create(body)
+                self._log(f"created {body['name']}: {console.counted(body['replicas'], 'replica')}")
         for name, replicas in plan.resize.items():
             await self.resize(name, replicas)
         for name in plan.start:
@@ -134,32 +150,28 @@ class Deployment:
         await self.client.scale(name, replicas)
         self._log(f"{name}: {console.counted(replicas, 'replica')}")
 
-    async def scale(self, replicas: int, groups: Sequence[Group]) -> None:
-        """Spreads *replicas* over *groups*, and starts those that are stopped."""
-        shares = salad_groups.split(replicas, len(groups))
-        # Reductions first, so that the total never exceeds the old and the new one.
-        steps = sorted(
-            zip(shares, groups, strict=True), key=lambda each: each[0] - each[1].replicas
-        )
-        for share, group in steps:
-            if share != group.replicas:
-                await self.resize(group.name, share)
-            if share and group.is_stopped:
-                await self.client.start(group.name)
-                self._log(f"started {group.name}")
-
-    async def replace(self, old: Sequence[Group], *, enough: float, wait_seconds: float) -> None:
+    async def replace(self, old: Sequence[str], *, enough: float, wait_seconds: float) -> None:
         """Drains *old* groups in steps; raises TransientError if not *enough* new replicas run."""
-        names = {group.name for group in old}
+        groups = await self.groups()
+        replicas = {group.name: group.replicas for group in groups if group.name in old}
+
+        def pending(groups: Sequence[Group]) -> str:
+            new = [group for group in groups if group.name not in old]
+            running = sum(group.running for group in new)
+            wanted = sum(group.replicas for group in new)
+            if running >= math.ceil(wanted * enough):
+                return ""
+            return f"new groups: {running:,} of {wanted:,} replicas run"
+
         for step in reversed(range(DRAIN_STEPS)):
-            shares = {group.name: group.replicas * step // DRAIN_STEPS for group in old}
-            if any(group.replicas for group in old):
-                await self._until_enough_run(names, enough, wait_seconds)
+            shares = {name: count * step // DRAIN_STEPS for name, count in replicas.items()}
+            if any(replicas.values()):
+                await self._until_none(pending, wait_seconds)
             for group in await self.groups():
                 if group.replicas > shares.get(group.name, group.replicas):
                     await self.resize(group.name, shares[group.name])
-            await self._until_at_most(sum(shares.values()), names, wait_seconds)
-        await self.delete(sorted(names))
+            await self._until_at_most(sum(shares.values()), old, wait_seconds)
+        await self.delete(old)
 
     async def drain(self, wait_seconds: float) -> None:
         """Scales to zero, then stops the groups; raises TransientError if instances are left."""
@@ -167,7 +179,7 @@ class Deployment:
         for group in groups:
             if group.replicas:
                 await self.resize(group.name, 0)
-        await self._until_at_most(0, {group.name for group in groups}, wait_seconds)
+        await self._until_at_most(0, [group.name for group in groups], wait_seconds)
         for group in groups:
             if not group.is_stopped:
                 await self.client.stop(group.name)
@@ -185,21 +197,10 @@ class Deployment:
 
         await self._until_none(pending, wait_seconds)
 
-    async def _until_at_most(self, instances: int, names: set[str], wait_seconds: float) -> None:
+    async def _until_at_most(self, most: int, names: Sequence[str], wait_seconds: float) -> None:
         def pending(groups: Sequence[Group]) -> str:
             left = sum(group.on_nodes for group in groups if group.name in names)
-            return f"{left:,} instances still run" if left > instances else ""
-
-        await self._until_none(pending, wait_seconds)
-
-    async def _until_enough_run(self, old: set[str], enough: float, wait_seconds: float) -> None:
-        def pending(groups: Sequence[Group]) -> str:
-            new = [group for group in groups if group.name not in old]
-            running = sum(each.running for each in new)
-            replicas = sum(each.replicas for each in new)
-            if running >= math.ceil(replicas * enough):
-                return ""
-            return f"new groups: {running:,} of {replicas:,} replicas run"
+            return f"{left:,} instances still run" if left > most else ""
 
         await self._until_none(pending, wait_seconds)
 
@@ -224,7 +225,7 @@ class Deployment:
 @contextlib.asynccontextmanager
 async def connected(file: FleetFile) -> AsyncIterator[Deployment]:
     """The fleet that *file* describes, as deployed on SaladCloud."""
-    key = file.secret(file.api_key).get_secret_value()
+    key = file.api_key.read().get_secret_value()
     timeout = aiohttp.ClientTimeout(total=salad_client.TIMEOUT_SECONDS)
     async with aiohttp.ClientSession(timeout=timeout, trust_env=True) as session:
         salad = salad_client.SaladClient(session, file.api, key, file.organization, file.project)

@@ -11,13 +11,16 @@ from typing import Annotated, Any
 
 import typer
 from pydantic import (
+    AfterValidator,
     BaseModel,
     ConfigDict,
     Field,
-    PrivateAttr,
     SecretStr,
+    SerializationInfo,
     ValidationError,
+    ValidationInfo,
     create_model,
+    model_serializer,
     model_validator,
 )
 
@@ -77,11 +80,16 @@ class _Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, hide_input_in_errors=True)
 
 
+def _beside(file: str, info: ValidationInfo) -> str:
+    """The path of *file*, which is relative to the fleet file's folder."""
+    return str((info.context or Path()) / Path(file).expanduser())
+
+
 class SecretSource(_Strict):
     """The source of a secret on the deploying machine: an environment variable or a file."""
 
     env: str | None = Field(default=None, pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")
-    file: str | None = Field(default=None, min_length=1)
+    file: Annotated[str, Field(min_length=1), AfterValidator(_beside)] | None = None
 
     @model_validator(mode="after")
     def _one_of_them(self) -> SecretSource:
@@ -89,14 +97,14 @@ class SecretSource(_Strict):
             raise ValueError("a secret is {env: VARIABLE} or {file: PATH}")
         return self
 
-    def read(self, folder: Path) -> SecretStr:
-        """The secret, whose path is relative to *folder*; raises SetupError if there is none."""
+    def read(self) -> SecretStr:
+        """The secret; raises SetupError if there is none."""
         if self.env is not None:
             value = os.environ.get(self.env, "").strip()
             if not value:
                 raise errors.SetupError(f"the variable {self.env} is not set")
             return SecretStr(value)
-        path = folder / Path(str(self.file)).expanduser()
+        path = Path(str(self.file))
         try:
             value = path.read_text(encoding="utf-8").strip()
         except (OSError, UnicodeDecodeError) as error:
@@ -104,6 +112,11 @@ class SecretSource(_Strict):
         if not value:
             raise errors.SetupError(f"the secret in {path} is empty")
         return SecretStr(value)
+
+    @model_serializer
+    def _as_read(self, info: SerializationInfo) -> Any:
+        """What the context, a function, reads for it; itself without one."""
+        return info.context(self) if info.context else self
 
 
 class Probe(_Strict):
@@ -164,15 +177,6 @@ class FleetFile(_Strict):
     liveness_probe: Probe = LIVENESS
     logging: dict[str, _Provider] | None = Field(default=None, min_length=1, max_length=1)
     registry: dict[str, _Provider] | None = Field(default=None, min_length=1, max_length=1)
-
-    _folder: Path = PrivateAttr(default=Path())
-
-    def model_post_init(self, folder: Path | None) -> None:
-        self._folder = folder or Path()
-
-    def secret(self, source: SecretSource) -> SecretStr:
-        """The secret, whose path is relative to the file; raises SetupError if there is none."""
-        return source.read(self._folder)
 
     def served_models(self) -> list[Model]:
         """The models of its workers, that of jobs without a model first; none if it names none."""

@@ -5,11 +5,10 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterable, Sequence
+from typing import Annotated, Any
 
-from pydantic import SecretStr
+from pydantic import AliasPath, BaseModel, BeforeValidator, Field, SecretStr
 
 from fleet.salad.file import FleetFile, Probe, SecretSource
 from fleet.salad.gpus import GpuClass, PriceRange, replica_price
@@ -25,27 +24,33 @@ MASKED = "(secret)"
 
 _REVISION_DIGITS = 8
 
-_Kind = TypeVar("_Kind")
-
-#: Reads the secret of a source; a dry run substitutes missing ones.
-ReadSecret = Callable[[SecretSource], SecretStr]
+_COUNTS = ("current_state", "instance_status_counts")
 
 
-@dataclass(frozen=True, slots=True)
-class Group:
+def _at(*path: str, **terms: Any) -> Any:
+    return Field(validation_alias=AliasPath(*path), **terms)
+
+
+class _Answer(BaseModel, frozen=True, populate_by_name=True, hide_input_in_errors=True):
+    """Fields of an answer of the API, by where they stand in it."""
+
+
+class Group(_Answer):
     """A container group: the *replicas* requested, and its instances by state."""
 
     name: str
-    status: str
+    status: str = _at("current_state", "status")
     replicas: int
-    allocating: int
-    creating: int
-    running: int
-    stopping: int
-    image: str
-    priority: str
-    gpu_ids: Sequence[str]
-    environment: Mapping[str, str] | None
+    allocating: int = _at(*_COUNTS, "allocating_count")
+    creating: int = _at(*_COUNTS, "creating_count")
+    running: int = _at(*_COUNTS, "running_count")
+    stopping: int = _at(*_COUNTS, "stopping_count")
+    image: str = _at("container", "image")
+    priority: Annotated[str, BeforeValidator(lambda given: given or "high")] = "high"
+    gpu_ids: Annotated[list[str], BeforeValidator(lambda given: given or [])] = _at(
+        "container", "resources", "gpu_classes", default=[]
+    )
+    environment: dict[str, str] | None = _at("container", "environment_variables", default=None)
 
     @property
     def is_stopped(self) -> bool:
@@ -65,39 +70,15 @@ class Group:
         return replica_price(classes, self.priority)
 
 
-@dataclass(frozen=True, slots=True)
-class Quota:
+class Quota(_Answer):
     """The replicas that an organization may have; those of stopped groups count as used."""
 
-    replicas: int
-    used: int
+    replicas: int = _at("container_groups_quotas", "container_replicas_quota")
+    used: int = _at("container_groups_quotas", "container_replicas_used")
 
     @property
     def free(self) -> int:
         return max(0, self.replicas - self.used)
-
-
-def as_group(record: Mapping[str, Any]) -> Group:
-    container, state = record["container"], record["current_state"]
-    counts = state["instance_status_counts"]
-    return Group(
-        name=str(record["name"]),
-        status=str(state["status"]),
-        replicas=int(record["replicas"]),
-        allocating=int(counts["allocating_count"]),
-        creating=int(counts["creating_count"]),
-        running=int(counts["running_count"]),
-        stopping=int(counts["stopping_count"]),
-        image=str(container["image"]),
-        priority=str(record.get("priority") or container.get("priority") or "high"),
-        gpu_ids=tuple(container["resources"].get("gpu_classes") or ()),
-        environment=container.get("environment_variables"),
-    )
-
-
-def as_quota(record: Mapping[str, Any]) -> Quota:
-    quotas = record["container_groups_quotas"]
-    return Quota(int(quotas["container_replicas_quota"]), int(quotas["container_replicas_used"]))
 
 
 def parse_name(fleet: str, name: str) -> tuple[str, int] | None:
@@ -119,9 +100,9 @@ def split(replicas: int, groups: int = 1) -> list[int]:
 def render(
     file: FleetFile,
     gpus: Sequence[GpuClass],
-    read_secret: ReadSecret,
     replicas: int | None = None,
     existing: Iterable[str] = (),
+    read_secret: Callable[[SecretSource], SecretStr] = SecretSource.read,
 ) -> list[dict[str, Any]]:
     """The request bodies that create the fleet's groups; secrets stay SecretStr.
 
@@ -131,7 +112,7 @@ def render(
         SetupError: a secret is missing, or a variable's value is too long.
     """
     template = _template(file, gpus, read_secret)
-    text = json.dumps(reveal(template), sort_keys=True)
+    text = json.dumps(template, sort_keys=True, default=SecretStr.get_secret_value)
     revision = hashlib.sha256(text.encode()).hexdigest()[:_REVISION_DIGITS]
     names = filter(None, (parse_name(file.name, each) for each in existing))
     groups = max((number for of, number in names if of == revision), default=1)
@@ -141,77 +122,55 @@ def render(
     ]
 
 
-def reveal(value: Any, seen: list[str] | None = None) -> Any:
-    """*value* with its secrets in plain text, which are also appended to *seen*."""
-
-    def plain(secret: SecretStr) -> str:
-        text = secret.get_secret_value()
-        if seen is not None:
-            seen.append(text)
-        return text
-
-    return _replace(value, SecretStr, plain)
+def plain(body: Any, read: Callable[[SecretStr], str] = SecretStr.get_secret_value) -> Any:
+    """*body* as JSON has it, with its secrets as *read* shows them."""
+    return json.loads(json.dumps(body, default=read))
 
 
-def mask(value: Any) -> Any:
-    """*value* with its secrets masked."""
-    return _replace(value, SecretStr, lambda _: MASKED)
-
-
-def _replace(value: Any, kind: type[_Kind], replacement: Callable[[_Kind], object]) -> Any:
-    """*value* with each *kind* in its mappings and lists replaced."""
-    if isinstance(value, kind):
-        return replacement(value)
-    if isinstance(value, Mapping):
-        return {name: _replace(each, kind, replacement) for name, each in value.items()}
-    if isinstance(value, list):
-        return [_replace(each, kind, replacement) for each in value]
-    return value
-
-
-def _template(file: FleetFile, gpus: Sequence[GpuClass], read_secret: ReadSecret) -> dict[str, Any]:
+def _template(
+    file: FleetFile, gpus: Sequence[GpuClass], read_secret: Callable[[SecretSource], SecretStr]
+) -> dict[str, Any]:
     """A request body without name and replicas."""
-    container: dict[str, Any] = {
+    given = file.model_dump(context=read_secret, exclude={"api_key"})
+    environment: dict[str, str | SecretStr] = {"IMAGEFLEET_PRIORITY": file.priority}
+    if file.models:
+        environment["IMAGEFLEET_MODEL"] = ",".join(file.models)
+    environment |= {
+        name: value if isinstance(value, SecretStr) else str(value)
+        for name, value in given["environment"].items()
+    }
+    for name, value in environment.items():
+        _check_value(name, plain(value))
+    container = {
         "image": file.image,
         "priority": file.priority,
         "image_caching": file.image_caching,
         "resources": {
             "cpu": file.cpu,
             "memory": file.memory_megabytes,
-            "gpu_classes": [each.id for each in gpus],
+            "gpu_classes": [gpu.id for gpu in gpus],
             "shm_size": file.shared_memory_megabytes,
             "storage_amount": file.disk_gigabytes * 2**30,
         },
-        "environment_variables": _environment(file, read_secret),
+        "environment_variables": environment,
+        "command": file.command or None,
+        "logging": given["logging"],
+        "registry_authentication": given["registry"],
     }
-    if file.command:
-        container["command"] = file.command
-    if file.logging:
-        container["logging"] = _replace(file.logging, SecretSource, read_secret)
-    if file.registry:
-        container["registry_authentication"] = _replace(file.registry, SecretSource, read_secret)
-    template: dict[str, Any] = {
+    template = {
         "autostart_policy": True,
         # A worker exits only if its node is to be replaced or it was asked to stop.
         "restart_policy": "always",
-        "container": container,
+        "container": _without_none(container),
         "startup_probe": _probe(file.startup_probe),
         "liveness_probe": _probe(file.liveness_probe),
+        "country_codes": file.countries,
     }
-    if file.countries:
-        template["country_codes"] = file.countries
-    return template
+    return _without_none(template)
 
 
-def _environment(file: FleetFile, read_secret: ReadSecret) -> dict[str, str | SecretStr]:
-    variables: dict[str, str | SecretStr] = {"IMAGEFLEET_PRIORITY": file.priority}
-    if file.models:
-        variables["IMAGEFLEET_MODEL"] = names = ",".join(file.models)
-        _check_value("IMAGEFLEET_MODEL", names)
-    for name, value in file.environment.items():
-        variables[name] = read_secret(value) if isinstance(value, SecretSource) else str(value)
-        _check_value(name, reveal(variables[name]))
-    return variables
+def _without_none(fields: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in fields.items() if value is not None}
 
 
 def _check_value(name: str, value: str) -> None:

@@ -14,9 +14,10 @@ from fleet.campaigns import target
 from fleet.monitor import service as monitored
 from fleet.options import option
 from fleet.settings import WebhookSettings
-from fleet.webhooks import deliveries, endpoint, service
-from fleet.webhooks.events import Event, State
-from imagefleet import errors, redaction
+from fleet.webhooks import endpoint
+from fleet.webhooks.events import Source, State
+from fleet.webhooks.service import Service
+from imagefleet import redaction
 from imagefleet.telemetry import logs, metrics
 
 
@@ -57,64 +58,43 @@ async def command(
     """
     logs.configure(settings.log_format)
     campaign = target.campaign(events.campaign)
-    endpoint.checked_url(url)
+    endpoint.check_url(url)
     signer = endpoint.Signer.read(secret_file)
     moment = options.read_moment("--since", events.since)
-    wanted = service.Wanted(settings.fleet_name, campaign, each_job=events.each_job, since=moment)
+    registry = metrics.LabelledRegistry({"fleet": settings.fleet_name})
     in_use = f"another `imagefleet webhooks` keeps the state {state}"
     # A preview may run beside the service itself.
     with contextlib.nullcontext() if dry_run else console.only_one(state, in_use):
         console.check_writable(None if dry_run else state)
         found = State.read(state, redaction.address(url), campaign)
-        async with console.connected(settings) as client:
-            if dry_run:
-                await _preview(service.Source(client.storage, wanted, found), found)
-                return
-            if found.gone_at is not None and not resume:
-                raise errors.SetupError(service.gone(found))
+        if resume:
             found.gone_at = None
-            source = service.Source(client.storage, wanted, found)
-            await _deliver(settings, source, found, state, (url, signer), once=once)
+        async with (
+            console.connected(settings) as client,
+            aiohttp.ClientSession(trust_env=True) as session,
+        ):
+            source = Source(
+                *(client.storage, found, settings.fleet_name),
+                each_job=events.each_job,
+                since=moment,
+            )
+            running = Service(source, endpoint.Endpoint(session, url, signer), registry, state)
+            if dry_run:
+                await _preview(source)
+            elif once:
+                await console.until_stopped(running.run(once=True))
+            else:
+                doing = f"sending to {found.address}"
+                name = "imagefleet-webhooks"
+                await monitored.run(running.run, registry, settings, name=name, doing=doing)
 
 
-async def _deliver(
-    settings: WebhookSettings,
-    source: service.Source,
-    state: State,
-    state_file: Path,
-    receiver: tuple[str, endpoint.Signer],
-    *,
-    once: bool,
-) -> None:
-    registry = metrics.LabelledRegistry({"fleet": settings.fleet_name})
-    async with aiohttp.ClientSession(trust_env=True) as session:
-        to = endpoint.Endpoint(session, *receiver)
-        sending = deliveries.Deliveries(to, registry, state)
-        running = service.Service(source, sending, state, state_file)
-        if once:
-            await console.until_stopped(running.run(once=True))
-            return
-        await monitored.run(
-            running.run,
-            registry,
-            settings,
-            name="imagefleet-webhooks",
-            doing=f"sending to {to.address}",
-        )
-
-
-async def _preview(source: service.Source, state: State) -> None:
+async def _preview(source: Source) -> None:
     """Prints what would be sent."""
-    known = state.waiting.keys() | state.delivered
-    for waiting in state.waiting.values():
-        _print(waiting.event)
-    while await source.read():
-        while (event := source.next_event()) is not None:
-            if event.id not in known:
-                _print(event)
-    async for event in source.ends.found(is_patient=False):
-        _print(event)
-
-
-def _print(event: Event) -> None:
-    console.print_json_line({"webhook-id": event.id, **json.loads(event.body())})
+    is_new, waiting = True, source.state.waiting
+    while is_new:
+        if not (is_new := await source.read()):
+            await source.find_ends(is_patient=False)
+        for event in waiting.values():
+            console.print_json_line({"webhook-id": event.id, **json.loads(event.body())})
+        waiting.clear()

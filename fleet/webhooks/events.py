@@ -4,16 +4,23 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
+import time
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Self
 
-from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError
+from pydantic import BaseModel, Field, JsonValue, ValidationError
 
 from imagefleet import errors
 from imagefleet.job.sizes import MAX_METADATA_BYTES
+from imagefleet.records import reader
 from imagefleet.records.reader import Counts
 from imagefleet.records.record import Record
+from imagefleet.records.stored import Damaged
+from imagefleet.storage.open import Storage
+
+log = logging.getLogger(__name__)
 
 #: The most images that an event names: with all of a large job it would be too large.
 MAX_IMAGES = 64
@@ -21,17 +28,38 @@ MAX_IMAGES = 64
 #: The specification recommends events of less than 20 KB.
 _MAX_REASON_CHARACTERS = 500
 
+#: Records, and bytes of a shard, that are read at once: each record may be an event that waits.
+_RECORDS_AT_ONCE = 2_000
+_PART_BYTES = 256 * 2**10
 
-class Event(BaseModel):
-    """What is sent. The receiver tells a repetition by *id*."""
+#: A filler notes what it has sent a little later, and may be slower than the workers.
+SETTLE_SECONDS = 15.0
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+#: Seconds without news and with an empty queue that end a campaign, where it is not known how many
+#: jobs were sent, or not all of them have an end.
+QUIET_SECONDS = 300.0
+
+#: The most seconds between two counts of a campaign from which nothing comes.
+_LONGEST_PAUSE_SECONDS = 300.0
+
+
+class Event(BaseModel, extra="forbid"):
+    """What is sent, and how far its delivery is. The receiver tells a repetition by *id*."""
 
     id: str
     type: str
     timestamp: datetime
     """The time at which it happened, not at which it is sent."""
     data: dict[str, JsonValue]
+    since: float = Field(default_factory=time.time)
+    """The time from which it waits, in Unix seconds, as the next one."""
+    due_at: float = 0.0
+    attempts: int = 0
+
+    @property
+    def subject(self) -> str:
+        parts = (self.data.get(name) for name in ("campaign", "id"))
+        return "/".join(str(part) for part in parts if part is not None)
 
     def body(self) -> bytes:
         """The JSON that is sent, the same in each attempt."""
@@ -41,25 +69,30 @@ class Event(BaseModel):
 
 def job_ended(fleet: str, record: Record) -> Event | None:
     """The event of a record; None if the record ends no job."""
+    # A record may be made up, and no job has more.
+    is_real = len(json.dumps(record.metadata)) <= MAX_METADATA_BYTES
+    data: dict[str, JsonValue] = {
+        "campaign": record.campaign,
+        "id": record.id,
+        "worker": record.worker,
+        "metadata": record.metadata if is_real else {},
+    }
+    source = record.source or ""
     if record.outcome == "completed" and record.completes_job:
+        # A job that is drawn again by another message, after a crash say, is complete once.
+        source = ""
         blobs = _all_images(record) if record.images > 1 else [record.blob or ""]
-        images: list[JsonValue] = [*blobs[:MAX_IMAGES]]
-        seed = None if record.seed is None else (record.seed - record.index) % 2**32
-        data = _of_job(record) | {"images": images, "seed": seed}
-        if len(images) < len(blobs):
+        data["images"] = [*blobs[:MAX_IMAGES]]
+        data["seed"] = None if record.seed is None else (record.seed - record.index) % 2**32
+        if len(blobs) > MAX_IMAGES:
             data["image_count"] = len(blobs)
-        # Without the message: a job that is drawn again, after a crash say, is complete once.
-        return _job_event(fleet, record, "", data)
-    if record.outcome in {"failed", "cancelled"}:
-        data = _of_job(record) | {"attempts": record.attempts}
+    elif record.outcome in {"failed", "cancelled"}:
+        data["attempts"] = record.attempts
         if record.outcome == "failed":
             reason = (record.reason or "")[:_MAX_REASON_CHARACTERS]
             data |= {"error": record.error, "reason": reason}
-        return _job_event(fleet, record, record.source or "", data)
-    return None
-
-
-def _job_event(fleet: str, record: Record, source: str, data: dict[str, JsonValue]) -> Event:
+    else:
+        return None
     kind = f"job.{record.outcome}"
     event_id = _event_id(fleet, kind, record.key, source)
     return Event(id=event_id, type=kind, timestamp=record.at, data=data)
@@ -91,17 +124,6 @@ def _all_images(last: Record) -> list[str]:
     return [f"{start}-{index}.{suffix}" for index in range(last.images)]
 
 
-def _of_job(record: Record) -> dict[str, JsonValue]:
-    # A record may be made up, and no job has more.
-    is_real = len(json.dumps(record.metadata)) <= MAX_METADATA_BYTES
-    return {
-        "campaign": record.campaign,
-        "id": record.id,
-        "worker": record.worker,
-        "metadata": record.metadata if is_real else {},
-    }
-
-
 def _event_id(*parts: str) -> str:
     """Makes an id without a full stop, which separates an id from the rest of what is signed."""
     return f"msg_{hashlib.blake2b(json.dumps(parts).encode(), digest_size=12).hexdigest()}"
@@ -111,35 +133,16 @@ def _text(moment: datetime) -> str:
     return moment.astimezone(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
 
 
-class Waiting(BaseModel):
-    """An event that is not delivered yet; times in Unix seconds."""
-
-    model_config = ConfigDict(extra="forbid")
-
-    event: Event
-    since: float
-    attempts: int = 0
-    due_at: float
-
-
-class State(BaseModel):
-    """The position in the records, and the events before it that still wait.
-
-    *delivered* are events behind the position: those of the records that are being worked on.
-    """
-
-    model_config = ConfigDict(extra="forbid")
+class State(BaseModel, extra="forbid"):
+    """The position in the records, and the events before it that still wait."""
 
     address: str
     campaign: str | None = None
     position: dict[str, int] = Field(default_factory=dict)
-    delivered: set[str] = Field(default_factory=set)
-    waiting: dict[str, Waiting] = Field(default_factory=dict)
-    """By the id of the event."""
+    waiting: dict[str, Event] = Field(default_factory=dict)
+    """By their ids."""
     open_campaigns: set[str] = Field(default_factory=set)
     """Campaigns with records since their last end."""
-    ended: dict[str, str] = Field(default_factory=dict)
-    """The id of each campaign's last end."""
     gone_at: datetime | None = None
     """The time at which the receiver answered that it wants no more webhooks."""
 
@@ -165,3 +168,76 @@ class State(BaseModel):
                 f"{path} is the state for {found.address} and {of_campaign}: give another --state"
             )
         return found
+
+    def add(self, event: Event) -> None:
+        self.waiting.setdefault(event.id, event)
+
+
+class Source:
+    """Adds to *state* what the records tell; each event at least once, whatever is killed."""
+
+    def __init__(
+        self,
+        storage: Storage,
+        state: State,
+        fleet: str,
+        *,
+        each_job: bool = False,
+        since: datetime | None = None,
+    ) -> None:
+        """The name of the *fleet* is part of the events' ids."""
+        self.state = state
+        self._storage = storage
+        self._fleet = fleet
+        self._each_job = each_job
+        self._since = since
+        self._damaged = Damaged()
+        self._follower = reader.Follower(
+            *(storage, state.campaign, state.position, self._damaged),
+            most=_RECORDS_AT_ONCE,
+            part_bytes=_PART_BYTES,
+        )
+        self._counts: dict[str, tuple[float, float]] = {}
+        """The time of each open campaign's next count, and the pause after it."""
+
+    async def read(self) -> bool:
+        """Adds the events of the next new records; False if there are none."""
+        before = self._damaged.count
+        records = await self._follower.poll()
+        if self._damaged.count > before:
+            log.warning("%s", self._damaged, extra={"action": "record_damaged"})
+        for record in records:
+            is_end = record.outcome in {"completed", "failed", "cancelled"}  # or an operator's note
+            if not is_end or (self._since and record.at < self._since):
+                continue
+            self.state.open_campaigns.add(record.campaign)
+            self._counts[record.campaign] = time.monotonic() + SETTLE_SECONDS, SETTLE_SECONDS
+            if self._each_job and (event := job_ended(self._fleet, record)):
+                self.state.add(event)
+        self.state.position = dict(self._follower.position)
+        return bool(records)
+
+    async def find_ends(self, *, is_patient: bool) -> None:
+        """Adds the ends of campaigns; *is_patient*: one that goes on is counted ever less often."""
+        for campaign in sorted(self.state.open_campaigns):
+            due_at, pause = self._counts.get(campaign, (0.0, SETTLE_SECONDS))
+            if is_patient and time.monotonic() < due_at:
+                continue
+            counts = await reader.counts(self._storage, campaign)
+            if await self._has_ended(counts):
+                self.state.add(campaign_completed(self._fleet, campaign, counts))
+                self.state.open_campaigns.discard(campaign)
+                self._counts.pop(campaign, None)
+            else:
+                longer = min(2 * pause, _LONGEST_PAUSE_SECONDS)
+                self._counts[campaign] = time.monotonic() + pause, longer
+
+    async def _has_ended(self, counts: Counts) -> bool:
+        if counts.last_at is None:
+            return False
+        quiet_seconds = (datetime.now(UTC) - counts.last_at).total_seconds()
+        if counts.pending == 0:
+            return quiet_seconds >= SETTLE_SECONDS
+        if quiet_seconds < QUIET_SECONDS:
+            return False
+        return (await self._storage.queue.depth()).messages == 0

@@ -134,7 +134,8 @@ def salad(salad_module: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     from fleet.salad import client, deployment
 
     monkeypatch.setattr(deployment, "POLL_SECONDS", 0.01)
-    monkeypatch.setattr(client, "FIRST_WAIT_SECONDS", 0.01)
+    quick = dataclasses.replace(client.RETRIES, first_wait_seconds=0.01)
+    monkeypatch.setattr(client, "RETRIES", quick)
     monkeypatch.setattr(client, "call_limiter", lambda: AsyncLimiter(10_000))
     monkeypatch.setenv("SALAD_API_KEY", salad_module.KEY)
     monkeypatch.setenv("SAS", json.dumps({"queue": SECRET}))

@@ -32,10 +32,11 @@ def test_a_line_says_the_rate_the_time_left_and_that_the_storage_is_busy(
 ) -> None:
     with filling.showing(load, 10_000_000, is_live=False, quiet=False) as show:
         show(1_000)
-        load.refusals.count = 12
         show(2_000)
-    calm, busy = capsys.readouterr().err.splitlines()
-    assert "1,000 of 10,000,000 jobs sent" in calm
+        load.refusals.count = 12
+        show(3_000)
+    _, calm, busy = capsys.readouterr().err.splitlines()
+    assert "2,000 of 10,000,000 jobs sent" in calm
     assert "jobs/s" in calm
     assert calm.endswith("left")
     assert "slowed down" not in calm
@@ -46,8 +47,9 @@ def test_for_programs_progress_is_a_json_object_a_line(
     load: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with filling.showing(load, None, is_live=False, quiet=False, as_json=True) as show:
+        show(500)
         show(1_000)
-    (line,) = capsys.readouterr().err.splitlines()
+    _, line = capsys.readouterr().err.splitlines()
     found = json.loads(line)
     assert (found["confirmed"], found["total"], found["seconds_left"]) == (1_000, None, None)
     assert found["jobs_per_second"] > 0
@@ -86,14 +88,13 @@ def on_a_terminal(
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), output
 
 
-def test_ctrl_c_ends_the_bar_of_a_long_check_and_nothing_is_sent(tmp_path: Path) -> None:
+def test_ctrl_c_ends_a_long_check_and_nothing_is_sent(tmp_path: Path) -> None:
     # Long enough that a test that has to wait for the processor is in time.
     file = long_file(tmp_path, lines=65_000)
     code, output = on_a_terminal(tmp_path, file, ctrl_c_after="checking long.jsonl")
 
     assert code == console.EXIT_INTERRUPTED
     plain = re.sub(r"\x1b\[[?\d;]*\w", "", output)
-    assert re.search(r"checking long.jsonl .* \d\.\d/29\.\d MB", plain), plain
     assert "stopped while checking long.jsonl; nothing was sent" in plain
     assert "\x1b[?25h" in output, "the cursor is shown again"
     assert "Traceback" not in output
@@ -101,7 +102,7 @@ def test_ctrl_c_ends_the_bar_of_a_long_check_and_nothing_is_sent(tmp_path: Path)
 
 
 @pytest.mark.parametrize("flag", ["--json", "--quiet"])
-def test_for_programs_a_long_check_has_no_bar(tmp_path: Path, flag: str) -> None:
+def test_for_programs_a_long_check_shows_nothing(tmp_path: Path, flag: str) -> None:
     file = long_file(tmp_path, beginning="no job\n" * 10)
 
     assert "checking" in on_a_terminal(tmp_path, file)[1]
@@ -112,7 +113,7 @@ def test_for_programs_a_long_check_has_no_bar(tmp_path: Path, flag: str) -> None
     assert "line 10: the message is not JSON" in output
 
 
-def test_a_long_check_has_no_bar_in_a_pipe(in_process: Imagefleet, tmp_path: Path) -> None:
+def test_a_long_check_shows_nothing_in_a_pipe(in_process: Imagefleet, tmp_path: Path) -> None:
     result = in_process("load", long_file(tmp_path, beginning="no job\n" * 10))
 
     assert result.returncode == console.EXIT_OPERATOR_MUST_ACT

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import dataclasses
 import json
 import os
 import re
@@ -179,11 +180,9 @@ def pauses(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
         *((push, "TIMEOUT_SECONDS"), (push, "LAST_PUSH_SECONDS"), (download, "STALL_SECONDS")),
     ):
         monkeypatch.setattr(module, name, 0.2)
-    for module, name in (
-        *((client, "FIRST_WAIT_SECONDS"), (client, "LONGEST_WAIT_SECONDS")),
-        (deployment, "POLL_SECONDS"),
-    ):
-        monkeypatch.setattr(module, name, 0.001)
+    quick = dataclasses.replace(client.RETRIES, first_wait_seconds=0, longest_wait_seconds=0)
+    monkeypatch.setattr(client, "RETRIES", quick)
+    monkeypatch.setattr(deployment, "POLL_SECONDS", 0.001)
     monkeypatch.setattr(client, "call_limiter", lambda: AsyncLimiter(10_000))
     monkeypatch.setitem(AzureStorage.__init__.__kwdefaults__, "read_timeout_seconds", 0.2)
     return made

@@ -25,11 +25,12 @@ from pydantic import ValidationError
 
 import job_inputs
 from fleet import console, contact_sheet
-from fleet.broker import service as broker
+from fleet.keys import broker
 from fleet.monitor import prometheus
 from fleet.plan import estimate
 from fleet.report import figures, plot, records
 from fleet.salad import file as salad_file
+from fleet.settings import BrokerSettings
 from header_files import LORA, REFINER, SD1
 from imagefleet import errors, redaction
 from imagefleet.files import contents, picture, safetensors
@@ -191,10 +192,9 @@ def _image(data: bytes) -> None:
             (b"iTXt", b"parameters\0\1\0\0\0" + zlib.compress(data)),
         )[which]
         data = _png(chunk)
-    tile, text = contact_sheet.read_image(data, 32)
-    words, found = prompt.read_words(text)
-    assert max(tile.size) == 32
-    assert not redaction.CONTROLS.search(words + "".join(lora.name for lora in found))
+    tile, caption = contact_sheet.read_tile(data)
+    assert max(tile.size) == contact_sheet.TILE_PIXELS
+    assert not redaction.CONTROLS.search(caption)
 
 
 def _blob_metadata(data: bytes) -> None:
@@ -208,7 +208,7 @@ def _reported_record(data: bytes) -> None:
     found = records.Records("spring")
     for at in (record.at, NOON):
         records._count_image(found, record.model_copy(update={"at": at}))
-    computed = figures.compute(found, "local:x", prices.BUILT_IN, None, "a test")
+    computed = figures.compute(found, "local:x", prices.BUILT_IN, "a test")
     json.loads(console.json_text(asdict(computed)), parse_constant=_no)
 
 
@@ -270,8 +270,7 @@ def _metrics_reply(data: bytes) -> None:
         raise errors.SetupError("not a reply of Prometheus") from None
     results = reply.data.result if isinstance(reply, prometheus._Success) else ()
     for series in filter(None, map(prometheus._series, results)):
-        line = plot.Line("x", series.points)
-        plot.time_plot([line], "images/s")
+        plot.time_plot({"x": series.points}, "images/s")
         plot.bars([plot.Bar(name, series.last, name) for name in series.labels], "x")
 
 
@@ -292,7 +291,8 @@ def _address(data: bytes) -> None:
 def _broker() -> Callable[[bytes], None]:
     private = ec.generate_private_key(ec.SECP256R1())
     public = json.loads(jwt.algorithms.ECAlgorithm.to_jwk(private.public_key())) | {"kid": "k"}
-    identities = broker.Identities("organization", {"group"}, "http://127.0.0.1:1")
+    settings = BrokerSettings(organization="organization", salad_fleets="group")
+    identities = broker.Identities(settings, "http://127.0.0.1:1")
     identities._keys.get_jwk_set = lambda *_, **__: jwt.PyJWKSet([public])  # type: ignore[method-assign]
 
     def read(data: bytes) -> None:
@@ -397,7 +397,6 @@ TARGETS: dict[str, Target] = {
         (errors.JobError,),
         (
             RECORD + b'"body": "{}"}',
-            RECORD + b'"packed_body": "eJyrrgUAAXUA+Q=="}',
             RECORD + b'"body_blob": "failed/' + b"0" * 32 + b'.txt"}',
         ),
     ),

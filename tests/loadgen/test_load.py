@@ -74,7 +74,6 @@ class ManyJobs:
     identity = "many"
     campaign = "spring"
     path = Path("many")
-    jobs_to_make = None
 
     def __init__(self, count: int) -> None:
         self.count = count

@@ -123,5 +123,5 @@ def test_a_pickle_and_an_unsafe_name_are_refused(in_process: Imagefleet, tmp_pat
     named = in_process("files", "add", "embedding", "mist.safetensors", "--name", "../mist")
     assert "the name '../mist' is refused" in named.stderr
     gone = in_process("files", "add", "embedding", "gone.safetensors")
-    assert "gone.safetensors' cannot be read" in gone.stderr
+    assert "'gone.safetensors' does not exist" in gone.stderr
     assert not (tmp_path / "imagefleet-data").exists()

@@ -127,7 +127,7 @@ def test_a_person_reads_a_table_and_programs_the_exit_code(
     complete = in_process("load", "jobs.jsonl", "--check", *flags(local_settings))
     assert complete.returncode == console.EXIT_DONE
     assert complete.stdout == ""
-    assert "1 job with 1 LoRA, 1 model, 0 embeddings: none is missing" in complete.stderr
+    assert "1 job with 1 LoRA, 1 model: none is missing" in complete.stderr
 
 
 def test_each_folder_is_listed_once_and_only_if_it_is_named(

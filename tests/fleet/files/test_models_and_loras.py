@@ -327,7 +327,7 @@ def test_a_lora_for_sdxl_is_listed_as_one(
         ),
         (["flux.safetensors"], "is a LoRA for another architecture (Flux, SD3 or similar); imagef"),
         (["rocket.safetensors", "--name", "a:b"], "the name 'a:b' is refused"),
-        (["gone.safetensors"], "cannot be read: No such file"),
+        (["gone.safetensors"], "does not exist"),
         (["old.pt"], "is a pickle"),
     ],
 )

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import io
 import json
 import subprocess
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -108,7 +106,6 @@ def test_workers_find_the_states_of_all_prompts_of_all_stages(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(texts, "CHUNK", 2)
     command = [
         "files",
         "make",
@@ -157,7 +154,7 @@ def test_an_interrupted_command_goes_on_where_it_was(
     storage_settings: StorageSettings,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(texts, "CHUNK", 1)
+    monkeypatch.setattr(texts, "UPLOADS", 1)
     made: list[str] = []
     encode = text_stage.TextStage.encode
 
@@ -171,7 +168,7 @@ def test_an_interrupted_command_goes_on_where_it_was(
     command = ["files", "make", "text", str(jobs), "--model", str(model), *flags(storage_settings)]
     assert in_process(*command).returncode != console.EXIT_DONE
     there = stored(storage_settings)
-    assert 1 <= len(there) <= 2
+    assert len(there) == 2
     dry = in_process(*command, "--dry-run")
     assert dry.returncode == console.EXIT_DONE
     assert stored(storage_settings) == there, "a dry run changes nothing"
@@ -208,7 +205,6 @@ def test_with_a_signing_key_all_are_listed_and_what_others_stored_is_replaced(
     signing_key: SigningKey,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(texts, "CHUNK", 2)
     monkeypatch.setattr(texts, "LISTED_AT_ONCE", 2)
     foreign = text_states.content("two dogs", tiny_cascade.ENCODER, torch.ones(77, WIDTH))
     blob = f"{TEXT.folder}/{text_states.file_name('two dogs', tiny_cascade.ENCODER)}"
@@ -260,11 +256,15 @@ def test_states_made_on_another_machine_are_stored_as_they_are(
     model: Path,
     storage_settings: StorageSettings,
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    (tmp_path / "jobs.txt").write_text("a red house\n")
     made = tmp_path / "states"
-    monkeypatch.setattr(sys, "stdin", io.StringIO("a red house\n"))
-    text_stage.main(["--model", str(model), "--out", str(made), "--device", "cpu"])
+    make = ("files", "make", "text", "jobs.txt", "--model", str(model), "--output", "states")
+    for written in (2, 0):
+        result = in_process(*make, "--json", "--storage", "local:none")
+        assert json.loads(result.stdout)["written"] == written, result.stderr
+    assert {path.name for path in made.iterdir()} == names_of(["a red house", ""])
+    assert not (tmp_path / "none").exists(), "it needs no storage"
     added = in_process("files", "add", "text", str(made), *flags(storage_settings))
     assert added.returncode == console.EXIT_DONE, added.stderr
     assert "2 text states stored, 0 were there, of 2 prompts by tiny-t5" in added.stderr

@@ -125,7 +125,7 @@ def test_a_stage_that_enlarges_counts_all_its_steps_and_four_times_the_size_befo
     path = tmp_path / "jobs.jsonl"
     path.write_text(json.dumps({"prompt": "a", "model": "dream", **before, "then": [stage]}))
     models = work.read_models(["dream=sd1", "x4=x4_upscaler"], None)
-    found = {each.model: each for each in work.of_source(open_source(path), models, lambda _: None)}
+    found = {each.model: each for each in work.of_source(open_source(path), models)}
     height = 4 * before.get("height", 512)
     assert found["x4"].tflop == pytest.approx(
         families.find("x4_upscaler").image_tflop(side, height, 40)
@@ -231,7 +231,7 @@ def test_a_second_pass_and_an_image_to_begin_with_are_counted(tmp_path: Path) ->
     def tflop(**fields: Any) -> float:
         path = tmp_path / "jobs.jsonl"
         path.write_text(json.dumps({"prompt": "a", "width": 512, "height": 512, **fields}) + "\n")
-        (found,) = work.of_source(open_source(path), models, lambda _: None)
+        (found,) = work.of_source(open_source(path), models)
         return found.tflop
 
     models = work.read_models([], "sd1")

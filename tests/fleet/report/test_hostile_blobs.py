@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import io
 import json
 import resource
 import struct
@@ -17,7 +16,6 @@ import numpy as np
 import pytest
 
 from fleet import contact_sheet
-from imagefleet.files import picture
 from imagefleet.job.message import MAX_IMAGE_BYTES, Output
 from imagefleet.records.record import Record, RecordLog
 from imagefleet.storage.open import open_storage
@@ -54,7 +52,6 @@ PICTURES: dict[str, bytes] = {
     "not-an-image": b"<script>alert(1)</script>",
     "empty": b"",
     "cut": encode.encode(PIXELS, Output(), "a\nSteps: 1").data[:200],
-    "and": encode.encode(PIXELS, Output(), "a cat AND (a dog:1e999\nSteps: 1").data,
     "huge": png(width=30_000, height=9_600, rows=zlib.compress(bytes(1_000))),
     "wide": png(width=2**31 - 1, height=1, rows=zlib.compress(bytes(1_000))),
     "pixels": png(width=6_000, height=6_000, rows=black_rows(6_000, 600)),
@@ -101,6 +98,7 @@ async def fill(settings: StorageSettings) -> None:
         for name, data in PICTURES.items():
             await create(f"spring/p-{name}.png", data, "image/png", {**GOOD, "job": f"p-{name}"})
         known = {"outcome": "completed", "campaign": "spring", "at": NOON, "worker": "w1"}
+        known["prompt"] = "a cat AND (a dog:1e999 <b>\x1b[2J\x9b"
         names = ["good-0", "good-1", *(f"p-{name}" for name in PICTURES)]
         records = [
             Record.model_validate({**known, "id": name, "blob": f"spring/{name}.png"})
@@ -133,16 +131,16 @@ async def test_hostile_blobs_are_left_out_with_their_number_and_reasons(
 
     grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
     assert grown < 300_000, "kilobytes of memory"
-    unreadable = len(PICTURES) - 2  # AND and escapes are only texts
+    unreadable = len(PICTURES) - 1  # the texts of the escapes are not read
     assert result.stderr.startswith("warning: damaged records are left out: ")
     assert f"and {unreadable - 3:,} more" in result.stderr
     figures = json.loads(text, parse_constant=pytest.fail)
     assert figures["images"] == 2 + len(PICTURES)
-    assert figures["damaged_samples"] == len(figures["damage"]) == unreadable
+    assert figures["damaged"] == len(figures["damage"]) == unreadable
     assert sum(each["images"] for each in figures["workers"]) == 2 + len(PICTURES)
-    assert f"0 records of images,\n{unreadable} samples" in page
+    assert f"{unreadable} records and samples" in page
     assert page.count("not an image") == unreadable
-    assert "a cat AND (a dog:1e999" in page
+    assert "a cat AND (a dog:1e999 &lt;b&gt;" in page
     assert "<script" not in page
     shown = page + result.stdout + result.stderr
     assert not set(shown) & {"\x1b", "\x9b", "\x00", "\ud800"}
@@ -177,5 +175,5 @@ def test_a_contact_sheet_has_an_empty_tile_for_what_is_no_image() -> None:
 
 
 def test_a_file_of_gigabytes_is_not_read() -> None:
-    with pytest.raises(picture.DamagedImageError, match="bytes"):
-        contact_sheet.read_image(io.BytesIO(bytes(MAX_IMAGE_BYTES + 1)).getvalue(), 10)
+    _, caption = contact_sheet.read_tile(bytes(MAX_IMAGE_BYTES + 1))
+    assert "bytes" in caption

@@ -5,6 +5,7 @@ Skipped where there is no Chromium or Chrome.
 
 from __future__ import annotations
 
+import base64
 import html
 import io
 import json
@@ -15,10 +16,11 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import pytest
-from PIL import Image, PngImagePlugin
+from PIL import Image
 
 from fleet.report import figures, page, records
 from imagefleet.pricing import prices
+from imagefleet.records.record import Record
 
 NOON = datetime(2026, 11, 1, 12, 0, tzinfo=UTC)
 
@@ -61,7 +63,7 @@ def campaign(workers: int, failures: int) -> figures.Figures:
         last = NOON + timedelta(hours=8 - number / 100)
         gpu = ("NVIDIA GeForce RTX 3060 Ti", "NVIDIA GeForce RTX 5090 Laptop GPU", None)[number % 3]
         name = f"3f2b9c{number:02d}-77aa-4e0f-9a51-c0ffee{number:06d}"
-        found.workers[name, "1"] = records.WorkerRecord(name, gpu, 0.1, 30, NOON, last, 40_000)
+        found.workers[name, "1"] = records.Worker(name, gpu, 0.1, 30, NOON, last, 40_000, 8 * 3600)
         found.images += 40_000
         for minute in range(0, 480, 5):
             found.stored_in_second[int(NOON.timestamp()) + 60 * minute + number] += 416
@@ -69,7 +71,7 @@ def campaign(workers: int, failures: int) -> figures.Figures:
     found.image_bytes = 390_000 * found.images
     for number in range(failures):
         found.failed_by_error["InvalidMessageError", f"{number} {LONG_WORD}"] = 10**number
-    return figures.compute(found, f"https://{LONG_WORD}", prices.BUILT_IN, None, "a test")
+    return figures.compute(found, f"https://{LONG_WORD}", prices.BUILT_IN, "a test")
 
 
 def everything() -> figures.Metrics:
@@ -92,15 +94,13 @@ def everything() -> figures.Metrics:
 
 
 def picture(number: int) -> page.Sample:
-    info = PngImagePlugin.PngInfo()
     prompts = ["a house", "a cat, " * 100, f"a rope <lora:{'x' * 100}:0.35>"]
-    info.add_text("parameters", f"{prompts[number % 3]}\nSteps: 15")
+    name = f"{number:04d}-{LONG_WORD}"
+    drawn = Record(outcome="completed", id=name, at=NOON, prompt=prompts[number % 3])
     stored = io.BytesIO()
-    Image.new("RGB", ((64, 64), (64, 96), (96, 64))[number % 3], "teal").save(
-        stored, "PNG", pnginfo=info
-    )
+    Image.new("RGB", ((64, 64), (64, 96), (96, 64))[number % 3], "teal").save(stored, "JPEG")
     address = f"https://a.blob.core.windows.net/images/{number}.png"
-    return page.shrunk(f"{number:04d}-{LONG_WORD}", address, stored.getvalue())
+    return page.sample(drawn, address, base64.b64encode(stored.getvalue()).decode())
 
 
 @pytest.fixture(scope="module")

@@ -309,7 +309,7 @@ def test_each_change_has_its_json(salad: Any, in_process: Imagefleet) -> None:
     again = read("apply")
     assert (again["create"], again["resize"], again["more_replicas"]) == ({}, {}, 0)
     resized = read("apply", "--resize", "301")
-    assert resized["groups"] == dict(zip(names, [151, 150], strict=True))
+    assert resized["resize"] == dict(zip(names, [151, 150], strict=True))
     assert resized["more_replicas"] == -449
     assert read("drain", "--yes") == {"drained": names, "deleted": []}
     assert read("drain", "--delete", "--yes") == {"drained": names, "deleted": names}

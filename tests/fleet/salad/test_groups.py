@@ -48,12 +48,12 @@ def read(folder: Path, text: str) -> salad_file.FleetFile:
 
 def rendered(file: salad_file.FleetFile, secret: str = "secret", **more: Any) -> Any:
     classes = gpus.find(file.gpus, gpus.built_in())
-    return salad_groups.render(file, classes, lambda _: SecretStr(secret), **more)
+    return salad_groups.render(file, classes, read_secret=lambda _: SecretStr(secret), **more)
 
 
 @pytest.mark.parametrize("more", ["", FULL])
 def test_the_sdks_models_accept_the_groups(more: str, tmp_path: Path) -> None:
-    bodies = salad_groups.reveal(rendered(read(tmp_path, EXAMPLE.read_text() + more)))
+    bodies = salad_groups.plain(rendered(read(tmp_path, EXAMPLE.read_text() + more)))
 
     assert [body["replicas"] for body in bodies] == [375, 375]
     for body in bodies:
@@ -79,7 +79,7 @@ def test_the_fake_answers_as_the_sdk_expects(salad: Any, in_process: Imagefleet)
 
 def test_the_sdk_refuses_an_invalid_group() -> None:
     """Otherwise the tests above prove nothing."""
-    body = salad_groups.reveal(rendered(salad_file.read_file(EXAMPLE))[0])
+    body = salad_groups.plain(rendered(salad_file.read_file(EXAMPLE))[0])
     body["name"] = "Not A Name"
 
     with pytest.raises(Exception, match="name"):
@@ -187,15 +187,14 @@ def test_secrets_come_from_variables_and_from_files(
     (tmp_path / "queue.sas").write_text("from the file\n")
     monkeypatch.setenv("SAS", "from the variable")
 
-    assert salad_file.SecretSource(env="SAS").read(tmp_path).get_secret_value() == (
-        "from the variable"
-    )
-    assert salad_file.SecretSource(file="queue.sas").read(tmp_path).get_secret_value() == (
-        "from the file"
-    )
-    for missing in (salad_file.SecretSource(env="NONE"), salad_file.SecretSource(file="none")):
+    def source(**place: str) -> salad_file.SecretSource:
+        return salad_file.SecretSource.model_validate(place, context=tmp_path)
+
+    assert source(env="SAS").read().get_secret_value() == "from the variable"
+    assert source(file="queue.sas").read().get_secret_value() == "from the file"
+    for missing in (source(env="NONE"), source(file="none")):
         with pytest.raises(errors.SetupError, match=r"NONE is not set|cannot be read"):
-            missing.read(tmp_path)
+            missing.read()
 
 
 def test_rendering_needs_no_account(in_process: Imagefleet, tmp_path: Path) -> None:
@@ -206,31 +205,18 @@ def test_rendering_needs_no_account(in_process: Imagefleet, tmp_path: Path) -> N
     found = json.loads(ended.stdout)
     assert [group["replicas"] for group in found["groups"]] == [334, 334, 333]
     assert found["dollars_per_hour"] == pytest.approx({"least": 30.03, "most": 40.04})
-    assert found["gpus"][0]["images_per_second"] is None
+    assert found["gpus"][0] == {"gpu": "RTX 3060 Ti 8GB", "dollars_per_hour": 0.03}
     assert "BROKER_URL is not set" in ended.stderr
 
 
-def test_rendering_shows_the_price_and_images_per_dollar(
-    in_process: Imagefleet, tmp_path: Path
-) -> None:
+def test_rendering_shows_the_price(in_process: Imagefleet, tmp_path: Path) -> None:
     (tmp_path / "fleet.yaml").write_text(EXAMPLE.read_text())
-    report = {
-        "hardware": {"device": "NVIDIA GeForce RTX 3060 Ti", "memory_bytes": 8 * 2**30},
-        "worker_images_per_second": 0.83,
-        "ready_seconds": 60,
-        "width": 512,
-        "height": 512,
-        "steps": 15,
-        "model": "sd15",
-    }
-    (tmp_path / "bench.json").write_text(json.dumps(report))
 
-    ended = in_process("deploy", "apply", "--render", "--bench", "bench.json")
+    ended = in_process("deploy", "apply", "--render")
 
     assert ended.returncode == 0, ended.stderr
     assert "750 replicas at batch priority: $22.50 to $30.00/h" in ended.stdout
     assert "$540.00 to $720.00/day" in ended.stdout
-    assert "99,600" in ended.stdout  # 0.83 images/s for $0.03/h
     assert "2025-09-22" in ended.stdout
 
 

@@ -16,9 +16,9 @@ from aiohttp import web
 from prometheus_client import CollectorRegistry
 
 import polling
-from fleet.webhooks import deliveries, events, service
+from fleet.webhooks import events, service
 from fleet.webhooks.endpoint import Endpoint, Signer
-from fleet.webhooks.events import State
+from fleet.webhooks.events import Source, State
 from imagefleet import errors
 from imagefleet.records.record import Record, RecordLog
 from imagefleet.storage.open import Storage
@@ -38,11 +38,11 @@ def log(storage: Storage) -> RecordLog:
 @pytest.fixture
 def times(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     """Nothing waits long; a test may set some of them otherwise."""
-    monkeypatch.setattr(service, "SETTLE_SECONDS", 0.0)
+    monkeypatch.setattr(events, "SETTLE_SECONDS", 0.0)
     monkeypatch.setattr(service, "POLL_SECONDS", 0.05)
     monkeypatch.setattr(service, "SAVE_SECONDS", 0.0)
     monkeypatch.setattr(service, "_STEP_SECONDS", 0.02)
-    monkeypatch.setattr(deliveries, "RETRY_SECONDS", (0.05, 0.1))
+    monkeypatch.setattr(service, "RETRY_SECONDS", (0.05, 0.1))
     return monkeypatch
 
 
@@ -59,18 +59,16 @@ def run(storage: Storage, receiver: Any, tmp_path: Path, times: pytest.MonkeyPat
         until: Callable[[], bool] | None = None, *, is_killed: bool = False, **wanted: Any
     ) -> State:
         file = tmp_path / "webhooks.json"
-        state = State.read(file, "receiver", wanted.get("campaign"))
+        campaign = wanted.pop("campaign", None)
+        state = State.read(file, "receiver", campaign)
         async with aiohttp.ClientSession() as session:
             to = Endpoint(session, receiver.url, Signer.read(key))
             running = service.Service(
-                service.Source(storage, service.Wanted("acme/jobs", **wanted), state),
-                deliveries.Deliveries(to, CollectorRegistry(), state),
-                state,
-                file,
+                Source(storage, state, "acme/jobs", **wanted), to, CollectorRegistry(), file
             )
             if until is None:
                 await running.run(once=True)
-                return State.read(file, "receiver", wanted.get("campaign"))
+                return State.read(file, "receiver", campaign)
             task = asyncio.create_task(running.run())
             async with asyncio.timeout(20):
                 await polling.until(lambda: until() or task.done())
@@ -79,7 +77,7 @@ def run(storage: Storage, receiver: Any, tmp_path: Path, times: pytest.MonkeyPat
             task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await task
-        return State.read(file, "receiver", wanted.get("campaign"))
+        return State.read(file, "receiver", campaign)
 
     return run
 
@@ -150,7 +148,7 @@ async def test_a_campaign_that_goes_on_ends_again_with_another_id(
 async def test_without_a_filler_that_counts_a_campaign_ends_with_the_queue(
     storage: Storage, log: RecordLog, receiver: Any, run: Run, times: pytest.MonkeyPatch
 ) -> None:
-    times.setattr(service, "QUIET_SECONDS", 0.0)
+    times.setattr(events, "QUIET_SECONDS", 0.0)
     await storage.queue.send(['{"prompt": "a cat"}'])
     await log.add([record(1)])
     await run()
@@ -225,14 +223,14 @@ async def test_events_that_fail_are_tried_again_and_do_not_hold_up_others(
 
 
 async def test_the_schedule_of_attempts_takes_three_days() -> None:
-    assert deliveries.RETRY_SECONDS[:3] == (5, 300, 1800)
-    assert 70 * 3600 < deliveries.GIVE_UP_SECONDS < 80 * 3600
+    assert service.RETRY_SECONDS[:3] == (5, 300, 1800)
+    assert 70 * 3600 < service.GIVE_UP_SECONDS < 80 * 3600
 
 
 async def test_an_event_is_given_up_after_its_time(
     log: RecordLog, receiver: Any, run: Run, times: pytest.MonkeyPatch
 ) -> None:
-    times.setattr(deliveries, "GIVE_UP_SECONDS", 0.0)
+    times.setattr(service, "GIVE_UP_SECONDS", 0.0)
     await log.add([record(1)])
     receiver.always = 500
     state = await run(lambda: receiver.requests.total() == 1, each_job=True)
@@ -247,7 +245,7 @@ async def test_a_busy_receiver_is_left_alone_for_as_long_as_it_says(
     receiver.answers.append(later)
     with pytest.raises(errors.TransientError, match="run it again"):
         await run(each_job=True)
-    assert receiver.requests.total() <= deliveries.CONCURRENCY
+    assert receiver.requests.total() <= service.CONCURRENCY
     state = await run(each_job=True)  # the operator's next run does try
     assert state.waiting == {}
 
@@ -256,14 +254,17 @@ async def test_a_receiver_that_is_down_gets_everything_once_it_answers(
     log: RecordLog, receiver: Any, run: Run, times: pytest.MonkeyPatch
 ) -> None:
     """And memory is bounded meanwhile: what is not begun waits in the records."""
-    times.setattr(deliveries, "RETRY_SECONDS", (3600,))
-    times.setattr(deliveries, "PROBE_SECONDS", 0.1)
-    times.setattr(deliveries, "MAX_WAITING", 10)
-    await log.add([record(number) for number in range(40)])
+    times.setattr(service, "RETRY_SECONDS", (3600,))
+    times.setattr(service, "PROBE_SECONDS", 0.1)
+    times.setattr(service, "MAX_WAITING", 10)
+    times.setattr(events, "_RECORDS_AT_ONCE", 1)
+    times.setattr(events, "_PART_BYTES", 200)  # of a part with 8 records
+    for first in range(0, 40, 8):
+        await log.add([record(number) for number in range(first, first + 8)])
     receiver.always = 502
     times.setattr("fleet.webhooks.endpoint.PAUSE_SECONDS", 0.01)
     waiting = await run(lambda: receiver.requests.total() >= 15, each_job=True)
-    assert (len(waiting.waiting), waiting.position) == (10, {})
+    assert 10 <= len(waiting.waiting) < 40
     receiver.always = 204
     await run(lambda: len(receiver.events) >= 40, each_job=True)
     assert len({each["webhook-id"] for each in receiver.events}) == len(receiver.events) == 40
@@ -286,7 +287,7 @@ async def test_a_killed_service_loses_no_event(
         f"job-{number}" for number in range(60)
     }
     if each_save:  # what was in flight comes again, with its id
-        assert len(receiver.events) <= 60 + 4 * deliveries.CONCURRENCY
+        assert len(receiver.events) <= 60 + 4 * service.CONCURRENCY
 
 
 async def test_an_outage_of_the_storage_loses_no_event(
@@ -318,14 +319,14 @@ async def test_a_receiver_that_is_gone_gets_nothing_more(
     receiver.always = 410
     with pytest.raises(errors.SetupError, match="410 Gone"):
         await run(each_job=True)
-    assert receiver.requests.total() <= deliveries.CONCURRENCY
+    assert receiver.requests.total() <= service.CONCURRENCY
 
 
 async def test_each_attempt_has_the_time_of_its_own(
     log: RecordLog, receiver: Any, run: Run, times: pytest.MonkeyPatch
 ) -> None:
     """A receiver refuses what is older than five minutes."""
-    times.setattr(deliveries, "RETRY_SECONDS", (1.0,))
+    times.setattr(service, "RETRY_SECONDS", (1.0,))
     await log.add([record(1)])
     receiver.answers.append(500)
     await run(lambda: len(receiver.events) == 1, each_job=True)

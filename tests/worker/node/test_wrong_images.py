@@ -205,7 +205,7 @@ async def test_a_node_that_goes_wrong_is_found_within_200_jobs_and_its_images_ar
     depth = await storage.queue.depth()
     assert depth.messages >= JOBS - len(all_stored)
     assert (await storage.poison.depth()).messages == 0
-    # On a busy machine the wrong ones may be found before any image was stored since the last check.
+    # A busy machine may find the wrong ones before any image was stored since the last check.
     assert len(found) <= 1
     for record in found:
         assert record["worker"] == "test-worker"

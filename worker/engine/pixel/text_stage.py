@@ -1,10 +1,5 @@
 """The text stage of a cascade: prompts become text states, on a CPU or a GPU with enough memory.
 
-    python -m worker.engine.pixel.text_stage --model IF-I-M-v1.0 --out states < prompts.txt
-
-reads a prompt per line and writes a file for each, and for the empty prompt, which guidance needs.
-Prompts whose file is there are passed over.
-
 Prompts are cleaned as the captions were that IF was trained with, by diffusers' own function.
 Without its libraries diffusers leaves that out; here they are required, or states would differ from
 machine to machine. An encoder that was trained with captions as they are says so in its
@@ -13,10 +8,8 @@ configuration: `"clean_caption": false`.
 
 from __future__ import annotations
 
-import argparse
 import functools
 import importlib.util
-import sys
 import threading
 import warnings
 from collections.abc import Iterable
@@ -29,7 +22,6 @@ from transformers.utils import logging as transformers_logging
 
 from imagefleet import errors
 from worker.engine import checkpoint
-from worker.engine import device as devices
 from worker.engine.families import reading
 from worker.engine.pixel import text_states
 
@@ -146,16 +138,6 @@ def has_encoder(folder: Path) -> bool:
     return is_t5 and any((folder / "text_encoder").glob("*.safetensors"))
 
 
-def write_states(stage: TextStage, prompts: Iterable[str], folder: Path) -> list[Path]:
-    """Writes the states of prompts that a folder lacks; returns the files written."""
-    written = []
-    for prompt in dict.fromkeys(map(text_states.clean, prompts)):
-        if not (folder / text_states.file_name(prompt, stage.name)).exists():
-            (states,) = stage.encode([prompt])
-            written.append(text_states.write(folder, prompt, stage.name, states))
-    return written
-
-
 def _config(folder: Path) -> dict[str, Any]:
     return reading.read_json(folder / "text_encoder" / "config.json")
 
@@ -173,30 +155,3 @@ def _read_tokenizer(folder: Path) -> Any:
         raise errors.SetupError(
             f"the tokenizer {str(folder)!r} cannot be loaded: {reading.brief(error)}"
         ) from error
-
-
-def main(given: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--model", type=Path, required=True, help="a stage's folder")
-    parser.add_argument("--out", type=Path, required=True, help="the folder of text states")
-    parser.add_argument("--device", default="auto", help="'auto', 'cpu', 'cuda' or 'cuda:N'")
-    options = parser.parse_args(given)
-    try:
-        prompts = ["", *(line.rstrip("\n") for line in sys.stdin)]
-        "".join(prompts).encode()  # bytes that are no text may have come as halves of characters
-    except UnicodeError:
-        sys.exit("text_stage: the prompts are not in UTF-8")
-    try:
-        device = devices.find_device(options.device)
-        stage = TextStage(options.model, device, devices.find_dtype("auto", device))
-        options.out.mkdir(parents=True, exist_ok=True)
-    except errors.FleetError as error:
-        sys.exit(f"text_stage: {error.message}")
-    except OSError as error:
-        sys.exit(f"text_stage: {str(options.out)!r} cannot be made: {error.strerror}")
-    for path in write_states(stage, prompts, options.out):
-        print(path.name)  # noqa: T201 - what the command is for
-
-
-if __name__ == "__main__":
-    main()

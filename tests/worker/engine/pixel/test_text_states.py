@@ -1,10 +1,8 @@
 from __future__ import annotations
 
 import importlib.util
-import io
 import json
 import shutil
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -152,9 +150,10 @@ def test_a_stage_without_an_encoder_draws_from_files(
     draw: Any,
     difference: Any,
 ) -> None:
-    text_stage.write_states(text, ["a red house", "blurry"], tmp_path)
-    names = (text_states.file_name(each, NAME) for each in ("a red house", "blurry"))
-    paths = tuple(tmp_path / name for name in names)
+    paths = tuple(
+        text_states.write(tmp_path, prompt, NAME, text.encode([prompt])[0])
+        for prompt in ("a red house", "blurry")
+    )
     engine = make_engine(folder=without_encoder)
     (image,) = draw(engine, request_of(text_states=paths))
     assert difference(image, draw(make_engine(), request_of())[0]) <= 4, "float16"
@@ -162,18 +161,6 @@ def test_a_stage_without_an_encoder_draws_from_files(
         engine.prepare(request_of(prompt="another"))
     with pytest.raises(errors.JobError, match="does not have the text states of this prompt"):
         engine.prepare(request_of(prompt="another", text_states=paths))
-
-
-def test_the_command_writes_each_prompts_states_once(
-    stage: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    command = ["--model", str(stage("base")), "--out", str(tmp_path / "states")]
-    for prompts, written in (("one\ntwo\none\n", 3), ("two\nthree\n", 1)):
-        monkeypatch.setattr(sys, "stdin", io.StringIO(prompts))
-        text_stage.main([*command, "--device", "cpu"])
-        assert len(capsys.readouterr().out.split()) == written
-    names = {text_states.file_name(each, NAME) for each in ("", "one", "two", "three")}
-    assert {path.name for path in (tmp_path / "states").iterdir()} == names
 
 
 def test_a_folder_without_a_text_encoder_is_refused(without_encoder: Path) -> None:
@@ -200,26 +187,3 @@ def test_a_tokenizer_that_another_library_has_to_convert_is_refused_by_name(
     (tmp_path / "tokenizer" / "tokenizer.json").rename(tmp_path / "tokenizer" / "spiece.model")
     with pytest.raises(errors.SetupError, match=r"has no tokenizer\.json.*pip install"):
         text_stage.TextStage(tmp_path, torch.device("cpu"), torch.float32)
-
-
-@pytest.mark.parametrize(
-    ("out", "given", "said"),
-    [
-        ("states", b"a house\n\xff\xfe\n", "text_stage: the prompts are not in UTF-8"),
-        ("a-file/states", b"a house\n", "text_stage: .* cannot be made: Not a directory"),
-    ],
-)
-def test_what_the_command_cannot_read_or_write_is_a_sentence(
-    stage: Any,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    out: str,
-    given: bytes,
-    said: str,
-) -> None:
-    (tmp_path / "a-file").touch()
-    command = ["--model", str(stage("base")), "--out", str(tmp_path / out), "--device", "cpu"]
-    for handling in ("strict", "surrogateescape"):  # the second with the locale C
-        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(given), "utf-8", handling))
-        with pytest.raises(SystemExit, match=said):
-            text_stage.main(command)

@@ -116,7 +116,8 @@ async def store_states(storage: Storage, folder: Path, made: Path, *prompts: str
     """Stores what the encoder of a stage's *folder* says of prompts; returns the files' stems."""
     text = text_stage.TextStage(folder, torch.device("cpu"), torch.float32)
     stems = []
-    for path in text_stage.write_states(text, prompts, made):
+    for prompt in prompts:
+        path = text_states.write(made, prompt, text.name, text.encode([prompt])[0])
         blob = f"{TEXT.folder}/{path.name}"
         assert await storage.files.create(blob, path.read_bytes(), "application/octet-stream", {})
         stems.append(path.stem)
