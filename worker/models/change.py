@@ -21,7 +21,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
@@ -140,29 +140,24 @@ class Following:
     prepared_at: float
 
 
+@dataclass(eq=False)
 class WorkerModels:
-    """The models of one worker, and which of them it serves now."""
+    """The models of one worker, and which of them it serves now.
 
-    def __init__(
-        self,
-        checkpoints: Sequence[Checkpoint],
-        fetch: Callable[[Checkpoint], Coroutine[Any, Any, Checkpoint]],
-        load: Callable[[Checkpoint], contract.Engine],
-        *,
-        on_cpu: bool,
-        read: Callable[[Checkpoint], Take | None] = lambda _: None,
-    ) -> None:
-        """*fetch* brings a model to this machine; *load* loads it, on any thread.
+    *fetch* brings a model to this machine; *load* loads it, on any thread. *read* reads its weights
+    into the host's memory for the engine that *load* returned last.
+    """
 
-        *read* reads its weights into the host's memory for the engine that *load* returned last.
-        """
+    checkpoints: InitVar[Sequence[Checkpoint]]
+    _fetch: Callable[[Checkpoint], Coroutine[Any, Any, Checkpoint]]
+    _load: Callable[[Checkpoint], contract.Engine]
+    on_cpu: bool = field(kw_only=True)
+    read: Callable[[Checkpoint], Take | None] = field(kw_only=True, default=lambda _: None)
+
+    def __post_init__(self, checkpoints: Sequence[Checkpoint]) -> None:
         self.current = checkpoints[0]
         self._default = checkpoints[0].name
         self._checkpoints = {each.name: each for each in checkpoints}
-        self._fetch = fetch
-        self._load = load
-        self._read = read
-        self._on_cpu = on_cpu
         self._choice = ModelChoice(self.current.name)
         self._loop = asyncio.get_running_loop()
 
@@ -281,12 +276,12 @@ class WorkerModels:
         checkpoint = self._checkpoints[checkpoint.name] = await self._fetch(checkpoint)
         path = model_files.local_path(checkpoint.settings)
         size = await asyncio.to_thread(_file_bytes, path)
-        if self._on_cpu and host.free_memory_bytes() >= _MEMORY_PER_FILE * size:
+        if self.on_cpu and host.free_memory_bytes() >= _MEMORY_PER_FILE * size:
             engine = await _in_thread(lambda: self._load(checkpoint))
             return lambda: engine, None
         take: Take | None = None
         if host.free_memory_bytes() >= _MEMORY_PER_WEIGHTS * size:
-            take = await _in_thread(lambda: self._read(checkpoint))
+            take = await _in_thread(lambda: self.read(checkpoint))
         return lambda: self._load(checkpoint), take
 
     def changed(self, seconds: float, metrics: WorkerMetrics) -> None:

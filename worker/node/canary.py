@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 
 from imagefleet import errors
 from imagefleet.telemetry import logs
@@ -33,16 +34,14 @@ class DrainsError(Exception):
     """The worker drains, and draws no canaries any more."""
 
 
+@dataclass(slots=True, eq=False)
 class Canary:
     """Generates images with tickets that belong to no job."""
 
-    def __init__(
-        self, engine: contract.Engine, engine_thread: EngineThread, tickets: Iterator[int]
-    ) -> None:
-        self._engine = engine
-        self._engine_thread = engine_thread
-        self._tickets = tickets
-        self._one_at_a_time = asyncio.Lock()
+    _engine: contract.Engine
+    _engine_thread: EngineThread
+    _tickets: Iterator[int]
+    _one_at_a_time: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     async def diagnose(self, alarm: str) -> str | None:
         """What is wrong with this node; None if its jobs are at fault, or the worker drains."""

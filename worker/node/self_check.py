@@ -112,27 +112,22 @@ class Fault:
         return "weights" if self.kind == "weights" else "images"
 
 
+@dataclass(eq=False)
 class NodeSelfCheck:
     """Checks one engine; without `contract.SelfCheck`, as for a stand-in, nothing."""
 
-    def __init__(
-        self,
-        engine: contract.Engine,
-        engine_thread: EngineThread,
-        canary: Canary,
-        metrics: WorkerMetrics,
-        suspects: Suspects,
-    ) -> None:
-        self.engine = engine
-        self.engine_thread = engine_thread
-        self.canary = canary
-        self.metrics = metrics
-        self.suspects = suspects
+    engine: contract.Engine
+    engine_thread: EngineThread
+    canary: Canary
+    metrics: WorkerMetrics
+    suspects: Suspects
+    fault: Fault | None = None
+
+    def __post_init__(self) -> None:
         self.images = ImageChecks()
         self.trusted = asyncio.Event()
         """Whether images are trusted: not between a failed check and its repetition."""
         self.trusted.set()
-        self.fault: Fault | None = None
         self._threads = ThreadPoolExecutor(1, "fingerprint")
         self._tolerances: dict[tuple[int, int], float] = {}
         self._expected: dict[tuple[tuple[int, int], CanaryImage], Fingerprint] = {}
