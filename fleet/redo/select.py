@@ -10,12 +10,12 @@ from datetime import UTC, datetime
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from fleet.campaigns.target import ALL, Target, check_campaign, unknown_job
-from fleet.verify.quarantine import node_of
 from imagefleet import concurrency, errors
 from imagefleet.job.message import ASIDE, CHECKS, DUPLICATES, SUSPECT, job_key
 from imagefleet.records import outcomes
 from imagefleet.storage.open import Storage
 from imagefleet.storage.protocol import BlobRecord, BlobStore
+from worker.node.quarantine import node_of
 
 #: The longest record: above one of 50,000 images, the most of a worker.
 _MAX_RECORD_BYTES = 2**24
