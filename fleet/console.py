@@ -265,13 +265,10 @@ def write_file(path: Path, content: str | bytes, *, private: bool = False) -> No
     """Writes a file whole or not at all, *private* for its owner alone; or raises SetupError."""
     # Half of a surrogate pair, which JSON can hold, cannot be encoded.
     data = content.encode(errors="replace") if isinstance(content, str) else content
-    try:
-        with files.whole(path) as draft:
-            if private:
-                draft.touch(mode=0o600)
-            draft.write_bytes(data)
-    except OSError as error:  # a full disk
-        raise errors.SetupError(f"cannot write {path}: {error.strerror or error}") from None
+    with files.whole(path) as draft:
+        if private:
+            draft.touch(mode=0o600)
+        draft.write_bytes(data)
 
 
 def check_writable(path: Path | None) -> None:

@@ -9,7 +9,8 @@ import os
 import platform
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import UserDict
+from collections.abc import Mapping, Sequence
 from importlib import metadata
 from typing import Annotated, Any, get_args
 
@@ -64,6 +65,7 @@ _ELSEWHERE = {
     "replay": "fleet.failed.command:replay_command",
     "discard": "fleet.failed.command:discard_command",
     "keys": "fleet.keys.command:app",
+    "broker": "fleet.keys.broker:command",
     "deploy": "fleet.salad.command:app",
     "files": "fleet.files.command:app",
     "bench": "evaluation.bench.command:command",
@@ -145,38 +147,26 @@ def find(name: str) -> Any:
     return getattr(importlib.import_module(module), attribute)
 
 
-class LazyCommands(Mapping[str, Any]):
-    """`COMMANDS`, and then those of *own*, as the click commands that typer makes of them.
-
-    *dress* may change a typer application before its commands are made.
-    """
-
-    def __init__(self, own: Mapping[str, Any], dress: Callable[[typer.Typer], None]) -> None:
-        self._found = dict(own)
-        self._dress = dress
-        self._names = [*COMMANDS, *own]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._names)
-
-    def __len__(self) -> int:
-        return len(self._names)
+class LazyCommands(UserDict[str, Any]):
+    """Click commands by name; those of `COMMANDS` are None until they are looked up."""
 
     def __getitem__(self, name: str) -> Any:
-        if name not in self._found:
-            self._found[name] = self._import(name)
-        return self._found[name]
+        if self.data[name] is None:
+            self.data[name] = _built(name)
+        return self.data[name]
 
-    def _import(self, name: str) -> Any:
-        summary, found = COMMANDS[name], find(name)
-        app = typer.Typer(rich_markup_mode=None, add_completion=False)
-        app.callback()(lambda: None)  # makes it a group, however few commands it has
-        if isinstance(found, typer.Typer):
-            app.add_typer(found, name=name, short_help=summary)
-        else:
-            app.command(name)(found)
-        self._dress(app)
-        return typer.main.get_group(app).commands[name]
+
+def _built(name: str) -> Any:
+    """The click command that typer makes of a command; imports it."""
+    found = find(name)
+    app = typer.Typer(rich_markup_mode=None, add_completion=False)
+    app.callback()(lambda: None)  # makes it a group, however few commands it has
+    if isinstance(found, typer.Typer):
+        app.add_typer(found, name=name, short_help=COMMANDS[name])
+    else:
+        app.command(name)(found)
+    _use_help_classes(app)
+    return typer.main.get_group(app).commands[name]
 
 
 class Console(Group):
@@ -184,7 +174,7 @@ class Console(Group):
 
     def __init__(self, **terms: Any) -> None:
         super().__init__(**terms)
-        self.commands = LazyCommands(self.commands, _use_help_classes)  # type: ignore[assignment]
+        self.commands = LazyCommands({**dict.fromkeys(COMMANDS), **self.commands})
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:  # noqa: ARG002 - click's signature
         rows = [

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import json
+import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -235,24 +236,15 @@ def _words(
     tokenizer: tokenizers.Tokenizer,
 ) -> Iterator[tuple[float, str]]:
     """The words of each weight, with the names of embeddings in place of theirs."""
-    pairs = enumerate(zip(chunk["weights"], chunk["ids"], strict=True))
-    skipped = 0
-    for weight, run in itertools.groupby(pairs, key=lambda pair: pair[1][0]):
-        texts: list[str | list[int]] = []
-        for at, (_, token) in run:
-            if at in named:
-                texts.append(f"[{named[at]['name']}]")
-                skipped = named[at]["tokens"]
-            if skipped:
-                skipped -= 1
-            elif texts and isinstance(texts[-1], list):
-                texts[-1].append(token)
+    parts: list[tuple[float, int | str]] = [*zip(chunk["weights"], chunk["ids"], strict=True)]
+    for at, embedding in sorted(named.items(), reverse=True):
+        parts[at : at + embedding["tokens"]] = [(parts[at][0], f"[{embedding['name']}]")]
+    for weight, run in itertools.groupby(parts, key=operator.itemgetter(0)):
+        texts: list[str] = []
+        for kind, group in itertools.groupby((part for _, part in run), type):
+            if kind is str:
+                texts += map(str, group)
             else:
-                texts.append([token])
-        words = (
-            text
-            if isinstance(text, str)
-            else tokenizer.decode(text, skip_special_tokens=False).replace("</w>", " ").strip()
-            for text in texts
-        )
-        yield weight, " ".join(words)
+                text = tokenizer.decode([*map(int, group)], skip_special_tokens=False)
+                texts.append(text.replace("</w>", " ").strip())
+        yield weight, " ".join(texts)

@@ -11,10 +11,9 @@ import os
 import uuid
 import zlib
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
 
 from imagefleet import errors
 from imagefleet.job import sizes
@@ -47,17 +46,34 @@ _ReadEntry = Callable[[Entry, str], str]
 SIGNATURE_BYTES = len(f',"{SIGNATURE_FIELD}":""') + SIGNATURE_CHARACTERS
 
 
-class Version(NamedTuple):
-    """What changes when a file is written or replaced."""
-
-    device: int
-    inode: int
-    size_bytes: int
-    modified_at_ns: int
-
-
 def digest(data: bytes) -> str:
     return hashlib.blake2b(data, digest_size=ID_BYTES).hexdigest()
+
+
+class UnchangedFile:
+    """A file that is read several times; raises SetupError if it is written in between."""
+
+    def __init__(self, path: Path, form: Format) -> None:
+        self._path = path
+        self._form = form
+        self._version: tuple[int, ...] | None = None
+
+    @contextmanager
+    def opened(self) -> Iterator[io.BufferedReader]:
+        """Its content, decompressed if its format can be; errors of reading it name it."""
+        with _explained(str(self._path), self._form), self._path.open("rb") as file:
+            self._check_version(file)
+            yield files.decompressed(file) if self._form.is_stream else file
+            self._check_version(file)
+
+    def _check_version(self, file: io.BufferedReader) -> None:
+        found = os.fstat(file.fileno())
+        version = found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
+        self._version = self._version or version
+        if version != self._version:
+            raise errors.SetupError(
+                f"{self._path} has changed while it was being read; what was sent stays"
+            )
 
 
 class _EntrySource(abc.ABC):
@@ -135,7 +151,7 @@ class _EntrySource(abc.ABC):
 
     def _read(self, start: int, on_invalid: OnInvalid, read: _ReadEntry) -> Iterator[str | None]:
         """The messages from position *start* on, as *read* makes them."""
-        with explained(self._name, self._form.name), self._opened() as stream:
+        with self._opened() as stream:
             end = None if self.count is None else max(0, self.count - start)
             entries = itertools.islice(self._form.entries(stream, start), end)
             for number, entry in enumerate(entries, start + 1):
@@ -150,7 +166,7 @@ class _EntrySource(abc.ABC):
                 yield body
 
     @abc.abstractmethod
-    def _opened(self) -> AbstractContextManager[BinaryIO]:
+    def _opened(self) -> AbstractContextManager[io.BufferedReader]:
         """The content, decompressed."""
 
 
@@ -178,15 +194,14 @@ class FileSource(_EntrySource):
         campaign: str | None = None,
     ) -> None:
         super().__init__(str(path), form, on_invalid, key, campaign)
-        self._path = path
         # The same bytes are other jobs in another format.
         person = b"" if form.name == "jsonl" else form.name.encode()
-        new_hash = partial(hashlib.blake2b, digest_size=16, person=person)
-        with explained(self._name, form.name), path.open("rb") as file:
-            self._version = version_of(file)
-            hasher = hashlib.file_digest(self._stream(file), new_hash)
-            file.seek(0)
-            entries = form.count(self._stream(file))
+        self._file = UnchangedFile(path, form)
+        with self._opened() as stream:
+            new_hash = partial(hashlib.blake2b, digest_size=16, person=person)
+            hasher = hashlib.file_digest(stream, new_hash)
+        with self._opened() as stream:
+            entries = form.count(stream)
         if campaign is not None:
             hasher.update(f" campaign={campaign}".encode())
         self.identity = hasher.hexdigest()
@@ -194,24 +209,10 @@ class FileSource(_EntrySource):
 
     def describe(self) -> str:
         """How much there is; a line may hold no job."""
-        return f"{self._path}: {self.count:,} {self._form.unit}{'s' * (self.count != 1)}"
+        return f"{self._name}: {self.count:,} {self._form.unit}{'s' * (self.count != 1)}"
 
-    @contextmanager
-    def _opened(self) -> Iterator[BinaryIO]:
-        with self._path.open("rb") as file:
-            self._check_version(file)
-            yield self._stream(file)
-            self._check_version(file)
-
-    def _stream(self, file: io.BufferedReader) -> io.BufferedReader:
-        return files.decompressed(file) if self._form.is_stream else file
-
-    def _check_version(self, file: BinaryIO) -> None:
-        if version_of(file) != self._version:
-            raise errors.SetupError(
-                f"{self._path} has changed while it was being loaded: what was sent stays;"
-                " --restart begins with its first job"
-            )
+    def _opened(self) -> AbstractContextManager[io.BufferedReader]:
+        return self._file.opened()
 
 
 class StreamSource(_EntrySource):
@@ -238,14 +239,10 @@ class StreamSource(_EntrySource):
         """Describes nothing: how much there is shows at its end."""
         return ""
 
-    def _opened(self) -> AbstractContextManager[BinaryIO]:
-        return nullcontext(files.decompressed(self._stream))
-
-
-def version_of(file: BinaryIO) -> Version:
-    """What identifies a file's content, to notice that it was written since."""
-    status = os.fstat(file.fileno())
-    return Version(status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
+    @contextmanager
+    def _opened(self) -> Iterator[io.BufferedReader]:
+        with _explained(self._name, self._form):
+            yield files.decompressed(self._stream)
 
 
 def _without_failure(text: str) -> str:
@@ -263,7 +260,7 @@ def _without_failure(text: str) -> str:
 
 
 @contextmanager
-def explained(name: str, form: str) -> Iterator[None]:
+def _explained(name: str, form: Format) -> Iterator[None]:
     """Errors of reading a file as SetupErrors that name it."""
     try:
         yield
@@ -274,7 +271,7 @@ def explained(name: str, form: str) -> Iterator[None]:
     except OSError as error:
         raise errors.SetupError(f"{name} cannot be read: {error.strerror or error}") from None
     except FormatError as error:
-        raise errors.SetupError(f"{name} as {form}: {error}") from None
+        raise errors.SetupError(f"{name} as {form.name}: {error}") from None
 
 
 def _refuse(place: str, reason: str) -> None:

@@ -13,7 +13,6 @@ from typing import Any
 import typer
 
 from fleet import console, contact_sheet, options
-from fleet.demo import cascade as demo_cascade
 from fleet.options import option
 from fleet.worker import live
 from imagefleet import aio, errors
@@ -63,13 +62,12 @@ def command(
     console.check_writable(json_file)
     libraries.require()
     if cascade:
-        model = ",".join(map(str, demo_cascade.find_stages()))
-        loras, messages = None, demo_cascade.messages()
+        stages = [demo.find_checkpoint(demo.CASCADE / name) for name in ("base", "sr")]
+        model, loras = ",".join(map(str, stages)), None
+        messages = demo.read_jobs(demo.CASCADE, "demo-cascade")
     else:
         checkpoint = demo.find_checkpoint()
-        model, loras = str(checkpoint), checkpoint / "loras"
-        valid = (checkpoint / "demo_jobs.jsonl").read_text(encoding="utf-8").splitlines()
-        messages = demo.messages(valid)
+        model, loras, messages = str(checkpoint), checkpoint / "loras", demo.messages()
     storage = output / "storage"
     given = {
         "storage": f"local:{storage}",

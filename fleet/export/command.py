@@ -67,7 +67,7 @@ def command(
     with console.only_one(folder, f"{folder} is being exported to"):
         made = console.run(_export(settings, folder, plan, quiet=as_json))
     _report(made, folder, as_json=as_json)
-    if not made.is_whole:
+    if made.missing or made.changed or made.left_out:
         raise typer.Exit(console.EXIT_IMAGES_WRONG)
 
 

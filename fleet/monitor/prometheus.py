@@ -8,10 +8,10 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcon
 from dataclasses import dataclass
 from datetime import datetime
 from http import HTTPStatus
-from typing import Annotated, Literal
+from typing import Literal
 
 import aiohttp
-from pydantic import BaseModel, Field, TypeAdapter, ValidationError
+from pydantic import BaseModel, ValidationError
 
 from imagefleet import errors, redaction
 
@@ -42,19 +42,12 @@ class _Data(BaseModel):
     result: list[_Result]
 
 
-class _Success(BaseModel):
-    status: Literal["success"]
-    data: _Data
+class _Reply(BaseModel):
+    """Either *data* or, with the status `error`, the *error*."""
 
-
-class _Failure(BaseModel):
-    status: Literal["error"]
-    error: str
-
-
-_REPLY: TypeAdapter[_Success | _Failure] = TypeAdapter(
-    Annotated[_Success | _Failure, Field(discriminator="status")]
-)
+    status: Literal["success", "error"]
+    data: _Data = _Data(result=[])
+    error: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +100,7 @@ class Prometheus:
                 f"Prometheus at {shown} does not answer: {redaction.reason(error)}"
             ) from None
         try:
-            reply = _REPLY.validate_json(content)
+            reply = _Reply.model_validate_json(content)
         except ValidationError:
             start = " ".join(content[:_SHOWN_CHARACTERS].decode(errors="replace").split())
             answer = f"HTTP {response.status}: {redaction.printable(redaction.message(start))}"
@@ -116,7 +109,7 @@ class Prometheus:
             raise errors.SetupError(
                 f"{shown} does not answer as a Prometheus does: {answer}"
             ) from None
-        if isinstance(reply, _Success):
+        if reply.status == "success":
             return list(filter(None, map(_series, reply.data.result)))
         complaint = redaction.printable(reply.error[:_SHOWN_CHARACTERS])
         raise errors.SetupError(f"Prometheus rejects {query}: {complaint}")

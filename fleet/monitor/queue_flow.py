@@ -7,7 +7,8 @@ import logging
 import time
 from collections.abc import Iterator
 
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client import Counter
+from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from fleet.monitor import prometheus, rates
@@ -61,7 +62,11 @@ class Exporter(Collector):
         self, storage: Storage, settings: ExporterSettings, server: prometheus.Prometheus | None
     ) -> None:
         self.registry = metrics.LabelledRegistry({"fleet": settings.fleet_name})
-        self.failed_samples = 0
+        self._failed_samples = Counter(
+            "imagefleet_exporter_failed_looks",
+            "Samples of the queues or queries of the metrics that failed.",
+            registry=self.registry,
+        )
         self._gauges = QueueGauges(self.registry)
         self._storage = storage
         self._settings = settings
@@ -77,11 +82,6 @@ class Exporter(Collector):
     def collect(self) -> Iterator[Metric]:
         for name, value in self._figures.items():
             yield GaugeMetricFamily(name, _GAUGES[name], value=value)
-        yield CounterMetricFamily(
-            "imagefleet_exporter_failed_looks",
-            "Samples of the queues or queries of the metrics that failed.",
-            value=self.failed_samples,
-        )
 
     async def run(self) -> None:
         """Samples forever; an outage is logged."""
@@ -89,7 +89,7 @@ class Exporter(Collector):
             try:
                 await self.sample()
             except errors.TransientError as error:
-                self.failed_samples += 1
+                self._failed_samples.inc()
                 log.warning("trying again: %s", error, extra={"action": "look_failed"})
             await asyncio.sleep(self._settings.sample_seconds)
 
@@ -100,7 +100,8 @@ class Exporter(Collector):
         )
         self._flow.add_sample(time.monotonic(), depth)
         fleet = await self._metrics.fleet()
-        self.failed_samples += self._metrics.is_down
+        if fleet is None and self._settings.prometheus:
+            self._failed_samples.inc()
         self._figures = {
             **figures(self._flow, fleet, self._settings.dollars_per_hour),
             "imagefleet_exporter_last_look_timestamp_seconds": time.time(),

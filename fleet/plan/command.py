@@ -106,12 +106,39 @@ def mix_of(
     table: prices.PriceTable,
     priority: prices.Priority = "batch",
 ) -> list[estimate.Part]:
-    """The GPU classes with their speeds and prices."""
+    """The GPU classes with their speeds and prices; raises SetupError for what is not known."""
     benches = [estimate.read_bench(path, table) for path in machines.bench or []]
-    known = estimate.Known(
-        table, benches, priority, machines.price_per_hour, machines.images_per_second
-    )
-    return estimate.make_mix(_named(machines.gpu, benches, machines.replicas), works, known)
+    named = _named(machines.gpu, benches, machines.replicas)
+    dollars, rate = machines.price_per_hour, machines.images_per_second
+    if len(named) > 1 and (dollars is not None or rate is not None):
+        raise errors.SetupError(
+            "--price-per-hour and --images-per-second apply to one GPU class; for a mix use"
+            " --price-file and --bench"
+        )
+    if rate is not None and len({work.family for work in works}) > 1:
+        raise errors.SetupError(
+            "--images-per-second is for jobs of one model family; for several use --bench, one"
+            " report for each"
+        )
+    mix = []
+    for name, count in named:
+        gpu = name
+        if dollars is None or rate is None:  # a class with a report need not be in the table
+            measured = prices.matching_gpus(name, [bench.gpu for bench in benches])
+            gpu = measured[0] if measured else prices.find_gpu(name, table.gpus)
+        speeds = []
+        for work in works:
+            families.refuse_small(gpu, work.family)
+            bench = estimate.bench_of(gpu, benches, work.family)
+            speed = estimate.find_speed(gpu, rate, bench, work)
+            speeds.append(estimate.ModelSpeed(work.model, work.family.slug, work.images, speed))
+        price = estimate.find_price(gpu, priority, dollars, table)
+        made_on = estimate.bench_of(gpu, benches, works[0].family)
+        start_up = made_on.start_up if made_on else estimate.NO_START_UP
+        mean = estimate.mean_speed(speeds)
+        mix.append(estimate.Part(gpu, count, mean, price, start_up, speeds))
+    estimate.refuse_unused(benches, {part.gpu for part in mix})
+    return mix
 
 
 def _works(

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import typer
 
 from fleet import console, options
-from fleet.campaigns import target
-from fleet.options import Since, argument, option
+from fleet.options import option
 from fleet.redo import replace, select
-from imagefleet import errors
+from fleet.redo.select import Which
 from imagefleet.storage.open import Storage
 from imagefleet.storage.settings import SignerSettings, StorageSettings
 from loadgen import sources
@@ -21,39 +19,6 @@ from worker.node import quarantine
 
 #: Lines of a list: about a screen.
 _SHOWN = 20
-
-
-@dataclass(frozen=True, slots=True)
-class Which:
-    """The images that are drawn again."""
-
-    job: str | None = argument(
-        "The images of this job, or this image of it, as in spring/a-2.png; for --worker"
-        " and --suspect, only images of this campaign.",
-        None,
-        metavar="CAMPAIGN[/ID]",
-    )
-    worker: str | None = option("Images of this worker, or machine on SaladCloud.", metavar="ID")
-    suspect: bool = option(
-        "Images that nodes which failed their checks have marked as suspect.", default=False
-    )
-    since: Since = None
-    until: str | None = option("Only what was stored until then.", metavar="TIME")
-
-    def wanted(self) -> select.Wanted:
-        """What is selected; raises SetupError for options that choose nothing, or two things."""
-        named = target.images(self.job)
-        if sum((self.worker is not None, self.suspect, named.id is not None)) != 1:
-            raise errors.SetupError("choose the images: CAMPAIGN/ID, --worker or --suspect")
-        if self.worker is None and (self.since or self.until):
-            raise errors.SetupError("--since and --until go with --worker")
-        return select.Wanted(
-            worker=self.worker,
-            suspect=self.suspect,
-            named=named,
-            since=options.read_moment("--since", self.since),
-            until=options.read_moment("--until", self.until),
-        )
 
 
 @options.from_settings(SignerSettings)
@@ -82,12 +47,11 @@ def command(
 
     imagefleet redo spring/0001
     """
-    wanted = which.wanted()
     given = {}
     if jobs is not None:
         source = sources.open_source(str(jobs), key=settings.keys().signing)
         given = replace.by_key(source.bodies(0))
-    result = console.run(_run(settings, wanted, given, dry_run=dry_run, yes=yes, quiet=as_json))
+    result = console.run(_run(settings, which, given, dry_run=dry_run, yes=yes, quiet=as_json))
     if as_json:
         console.print_json(result)
     else:
@@ -98,7 +62,7 @@ def command(
 
 async def _run(
     settings: StorageSettings,
-    wanted: select.Wanted,
+    which: Which,
     given: dict[str, str],
     *,
     dry_run: bool,
@@ -109,13 +73,12 @@ async def _run(
         storage = fleet.storage
         if not dry_run:
             await replace.check_access(storage)
-        journals = [each async for each in storage.files.names(replace.JOURNALS)]
+        journals = [name async for name in storage.files.names(replace.JOURNALS)]
         finished = replace.Replaced()
-        if not dry_run:
-            for journal in journals:
-                await replace.finish(storage, journal, finished)
+        for journal in () if dry_run else journals:
+            await replace.finish(storage, journal, finished)
         with console.counting("listed", None, quiet=quiet) as on_listed:
-            found = await select.select(storage, wanted, on_listed)
+            found = await select.select(storage, which, on_listed)
         result = {
             "images": len(found.images),
             "workers": dict(found.by_worker.most_common()),
@@ -131,15 +94,15 @@ async def _run(
         images = console.counted(len(found.images), "image")
         console.confirm(f"Have {images} drawn again{cost}?", yes=yes)
         finder = replace.JobFinder(storage.blobs, given, fleet.keys.trusted)
-        await finder.list_duplicates(wanted.named.prefix)
-        replaced = replace.Replaced()
+        await finder.list_duplicates(which.named.prefix)
         with console.counting("replaced", len(found.images), quiet=quiet) as on_image:
-            refused = await replace.replace(storage, found.images, finder, replaced, on_image)
+            replaced = await replace.replace(storage, found.images, finder, on_image)
+    refused = [{"image": name, "reason": why} for name, why in replaced.refused.items()]
     return {
         **result,
         "replaced": replaced.images,
         "jobs": replaced.jobs,
-        "not_redone": [asdict(each) for each in refused],
+        "not_redone": refused,
     }
 
 
@@ -156,30 +119,28 @@ async def _warn_of_nodes_at_work(storage: Storage, found: select.Selection) -> N
 
 def _show(result: dict[str, Any], *, dry_run: bool) -> None:
     if finished := result["images_of_unfinished_runs"]:
-        console.print_note(f"finished a run that was interrupted: {_images(finished)}")
+        images = console.counted(finished, "image")
+        console.print_note(f"finished a run that was interrupted: {images}")
     elif result["unfinished_runs"]:
         console.print_note("a run was interrupted; the next one finishes it")
     if damaged := result["damaged_records"]:
         console.print_warning(f"{console.counted(damaged, 'suspect record')} cannot be read")
+    images = console.counted(result["images"], "image")
     if not result["images"]:
         console.print_plain("no images to draw again")
-        return
-    if not dry_run:
+    elif dry_run:
+        columns = console.name_column("worker"), console.number_column("images")
+        rows = ((worker or "(none)", count) for worker, count in result["workers"].items())
+        console.print_tables(console.table(*columns, rows=itertools.islice(rows, _SHOWN)))
+        dollars = result["dollars"]
+        cost = "" if dollars is None else f"; drawing them took about ${dollars:,.2f}"
+        console.print_plain(f"{images} would be drawn again{cost}")
+    else:
+        replaced = console.counted(result["replaced"], "image")
         jobs = console.counted(result["jobs"], "job")
-        console.print_plain(f"{_images(result['replaced'])} put aside, {jobs} sent")
+        console.print_plain(f"{replaced} put aside, {jobs} sent")
         refused = result["not_redone"]
         for each in refused[:_SHOWN]:
             console.print_plain(f"{each['image']} stays: {each['reason']}")
         if len(refused) > _SHOWN:
             console.print_plain(f"and {len(refused) - _SHOWN:,} others stay (--json lists them)")
-        return
-    columns = console.name_column("worker"), console.number_column("images")
-    rows = ((worker or "(none)", count) for worker, count in result["workers"].items())
-    console.print_tables(console.table(*columns, rows=itertools.islice(rows, _SHOWN)))
-    dollars = result["dollars"]
-    cost = "" if dollars is None else f"; drawing them took about ${dollars:,.2f}"
-    console.print_plain(f"{_images(result['images'])} would be drawn again{cost}")
-
-
-def _images(count: int) -> str:
-    return console.counted(count, "image")

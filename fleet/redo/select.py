@@ -9,7 +9,9 @@ from datetime import UTC, datetime
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from fleet.campaigns.target import ALL, Target, check_campaign, unknown_job
+from fleet import options
+from fleet.campaigns.target import Target, check_campaign, images, unknown_job
+from fleet.options import Since, argument, option
 from imagefleet import concurrency, errors
 from imagefleet.job.message import ASIDE, CHECKS, DUPLICATES, SUSPECT, job_key
 from imagefleet.records import outcomes
@@ -51,25 +53,42 @@ class Selection:
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
-    """The command's arguments."""
+class Which:
+    """The images that are drawn again."""
 
-    worker: str | None = None
-    suspect: bool = False
-    named: Target = ALL
-    since: datetime | None = None
-    until: datetime | None = None
+    job: str | None = argument(
+        "The images of this job, or this image of it, as in spring/a-2.png; for --worker"
+        " and --suspect, only images of this campaign.",
+        None,
+        metavar="CAMPAIGN[/ID]",
+    )
+    worker: str | None = option("Images of this worker, or machine on SaladCloud.", metavar="ID")
+    suspect: bool = option(
+        "Images that nodes which failed their checks have marked as suspect.", default=False
+    )
+    since: Since = None
+    until: str | None = option("Only what was stored until then.", metavar="TIME")
+
+    def __post_init__(self) -> None:
+        if sum((self.worker is not None, self.suspect, self.named.id is not None)) != 1:
+            raise errors.SetupError("choose the images: CAMPAIGN/ID, --worker or --suspect")
+        if self.worker is None and (self.since or self.until):
+            raise errors.SetupError("--since and --until go with --worker")
+
+    @property
+    def named(self) -> Target:
+        return images(self.job)
 
 
-async def select(storage: Storage, wanted: Wanted, on_listed: Callable[[], None]) -> Selection:
+async def select(storage: Storage, which: Which, on_listed: Callable[[], None]) -> Selection:
     """Reads which images are wanted; *on_listed* is called for each that is looked at."""
-    blobs, campaign = storage.blobs, wanted.named.campaign
-    if campaign is not None and wanted.named.id is not None:
-        return await _of_job(storage, campaign, wanted.named.id)
-    await check_campaign(storage, campaign)
-    if wanted.suspect:
-        return await _by_records(blobs, campaign, on_listed)
-    return await _by_worker(blobs, wanted, on_listed)
+    named = which.named
+    if named.campaign is not None and named.id is not None:
+        return await _of_job(storage, named.campaign, named.id)
+    await check_campaign(storage, named.campaign)
+    if which.suspect:
+        return await _by_records(storage.blobs, named.campaign, on_listed)
+    return await _by_worker(storage.blobs, which, on_listed)
 
 
 def is_image(name: str) -> bool:
@@ -84,23 +103,23 @@ async def _of_job(storage: Storage, campaign: str, job_id: str) -> Selection:
         return Selection({name: metadata})
     job = outcomes.JobFacts(job_id, campaign)
     stored = [each.blob for each in await outcomes.stored_images(storage, job) if each.blob]
-    found = [await storage.blobs.metadata(blob) for blob in stored]
-    images = {blob: each for blob, each in zip(stored, found, strict=True) if each is not None}
-    if not images:
+    known = {blob: await storage.blobs.metadata(blob) for blob in stored}
+    found = {blob: metadata for blob, metadata in known.items() if metadata is not None}
+    if not found:
         raise await unknown_job(storage, Target(campaign, job_id))
-    return Selection(images)
+    return Selection(found)
 
 
-async def _by_worker(blobs: BlobStore, wanted: Wanted, on_listed: Callable[[], None]) -> Selection:
+async def _by_worker(blobs: BlobStore, which: Which, on_listed: Callable[[], None]) -> Selection:
     found = Selection()
-    since = wanted.since or datetime.min.replace(tzinfo=UTC)
-    until = wanted.until or datetime.max.replace(tzinfo=UTC)
+    since = options.read_moment("--since", which.since) or datetime.min.replace(tzinfo=UTC)
+    until = options.read_moment("--until", which.until) or datetime.max.replace(tzinfo=UTC)
     runs: dict[tuple[float, str], list[datetime]] = {}
-    async for record in _records(blobs, wanted.named.campaign):
+    async for record in _records(blobs, which.named.campaign):
         on_listed()
         worker = record.metadata.get("worker", "")
         is_in_time = since <= record.created_at <= until
-        if wanted.worker not in {worker, node_of(worker)} or not is_in_time:
+        if which.worker not in {worker, node_of(worker)} or not is_in_time:
             continue
         found.images[record.name] = record.metadata
         if price := _price(record.metadata):

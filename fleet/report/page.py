@@ -28,7 +28,7 @@ from imagefleet.records.record import Record
 from imagefleet.redaction import printable
 from imagefleet.scores import Scores, number_text
 from imagefleet.storage.protocol import BlobStore
-from loadgen.load import duration
+from worker.progress import duration
 
 #: Rows of the table of workers, the slowest first.
 _MAX_WORKERS = 15

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import re
 from collections.abc import Callable, Mapping
 from http import HTTPStatus
@@ -17,8 +16,9 @@ from fleet.salad import gpus
 from fleet.salad import groups as salad_groups
 from fleet.salad.groups import Group, Quota
 from imagefleet import errors, redaction, retry
+from imagefleet.telemetry import logs
 
-log = logging.getLogger(__name__)
+log = logs.EventLog(__name__)
 
 #: SaladCloud allows 240 calls/min per API key. Any minute has at most the burst and 60 seconds of
 #: the rate, 200 calls; the rest is left to the portal and to other commands.
@@ -30,7 +30,7 @@ RETRIES = retry.RetryPolicy(
     tries=10,
     first_wait_seconds=1,
     longest_wait_seconds=60,
-    on_retry=lambda error: log.warning("retrying: %s", error, extra={"action": "salad_retry"}),
+    on_retry=lambda error: log.warning("retrying: %s", error, action="salad_retry"),
 )
 
 #: A server, or a proxy, may ask for hours; meanwhile nobody would watch the budget.
@@ -91,9 +91,8 @@ class SaladClient:
         try:
             await self.call("POST", self._containers, body)
         except RefusedError as refused:
-            if not refused.is_repeat:
-                raise
-            if body["name"] not in {group.name for group in await self.groups()}:
+            names = [group.name for group in await self.groups()] if refused.is_repeat else []
+            if body["name"] not in names:
                 raise
 
     async def scale(self, name: str, replicas: int) -> None:

@@ -7,7 +7,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -97,10 +97,24 @@ async def command(
 
     imagefleet scale --dollars-per-hour 15 --max-dollars 100 --dry-run --once
     """
-    end = _end(limits)
+    deadline = _deadline(limits)
     fleet_file = salad_file.read_file(file)
-    models = queue.model or [each.name for each in fleet_file.served_models()] or None
-    goal = replace(_goal(limits, end, running, fleet_file), models=models)
+    served = fleet_file.served_models()
+    if running.until_empty and fleet_file.min_replicas:
+        raise errors.SetupError(
+            f"--until-empty would never end: the fleet file keeps {fleet_file.min_replicas:,}"
+            " replicas (min_replicas)"
+        )
+    goal = Goal(
+        max_dollars=limits.max_dollars,
+        max_replicas=limits.replicas or fleet_file.replicas,
+        min_replicas=fleet_file.min_replicas,
+        deadline=deadline,
+        dollars_per_hour=limits.dollars_per_hour,
+        every_seconds=running.every_minutes * 60,
+        sample_seconds=running.sample_seconds,
+        models=queue.model or [model.name for model in served] or None,
+    )
     if not running.dry_run:
         most = console.counted(goal.max_replicas, "replica")
         console.confirm(
@@ -122,7 +136,12 @@ async def command(
                 fleet,
                 client.storage,
                 state,
-                _speeds(queue, fleet_file, server),
+                scaler.Speeds(
+                    given=_given_speed(queue),
+                    assumed=_assumed_speed(fleet_file, queue.images_per_job),
+                    server=server,
+                    models=served,
+                ),
                 is_dry_run=running.dry_run,
             )
             print_record = _print_record if as_json else lambda _: None
@@ -132,7 +151,7 @@ async def command(
                 await _run(scaling, print_record, until_empty=running.until_empty)
 
 
-def _end(limits: Limits) -> float | None:
+def _deadline(limits: Limits) -> float | None:
     """The deadline in Unix seconds; raises SetupError without a goal, or for one in the past."""
     if limits.deadline is None and limits.dollars_per_hour is None:
         raise errors.SetupError("give a goal: --deadline, --dollars-per-hour or both")
@@ -143,38 +162,9 @@ def _end(limits: Limits) -> float | None:
     return moment.timestamp() if moment else None
 
 
-def _goal(
-    limits: Limits, end: float | None, running: Running, fleet_file: salad_file.FleetFile
-) -> Goal:
-    """What the options ask for; raises SetupError for what cannot be reached."""
-    if running.until_empty and fleet_file.min_replicas:
-        raise errors.SetupError(
-            f"--until-empty would never end: the fleet file keeps {fleet_file.min_replicas:,}"
-            " replicas (min_replicas)"
-        )
-    return Goal(
-        max_dollars=limits.max_dollars,
-        max_replicas=limits.replicas or fleet_file.replicas,
-        min_replicas=fleet_file.min_replicas,
-        deadline=end,
-        dollars_per_hour=limits.dollars_per_hour,
-        every_seconds=running.every_minutes * 60,
-        sample_seconds=running.sample_seconds,
-    )
-
-
-def _speeds(
-    queue: Queue, fleet_file: salad_file.FleetFile, server: prometheus.Prometheus | None
-) -> scaler.Speeds:
-    given = None
-    if queue.images_per_second is not None:
-        given = scaler.Speed(queue.images_per_second / queue.images_per_job, "given")
-    return scaler.Speeds(
-        given=given,
-        assumed=_assumed_speed(fleet_file, queue.images_per_job),
-        server=server,
-        weights=scaler.Weights(fleet_file.served_models()),
-    )
+def _given_speed(queue: Queue) -> scaler.Speed | None:
+    speed = queue.images_per_second
+    return scaler.Speed(speed / queue.images_per_job, "given") if speed else None
 
 
 async def _run(

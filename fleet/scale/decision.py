@@ -131,7 +131,8 @@ def _need(goal: Goal, known: Known) -> tuple[int, str]:
     if goal.has_passed(known.now):
         # More replicas cannot meet it any more: the rest is done by those there are.
         need = min(known.replicas, busy)
-        return need, f"{known.messages:,} jobs are left after the deadline ({until})"
+        why = f"{known.messages:,} jobs are left after the deadline ({until})"
+        return need, f"{why}: to add replicas, run scale again with a later --deadline"
     seconds = max(1.0, goal.deadline - known.now)
     need = math.ceil(known.messages * SPARE / (speed * seconds))
     return need, f"{known.messages:,} jobs by {until} need {need:,} replicas"

@@ -64,28 +64,8 @@ class QueueSpeed:
         return (first - last) / (after - before)
 
 
-class Weights:
-    """How many jobs of the fleet's first model take as long as one of each model."""
-
-    def __init__(self, models: Sequence[Model] = ()) -> None:
-        first = models[0].family if models else families.SD1
-        self._by_model = {
-            model.name: first.images_per_second(1) / model.family.images_per_second(1)
-            for model in models
-        }
-
-    @property
-    def differ(self) -> bool:
-        """False where a job is a job."""
-        return len(set(self._by_model.values())) > 1
-
-    def total(self, jobs: Iterable[tuple[str | None, float]]) -> float:
-        """The *jobs* of models in jobs of the first one, as which unknown ones count."""
-        return sum(count * self._by_model.get(model or "", 1.0) for model, count in jobs)
-
-
 class Speeds:
-    """The best known speed; *server* has the workers' metrics."""
+    """The best known speed, and what a job of each model counts; *server* has the metrics."""
 
     def __init__(
         self,
@@ -93,13 +73,21 @@ class Speeds:
         given: Speed | None = None,
         assumed: Speed | None = None,
         server: prometheus.Prometheus | None = None,
-        weights: Weights | None = None,
+        models: Sequence[Model] = (),
     ) -> None:
-        self.weights = weights or Weights()
         self.queue = QueueSpeed()
         self._given = given
         self._last = assumed
         self._metrics = rates.Watch(server)
+        first = models[0].family if models else families.SD1
+        self._weights = {
+            model.name: first.images_per_second(1) / model.family.images_per_second(1)
+            for model in models
+        }
+
+    def jobs_of_first(self, jobs: Iterable[tuple[str | None, float]]) -> float:
+        """The *jobs* of models in jobs of the fleet's first one, as which unknown ones count."""
+        return sum(count * self._weights.get(model or "", 1.0) for model, count in jobs)
 
     async def find(self) -> Speed:
         """The given speed, else the last measured, else the assumed; raises SetupError if none."""
@@ -116,11 +104,8 @@ class Speeds:
     async def _measured(self) -> Speed | None:
         fleet = await self._metrics.fleet()
         if fleet is not None and fleet.replicas:
-            jobs_per_second = fleet.jobs_per_second
-            if self.weights.differ:
-                by_model = await self._metrics.by_model()
-                jobs_per_second = self.weights.total(by_model.items())
-            if jobs_per_second:
+            by_model = await self._metrics.ask(rates.jobs_per_second_by_model) or {}
+            if jobs_per_second := self.jobs_of_first(by_model.items()):
                 return Speed(jobs_per_second / fleet.replicas, "measured by the metrics")
         by_queue = self.queue.jobs_per_second
         return Speed(by_queue, "measured by the queue (lower bound)") if by_queue else None
@@ -157,7 +142,6 @@ class Scaler:
         self._empty_since: float | None = None
         self._due_at = self._clock()
         self._known: Known | None = None
-        self._is_late = False
 
     @property
     def running(self) -> int:
@@ -216,7 +200,6 @@ class Scaler:
             jobs_per_second=speed.jobs_per_second / per_job,
         )
         self._known = known
-        self._report_missed_deadline(known)
         room = len(groups) * salad_groups.MAX_REPLICAS
         goal = replace(self._goal, max_replicas=min(self._goal.max_replicas, room))
         decision = decide(goal, known, is_due=is_due and not obstacle)
@@ -249,17 +232,6 @@ class Scaler:
             return False
         return True
 
-    def _report_missed_deadline(self, known: Known) -> None:
-        if self._is_late or not known.messages or not self._goal.has_passed(known.now):
-            return
-        self._is_late = True
-        log.warning(
-            "the deadline has passed with %d jobs left: the replicas are not increased any more;"
-            " for more, run scale again with a later --deadline",
-            known.messages,
-            extra={"action": "deadline_missed", "messages": known.messages},
-        )
-
     async def _read_queue(self, now: float) -> bool:
         """False if the queue does not answer; the budget is watched all the same."""
         try:
@@ -272,7 +244,7 @@ class Scaler:
                 or each.model in self._goal.models
             ]
             self._messages = sum(messages for _, messages in counted)
-            self._jobs_of_first = self._speeds.weights.total(counted)
+            self._jobs_of_first = self._speeds.jobs_of_first(counted)
         except errors.TransientError as error:
             log.warning("the queue does not answer: %s", error, extra={"action": "queue_unknown"})
             self._empty_since = None

@@ -37,11 +37,6 @@ PREFIX = "whsec_"
 #: The specification's limits.
 MIN_SECRET_BYTES, MAX_SECRET_BYTES = 24, 64
 
-#: The most secrets of an endpoint: while one is replaced, both are in use.
-MAX_SECRETS = 4
-
-_MAX_FILE_BYTES = 4096
-
 _SETTING = "--secret-file"
 
 
@@ -55,17 +50,12 @@ class Signer:
     def read(cls, path: Path) -> Self:
         """The secrets in a file, one a line; raises SetupError if it holds something else."""
         try:
-            with path.expanduser().open("rb") as file:
-                text = file.read(_MAX_FILE_BYTES).decode(errors="replace")
+            lines = path.expanduser().read_text(errors="replace").split()
         except (OSError, ValueError) as error:
             reason = getattr(error, "strerror", None) or "it is no path"
             raise errors.SetupError(f"{_SETTING}: the file cannot be read: {reason}") from None
-        lines = text.split()
-        if not 1 <= len(lines) <= MAX_SECRETS:
-            raise errors.SetupError(
-                f"{_SETTING}: the file should hold 1 to {MAX_SECRETS} secrets, one a line, not"
-                f" {len(lines)}"
-            )
+        if not lines:
+            raise errors.SetupError(f"{_SETTING}: the file holds no secret")
         return cls([_secret(line) for line in lines])
 
     def headers(self, event_id: str, body: bytes, unix_seconds: int) -> dict[str, str]:
@@ -104,7 +94,7 @@ class Answer(NamedTuple):
     """Seconds in which nothing else should be sent."""
 
 
-def checked_url(url: str) -> str:
+def check_url(url: str) -> None:
     """Raises SetupError for an address to which webhooks may not be sent."""
     try:
         redaction.check_address(url)
@@ -116,7 +106,6 @@ def checked_url(url: str) -> str:
             "--url: should begin with https://, except on this machine (http://localhost): the"
             " signature does not encrypt what is sent"
         )
-    return url
 
 
 class Endpoint:

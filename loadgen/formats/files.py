@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import gzip
 import io
-from collections.abc import Mapping
-from pathlib import Path, PurePath
+from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import cast
 
+from imagefleet import errors
 from loadgen.formats.json_array import JsonArray
 from loadgen.formats.lines import Format, JsonLines, PromptLines
 from loadgen.formats.tables import CsvRows, ParquetRows
@@ -16,24 +17,29 @@ FORMATS: Mapping[str, Format] = {
     each.name: each for each in (JsonLines(), JsonArray(), CsvRows(), PromptLines(), ParquetRows())
 }
 
-SUFFIXES: Mapping[str, Format] = {
-    ".jsonl": FORMATS["jsonl"],
-    ".ndjson": FORMATS["jsonl"],
-    ".json": FORMATS["json"],
-    ".csv": FORMATS["csv"],
-    ".tsv": FORMATS["csv"],
-    ".txt": FORMATS["txt"],
-    ".parquet": FORMATS["parquet"],
-}
-
-GZIP_SUFFIX = ".gz"
 _GZIP_MAGIC = b"\x1f\x8b"
 
 
-def by_name(path: Path) -> Format | None:
-    """The format that a file's name tells, without `.gz`; None: it tells none."""
-    name = PurePath(path.name.lower().removesuffix(GZIP_SUFFIX))
-    return SUFFIXES.get(name.suffix)
+def find(
+    path: Path,
+    name: str | None = None,
+    formats: Mapping[str, Format] = FORMATS,
+    other_suffixes: Iterable[str] = (),
+) -> Format:
+    """The format *name*, or else that of the file's name, without `.gz`; or raises SetupError."""
+    known = "|".join(formats)
+    if name is not None:
+        if name not in formats:
+            raise errors.SetupError(f"--format {name[:40]}: should be {known}")
+        return formats[name]
+    for form in formats.values():
+        if path.name.lower().removesuffix(".gz").endswith(form.suffixes):
+            return form
+    suffixes = sorted([*other_suffixes, *(each for f in formats.values() for each in f.suffixes)])
+    raise errors.SetupError(
+        f"{path}: the name must end in {', '.join(suffixes)} or one of these with .gz; or choose"
+        f" --format {known}"
+    )
 
 
 def decompressed(file: io.BufferedReader) -> io.BufferedReader:

@@ -138,6 +138,7 @@ class CsvRows(Format):
     """Rows as spreadsheets write them (RFC 4180): a quote within quotes is doubled."""
 
     name = "csv"
+    suffixes = (".csv", ".tsv")
     unit = "row"
 
     def count(self, stream: BinaryIO) -> int:
@@ -207,6 +208,7 @@ class ParquetRows(Format):
     """The rows of a Parquet file, read by pyarrow, which is an extra, `parquet`."""
 
     name = "parquet"
+    suffixes = (".parquet",)
     unit = "row"
     is_stream = False
 
@@ -218,17 +220,9 @@ class ParquetRows(Format):
     def entries(self, stream: BinaryIO, start: int) -> Iterator[Entry]:
         with _opened(stream) as file:
             columns = Columns(file.schema_arrow.names)
-            number = 0
-            for group in range(file.num_row_groups):
-                rows = file.metadata.row_group(group).num_rows
-                if number + rows <= start:
-                    number += rows
-                    continue
-                for batch in file.iter_batches(_BATCH_ROWS, row_groups=[group]):
-                    for row in batch.to_pylist():
-                        number += 1
-                        if number > start:
-                            yield columns.entry(f"row {number}", map(_plain, row.values()))
+            rows = (row for batch in file.iter_batches(_BATCH_ROWS) for row in batch.to_pylist())
+            for number, row in itertools.islice(enumerate(rows, 1), start, None):
+                yield columns.entry(f"row {number}", map(_plain, row.values()))
 
 
 def _plain(value: Any) -> Any:

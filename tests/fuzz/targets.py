@@ -25,11 +25,12 @@ from pydantic import ValidationError
 
 import job_inputs
 from fleet import console, contact_sheet
-from fleet.broker import service as broker
+from fleet.keys import broker
 from fleet.monitor import prometheus
 from fleet.plan import estimate
 from fleet.report import figures, plot, records
 from fleet.salad import file as salad_file
+from fleet.settings import BrokerSettings
 from header_files import LORA, REFINER, SD1
 from imagefleet import errors, redaction
 from imagefleet.files import contents, picture, safetensors
@@ -290,7 +291,8 @@ def _address(data: bytes) -> None:
 def _broker() -> Callable[[bytes], None]:
     private = ec.generate_private_key(ec.SECP256R1())
     public = json.loads(jwt.algorithms.ECAlgorithm.to_jwk(private.public_key())) | {"kid": "k"}
-    identities = broker.Identities("organization", {"group"}, "http://127.0.0.1:1")
+    settings = BrokerSettings(organization="organization", salad_fleets="group")
+    identities = broker.Identities(settings, "http://127.0.0.1:1")
     identities._keys.get_jwk_set = lambda *_, **__: jwt.PyJWKSet([public])  # type: ignore[method-assign]
 
     def read(data: bytes) -> None:
@@ -395,7 +397,6 @@ TARGETS: dict[str, Target] = {
         (errors.JobError,),
         (
             RECORD + b'"body": "{}"}',
-            RECORD + b'"packed_body": "eJyrrgUAAXUA+Q=="}',
             RECORD + b'"body_blob": "failed/' + b"0" * 32 + b'.txt"}',
         ),
     ),

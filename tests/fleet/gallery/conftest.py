@@ -67,8 +67,9 @@ def serve() -> Serve:
         given = SignerSettings(**settings.model_dump())
         async with (
             console.connected(given) as fleet,
-            server.opened(fleet, given, host=host, campaign=campaign) as app,
-            probes.listening(app, host, 0, "the gallery") as port,
+            probes.listening(
+                server.Gallery(fleet, given, host, campaign).application(), host, 0, "the gallery"
+            ) as port,
         ):
             url = f"http://127.0.0.1:{port}"
             async with aiohttp.ClientSession(url) as client:

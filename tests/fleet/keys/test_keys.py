@@ -285,7 +285,7 @@ def test_azure_tokens_require_https_and_fit_into_saladclouds_variables() -> None
             fields = parse_qs(token)
             assert fields["spr"] == ["https"]
             assert "st" not in fields, "a slow clock would reject it"
-        assert len(minted.sas) < keys.MAX_CHARACTERS
+        assert len(minted.sas) < keys.MAX_VALUE
 
 
 def test_tokens_that_do_not_fit_into_a_variable_of_saladcloud_are_an_error_before_that(
