@@ -12,12 +12,12 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from fleet import options
 from fleet.campaigns.target import Target, check_campaign, images, unknown_job
 from fleet.options import Since, argument, option
-from fleet.verify.quarantine import node_of
 from imagefleet import concurrency, errors
 from imagefleet.job.message import ASIDE, CHECKS, DUPLICATES, SUSPECT, job_key
 from imagefleet.records import outcomes
 from imagefleet.storage.open import Storage
 from imagefleet.storage.protocol import BlobRecord, BlobStore
+from worker.node.quarantine import node_of
 
 #: The longest record: above one of 50,000 images, the most of a worker.
 _MAX_RECORD_BYTES = 2**24
