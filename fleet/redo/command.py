@@ -17,8 +17,6 @@ from fleet import console, options
 from fleet.campaigns.target import Target, check_campaign, images, unknown_job
 from fleet.options import Since, argument, option
 from fleet.redo import replace
-from fleet.verify import quarantine
-from fleet.verify.quarantine import node_of
 from imagefleet import concurrency, errors
 from imagefleet.job.message import ASIDE, CHECKS, DUPLICATES, SUSPECT, job_key
 from imagefleet.records import outcomes
@@ -26,6 +24,7 @@ from imagefleet.storage.open import Storage
 from imagefleet.storage.protocol import BlobStore
 from imagefleet.storage.settings import SignerSettings, StorageSettings
 from loadgen import sources
+from worker.node import quarantine
 
 #: Lines of a list: about a screen.
 _SHOWN = 20
@@ -251,7 +250,7 @@ async def _by_worker(blobs: BlobStore, which: Which, on_listed: Callable[[], Non
                 continue
             on_listed()
             worker = record.metadata.get("worker", "")
-            is_theirs = which.worker in {worker, node_of(worker)}
+            is_theirs = which.worker in {worker, quarantine.node_of(worker)}
             if is_theirs and since <= record.created_at <= until:
                 found[record.name] = record.metadata
     return found
