@@ -217,8 +217,12 @@ async def store_policy(
             for model in models:
                 await storage.models.make(model)
     for place in optional:
-        if place.model is None or place.shard:
-            await _create_queue(settings, place)
+        async with place.client(settings) as client:
+            with (
+                azure_errors.translated(f"the queue {client.queue_name!r}"),
+                azure_errors.tolerated({"QueueAlreadyExists"}),
+            ):
+                await client.create_queue()
         await store(place)
 
 
@@ -259,16 +263,6 @@ async def remove_policy(settings: StorageSettings, name: str) -> list[str]:
     if not removed:
         raise errors.SetupError(f"there is no policy {name!r} to revoke")
     return removed
-
-
-async def _create_queue(settings: StorageSettings, place: Place) -> None:
-    """Creates it if it does not exist."""
-    async with place.client(settings) as client:
-        with (
-            azure_errors.translated(f"the queue {client.queue_name!r}"),
-            azure_errors.tolerated({"QueueAlreadyExists"}),
-        ):
-            await client.create_queue()
 
 
 def _address_without_key(queue: QueueClient, container: ContainerClient, https: bool) -> str:
