@@ -143,8 +143,8 @@ async def _make(
                     ready.append(await asyncio.to_thread(write, folder, stem))
                     on_made()
                 if given.output is None:
-                    done = await add.store(listing, TEXT, ready)
-                    is_listed = done[0].in_manifest
+                    await add.store(listing, TEXT, ready)
+                    is_listed = ready[0].in_manifest
     return lacking, is_listed
 
 
