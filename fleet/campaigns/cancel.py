@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import asdict
 
-from rich.console import Console
-
 from fleet import console, options
 from fleet.campaigns import target
 from fleet.options import argument, option
@@ -61,39 +59,32 @@ async def _cancel(
     messages = (await storage.queue.depth()).messages
     at = None
     if not (dry_run and as_json):
-        to = console.stdout if dry_run else console.stderr
-        _describe(storage, found, messages, campaign, to)
-    if not dry_run:
-        console.confirm(f"Cancel what is left of campaign {campaign}?", yes=yes)
-        with console.stderr.status("the list is written; running loads read it within 10 seconds"):
-            at = await cancelled.cancel(storage, campaign)
-    if as_json:
-        of_queue = {"campaign": campaign, "queue": storage.queue.name, "messages": messages}
-        numbers = {**asdict(found), "pending": found.pending}
-        console.print_json({**of_queue, **numbers, "cancelled_until": at})
-    elif at is not None:
-        console.print_plain(
-            f"campaign {campaign} is cancelled: workers end what was sent until"
-            f" {at:%Y-%m-%d %H:%M:%S} UTC, and a load that begins now runs"
-        )
-
-
-def _describe(
-    storage: Storage, found: reader.Counts, messages: int, campaign: str, to: Console
-) -> None:
-    in_queue = f"the queue {storage.queue.name} holds {console.counted(messages, 'message')}"
-    left = "an unknown number" if found.pending is None else console.counted(found.pending, "job")
-    console.print_facts(
-        {
+        is_counted = found.pending is not None
+        left = console.counted(found.pending or 0, "job") if is_counted else "an unknown number"
+        in_queue = f"the queue {storage.queue.name} holds {console.counted(messages, 'message')}"
+        facts = {
             "campaign": campaign,
             "sent": console.number(found.sent),
             "completed": f"{found.completed:,}",
             "failed": f"{found.failed:,}",
             "cancelled before": f"{found.cancelled:,}",
             "would be cancelled": f"{left}, less what is being drawn; {in_queue}",
-        },
-        to,
-    )
+        }
+        console.print_facts(facts, console.stdout if dry_run else console.stderr)
+    if not dry_run:
+        console.confirm(f"Cancel what is left of campaign {campaign}?", yes=yes)
+        with console.stderr.status("the list is written; running loads read it within 10 seconds"):
+            at = await cancelled.cancel(storage, campaign)
+    if as_json:
+        of_queue = {"campaign": campaign, "queue": storage.queue.name, "messages": messages}
+        console.print_json(
+            {**of_queue, **asdict(found), "pending": found.pending, "cancelled_until": at}
+        )
+    elif at is not None:
+        console.print_plain(
+            f"campaign {campaign} is cancelled: workers end what was sent until"
+            f" {at:%Y-%m-%d %H:%M:%S} UTC, and a load that begins now runs"
+        )
 
 
 async def _empty(queue: JobQueue, *, dry_run: bool, yes: bool, as_json: bool) -> None:

@@ -12,10 +12,11 @@ from fleet import console, options
 from fleet.options import option
 from fleet.redo import replace, select
 from fleet.redo.select import Which
-from fleet.verify import quarantine
+from fleet.verify.quarantine import node_of
 from imagefleet.storage.open import Storage
 from imagefleet.storage.settings import SignerSettings, StorageSettings
 from loadgen import sources
+from worker.node import quarantine
 
 #: Lines of a list: about a screen.
 _SHOWN = 20
@@ -110,7 +111,7 @@ async def _warn_of_nodes_at_work(storage: Storage, found: select.Selection) -> N
     """A worker that may draw its own images again, as wrong as before."""
     known = {node.name for node in (await quarantine.read(storage.files))[0].nodes}
     for worker in sorted(set(found.by_worker) - {""}):
-        if known.isdisjoint({worker, quarantine.node_of(worker)}):
+        if known.isdisjoint({worker, node_of(worker)}):
             console.print_warning(
                 f"{worker} is not in the quarantine and may draw its images again; `imagefleet"
                 " verify --quarantine` adds workers that draw wrong"

@@ -6,46 +6,13 @@ import re
 from collections.abc import Iterable
 from datetime import UTC, datetime
 
-from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, ValidationError
-
 from imagefleet import errors
 from imagefleet.storage.protocol import BlobStore
-from worker.node.quarantine import BLOB, MAX_BYTES
+from worker.node.quarantine import BLOB, Node, read
 
 #: The name of a worker by default: the UUID that SaladCloud gives its machine, and its process.
 _SALAD_WORKER = re.compile(r"([0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12})-\d+")
 _TRIES = 5
-
-
-class Node(BaseModel):
-    """A node by its worker's name or its machine's id."""
-
-    model_config = ConfigDict(extra="allow", frozen=True)
-
-    name: str = Field(min_length=1, max_length=200)
-    reason: str = ""
-    at: AwareDatetime
-
-
-class Quarantine(BaseModel):
-    """The whole list."""
-
-    model_config = ConfigDict(extra="allow", frozen=True)
-
-    nodes: list[Node] = Field(default_factory=list)
-
-
-async def read(files: BlobStore) -> tuple[Quarantine, str | None]:
-    """The list, empty if there is none, and its version; raises SetupError if it is none."""
-    part = await files.read_part(BLOB, 0, MAX_BYTES)
-    if part is None:
-        return Quarantine(), None
-    try:
-        return Quarantine.model_validate_json(part.data), part.version
-    except ValidationError:
-        raise errors.SetupError(
-            f"{BLOB} in {files.name} is not a list of nodes: correct or delete it"
-        ) from None
 
 
 def node_of(worker: str) -> str:
@@ -60,7 +27,7 @@ async def add(files: BlobStore, workers: Iterable[str], reason: str) -> list[str
     for _ in range(_TRIES):
         found, version = await read(files)
         known = {node.name for node in found.nodes}
-        now = datetime.now(UTC).replace(microsecond=0)
+        now = f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ}"
         new = [Node(name=each, reason=reason, at=now) for each in wanted if each not in known]
         if not new:
             return []

@@ -23,13 +23,28 @@ MAX_BYTES = 4_000_000
 PERIOD_SECONDS = 300.0
 
 
-class _Node(BaseModel):
+class Node(BaseModel, extra="allow", frozen=True):
+    """A node by its worker's name or its machine's id."""
+
     name: str = Field(max_length=1000)
     reason: str = ""
+    at: str = ""
 
 
-class _List(BaseModel):
-    nodes: list[_Node]
+class Listing(BaseModel, extra="allow", frozen=True):
+    """The whole list."""
+
+    nodes: list[Node] = Field(default_factory=list)
+
+
+async def read(files: protocol.BlobStore) -> tuple[Listing, str | None]:
+    """The list, empty if there is none, and its version; raises SetupError if it is none."""
+    part = await files.read_part(BLOB, 0, MAX_BYTES)
+    if part is None:
+        return Listing(), None
+    before = f"correct or delete {BLOB} in {files.name}, which is not a list of nodes: "
+    with validation.as_error(errors.SetupError, before):
+        return Listing.model_validate_json(part.data), part.version
 
 
 class Quarantine:
@@ -43,15 +58,13 @@ class Quarantine:
     async def reason(self) -> str | None:
         """Why this node is on the list; None: it is not, or nobody can tell."""
         try:
-            data = await self._files.read(BLOB, MAX_BYTES)
-            with validation.as_error(errors.SetupError):
-                nodes = [] if data is None else _List.model_validate_json(data).nodes
+            found, _ = await read(self._files)
         except errors.FleetError as error:
             if self._warning.is_due():
                 where = f"{BLOB} in the container {self._files.name!r}"
                 log.warning(f"{where} cannot be read: {error}", action="quarantine_unread")
             return None
-        for node in nodes:
+        for node in found.nodes:
             if node.name in self._names:
                 why = f": {node.reason[:200]}" if node.reason else ""
                 return f"{node.name} is in {BLOB}{why}"

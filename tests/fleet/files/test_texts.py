@@ -95,7 +95,7 @@ def found_by_workers(
 
 
 def names_of(prompts: Sequence[str]) -> set[str]:
-    return {text_states.file_name(each, tiny_cascade.ENCODER) for each in prompts}
+    return {f"{text_states.stem(each, tiny_cascade.ENCODER)}.safetensors" for each in prompts}
 
 
 def test_workers_find_the_states_of_all_prompts_of_all_stages(
@@ -207,7 +207,7 @@ def test_with_a_signing_key_all_are_listed_and_what_others_stored_is_replaced(
 ) -> None:
     monkeypatch.setattr(texts, "LISTED_AT_ONCE", 2)
     foreign = text_states.content("two dogs", tiny_cascade.ENCODER, torch.ones(77, WIDTH))
-    blob = f"{TEXT.folder}/{text_states.file_name('two dogs', tiny_cascade.ENCODER)}"
+    blob = f"{TEXT.folder}/{text_states.stem('two dogs', tiny_cascade.ENCODER)}.safetensors"
 
     async def put() -> None:
         async with open_storage(storage_settings) as storage:

@@ -90,8 +90,8 @@ async def recorded(storage: Storage, campaign: str = "default") -> dict[str, str
 
 
 async def differing(storage: Storage) -> list[str]:
-    seconds = [each async for each in pairs.listed(storage, target.ALL, None)]
-    compared = await pairs.compare(storage, seconds, lambda: None)
+    compared = [each async for each in pairs.listed(storage, target.ALL, None)]
+    await pairs.compare(storage, compared, lambda: None)
     return [pair.image for pair in compared if pair.result == "different"]
 
 
@@ -176,8 +176,8 @@ async def test_a_third_drawing_decides_a_pair_that_two_workers_leave_undecided(
     await storage.queue.send(messages(1, verify=True))
     await run_worker("b")
     compared = [each async for each in pairs.listed(storage, target.ALL, None)]
-    found = await pairs.compare(storage, compared, lambda: None)
-    assert pairs.undecided(found, pairs.judge(found)) == found != []
+    await pairs.compare(storage, compared, lambda: None)
+    assert pairs.undecided(compared, pairs.judge(compared)) == compared != []
 
     await redo(storage_settings, job="default/j0.png")
     await run_worker("c")

@@ -20,6 +20,7 @@ from imagefleet.files import picture
 from imagefleet.storage.open import Storage, open_storage
 from imagefleet.storage.settings import StorageSettings
 from worker.engine import contract
+from worker.node.quarantine import read
 
 RunWorker = Callable[..., Any]  # the fixtures of conftest.py
 Imagefleet = Callable[..., Any]
@@ -35,8 +36,9 @@ def jobs(numbers: range, **fields: object) -> list[str]:
 
 
 async def compared(storage: Storage) -> list[pairs.Pair]:
-    seconds = [each async for each in pairs.listed(storage, target.ALL, None)]
-    return await pairs.compare(storage, seconds, lambda: None)
+    found = [each async for each in pairs.listed(storage, target.ALL, None)]
+    await pairs.compare(storage, found, lambda: None)
+    return found
 
 
 @pytest.fixture
@@ -93,7 +95,7 @@ async def test_a_worker_that_draws_wrong_is_named_and_no_good_one(
     )  # fmt: skip
     assert "draws wrong" in ended.stdout
     assert "1 worker added to the quarantine" in ended.stderr
-    nodes = (await quarantine.read(drawn_by_three.files))[0].nodes
+    nodes = (await read(drawn_by_three.files))[0].nodes
     assert [node.name for node in nodes] == ["bad"]
 
 
@@ -149,7 +151,7 @@ async def test_a_campaigns_pairs_since_a_moment(storage: Storage) -> None:
         await storage.blobs.create(f"-checks/{name}", b"x", "image/png", {"worker": "a"})
     listed = [each async for each in pairs.listed(storage, target.read("a"), None)]
     assert [each.image for each in listed] == ["a/x.png"]
-    newest = listed[0].created_at
+    newest = listed[0].drawn_at
     assert len([each async for each in pairs.listed(storage, target.ALL, newest)]) == 2
     assert [
         each async for each in pairs.listed(storage, target.ALL, newest.replace(year=2999))
