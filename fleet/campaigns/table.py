@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import math
 import time
 from collections.abc import Sequence
@@ -56,13 +55,12 @@ class Campaigns:
     async def _count(self) -> None:
         damaged = Damaged()
         names = [self._only] if self._only else [n async for n in reader.campaigns(self._storage)]
-        slots = asyncio.Semaphore(_AT_ONCE)
+        rows: list[tuple[str, Counts]] = []
 
-        async def count(name: str) -> tuple[str, Counts]:
-            async with slots:
-                return name, await reader.counts(self._storage, name, damaged)
+        async def count(name: str) -> None:
+            rows.append((name, await reader.counts(self._storage, name, damaged)))
 
-        rows = await concurrency.gather(*map(count, names))
+        await concurrency.for_each(names, count, _AT_ONCE)
         self.rows = sorted(rows, key=lambda row: row[1].last_at or _LONG_AGO, reverse=True)
         self.damaged_files = len(damaged.shards)
         self._refusal = None

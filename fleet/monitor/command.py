@@ -251,11 +251,11 @@ def _status_screen(status: FleetStatus, count: int = 20) -> Group:
             "GPU idle": console.percent(fleet.gpu_idle_fraction),
         }
         parts += [console.totals(rows), *_notes(fleet.left_out)]
-    if (listing := status.campaigns) is None:
+    if (campaigns := status.campaigns) is None:
         return Group(*parts)
-    if listing.rows:
-        parts += [Text(), listing.table(count)]
-    return Group(*parts, *_notes(*listing.notes(count, status.queue.messages)))
+    if campaigns.rows:
+        parts += [Text(), campaigns.table(count)]
+    return Group(*parts, *_notes(*campaigns.notes(count, status.queue.messages)))
 
 
 def _notes(*sentences: str | None) -> list[Text]:

@@ -12,9 +12,9 @@ from fleet import console, options
 from fleet.campaigns import target
 from fleet.options import Since, option
 from fleet.verify import pairs
-from fleet.verify import quarantine as quarantining
 from fleet.verify.pairs import Pair
 from imagefleet.storage.settings import StorageSettings
+from worker.node import quarantine as quarantining
 
 #: Lines of each table: about a screen.
 _SHOWN = 20

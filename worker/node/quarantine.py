@@ -1,9 +1,11 @@
-"""The list of nodes that may lease no more, as `imagefleet verify --quarantine` writes it."""
+"""The list of nodes that may lease no more, to which `imagefleet verify --quarantine` adds."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterable
+from datetime import UTC, datetime
 from typing import NoReturn
 
 from pydantic import BaseModel, Field
@@ -21,6 +23,12 @@ MAX_BYTES = 4_000_000
 
 #: Seconds between two readings of the list.
 PERIOD_SECONDS = 300.0
+
+#: The name of a worker by default: the UUID that SaladCloud gives its machine, and its process.
+_SALAD_WORKER = re.compile(r"([0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12})-\d+")
+
+#: Others may change the list at the same time.
+_TRIES = 5
 
 
 class Node(BaseModel, extra="allow", frozen=True):
@@ -45,6 +53,29 @@ async def read(files: protocol.BlobStore) -> tuple[Listing, str | None]:
     before = f"correct or delete {BLOB} in {files.name}, which is not a list of nodes: "
     with validation.as_error(errors.SetupError, before):
         return Listing.model_validate_json(part.data), part.version
+
+
+def node_of(worker: str) -> str:
+    """The machine of a worker on SaladCloud, whose name changes with each process; else itself."""
+    found = _SALAD_WORKER.fullmatch(worker)
+    return found[1] if found else worker
+
+
+async def add(files: protocol.BlobStore, workers: Iterable[str], reason: str) -> list[str]:
+    """Adds nodes, and returns the new ones; raises TransientError if others keep changing it."""
+    wanted = list(dict.fromkeys(map(node_of, workers)))
+    for _ in range(_TRIES):
+        found, version = await read(files)
+        known = {node.name for node in found.nodes}
+        now = f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ}"
+        new = [Node(name=each, reason=reason, at=now) for each in wanted if each not in known]
+        if not new:
+            return []
+        changed = found.model_copy(update={"nodes": [*found.nodes, *new]})
+        data = changed.model_dump_json(indent=2).encode()
+        if await files.replace(BLOB, data, "application/json", version):
+            return [node.name for node in new]
+    raise errors.TransientError(f"{BLOB} is being changed by others: run the command again")
 
 
 class Quarantine:

@@ -14,13 +14,13 @@ from PIL import Image
 
 from fleet import console
 from fleet.campaigns import target
-from fleet.verify import pairs, quarantine
+from fleet.verify import pairs
 from imagefleet import errors
 from imagefleet.files import picture
 from imagefleet.storage.open import Storage, open_storage
 from imagefleet.storage.settings import StorageSettings
 from worker.engine import contract
-from worker.node.quarantine import read
+from worker.node import quarantine
 
 RunWorker = Callable[..., Any]  # the fixtures of conftest.py
 Imagefleet = Callable[..., Any]
@@ -95,7 +95,7 @@ async def test_a_worker_that_draws_wrong_is_named_and_no_good_one(
     )  # fmt: skip
     assert "draws wrong" in ended.stdout
     assert "1 worker added to the quarantine" in ended.stderr
-    nodes = (await read(drawn_by_three.files))[0].nodes
+    nodes = (await quarantine.read(drawn_by_three.files))[0].nodes
     assert [node.name for node in nodes] == ["bad"]
 
 
