@@ -14,7 +14,7 @@ import struct
 import time
 import zlib
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -209,7 +209,7 @@ def _reported_record(data: bytes) -> None:
     for at in (record.at, NOON):
         records._count_image(found, record.model_copy(update={"at": at}))
     computed = figures.compute(found, "local:x", prices.BUILT_IN, "a test")
-    json.loads(console.json_text(asdict(computed)), parse_constant=_no)
+    json.loads(console.json_text(computed), parse_constant=_no)
 
 
 def _no(constant: str) -> None:
