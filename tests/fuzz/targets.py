@@ -265,11 +265,10 @@ def _manifest(data: bytes) -> None:
 
 def _metrics_reply(data: bytes) -> None:
     try:
-        reply = prometheus._REPLY.validate_json(data)
+        reply = prometheus._Reply.model_validate_json(data)
     except ValidationError:  # its text is not shown
         raise errors.SetupError("not a reply of Prometheus") from None
-    results = reply.data.result if isinstance(reply, prometheus._Success) else ()
-    for series in filter(None, map(prometheus._series, results)):
+    for series in filter(None, map(prometheus._series, reply.data.result)):
         plot.time_plot({"x": series.points}, "images/s")
         plot.bars([plot.Bar(name, series.last, name) for name in series.labels], "x")
 
