@@ -142,8 +142,8 @@ async def _demo(settings: WorkerSettings, output: Path, messages: list[str]) -> 
         images = []
         for result, job in pairs:
             if job.then and (first := await fleet.storage.blobs.read(job.blob_name(0))):
-                images.append(first)
-            images.append(await result.data())
+                images.append((first, job.prompt))
+            images.append((await result.data(), job.prompt))
     sheet = output / "contact-sheet.png"
     console.write_file(sheet, contact_sheet.draw_contact_sheet(images))
     seconds = drawn.seconds - drawn.start_up_seconds
