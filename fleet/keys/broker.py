@@ -71,7 +71,7 @@ class Identities:
         self._fleets = settings.salad_fleets.split(",") if settings.salad_fleets else []
         self._keys = jwt.PyJWKClient(keys_url or KEYS_URL, timeout=10)
 
-    async def verify(self, identity_token: str) -> tuple[str, str | None]:
+    async def verify(self, identity_token: str) -> tuple[str, str]:
         """The machine that asks, and the group that runs there; raises RefusedError."""
         try:
             key = await asyncio.to_thread(self._keys.get_signing_key_from_jwt, identity_token)
@@ -90,15 +90,11 @@ class Identities:
         is_id = _ID.fullmatch(self._organization)
         if claims.get("aud" if is_id else "salad_organization_name") != self._organization:
             raise RefusedError(403, "the identity token is for another organization")
-        group = next((claims[name] for name in _GROUP_NAME_CLAIMS if name in claims), None)
-        if self._fleets and not self._is_ours(group):
+        group = next((str(claims[name]) for name in _GROUP_NAME_CLAIMS if name in claims), "")
+        is_ours = (fleet == group or groups.parse_name(fleet, group) for fleet in self._fleets)
+        if self._fleets and not any(is_ours):
             raise RefusedError(403, f"no tokens for the container group {group!r}")
-        return str(claims["sub"]), group if isinstance(group, str) else None
-
-    def _is_ours(self, group: object) -> bool:
-        return isinstance(group, str) and (
-            group in self._fleets or any(groups.parse_name(each, group) for each in self._fleets)
-        )
+        return str(claims["sub"]), group
 
 
 class Broker:

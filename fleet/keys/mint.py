@@ -93,19 +93,18 @@ class Minted:
     @property
     def fields(self) -> dict[str, Any]:
         """All tokens, as `sas.Tokens` reads them."""
-
-        def of_queues(model: str | None) -> dict[str, Any]:
-            shards: list[dict[str, Any]] = []
-            for place, token in self.by_place.items():
-                if place.model == model:
-                    shards += [{} for _ in range(len(shards), place.shard + 1)]
-                    shards[place.shard][place.resource] = token
-            return {**shards[0], "shards": shards[1:]} if shards[1:] else shards[0]
-
-        models = dict.fromkeys(place.model for place in self.by_place if place.model)
-        return of_queues(None) | (
-            {"models": {model: of_queues(model) for model in models}} if models else {}
-        )
+        fields: dict[str, Any] = {}
+        for place, token in self.by_place.items():
+            queues = fields
+            if place.model is not None:
+                queues = fields.setdefault("models", {}).setdefault(place.model, {})
+            if place.shard:
+                shards = queues.setdefault("shards", [])
+                if len(shards) < place.shard:
+                    shards.append({})
+                queues = shards[place.shard - 1]
+            queues[place.resource] = token
+        return fields
 
 
 class Minter:

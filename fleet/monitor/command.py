@@ -206,12 +206,10 @@ async def _without_worker(client: aio.Fleet, depth: QueueDepth) -> dict[str, int
         if each.model is not None and each.messages:
             waiting[each.model] += each.messages
 
-    async def is_served(model: str) -> bool:
-        return await client.run(serving.is_served(client.storage.blobs, model))
-
-    served = await concurrency.gather(*(is_served(model) for model in waiting))
-    found = zip(waiting.items(), served, strict=True)
-    return {model: messages for (model, messages), is_one in found if not is_one}
+    blobs = client.storage.blobs
+    asked = (client.run(serving.is_served(blobs, model)) for model in waiting)
+    served = zip(waiting, await concurrency.gather(*asked), strict=True)
+    return {model: waiting[model] for model, is_served in served if not is_served}
 
 
 def _queue_status(name: str, depth: QueueDepth) -> QueueStatus:

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
-import logging
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -24,7 +21,7 @@ from imagefleet import errors
 from imagefleet.pricing import families, prices
 from imagefleet.telemetry import logs
 
-log = logging.getLogger(__name__)
+log = logs.EventLog(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +145,15 @@ async def command(
             if running.once:
                 print_record(await scaling.step())
             else:
-                await _run(scaling, print_record, until_empty=running.until_empty)
+                await console.until_stopped(scaling.run(print_record, running.until_empty))
+                if scaling.running:
+                    log.warning(
+                        "%d workers keep running and nothing limits their cost: run scale again,"
+                        " or `imagefleet deploy drain`",
+                        scaling.running,
+                        action="scale_end",
+                        running=scaling.running,
+                    )
 
 
 def _deadline(limits: Limits) -> float | None:
@@ -167,28 +172,6 @@ def _given_speed(queue: Queue) -> scaler.Speed | None:
     return scaler.Speed(speed / queue.images_per_job, "given") if speed else None
 
 
-async def _run(
-    scaling: scaler.Scaler, print_record: Callable[[dict[str, Any]], None], *, until_empty: bool
-) -> None:
-    """Runs until SIGTERM, Ctrl-C or, with *until_empty*, the end of all work."""
-
-    def on_decision(record: dict[str, Any]) -> None:
-        print_record(record)
-        if until_empty and scaling.is_finished:
-            log.info("the queue is empty and no worker runs", extra={"action": "scale_done"})
-            running.cancel()
-
-    running = asyncio.create_task(scaling.run(on_decision), name="scale")
-    await console.until_stopped(running)
-    if scaling.running:
-        log.warning(
-            "%d workers keep running and nothing limits their cost: run scale again, or"
-            " `imagefleet deploy drain`",
-            scaling.running,
-            extra={"action": "scale_end", "running": scaling.running},
-        )
-
-
 def _assumed_speed(file: salad_file.FleetFile, images_per_job: int) -> scaler.Speed | None:
     """The speed of the fleet's slowest GPU class on its first model, by public benchmarks."""
     classes = file.gpu_classes(gpus.built_in())
@@ -204,6 +187,4 @@ def _print_record(record: dict[str, Any]) -> None:
     try:
         console.print_json_line({"time": moment, **record})
     except OSError as error:  # a full disk, a closed pipe: somebody has to watch the budget
-        log.warning(
-            "the decision cannot be printed: %s", error, extra={"action": "decision_not_printed"}
-        )
+        log.warning("the decision cannot be printed: %s", error, action="decision_not_printed")

@@ -89,7 +89,7 @@ class Columns:
                 fields[key] = _value(key, cell)
             else:
                 fields.setdefault(path[0], {})[path[1]] = cell
-        return json.dumps(fields, ensure_ascii=False) if fields else ""
+        return json.dumps(fields, ensure_ascii=False, default=_plain) if fields else ""
 
 
 def _is_known(key: str) -> bool:
@@ -222,24 +222,16 @@ class ParquetRows(Format):
             columns = Columns(file.schema_arrow.names)
             rows = (row for batch in file.iter_batches(_BATCH_ROWS) for row in batch.to_pylist())
             for number, row in itertools.islice(enumerate(rows, 1), start, None):
-                yield columns.entry(f"row {number}", map(_plain, row.values()))
+                yield columns.entry(f"row {number}", row.values())
 
 
 def _plain(value: Any) -> Any:
-    match value:
-        case decimal.Decimal():
-            return float(value)
-        case dt.date() | dt.time():
-            return value.isoformat()
-        case bytes() | dt.timedelta():
-            raise ValueError(f"a cell holds {type(value).__name__}, which a job cannot")
-        case dict():
-            return {key: _plain(each) for key, each in value.items()}
-        case list():
-            return [_plain(each) for each in value]
-        case tuple():
-            return tuple(_plain(each) for each in value)
-    return value
+    """What JSON has in place of a value of Parquet that it has not."""
+    if isinstance(value, decimal.Decimal):
+        return float(value)
+    if isinstance(value, dt.date | dt.time):
+        return value.isoformat()
+    raise ValueError(f"a cell holds {type(value).__name__}, which a job cannot")
 
 
 @contextlib.contextmanager

@@ -14,7 +14,7 @@ import pytest
 import polling
 from fleet import console
 from fleet.campaigns import target
-from fleet.redo import command, replace, select
+from fleet.redo import command, replace
 from fleet.verify import pairs
 from imagefleet.files import picture
 from imagefleet.job.message import read_job
@@ -77,7 +77,7 @@ async def workers(storage: Storage) -> dict[str, str]:
     return {
         record.name: record.metadata.get("worker", "")
         async for record in storage.blobs.records()
-        if select.is_image(record.name)
+        if command.is_image(record.name)
     }
 
 
@@ -98,7 +98,7 @@ async def differing(storage: Storage) -> list[str]:
 async def redo(
     settings: StorageSettings, *, given: dict[str, str] | None = None, **wanted: Any
 ) -> dict[str, Any]:
-    which = select.Which(**wanted)
+    which = command.Which(**wanted)
     return await command._run(settings, which, given or {}, dry_run=False, yes=True, quiet=True)
 
 
@@ -412,8 +412,8 @@ async def test_a_machine_is_all_its_workers_and_no_other(storage: Storage) -> No
         await storage.blobs.create(f"default/{number}.png", b"x", "image/png", metadata)
 
     async def selected(worker: str) -> list[str]:
-        which = select.Which(worker=worker)
-        found = await select.select(storage, which, lambda: None)
+        which = command.Which(worker=worker)
+        found = await command.select(storage, which, lambda: None)
         return sorted(found.by_worker)
 
     assert await selected(machine) == sorted(names[:3])
@@ -424,7 +424,7 @@ async def test_a_machine_is_all_its_workers_and_no_other(storage: Storage) -> No
 def test_the_cost_is_that_of_the_drawing() -> None:
     began_at = datetime(2026, 12, 1, tzinfo=UTC)
     stored = [began_at + timedelta(minutes=10 * number) for number in range(7)]
-    assert select._dollars(0.6, stored) == pytest.approx(0.7)
+    assert command._dollars(0.6, stored) == pytest.approx(0.7)
 
 
 def test_a_picture_has_no_job_that_is_not_valid() -> None:
