@@ -99,6 +99,7 @@ _SHOWN_CHARACTERS = 60
 SECRET_VALUE = re.compile(r"accountkey=|sharedaccesssignature=|\bsig=|//[^/\s]+@", re.IGNORECASE)
 
 _METAVARS: Mapping[object, str] = {
+    str: "TEXT",
     int: "INTEGER",
     float: "NUMBER",
     Path: "PATH",
@@ -187,6 +188,7 @@ def flat(command: Command[Result], model: type[BaseSettings] | None = None) -> C
 
 def _as_typer_does(hint: Any, field: dataclasses.Field[Any]) -> inspect.Parameter:
     if info := field.metadata.get("info"):
+        info.metavar = info.metavar or _METAVARS.get(_bare_type(hint))
         if hint is bool and not (field.default or field.metadata["flags"]):
             info.param_decls = (flag(field.name),)  # without a --no-
         hint = Annotated[hint, info]
@@ -313,8 +315,8 @@ def _parameters(model: type[BaseSettings]) -> Iterator[inspect.Parameter]:
 
 
 def _bare_type(annotation: object) -> object:
-    """`X` of `X | None` and of `Annotated[X, ...]`."""
-    if get_origin(annotation) is Annotated:
+    """`X` of `X | None`, of `list[X]` and of `Annotated[X, ...]`."""
+    if get_origin(annotation) in {Annotated, list}:
         return _bare_type(get_args(annotation)[0])
     if get_origin(annotation) in {Union, types.UnionType}:
         return _bare_type(next(each for each in get_args(annotation) if each is not type(None)))

@@ -127,7 +127,7 @@ def _value(field: str, cell: Any) -> Any:
         return text
 
 
-#: The one by which the first row has the most names of fields, or else the first.
+#: The one that the first row has most of, or else the first.
 DELIMITERS = ",;\t"
 
 #: A row's first line, its cells, and what is wrong with it.
@@ -165,15 +165,7 @@ def _open(stream: BinaryIO) -> tuple[Columns, Iterator[_Row]]:
         header = first.decode("utf-8-sig")
     except UnicodeDecodeError:
         raise FormatError("the first row is not UTF-8: save the file as 'CSV UTF-8'") from None
-
-    def known_names(delimiter: str) -> int:
-        try:
-            names = next(csv.reader([header], delimiter=delimiter, strict=True))
-        except csv.Error:
-            return 0
-        return sum(_is_known(name.strip().lower()) for name in names)
-
-    delimiter = max(DELIMITERS, key=known_names)
+    delimiter = max(DELIMITERS, key=header.count)
     # Bytes that are not UTF-8 become halves of surrogate pairs, which `_rows` finds in their row.
     others = (line.decode("utf-8", "surrogateescape") for line in given)
     rows = _rows(itertools.chain([header], others), delimiter)
