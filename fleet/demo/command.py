@@ -28,9 +28,6 @@ from worker.settings import WorkerSettings
 _PRICED_GPU = "RTX 3060 Ti"
 _DOLLARS_PER_HOUR = prices.gpu_dollars_per_hour(_PRICED_GPU, "batch")
 
-#: The outcomes after which a job does not return to the queue.
-_ENDED = frozenset({"completed", "duplicate", "failed"})
-
 #: Marks a storage folder as the demo's: only such a folder is emptied.
 _MARKER = "made-by-imagefleet-demo"
 
@@ -125,19 +122,17 @@ async def _demo(settings: WorkerSettings, output: Path, messages: list[str]) -> 
         logs.configure("text", logging.FileHandler(output / "worker.log", mode="w"))
         with live.showing(console.stderr) as show:
             drawn = await process.run_worker(settings, on_progress=show)
-        wanted = sum(job.stages for job in jobs) + len(messages) - len(jobs)
-        ended = sum(drawn.jobs.get(outcome, 0) for outcome in _ENDED)
-        if ended < wanted:
-            console.print_note(f"stopped after {ended} of {wanted} jobs")
+        if drawn.stopped_by is not None:
+            console.print_note(f"stopped after {drawn.images} images of {len(messages)} jobs")
             raise typer.Exit(console.EXIT_INTERRUPTED)
         failed = (await fleet.depth()).failed.messages
         results = {result.id: result async for result in batch.results()}
         images = []
         for name, job in zip(batch.ids, jobs, strict=True):
             if job.then and (first := await fleet.storage.blobs.read(job.blob_name(0))):
-                images.append(first)
+                images.append((first, job.prompt))
             if results[name].blobs:
-                images.append(await results[name].data())
+                images.append((await results[name].data(), job.prompt))
     sheet = output / "contact-sheet.png"
     console.write_file(sheet, contact_sheet.draw_contact_sheet(images))
     seconds = drawn.seconds - drawn.start_up_seconds

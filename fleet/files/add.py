@@ -12,7 +12,7 @@ import tarfile
 import tempfile
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -21,7 +21,7 @@ import typer
 from fleet import console
 from fleet.files import making, transfer
 from fleet.files.stored import Listing
-from fleet.files.transfer import Ready, Report, Stored
+from fleet.files.transfer import Ready, Report
 from fleet.options import option
 from imagefleet import concurrency, errors
 from imagefleet.files import contents, kinds
@@ -110,27 +110,27 @@ async def add(
             await storage.create()
             await listing.check({kind.listed_name(file.name) for file in ready})
         with transfer.showing("uploading") as show:
-            done = await store(listing, kind, ready, show, replace=given.replace, dry_run=dry_run)
+            await store(listing, kind, ready, show, replace=given.replace, dry_run=dry_run)
         for file in () if dry_run else ready:
             for blob, data in file.beside.items():
                 await transfer.overwrite(storage, blob, data)
-    notes: list[str] = []
-    for stored in done:
-        would = "would be " if dry_run and stored.change != "was there" else ""
-        notes.append(
-            f"{stored.blob}: {would}{stored.change}: {stored.content},"
-            f" {stored.bytes / 1e6:,.1f} MB, SHA-256 {stored.sha256}"
-            + (f", {listing.described}" if stored.in_manifest else "")
-            + f"; {kind.use}"
-        )
+        rows: list[dict[str, object]] = []
+        notes: list[str] = []
+        lines: list[str] = []
+        for file in ready:
+            blob, stem = f"{kind.folder}/{file.name}", kind.stem(file.name)
+            facts = {name: getattr(file, name) for name in transfer.REPORTED}
+            rows.append({"name": stem, "blob": blob, **facts, **file.facts})
+            would = "would be " if dry_run and file.change != "was there" else ""
+            notes.append(
+                f"{blob}: {would}{file.change}: {file.content}, {file.bytes / 1e6:,.1f} MB,"
+                f" SHA-256 {file.sha256}"
+                + (f", {listing.described}" if file.in_manifest else "")
+                + f"; {kind.use}"
+            )
+            lines.append(kind.handle.format(stem=stem, name=file.name, sha256=file.sha256))
     if len(notes) > _SHOWN:
         notes[_SHOWN:] = [f"and {len(notes) - _SHOWN:,} more"]
-    both = [*zip(ready, done, strict=True)]
-    lines = [
-        kind.handle.format(stem=stored.name, name=file.name, sha256=stored.sha256)
-        for file, stored in both
-    ]
-    rows = [{**asdict(stored), **file.facts} for file, stored in both]
     return Report({"files": rows, "dry_run": dry_run}, notes, lines)
 
 
@@ -142,13 +142,12 @@ async def store(
     *,
     replace: bool = False,
     dry_run: bool = False,
-) -> list[Stored]:
+) -> None:
     """Stores files, some at the same time, and lists their hashes; raises a FleetError."""
     # What somebody stored is not signed unseen.
     replace = replace or bool(kind is kinds.TEXT and listing.keys.signing)
     total = sum(file.bytes for file in ready)
     sent = Counter[str]()
-    done: dict[str, Stored] = {}
 
     async def put(file: Ready) -> None:
         def on_progress(so_far: int) -> None:
@@ -156,20 +155,16 @@ async def store(
             show(sent.total(), total)
 
         storage = listing.storage
-        done[file.name] = await transfer.store(
-            storage, kind, file, on_progress, replace=replace, dry_run=dry_run
-        )
+        await transfer.store(storage, kind, file, on_progress, replace=replace, dry_run=dry_run)
 
     for start in range(0, len(ready), LISTED_AT_ONCE):
         some = ready[start : start + LISTED_AT_ONCE]
         await concurrency.for_each(some, put, UPLOADS)
         if not dry_run:
-            stored = {kind.listed_name(file.name): done[file.name] for file in some}
-            hashes = {name: file.sha256 for name, file in stored.items()}
+            hashes = {kind.listed_name(file.name): file.sha256 for file in some}
             is_listed = await listing.change(hashes)
-            for file in stored.values():
+            for file in some:
                 file.in_manifest = is_listed
-    return [done[file.name] for file in ready]
 
 
 def _expanded(kind: FileKind, source: str) -> list[str]:

@@ -11,7 +11,7 @@ from typing import Any
 from rich.table import Column
 
 from fleet import console
-from fleet.files.stored import Listing
+from fleet.files.stored import Listing, read
 from imagefleet import errors, signing, validation
 from imagefleet.files.kinds import CONTROLNET, EMBEDDING, LORA, MODEL, UPSCALER, FileKind
 from imagefleet.job.message import Job
@@ -21,7 +21,7 @@ from imagefleet.storage.settings import SignerSettings
 
 #: Images that jobs name: no file of a worker's, so they are listed in no manifest.
 IMAGE = FileKind(
-    "image", "image", img2img.INPUTS.removesuffix("/"), "jobs begin with it", suffixes=()
+    "image", "image", img2img.INPUTS.removesuffix("/"), "jobs begin with it", suffixes=("",)
 )
 
 #: What jobs may name, by its noun, in the order of the report.
@@ -170,16 +170,9 @@ def show(uses: Uses, found: list[Use]) -> None:
 
 
 async def stored(storage: Storage, kind: FileKind) -> set[str]:
-    """The names by which jobs find what a storage has."""
-    if not may_exist(storage):
-        return set()
-    await storage.files.check()
-    start = f"{kind.folder}/"
-    names = [name.removeprefix(start) async for name in storage.files.names(start)]
-    if kind is IMAGE:
-        return set(names)
-    # A folder within it is none of a job's: its names are one segment.
-    return {kind.stem(name) for name in names if "/" not in name and name.endswith(kind.suffixes)}
+    """The names by which jobs find what a storage has; a folder within it is none of theirs."""
+    rows = await read(storage, kind) if may_exist(storage) else []
+    return {kind.stem(row.name) for row in rows if kind is IMAGE or "/" not in row.name}
 
 
 def local(storage: Storage) -> Path | None:

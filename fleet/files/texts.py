@@ -115,7 +115,7 @@ async def _make(
         if given.output is None and not dry_run:
             await storage.create()
         if given.output is not None:
-            there = {path.stem for path in given.output.glob(f"*{text_states.SUFFIX}")}
+            there = {path.stem for path in given.output.glob(f"*{TEXT.suffixes[0]}")}
         else:
             there = await _stored(listing, prompts)
         lacking = [stem for stem in prompts if stem not in there]
@@ -130,7 +130,8 @@ async def _make(
                 folder.mkdir(parents=True, exist_ok=True)
                 # One by one, so that they do not depend on which prompts come together.
                 (states,) = stage.encode([prompts[stem]])
-                path = text_states.write(folder, prompts[stem], encoder, states)
+                path = folder / f"{stem}{TEXT.suffixes[0]}"
+                console.write_file(path, text_states.content(prompts[stem], encoder, states))
             return Ready(path, path.name, encoder)
 
         on_made = stack.enter_context(console.counting("text states", len(lacking), quiet=quiet))
@@ -142,8 +143,8 @@ async def _make(
                     ready.append(await asyncio.to_thread(write, folder, stem))
                     on_made()
                 if given.output is None:
-                    done = await add.store(listing, TEXT, ready)
-                    is_listed = done[0].in_manifest
+                    await add.store(listing, TEXT, ready)
+                    is_listed = ready[0].in_manifest
     return lacking, is_listed
 
 

@@ -26,12 +26,15 @@ CONTENT_TYPE = "application/octet-stream"
 #: The blob's metadata, which `list` shows.
 SHA256, CONTENT = "sha256", "content"
 
+#: What is told of a stored file.
+REPORTED = ("content", "bytes", "sha256", "change", "in_manifest")
+
 Progress = Callable[[int, int | None], None]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Ready:
-    """A checked file on this machine, ready to be stored under a name."""
+    """A checked file on this machine, ready to be stored under a name; and what was done then."""
 
     path: Path
     name: str
@@ -40,23 +43,13 @@ class Ready:
     """What else is known of it, for JSON."""
     beside: Mapping[str, bytes] = field(default_factory=dict)
     """Small files that belong to it, by their blobs' names."""
+    sha256: str = ""
+    change: str = ""
+    in_manifest: bool = False
 
     @property
     def bytes(self) -> int:
         return self.path.stat().st_size
-
-
-@dataclass(slots=True)
-class Stored:
-    """A file in the storage, and what was done to have it there."""
-
-    name: str
-    blob: str
-    content: str
-    bytes: int
-    sha256: str
-    change: str
-    in_manifest: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,17 +126,17 @@ async def store(
     *,
     replace: bool,
     dry_run: bool,
-) -> Stored:
+) -> None:
     """Uploads a file, which is seen once it is whole; SetupError if another has its name."""
     blob = f"{kind.folder}/{ready.name}"
-    sha256 = await asyncio.to_thread(files.sha256, ready.path)
+    sha256 = ready.sha256 = await asyncio.to_thread(files.sha256, ready.path)
     try:
         there = await storage.files.metadata(blob)
     except errors.MissingResourceError:  # in a dry run
         there = None
     is_other = there is not None and there.get(SHA256) != sha256
     if is_other and not replace and kind is kinds.TEXT:  # the same, as another machine computes it
-        is_other, sha256 = False, (there or {}).get(SHA256, sha256)
+        is_other, ready.sha256 = False, (there or {}).get(SHA256, sha256)
     if is_other and not replace:
         known = f" (SHA-256 {there[SHA256][:12]}...)" if there and SHA256 in there else ""
         other = (
@@ -153,14 +146,13 @@ async def store(
             " --name"
         )
         raise errors.SetupError(f"{blob} in {storage.url} exists and is {other}")
-    change = "stored" if there is None else "replaced" if is_other else "was there"
-    if change != "was there" and not dry_run:
+    ready.change = "stored" if there is None else "replaced" if is_other else "was there"
+    if ready.change != "was there" and not dry_run:
         if is_other:
             await delete(storage, blob)
         metadata = {SHA256: sha256, CONTENT: ready.content}
         if not await storage.files.upload(blob, ready.path, CONTENT_TYPE, metadata, on_progress):
             raise errors.TransientError(f"{blob} was stored by another command: try again")
-    return Stored(kind.stem(ready.name), blob, ready.content, ready.bytes, sha256, change)
 
 
 async def overwrite(storage: Storage, blob: str, data: bytes) -> None:

@@ -112,10 +112,6 @@ class Broker:
         self._checked_at = float("-inf")
         self._lock = asyncio.Lock()
 
-    async def start(self, _: web.Application) -> None:
-        """Makes the policy, so that a mistake in the settings ends the start."""
-        await self._check_policy()
-
     async def handle(self, request: web.Request) -> web.Response:
         """Answers with tokens, or 401 (invalid token), 403 (not one of ours) or 503 (try again)."""
         scheme, _, identity_token = request.headers.get("Authorization", "").partition(" ")
@@ -123,7 +119,7 @@ class Broker:
             machine, group = await self._identities.verify(
                 identity_token if scheme == "Bearer" else ""
             )
-            await self._check_policy()
+            await self.check_policy()
         except RefusedError as refusal:
             # A caller chooses parts of the reason: escaped, they cannot forge another line.
             log.warning("refused: %.300a", refusal.reason, action="refused")
@@ -137,7 +133,7 @@ class Broker:
         minted = self._minter.mint(own.role, life, self._policy, own.model_names, self._shards)
         return web.json_response(minted.record, headers={"Cache-Control": "no-store"})
 
-    async def _check_policy(self) -> None:
+    async def check_policy(self) -> None:
         """Finds or makes the policy; raises FleetError if there never was one."""
         async with self._lock:
             if time.monotonic() - self._checked_at < CHECK_SECONDS:
@@ -180,7 +176,8 @@ def application(broker: Broker) -> web.Application:
         return web.Response(text="live\n")
 
     app = web.Application()
-    app.on_startup.append(broker.start)
+    # So that a mistake in the settings ends the start.
+    app.on_startup.append(lambda _: broker.check_policy())
     app.router.add_get("/live", live)
     app.router.add_post("/{path:.*}", broker.handle)
     return app

@@ -16,8 +16,6 @@ from imagefleet.pricing import families, prices
 
 DEFAULT_GPU = "RTX 3060 Ti"
 
-_SECONDS_PER_HOUR = 3600
-
 Basis = Literal["measured", "given", "listed", "assumed", "estimated"]
 
 
@@ -80,7 +78,7 @@ class Part:
     @property
     def images_per_dollar_gpu_only(self) -> float:
         """Images per dollar after start-up."""
-        return self.images_per_second.value * _SECONDS_PER_HOUR / self.dollars_per_hour.value
+        return self.images_per_second.value * 3600 / self.dollars_per_hour.value
 
     def images_in(self, seconds: float) -> float:
         """The images that all replicas make in *seconds*."""
@@ -121,7 +119,7 @@ def make_plan(
 ) -> Plan:
     """The plan of a batch on *mix*, whose parts share the work by their speed."""
     missed = sum(part.images_in(part.start_up_seconds.value) for part in mix)
-    hours = (images + missed) / sum(part.images_in(_SECONDS_PER_HOUR) for part in mix)
+    hours = (images + missed) / sum(part.images_in(3600) for part in mix)
     gpu_dollars = hours * sum(part.replicas * part.dollars_per_hour.value for part in mix)
     storage_dollars = prices.storage_dollars(jobs, images, table)
     return Plan(
@@ -176,7 +174,7 @@ def _described(model: ModelSpeed) -> str:
 
 def mix_for(images: int, mix: Sequence[Part], deadline_hours: float) -> list[Part]:
     """The fewest replicas, in *mix*'s proportions, for the deadline; raises SetupError if none."""
-    seconds = deadline_hours * _SECONDS_PER_HOUR
+    seconds = deadline_hours * 3600
     made = sum(part.images_in(max(0.0, seconds - part.start_up_seconds.value)) for part in mix)
     if not made:
         raise errors.SetupError("no replica is ready within the deadline: start-up is longer")

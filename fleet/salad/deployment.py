@@ -113,12 +113,10 @@ class Deployment:
 
     async def groups(self) -> list[Group]:
         """The fleet's groups, of all revisions."""
-        found = [
-            (name, group)
-            for group in await self.client.groups()
-            if (name := salad_groups.parse_name(self.fleet, group.name))
-        ]
-        return [group for _, group in sorted(found, key=lambda each: each[0])]
+        found = await self.client.groups()
+        parse = salad_groups.parse_name
+        ours = {name: group for group in found if (name := parse(self.fleet, group.name))}
+        return [ours[name] for name in sorted(ours)]
 
     async def existing_groups(self) -> list[Group]:
         """The same as `groups`; raises SetupError if there are none."""

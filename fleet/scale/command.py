@@ -112,12 +112,11 @@ async def command(
         sample_seconds=running.sample_seconds,
         models=queue.model or [model.name for model in served] or None,
     )
-    if not running.dry_run:
-        most = console.counted(goal.max_replicas, "replica")
-        console.confirm(
-            f"Spend up to ${goal.max_dollars:,.2f} on {fleet_file.name}, at most {most}?",
-            yes=running.yes,
-        )
+    most = console.counted(goal.max_replicas, "replica")
+    console.confirm(
+        f"Spend up to ${goal.max_dollars:,.2f} on {fleet_file.name}, at most {most}?",
+        yes=running.yes or running.dry_run,
+    )
     logs.configure("auto")
     state = running.state or Path(f"{fleet_file.name}-scale.json")
     in_use = f"another `imagefleet scale` keeps the state {state}"

@@ -24,7 +24,8 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from pydantic import ValidationError
 
 import job_inputs
-from fleet import console, contact_sheet
+from fleet import console
+from fleet.gallery import images
 from fleet.keys import broker
 from fleet.monitor import prometheus
 from fleet.plan import estimate
@@ -192,9 +193,9 @@ def _image(data: bytes) -> None:
             (b"iTXt", b"parameters\0\1\0\0\0" + zlib.compress(data)),
         )[which]
         data = _png(chunk)
-    tile, caption = contact_sheet.read_tile(data)
-    assert max(tile.size) == contact_sheet.TILE_PIXELS
-    assert not redaction.CONTROLS.search(caption)
+    assert images.shrink(data)
+    with picture.opened(data) as image:
+        prompt.read_words(picture.parameters(image, 150_000))
 
 
 def _blob_metadata(data: bytes) -> None:
@@ -265,11 +266,10 @@ def _manifest(data: bytes) -> None:
 
 def _metrics_reply(data: bytes) -> None:
     try:
-        reply = prometheus._REPLY.validate_json(data)
+        reply = prometheus._Reply.model_validate_json(data)
     except ValidationError:  # its text is not shown
         raise errors.SetupError("not a reply of Prometheus") from None
-    results = reply.data.result if isinstance(reply, prometheus._Success) else ()
-    for series in filter(None, map(prometheus._series, results)):
+    for series in filter(None, map(prometheus._series, reply.data.result)):
         plot.time_plot({"x": series.points}, "images/s")
         plot.bars([plot.Bar(name, series.last, name) for name in series.labels], "x")
 

@@ -449,33 +449,6 @@ async def test_until_empty_waits_for_what_a_dead_worker_still_leases(
     assert pipeline.metrics.outcomes == {"completed": 1}
 
 
-async def test_the_engine_draws_on_while_images_are_uploaded(
-    storage: Storage,
-    run_pipeline: RunPipeline,
-    message: Callable[..., str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    drawn, enough, create = 0, asyncio.Event(), storage.blobs.create
-    loop = asyncio.get_running_loop()
-
-    def draw(request: contract.ImageRequest) -> contract.Pixels:
-        nonlocal drawn
-        drawn += 1
-        if drawn == 12:
-            loop.call_soon_threadsafe(enough.set)
-        return draw_noise(request)
-
-    async def slow(name: str, *arguments: Any, **options: Any) -> bool:
-        if name.startswith("default/"):
-            await enough.wait()
-        return await create(name, *arguments, **options)
-
-    monkeypatch.setattr(storage.blobs, "create", slow)
-    await storage.queue.send(message(id=f"j{number}") for number in range(40))
-    await run_pipeline(StandInEngine(capacity=4, draw=draw))
-    assert drawn == 40
-
-
 async def test_every_stage_of_a_job_is_counted(
     storage: Storage, run_pipeline: RunPipeline, message: Callable[..., str]
 ) -> None:
