@@ -22,9 +22,9 @@ from worker.engine import contract, load
 from worker.files import check, model
 from worker.files.kernels import archive
 from worker.inputs import img2img
-from worker.node import libraries, reference
+from worker.node import reference
 from worker.node.reference import CanaryImage, Reference
-from worker.settings import WorkerSettings
+from worker.settings import WorkerSettings, require_libraries
 
 if TYPE_CHECKING:
     from worker.engine.device import Precision  # loads torch
@@ -97,7 +97,7 @@ def test_image(model: Path, target: Path) -> dict[str, object]:
 
 def make_canary(model: Path) -> Report:
     """Draws a checkpoint's reference images into a file beside it; raises as `canary`."""
-    libraries.require()
+    require_libraries()
     check.check_path(model)
     found = canary(model)
     target = reference.beside(model)
@@ -207,7 +207,7 @@ def _useless(model: Path, error: errors.FleetError) -> errors.SetupError:
 
 def make_kernels(settings: WorkerSettings, output: Path, *, dry_run: bool) -> Report:
     """Compiles kernels as a worker does and packs them into one file; raises SetupError."""
-    libraries.require()
+    require_libraries()
     from worker.files.kernels import cache
 
     check.check(settings)

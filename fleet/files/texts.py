@@ -23,8 +23,7 @@ from imagefleet.storage.settings import SignerSettings
 from loadgen.sources import Source
 from worker.engine.pixel import text_states
 from worker.files import manifest
-from worker.node import libraries
-from worker.settings import WorkerSettings
+from worker.settings import WorkerSettings, require_libraries
 
 UPLOADS = 8
 
@@ -69,7 +68,7 @@ def encoded(
     is_shown: bool,
 ) -> States:
     """The states of the prompts of jobs, by a stage's encoder; raises SetupError if it cannot."""
-    libraries.require()
+    require_libraries()
     from worker.engine import device
     from worker.engine.pixel import text_stage
 

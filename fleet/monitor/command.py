@@ -24,7 +24,7 @@ from fleet.options import option
 from fleet.settings import ExporterSettings, MonitorSettings
 from imagefleet import aio, concurrency, errors
 from imagefleet.storage.protocol import QueueDepth
-from imagefleet.telemetry import logs, serving
+from imagefleet.telemetry import logs
 from worker.progress import duration
 
 
@@ -207,7 +207,7 @@ async def _without_worker(client: aio.Fleet, depth: QueueDepth) -> dict[str, int
             waiting[each.model] += each.messages
 
     async def is_served(model: str) -> bool:
-        return await client.run(serving.is_served(client.storage.blobs, model))
+        return await client.run(client.storage.models.is_served(model))
 
     served = await concurrency.gather(*(is_served(model) for model in waiting))
     found = zip(waiting.items(), served, strict=True)
