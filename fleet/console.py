@@ -24,7 +24,7 @@ from collections.abc import (
 )
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import typer
 from filelock import FileLock, Timeout
@@ -81,7 +81,6 @@ ENGINE_THREAD = "engine"
 #: Wider than any table, for output to a pipe or file.
 _UNLIMITED_WIDTH = 10_000
 
-Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
 
 #: What is said on the way must not end the work: the disk of a log may be full.
@@ -265,10 +264,13 @@ def write_file(path: Path, content: str | bytes, *, private: bool = False) -> No
     """Writes a file whole or not at all, *private* for its owner alone; or raises SetupError."""
     # Half of a surrogate pair, which JSON can hold, cannot be encoded.
     data = content.encode(errors="replace") if isinstance(content, str) else content
-    with files.whole(path) as draft:
-        if private:
-            draft.touch(mode=0o600)
-        draft.write_bytes(data)
+    try:
+        with files.whole(path) as draft:
+            if private:
+                draft.touch(mode=0o600)
+            draft.write_bytes(data)
+    except OSError as error:  # a full disk, which a scaler's ledger must outlive
+        raise errors.SetupError(f"cannot write {path}: {error.strerror or error}") from None
 
 
 def check_writable(path: Path | None) -> None:

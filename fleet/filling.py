@@ -7,9 +7,11 @@ import contextlib
 import signal
 import time
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import typer
 from rich import progress
 
 from fleet import console
@@ -23,9 +25,6 @@ from worker.progress import duration
 
 #: Seconds between two lines of progress where there is no terminal.
 SECONDS_BETWEEN_LINES = 5.0
-
-#: Queues that are named when jobs of many models were sent.
-_SHOWN_QUEUES = 5
 
 Reading = Callable[[str], contextlib.AbstractContextManager[None]]
 
@@ -50,10 +49,11 @@ def fill(
     reading: Reading | None = None,
     *,
     quiet: bool,
-    as_json: bool = False,
+    as_json: bool,
+    facts: Callable[[], Mapping[str, Any]] = dict,
     **terms: Any,
-) -> tuple[Summary, bool]:
-    """Sends the jobs; also returns whether all were sent before.
+) -> None:
+    """Sends the jobs and prints what was sent, with *facts* as JSON; typer.Exit if it was stopped.
 
     *reading* shows how the file is checked first, if it is; *terms* are those of `Load`.
     """
@@ -71,7 +71,16 @@ def fill(
             load.check()  # before the event loop begins: Ctrl-C can interrupt a long file
     is_live = console.stderr.is_terminal and not as_json
     with showing(load, source.count, is_live=is_live, quiet=quiet, as_json=as_json) as show:
-        return console.run(_send(storage, load, show)), load.is_done
+        summary = console.run(_send(storage, load, show))
+    told = facts()
+    if as_json:
+        console.print_json({**asdict(summary), **told})
+    elif not quiet:
+        _print_summary(summary, path, told)
+        if not (load.is_done or summary.sent or told.get("invalid")) and summary.finished:
+            console.print_note(f"no jobs in {file}: nothing was sent")
+    if not summary.finished:
+        raise typer.Exit(console.EXIT_INTERRUPTED)
 
 
 async def _send(storage: Storage, load: Load, show: Callable[[int], None]) -> Summary:
@@ -158,24 +167,25 @@ def showing(
         yield show
 
 
-def print_summary(summary: Summary, skipped: int, path: Path | None, mended: int) -> None:
+def _print_summary(summary: Summary, path: Path | None, told: Mapping[str, Any]) -> None:
     if summary.sent:
         second = summary.second_drawings
         also = f" and {console.counted(second, 'second drawing')}" if second else ""
+        named = ", ".join(f"{name} ({count:,})" for name, count in summary.queues.items())
         console.print_note(
-            f"{console.counted(summary.sent, 'job')}{also} sent to"
-            f" {_named(summary.queues)} in {summary.storage}, {summary.jobs_per_second:,.0f} jobs/s"
+            f"{console.counted(summary.sent, 'job')}{also} sent to {named} in {summary.storage},"
+            f" {summary.jobs_per_second:,.0f} jobs/s"
         )
     if summary.refusals:
         console.print_note(
             f"the storage asked to slow down {console.counted(summary.refusals, 'time')}"
         )
-    if mended:
+    if mended := told.get("mended"):
         console.print_note(
             f"{mended:,} of them had failed and stay on the list of failed jobs until they are"
             " completed; then `imagefleet discard --completed` takes them off"
         )
-    if skipped:
+    if skipped := told.get("invalid"):
         console.print_note(f"{console.counted(skipped, 'invalid job')} skipped")
     for campaign, jobs in summary.cancelled.items():
         again = "; --restart sends all its jobs again" if path else ""
@@ -185,15 +195,3 @@ def print_summary(summary: Summary, skipped: int, path: Path | None, mended: int
     if not summary.finished:
         resume = "; the same command resumes there" if path else ""
         console.print_note(f"stopped after {console.counted(summary.confirmed, 'job')}{resume}")
-
-
-def _named(queues: Mapping[str, int]) -> str:
-    """The queues that jobs were sent to, with how many each if there are several."""
-    if len(queues) == 1:
-        return next(iter(queues))
-    most = sorted(queues.items(), key=lambda each: -each[1])
-    shown = [f"{name} ({count:,})" for name, count in most[:_SHOWN_QUEUES]]
-    if len(most) > _SHOWN_QUEUES:
-        rest = sum(count for _, count in most[_SHOWN_QUEUES:])
-        shown.append(f"{len(most) - _SHOWN_QUEUES} more queues ({rest:,})")
-    return f"{', '.join(shown[:-1])} and {shown[-1]}"

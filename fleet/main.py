@@ -74,14 +74,6 @@ _ELSEWHERE = {
 #: Commands whose stderr is a log, which a program may read.
 _SERVICES = ("worker", "exporter", "broker", "webhooks")
 
-#: Types of options in typer's help and in that of the settings.
-_METAVARS = {
-    "path": "PATH",
-    "str": "TEXT",
-    "int( range)?": "INTEGER",
-    "float( range)?": "NUMBER",
-}
-
 #: The options that all commands on a storage share, in short: `StorageSettings` takes 0.1 s to
 #: import, and docs/settings.md has its own descriptions.
 STORAGE_OPTIONS = {
@@ -124,11 +116,9 @@ class Command(TyperCommand):
 
 
 def _as_of_a_setting(name: str, text: str) -> tuple[str, str]:
-    """A row of typer's help with types and bounds as people write them."""
+    """A row of typer's help with bounds as people write them."""
     # An argument's name is its metavar; an option's type follows its name.
     name = re.sub(r" <(.*)>", r" \1" if name.startswith("-") else "", name)
-    for theirs, ours in _METAVARS.items():
-        name = re.sub(rf" {theirs}$", f" {ours}", name)
     text = re.sub(r"([\d.]+)<=x<=([\d.]+)(?=[;\]])", r"\1 to \2", text)
     return name, re.sub(r"x>=([\d.]+)(?=[;\]])", r"at least \1", text)
 

@@ -97,14 +97,12 @@ class LoadedCampaigns:
                 continue
             try:
                 await self.records.sent(campaign, jobs, self.load_id)
-            except errors.SetupError as error:
-                self._is_refused = True
+            except (errors.SetupError, errors.TransientError) as error:
+                self._is_refused = isinstance(error, errors.SetupError)
                 self.notice(
                     "how many jobs are sent is not recorded, so `imagefleet status` does not"
                     f" know it: {error.message}"
                 )
-            except errors.TransientError as error:
-                self.notice(f"how many jobs are sent cannot be recorded now: {error.message}")
             else:
                 self._noted[campaign] = jobs
 

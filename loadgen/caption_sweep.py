@@ -18,15 +18,15 @@ from imagefleet.job.message import Job
 from imagefleet.records import sweep
 from imagefleet.records.sweep import Group, Sweep
 from imagefleet.signing import SigningKey
+from loadgen import file_source
 from loadgen.file_source import UnchangedFile, digest
-from loadgen.formats import files
 from loadgen.formats.json_array import CocoCaptions
 from loadgen.formats.lines import Entry, Format, FormatError
 from loadgen.sweep import slug
 
 FORMATS: Mapping[str, Format] = {
     "coco": CocoCaptions(),
-    **{name: files.FORMATS[name] for name in ("jsonl", "txt")},
+    **{name: file_source.FORMATS[name] for name in ("jsonl", "txt")},
 }
 
 #: The keys that may hold the caption of a JSON line; the first of them that is there.
@@ -58,7 +58,7 @@ class CaptionFile:
         one_per_image: bool = False,
     ) -> None:
         self.path = path
-        self._form = files.find(path, form, FORMATS)
+        self._form = file_source.find_format(path, form, FORMATS)
         self._is_coco = self._form is FORMATS["coco"]
         if one_per_image and not self._is_coco:
             raise errors.SetupError("--one-per-image is for COCO's annotations: --format coco")

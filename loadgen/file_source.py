@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import gzip
 import hashlib
 import io
 import itertools
@@ -10,10 +11,11 @@ import json
 import os
 import uuid
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from pathlib import Path
+from typing import cast
 
 from imagefleet import errors
 from imagefleet.job import sizes
@@ -27,8 +29,15 @@ from imagefleet.job.message import (
 )
 from imagefleet.signing import SIGNATURE_CHARACTERS, SigningKey
 from imagefleet.storage.deliveries import without_deliveries
-from loadgen.formats import files
-from loadgen.formats.lines import Entry, Format, FormatError
+from loadgen.formats.json_array import JsonArray
+from loadgen.formats.lines import Entry, Format, FormatError, JsonLines, PromptLines
+from loadgen.formats.tables import CsvRows, ParquetRows
+
+FORMATS: Mapping[str, Format] = {
+    each.name: each for each in (JsonLines(), JsonArray(), CsvRows(), PromptLines(), ParquetRows())
+}
+
+_GZIP_MAGIC = b"\x1f\x8b"
 
 #: 96 bits: a collision among a hundred million jobs has a chance of 10^-13.
 ID_BYTES = 12
@@ -40,10 +49,36 @@ OnInvalid = Callable[[str, str], None]
 #: Called with the place and the job of each entry.
 OnJob = Callable[[str, Job], None]
 
-#: Makes a message of an entry and a text from which an id is derived.
-_ReadEntry = Callable[[Entry, str], str]
-
 SIGNATURE_BYTES = len(f',"{SIGNATURE_FIELD}":""') + SIGNATURE_CHARACTERS
+
+
+def find_format(
+    path: Path,
+    name: str | None = None,
+    formats: Mapping[str, Format] = FORMATS,
+    other_suffixes: Iterable[str] = (),
+) -> Format:
+    """The format *name*, or else that of the file's name, without `.gz`; or raises SetupError."""
+    known = "|".join(formats)
+    if name is not None:
+        if name not in formats:
+            raise errors.SetupError(f"--format {name[:40]}: should be {known}")
+        return formats[name]
+    for form in formats.values():
+        if path.name.lower().removesuffix(".gz").endswith(form.suffixes):
+            return form
+    suffixes = sorted([*other_suffixes, *(each for f in formats.values() for each in f.suffixes)])
+    raise errors.SetupError(
+        f"{path}: the name must end in {', '.join(suffixes)} or one of these with .gz; or choose"
+        f" --format {known}"
+    )
+
+
+def decompressed(file: io.BufferedReader) -> io.BufferedReader:
+    """The content of a file that may be gzip, and damaged: EOFError, zlib.error or OSError."""
+    if file.peek(len(_GZIP_MAGIC)).startswith(_GZIP_MAGIC):
+        return cast("io.BufferedReader", gzip.GzipFile(fileobj=file))
+    return file
 
 
 def digest(data: bytes) -> str:
@@ -63,7 +98,7 @@ class UnchangedFile:
         """Its content, decompressed if its format can be; errors of reading it name it."""
         with _explained(str(self._path), self._form), self._path.open("rb") as file:
             self._check_version(file)
-            yield files.decompressed(file) if self._form.is_stream else file
+            yield decompressed(file) if self._form.is_stream else file
             self._check_version(file)
 
     def _check_version(self, file: io.BufferedReader) -> None:
@@ -111,8 +146,7 @@ class _EntrySource(abc.ABC):
         def note(place: str, reason: str) -> None:
             invalid.append(f"{place}: {reason}")
 
-        read = partial(self._checked, on_job=on_job)
-        for _ in self._read(start, self._on_invalid or note, read):
+        for _ in self._read(start, self._on_invalid or note, on_job or (lambda *_: None)):
             if len(invalid) == MAX_REPORTED:
                 break
         if invalid:
@@ -122,35 +156,15 @@ class _EntrySource(abc.ABC):
             )
 
     def bodies(self, start: int) -> Iterator[str | None]:
-        return self._read(start, self._on_invalid or _refuse, self._message)
+        return self._read(start, self._on_invalid or _refuse)
 
     def examples(self, most: int) -> Iterator[str]:
         return itertools.islice((body for body in self.bodies(0) if body is not None), most)
 
-    def _message(self, entry: Entry, id_text: str) -> str:
-        text = _without_failure(entry.text)
-        message = _to_message(text, self._job(text, id_text), self._key)
-        self.mended += text is not entry.text
-        return message
-
-    def _checked(self, entry: Entry, id_text: str, on_job: OnJob | None) -> str:
-        """Makes its message with spaces for a signature: to sign takes as long as to read."""
-        text = _without_failure(entry.text)
-        job = self._job(text, id_text)
-        body = _to_message(text, job, None)
-        if self._key is not None:
-            sizes.checked_messages([body + " " * SIGNATURE_BYTES])
-        if on_job is not None:
-            on_job(entry.place, job)
-        return body
-
-    def _job(self, text: str, id_text: str) -> Job:
-        job_id = digest(id_text.encode())
-        job = read_job(text, job_id)
-        return job if self._campaign is None else job.identified(job_id, self._campaign)
-
-    def _read(self, start: int, on_invalid: OnInvalid, read: _ReadEntry) -> Iterator[str | None]:
-        """The messages from position *start* on, as *read* makes them."""
+    def _read(
+        self, start: int, on_invalid: OnInvalid, on_job: OnJob | None = None
+    ) -> Iterator[str | None]:
+        """The messages from position *start* on; with *on_job* they are only checked."""
         with self._opened() as stream:
             end = None if self.count is None else max(0, self.count - start)
             entries = itertools.islice(self._form.entries(stream, start), end)
@@ -158,24 +172,33 @@ class _EntrySource(abc.ABC):
                 problem, body = entry.problem, None
                 try:
                     if entry.text:
-                        body = read(entry, f"{self.identity}:{number}")
+                        body = self._message(entry, f"{self.identity}:{number}", on_job)
                 except errors.JobError as error:
                     problem = error.message
                 if problem:
                     on_invalid(entry.place, problem)
                 yield body
 
+    def _message(self, entry: Entry, id_text: str, on_job: OnJob | None) -> str:
+        text = _without_failure(entry.text)
+        job_id = digest(id_text.encode())
+        job = read_job(text, job_id)
+        if self._campaign is not None:
+            job = job.identified(job_id, self._campaign)
+        # Only checked, it has spaces for a signature: to sign takes as long as to read.
+        key, room = (None, SIGNATURE_BYTES) if on_job and self._key else (self._key, 0)
+        # Without a key, a job that somebody has signed stays as it was signed.
+        is_theirs = self._key is None and is_signed(text)
+        body = without_deliveries(text) if is_theirs else job.to_message(key)
+        sizes.checked_messages([body + " " * room])
+        if on_job is not None:
+            on_job(entry.place, job)
+        self.mended += text is not entry.text
+        return body
+
     @abc.abstractmethod
     def _opened(self) -> AbstractContextManager[io.BufferedReader]:
         """The content, decompressed."""
-
-
-def _to_message(text: str, job: Job, key: SigningKey | None) -> str:
-    # Without a key, a job that somebody has signed stays as it was signed.
-    is_theirs = key is None and is_signed(text)
-    body = without_deliveries(text) if is_theirs else job.to_message(key)
-    sizes.checked_messages([body])
-    return body
 
 
 class FileSource(_EntrySource):
@@ -186,7 +209,7 @@ class FileSource(_EntrySource):
     def __init__(
         self,
         path: Path,
-        form: Format = files.FORMATS["jsonl"],
+        form: Format = FORMATS["jsonl"],
         *,
         count: int | None = None,
         on_invalid: OnInvalid | None = None,
@@ -223,7 +246,7 @@ class StreamSource(_EntrySource):
     def __init__(
         self,
         stream: io.BufferedReader,
-        form: Format = files.FORMATS["jsonl"],
+        form: Format = FORMATS["jsonl"],
         *,
         count: int | None = None,
         on_invalid: OnInvalid | None = None,
@@ -242,7 +265,7 @@ class StreamSource(_EntrySource):
     @contextmanager
     def _opened(self) -> Iterator[io.BufferedReader]:
         with _explained(self._name, self._form):
-            yield files.decompressed(self._stream)
+            yield decompressed(self._stream)
 
 
 def _without_failure(text: str) -> str:

@@ -87,21 +87,18 @@ def resume(path: Path, new: Checkpoint) -> Checkpoint:
     found = Checkpoint.read(path)
     if found is None:
         return new
-    if found.storage != new.storage:
-        difference = f"a load into another storage ({found.storage})"
-    elif found.queue != new.queue:
-        difference = f"a load into another queue ({found.queue})"
-    elif found.source != new.source:
-        difference = (
-            "another load: the file has changed since, or the seed or campaign is different"
-        )
-    else:
-        random = {"sample_key": found.sample_key or new.sample_key, "id": found.id or new.id}
-        return found.model_copy(update=random)
-    raise errors.SetupError(
-        f"{path} is the checkpoint of {difference}, {found.confirmed:,} jobs sent; --restart"
-        " discards it and begins with the first job, --state FILE keeps both"
-    )
+    for field, difference in {
+        "storage": f"a load into another storage ({found.storage})",
+        "queue": f"a load into another queue ({found.queue})",
+        "source": "another load: the file has changed since, or the seed or campaign is different",
+    }.items():
+        if getattr(found, field) != getattr(new, field):
+            raise errors.SetupError(
+                f"{path} is the checkpoint of {difference}, {found.confirmed:,} jobs sent;"
+                " --restart discards it and begins with the first job, --state FILE keeps both"
+            )
+    random = {"sample_key": found.sample_key or new.sample_key, "id": found.id or new.id}
+    return found.model_copy(update=random)
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,7 +225,7 @@ class Load:
         return Summary(
             storage=self._storage.url,
             queue=self._queue.name,
-            queues=dict(self._to.sent_to),
+            queues=dict(self._to.sent_to.most_common()),
             sent=progress.sent,
             confirmed=progress.confirmed,
             total=self._source.count,

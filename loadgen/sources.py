@@ -10,14 +10,13 @@ from typing import cast
 from imagefleet import errors
 from imagefleet.signing import SigningKey
 from loadgen import template
-from loadgen.file_source import FileSource, OnInvalid, StreamSource
-from loadgen.formats import files
+from loadgen.file_source import FORMATS, FileSource, OnInvalid, StreamSource, find_format
 from loadgen.template_source import TemplateSource
 
 #: Messages by position, None for a position without one; the same identity means the same messages.
 Source = TemplateSource | FileSource | StreamSource
 
-_STREAMED = {name: form for name, form in files.FORMATS.items() if form.is_stream}
+_STREAMED = {name: form for name, form in FORMATS.items() if form.is_stream}
 
 
 def open_source(
@@ -45,11 +44,11 @@ def open_source(
     if name == "-":
         return StreamSource(
             cast("io.BufferedReader", sys.stdin.buffer),
-            files.find(path, form or "jsonl", _STREAMED),
+            find_format(path, form or "jsonl", _STREAMED),
             count=count,
             on_invalid=on_invalid,
             key=key,
             campaign=campaign,
         )
-    found = files.find(path, form, other_suffixes=template.SUFFIXES)
+    found = find_format(path, form, other_suffixes=template.SUFFIXES)
     return FileSource(path, found, count=count, on_invalid=on_invalid, key=key, campaign=campaign)

@@ -155,11 +155,9 @@ class TemplateSource:
 
     def _draws(self, index: int) -> list[Draw]:
         """The words of job *index*: those of its round, and its own of each list in `every`."""
-        draws = self._patterns.draw(self._seed, index // self.combinations)
-        for name, value in self._chosen(index).items():
-            if name in self._every:
-                draws = self._patterns.with_word(draws, self._every[name].slot, value)
-        return draws
+        chosen = self._chosen(index)
+        words = {each.slot: chosen[name] for name, each in self._every.items()}
+        return self._patterns.draw(self._seed, index // self.combinations, words)
 
     def _swept(self, index: int) -> tuple[dict[str, object], str]:
         """The fields of job *index* that are its own, and how its id says what differs."""

@@ -102,10 +102,11 @@ def make_requests(
     states = folder / "states"
     states.mkdir(exist_ok=True)
     encoder = text_stage.encoder_name(folder)
-    paths = [
-        text_states.write(states, f"prompt {number}", encoder, make_states(number, width))
-        for number in range(count + 1)
-    ]
+    paths = []
+    for number in range(count + 1):
+        prompt = f"prompt {number}"
+        paths.append(states / f"{text_states.stem(prompt, encoder)}.safetensors")
+        paths[-1].write_bytes(text_states.content(prompt, encoder, make_states(number, width)))
     side, _ = engine.default_size
     return [
         contract.ImageRequest(

@@ -37,7 +37,7 @@ TORCH_NEEDS = ("filelock", "fsspec", "jinja2", "networkx", "sympy", "typing-exte
 CUDA_PARTS = "cublas,cudart,cufft,cufile,cupti,curand,cusolver,cusparse,nvjitlink,nvrtc,nvtx"
 
 #: Of the extra `upscalers`, less torchvision: spandrel is imported without it
-#: (`worker.engine.passes.upscaler`).
+#: (`worker.engine.passes.upscaling`).
 UPSCALERS = ("spandrel", "einops")
 
 #: What builds the project's wheel, and what writes the SBOM; neither is in an image.

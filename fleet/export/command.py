@@ -74,7 +74,7 @@ def command(
 async def _measure(settings: StorageSettings, wanted: Plan) -> Plan:
     """The plan with its numbers, without writing anything."""
     async with console.connected(settings) as fleet:
-        await _check_images(fleet.storage, wanted)
+        await target.check_campaign(fleet.storage, wanted.campaign)
         with contextlib.closing(Work("")) as work:
             plan = await _plan(fleet.storage, work, wanted)
         return plan.model_copy(update={"storage": absolute_url(fleet.storage)})

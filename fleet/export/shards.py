@@ -10,7 +10,7 @@ import asyncio
 import itertools
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -64,11 +64,14 @@ class Exporter:
         draft = self.folder / WORK / f"{number:05}"
         shutil.rmtree(draft, ignore_errors=True)
         draft.mkdir(parents=True)
+        # As img2dataset makes them.
+        digits = max(4, len(str(self.plan.shard_size - 1)))
+        keys = (f"{number:05}{place:0{digits}}" for place in itertools.count())
         form = _FORMATS[self.plan.format]
         written = form(draft, number, self.plan.shard_count, self.blobs.address)
         try:
             fetched: Sequence[Sample] = []
-            keyed = self._keyed(number)
+            keyed = zip(keys, self.work.records(number, self.plan.shard_size), strict=False)
             while batch := list(itertools.islice(keyed, _BATCH)):
                 # The next images are read while these are written.
                 fetched, _ = await concurrency.gather(
@@ -92,12 +95,6 @@ class Exporter:
             return Sample(key, record, None if fault else data, fault)
 
         return list(await concurrency.gather(*(read(*each) for each in batch)))
-
-    def _keyed(self, number: int) -> Iterator[tuple[str, Record]]:
-        """The records with keys as img2dataset makes them."""
-        digits = max(4, len(str(self.plan.shard_size - 1)))
-        for place, record in enumerate(self.work.records(number, self.plan.shard_size)):
-            yield f"{number:05}{place:0{digits}}", record
 
     def _complete(self, written: ShardFiles) -> Shard:
         """Compares what was written, and has it on the disk."""

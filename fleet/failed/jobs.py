@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from rich.console import Console
-from rich.table import Column, Table
+from rich.table import Column
 
 from fleet import console
 from imagefleet import concurrency, errors
@@ -147,23 +147,16 @@ async def exported(entry: Entry, blobs: BlobStore) -> dict[str, Any]:
 def sources_of(path: Path) -> frozenset[str]:
     """The failures of the jobs in a file of `failed --export`; raises SetupError without any."""
     try:
-        with path.open("rb") as lines:
-            sources = frozenset(source for source in map(_source, lines) if source is not None)
+        with path.open(encoding="utf-8", errors="replace") as lines:
+            failures = [fields_if_any(line).get(FAILURE_FIELD) for line in lines]
     except OSError as error:
         raise errors.SetupError(f"cannot read {path}: {error.strerror or error}") from None
-    if not sources:
+    sources = {each.get("source") for each in failures if isinstance(each, dict)}
+    if not (found := frozenset(source for source in sources if isinstance(source, str))):
         raise errors.SetupError(
             f"{path} has no failed jobs: give a file that `imagefleet failed --export` has written"
         )
-    return sources
-
-
-def _source(line: bytes) -> str | None:
-    try:
-        source = json.loads(line)[FAILURE_FIELD]["source"]
-    except (ValueError, RecursionError, LookupError, TypeError):
-        return None
-    return source if isinstance(source, str) else None
+    return found
 
 
 def report(verb: Verb, swept: Swept, *, as_json: bool) -> None:
@@ -229,11 +222,9 @@ def print_jobs(records: list[dict[str, Any]], *, as_json: bool) -> None:
         console.print_json({"jobs": records})
         return
     for record in records:
-        table = Table(Column(no_wrap=True), Column(overflow="fold"), show_header=False, box=None)
         for name, value in record.items():
             shown = value if isinstance(value, str) else console.json_text(value).rstrip()
-            table.add_row(f"[bold]{name}[/bold]", console.untrusted(shown))
-        console.print_tables(table)
+            console.print_plain(f"{name}: {shown}")
 
 
 def print_listing(

@@ -6,7 +6,6 @@ import asyncio
 import sqlite3
 import time
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import numpy as np
 from cachetools import LRUCache
@@ -37,16 +36,13 @@ _READ_SECONDS = 0.5
 _SELECT_SHARE = 0.2
 
 
-class Pace(NamedTuple):
-    """Seconds between two reads of a campaign's new records, and two counts of its jobs."""
+#: Seconds between two polls: each is billed on Azure, a listing and a read for each part of a shard
+#: that is new.
+LOCAL_POLL_SECONDS = 0.9
+REMOTE_POLL_SECONDS = 5.0
 
-    poll_seconds: float
-    count_seconds: float
-
-
-#: Each poll is billed on Azure: a listing, and a read for each part of a shard that is new.
-LOCAL_PACE = Pace(0.9, 5)
-REMOTE_PACE = Pace(5, 60)
+#: The sent jobs are counted once in so many polls.
+_POLLS_PER_COUNT = 12
 
 
 @dataclass(slots=True)
@@ -64,7 +60,7 @@ class View:
 class Campaign:
     """The index of one campaign, kept up to date by `refresh`."""
 
-    def __init__(self, storage: Storage, name: str, pace: Pace) -> None:
+    def __init__(self, storage: Storage, name: str, poll_seconds: float) -> None:
         self.index = Index()
         self.sent: int | None = None
         """Jobs, as far as a filler has noted it."""
@@ -75,7 +71,7 @@ class Campaign:
         self.damaged = Damaged()
         self._storage = storage
         self._name = name
-        self._pace = pace
+        self._poll_seconds = poll_seconds
         self._follower = reader.Follower(
             *(storage, name, None, self.damaged), most=_RECORDS_AT_ONCE, part_bytes=_PART_BYTES
         )
@@ -116,14 +112,14 @@ class Campaign:
                 is_next = not self.is_complete and time.monotonic() < until
             if time.monotonic() >= self._count_at:
                 self.sent = await reader.sent(self._storage, self._name)
-                self._count_at = time.monotonic() + self._pace.count_seconds
+                self._count_at = time.monotonic() + _POLLS_PER_COUNT * self._poll_seconds
             self.problem = ""
         except errors.FleetError as error:
             self.problem = error.message
         except sqlite3.Error as error:
             self.problem = f"The index of the gallery cannot be written: {error}"
         is_behind = not (self.is_complete or self.problem)
-        self._poll_at = time.monotonic() + (0.0 if is_behind else self._pace.poll_seconds)
+        self._poll_at = time.monotonic() + (0.0 if is_behind else self._poll_seconds)
 
     async def _has_started(self) -> bool:
         """Where there are many records, the newest are added before the others are read."""

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from aiohttp import web
+from aiohttp.typedefs import Handler
 from pydantic import BaseModel, Field, ValidationError
 
 from fleet import console
@@ -26,12 +27,6 @@ from imagefleet.storage.settings import Resource, StorageSettings
 
 _PAGE = Path(__file__).parent / "page"
 
-#: Rows in one answer.
-_MOST_ROWS = 500
-
-#: A request's body.
-_MOST_BYTES = 10_000
-
 #: A thumbnail's address names the index; a picture may be replaced by `imagefleet redo`.
 _FOREVER = "private, max-age=31536000, immutable"
 _A_WHILE = "private, max-age=300"
@@ -49,7 +44,7 @@ class _Place(BaseModel):
     """The rows that are asked for: some of a list, or one by its number."""
 
     start: _Number = Field(default=0, alias="from")
-    count: _Number = 0
+    count: Annotated[int, Field(ge=0, le=500)] = 0
     seq: _Number = 0
 
 
@@ -72,9 +67,7 @@ class Gallery:
         self._replaying = asyncio.Lock()
 
     def application(self) -> web.Application:
-        app = web.Application(
-            middlewares=[_errors_as_json, self._guard.check], client_max_size=_MOST_BYTES
-        )
+        app = web.Application(middlewares=[_errors_as_json, self._guard.check])
         app.on_response_prepare.append(guard.add_headers)
         app.on_cleanup.append(self._close)
         app.add_routes(
@@ -145,8 +138,7 @@ class Gallery:
     async def _rows(self, request: web.Request) -> web.Response:
         shown, view = await self._chosen(request, is_new=False)
         place = _Place.model_validate(dict(request.query))
-        end = place.start + min(place.count, _MOST_ROWS)
-        seqs = view.seqs[place.start : end].tolist()
+        seqs = view.seqs[place.start : place.start + place.count].tolist()
         found = await asyncio.to_thread(shown.index.records, seqs)
         rows = [
             [
@@ -207,8 +199,8 @@ class Gallery:
             raise web.HTTPNotFound(text="there is no such campaign\n")
         if name not in self._open:
             is_local = self._settings.storage.strip().startswith(LOCAL_SCHEME)
-            pace = campaign.LOCAL_PACE if is_local else campaign.REMOTE_PACE
-            self._open[name] = Campaign(self._storage, name, pace)
+            seconds = campaign.LOCAL_POLL_SECONDS if is_local else campaign.REMOTE_POLL_SECONDS
+            self._open[name] = Campaign(self._storage, name, seconds)
         return self._open[name]
 
     async def _chosen(self, request: web.Request, *, is_new: bool = True) -> tuple[Campaign, View]:
@@ -244,7 +236,7 @@ async def _refusal(settings: StorageSettings, host: str) -> str:
 
 
 @web.middleware
-async def _errors_as_json(request: web.Request, handler: guard.Handler) -> web.StreamResponse:
+async def _errors_as_json(request: web.Request, handler: Handler) -> web.StreamResponse:
     try:
         return await handler(request)
     except ValidationError as error:

@@ -71,7 +71,7 @@ class Identities:
         self._fleets = settings.salad_fleets.split(",") if settings.salad_fleets else []
         self._keys = jwt.PyJWKClient(keys_url or KEYS_URL, timeout=10)
 
-    async def verify(self, identity_token: str) -> tuple[str, str | None]:
+    async def verify(self, identity_token: str) -> tuple[str, str]:
         """The machine that asks, and the group that runs there; raises RefusedError."""
         try:
             key = await asyncio.to_thread(self._keys.get_signing_key_from_jwt, identity_token)
@@ -90,15 +90,11 @@ class Identities:
         is_id = _ID.fullmatch(self._organization)
         if claims.get("aud" if is_id else "salad_organization_name") != self._organization:
             raise RefusedError(403, "the identity token is for another organization")
-        group = next((claims[name] for name in _GROUP_NAME_CLAIMS if name in claims), None)
-        if self._fleets and not self._is_ours(group):
+        group = next((str(claims[name]) for name in _GROUP_NAME_CLAIMS if name in claims), "")
+        is_ours = (fleet == group or groups.parse_name(fleet, group) for fleet in self._fleets)
+        if self._fleets and not any(is_ours):
             raise RefusedError(403, f"no tokens for the container group {group!r}")
-        return str(claims["sub"]), group if isinstance(group, str) else None
-
-    def _is_ours(self, group: object) -> bool:
-        return isinstance(group, str) and (
-            group in self._fleets or any(groups.parse_name(each, group) for each in self._fleets)
-        )
+        return str(claims["sub"]), group
 
 
 class Broker:
@@ -116,10 +112,6 @@ class Broker:
         self._checked_at = float("-inf")
         self._lock = asyncio.Lock()
 
-    async def start(self, _: web.Application) -> None:
-        """Makes the policy, so that a mistake in the settings ends the start."""
-        await self._check_policy()
-
     async def handle(self, request: web.Request) -> web.Response:
         """Answers with tokens, or 401 (invalid token), 403 (not one of ours) or 503 (try again)."""
         scheme, _, identity_token = request.headers.get("Authorization", "").partition(" ")
@@ -127,7 +119,7 @@ class Broker:
             machine, group = await self._identities.verify(
                 identity_token if scheme == "Bearer" else ""
             )
-            await self._check_policy()
+            await self.check_policy()
         except RefusedError as refusal:
             # A caller chooses parts of the reason: escaped, they cannot forge another line.
             log.warning("refused: %.300a", refusal.reason, action="refused")
@@ -141,7 +133,7 @@ class Broker:
         minted = self._minter.mint(own.role, life, self._policy, own.model_names, self._shards)
         return web.json_response(minted.record, headers={"Cache-Control": "no-store"})
 
-    async def _check_policy(self) -> None:
+    async def check_policy(self) -> None:
         """Finds or makes the policy; raises FleetError if there never was one."""
         async with self._lock:
             if time.monotonic() - self._checked_at < CHECK_SECONDS:
@@ -184,7 +176,8 @@ def application(broker: Broker) -> web.Application:
         return web.Response(text="live\n")
 
     app = web.Application()
-    app.on_startup.append(broker.start)
+    # So that a mistake in the settings ends the start.
+    app.on_startup.append(lambda _: broker.check_policy())
     app.router.add_get("/live", live)
     app.router.add_post("/{path:.*}", broker.handle)
     return app

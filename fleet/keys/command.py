@@ -28,14 +28,9 @@ from imagefleet.storage.settings import StorageSettings
 #: A run of a day or two, and a weekend on top; less with rotation.
 DEFAULT_HOURS = 72.0
 
-MAX_HOURS = 365 * 24.0
-
 #: The role whose keys are no tokens: a pair that signs and checks jobs.
 SIGNING = "signing"
 DEFAULT_SIGNING_KEY = Path("signing-key.pem")
-
-#: A leaked token is worth stealing for this long.
-WARNED_AFTER_HOURS = 7 * 24.0
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -75,7 +70,7 @@ async def mint_command(
     ),
     scope: Scope,
     token_hours: float = option(
-        "Lifetime of the tokens.", DEFAULT_HOURS, min=0.05, max=MAX_HOURS, metavar="HOURS"
+        "Lifetime of the tokens.", DEFAULT_HOURS, min=0.05, max=365 * 24, metavar="HOURS"
     ),
     policy: str | None = option(
         "Tie them to a stored policy, so that `imagefleet keys revoke NAME` ends them"
@@ -128,7 +123,7 @@ async def mint_command(
     console.print_tables(table, to=console.stderr)
     revoke = f", or until `imagefleet keys revoke {policy}`" if policy else ""
     console.print_note(f"valid until {minted.expires_at:%Y-%m-%d %H:%M} UTC{revoke}")
-    if policy is None and token_hours > WARNED_AFTER_HOURS:
+    if policy is None and token_hours > 7 * 24:  # worth stealing
         days = f"{token_hours / 24:.0f} days"
         console.print_warning(f"tokens for {days} cannot be revoked without --policy")
 

@@ -93,19 +93,18 @@ class Minted:
     @property
     def fields(self) -> dict[str, Any]:
         """All tokens, as `sas.Tokens` reads them."""
-
-        def of_queues(model: str | None) -> dict[str, Any]:
-            shards: list[dict[str, Any]] = []
-            for place, token in self.by_place.items():
-                if place.model == model:
-                    shards += [{} for _ in range(len(shards), place.shard + 1)]
-                    shards[place.shard][place.resource] = token
-            return {**shards[0], "shards": shards[1:]} if shards[1:] else shards[0]
-
-        models = dict.fromkeys(place.model for place in self.by_place if place.model)
-        return of_queues(None) | (
-            {"models": {model: of_queues(model) for model in models}} if models else {}
-        )
+        fields: dict[str, Any] = {}
+        for place, token in self.by_place.items():
+            queues = fields
+            if place.model is not None:
+                queues = fields.setdefault("models", {}).setdefault(place.model, {})
+            if place.shard:
+                shards = queues.setdefault("shards", [])
+                if len(shards) < place.shard:
+                    shards.append({})
+                queues = shards[place.shard - 1]
+            queues[place.resource] = token
+        return fields
 
 
 class Minter:
@@ -218,8 +217,12 @@ async def store_policy(
             for model in models:
                 await storage.models.make(model)
     for place in optional:
-        if place.model is None or place.shard:
-            await _create_queue(settings, place)
+        async with place.client(settings) as client:
+            with (
+                azure_errors.translated(f"the queue {client.queue_name!r}"),
+                azure_errors.tolerated({"QueueAlreadyExists"}),
+            ):
+                await client.create_queue()
         await store(place)
 
 
@@ -262,16 +265,6 @@ async def remove_policy(settings: StorageSettings, name: str) -> list[str]:
     return removed
 
 
-async def _create_queue(settings: StorageSettings, place: Place) -> None:
-    """Creates it if it does not exist."""
-    async with place.client(settings) as client:
-        with (
-            azure_errors.translated(f"the queue {client.queue_name!r}"),
-            azure_errors.tolerated({"QueueAlreadyExists"}),
-        ):
-            await client.create_queue()
-
-
 def _address_without_key(queue: QueueClient, container: ContainerClient, https: bool) -> str:
     blob_url, queue_url = (
         client.url.partition("?")[0].rpartition("/")[0] for client in (container, queue)
@@ -289,31 +282,26 @@ async def _stored(
 ) -> AsyncIterator[dict[str, Any]]:
     """The stored policies of a queue or container; what is changed of them is stored."""
     what = f"the stored policies of {place.name(settings)!r}"
+    policies: dict[str, Any] = {}
+    public_access = None
     async with place.client(settings) as client:
-        policies: dict[str, Any] = {}
         with (
             azure_errors.translated(what),
             azure_errors.tolerated(azure_errors.MISSING if may_be_missing else ()),
         ):
-            policies |= await _read_policies(client)
+            if is_container(place.resource):
+                found = await client.get_container_access_policy()
+                public_access = found["public_access"]
+                policies |= {each.id: each.access_policy for each in found["signed_identifiers"]}
+            else:
+                policies |= await client.get_queue_access_policy()
         before = set(policies)
         yield policies
-        if set(policies) != before:
-            with azure_errors.translated(what):
-                await _write_policies(client, policies)
-
-
-async def _read_policies(client: QueueClient | ContainerClient) -> dict[str, Any]:
-    if isinstance(client, QueueClient):
-        return dict(await client.get_queue_access_policy())
-    found = await client.get_container_access_policy()
-    return {each.id: each.access_policy for each in found["signed_identifiers"]}
-
-
-async def _write_policies(client: QueueClient | ContainerClient, policies: dict[str, Any]) -> None:
-    if isinstance(client, QueueClient):
-        await client.set_queue_access_policy(signed_identifiers=policies)
-        return
-    # The call replaces all of it: public access would end if it were not repeated.
-    found = await client.get_container_access_policy()
-    await client.set_container_access_policy(policies, public_access=found["public_access"])
+        if set(policies) == before:
+            return
+        with azure_errors.translated(what):
+            if is_container(place.resource):
+                # The call replaces all of it: public access would end if it were not repeated.
+                await client.set_container_access_policy(policies, public_access=public_access)
+            else:
+                await client.set_queue_access_policy(signed_identifiers=policies)

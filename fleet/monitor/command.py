@@ -14,9 +14,7 @@ from rich.text import Text
 
 from fleet import console, options
 from fleet.campaigns import target
-from fleet.campaigns.table import Campaigns, Listing
-from fleet.campaigns.table import notes as campaign_notes
-from fleet.campaigns.table import table as campaigns_table
+from fleet.campaigns.table import Campaigns
 from fleet.monitor import prometheus, rates, service
 from fleet.monitor import watch as watching
 from fleet.monitor.queue_flow import Exporter
@@ -44,7 +42,7 @@ class QueueStatus(BaseModel, frozen=True):
     shards: int = 1
 
 
-class FleetStatus(BaseModel, frozen=True):
+class FleetStatus(BaseModel, frozen=True, arbitrary_types_allowed=True):
     """The job queues, their poison queue and the campaigns; *fleet* only with a Prometheus.
 
     *queue* is the sum of *queues*, which are in the order in which workers take jobs.
@@ -57,14 +55,14 @@ class FleetStatus(BaseModel, frozen=True):
     fleet: rates.FleetRates | None = None
     queues: Sequence[QueueStatus] = ()
     without_worker: Mapping[str, int] = {}
-    campaigns: Listing = Field(default=Listing((), 0), exclude=True)
+    campaigns: Campaigns | None = Field(default=None, exclude=True)
 
     def as_record(self) -> dict[str, Any]:
         waiting = self.without_worker.items()
         return self.model_dump() | {
             "without_worker": [{"model": model, "messages": count} for model, count in waiting],
-            "campaigns": self.campaigns.records(),
-            "damaged_files": self.campaigns.damaged_files,
+            "campaigns": self.campaigns.records() if self.campaigns else [],
+            "damaged_files": self.campaigns.damaged_files if self.campaigns else 0,
         }
 
 
@@ -187,6 +185,8 @@ async def read_status(
 ) -> FleetStatus:
     """Reads the depth of the queues, the *campaigns* and, with a *server*, the fleet's rates."""
     depth, storage = await client.depth(), client.storage
+    if campaigns:
+        await campaigns.refresh()
     queue = _queue_status(storage.queue.name, depth.queue)
     return FleetStatus(
         storage=storage.url,
@@ -195,7 +195,7 @@ async def read_status(
         fleet=await rates.fleet_rates(server) if server else None,
         queues=[_queue_status(name, each) for name, each in depth.queue.by_queue.items()],
         without_worker=await _without_worker(client, depth.queue),
-        campaigns=await campaigns.read() if campaigns else Listing((), 0),
+        campaigns=campaigns,
     )
 
 
@@ -206,12 +206,10 @@ async def _without_worker(client: aio.Fleet, depth: QueueDepth) -> dict[str, int
         if each.model is not None and each.messages:
             waiting[each.model] += each.messages
 
-    async def is_served(model: str) -> bool:
-        return await client.run(client.storage.models.is_served(model))
-
-    served = await concurrency.gather(*(is_served(model) for model in waiting))
-    found = zip(waiting.items(), served, strict=True)
-    return {model: messages for (model, messages), is_one in found if not is_one}
+    models = client.storage.models
+    asked = (client.run(models.is_served(model)) for model in waiting)
+    served = zip(waiting, await concurrency.gather(*asked), strict=True)
+    return {model: waiting[model] for model, is_served in served if not is_served}
 
 
 def _queue_status(name: str, depth: QueueDepth) -> QueueStatus:
@@ -253,9 +251,11 @@ def _status_screen(status: FleetStatus, count: int = 20) -> Group:
             "GPU idle": console.percent(fleet.gpu_idle_fraction),
         }
         parts += [console.totals(rows), *_notes(fleet.left_out)]
-    if status.campaigns.rows:
-        parts += [Text(), campaigns_table(status.campaigns, count)]
-    return Group(*parts, *_notes(*campaign_notes(status.campaigns, count, status.queue.messages)))
+    if (campaigns := status.campaigns) is None:
+        return Group(*parts)
+    if campaigns.rows:
+        parts += [Text(), campaigns.table(count)]
+    return Group(*parts, *_notes(*campaigns.notes(count, status.queue.messages)))
 
 
 def _notes(*sentences: str | None) -> list[Text]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
 from collections.abc import Iterator
 
@@ -16,10 +15,10 @@ from fleet.settings import ExporterSettings
 from imagefleet import concurrency, errors
 from imagefleet.storage.open import Storage
 from imagefleet.storage.protocol import JobQueue
-from imagefleet.telemetry import metrics
+from imagefleet.telemetry import logs, metrics
 from imagefleet.telemetry.metrics import QueueFlow, QueueGauges
 
-log = logging.getLogger(__name__)
+log = logs.EventLog(__name__)
 
 _GAUGES = {
     "imagefleet_exporter_arrivals_per_second": (
@@ -90,7 +89,7 @@ class Exporter(Collector):
                 await self.sample()
             except errors.TransientError as error:
                 self._failed_samples.inc()
-                log.warning("trying again: %s", error, extra={"action": "look_failed"})
+                log.warning("trying again: %s", error, action="look_failed")
             await asyncio.sleep(self._settings.sample_seconds)
 
     async def sample(self) -> None:

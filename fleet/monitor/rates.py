@@ -5,7 +5,6 @@ The queries use the workers' own series: they need no recording rules.
 
 from __future__ import annotations
 
-import logging
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from datetime import UTC, datetime
@@ -15,8 +14,9 @@ from pydantic import BaseModel
 
 from fleet.monitor.prometheus import Prometheus, Series
 from imagefleet import concurrency, errors
+from imagefleet.telemetry import logs
 
-log = logging.getLogger(__name__)
+log = logs.EventLog(__name__)
 
 #: Long enough for several pushes or scrapes, short enough to show a change.
 WINDOW = "2m"
@@ -141,7 +141,7 @@ class Watch:
         found = await self.ask(fleet_rates)
         if found is not None:
             if found.left_out and found.left_out != self._left_out:
-                log.warning("%s", found.left_out, extra={"action": "workers_left_out"})
+                log.warning("%s", found.left_out, action="workers_left_out")
             self._left_out = found.left_out
         return found
 
@@ -150,7 +150,7 @@ class Watch:
         try:
             return await query(self._server) if self._server else None
         except errors.FleetError as error:
-            log.warning("without the metrics: %s", error, extra={"action": "metrics_unknown"})
+            log.warning("without the metrics: %s", error, action="metrics_unknown")
             return None
 
 

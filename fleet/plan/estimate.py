@@ -8,15 +8,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from pydantic import BaseModel, Field
+from pydantic import AliasPath, BaseModel, Field
 
 from fleet.plan.work import Work
 from imagefleet import errors, redaction, validation
 from imagefleet.pricing import families, prices
 
 DEFAULT_GPU = "RTX 3060 Ti"
-
-_SECONDS_PER_HOUR = 3600
 
 Basis = Literal["measured", "given", "listed", "assumed", "estimated"]
 
@@ -80,7 +78,7 @@ class Part:
     @property
     def images_per_dollar_gpu_only(self) -> float:
         """Images per dollar after start-up."""
-        return self.images_per_second.value * _SECONDS_PER_HOUR / self.dollars_per_hour.value
+        return self.images_per_second.value * 3600 / self.dollars_per_hour.value
 
     def images_in(self, seconds: float) -> float:
         """The images that all replicas make in *seconds*."""
@@ -121,7 +119,7 @@ def make_plan(
 ) -> Plan:
     """The plan of a batch on *mix*, whose parts share the work by their speed."""
     missed = sum(part.images_in(part.start_up_seconds.value) for part in mix)
-    hours = (images + missed) / sum(part.images_in(_SECONDS_PER_HOUR) for part in mix)
+    hours = (images + missed) / sum(part.images_in(3600) for part in mix)
     gpu_dollars = hours * sum(part.replicas * part.dollars_per_hour.value for part in mix)
     storage_dollars = prices.storage_dollars(jobs, images, table)
     return Plan(
@@ -176,22 +174,18 @@ def _described(model: ModelSpeed) -> str:
 
 def mix_for(images: int, mix: Sequence[Part], deadline_hours: float) -> list[Part]:
     """The fewest replicas, in *mix*'s proportions, for the deadline; raises SetupError if none."""
-    seconds = deadline_hours * _SECONDS_PER_HOUR
+    seconds = deadline_hours * 3600
     made = sum(part.images_in(max(0.0, seconds - part.start_up_seconds.value)) for part in mix)
     if not made:
         raise errors.SetupError("no replica is ready within the deadline: start-up is longer")
     return [replace(part, replicas=math.ceil(part.replicas * images / made)) for part in mix]
 
 
-class _Hardware(BaseModel):
-    device: str
-    memory_bytes: int = 0
-
-
 class _Report(BaseModel):
     """What a plan takes from the JSON of `imagefleet bench engine`."""
 
-    hardware: _Hardware
+    device: str = Field(validation_alias=AliasPath("hardware", "device"))
+    memory_bytes: int = Field(default=0, validation_alias=AliasPath("hardware", "memory_bytes"))
     worker_images_per_second: float = Field(gt=0, allow_inf_nan=False)
     ready_seconds: float = Field(ge=0, allow_inf_nan=False)
     width: int = Field(gt=0, le=2**16)
@@ -213,14 +207,14 @@ def read_bench(path: Path, table: prices.PriceTable) -> Bench:
     with validation.as_error(errors.SetupError, what):
         report = _Report.model_validate_json(last)
     size = f"{report.width}x{report.height}, {report.steps} steps"
-    source = f"{path}: {report.hardware.device}, {size}, {report.model}"
+    source = f"{path}: {report.device}, {size}, {report.model}"
     family = families.find(report.family)
     return Bench(
         Input(report.worker_images_per_second, "measured", source),
         family,
         family.image_tflop(report.width, report.height, report.steps),
         path=path,
-        gpu=prices.gpu_of_driver(report.hardware.device, report.hardware.memory_bytes, table),
+        gpu=prices.gpu_of_driver(report.device, report.memory_bytes, table),
         start_up=Input(report.ready_seconds, "measured", source),
     )
 
@@ -235,9 +229,7 @@ def refuse_unused(benches: Sequence[Bench], gpus: Collection[str]) -> None:
             )
 
 
-def bench_of(
-    gpu: str, benches: Sequence[Bench], family: families.Family | None = None
-) -> Bench | None:
+def bench_of(gpu: str, benches: Sequence[Bench], family: families.Family) -> Bench | None:
     """The last report that was measured on a *gpu*, one of *family* if there is any."""
     there = [bench for bench in reversed(benches) if bench.gpu == gpu]
     return next((bench for bench in there if bench.family is family), next(iter(there), None))
@@ -249,14 +241,16 @@ def mean_speed(speeds: Sequence[ModelSpeed]) -> Input:
         return speeds[0].images_per_second
     value = sum(each.images for each in speeds) / sum(each.seconds for each in speeds)
     # As sure as the least sure of them.
-    kinds = {each.images_per_second.kind for each in speeds}
     order: tuple[Basis, ...] = ("estimated", "assumed", "measured", "given")
-    kind = next(each for each in order if each in kinds)
+    kind = min((each.images_per_second.kind for each in speeds), key=order.index)
     return Input(value, kind, f"the mean over {len(speeds)} models, weighted by their images")
 
 
 def find_speed(gpu: str, given: float | None, bench: Bench | None, work: Work) -> Input:
-    """Images/s of one *gpu*: given, measured, assumed or estimated; raises SetupError if none."""
+    """Images/s of one *gpu*: given, measured, assumed or estimated; raises SetupError if none.
+
+    A speed of other images counts by their operations, and by the families' rates.
+    """
     if given is not None:
         return Input(given, "given", "--images-per-second")
     if bench is None and gpu not in prices.ASSUMED_IMAGES_PER_SECOND:
@@ -266,11 +260,6 @@ def find_speed(gpu: str, given: float | None, bench: Bench | None, work: Work) -
     known = bench or Measured(
         Input(prices.ASSUMED_IMAGES_PER_SECOND[gpu], "assumed", prices.SPEEDS_SOURCE)
     )
-    return _scaled(known, work)
-
-
-def _scaled(known: Measured, work: Work) -> Input:
-    """A known speed, in images of this work: by their operations, and the families' rates."""
     speed, family, tflop = known.images_per_second, known.family, known.tflop_per_image
     if work.family is family and math.isclose(work.tflop_per_image, tflop):
         return speed
@@ -297,8 +286,7 @@ def find_price(
     if given is not None:
         return Input(given, "given", "--price-per-hour")
     try:
-        name = prices.find_gpu(gpu, table.gpus)
+        dollars = prices.gpu_dollars_per_hour(gpu, priority, table)
     except errors.SetupError as error:
         raise errors.SetupError(f"{error.message}; or give --price-per-hour") from None
-    dollars = prices.gpu_dollars_per_hour(name, priority, table)
-    return Input(dollars, "listed", f"{priority} priority, {table.gpus[name].source}")
+    return Input(dollars, "listed", f"{priority} priority, {table.gpus[gpu].source}")

@@ -25,9 +25,9 @@ log = logs.EventLog(__name__)
 CALL_BURST = 20
 CALLS_PER_SECOND = 3
 
-#: With these waits, an outage of two minutes on average is survived.
+#: The waits add up to a minute and a half on average.
 RETRIES = retry.RetryPolicy(
-    tries=10,
+    tries=9,
     first_wait_seconds=1,
     longest_wait_seconds=60,
     on_retry=lambda error: log.warning("retrying: %s", error, action="salad_retry"),
@@ -158,10 +158,11 @@ class SaladClient:
         except (aiohttp.ClientError, TimeoutError) as error:
             # The call may have arrived and only its answer been lost.
             raise _failure(f"SaladCloud's API does not answer: {redaction.reason(error)}") from None
+        shown = text
         for secret in filter(None, secrets):  # it may quote what it refuses
             for quoted in (secret, json.dumps(secret)[1:-1]):
-                text = text.replace(quoted, salad_groups.MASKED)
-        return _read(response, text, is_repeat=is_repeat)
+                shown = shown.replace(quoted, salad_groups.MASKED)
+        return _read(response, text, shown, is_repeat=is_repeat)
 
     async def _post(self, name: str, verb: str) -> None:
         try:
@@ -190,15 +191,15 @@ def _failure(
     return failure
 
 
-def _read(response: aiohttp.ClientResponse, text: str, *, is_repeat: bool) -> Any:
-    """The JSON in a response whose body is *text*.
+def _read(response: aiohttp.ClientResponse, text: str, shown: str, *, is_repeat: bool) -> Any:
+    """The JSON in a response whose body is *text*; messages quote it as *shown*.
 
     Raises:
         RefusedError: it is a 4xx.
         TransientError: it is a failure of the server, or not JSON.
     """
     status, headers = response.status, response.headers
-    body, message = _body(text)
+    body, message = _body(text)[0], _body(shown)[1]
     message = redaction.printable(redaction.message(message))
     details = f"HTTP {status}" + (f", {message}" if message else "")
     after_seconds = retry.after_seconds(

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
-import logging
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -24,7 +21,7 @@ from imagefleet import errors
 from imagefleet.pricing import families, prices
 from imagefleet.telemetry import logs
 
-log = logging.getLogger(__name__)
+log = logs.EventLog(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,12 +112,11 @@ async def command(
         sample_seconds=running.sample_seconds,
         models=queue.model or [model.name for model in served] or None,
     )
-    if not running.dry_run:
-        most = console.counted(goal.max_replicas, "replica")
-        console.confirm(
-            f"Spend up to ${goal.max_dollars:,.2f} on {fleet_file.name}, at most {most}?",
-            yes=running.yes,
-        )
+    most = console.counted(goal.max_replicas, "replica")
+    console.confirm(
+        f"Spend up to ${goal.max_dollars:,.2f} on {fleet_file.name}, at most {most}?",
+        yes=running.yes or running.dry_run,
+    )
     logs.configure("auto")
     state = running.state or Path(f"{fleet_file.name}-scale.json")
     in_use = f"another `imagefleet scale` keeps the state {state}"
@@ -148,7 +144,15 @@ async def command(
             if running.once:
                 print_record(await scaling.step())
             else:
-                await _run(scaling, print_record, until_empty=running.until_empty)
+                await console.until_stopped(scaling.run(print_record, running.until_empty))
+                if scaling.running:
+                    log.warning(
+                        "%d workers keep running and nothing limits their cost: run scale again,"
+                        " or `imagefleet deploy drain`",
+                        scaling.running,
+                        action="scale_end",
+                        running=scaling.running,
+                    )
 
 
 def _deadline(limits: Limits) -> float | None:
@@ -167,28 +171,6 @@ def _given_speed(queue: Queue) -> scaler.Speed | None:
     return scaler.Speed(speed / queue.images_per_job, "given") if speed else None
 
 
-async def _run(
-    scaling: scaler.Scaler, print_record: Callable[[dict[str, Any]], None], *, until_empty: bool
-) -> None:
-    """Runs until SIGTERM, Ctrl-C or, with *until_empty*, the end of all work."""
-
-    def on_decision(record: dict[str, Any]) -> None:
-        print_record(record)
-        if until_empty and scaling.is_finished:
-            log.info("the queue is empty and no worker runs", extra={"action": "scale_done"})
-            running.cancel()
-
-    running = asyncio.create_task(scaling.run(on_decision), name="scale")
-    await console.until_stopped(running)
-    if scaling.running:
-        log.warning(
-            "%d workers keep running and nothing limits their cost: run scale again, or"
-            " `imagefleet deploy drain`",
-            scaling.running,
-            extra={"action": "scale_end", "running": scaling.running},
-        )
-
-
 def _assumed_speed(file: salad_file.FleetFile, images_per_job: int) -> scaler.Speed | None:
     """The speed of the fleet's slowest GPU class on its first model, by public benchmarks."""
     classes = file.gpu_classes(gpus.built_in())
@@ -204,6 +186,4 @@ def _print_record(record: dict[str, Any]) -> None:
     try:
         console.print_json_line({"time": moment, **record})
     except OSError as error:  # a full disk, a closed pipe: somebody has to watch the budget
-        log.warning(
-            "the decision cannot be printed: %s", error, extra={"action": "decision_not_printed"}
-        )
+        log.warning("the decision cannot be printed: %s", error, action="decision_not_printed")

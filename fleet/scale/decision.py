@@ -7,8 +7,6 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
-_SECONDS_PER_HOUR = 3600
-
 #: Azure's counts are approximate, and an empty queue may fill again.
 SETTLE_SECONDS = 120.0
 
@@ -100,7 +98,7 @@ def decide(goal: Goal, known: Known, *, is_due: bool) -> Decision:
 
 def _is_near_budget(goal: Goal, known: Known) -> bool:
     """True if the fleet could exceed the budget before the margin ends."""
-    hours = (goal.sample_seconds + MARGIN_SECONDS) / _SECONDS_PER_HOUR
+    hours = (goal.sample_seconds + MARGIN_SECONDS) / 3600
     ahead = known.replicas * (known.price or 0.0) * hours
     return known.spent_dollars + ahead > goal.max_dollars
 
@@ -111,7 +109,7 @@ def _affordable(goal: Goal, known: Known) -> int:
     if not known.price:
         return known.replicas if left > 0 else 0
     seconds = goal.every_seconds + goal.sample_seconds + MARGIN_SECONDS
-    return max(0, math.floor(left / (known.price * seconds / _SECONDS_PER_HOUR)))
+    return max(0, math.floor(left / (known.price * seconds / 3600)))
 
 
 def _spent(goal: Goal, known: Known) -> str:

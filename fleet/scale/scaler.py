@@ -22,9 +22,9 @@ from fleet.scale.decision import SETTLE_SECONDS, Decision, Goal, Known, decide
 from imagefleet import errors
 from imagefleet.pricing import families
 from imagefleet.storage.open import Storage
-from imagefleet.telemetry import host
+from imagefleet.telemetry import host, logs
 
-log = logging.getLogger(__name__)
+log = logs.EventLog(__name__)
 
 _Answer = TypeVar("_Answer")
 
@@ -154,11 +154,13 @@ class Scaler:
         is_empty = self._known is not None and self._known.empty_seconds >= SETTLE_SECONDS
         return is_empty and self.running == 0
 
-    async def run(self, on_decision: Callable[[dict[str, Any]], None]) -> None:
-        """Samples and decides for ever; failures are logged and leave the replicas as they are."""
-        while True:
-            await self.try_once(on_decision)
+    async def run(self, on_decision: Callable[[dict[str, Any]], None], until_empty: bool) -> None:
+        """Samples and decides for ever, or *until_empty*; a failure leaves the replicas."""
+        await self.try_once(on_decision)
+        while not (until_empty and self.is_finished):
             await asyncio.sleep(self._goal.sample_seconds)
+            await self.try_once(on_decision)
+        log.info("the queue is empty and no worker runs", action="scale_done")
 
     async def try_once(self, on_decision: Callable[[dict[str, Any]], None]) -> None:
         """One step; after a failure the replicas stay, but the first one's SetupError is raised."""
@@ -167,9 +169,7 @@ class Scaler:
         except (errors.TransientError, errors.SetupError) as error:
             if isinstance(error, errors.SetupError) and self._known is None:
                 raise
-            log.warning(
-                "the replicas stay unchanged: %s", error, extra={"action": "scale_step_failed"}
-            )
+            log.warning("the replicas stay unchanged: %s", error, action="scale_step_failed")
 
     async def step(self) -> dict[str, Any]:
         """Samples, decides, acts, and returns the record; raises TransientError in an outage."""
@@ -224,11 +224,8 @@ class Scaler:
         except errors.SetupError as error:
             if self._known is None:
                 raise
-            log.warning(
-                "%s: the replicas are not increased meanwhile",
-                error,
-                extra={"action": "ledger_not_written"},
-            )
+            said = "%s: the replicas are not increased meanwhile"
+            log.warning(said, error, action="ledger_not_written")
             return False
         return True
 
@@ -246,7 +243,7 @@ class Scaler:
             self._messages = sum(messages for _, messages in counted)
             self._jobs_of_first = self._speeds.jobs_of_first(counted)
         except errors.TransientError as error:
-            log.warning("the queue does not answer: %s", error, extra={"action": "queue_unknown"})
+            log.warning("the queue does not answer: %s", error, action="queue_unknown")
             self._empty_since = None
             return False
         self._empty_since = None if self._messages else self._empty_since or now
@@ -259,20 +256,19 @@ class Scaler:
             log.log(
                 logging.INFO if is_due else logging.DEBUG,
                 "keeping %d replicas: %s",
-                known.replicas,
-                decision.reason,
-                extra={"action": "scale_keep", "replicas": known.replicas},
+                *(known.replicas, decision.reason),
+                action="scale_keep",
+                replicas=known.replicas,
             )
             return
         log.info(
             "%s from %d to %d replicas: %s; $%.2f of $%.2f spent",
             "would scale" if self._is_dry_run else "scaling",
-            known.replicas,
-            decision.replicas,
-            decision.reason,
-            known.spent_dollars,
-            self._goal.max_dollars,
-            extra={"action": "scale", "replicas": decision.replicas, "before": known.replicas},
+            *(known.replicas, decision.replicas, decision.reason),
+            *(known.spent_dollars, self._goal.max_dollars),
+            action="scale",
+            replicas=decision.replicas,
+            before=known.replicas,
         )
         if not self._is_dry_run:
             await self._fleet.carry_out(deployment.resized(groups, decision.replicas))
@@ -293,5 +289,5 @@ async def _known(asked: Awaitable[_Answer], what: str) -> _Answer | None:
     try:
         return await asked
     except errors.TransientError as error:
-        log.warning("not known now: the %s: %s", what, error, extra={"action": f"{what}_unknown"})
+        log.warning("not known now: the %s: %s", what, error, action=f"{what}_unknown")
         return None

@@ -8,8 +8,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import typer
-
 from fleet import console, filling, options
 from fleet.campaigns import target
 from fleet.options import argument, option
@@ -25,7 +23,6 @@ from imagefleet.records.sweep import Group
 from imagefleet.storage.settings import checked_priority
 from loadgen import caption_sweep, sweep
 from loadgen.caption_sweep import CaptionFile, SweepSource
-from loadgen.load import Summary
 from loadgen.settings import LoadSettings
 
 #: The fields that may have several values, and their values by default.
@@ -155,11 +152,22 @@ def command(
         return
     if is_shown:
         console.print_note(f"{source.describe()}; {_hours_and_price(source, machines, models)}")
-    summary = _send(settings, source, sending, quiet=not is_shown)
-    if as_json:
-        console.print_json({**asdict(summary), **_facts(source)})
-    if not summary.finished:
-        raise typer.Exit(console.EXIT_INTERRUPTED)
+    priority, elsewhere = checked_priority(sending.priority), sending.model or []
+    path = resume.checkpoint_path(source, settings.queue)
+    in_use = f"another `imagefleet sweep` is at work with the checkpoint {path}"
+    with console.only_one(path, in_use):
+        source.sent_before = console.run(
+            resume.prepare(settings, source, path, priority, elsewhere, restart=sending.restart)
+        )
+        filling.fill(
+            *(settings, source, str(source.path), path),
+            quiet=sending.quiet,
+            as_json=as_json,
+            facts=lambda: _facts(source),
+            restart=sending.restart,
+            priority=priority,
+            models=elsewhere,
+        )
 
 
 def _models(grid: Grid) -> Models:
@@ -212,26 +220,6 @@ def _given(texts: Iterable[str]) -> dict[str, str]:
             raise errors.SetupError(f"--set {name} is there twice: give its values with commas")
         found[name] = values
     return found
-
-
-def _send(settings: LoadSettings, source: SweepSource, sending: Sending, *, quiet: bool) -> Summary:
-    priority, models = checked_priority(sending.priority), sending.model or []
-    path = resume.checkpoint_path(source, settings.queue)
-    in_use = f"another `imagefleet sweep` is at work with the checkpoint {path}"
-    with console.only_one(path, in_use):
-        source.sent_before = console.run(
-            resume.prepare(settings, source, path, priority, models, restart=sending.restart)
-        )
-        summary, _ = filling.fill(
-            *(settings, source, str(source.path), path),
-            quiet=quiet,
-            restart=sending.restart,
-            priority=priority,
-            models=models,
-        )
-    if not quiet:
-        filling.print_summary(summary, 0, path, 0)
-    return summary
 
 
 def _plan(

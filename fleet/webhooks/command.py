@@ -59,7 +59,7 @@ async def command(
     logs.configure(settings.log_format)
     campaign = target.campaign(events.campaign)
     endpoint.check_url(url)
-    signer = endpoint.Signer.read(secret_file)
+    secrets = endpoint.read_secrets(secret_file)
     moment = options.read_moment("--since", events.since)
     registry = metrics.LabelledRegistry({"fleet": settings.fleet_name})
     in_use = f"another `imagefleet webhooks` keeps the state {state}"
@@ -78,7 +78,7 @@ async def command(
                 each_job=events.each_job,
                 since=moment,
             )
-            running = Service(source, endpoint.Endpoint(session, url, signer), registry, state)
+            running = Service(source, endpoint.Endpoint(session, url, secrets), registry, state)
             if dry_run:
                 await _preview(source)
             elif once:
@@ -91,9 +91,9 @@ async def command(
 
 async def _preview(source: Source) -> None:
     """Prints what would be sent."""
-    is_new, waiting = True, source.state.waiting
-    while is_new:
-        if not (is_new := await source.read()):
+    has_more, waiting = True, source.state.waiting
+    while has_more:
+        if not (has_more := await source.read()):
             await source.find_ends(is_patient=False)
         for event in waiting.values():
             console.print_json_line({"webhook-id": event.id, **json.loads(event.body())})

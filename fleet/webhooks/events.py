@@ -201,7 +201,7 @@ class Source:
         """The time of each open campaign's next count, and the pause after it."""
 
     async def read(self) -> bool:
-        """Adds the events of the next new records; False if there are none."""
+        """Adds the events of the next new records; False once there are no more."""
         before = self._damaged.count
         records = await self._follower.poll()
         if self._damaged.count > before:
@@ -215,7 +215,7 @@ class Source:
             if self._each_job and (event := job_ended(self._fleet, record)):
                 self.state.add(event)
         self.state.position = dict(self._follower.position)
-        return bool(records)
+        return len(records) >= _RECORDS_AT_ONCE
 
     async def find_ends(self, *, is_patient: bool) -> None:
         """Adds the ends of campaigns; *is_patient*: one that goes on is counted ever less often."""

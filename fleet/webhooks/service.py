@@ -115,7 +115,7 @@ class Service:
             )
 
     async def _fill(self, *, once: bool) -> None:
-        """Reads new records while there is room; without any, asks which campaigns have ended."""
+        """Reads new records while there is room, and then asks which campaigns have ended."""
         while len(self._state.waiting) < MAX_WAITING and time.monotonic() >= self._poll_at:
             try:
                 if await self._source.read():

@@ -15,9 +15,6 @@ from rich.text import Text
 
 from worker.progress import Progress
 
-#: Often enough for a resized terminal, rarely enough for a slow connection.
-REFRESHES_PER_SECOND = 4
-
 _STYLES = {"WARNING": "yellow", "ERROR": "red", "CRITICAL": "red"}
 
 
@@ -42,7 +39,6 @@ def showing(console: Console) -> Iterator[Callable[[Progress], None]]:
     spinner = Spinner("line")
     with Live(
         console=console,
-        refresh_per_second=REFRESHES_PER_SECOND,
         transient=True,
         # A file that stdout is sent to is not the terminal.
         redirect_stdout=sys.stdout.isatty(),

@@ -43,6 +43,8 @@ MAX_CHANGES = 500
 
 NO_CHECK = Check()
 
+_NOTED = {"id", "campaign", "source"}
+
 _CAMPAIGN: TypeAdapter[str | None] = TypeAdapter(SafeId | None)
 
 OnProgress = Callable[[int], None]
@@ -184,19 +186,18 @@ async def replay(
     and loses none.
     """
     swept = Swept()
-    notes = Notes(storage, "replayed")
+    records = RecordLog(storage.blobs, "operator")
     began_at = datetime.now(UTC)
 
     async def send(entries: list[Entry]) -> list[Entry]:
-        await notes.check(entries)
         chosen, refused = await check.choose(storage, entries)
         swept.refused += refused
         await storage.models.send([body for _, body, _ in chosen], priority)
         sent = [entry for entry, _, _ in chosen]
-        await notes.add(sent)
+        await records.add(_notes(sent, "replayed"))
         return sent
 
-    await _sweep(storage.poison, selection, send, swept, on_progress)
+    await _sweep(storage, selection, records, send, swept, on_progress)
     refused_ids = {refused.id for refused in swept.refused}
     async for entry in recorded(storage, selection):
         swept.missing += entry.id not in refused_ids and entry.message.enqueued_at < began_at
@@ -220,35 +221,35 @@ async def discard(
     same call deletes. Failed jobs of which only the records are left are noted as well.
     """
     swept = Swept()
-    notes = Notes(storage, "discarded")
+    records = RecordLog(storage.blobs, "operator")
     noted: set[str | None] = set()
     choice = Discard(keep_signed, completed, takes_strange=selection.id is not None)
     began_at = datetime.now(UTC)
 
     async def choose(entries: list[Entry]) -> list[Entry]:
-        await notes.check(entries)
         found, refused = await choice.choose(storage, entries)
         swept.refused += refused
         chosen = [entry for entry, _, _ in found]
         noted.update(entry.record.source for entry in chosen if entry.record)
         if keep_signed is None:  # else one that is made up may pass for one that stays
-            await notes.add(chosen)
+            await records.add(_notes(chosen, "discarded"))
         return chosen
 
-    is_hidden = not await _sweep(storage.poison, selection, choose, swept, on_progress)
+    is_hidden = not await _sweep(storage, selection, records, choose, swept, on_progress)
     async for some in in_batches(recorded(storage, selection)):
         gone = some
         if keep_signed is None:
             gone = [each for each in some if not is_hidden and each.message.enqueued_at < began_at]
         left = [entry for entry, _, _ in (await choice.choose(storage, gone))[0]]
-        await notes.add(left)
+        await records.add(_notes(left, "discarded"))
         swept.done += sum(entry.message.id not in noted for entry in left)
     return swept
 
 
 async def _sweep(
-    poison: protocol.JobQueue,
+    storage: Storage,
     selection: Selection,
+    records: RecordLog,
     handle: Callable[[list[Entry]], Awaitable[list[Entry]]],
     swept: Swept,
     on_progress: OnProgress | None,
@@ -259,6 +260,7 @@ async def _sweep(
     they be received again. The sweep ends after as many messages as were in the queue at its start,
     whatever workers add meanwhile. False: some were hidden, by another reader or a killed one.
     """
+    poison = storage.poison
     waiting = (await poison.depth()).messages
     lease_seconds = min(
         LEASE_SECONDS + waiting * LEASE_SECONDS_PER_MESSAGE, protocol.MAX_LEASE_SECONDS
@@ -266,6 +268,7 @@ async def _sweep(
     leased: dict[str, protocol.LeasedMessage] = {}
     seen: set[str] = set()
     deleted = 0
+    is_allowed = False
     try:
         while deleted + len(leased) < waiting:
             received = await poison.receive(protocol.MAX_RECEIVE, lease_seconds)
@@ -280,6 +283,10 @@ async def _sweep(
             for entry in filter(selection.matches, entries):
                 (settled if entry.source in seen else chosen).append(entry)
                 seen.add(entry.source)
+            if not is_allowed and (notes := _notes(chosen, "discarded")):
+                # Raises SetupError, before a change, if the credentials do not allow notes.
+                await records.check(notes[0].campaign)
+                is_allowed = True
             done = await handle(chosen)
             settled += done
             await _settle(poison.delete, [leased[each.message.id] for each in settled])
@@ -323,27 +330,11 @@ async def is_completed(storage: Storage, failed: Entry) -> bool:
     return outcomes.are_all(await outcomes.stored_images(storage, job))
 
 
-class Notes:
-    """Writes what became of failed jobs."""
-
-    def __init__(self, storage: Storage, outcome: Literal["replayed", "discarded"]) -> None:
-        self._log = RecordLog(storage.blobs, "operator")
-        self._outcome = outcome
-        self._is_checked = False
-
-    async def check(self, entries: Iterable[Entry]) -> None:
-        """Raises SetupError if the credentials do not allow notes on these, before a change."""
-        if not self._is_checked and (first := next(filter(None, map(self._note, entries)), None)):
-            await self._log.check(first.campaign)
-            self._is_checked = True
-
-    async def add(self, entries: Iterable[Entry]) -> None:
-        """Notes it of each failure; a failure of the same job that comes later is another."""
-        await self._log.add(filter(None, map(self._note, entries)))
-
-    def _note(self, entry: Entry) -> Record | None:
-        failure = entry.record
-        if failure is None or not failure.source:
-            return None
-        known = failure.model_dump(include={"id", "campaign", "source"})
-        return Record(outcome=self._outcome, at=datetime.now(UTC), **known)
+def _notes(entries: Iterable[Entry], outcome: Literal["replayed", "discarded"]) -> list[Record]:
+    """What became of each failure; a failure of the same job that comes later is another."""
+    now = datetime.now(UTC)
+    return [
+        Record(outcome=outcome, at=now, **each.record.model_dump(include=_NOTED))
+        for each in entries
+        if each.record and each.record.source
+    ]

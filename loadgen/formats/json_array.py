@@ -26,9 +26,7 @@ class JsonArray(Format):
     unit = "job"
 
     def entries(self, stream: BinaryIO, start: int) -> Iterator[Entry]:
-        elements = enumerate(_elements(_Text(stream)), 1)
-        for number, (line, text) in itertools.islice(elements, start, None):
-            yield Entry(f"job {number}, line {line}", text)
+        return itertools.islice(_jobs(_Text(stream)), start, None)
 
 
 class _Text:
@@ -126,31 +124,31 @@ def _annotations(text: _Text) -> Iterator[Entry]:
             text.value()
         else:
             is_found = is_found or key == "annotations"
-            for number, (line, element) in enumerate(_array(text), 1):
-                if key == "annotations":
-                    yield Entry(f"annotations {number}, line {line}", element)
+            yield from (each for each in _array(text, key) if key == "annotations")
         separator = text.take(",", "}")
     if not is_found:
         raise FormatError("it has no array 'annotations'")
 
 
-def _array(text: _Text) -> Iterator[tuple[int, str]]:
-    """Each element of the array that begins here, with its line."""
+def _array(text: _Text, what: str) -> Iterator[Entry]:
+    """Each element of the array that begins here, with its number and its line."""
     separator = text.take("[")
     if text.peek() == "]":
         separator = text.take("]")
-    while separator != "]":
+    for number in itertools.count(1):
+        if separator == "]":
+            return
         text.peek()
-        yield text.line, text.value()
+        yield Entry(f"{what} {number}, line {text.line}", text.value())
         separator = text.take(",", "]")
 
 
-def _elements(text: _Text) -> Iterator[tuple[int, str]]:
+def _jobs(text: _Text) -> Iterator[Entry]:
     first = text.peek()
     if first == "{":
-        yield text.line, text.value()
+        yield Entry(f"job 1, line {text.line}", text.value())
     elif first == "[":
-        yield from _array(text)
+        yield from _array(text, "job")
     elif first:
         raise FormatError("it holds neither an array of jobs nor a job")
     if text.peek():

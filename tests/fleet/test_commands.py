@@ -239,7 +239,8 @@ def group_screen() -> Any:
         running=360,
         stopping=0,
     )
-    return salad._screen([group], gpus.built_in(), groups.Quota(replicas=2000, used=750))
+    quota = groups.Quota(replicas=2000, used=750)
+    return salad._screen(salad._record([group], gpus.built_in(), quota))
 
 
 def queue_screen() -> Any:

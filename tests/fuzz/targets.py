@@ -14,7 +14,7 @@ import struct
 import time
 import zlib
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -209,7 +209,7 @@ def _reported_record(data: bytes) -> None:
     for at in (record.at, NOON):
         records._count_image(found, record.model_copy(update={"at": at}))
     computed = figures.compute(found, "local:x", prices.BUILT_IN, "a test")
-    json.loads(console.json_text(asdict(computed)), parse_constant=_no)
+    json.loads(console.json_text(computed), parse_constant=_no)
 
 
 def _no(constant: str) -> None:
@@ -265,11 +265,10 @@ def _manifest(data: bytes) -> None:
 
 def _metrics_reply(data: bytes) -> None:
     try:
-        reply = prometheus._REPLY.validate_json(data)
+        reply = prometheus._Reply.model_validate_json(data)
     except ValidationError:  # its text is not shown
         raise errors.SetupError("not a reply of Prometheus") from None
-    results = reply.data.result if isinstance(reply, prometheus._Success) else ()
-    for series in filter(None, map(prometheus._series, results)):
+    for series in filter(None, map(prometheus._series, reply.data.result)):
         plot.time_plot({"x": series.points}, "images/s")
         plot.bars([plot.Bar(name, series.last, name) for name in series.labels], "x")
 

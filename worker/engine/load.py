@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from worker.engine.contract import Engine
     from worker.engine.device import Precision
-    from worker.engine.kernels.background import Around
+    from worker.engine.kernels.compile import Around
     from worker.engine.slots.engine import SlotEngine
     from worker.engine.slots.memory import SlotWeights, WeightMode
     from worker.engine.slots.parts import Parts, Settings
@@ -70,7 +70,6 @@ def load_engine(settings: EngineSettings) -> SlotEngine:
     began_at = time.monotonic()
     import_libraries()
     from worker.engine import device as devices
-    from worker.engine.kernels import background
     from worker.engine.slots import engine as slot_engine
     from worker.engine.slots import memory, parts
 
@@ -100,7 +99,7 @@ def load_engine(settings: EngineSettings) -> SlotEngine:
         extra={"action": "fits", "slots": engine.slots, **engine.savings._asdict()},
     )
     if is_compiled and settings.compile == "background":
-        engine.compile_in_background(settings.around_compiling or background.nothing_around)
+        engine.compile_in_background(settings.around_compiling)
     elif is_compiled:
         engine.warm_up()
     return engine

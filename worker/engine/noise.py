@@ -9,7 +9,9 @@ in their last bits.
 
 from __future__ import annotations
 
+import functools
 import math
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
@@ -70,16 +72,6 @@ class Philox:
         return torch.from_numpy(numbers.reshape(shape))
 
 
-class _CpuGenerator:
-    """The same for torch's own."""
-
-    def __init__(self, seed: int) -> None:
-        self._generator = torch.Generator().manual_seed(seed % 2**64)
-
-    def randn(self, shape: Shape) -> torch.Tensor:
-        return torch.randn(shape, generator=self._generator, dtype=torch.float32)
-
-
 class NoiseStream:
     """One image's noise: first the noise that it starts from, then one for each call with noise."""
 
@@ -92,12 +84,12 @@ class NoiseStream:
         self._settings = settings
         self._factor = factor
         self._draws = draws
-        self._generator = self._make(seed)
+        self._draw = self._make(seed)
         self._next: Future[torch.Tensor] | None = None
 
     def of_image(self, shape: Shape) -> torch.Tensor:
         """Noise for the image that an upscaler enlarges, drawn before all other."""
-        return self._generator.randn(shape)
+        return self._draw(shape)
 
     def first(self) -> torch.Tensor:
         """Noise of variance 1 [channels, height, width]."""
@@ -106,24 +98,22 @@ class NoiseStream:
         if settings.resize_from is not None:
             width, height = settings.resize_from
             noise_shape = (shape[0], height // self._factor, width // self._factor)
-        if noise_shape == shape:
-            noise = self._generator.randn(shape)
-        else:
-            noise = self._make(self._seed).randn(noise_shape)
+        draw = self._draw if noise_shape == shape else self._make(self._seed)
+        noise = draw(noise_shape)
         if settings.subseed_strength:
-            other = self._make(settings.subseed).randn(noise_shape)
+            other = self._make(settings.subseed)(noise_shape)
             noise = _interpolate(noise, other, settings.subseed_strength)
         if noise_shape != shape:
-            noise = _put_into_middle(noise, self._generator.randn(shape))
+            noise = _put_into_middle(noise, self._draw(shape))
         if settings.seed_delta:
-            self._generator = self._make(self._seed + settings.seed_delta)
+            self._draw = self._make(self._seed + settings.seed_delta)
         self._draw_ahead()
         return noise
 
     def fill(self, out: torch.Tensor) -> None:
         """The next noise, into *out*."""
         if self._next is None:
-            out.copy_(self._generator.randn(self._shape))
+            out.copy_(self._draw(self._shape))
         else:
             out.copy_(self._next.result())
             self._draw_ahead()
@@ -132,10 +122,13 @@ class NoiseStream:
         self._next = None
         if self._draws and self._settings.source in PHILOX:
             self._draws -= 1
-            self._next = _AHEAD.submit(self._generator.randn, self._shape)
+            self._next = _AHEAD.submit(self._draw, self._shape)
 
-    def _make(self, seed: int) -> Philox | _CpuGenerator:
-        return Philox(seed) if self._settings.source in PHILOX else _CpuGenerator(seed)
+    def _make(self, seed: int) -> Callable[[Shape], torch.Tensor]:
+        if self._settings.source in PHILOX:
+            return Philox(seed).randn
+        generator = torch.Generator().manual_seed(seed % 2**64)
+        return functools.partial(torch.randn, generator=generator, dtype=torch.float32)
 
 
 def philox(seed: int, offset: int, start: int, count: int) -> tuple[_Words, _Words]:

@@ -66,7 +66,9 @@ class SelfCheck:
 
         LoRAs that are merged now do not count; the slots' own copies are not compared.
         """
-        originals = self._merger.originals
+        originals = {
+            f"unet.{path}.weight": weight for path, weight in self._merger.originals.items()
+        }
         parameters = checksums.named_parameters(self._networks)
         tensors = {**parameters, **self._reloaded(), **originals}
         if not originals:

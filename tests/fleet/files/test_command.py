@@ -133,7 +133,7 @@ def test_a_models_reference_images_go_with_it(
         ("add model x.safetensors --replace", "--replace is for kernels, not for model"),
         ("add kernels x.tar.xz --name x", "--name is for model, lora, embedding,"),
         ("add lora a.safetensors b.safetensors --name x", "--name and --sha256 are for one file"),
-        ("add text jobs.jsonl", "`imagefleet files make text`"),
+        ("add text jobs.jsonl", "'jobs.jsonl' does not exist"),
         ("make canary --model m --slots 4", "--slots is for kernels, not for canary"),
         ("make canary jobs.jsonl --model m", "JOBS is for text, not for canary"),
         ("make canary --model m --output x", "--output is for kernels, text, not for canary"),

@@ -82,7 +82,7 @@ async def test_a_plain_list_is_signed_only_when_told_to(storage: Storage, key: S
     await Listing(storage, "loras", NO_KEYS, create=True).change({"planted": "1"})
     keys = keys_of(key)
     with pytest.raises(errors.SetupError, match=r"not signed, and lists 1 file: look through it"):
-        await Listing(storage, "loras", keys).files()
+        await Listing(storage, "loras", keys).check()
     assert await Listing(storage, "loras", keys, create=True).change({"planted": "1"})
     assert (await contents(storage)).is_signed_by(keys.trusted, "loras")
 

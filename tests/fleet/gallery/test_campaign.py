@@ -11,7 +11,7 @@ from datetime import UTC, datetime, timedelta
 import pytest
 
 from fleet.gallery import campaign as campaigns
-from fleet.gallery.campaign import Campaign, Pace
+from fleet.gallery.campaign import Campaign
 from fleet.gallery.index import Filter, Index
 from imagefleet.records.record import Record, RecordLog
 from imagefleet.storage.open import Storage, open_storage
@@ -46,7 +46,7 @@ async def storage(
 
 
 def opened(storage: Storage) -> Campaign:
-    return Campaign(storage, "spring", Pace(0, 60))
+    return Campaign(storage, "spring", 0.0)
 
 
 async def jobs(campaign: Campaign) -> list[int]:

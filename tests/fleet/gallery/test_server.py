@@ -261,7 +261,7 @@ ANSWERS = {
     "/api/state?campaign=winter": 404,
     "/api/state?campaign=../..": 404,
     "/api/state": 404,
-    "/api/rows?campaign=spring&from=0&count=999999999": 200,
+    "/api/rows?campaign=spring&from=0&count=999999999": 400,
     "/api/rows?campaign=spring&from=-1&count=1": 400,
     "/api/rows?campaign=spring&from=x&count=1": 400,
     "/api/rows?campaign=spring&from=99999999999999999999&count=1": 400,

@@ -160,7 +160,7 @@ async def test_a_workers_tokens_suffice_to_read_text_states(
     async with open_storage(azurite_settings) as storage:
         await storage.create()
         for prompt in ("a house", ""):
-            name = f"{TEXT.folder}/{text_states.file_name(prompt, 't5')}"
+            name = f"{TEXT.folder}/{text_states.stem(prompt, 't5')}.safetensors"
             await storage.files.create(name, data, "text/plain", {})
         for prompt in ("a house", "another"):
             await storage.queue.send([json.dumps({"id": prompt.split()[-1], "prompt": prompt})])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Callable
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Self
 
@@ -14,7 +14,7 @@ import pytest
 import polling
 from fleet import console
 from fleet.campaigns import target
-from fleet.redo import command, replace, select
+from fleet.redo import command, replace
 from fleet.verify import pairs
 from imagefleet.files import picture
 from imagefleet.job.message import read_job
@@ -77,7 +77,7 @@ async def workers(storage: Storage) -> dict[str, str]:
     return {
         record.name: record.metadata.get("worker", "")
         async for record in storage.blobs.records()
-        if select.is_image(record.name)
+        if command.is_image(record.name)
     }
 
 
@@ -90,15 +90,15 @@ async def recorded(storage: Storage, campaign: str = "default") -> dict[str, str
 
 
 async def differing(storage: Storage) -> list[str]:
-    seconds = [each async for each in pairs.listed(storage, target.ALL, None)]
-    compared = await pairs.compare(storage, seconds, lambda: None)
+    compared = [each async for each in pairs.listed(storage, target.ALL, None)]
+    await pairs.compare(storage, compared, lambda: None)
     return [pair.image for pair in compared if pair.result == "different"]
 
 
 async def redo(
     settings: StorageSettings, *, given: dict[str, str] | None = None, **wanted: Any
 ) -> dict[str, Any]:
-    which = select.Which(**wanted)
+    which = command.Which(**wanted)
     return await command._run(settings, which, given or {}, dry_run=False, yes=True, quiet=True)
 
 
@@ -176,8 +176,8 @@ async def test_a_third_drawing_decides_a_pair_that_two_workers_leave_undecided(
     await storage.queue.send(messages(1, verify=True))
     await run_worker("b")
     compared = [each async for each in pairs.listed(storage, target.ALL, None)]
-    found = await pairs.compare(storage, compared, lambda: None)
-    assert pairs.undecided(found, pairs.judge(found)) == found != []
+    await pairs.compare(storage, compared, lambda: None)
+    assert pairs.undecided(compared, pairs.judge(compared)) == compared != []
 
     await redo(storage_settings, job="default/j0.png")
     await run_worker("c")
@@ -412,19 +412,13 @@ async def test_a_machine_is_all_its_workers_and_no_other(storage: Storage) -> No
         await storage.blobs.create(f"default/{number}.png", b"x", "image/png", metadata)
 
     async def selected(worker: str) -> list[str]:
-        which = select.Which(worker=worker)
-        found = await select.select(storage, which, lambda: None)
-        return sorted(found.by_worker)
+        which = command.Which(worker=worker)
+        found, _ = await command.select(storage, which, lambda: None)
+        return sorted({metadata["worker"] for metadata in found.values()})
 
     assert await selected(machine) == sorted(names[:3])
     assert await selected("a") == ["a"]
     assert await selected("a-7") == ["a-7"]
-
-
-def test_the_cost_is_that_of_the_drawing() -> None:
-    began_at = datetime(2026, 12, 1, tzinfo=UTC)
-    stored = [began_at + timedelta(minutes=10 * number) for number in range(7)]
-    assert select._dollars(0.6, stored) == pytest.approx(0.7)
 
 
 def test_a_picture_has_no_job_that_is_not_valid() -> None:

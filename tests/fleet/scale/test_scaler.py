@@ -97,7 +97,7 @@ async def scaling(
         # Hours of samples take seconds here; the rate limit has its own test.
         monkeypatch.setattr(client, "CALL_BURST", 100_000)
         api = client.SaladClient(session, salad.url, salad_module.KEY, "acme", "default")
-        fleet = deployment.Deployment(api, "sd15-batch", lambda _: None)
+        fleet = deployment.Deployment(api, "sd15-batch")
         for number in (1, 2):
             salad.groups[f"sd15-batch-0123abcd-{number}"] = salad_module.Group(
                 {

@@ -17,7 +17,7 @@ from prometheus_client import CollectorRegistry
 
 import polling
 from fleet.webhooks import events, service
-from fleet.webhooks.endpoint import Endpoint, Signer
+from fleet.webhooks.endpoint import Endpoint, read_secrets
 from fleet.webhooks.events import Source, State
 from imagefleet import errors
 from imagefleet.records.record import Record, RecordLog
@@ -62,7 +62,7 @@ def run(storage: Storage, receiver: Any, tmp_path: Path, times: pytest.MonkeyPat
         campaign = wanted.pop("campaign", None)
         state = State.read(file, "receiver", campaign)
         async with aiohttp.ClientSession() as session:
-            to = Endpoint(session, receiver.url, Signer.read(key))
+            to = Endpoint(session, receiver.url, read_secrets(key))
             running = service.Service(
                 Source(storage, state, "acme/jobs", **wanted), to, CollectorRegistry(), file
             )

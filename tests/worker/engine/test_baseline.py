@@ -80,7 +80,7 @@ def test_a_random_lora_of_each_kind_fits_and_changes_the_image(
 ) -> None:
     (name,) = lora_kinds.build(tmp_path, checkpoint, 1, CPU, rank=3, kind=kind)
     lora = contract.Lora(name, tmp_path / f"{name}.safetensors", 0.0, 0.3)
-    changed = engine.prepare(make_request(loras=(lora,))).unet_loras[0].file.deltas["unet"]
+    changed = engine.prepare(make_request(loras=(lora,))).loras["unet"][0].deltas
     has_convolutions = any(path.endswith(("conv1", "samplers.0.conv")) for path in changed)
     assert has_convolutions == (kind == "locon")
     without, image = draw(engine, make_request(), make_request(loras=(lora,)))

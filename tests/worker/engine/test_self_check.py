@@ -118,7 +118,7 @@ def test_its_lora_is_the_same_everywhere_and_changes_the_image(
     assert one == two
     lora = contract.Lora("check", tmp_path / "one.safetensors", 1.0, 1.0)
     prepared = engine.prepare(make_request(loras=(lora,)))
-    assert prepared.unet_pack is not None  # the way of most jobs' LoRAs: a copy of each slot
+    assert "unet" in prepared.packs  # the way of most jobs' LoRAs: a copy of each slot
     with_lora, without = draw(engine, make_request(loras=(lora,)), make_request())
     assert likeness.distance(likeness.fingerprint(with_lora), likeness.fingerprint(without)) > 1
 

@@ -39,7 +39,7 @@ def of_latents(checkpoint: Checkpoint, settings: Settings) -> Parts:
     if weights == "reloaded":
         settings = replace(settings, slots=1, compiled_modes=("per_slot",))
     keeps_on_cpu = is_large and memory.has_no_room_for_originals(device, layer_bytes)
-    merger = Merger(checkpoint.unet, checkpoint.text_encoders, keeps_on_cpu=keeps_on_cpu)
+    merger = Merger(checkpoint.unet, keeps_on_cpu=keeps_on_cpu)
     unet = SlotUnet(checkpoint.unet, weights)
     unet.changes.grow_for_transformers(_USUAL_RANK)
     if is_compiled:
@@ -54,7 +54,7 @@ def of_latents(checkpoint: Checkpoint, settings: Settings) -> Parts:
             },
         },
         control_nets,
-        convolutions=unet.changes.groups,
+        beside=unet.changes.groups,
         lora_cache_bytes=settings.lora_cache_bytes,
     )
     pool = GraphPool(device) if device.type == "cuda" else None

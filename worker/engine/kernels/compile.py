@@ -1,4 +1,4 @@
-"""A function on fixed tensors, compiled and recorded as a CUDA graph.
+"""A function on fixed tensors, compiled beside the ticks and recorded as a CUDA graph.
 
 Both are optional speed-ups: if either fails, that is logged and the function runs without it.
 """
@@ -11,6 +11,8 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import AbstractContextManager
 from types import FunctionType
 from typing import Any
 
@@ -29,6 +31,12 @@ _LAUNCHING_SHARE = 0.2
 
 #: Set while another thread compiles: torch takes calls of compiled functions for part of that.
 compiling_elsewhere = threading.Event()
+
+#: The tracing thread's name; see `worker.gpu_thread.THREAD_NAME`, which it begins with.
+THREAD_NAME = "engine compiler"
+
+Around = Callable[[str], AbstractContextManager[None]]
+"""Given a graph's name; what it returns is entered while that graph is compiled, on its thread."""
 
 
 class GraphPool:
@@ -246,6 +254,46 @@ class Compiled:
             output = self._function(*self._arguments)
         torch.cuda.synchronize()
         self._graph, self._output = graph, output
+
+
+def trace_on_thread(
+    compiled: Compiled, device: torch.device, around: Around | None = None
+) -> Future[None]:
+    """Traces a function while the engine's thread runs the same layers uncompiled.
+
+    That both touch torch is safe: one graph at a time is traced, and the engine's thread takes it
+    up before the next begins. Tracing reads shapes and types of tensors, never their contents.
+    Torch's modes and device belong to a thread, and what it sets for the whole process while it
+    compiles is hidden from other threads (`_unnoticed`). The future fails if the GPU is broken, or
+    its memory full; not if the function could not be compiled.
+    """
+    threads = torch.get_num_threads()  # a compiled function is bound to their number
+    traced: Future[None] = Future()
+
+    def trace() -> None:
+        torch.set_num_threads(threads)
+        on_gpu = device.type == "cuda"
+        with (
+            torch.cuda.device(device) if on_gpu else contextlib.nullcontext(),
+            around(compiled.name) if around else contextlib.nullcontext(),
+        ):
+            compiled.trace()
+
+    def run() -> None:
+        try:
+            try:
+                trace()
+            finally:
+                compiling_elsewhere.clear()
+        except Exception as error:  # noqa: BLE001 - raised again by the future
+            traced.set_exception(error)
+        else:
+            traced.set_result(None)
+
+    compiling_elsewhere.set()
+    # A daemon: a compiler cannot be interrupted, and must not keep a process from its end.
+    threading.Thread(target=run, name=THREAD_NAME, daemon=True).start()
+    return traced
 
 
 def _tensors_of(arguments: Sequence[Any]) -> Iterator[torch.Tensor]:

@@ -63,9 +63,6 @@ _UNSUPPORTED_KINDS = (
     (re.compile(r"(emb_params|bundle_emb\..+|string_to_param.*)"), "a textual inversion"),
 )
 
-#: Keys that are remembered: all kinds of tensors of SD1.5's layers, as several programs write them.
-_MAX_PLACES = 20_000
-
 
 class Layers:
     """The layers of a model that LoRAs can change, by every name that files use; thread-safe."""
@@ -74,8 +71,6 @@ class Layers:
         self.shapes: dict[LayerId, torch.Size] = {}
         self._by_name: dict[str, LayerId] = {}
         self._layouts = functools.lru_cache(_MAX_LAYOUTS)(self._make)
-        # By a tensor's key; files that the same program wrote have the same ones.
-        self._places: dict[str, tuple[LayerId, str]] = {}
         layers = adaptable_layers(unet)
         originals = original_names(layers)
         for path, layer in layers.items():
@@ -121,14 +116,9 @@ class Layers:
 
     def place(self, key: str) -> tuple[LayerId, str] | None:
         """The layer and the tensor that a LoRA file's *key* names, if both are known."""
-        if (known := self._places.get(key)) is not None:
-            return known
         name, tensor = ("", "") if unsupported_kind(key) else split_key(key)
-        if (layer := self.find(name)) is None:
-            return None
-        if len(self._places) < _MAX_PLACES:
-            self._places[key] = layer, tensor
-        return layer, tensor
+        layer = self.find(name)
+        return None if layer is None else (layer, tensor)
 
     def find(self, name: str) -> LayerId | None:
         """The layer that a LoRA file calls *name*."""

@@ -11,13 +11,16 @@ import itertools
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
+from typing import NamedTuple
 
 import torch
 from torch import nn
 
 from worker.engine.files import safetensors
-from worker.engine.files.safetensors import Place
-from worker.engine.lora.file import LayerId, LoraFile, Network, WeightDelta, adaptable_layers
+from worker.engine.files.safetensors import Identity, Place
+from worker.engine.lora import kinds
+from worker.engine.lora.file import WeightDelta, adaptable_layers
 from worker.engine.lora.kinds import Factors, Stack, StackedChange
 
 LoraKey = tuple[object, ...]
@@ -26,52 +29,30 @@ LoraKey = tuple[object, ...]
 
 @dataclass(frozen=True, slots=True)
 class AppliedLora:
-    """A LoRA and its strength on each network."""
+    """What a LoRA changes in one network, and its strength there."""
 
-    file: LoraFile
-    weights: Mapping[Network, float]
-
-    @property
-    def key(self) -> LoraKey:
-        return (self.file.identity, *sorted(self.weights.items()))
+    identity: Identity
+    deltas: Mapping[str, WeightDelta]
+    """By the layers' paths."""
+    weight: float
 
 
-def key_of(loras: Sequence[AppliedLora]) -> LoraKey:
+def key_of(loras: Iterable[AppliedLora]) -> LoraKey:
     """Identifies LoRAs and their strengths."""
-    return tuple(lora.key for lora in loras)
-
-
-def restrict(loras: Sequence[AppliedLora], network: Network) -> tuple[AppliedLora, ...]:
-    """The LoRAs that change one network, with strength 0 on the other."""
-    return tuple(
-        AppliedLora(lora.file, {**dict.fromkeys(lora.weights, 0.0), network: weight})
-        for lora in loras
-        if (weight := lora.weights.get(network, 0.0)) and lora.file.deltas[network]
-    )
+    return tuple((lora.identity, lora.weight) for lora in loras)
 
 
 class Merger:
-    """The weights of one model; for the engine's thread only."""
+    """The weights of one network; for the engine's thread only."""
 
-    def __init__(
-        self,
-        unet: nn.Module,
-        text_encoders: Mapping[Network, nn.Module],
-        *,
-        keeps_on_cpu: bool = False,
-    ) -> None:
+    def __init__(self, network: nn.Module, *, keeps_on_cpu: bool = False) -> None:
         """*keeps_on_cpu*: the device has no room for copies of the original weights."""
         self._keeps_on_cpu = keeps_on_cpu
-        self._device: torch.device = next(unet.parameters()).device
-        networks: dict[Network, nn.Module] = {"unet": unet, **text_encoders}
-        self._layers: dict[LayerId, nn.Linear | nn.Conv2d] = {
-            (network, path): layer
-            for network, module in networks.items()
-            for path, layer in adaptable_layers(module).items()
-        }
-        # Of the layers that some LoRA has changed so far: at worst, the two networks once more.
-        self._originals: dict[LayerId, torch.Tensor] = {}
-        self._merged: set[LayerId] = set()
+        self._device: torch.device = next(network.parameters()).device
+        self._layers = adaptable_layers(network)
+        # Of the layers that some LoRA has changed so far: at worst, the network once more.
+        self._originals: dict[str, torch.Tensor] = {}
+        self._merged: set[str] = set()
         self._active: LoraKey | None = ()
 
     @torch.no_grad()
@@ -81,26 +62,21 @@ class Merger:
         if key == self._active:
             return
         self._active = None  # unknown until it is done: it may fail halfway
-        deltas: dict[LayerId, list[tuple[float, WeightDelta]]] = {}
+        deltas: dict[str, list[_Weighted]] = {}
         for lora in loras:
-            for network, by_path in lora.file.deltas.items():
-                if weight := lora.weights.get(network, 0.0):
-                    for path, delta in by_path.items():
-                        deltas.setdefault((network, path), []).append((weight, delta))
-        for layer in self._merged - deltas.keys():
-            self._layers[layer].weight.copy_(self._originals[layer])
+            for path, delta in lora.deltas.items():
+                deltas.setdefault(path, []).append((lora.weight, delta))
+        for path in self._merged - deltas.keys():
+            self._layers[path].weight.copy_(self._originals[path])
         self._merged = self._merged & deltas.keys()
-        for layer, weighted in deltas.items():
-            self._merge(layer, weighted)
+        for path, weighted in deltas.items():
+            self._merge(path, weighted)
         self._active = key
 
     @property
     def originals(self) -> Mapping[str, torch.Tensor]:
-        """The checkpoint's own weights of the layers that are changed now, by network and path."""
-        return {
-            f"{network}.{path}.weight": self._originals[network, path]
-            for network, path in self._merged
-        }
+        """The checkpoint's own weights of the layers that are changed now, by path."""
+        return {path: self._originals[path] for path in self._merged}
 
     def reset(self) -> None:
         """Forgets all weights, after those of the checkpoint have been replaced."""
@@ -112,23 +88,45 @@ class Merger:
         """Frees the copies of the original weights; the model can no longer be used."""
         self._originals.clear()
 
-    def _merge(self, layer: LayerId, weighted: Sequence[tuple[float, WeightDelta]]) -> None:
-        weight = self._layers[layer].weight
-        if layer not in self._originals:
+    def _merge(self, path: str, weighted: Sequence[_Weighted]) -> None:
+        weight = self._layers[path].weight
+        if path not in self._originals:
             copied = weight.detach().cpu() if self._keeps_on_cpu else weight
-            self._originals[layer] = copied.clone()
-        # Layers that are reloaded are in the host's memory; text encoders may compute there.
-        device = self._device if layer[0] == "unet" else weight.device
-        original = self._originals[layer].to(device, torch.float32)
+            self._originals[path] = copied.clone()
+        # Computed on the device, though layers that are reloaded are in the host's memory.
+        original = self._originals[path].to(self._device, torch.float32)
         merged = original.clone()
         for strength, delta in weighted:
             merged += strength * delta.compute(original)
-        self._merged.add(layer)
+        self._merged.add(path)
         weight.copy_(merged)
 
 
 #: Use, out and in: layers of one shape, whose weights are stacked and merged at once.
 Group = tuple[str, int, int]
+
+#: The highest rank, that of one job's LoRAs added up, of a 3x3 convolution (where 128 should cost a
+#: seventh of a tick, and takes 160 MB per slot) and of other layers.
+_MAX_RANK_3X3, _MAX_RANK = 128, 512
+
+
+class Shape(NamedTuple):
+    """A shape of weights beside which slots hold changes of low rank: 9 taps are a 3x3 kernel."""
+
+    outputs: int
+    inputs: int
+    taps: int
+    of_transformers: bool = False
+    """A linear layer of which slots have no copy, for want of memory."""
+
+    @property
+    def max_rank(self) -> int:
+        return _MAX_RANK if self.taps == 1 else _MAX_RANK_3X3
+
+    @property
+    def numbers_per_rank(self) -> int:
+        return self.outputs + self.inputs * self.taps
+
 
 #: Matrix products run at full speed only on operands that are multiples of 16 bytes.
 _RANK_ALIGNMENT = 8
@@ -234,6 +232,17 @@ class _StackPlaces:
         return Stack(list(self.by_layer), self.index.of(flat), tensors, delta.scale, strength)
 
 
+class LoraChanges(NamedTuple):
+    """What a job's LoRAs change in one network, as views of one tensor on the device."""
+
+    stacked: Mapping[Group, StackedChange]
+    beside: Mapping[Shape, Factors]
+    """Up [layers, out, rank] and down [layers, rank, in * taps]."""
+
+
+NO_CHANGES = LoraChanges(MappingProxyType({}), MappingProxyType({}))
+
+
 @dataclass(frozen=True, slots=True)
 class PackedLoras:
     """What LoRAs change in one network, and its place in one tensor of bytes.
@@ -245,11 +254,17 @@ class PackedLoras:
     size_bytes: int
     _low_rank: Mapping[Group, LowRank]
     _stacks: Mapping[Group, Sequence[_StackPlaces]]
+    _beside: Mapping[Shape, LowRank]
+
+    @property
+    def ranks(self) -> dict[Shape, int]:
+        """The ranks of the changes that slots hold beside the weights."""
+        return {shape: change.up.shape[2] for shape, change in self._beside.items()}
 
     def assemble(self) -> torch.Tensor:
         """The tensor [size_bytes] in host memory."""
         flat = safetensors.packs.take(self.size_bytes)
-        for plain in self._low_rank.values():
+        for plain in (*self._low_rank.values(), *self._beside.values()):
             plain.fill(flat)
         for places in itertools.chain.from_iterable(self._stacks.values()):
             stack = places.of(flat)
@@ -260,54 +275,60 @@ class PackedLoras:
                 torch._foreach_copy_(tensor.unbind(), sources)
         return flat
 
-    def by_group(self, flat: torch.Tensor) -> dict[Group, StackedChange]:
-        """Views of *flat*, a copy on any device, for each changed group."""
-        changes = {}
+    def of(self, flat: torch.Tensor) -> LoraChanges:
+        """Views of *flat*, a copy on any device."""
+        stacked = {}
         for group in {**self._low_rank, **self._stacks}:
             plain = self._low_rank.get(group)
-            changes[group] = StackedChange(
+            stacked[group] = StackedChange(
                 plain.of(flat) if plain else None,
                 plain.strength if plain else 1.0,
                 [each.of(flat) for each in self._stacks.get(group, ())],
             )
-        return changes
+        return LoraChanges(stacked, {shape: each.of(flat) for shape, each in self._beside.items()})
 
 
 def pack(
     loras: Sequence[AppliedLora],
-    network: Network,
     groups: Mapping[Group, Sequence[str]],
     *,
     dtype: torch.dtype,
-    elsewhere: Collection[str] = (),
+    beside: Mapping[Shape, Sequence[str]] = MappingProxyType({}),
 ) -> PackedLoras | None:
-    """The changes of *loras* at their strengths; None if they change a layer that no slot can hold.
+    """The changes of *loras* at their strengths; None if no slot can hold one of them.
 
-    *groups* are the paths of the layers that are packed here, *elsewhere* of those that are held
-    in another way. Plain LoRAs are packed as *dtype*, other kinds as they are in the file.
+    *groups* are the paths of layers of which slots have weights of their own, *beside* of those
+    beside which they have changes of low rank. Plain LoRAs are packed as *dtype*, other kinds of
+    the former as they are in the file.
     """
     known = {path: (group, at) for group, paths in groups.items() for at, path in enumerate(paths)}
+    near = {path: (shape, at) for shape, paths in beside.items() for at, path in enumerate(paths)}
     plain: dict[Group, dict[int, list[WeightedFactors]]] = {}
     others: dict[Group, dict[int, list[_Weighted]]] = {}
+    factored: dict[Shape, dict[int, list[WeightedFactors]]] = {}
     for lora in loras:
-        for path, delta in lora.file.deltas[network].items():
-            if path in known:
-                group, at = known[path]
-                strength, tensors = lora.weights[network], delta.tensors
-                if tensors.keys() == {"down", "up"}:
-                    factors = tensors["up"].flatten(1), tensors["down"].flatten(1)
-                    weighted = (strength * delta.scale, factors)
-                    plain.setdefault(group, {}).setdefault(at, []).append(weighted)
-                else:
-                    others.setdefault(group, {}).setdefault(at, []).append((strength, delta))
-            elif path not in elsewhere:
+        for path, delta in lora.deltas.items():
+            strength, tensors = lora.weight * delta.scale, delta.tensors
+            if path in near:
+                shape, at = near[path]
+                if (factors := kinds.factorise(tensors, shape.max_rank)) is None:
+                    return None
+                factored.setdefault(shape, {}).setdefault(at, []).append((strength, factors))
+                continue
+            if path not in known:
                 return None
+            group, at = known[path]
+            if tensors.keys() == {"down", "up"}:
+                factors = tensors["up"].flatten(1), tensors["down"].flatten(1)
+                plain.setdefault(group, {}).setdefault(at, []).append((strength, factors))
+            else:
+                others.setdefault(group, {}).setdefault(at, []).append((lora.weight, delta))
     room, low_rank = Room(), {}
-    for group, factored in plain.items():
+    for group, changes in plain.items():
         # The device multiplies by the largest, so that most jobs' factors are copied as they are.
-        strengths = [strength for each in factored.values() for strength, _ in each]
+        strengths = [strength for each in changes.values() for strength, _ in each]
         largest = max(strengths, key=abs) or 1.0
-        low_rank[group] = room.place_low_rank(dtype, len(groups[group]), factored, largest)
+        low_rank[group] = room.place_low_rank(dtype, len(groups[group]), changes, largest)
     stacks = {
         group: [
             _StackPlaces(
@@ -322,7 +343,12 @@ def pack(
         ]
         for group, by_layer in others.items()
     }
-    return PackedLoras(room.size_bytes, low_rank, stacks)
+    held_beside = {
+        shape: room.place_low_rank(dtype, len(beside[shape]), by_layer)
+        for shape, by_layer in factored.items()
+    }
+    packed = PackedLoras(room.size_bytes, low_rank, stacks, held_beside)
+    return packed if all(rank <= shape.max_rank for shape, rank in packed.ranks.items()) else None
 
 
 def _alike(by_layer: Mapping[int, Sequence[_Weighted]]) -> Collection[Mapping[int, _Weighted]]:

@@ -9,50 +9,22 @@ slots hold no copy of are treated alike: 1x1 convolutions of resnets, linear lay
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - its name everywhere
 from torch import nn
 
 from imagefleet import errors
-from worker.engine.files import safetensors
 from worker.engine.kernels.layers import Upsampler
-from worker.engine.lora import kinds
-from worker.engine.lora.merge import AppliedLora, LowRank, Room, WeightedFactors
-
-#: The highest rank, that of one job's LoRAs added up, of a 3x3 convolution (where 128 should cost a
-#: seventh of a tick, and takes 160 MB per slot) and of other layers.
-_MAX_RANK_3X3, _MAX_RANK = 128, 512
+from worker.engine.lora.kinds import Factors
+from worker.engine.lora.merge import Shape
 
 #: A compiled tick has fixed ranks: powers of two from this one on, so that few are compiled.
 _MIN_CAPACITY = 16
 
 _KERNEL = 3
-
-
-class Shape(NamedTuple):
-    """A shape of weights: 9 taps are a 3x3 convolution, 1 is a 1x1 convolution or linear."""
-
-    outputs: int
-    inputs: int
-    taps: int
-    of_transformers: bool = False
-    """A linear layer of which slots have no copy, for want of memory."""
-
-    @property
-    def max_rank(self) -> int:
-        return _MAX_RANK if self.taps == 1 else _MAX_RANK_3X3
-
-    @property
-    def numbers_per_rank(self) -> int:
-        return self.outputs + self.inputs * self.taps
-
-
-Factors = tuple[torch.Tensor, torch.Tensor]
-"""The change of all layers of a shape: up [layers, out, rank], down [layers, rank, in * taps]."""
 
 
 class LowRankChange(nn.Module):
@@ -276,57 +248,3 @@ class SlotChanges:
             layers, taps = len(new_down), shape.taps
             by_tap = new_down.view(layers, rank, -1, taps).permute(0, 3, 1, 2)
             down.view(layers, taps, -1, shape.inputs)[:, :, :rank].copy_(by_tap)
-
-
-@dataclass(frozen=True, slots=True)
-class ConvolutionPack:
-    """The low-rank changes of a job, and their places in one tensor for one copy to the device."""
-
-    size_bytes: int
-    _changes: Mapping[Shape, LowRank]
-
-    def assemble(self) -> torch.Tensor:
-        """The tensor in host memory."""
-        flat = safetensors.packs.take(self.size_bytes)
-        for change in self._changes.values():
-            change.fill(flat)
-        return flat
-
-    @property
-    def ranks(self) -> dict[Shape, int]:
-        return {shape: change.up.shape[2] for shape, change in self._changes.items()}
-
-    def by_shape(self, flat: torch.Tensor) -> dict[Shape, Factors]:
-        """Views of *flat*, a copy on any device."""
-        return {shape: change.of(flat) for shape, change in self._changes.items()}
-
-
-def pack(
-    loras: Sequence[AppliedLora],
-    groups: Mapping[Shape, Sequence[str]],
-    *,
-    dtype: torch.dtype,
-) -> ConvolutionPack | None:
-    """The changes of *loras* to the UNet's layers in *groups*, at their strengths.
-
-    None if any of them is not of low rank, or of one that is too high.
-    """
-    places = {path: (shape, at) for shape, paths in groups.items() for at, path in enumerate(paths)}
-    found: dict[Shape, dict[int, list[WeightedFactors]]] = {}
-    for lora in loras:
-        for path, delta in lora.file.deltas["unet"].items():
-            if path not in places:
-                continue
-            shape, at = places[path]
-            factors = kinds.factorise(delta.tensors, shape.max_rank)
-            if factors is None:
-                return None
-            strength = lora.weights["unet"] * delta.scale
-            found.setdefault(shape, {}).setdefault(at, []).append((strength, factors))
-    room = Room()
-    changes = {
-        shape: room.place_low_rank(dtype, len(groups[shape]), by_layer)
-        for shape, by_layer in found.items()
-    }
-    pack = ConvolutionPack(room.size_bytes, changes)
-    return pack if all(rank <= shape.max_rank for shape, rank in pack.ranks.items()) else None

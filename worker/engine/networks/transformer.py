@@ -13,8 +13,7 @@ from torch import nn
 from imagefleet import errors
 from worker.engine.kernels.layers import Attend, KernelSelector, Upsampler, default_attention
 from worker.engine.lora.kinds import TEMPORARY_BYTES, StackedChange
-from worker.engine.lora.merge import Group
-from worker.engine.networks import convolution
+from worker.engine.lora.merge import Group, LoraChanges
 from worker.engine.networks.convolution import SlotChanges
 from worker.engine.networks.linear import ReloadedStack, SlotLinear, WeightStack, stack_by_shape
 from worker.engine.slots.memory import SlotWeights
@@ -360,16 +359,11 @@ class SlotNetwork(nn.Module):
             self._block = block
 
     @torch.no_grad()
-    def load_slot(
-        self,
-        slot: int,
-        changes: Mapping[Group, StackedChange],
-        convolutions: Mapping[convolution.Shape, convolution.Factors],
-    ) -> None:
+    def load_slot(self, slot: int, changes: LoraChanges) -> None:
         """Sets a slot to the shared weights plus its LoRAs' changes, asynchronously."""
         for group, stack in self._stacks.items():
-            stack.load(slot, changes.get(group), self.temporary_bytes)
-        self.changes.load(slot, convolutions)
+            stack.load(slot, changes.stacked.get(group), self.temporary_bytes)
+        self.changes.load(slot, changes.beside)
 
     def close(self) -> None:
         """Frees all weights."""

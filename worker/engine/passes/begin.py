@@ -157,6 +157,18 @@ class LowResolution:
         return noisy[0]
 
 
+def refuse_unsupported(request: contract.ImageRequest, what: str) -> None:
+    """Raises JobError for what no model supports that is *what*, such as "enlarges an image"."""
+    unsupported = {
+        "a second pass (hires fix)": request.hires,
+        "ControlNets": request.controls,
+        "a mask": request.init is not None and request.init.mask is not None,
+    }
+    for name, value in unsupported.items():
+        if value:
+            raise errors.JobError(f"this model {what}: it does not support {name}")
+
+
 def prepare_enlarged(
     request: contract.ImageRequest, noise: ImageNoise, factor: int
 ) -> LowResolution:
@@ -168,14 +180,7 @@ def prepare_enlarged(
     init = request.init
     if init is None:
         raise errors.JobError("this model enlarges an image: the job needs init_images")
-    unsupported = {
-        "a second pass (hires fix)": request.hires,
-        "ControlNets": request.controls,
-        "a mask": init.mask is not None,
-    }
-    for name, value in unsupported.items():
-        if value:
-            raise errors.JobError(f"this model enlarges an image: it does not support {name}")
+    refuse_unsupported(request, "enlarges an image")
     height, width, _ = init.pixels.shape
     least, most = MIN_SIDE // factor, MAX_SIDE // factor
     if any(side % factor or not least <= side <= most for side in (width, height)):

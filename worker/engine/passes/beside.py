@@ -20,8 +20,7 @@ from imagefleet import errors
 from worker.engine import contract
 from worker.engine import errors as engine_errors
 from worker.engine.passes import upscaling
-from worker.engine.passes.upscaler import UpscalerCache
-from worker.engine.passes.upscaling import Enlarge
+from worker.engine.passes.upscaling import Enlarge, UpscalerCache
 
 #: An engine without other work waits so long in a tick: work that comes meanwhile waits as well.
 _WAIT_SECONDS = 0.05
@@ -29,11 +28,10 @@ _WAIT_SECONDS = 0.05
 
 @dataclass(frozen=True, slots=True)
 class PreparedUpscale:
-    """A request that needs no more files; without a network, it is done."""
+    """A request that needs no more files."""
 
     request: contract.ImageRequest
     enlarge: Callable[[], contract.Pixels]
-    finished: contract.Pixels | None
 
 
 class BesideTicks:
@@ -60,20 +58,15 @@ class BesideTicks:
         found = tuple(self._find(*each) for each in upscale.upscalers)
         enlarge = functools.partial(upscaling.enlarge, init.pixels, upscale, found)
         if any(path is not None for _, path in upscale.upscalers):
-            return PreparedUpscale(request, enlarge, None)
+            return PreparedUpscale(request, enlarge)
         finished = enlarge()
         if (finished == finished[0, 0]).all():  # as it always will be: the engine is not at fault
             raise errors.JobError("what is left of the image is all one colour")
-        return PreparedUpscale(request, enlarge, finished)
+        return PreparedUpscale(request, lambda: finished)
 
     def add(self, ticket: int, prepared: PreparedUpscale) -> None:
         """Begins a request, after those that were added before."""
-        if prepared.finished is None:
-            future = self._thread.submit(self._enlarge, prepared)
-        else:
-            future = Future()
-            future.set_result(prepared.finished)
-        self.begun.append((ticket, future))
+        self.begun.append((ticket, self._thread.submit(self._enlarge, prepared)))
 
     def collect(self, *, wait: bool) -> list[contract.Finished]:
         """The images that are done; *wait* waits for one, but not for long.
@@ -94,7 +87,7 @@ class BesideTicks:
 
     def _find(self, name: str, path: Path | None) -> Enlarge:
         if path is not None:
-            return self._upscalers.load(path)
+            return self._upscalers.get(path).enlarge
         found = upscaling.IMAGE_UPSCALERS.get(name)
         if found is None:
             raise errors.JobError(f"unknown upscaler {name!r}")

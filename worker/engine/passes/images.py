@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections import deque
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - its name everywhere
+from cachetools import LRUCache
 from diffusers import AutoencoderKL
 
 from imagefleet import errors
@@ -31,16 +32,13 @@ class ImageCoder:
     def __init__(self, vae: AutoencoderKL) -> None:
         self._vae = vae
         self._wide: AutoencoderKL | None = None
-        self._encoded: deque[tuple[PreparedImage, torch.Tensor]] = deque(maxlen=_REMEMBERED)
-        self._conditionings: deque[tuple[object, torch.Tensor]] = deque(maxlen=_REMEMBERED)
+        self._encoded: LRUCache[PreparedImage, torch.Tensor] = LRUCache(_REMEMBERED)
+        self._conditionings: LRUCache[object, torch.Tensor] = LRUCache(_REMEMBERED)
 
     def encode_init(self, image: PreparedImage) -> torch.Tensor:
         """The latents [4, height, width] of an image to begin with; remembered."""
-        for known, latents in self._encoded:
-            if known is image:
-                return latents
-        latents = self.encode(image.pixels)
-        self._encoded.append((image, latents))
+        if (latents := self._encoded.get(image)) is None:
+            latents = self._encoded[image] = self.encode(image.pixels)
         return latents
 
     def encode(self, pixels: contract.Pixels) -> torch.Tensor:
@@ -60,9 +58,8 @@ class ImageCoder:
         """
         hidden = None if image is None else image.hidden
         key = (width, height) if hidden is None else image
-        for known, conditioning in self._conditionings:
-            if known == key:
-                return conditioning
+        if (known := self._conditionings.get(key)) is not None:
+            return known
         device = self._vae.device
         if image is None or hidden is None:
             hidden = torch.ones((1, height, width), device=device)
@@ -72,8 +69,7 @@ class ImageCoder:
             seen = self._images_of(image.pixels) * (1 - hidden)
         latents = self._to_latents(seen)
         mask = F.interpolate(hidden[None], latents.shape[1:])[0]
-        conditioning = torch.cat([mask, latents])
-        self._conditionings.append((key, conditioning))
+        conditioning = self._conditionings[key] = torch.cat([mask, latents])
         return conditioning
 
     def _images_of(self, pixels: contract.Pixels) -> torch.Tensor:
@@ -82,23 +78,14 @@ class ImageCoder:
         return levels.float() / 255 * 2 - 1
 
     def _to_latents(self, images: torch.Tensor) -> torch.Tensor:
-        latents = _encode(self._wide or self._vae, images)
-        if not latents.isfinite().all():
-            latents = _encode(self._widen(), images)
-        if not latents.isfinite().all():
-            raise errors.TransientError("the latents of an image are NaN")
-        return latents
+        return self._finite(lambda vae: _encode(vae, images), "the latents of an image are")
 
     def decode(self, latents: torch.Tensor) -> contract.Pixels:
         """The pixels of latents [4, height, width], rounded down as AUTOMATIC1111 does here.
 
         Raises TransientError if they are NaN.
         """
-        images = self._decode(self._wide or self._vae, latents)
-        if not images.isfinite().all():
-            images = self._decode(self._widen(), latents)
-        if not images.isfinite().all():
-            raise errors.TransientError("the image is NaN")
+        images = self._finite(lambda vae: _decode(vae, latents), "the image is")
         levels = ((images / 2 + 0.5).clamp(0, 1) * 255).to(torch.uint8)
         pixels: contract.Pixels = levels[0].permute(1, 2, 0).cpu().numpy()
         return pixels
@@ -108,14 +95,14 @@ class ImageCoder:
         self._conditionings.clear()
         self._wide = None
 
-    def _decode(self, vae: AutoencoderKL, latents: torch.Tensor) -> torch.Tensor:
-        try:
-            return decoder.to_images(vae, latents[None])
-        except Exception as error:
-            if not engine_errors.is_out_of_memory(error):
-                raise
-        # Outside the handler, where the error's traceback no longer holds any tensors.
-        return decoder.to_images(vae, latents[None], in_stripes=True)
+    def _finite(self, compute: Callable[[AutoencoderKL], torch.Tensor], what: str) -> torch.Tensor:
+        """What the VAE computes, in float32 from the first time on that it is not finite."""
+        found = compute(self._wide or self._vae)
+        if not found.isfinite().all():
+            found = compute(self._widen())
+        if not found.isfinite().all():
+            raise errors.TransientError(f"{what} NaN")
+        return found
 
     def _widen(self) -> AutoencoderKL:
         """The VAE in float32: some overflow in float16."""
@@ -129,6 +116,16 @@ class ImageCoder:
             )
             self._wide = copy.deepcopy(self._vae).float()
         return self._wide
+
+
+def _decode(vae: AutoencoderKL, latents: torch.Tensor) -> torch.Tensor:
+    try:
+        return decoder.to_images(vae, latents[None])
+    except Exception as error:
+        if not engine_errors.is_out_of_memory(error):
+            raise
+    # Outside the handler, where the error's traceback no longer holds any tensors.
+    return decoder.to_images(vae, latents[None], in_stripes=True)
 
 
 def _encode(vae: AutoencoderKL, images: torch.Tensor) -> torch.Tensor:

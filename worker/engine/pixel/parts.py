@@ -21,6 +21,7 @@ from worker.engine.decoder import Decoder
 from worker.engine.kernels.compile import GraphPool
 from worker.engine.lora.merge import Merger
 from worker.engine.networks.transformer import SlotState
+from worker.engine.passes import begin
 from worker.engine.passes.begin import LowResolution
 from worker.engine.pixel import schedules, text_stage, text_states
 from worker.engine.pixel.checkpoint import CHANNELS, PixelCheckpoint
@@ -67,15 +68,9 @@ class StagePreparer(Preparer):
                 f"{request.width}x{request.height} pixels cannot be drawn: this stage draws"
                 f" {size[0]}x{size[1]} alone"
             )
-        unsupported = {
-            "LoRAs": request.loras,
-            "a second pass (hires fix)": request.hires,
-            "ControlNets": request.controls,
-            "a mask": request.init is not None and request.init.mask is not None,
-        }
-        for name, value in unsupported.items():
-            if value:
-                raise errors.JobError(f"this model does not support {name}: it is a stage of IF")
+        if request.loras:
+            raise errors.JobError("this model is a stage of IF: it does not support LoRAs")
+        begin.refuse_unsupported(request, "is a stage of IF")
         upscales = self._checkpoint.image_noise is not None
         if upscales and request.init is None:
             raise errors.JobError(
@@ -205,7 +200,7 @@ def of_pixels(checkpoint: PixelCheckpoint, settings: Settings) -> Parts:
         preparer=StagePreparer(checkpoint),
         control_nets=control_nets,
         stager=PixelStager(checkpoint, control_nets),
-        merger=Merger(checkpoint.unet, {}),
+        merger=Merger(checkpoint.unet),
         decoder=Decoder(None),
         pool=GraphPool(device) if device.type == "cuda" else None,
         costs=Costs(),

@@ -9,7 +9,6 @@ until states are read or written: whoever fills the queue knows their names.
 from __future__ import annotations
 
 import hashlib
-import uuid
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,18 +21,11 @@ if TYPE_CHECKING:
 #: DeepFloyd IF was trained with no more, though T5 takes any number.
 TOKENS = 77
 
-SUFFIX = ".safetensors"
-
 _TENSOR = "states"
 
 
-def file_name(prompt: str, encoder: str) -> str:
-    """The name of the file with a prompt's states by the *encoder* of that name."""
-    return stem(prompt, encoder) + SUFFIX
-
-
 def stem(prompt: str, encoder: str) -> str:
-    """The name of a file of text states without its suffix."""
+    """The name of the file with a prompt's states by the *encoder* of that name, unsuffixed."""
     return _sha256(f"{encoder}\n{clean(prompt)}")
 
 
@@ -57,17 +49,6 @@ def content(prompt: str, encoder: str, states: torch.Tensor) -> bytes:
     }
     data: bytes = save({_TENSOR: states.to("cpu", torch.float16).contiguous()}, metadata)
     return data
-
-
-def write(folder: Path, prompt: str, encoder: str, states: torch.Tensor) -> Path:
-    """Writes a prompt's states [77, width] into a *folder*; returns the file.
-
-    The file appears complete, so that others may read the folder meanwhile.
-    """
-    path = folder / file_name(prompt, encoder)
-    part = path.with_name(f"{path.name}.{uuid.uuid4().hex}.part")
-    part.write_bytes(content(prompt, encoder, states))
-    return part.replace(path)
 
 
 def read(path: Path, prompt: str, encoder: str, width: int) -> torch.Tensor:

@@ -1,16 +1,22 @@
-"""Compiles lanes' ticks and VAE calls: before the ticks, or beside them on a thread of its own."""
+"""Compiles lanes' ticks and VAE calls beside the ticks; whoever wants it before them waits."""
 
 from __future__ import annotations
 
 import logging
 import time
 from collections.abc import Callable, Iterator
+from concurrent import futures
+from concurrent.futures import Future
 
 import torch
 
 from worker.engine import errors as engine_errors
-from worker.engine.kernels.background import Around, BackgroundTracer
-from worker.engine.kernels.compile import Compiled, exempt_from_collection
+from worker.engine.kernels.compile import (
+    Around,
+    Compiled,
+    exempt_from_collection,
+    trace_on_thread,
+)
 from worker.engine.slots.lane import Lane, Lanes
 from worker.engine.slots.memory import WeightMode
 from worker.engine.slots.parts import Parts
@@ -51,45 +57,36 @@ class Compilation:
         self._lanes = lanes
         self._open_lane = open_lane
         self._use_less_memory = use_less_memory
-        self._tracer = BackgroundTracer(self._unet.device)
+        self._around: Around | None = None
         self._begins_at: float | None = None
+        self._asked: BatchKey | None = None
         self._lane: Lane | None = None
         self._step: Step | None = None
         self._graphs: Iterator[Compiled] = iter(())
-        self._is_tracing = False
+        self._tracing: tuple[Compiled, Future[None]] | None = None
 
     @property
     def is_due(self) -> bool:
         """Whether `advance` has anything to do."""
         if self._begins_at is not None:
             return time.monotonic() >= self._begins_at
-        if self._is_tracing:
-            return self._tracer.is_done
+        if self._tracing is not None:
+            return self._tracing[1].done()
         return self.is_under_way or self._next() is not None
 
     def run(self, batch_key: BatchKey) -> None:
         """Compiles for a key, and all that has been drawn with it so far, before it returns."""
-        self.stop()
-        self._tracer.wait()
-        while True:
-            try:
-                for compiled in self._compile(*self._open_lane(batch_key), convolutions=True):
-                    compiled.trace()
-                return  # noqa: TRY300 - the rest handles the failure
-            except Exception as error:
-                if not engine_errors.is_out_of_memory(error):
-                    raise
-            # Outside the handler, where the error's traceback no longer holds any tensors.
-            self._save_memory(batch_key)
-            if not self._runner.should_compile(batch_key):
-                return
+        self._asked = batch_key
+        self._runner.request(batch_key, convolutions=self._unet.changes.exist)
+        self.finish()
+        self._asked = None
 
-    def begin_soon(self, around: Around) -> None:
+    def begin_soon(self, around: Around | None = None) -> None:
         """Compiles for the native size after the first job's image, or soon if there is none.
 
         *around* is entered while something is compiled beside the ticks, from now on.
         """
-        self._tracer.around = around
+        self._around = around
         if self._runner.may_compile:
             self._begins_at = time.monotonic() + _HEAD_START_SECONDS
             self.is_under_way = True
@@ -107,7 +104,7 @@ class Compilation:
         """
         self._resume_if_done()
         if self._step is not None and not self._is_current:
-            self._tracer.abandon()
+            self._abandon()
         if not self.is_due:
             return
         self.begin()
@@ -128,20 +125,26 @@ class Compilation:
                 )
         if lacks_memory and batch_key is not None:
             self._save_memory(batch_key)
-        self.is_under_way = self._is_tracing or self._next() is not None
+        self.is_under_way = self._tracing is not None or self._next() is not None
 
     def finish(self) -> None:
         """Waits until all that is frequent or asked for by now is compiled."""
         self.begin()
-        while self._is_tracing or self.is_due:
-            self._tracer.wait()
+        while self._tracing is not None or self.is_due:
+            if self._tracing is not None:
+                futures.wait([self._tracing[1]])
             self.advance()
 
     def stop(self) -> None:
         """Compiles no further; a compiler at work ends by itself."""
-        self._tracer.abandon()
-        self._begins_at, self.is_under_way, self._is_tracing = None, False, False
+        self._abandon()
+        self._begins_at, self.is_under_way, self._tracing = None, False, None
         self._end()
+
+    def _abandon(self) -> None:
+        """Has the thread end at its next chance; its function is not used any more."""
+        if self._tracing is not None:
+            self._tracing[0].abandon()
 
     def _resume_if_done(self) -> None:
         """Goes on after the last image that needed the memory."""
@@ -158,26 +161,28 @@ class Compilation:
 
     def _next(self) -> BatchKey | None:
         """What is compiled next, once the compiler is free."""
-        keys = [self._runner.native, *(lane.batch_key for lane in self._lanes if lane.held)]
+        asked = [self._asked] if self._asked else []
+        held = (lane.batch_key for lane in self._lanes if lane.held)
+        keys = [*asked, self._runner.native, *held]
         return next((each for each in keys if self._runner.should_compile(each)), None)
 
     def _go_on(self, batch_key: BatchKey | None) -> None:
         compiled: Compiled | None = None
         try:
-            if self._is_tracing:
-                self._is_tracing = False
-                self._tracer.result()
+            if self._tracing is not None:
+                (_, traced), self._tracing = self._tracing, None
+                traced.result()
             if self._step is None and batch_key is not None:
                 self._lane, self._step = self._open_lane(batch_key)
                 self._step.is_compiling = True
-                self._graphs = self._compile(self._lane, self._step, convolutions=False)
+                self._graphs = self._compile(self._lane, self._step)
             compiled = next(self._graphs, None) if self._is_current else None
         finally:
             if compiled is None:
                 self._end()
         if compiled is not None:
-            self._is_tracing = True
-            self._tracer.begin(compiled)
+            traced = trace_on_thread(compiled, self._unet.device, self._around)
+            self._tracing = compiled, traced
 
     def _end(self) -> None:
         if self._step is not None:
@@ -204,27 +209,25 @@ class Compilation:
         else:
             self._runner.put_off(batch_key)
 
-    def _compile(self, lane: Lane, step: Step, *, convolutions: bool) -> Iterator[Compiled]:
-        """Yields each function before its first run, to be traced on any thread.
-
-        *convolutions*: for changes of them as well, if there are any so far.
-        """
+    def _compile(self, lane: Lane, step: Step) -> Iterator[Compiled]:
+        """Yields each function before its first run, to be traced on any thread."""
         began_at = time.monotonic()
         self._unet.use_block(lane.block)
         self._runner.select_kernels(step)
-        for mode in self._runner.missing_modes(step, all_convolutions=convolutions):
+        for mode in self._runner.missing_modes(step):
             yield from self._compile_tick(lane, step, mode)
             # Before other modes: all images go through it.
             yield from self._decoder.compile(step.state.latents.shape[1:])
         if self._unet.device.type == "cuda":
             exempt_from_collection()
+        seconds = ((mode, getattr(self._runner.costs, f"{mode}_seconds")) for mode in step.compiled)
         log.info(
             "%d slots of %dx%d ready after %.0f s; a step of all slots takes %s",
             lane.slots,
             lane.batch_key.width,
             lane.batch_key.height,
             time.monotonic() - began_at,
-            self._runner.costs.describe(step.compiled),
+            ", ".join(f"{1000 * each:.1f} ms ({mode})" for mode, each in seconds),
             extra={"action": "warm"},
         )
 

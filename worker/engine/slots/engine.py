@@ -23,7 +23,7 @@ from worker.engine import errors as engine_errors
 from worker.engine.checkpoint import Checkpoint
 from worker.engine.control.held import KEPT_BYTES
 from worker.engine.families.table import Model
-from worker.engine.kernels.background import Around, nothing_around
+from worker.engine.kernels.compile import Around
 from worker.engine.passes.beside import BesideTicks, PreparedUpscale
 from worker.engine.self_check import SelfCheck
 from worker.engine.slots import memory, staging, weights
@@ -193,16 +193,12 @@ class SlotEngine:
         """The same for requests with the size, prompts' length and ControlNets of this one."""
         self._compilation.run(BatchKey.of(self._preparer.prepare(request)))
 
-    def compile_in_background(self, around: Around = nothing_around) -> None:
+    def compile_in_background(self, around: Around | None = None) -> None:
         """The same for the native size while images are drawn, soon after the first one.
 
         *around* is entered while something is compiled, later sizes included.
         """
         self._compilation.begin_soon(around)
-
-    def finish_compiling(self) -> None:
-        """Waits until all that is frequent or asked for by now is compiled."""
-        self._compilation.finish()
 
     @property
     def checkpoint(self) -> Model:
@@ -346,8 +342,8 @@ class SlotEngine:
         added = None
         if state.added is not None:
             added = state.added[state.added_rows * slot : state.added_rows * (slot + 1)]
-        factors = staged.factors if lane.weight_mode != "shared" else {}
-        self._unet.compute_prompt(staged.vectors, staged.added, factors, state.context[rows], added)
+        changes = staged.changes.stacked if lane.weight_mode != "shared" else {}
+        self._unet.compute_prompt(staged.vectors, staged.added, changes, state.context[rows], added)
         if state.conditioning is not None and staged.conditioning is not None:
             state.conditioning[slot].copy_(staged.conditioning)
         for control, hint in zip(step.controls, staged.hints, strict=True):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import threading
+from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
@@ -22,11 +23,9 @@ from worker.engine.control.request import PreparedControl
 from worker.engine.files.safetensors import Identity
 from worker.engine.lora import file as lora_file
 from worker.engine.lora import merge
-from worker.engine.networks import convolution
 from worker.engine.noise import NoiseStream
 from worker.engine.passes import begin, upscaling
-from worker.engine.passes.upscaler import UpscalerCache
-from worker.engine.passes.upscaling import Upscaling
+from worker.engine.passes.upscaling import UpscalerCache, Upscaling
 
 #: Prompt chunks in the contexts of longer prompts, which share calls with each other by these: only
 #: cross-attention depends on the context, so a call takes 1 %, 4 % and 13 % more operations than a
@@ -56,15 +55,9 @@ class PreparedRequest:
     negative_prompt: tuple[Chunk, ...] = ()
     states: torch.Tensor | None = None
     """Text states of both prompts [2, tokens, width], in their chunks' place."""
-    unet_loras: tuple[merge.AppliedLora, ...] = ()
-    text_encoder_loras: tuple[merge.AppliedLora, ...] = ()
-    unet_pack: merge.PackedLoras | None = None
-    """The UNet's LoRAs for a slot; None if they must be merged into the shared weights instead."""
-    convolution_pack: convolution.ConvolutionPack | None = None
-    """The LoRAs' changes of convolutions; None if they must be merged instead, and then all are."""
-    text_encoder_packs: Mapping[lora_file.Network, merge.PackedLoras | None] = field(
-        default_factory=dict
-    )
+    loras: Mapping[lora_file.Network, Sequence[merge.AppliedLora]] = field(default_factory=dict)
+    packs: Mapping[lora_file.Network, merge.PackedLoras] = field(default_factory=dict)
+    """The LoRAs for a slot; without the UNet's, they must be merged into the shared weights."""
     image: begin.PreparedImage | None = None
     """What it begins with beside noise."""
     second: PreparedRequest | None = None
@@ -92,13 +85,18 @@ class PreparedRequest:
     @property
     def lora_key(self) -> merge.LoraKey:
         """What changes the UNet; () for nothing."""
-        return merge.key_of(self.unet_loras)
+        return merge.key_of(self.loras.get("unet", ()))
+
+    @property
+    def text_key(self) -> merge.LoraKey:
+        """What changes the text encoders; () for nothing."""
+        texts = (loras for network, loras in self.loras.items() if network != "unet")
+        return merge.key_of(itertools.chain.from_iterable(texts))
 
     @property
     def lora_bytes(self) -> int:
         """Bytes that the UNet's LoRAs take on the device."""
-        packs = (self.unet_pack, self.convolution_pack)
-        return sum(packed.size_bytes for packed in packs if packed)
+        return self.packs["unet"].size_bytes if "unet" in self.packs else 0
 
     def guidance(self, call: int) -> float:
         """The guidance scale of a UNet call; 1 takes the prompt's output alone."""
@@ -181,17 +179,15 @@ class RequestPreparer(Preparer):
         groups: Groups,
         control_nets: ControlNets,
         *,
-        convolutions: Mapping[convolution.Shape, Sequence[str]] = MappingProxyType({}),
+        beside: Mapping[merge.Shape, Sequence[str]] = MappingProxyType({}),
         lora_cache_bytes: int = LORA_CACHE_BYTES,
     ) -> None:
         super().__init__(checkpoint.unet.device)
         self._checkpoint = checkpoint
         self.groups = groups
         self._control_nets = control_nets
-        self._convolutions = convolutions
-        self._held_as_convolutions = set(itertools.chain.from_iterable(convolutions.values()))
-        self._dtype: torch.dtype = checkpoint.unet.dtype
-        self._encoders = checkpoint.text_encoders
+        self._beside = beside
+        self._networks = checkpoint.networks
         self.tokenizer = text.Tokenizer(checkpoint.tokenizer)
         widths = {
             embeddings.NAMES[network]: text_encoder.get_input_embeddings().weight.shape[1]
@@ -239,25 +235,15 @@ class RequestPreparer(Preparer):
         prompt = self.tokenizer.chunks(request.prompt, named)
         negative_prompt = self.tokenizer.chunks(request.negative_prompt, named)
         loras = self._read_loras(request.loras)
-        unet_loras = merge.restrict(loras, "unet")
-        networks = self._checkpoint.family.networks
-        text_encoder_loras = {each: merge.restrict(loras, each) for each in networks}
         self._may_go_on.wait()
-        convolution_pack = convolution.pack(unet_loras, self._convolutions, dtype=self._dtype)
-        unet_pack = None if convolution_pack is None else self._pack(unet_loras, "unet")
+        packs = {network: self._pack(found, network) for network, found in loras.items()}
         prepared = PreparedRequest(
             request,
             schedule,
             prompt,
             negative_prompt,
-            unet_loras=unet_loras,
-            text_encoder_loras=tuple(itertools.chain.from_iterable(text_encoder_loras.values())),
-            unet_pack=unet_pack,
-            convolution_pack=convolution_pack,
-            text_encoder_packs={
-                network: self._pack(text_encoder_lora, network)
-                for network, text_encoder_lora in text_encoder_loras.items()
-            },
+            loras=loras,
+            packs={network: packed for network, packed in packs.items() if packed is not None},
             image=image,
             controls=self._controls(request, schedule, steps),
             enlarged=enlarged,
@@ -300,7 +286,9 @@ class RequestPreparer(Preparer):
             prompt=self.tokenizer.chunks(request.prompt, named),
             negative_prompt=self.tokenizer.chunks(request.negative_prompt, named),
             schedule=schedule,
-            upscaling=upscaling.find(hires, own.width, own.height, self.upscalers.load),
+            upscaling=upscaling.find(
+                hires, own.width, own.height, lambda path: self.upscalers.get(path).enlarge
+            ),
             controls=self._controls(request, schedule, taken.t_enc + 1),
         )
 
@@ -342,29 +330,35 @@ class RequestPreparer(Preparer):
                 f"clip_skip is {clip_skip}; this model's text encoder has {layers} layers"
             )
 
-    def _read_loras(self, loras: Sequence[contract.Lora]) -> tuple[merge.AppliedLora, ...]:
-        """Adds up the weights of a LoRA that is named twice; the order does not matter."""
+    def _read_loras(
+        self, loras: Sequence[contract.Lora]
+    ) -> dict[lora_file.Network, list[merge.AppliedLora]]:
+        """Each network's LoRAs; weights of one that is named twice add up, in whatever order."""
         if len(loras) > _MAX_LORAS:
             raise errors.JobError(f"the prompt has {len(loras)} LoRAs; at most {_MAX_LORAS} work")
-        networks = self._checkpoint.family.networks
+        networks: list[lora_file.Network] = ["unet", *self._checkpoint.family.networks]
         files: dict[Identity, lora_file.LoraFile] = {}
-        weights: dict[Identity, dict[lora_file.Network, float]] = {}
+        weights = defaultdict[tuple[lora_file.Network, Identity], float](float)
         for lora in loras:
             self._may_go_on.wait()
             file = self._lora_cache.get(lora)
             files[file.identity] = file
-            sums = weights.setdefault(file.identity, dict.fromkeys(("unet", *networks), 0.0))
-            sums["unet"] += lora.unet_weight
             for network in networks:
-                sums[network] += lora.text_encoder_weight
-        effective = [identity for identity in sorted(files) if any(weights[identity].values())]
-        return tuple(merge.AppliedLora(files[each], weights[each]) for each in effective)
+                is_unet = network == "unet"
+                weight = lora.unet_weight if is_unet else lora.text_encoder_weight
+                weights[network, file.identity] += weight
+        return {
+            network: [
+                merge.AppliedLora(identity, files[identity].deltas[network], weight)
+                for identity in sorted(files)
+                if (weight := weights[network, identity]) and files[identity].deltas[network]
+            ]
+            for network in networks
+        }
 
     def _pack(
         self, loras: Sequence[merge.AppliedLora], network: lora_file.Network
     ) -> merge.PackedLoras | None:
-        elsewhere = self._held_as_convolutions if network == "unet" else ()
-        own = self._checkpoint.unet if network == "unet" else self._encoders[network]
-        return merge.pack(
-            loras, network, self.groups[network], dtype=own.dtype, elsewhere=elsewhere
-        )
+        beside = self._beside if network == "unet" else {}
+        dtype = self._networks[network].dtype
+        return merge.pack(loras, self.groups[network], dtype=dtype, beside=beside)

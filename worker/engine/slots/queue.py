@@ -5,16 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 
 from worker.engine.files.safetensors import Identity
 from worker.engine.lora.file import Network
-from worker.engine.lora.kinds import StackedChange
-from worker.engine.lora.merge import Group, LoraKey
-from worker.engine.networks import convolution
+from worker.engine.lora.merge import NO_CHANGES, LoraChanges, LoraKey, Shape
 from worker.engine.noise import NoiseStream
 from worker.engine.sampler import Inpainting
 from worker.engine.slots.memory import WeightMode
@@ -38,7 +36,7 @@ class BatchKey(NamedTuple):
     @classmethod
     def of(cls, prepared: PreparedRequest) -> BatchKey:
         request = prepared.request
-        merged = (prepared.lora_key or None) if prepared.unet_pack is None else None
+        merged = None if "unet" in prepared.packs else prepared.lora_key or None
         controls = tuple(each.identity for each in prepared.controls)
         return cls(request.width, request.height, prepared.tokens, merged, None, controls)
 
@@ -58,22 +56,8 @@ AddedInputs = tuple[torch.Tensor, ...]
 and `families.table.size_ids` [2, numbers]; or the level [1] of the noise on an enlarged image."""
 
 
-@dataclass(frozen=True, slots=True)
-class AssembledLoras:
-    """A job's LoRAs in host memory, ready to be copied."""
-
-    unet: torch.Tensor | None
-    convolutions: torch.Tensor | None
-    text_encoders: Mapping[Network, torch.Tensor]
-
-    @classmethod
-    def of(cls, prepared: PreparedRequest) -> AssembledLoras:
-        unet, convolutions = prepared.unet_pack, prepared.convolution_pack
-        return cls(
-            unet.assemble() if unet else None,
-            convolutions.assemble() if convolutions else None,
-            {name: each.assemble() for name, each in prepared.text_encoder_packs.items() if each},
-        )
+AssembledLoras = Mapping[Network, torch.Tensor]
+"""A job's LoRAs in host memory, ready to be copied."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,12 +73,10 @@ class Staged:
     mask: torch.Tensor | None = None
     """[2, 1, 1, tokens], added to the attention scores; None for an unmasked batch key."""
     added: AddedInputs | None = None
-    loras: Sequence[torch.Tensor] = ()
-    """The tensors of the LoRAs, of which `factors` and `convolutions` are views."""
-    factors: Mapping[Group, StackedChange] = field(default_factory=dict)
-    """Empty once the slot holds the weights: `Stager.factors_of` copies them again."""
-    convolutions: Mapping[convolution.Shape, convolution.Factors] = field(default_factory=dict)
-    """The same of its changes of convolutions."""
+    loras: torch.Tensor | None = None
+    """The tensor of the UNet's LoRAs, of which `changes` are views."""
+    changes: LoraChanges = NO_CHANGES
+    """None once the slot holds the weights: `Stager.changes_of` copies them again."""
     inpainting: Inpainting | None = None
     """What it keeps, without the dimension of the batch; None if it keeps nothing."""
     hints: Sequence[torch.Tensor] = ()
@@ -106,8 +88,8 @@ class Staged:
     @property
     def tensors(self) -> list[torch.Tensor]:
         """All tensors on the device."""
-        found = [self.latents, self.vectors, self.mask, self.conditioning]
-        found += [*(self.added or ()), *(self.inpainting or ()), *self.loras, *self.hints]
+        found = [self.latents, self.vectors, self.mask, self.conditioning, self.loras]
+        found += [*(self.added or ()), *(self.inpainting or ()), *self.hints]
         return [tensor for tensor in found if tensor is not None]
 
 
@@ -147,12 +129,12 @@ class SlotJob:
         return self.staging is not None and not self.staging.done()
 
     @property
-    def ranks(self) -> dict[convolution.Shape, int]:
-        """Ranks of its changes of convolutions, if it has any and slots can hold them.
+    def ranks(self) -> dict[Shape, int]:
+        """Ranks of what its slot holds beside the weights: changes of convolutions, if any.
 
         Where slots have no linear weights of their own, of its changes of these as well.
         """
-        packed = self.prepared.convolution_pack
+        packed = self.prepared.packs.get("unet")
         return packed.ranks if packed else {}
 
     @property
@@ -181,16 +163,6 @@ class Costs:
     per_slot_convolutions_seconds: float = 0.11
     shared_seconds: float = 0.1
     merge_seconds: float = 0.02
-
-    def describe(self, modes: Collection[WeightMode]) -> str:
-        """The seconds of a tick in these modes, in words."""
-        words: dict[WeightMode, str] = {
-            "shared": "with shared weights",
-            "per_slot": "with weights per slot",
-            "per_slot_convolutions": "with weights and convolutions per slot",
-        }
-        found = {each: getattr(self, f"{each}_seconds") for each in words if each in modes}
-        return ", ".join(f"{1000 * each:.1f} ms {words[mode]}" for mode, each in found.items())
 
 
 def own_mode(convolutions: bool) -> WeightMode:

@@ -12,7 +12,7 @@ import itertools
 import math
 import threading
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
@@ -24,11 +24,7 @@ from worker.engine.checkpoint import Checkpoint
 from worker.engine.control.held import ControlNets
 from worker.engine.families import table
 from worker.engine.families.table import Model
-from worker.engine.lora import merge
-from worker.engine.lora.file import Network
-from worker.engine.lora.kinds import StackedChange
-from worker.engine.lora.merge import Group
-from worker.engine.networks import convolution
+from worker.engine.lora.merge import NO_CHANGES, LoraChanges
 from worker.engine.networks.linear import TextEncoderLoras
 from worker.engine.passes.begin import LowResolution
 from worker.engine.passes.images import ImageCoder
@@ -142,19 +138,12 @@ class Stager:
             return contract.Finished(job.ticket, engine_errors.classify(error))
         return None
 
-    def factors_of(self, job: SlotJob) -> Mapping[Group, StackedChange]:
+    def changes_of(self, job: SlotJob) -> LoraChanges:
         """A job's changes of the UNet; copied again if a slot held them already."""
-        packed = job.prepared.unet_pack
-        if packed is None or (job.staged and job.staged.loras):
-            return job.staged.factors if job.staged else {}
-        return packed.by_group(packed.assemble().to(self._device))
-
-    def convolutions_of(self, job: SlotJob) -> Mapping[convolution.Shape, convolution.Factors]:
-        """The same for its changes of convolutions."""
-        packed = job.prepared.convolution_pack
-        if packed is None or not packed.ranks or (job.staged and job.staged.convolutions):
-            return job.staged.convolutions if job.staged else {}
-        return packed.by_shape(packed.assemble().to(self._device))
+        packed = job.prepared.packs.get("unet")
+        if packed is None or (job.staged and job.staged.loras is not None):
+            return job.staged.changes if job.staged else NO_CHANGES
+        return packed.of(packed.assemble().to(self._device))
 
     def forget(self) -> None:
         """Forgets what replaced weights have computed; nothing may be staged meanwhile."""
@@ -200,7 +189,10 @@ class Stager:
             yield ahead.popleft()
 
     def _assemble(self, job: SlotJob) -> Future[AssembledLoras]:
-        return self._assemblers.submit(AssembledLoras.of, job.prepared)
+        packs = job.prepared.packs
+        return self._assemblers.submit(
+            lambda: {network: packed.assemble() for network, packed in packs.items()}
+        )
 
     def _load(self, job: SlotJob, loras: AssembledLoras) -> Staged:
         """Begins to copy a job's data, and computes what it starts from."""
@@ -260,7 +252,7 @@ class LatentStager(Stager):
         chunks: dict[int, list[Chunk]] = {}
         for job in jobs:
             prepared = job.prepared
-            if not prepared.text_encoder_loras:
+            if not prepared.text_key:
                 by_clip_skip = chunks.setdefault(prepared.request.clip_skip, [])
                 by_clip_skip += [*prepared.prompt, *prepared.negative_prompt]
         for clip_skip, each in chunks.items():
@@ -268,15 +260,9 @@ class LatentStager(Stager):
 
     @torch.no_grad()
     def _load(self, job: SlotJob, loras: AssembledLoras) -> Staged:
-        copies: list[torch.Tensor] = []
-        factors, convolutions = {}, {}
-        if (packed := job.prepared.unet_pack) and loras.unet is not None:
-            copies.append(self._copy(loras.unet))
-            factors = packed.by_group(copies[-1])
-        if (changes := job.prepared.convolution_pack) and loras.convolutions is not None:
-            copies.append(self._copy(loras.convolutions))
-            convolutions = changes.by_shape(copies[-1])
-        vectors, mask, added = self._encode(job, loras.text_encoders)
+        copied = self._copy(loras["unet"]) if "unet" in loras else None
+        changes = NO_CHANGES if copied is None else job.prepared.packs["unet"].of(copied)
+        vectors, mask, added = self._encode(job, loras)
         noise = job.prepared.noise(self._channels, self._factor)
         conditioning: torch.Tensor | None = None
         if (enlarged := job.prepared.enlarged) is not None:
@@ -300,9 +286,8 @@ class LatentStager(Stager):
             noise,
             mask=mask,
             added=added,
-            loras=copies,
-            factors=factors,
-            convolutions=convolutions,
+            loras=copied,
+            changes=changes,
             inpainting=kept,
             hints=hints,
             conditioning=conditioning,
@@ -329,7 +314,7 @@ class LatentStager(Stager):
         return upscaling.crop(latents, self._factor)
 
     def _encode(
-        self, job: SlotJob, loras: Mapping[Network, torch.Tensor]
+        self, job: SlotJob, loras: AssembledLoras
     ) -> tuple[torch.Tensor, torch.Tensor | None, AddedInputs | None]:
         """Vectors [2, tokens, width], the mask [2, 1, 1, tokens] and the added inputs, if any."""
         prepared = job.prepared
@@ -337,8 +322,8 @@ class LatentStager(Stager):
         if not job.batch_key.is_masked:
             prompts = [prompt * (text.PLAIN_CHUNKS // len(prompt)) for prompt in prompts]
         with self._loras_merged(prepared, loras):
-            key = merge.key_of(prepared.text_encoder_loras)
-            context = self._encoder.encode(prompts, prepared.request.clip_skip, key)
+            clip_skip, key = prepared.request.clip_skip, prepared.text_key
+            context = self._encoder.encode(prompts, clip_skip, key)
         vectors, added = self._finish(prepared, context)
         if not job.batch_key.is_masked:
             return vectors, None, added
@@ -366,15 +351,10 @@ class LatentStager(Stager):
         return vectors, (pooled.to(self._device, self._dtype), self._copy(sizes))
 
     @contextlib.contextmanager
-    def _loras_merged(
-        self, prepared: PreparedRequest, loras: Mapping[Network, torch.Tensor]
-    ) -> Iterator[None]:
-        """The text encoder with a request's LoRAs merged in."""
+    def _loras_merged(self, prepared: PreparedRequest, loras: AssembledLoras) -> Iterator[None]:
+        """The text encoders with a request's LoRAs merged in."""
         with contextlib.ExitStack() as merged:
-            for network, packed in prepared.text_encoder_packs.items():
-                if packed is None:
-                    raise RuntimeError("all layers of a text encoder can be packed")
-                own = self._text_loras[network]
+            for network, own in self._text_loras.items():
                 flat = loras[network].to(own.device, non_blocking=True)
-                merged.enter_context(own.merged(packed.by_group(flat)))
+                merged.enter_context(own.merged(prepared.packs[network].of(flat).stacked))
             yield

@@ -209,25 +209,26 @@ class StepRunner:
         can_compile = self._backend is not None and bool(self._compiled_modes)
         return can_compile and self.paused_for is None
 
-    def request(self, batch_key: BatchKey) -> None:
-        """Has a key compiled before it is frequent."""
+    def request(self, batch_key: BatchKey, *, convolutions: bool = False) -> None:
+        """Has a key compiled before it is frequent; *convolutions*: changes of them as well."""
         self._to_compile.add(batch_key)
+        if convolutions:
+            self._images_with_convolutions[batch_key] += _COMPILE_AFTER_IMAGES
 
     def should_compile(self, batch_key: BatchKey) -> bool:
         if not self.may_compile or batch_key.is_rare:
             return False
         if step := self._compiled.get(batch_key):
-            return bool(self.missing_modes(step, all_convolutions=False))
+            return bool(self.missing_modes(step))
         is_frequent = self._images[batch_key] >= _COMPILE_AFTER_IMAGES and len(
             self._compiled
         ) < min(self.max_compiled, _MAX_COMPILED_KEYS)
         return batch_key in self._to_compile or is_frequent
 
-    def missing_modes(self, step: Step, *, all_convolutions: bool) -> list[WeightMode]:
+    def missing_modes(self, step: Step) -> list[WeightMode]:
         """The modes to compile, the first of which any job can run in.
 
-        *all_convolutions*: the one with changes of convolutions as well, if there are any so far;
-        else once they are frequent.
+        The one with changes of convolutions once they are frequent.
         """
         if not self.may_compile:
             return []
@@ -235,7 +236,7 @@ class StepRunner:
         if not step.compiled or step.batch_key in self._to_compile:
             modes = [each for each in self._compiled_modes if each not in step.compiled]
         frequent = self._images_with_convolutions[step.batch_key] >= _COMPILE_AFTER_IMAGES
-        if self._unet.changes.exist and (all_convolutions or frequent):
+        if self._unet.changes.exist and frequent:
             modes.append("per_slot_convolutions")
         return [each for each in modes if each not in step.compiled]
 

@@ -102,7 +102,7 @@ class Weights:
             if not self._runner.can_run(step, lane.weight_mode):
                 lane.weight_mode, to_merge = queue.own_mode(changes), ()
         if to_merge != self.merged:
-            loras = next(job.prepared.unet_loras for job in jobs) if to_merge else ()
+            loras = next(job.prepared.loras["unet"] for job in jobs) if to_merge else ()
             self.merged = None  # unknown until it is done: it may fail halfway
             self._merge_and_time(loras)
             self.merged = to_merge
@@ -132,10 +132,9 @@ class Weights:
                 job.has_weights = False
         for slot, job in lane.active.items():
             if not job.has_weights and job.staged is not None:
-                convolutions = self._stager.convolutions_of(job)
-                self._unet.load_slot(slot, self._stager.factors_of(job), convolutions)
+                self._unet.load_slot(slot, self._stager.changes_of(job))
                 job.has_weights = True
-                job.staged = replace(job.staged, loras=(), factors={}, convolutions={})
+                job.staged = replace(job.staged, loras=None, changes=merge.NO_CHANGES)
 
     def without_own(self) -> dict[str, torch.Tensor]:
         """What a slot that is reloaded computes with, by network and path, with no job's LoRAs."""
@@ -167,10 +166,9 @@ class Weights:
                 continue
             own = () if lane.weight_mode == "shared" else job.prepared.lora_key
             self._hold(_Held(self.merged, own), job)
-            if self._stream is not None:
-                for tensor in job.staged.loras:
-                    tensor.record_stream(self._stream)
-            job.staged = replace(job.staged, loras=(), factors={}, convolutions={})
+            if self._stream is not None and job.staged.loras is not None:
+                job.staged.loras.record_stream(self._stream)
+            job.staged = replace(job.staged, loras=None, changes=merge.NO_CHANGES)
 
     def _hold(self, needed: _Held, job: SlotJob | None = None) -> None:
         """Loads the only slot, with the LoRAs of a *job*, unless it holds what is *needed*."""
@@ -178,9 +176,7 @@ class Weights:
             return
         self._held = None  # unknown until it is done: it may fail halfway
         with self._beside_decoding():
-            factors = self._stager.factors_of(job) if job else {}
-            convolutions = self._stager.convolutions_of(job) if job else {}
-            self._unet.load_slot(0, factors, convolutions)
+            self._unet.load_slot(0, self._stager.changes_of(job) if job else merge.NO_CHANGES)
         self._held = needed
 
     @contextlib.contextmanager

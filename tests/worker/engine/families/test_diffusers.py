@@ -11,6 +11,7 @@ import torch
 from worker.engine import text
 from worker.engine.control.held import ControlNets
 from worker.engine.families.table import size_ids
+from worker.engine.lora.merge import NO_CHANGES
 from worker.engine.networks.transformer import Call
 from worker.engine.networks.unet import SlotUnet
 from worker.engine.slots.staging import LatentStager
@@ -134,7 +135,7 @@ def test_unet_output_is_diffusers(family_checkpoint: Any) -> None:
             added = unet.added(pooled, sizes)
         unet.resize(3)
         for slot in range(3):
-            unet.load_slot(slot, {}, {})
+            unet.load_slot(slot, NO_CHANGES)
         context = torch.cat([unet.keys_values.compute(each, {}) for each in vectors.split(2)])
         for per_slot in (False, True):
             output = unet(x, times, Call(context, per_slot=per_slot), added)

@@ -118,7 +118,7 @@ def test_a_kind_without_low_rank_is_merged_and_undone_from_the_cpus_copy(
     plain = make_request(steps=2)
     (before,) = draw(engine, plain)
     prepared = engine.prepare(make_request(steps=2, loras=(loras["dora"],)))
-    assert prepared.unet_pack is None
+    assert "unet" not in prepared.packs
     (changed,) = draw(engine, prepared.request)
     assert engine.weight_mode == "shared"
     assert (changed != before).any()

@@ -10,7 +10,7 @@ from diffusers import AutoencoderKL
 
 import tiny_model
 from worker.engine import decoder
-from worker.engine.families import vae
+from worker.engine.checkpoint import scale_down
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +32,7 @@ def latents() -> torch.Tensor:
 @torch.no_grad()
 def test_in_float32_only_exponents_change(tiny_vae: AutoencoderKL, latents: torch.Tensor) -> None:
     scaled = copy.deepcopy(tiny_vae)
-    vae.scale_down(scaled)
+    scale_down(scaled)
     before = decoder.decode(tiny_vae, latents)[0]
     assert (decoder.decode(scaled, latents)[0] == before).all()
     torch.testing.assert_close(
@@ -56,10 +56,10 @@ def test_what_overflows_in_float16_is_drawn_right(
 ) -> None:
     """Its first layer writes values of up to 300,000, as SDXL's decoder does further in."""
     large = copy.deepcopy(tiny_vae)
-    vae.scale_down(large, 2.0**14)
+    scale_down(large, 2.0**14)
     expected, _ = decoder.decode(large, latents)
     repaired = copy.deepcopy(large)
-    vae.scale_down(repaired)
+    scale_down(repaired)
     _, is_finite = decoder.decode(large.half(), latents)
     assert not is_finite.any()
     image, is_finite = decoder.decode(repaired.half(), latents)

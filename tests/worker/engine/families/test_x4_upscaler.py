@@ -35,6 +35,7 @@ from worker.engine import contract, load
 from worker.engine import noise as noises
 from worker.engine.families.latents import of_latents
 from worker.engine.families.table import X4_UPSCALER, of_folder
+from worker.engine.lora.merge import NO_CHANGES
 from worker.engine.networks.transformer import Call
 from worker.engine.networks.unet import SlotUnet
 from worker.engine.slots import engine as slots
@@ -248,7 +249,7 @@ def test_unet_output_is_diffusers(folder: Path) -> None:
     unet = SlotUnet(original)
     unet.resize(3)
     for slot in range(3):
-        unet.load_slot(slot, {}, {})
+        unet.load_slot(slot, NO_CHANGES)
     context = torch.cat([unet.keys_values.compute(each, {}) for each in vectors.split(2)])
     for per_slot in (False, True):
         output = unet(x, times, Call(context, per_slot=per_slot), unet.added(noise))

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from worker.engine.kernels import background, compile  # noqa: A004 - the module's name
+from worker.engine.kernels import compile  # noqa: A004 - the module's name
 from worker.gpu_thread import THREAD_NAME
 
 
@@ -26,11 +26,7 @@ def during(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], object]], 
     def run(look: Callable[[], object]) -> Any:
         monkeypatch.setattr(compile.Compiled, "trace", lambda _compiled: seen.append(look()))
         seen: list[Any] = []
-        tracer = background.BackgroundTracer(torch.device("cpu"))
-        tracer.begin(make(torch.ones(2)))
-        tracer.wait()
-        assert tracer.is_done
-        tracer.result()
+        compile.trace_on_thread(make(torch.ones(2)), torch.device("cpu")).result(timeout=60)
         return seen[0]
 
     return run
@@ -79,10 +75,7 @@ def test_what_is_abandoned_is_not_compiled_and_not_reported(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     compiled = make(torch.ones(2))
-    tracer = background.BackgroundTracer(torch.device("cpu"))
     compiled.abandon()
-    tracer.begin(compiled)
-    tracer.wait()
-    tracer.result()
+    compile.trace_on_thread(compiled, torch.device("cpu")).result(timeout=60)
     assert compiled.graphs == 0
     assert not caplog.records

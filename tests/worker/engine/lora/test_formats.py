@@ -12,7 +12,6 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-import batch_engine
 from imagefleet import errors
 from worker.engine import contract
 
@@ -153,9 +152,9 @@ def merged(engine: Any, make_request: Any, path: Path, layer: str, parts: Tensor
     weight = weight_of(engine, layer)
     before = weight.clone()
     use = contract.Lora(path.stem, path, STRENGTH, STRENGTH)
-    engine._merger.activate(batch_engine.loras_of(engine.prepare(make_request(loras=(use,)))))
+    engine.activate(engine.prepare(make_request(loras=(use,))).loras)
     after = weight.double().numpy()
-    engine._merger.activate(())
+    engine.activate({})
     assert torch.equal(weight, before)
     return np.array(after)
 

@@ -9,7 +9,6 @@ import torch
 
 from worker.engine.lora import file as lora_file
 from worker.engine.lora import merge
-from worker.engine.lora.file import Network
 from worker.engine.lora.kinds import StackedChange
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -81,20 +80,18 @@ def make_lora(
     alpha: float | None = 1.5,
     dtype: torch.dtype = torch.float32,
 ) -> merge.AppliedLora:
-    network: Network = "unet"
     deltas = {}
     for path in paths:
         tensors = {name: draw(*shape, dtype=dtype) for name, shape in shapes.items()}
         deltas[path] = lora_file.make_delta(tensors, alpha)
-    file = lora_file.LoraFile((str(id(deltas)), 0, 0), {network: deltas, "text_encoder": {}}, 0)
-    return merge.AppliedLora(file, {network: strength, "text_encoder": 0.0})
+    return merge.AppliedLora((str(id(deltas)), 0, 0), deltas, strength)
 
 
 def unpack(loras: Sequence[merge.AppliedLora], dtype: torch.dtype = torch.float32) -> StackedChange:
-    packed = merge.pack(loras, "unet", GROUPS, dtype=dtype)
+    packed = merge.pack(loras, GROUPS, dtype=dtype)
     assert packed is not None
     # As a device would have them: no tensor of the file itself, and another copy of the bytes.
-    return packed.by_group(packed.assemble().clone())[GROUP]
+    return packed.of(packed.assemble().clone()).stacked[GROUP]
 
 
 def merged(
@@ -110,8 +107,8 @@ def expected(loras: Sequence[merge.AppliedLora], original: torch.Tensor) -> torc
     weights = original.float().clone()
     for at, path in enumerate(PATHS):
         for lora in loras:
-            if (delta := lora.file.deltas["unet"].get(path)) is not None:
-                weights[at] += lora.weights["unet"] * delta.compute(original[at].float())
+            if (delta := lora.deltas.get(path)) is not None:
+                weights[at] += lora.weight * delta.compute(original[at].float())
     return weights
 
 
@@ -201,7 +198,7 @@ def test_a_small_alpha_loses_no_digits_in_float16(others: int) -> None:
     loras = [make_lora({"down": (128, IN), "up": (OUT, 128)}, 0.7, alpha=1.0)]
     loras += [make_lora(LORA, 1.0, alpha=3.0)] * others
     for lora in loras:
-        for delta in lora.file.deltas["unet"].values():
+        for delta in lora.deltas.values():
             for tensor in delta.tensors.values():
                 tensor.mul_(2e-3)
     change = unpack(loras, torch.float16)
@@ -214,14 +211,14 @@ def test_a_small_alpha_loses_no_digits_in_float16(others: int) -> None:
 
 def test_a_layer_that_slots_cannot_hold_is_packed_only_where_something_else_holds_it() -> None:
     lora = make_lora(LORA, paths=["one", "a convolution"])
-    assert merge.pack([lora], "unet", GROUPS, dtype=torch.float32) is None
-    elsewhere = {"a convolution"}
-    packed = merge.pack([lora], "unet", GROUPS, dtype=torch.float32, elsewhere=elsewhere)
+    assert merge.pack([lora], GROUPS, dtype=torch.float32) is None
+    beside = {merge.Shape(OUT, IN, 1): ["a convolution"]}
+    packed = merge.pack([lora], GROUPS, dtype=torch.float32, beside=beside)
     assert packed is not None
     original = draw(5, OUT, IN)
-    found = merged(packed.by_group(packed.assemble())[GROUP], original)
+    found = merged(packed.of(packed.assemble()).stacked[GROUP], original)
     torch.testing.assert_close(found, expected([lora], original), rtol=1e-5, atol=1e-5)
-    assert merge.pack([], "unet", {}, dtype=torch.float32) is not None
+    assert merge.pack([], {}, dtype=torch.float32) is not None
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -230,8 +227,8 @@ def test_a_layer_that_slots_cannot_hold_is_packed_only_where_something_else_hold
 def test_a_gpu_merges_the_same(kind: str, dtype: torch.dtype) -> None:
     loras = [make_lora(KINDS[kind], dtype=dtype), make_lora(LOHA, 0.2, ["one"], dtype=dtype)]
     original = draw(5, OUT, IN).to(dtype)
-    packed = merge.pack(loras, "unet", GROUPS, dtype=dtype)
+    packed = merge.pack(loras, GROUPS, dtype=dtype)
     assert packed is not None
-    change = packed.by_group(packed.assemble().cuda())[GROUP]
+    change = packed.of(packed.assemble().cuda()).stacked[GROUP]
     on_cpu, on_gpu = merged(unpack(loras, dtype), original), merged(change, original.cuda())
     torch.testing.assert_close(on_gpu.cpu().float(), on_cpu.float(), rtol=2**-7, atol=2**-7)

@@ -10,7 +10,6 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-import batch_engine
 from imagefleet import errors
 from worker.engine import contract
 from worker.engine.lora import file as lora_file
@@ -142,7 +141,7 @@ def test_convolutions_and_different_ranks_are_merged_and_unmerged_bit_exactly(
     save_file(weights, path)
     unet = engine._checkpoint.unet
     before = unet.conv_in.weight.clone()
-    engine._merger.activate(batch_engine.loras_of(engine.prepare(make_request(loras=(use(path),)))))
+    engine.activate(engine.prepare(make_request(loras=(use(path),))).loras)
     down, up = (weights[f"lora_unet_conv_in.lora_{side}.weight"] for side in ("down", "up"))
     inputs = torch.randn((1, 4, 8, 8), generator=generator)
     conv = torch.nn.functional.conv2d
@@ -150,7 +149,7 @@ def test_convolutions_and_different_ranks_are_merged_and_unmerged_bit_exactly(
         apart = conv(conv(inputs, down, padding=1), up)
         expected = conv(inputs, before, unet.conv_in.bias, padding=1) + 0.8 * apart
         torch.testing.assert_close(unet.conv_in(inputs), expected, rtol=1e-4, atol=1e-4)
-    engine._merger.activate(())
+    engine.activate({})
     assert torch.equal(unet.conv_in.weight, before)
 
 
@@ -158,17 +157,17 @@ def test_a_hundred_merges_leave_the_checkpoints_weights_bit_exact(
     engine: Any, lora_paths: list[Path], make_request: Any
 ) -> None:
     networks = (engine._checkpoint.unet, engine._checkpoint.text_encoder)
-    engine._merger.activate(())
+    engine.activate({})
     before = [network.state_dict(keep_vars=False) for network in networks]
     before = [{name: tensor.clone() for name, tensor in state.items()} for state in before]
     for at in range(100):
         loras = (use(lora_paths[at % 3], 0.1 + at / 10), use(lora_paths[at % 2], -1.0))[
             : 1 + at % 2
         ]
-        engine._merger.activate(batch_engine.loras_of(engine.prepare(make_request(loras=loras))))
+        engine.activate(engine.prepare(make_request(loras=loras)).loras)
     changed = networks[0].state_dict()
     assert not all(torch.equal(changed[name], tensor) for name, tensor in before[0].items())
-    engine._merger.activate(())
+    engine.activate({})
     for network, state in zip(networks, before, strict=True):
         after = network.state_dict()
         assert all(torch.equal(after[name], tensor) for name, tensor in state.items())

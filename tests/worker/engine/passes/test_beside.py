@@ -18,7 +18,7 @@ from tests.worker.engine.support import esrgan
 from worker.engine import contract
 from worker.engine.passes import beside
 from worker.engine.passes.beside import BesideTicks
-from worker.engine.passes.upscaler import UpscalerCache
+from worker.engine.passes.upscaling import UpscalerCache
 from worker.engine.slots.engine import SlotEngine
 
 CPU = torch.device("cpu")

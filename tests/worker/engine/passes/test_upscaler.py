@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from imagefleet import errors
 from tests.worker.engine.support import esrgan
 from worker.engine import contract
-from worker.engine.passes import upscaler as model
+from worker.engine.passes import upscaling as model
 
 CPU = torch.device("cpu")
 
@@ -149,8 +149,8 @@ def test_a_worker_without_spandrel_says_what_to_install(
 def test_nothing_is_left_that_others_would_take_for_torchvision() -> None:
     program = """
 import importlib.util, sys
-from worker.engine.passes import upscaler
-assert upscaler.import_spandrel().MAIN_REGISTRY.architectures()
+from worker.engine.passes import upscaling
+assert upscaling.import_spandrel().MAIN_REGISTRY.architectures()
 found = importlib.util.find_spec("torchvision")
 assert found is not None or not [name for name in sys.modules if name.startswith("torchvision")]
 """

@@ -250,7 +250,7 @@ def test_images_in_slots_stay_while_a_tick_is_compiled_beside_them(
     engine.tick()
     engine.compile_in_background()
     engine.tick()
-    engine.finish_compiling()
+    engine._compilation.finish()
     assert compiled_tick(engine).is_compiled
     assert not engine.is_compiling
     (finished,) = [each for _ in range(6) for each in engine.tick()]

@@ -117,10 +117,12 @@ async def store_states(storage: Storage, folder: Path, made: Path, *prompts: str
     text = text_stage.TextStage(folder, torch.device("cpu"), torch.float32)
     stems = []
     for prompt in prompts:
-        path = text_states.write(made, prompt, text.name, text.encode([prompt])[0])
+        stems.append(text_states.stem(prompt, text.name))
+        content = text_states.content(prompt, text.name, text.encode([prompt])[0])
+        path = made / f"{stems[-1]}.safetensors"
+        path.write_bytes(content)
         blob = f"{TEXT.folder}/{path.name}"
-        assert await storage.files.create(blob, path.read_bytes(), "application/octet-stream", {})
-        stems.append(path.stem)
+        assert await storage.files.create(blob, content, "application/octet-stream", {})
     return stems
 
 

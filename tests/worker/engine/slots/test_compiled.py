@@ -310,7 +310,7 @@ def test_changes_of_convolutions_are_compiled_once_they_are_frequent(
     assert compiled_modes() == {"per_slot", "shared"}, "two are not frequent"
     requests = [request(seed, 4) for seed in range(5)]
     images = draw(engine, *requests)
-    engine.finish_compiling()
+    engine._compilation.finish()
     assert compiled_modes() == {"per_slot", "shared", "per_slot_convolutions"}
     images += draw(engine, requests[0])
     requests.append(requests[0])
@@ -353,7 +353,7 @@ def test_a_frequent_size_is_compiled_meanwhile_and_fails_without_the_others(
     for _ in range(2):
         for image, sound in zip(draw(compiled_engine, *requests), expected, strict=True):
             assert difference(image, sound) <= ROUNDING
-        compiled_engine.finish_compiling()
+        compiled_engine._compilation.finish()
         assert compiled_engine.slots == 2, "a size that is not compiled costs no slots"
     (first, second) = runner._compiled.values()
     assert (first.batch_key.width, second.batch_key.width) == (32, 40)

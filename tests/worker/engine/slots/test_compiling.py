@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -11,8 +12,7 @@ import torch
 
 import polling
 from worker.engine import contract
-from worker.engine.kernels import background
-from worker.engine.kernels.compile import Compiled
+from worker.engine.kernels.compile import THREAD_NAME, Compiled
 from worker.engine.slots import compiling, step
 
 ROUNDING = 2
@@ -27,7 +27,7 @@ class Compiler:
         self.fails: Callable[[str], Exception | None] = lambda _name: None
 
     def compile(self, compiled: Compiled) -> None:
-        assert threading.current_thread().name == background.THREAD_NAME
+        assert threading.current_thread().name == THREAD_NAME
         self.began.append(compiled.name)
         assert self.may_end.acquire(timeout=10)
         if error := self.fails(compiled.name):
@@ -83,7 +83,7 @@ def test_what_the_first_jobs_need_is_compiled_first_and_taken_up_at_once(
 
     def enter(name: str) -> Any:
         around.append(name)
-        return background.nothing_around(name)
+        return contextlib.nullcontext()
 
     engine.compile_in_background(enter)
     engine.admit(0, engine.prepare(make_request(seed=5, steps=9)))
@@ -116,7 +116,7 @@ def test_compiling_leaves_the_first_job_alone_but_waits_for_none(
         engine.tick()
     assert compiler.began == [], "a canary is no job"
     draw(engine, make_request())
-    assert (engine._compilation._is_tracing, engine.busy) == (True, False)
+    assert (engine._compilation._tracing is None, engine.busy) == (False, False)
 
 
 def test_without_jobs_it_compiles_all_the_same(engine: Any, compiler: Compiler) -> None:
@@ -124,7 +124,7 @@ def test_without_jobs_it_compiles_all_the_same(engine: Any, compiler: Compiler) 
     assert engine.busy
     engine.tick()
     compiler.end(3)
-    engine.finish_compiling()
+    engine._compilation.finish()
     assert not engine.is_compiling
     assert compiled_modes(engine) == ["per_slot", "shared"]
 
@@ -141,7 +141,7 @@ def test_a_compiler_that_fails_is_reported_and_images_are_drawn_without_it(
     compiler.fails = lambda name: RuntimeError("no compiler") if "VAE" in name else None
     engine.compile_in_background()
     compiler.end(3)
-    engine.finish_compiling()
+    engine._compilation.finish()
     actions = [getattr(record, "action", "") for record in caplog.records]
     assert actions.count("compile_failed") == 1
     (image,) = draw(engine, make_request())
@@ -157,7 +157,7 @@ def test_a_lane_that_is_closed_meanwhile_is_compiled_anew(engine: Any, compiler:
     stale = lane.step
     engine._recovery.restart_all()
     compiler.end(4)
-    engine.finish_compiling()
+    engine._compilation.finish()
     assert stale.compiled == {}
     assert stale.is_compiling is False
     assert compiled_modes(engine) == ["per_slot", "shared"]
@@ -187,7 +187,7 @@ def test_out_of_memory_while_recording_costs_slots_or_that_mode_but_no_image(
     engine.admit(0, engine.prepare(make_request(steps=8)))
     engine.tick()
     compiler.end(5)
-    engine.finish_compiling()
+    engine._compilation.finish()
     finished: list[contract.Finished] = []
     while not finished:
         finished = engine.tick()
@@ -209,7 +209,7 @@ def test_out_of_memory_while_recording_costs_slots_or_that_mode_but_no_image(
 def test_closing_waits_for_no_compiler(engine: Any, compiler: Compiler) -> None:
     engine.compile_in_background()
     engine.tick()
-    threads = [each for each in threading.enumerate() if each.name == background.THREAD_NAME]
+    threads = [each for each in threading.enumerate() if each.name == THREAD_NAME]
     assert threads
     assert all(each.daemon for each in threads), "they would keep the process alive"
     engine.close()
@@ -225,7 +225,7 @@ def test_a_broken_compiler_ends_compiling_not_the_worker(
     monkeypatch.setattr(step.StepRunner, "take_up", break_down)
     engine.compile_in_background()
     compiler.end(9)
-    engine.finish_compiling()
+    engine._compilation.finish()
     assert not engine.is_compiling
     assert compiled_modes(engine) == []
     assert len(draw(engine, make_request())) == 1

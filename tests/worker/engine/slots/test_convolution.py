@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +12,9 @@ import torch
 from safetensors.torch import save_file
 
 from worker.engine import contract
+from worker.engine.lora import merge
 from worker.engine.lora.file import adaptable_layers
-from worker.engine.networks import convolution
+from worker.engine.lora.merge import NO_CHANGES
 from worker.engine.networks.transformer import Call
 from worker.engine.slots import engine as slots
 from worker.engine.slots import step
@@ -102,19 +103,18 @@ def test_a_slots_own_change_of_a_layer_computes_what_merging_it_does(
     """A height of 9 is odd, so that upsamplers do not double it."""
     unet = slot_engine._unet
     prepared = slot_engine.prepare(make_request(loras=(write_lora(path, weight=2.0),)))
-    packed = prepared.convolution_pack
-    assert packed is not None
+    packed = prepared.packs["unet"]
     generator = torch.Generator().manual_seed(0)
     x = torch.randn((3, 4, height, 8), generator=generator)
     context = torch.randn((6, 2, unet.context_width), generator=generator)
     arguments = (x, torch.tensor([1.0, 500.0, 900.0]))
     with torch.no_grad():
         unet.changes.grow(packed.ranks.items())
-        for slot, changes in enumerate([{}, packed.by_shape(packed.assemble()), {}]):
-            unet.load_slot(slot, {}, changes)
+        for slot, changes in enumerate([NO_CHANGES, packed.of(packed.assemble()), NO_CHANGES]):
+            unet.load_slot(slot, changes)
         own = unet(*arguments, Call(context, per_slot=True, slots=len(x)))
         plain = unet(*arguments, Call(context))
-        slot_engine._merger.activate(prepared.unet_loras)
+        slot_engine._merger.activate(prepared.loras["unet"])
         merged = unet(*arguments, Call(context))
         slot_engine._merger.activate(())
     assert (merged - plain).abs().max() > 0.02
@@ -297,12 +297,10 @@ def test_loras_of_one_job_add_up_to_at_most_the_highest_rank(
     path = "down_blocks.1.resnets.0.conv2"
     one, other = write_lora(path, rank=64), write_lora(path, rank=64, seed=1)
     fits = slot_engine.prepare(make_request(loras=(one, other)))
-    assert fits.convolution_pack is not None
-    assert list(fits.convolution_pack.ranks.values()) == [128]
+    assert list(fits.packs["unet"].ranks.values()) == [128]
     more = (one, other, write_lora(path, rank=1, seed=2))
     prepared = slot_engine.prepare(make_request(loras=more))
-    assert prepared.convolution_pack is None
-    assert prepared.unet_pack is None
+    assert "unet" not in prepared.packs
 
 
 def test_a_job_runs_beside_others_when_memory_runs_out_for_its_change(
@@ -332,8 +330,8 @@ def test_a_job_runs_beside_others_when_memory_runs_out_for_its_change(
 
 
 def test_changes_of_no_layer_take_no_memory(slot_engine: slots.SlotEngine) -> None:
-    packed = convolution.pack((), slot_engine._unet.changes.groups, dtype=torch.float32)
+    beside = slot_engine._unet.changes.groups
+    packed = merge.pack((), {}, dtype=torch.float32, beside=beside)
     assert packed is not None
-    assert packed.ranks == {}
-    empty: Mapping[Any, Any] = packed.by_shape(packed.assemble())
-    assert empty == {}
+    assert (packed.size_bytes, packed.ranks) == (0, {})
+    assert packed.of(packed.assemble()) == NO_CHANGES

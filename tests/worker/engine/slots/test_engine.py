@@ -313,12 +313,10 @@ def test_lanes_that_share_weights_load_them_again_and_draw_the_same(
         loads: list[int] = []
         load = engine._unet.load_slot
 
-        def count(
-            slot: int, factors: Any, changes: Any, load: Any = load, loads: Any = loads
-        ) -> None:
-            assert factors, "copied again from the host"
+        def count(slot: int, changes: Any, load: Any = load, loads: Any = loads) -> None:
+            assert changes.stacked, "copied again from the host"
             loads.append(slot)
-            load(slot, factors, changes)
+            load(slot, changes)
 
         monkeypatch.setattr(engine._unet, "load_slot", count)
         images[blocks] = draw(engine, *requests)

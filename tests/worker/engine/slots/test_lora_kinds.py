@@ -128,7 +128,7 @@ def test_a_loaded_slot_keeps_no_copy_of_its_loras_and_can_be_loaded_again(
     images = {}
     while slot_engine.busy:
         images |= {each.ticket: each.outcome for each in slot_engine.tick()}
-        assert all(not job.staged.loras for job in slot_engine._lanes.active)
+        assert all(job.staged.loras is None for job in slot_engine._lanes.active)
         for job in slot_engine._lanes.active:
             job.has_weights = False
         slot_engine._unet.resize(slot_engine.slots)

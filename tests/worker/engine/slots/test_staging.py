@@ -82,7 +82,7 @@ def test_loras_are_not_read_while_slots_are_filled(
     with ThreadPoolExecutor(1) as threads:
         slot_engine.admit(0, slot_engine.prepare(make_request(steps=1)))
         slot_engine.tick()
-        assert reading[0].result(timeout=20).unet_loras
+        assert reading[0].result(timeout=20).lora_key
 
 
 @pytest.mark.parametrize(("room", "begun"), [(0, 1), (2.5, 2), (9, 4)])
@@ -96,7 +96,7 @@ def test_what_is_staged_ahead_takes_no_more_than_its_room(
     engine = make_slot_engine(slots=4)
     requests = [make_request(seed=seed, loras=(lora(lora_paths[0]),)) for seed in range(8)]
     prepared = [engine.prepare(request) for request in requests]
-    engine._stager.room_bytes = int(room * prepared[0].unet_pack.size_bytes)
+    engine._stager.room_bytes = int(room * prepared[0].lora_bytes)
     for ticket, one in enumerate(prepared):
         engine.admit(ticket, one)
     engine.tick()
@@ -139,7 +139,9 @@ def test_loras_of_jobs_that_start_together_take_no_more_than_what_is_staged_ahea
     def count(job: Any) -> Any:
         failure = stage(job)
         active = [each for one in engine._lanes for each in one.active.values()]
-        at_once.append(sum(bool(each.staged and each.staged.loras) for each in active))
+        at_once.append(
+            sum(each.staged is not None and each.staged.loras is not None for each in active)
+        )
         return failure
 
     monkeypatch.setattr(engine._stager, "try_to_stage", count)

@@ -18,6 +18,7 @@ from pixel import tiny_cascade
 from worker.engine import contract, load
 from worker.engine.checkpoint import load_checkpoint
 from worker.engine.families.latents import of_latents
+from worker.engine.lora.merge import LoraChanges
 from worker.engine.networks.linear import ReloadedStack, SlotLinear, stack_by_shape
 from worker.engine.networks.unet import SlotUnet
 from worker.engine.slots import engine as slots
@@ -174,9 +175,9 @@ def loads(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     seen: list[bool] = []
     original = SlotUnet.load_slot
 
-    def load_slot(self: SlotUnet, slot: int, changes: Any, convolutions: Any) -> None:
-        seen.append(bool(changes))
-        original(self, slot, changes, convolutions)
+    def load_slot(self: SlotUnet, slot: int, changes: LoraChanges) -> None:
+        seen.append(bool(changes.stacked))
+        original(self, slot, changes)
 
     monkeypatch.setattr(SlotUnet, "load_slot", load_slot)
     return seen
@@ -261,7 +262,7 @@ def test_what_slots_cannot_hold_is_merged_below_the_slot_and_undone(
     full = contract.Lora("full", path, 1.0, 1.0)
     plain, styled = make_request(), make_request(loras=(styles[0],))
     merged = make_request(loras=(full, styles[0]))
-    assert engine.prepare(merged).unet_pack is None
+    assert "unet" not in engine.prepare(merged).packs
     before = draw(engine, plain, styled)
     (changed,) = draw(engine, merged)
     assert engine.weight_mode == "shared"

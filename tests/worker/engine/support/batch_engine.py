@@ -19,6 +19,7 @@ from worker.engine import errors as engine_errors
 from worker.engine.control.held import ControlNets
 from worker.engine.decoder import to_pixels
 from worker.engine.lora import merge
+from worker.engine.lora.file import Network
 from worker.engine.slots.prepare import PreparedRequest, RequestPreparer
 
 #: Requests held per image of a batch.
@@ -41,14 +42,10 @@ def load_batch_engine(
     return BatchEngine(checkpoint.load_checkpoint(model, cpu, dtype, config), max_batch)
 
 
-def loras_of(prepared: PreparedRequest) -> tuple[merge.AppliedLora, ...]:
-    return (*prepared.unet_loras, *prepared.text_encoder_loras)
-
-
 def group(prepared: PreparedRequest) -> tuple[object, ...]:
     """What two requests must have in common to share a UNet call."""
     request = prepared.request
-    loras = tuple(applied.key for applied in loras_of(prepared))
+    loras = (prepared.lora_key, prepared.text_key)
     calls = len(prepared.schedule.table)
     return (request.width, request.height, calls, request.clip_skip, loras)
 
@@ -68,7 +65,8 @@ class BatchEngine:
             start=loaded.tokenizer.bos_token_id,
             end=loaded.tokenizer.eos_token_id,
         )
-        self._merger = merge.Merger(loaded.unet, loaded.text_encoders)
+        networks = {"unet": loaded.unet, **loaded.text_encoders}
+        self._mergers = {name: merge.Merger(each) for name, each in networks.items()}
         self._max_batch = max_batch
         self._pending: dict[int, PreparedRequest] = {}
 
@@ -125,9 +123,15 @@ class BatchEngine:
     def close(self) -> None:
         self._pending.clear()
         self._encoder.clear()
-        self._merger.close()
+        for merger in self._mergers.values():
+            merger.close()
         for network in (self._checkpoint.unet, self._checkpoint.vae, self._checkpoint.text_encoder):
             network.to("meta")
+
+    def activate(self, loras: Mapping[Network, Sequence[merge.AppliedLora]]) -> None:
+        """Merges LoRAs into the networks; none restores them."""
+        for network, merger in self._mergers.items():
+            merger.activate(loras.get(network, ()))
 
     def _next_batch(self) -> list[int]:
         oldest = next(iter(self._pending.values()), None)
@@ -139,7 +143,7 @@ class BatchEngine:
 
     def _run(self, batch: Sequence[PreparedRequest]) -> list[contract.Outcome]:
         try:
-            self._merger.activate(loras_of(batch[0]))
+            self.activate(batch[0].loras)
             return self._generate(batch)
         except Exception as error:  # noqa: BLE001 - any failure is this batch's outcome
             return [engine_errors.classify(error)] * len(batch)
@@ -159,7 +163,7 @@ class BatchEngine:
         return self._encoder.encode(
             [*prompts, *negative_prompts],
             first.request.clip_skip,
-            merge.key_of(first.text_encoder_loras),
+            first.text_key,
         )
 
 

@@ -9,12 +9,12 @@ import torch
 from safetensors.torch import save_file
 
 from worker.engine import contract
-from worker.engine.passes import upscaler
+from worker.engine.passes import upscaling
 
 
 def build(path: Path, scale: int = 4, channels: int = 3) -> tuple[Path, Any]:
     """Writes the file; returns it and its network."""
-    upscaler.import_spandrel()
+    upscaling.import_spandrel()
     from spandrel.architectures.ESRGAN.__arch.RRDB import RRDBNet
 
     torch.manual_seed(0)
