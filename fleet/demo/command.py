@@ -129,9 +129,9 @@ async def _demo(settings: WorkerSettings, output: Path, messages: list[str]) -> 
         images = []
         for name, job in zip(batch.ids, jobs, strict=True):
             if job.then and (first := await fleet.storage.blobs.read(job.blob_name(0))):
-                images.append(first)
+                images.append((first, job.prompt))
             if results[name].blobs:
-                images.append(await results[name].data())
+                images.append((await results[name].data(), job.prompt))
     sheet = output / "contact-sheet.png"
     console.write_file(sheet, contact_sheet.draw_contact_sheet(images))
     seconds = drawn.seconds - drawn.start_up_seconds

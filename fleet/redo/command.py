@@ -169,7 +169,7 @@ async def _warn_of_nodes_at_work(storage: Storage, workers: Iterable[str]) -> No
     """A worker that may draw its own images again, as wrong as before."""
     known = {node.name for node in (await quarantine.read(storage.files))[0].nodes}
     for worker in sorted({*workers} - {""}):
-        if known.isdisjoint({worker, node_of(worker)}):
+        if known.isdisjoint({worker, quarantine.node_of(worker)}):
             console.print_warning(
                 f"{worker} is not in the quarantine and may draw its images again; `imagefleet"
                 " verify --quarantine` adds workers that draw wrong"

@@ -119,7 +119,7 @@ entry.main()
         assert (small.size, large.size) == ((16, 16), (32, 32))
         for left, name in ((12, "01.png"), (12 + 188, "01~2.png")):
             shown = sheet.crop((left, 12, left + 176, 12 + 176))
-            tile, _ = contact_sheet.read_tile((folder / name).read_bytes())
+            tile = contact_sheet.read_tile((folder / name).read_bytes())
             assert shown.tobytes() == tile.tobytes()
 
 

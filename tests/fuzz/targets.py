@@ -24,7 +24,8 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from pydantic import ValidationError
 
 import job_inputs
-from fleet import console, contact_sheet
+from fleet import console
+from fleet.gallery import images
 from fleet.keys import broker
 from fleet.monitor import prometheus
 from fleet.plan import estimate
@@ -192,9 +193,9 @@ def _image(data: bytes) -> None:
             (b"iTXt", b"parameters\0\1\0\0\0" + zlib.compress(data)),
         )[which]
         data = _png(chunk)
-    tile, caption = contact_sheet.read_tile(data)
-    assert max(tile.size) == contact_sheet.TILE_PIXELS
-    assert not redaction.CONTROLS.search(caption)
+    assert images.shrink(data)
+    with picture.opened(data) as image:
+        prompt.read_words(picture.parameters(image, 150_000))
 
 
 def _blob_metadata(data: bytes) -> None:

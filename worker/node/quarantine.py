@@ -42,14 +42,14 @@ class Node(BaseModel, extra="allow", frozen=True):
 class Listing(BaseModel, extra="allow", frozen=True):
     """The whole list."""
 
-    nodes: list[Node] = Field(default_factory=list)
+    nodes: list[Node]
 
 
 async def read(files: protocol.BlobStore) -> tuple[Listing, str | None]:
     """The list, empty if there is none, and its version; raises SetupError if it is none."""
     part = await files.read_part(BLOB, 0, MAX_BYTES)
     if part is None:
-        return Listing(), None
+        return Listing(nodes=[]), None
     before = f"correct or delete {BLOB} in {files.name}, which is not a list of nodes: "
     with validation.as_error(errors.SetupError, before):
         return Listing.model_validate_json(part.data), part.version
