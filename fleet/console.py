@@ -24,7 +24,7 @@ from collections.abc import (
 )
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import typer
 from filelock import FileLock, Timeout
@@ -81,7 +81,6 @@ ENGINE_THREAD = "engine"
 #: Wider than any table, for output to a pipe or file.
 _UNLIMITED_WIDTH = 10_000
 
-Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
 
 #: What is said on the way must not end the work: the disk of a log may be full.
@@ -270,7 +269,7 @@ def write_file(path: Path, content: str | bytes, *, private: bool = False) -> No
             if private:
                 draft.touch(mode=0o600)
             draft.write_bytes(data)
-    except OSError as error:  # a full disk
+    except OSError as error:  # a full disk, which a scaler's ledger must outlive
         raise errors.SetupError(f"cannot write {path}: {error.strerror or error}") from None
 
 

@@ -7,25 +7,24 @@ import contextlib
 import signal
 import time
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
+import typer
 from rich import progress
 
 from fleet import console
 from imagefleet.storage.open import Storage, open_storage
 from loadgen.caption_sweep import SweepSource
-from loadgen.load import Load, Pace, Summary, duration
-from loadgen.processes.frames import Refusals
+from loadgen.load import Load, Summary
+from loadgen.processes import Refusals
 from loadgen.settings import LoadSettings
 from loadgen.sources import Source
+from worker.progress import duration
 
 #: Seconds between two lines of progress where there is no terminal.
 SECONDS_BETWEEN_LINES = 5.0
-
-#: Queues that are named when jobs of many models were sent.
-_SHOWN_QUEUES = 5
 
 Reading = Callable[[str], contextlib.AbstractContextManager[None]]
 
@@ -50,10 +49,11 @@ def fill(
     reading: Reading | None = None,
     *,
     quiet: bool,
-    as_json: bool = False,
+    as_json: bool,
+    facts: Callable[[], Mapping[str, Any]] = dict,
     **terms: Any,
-) -> tuple[Summary, bool]:
-    """Sends the jobs; also returns whether all were sent before.
+) -> None:
+    """Sends the jobs and prints what was sent, with *facts* as JSON; typer.Exit if it was stopped.
 
     *reading* shows how the file is checked first, if it is; *terms* are those of `Load`.
     """
@@ -71,25 +71,33 @@ def fill(
             load.check()  # before the event loop begins: Ctrl-C can interrupt a long file
     is_live = console.stderr.is_terminal and not as_json
     with showing(load, source.count, is_live=is_live, quiet=quiet, as_json=as_json) as show:
-        return console.run(_send(storage, load, show)), load.is_done
+        summary = console.run(_send(storage, load, show))
+    told = facts()
+    if as_json:
+        console.print_json({**asdict(summary), **told})
+    elif not quiet:
+        _print_summary(summary, path, told)
+        if not (load.is_done or summary.sent or told.get("invalid")) and summary.finished:
+            console.print_note(f"no jobs in {file}: nothing was sent")
+    if not summary.finished:
+        raise typer.Exit(console.EXIT_INTERRUPTED)
 
 
 async def _send(storage: Storage, load: Load, show: Callable[[int], None]) -> Summary:
     """The first Ctrl-C waits for the sends in flight; the second stops at once."""
     loop = asyncio.get_running_loop()
 
-    def stop(_number: int, _frame: FrameType | None) -> None:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+    def stop() -> None:
+        loop.remove_signal_handler(signal.SIGINT)
         console.print_note("stopping after the sends in flight; Ctrl-C again to stop at once")
-        # Safe in a signal handler: it wakes the loop.
-        loop.call_soon_threadsafe(load.stop)
+        load.stop()
 
     async with storage:
-        before = signal.signal(signal.SIGINT, stop)
+        loop.add_signal_handler(signal.SIGINT, stop)
         try:
             return await load.run(show)
         finally:
-            signal.signal(signal.SIGINT, before)
+            loop.remove_signal_handler(signal.SIGINT)
 
 
 def _announce(load: Load, file: str, path: Path | None) -> None:
@@ -110,77 +118,76 @@ def showing(
     load: Load, total: int | None, *, is_live: bool, quiet: bool, as_json: bool = False
 ) -> Iterator[Callable[[int], None]]:
     """A bar if *is_live*, else occasional lines on stderr, of JSON with *as_json*."""
-    pace = Pace(load.confirmed)
     said_at = time.monotonic()
+    columns = (
+        progress.BarColumn(),
+        progress.MofNCompleteColumn(),
+        progress.TaskProgressColumn(),
+        progress.TextColumn("{task.fields[rate]}"),
+        progress.TimeRemainingColumn(),
+    )
+    bar = progress.Progress(
+        *columns,
+        console=console.stderr,
+        disable=quiet or not is_live,
+        # The last minute's rate: a storage that asks to slow down shows at once.
+        speed_estimate_period=60,
+    )
+    bar.add_task("", total=total, completed=load.confirmed, rate="")
+    (task,) = bar.tasks
 
-    def rate() -> str:
-        refused = load.refusals.count
-        told = f", slowed down by the storage {refused:,} times" if refused else ""
-        return f"{pace.per_second:,.0f} jobs/s{told}"
-
-    def facts(confirmed: int) -> dict[str, float | int | None]:
-        return {
-            "confirmed": confirmed,
-            "total": total,
-            "jobs_per_second": round(pace.per_second, 1),
-            "seconds_left": pace.left(total),
-            "refusals": load.refusals.count,
-        }
-
-    def show_line(confirmed: int) -> None:
+    def show(confirmed: int) -> None:
         nonlocal said_at
-        pace.note(confirmed)
-        if time.monotonic() - said_at < SECONDS_BETWEEN_LINES:
+        bar.update(task.id, completed=confirmed)
+        # To find the rate takes a while, and there are hundreds of calls a second.
+        if quiet or time.monotonic() - said_at < (0.1 if is_live else SECONDS_BETWEEN_LINES):
             return
         said_at = time.monotonic()
-        if as_json:
-            console.print_note(console.json_text(facts(confirmed), indent=None).rstrip())
-            return
-        of_total = "" if total is None else f" of {total:,}"
-        left = pace.left(total)
-        ends = "" if left is None else f", {duration(left)} left"
-        console.print_note(f"{confirmed:,}{of_total} jobs sent, {rate()}{ends}")
+        left, refused = task.time_remaining, load.refusals.count
+        rate = f"{console.number(task.speed)} jobs/s"
+        if refused:
+            rate += f", slowed down by the storage {refused:,} times"
+        if is_live:
+            task.fields["rate"] = rate
+        elif as_json:
+            facts = {
+                "confirmed": confirmed,
+                "total": total,
+                "jobs_per_second": task.speed and round(task.speed, 1),
+                "seconds_left": left,
+                "refusals": refused,
+            }
+            console.print_note(console.json_text(facts, indent=None).rstrip())
+        else:
+            of_total = "" if total is None else f" of {total:,}"
+            ends = "" if left is None else f", {duration(left)} left"
+            console.print_note(f"{confirmed:,}{of_total} jobs sent, {rate}{ends}")
 
-    if quiet:
-        yield lambda _confirmed: None
-    elif not is_live:
-        yield show_line
-    else:
-        columns = (
-            progress.BarColumn(),
-            progress.MofNCompleteColumn(),
-            progress.TaskProgressColumn(),
-            progress.TextColumn("{task.fields[rate]}"),
-            progress.TimeRemainingColumn(),
-        )
-        with progress.Progress(*columns, console=console.stderr) as bar:
-            task = bar.add_task("", total=total, completed=load.confirmed, rate="")
-
-            def show_bar(confirmed: int) -> None:
-                pace.note(confirmed)
-                bar.update(task, completed=confirmed, rate=rate())
-
-            yield show_bar
+    with bar:
+        yield show
 
 
-def print_summary(summary: Summary, skipped: int, path: Path | None, mended: int) -> None:
+def _print_summary(summary: Summary, path: Path | None, told: Mapping[str, Any]) -> None:
     if summary.sent:
         second = summary.second_drawings
         also = f" and {console.counted(second, 'second drawing')}" if second else ""
+        named = [f"{name} ({count:,})" for name, count in summary.queues.items()]
+        if len(named) == 1:
+            named = list(summary.queues)
         console.print_note(
-            f"{console.counted(summary.sent, 'job')}{also} sent to"
-            f" {_named(summary.queues)} in {summary.storage}, {summary.jobs_per_second:,.0f} jobs/s"
+            f"{console.counted(summary.sent, 'job')}{also} sent to {', '.join(named)} in"
+            f" {summary.storage}, {summary.jobs_per_second:,.0f} jobs/s"
         )
     if summary.refusals:
         console.print_note(
             f"the storage asked to slow down {console.counted(summary.refusals, 'time')}"
         )
-    if mended:
+    if mended := told.get("mended"):
         console.print_note(
             f"{mended:,} of them had failed and stay on the list of failed jobs until they are"
             " completed; then `imagefleet discard --completed` takes them off"
         )
-    if skipped:
+    if skipped := told.get("invalid"):
         console.print_note(f"{console.counted(skipped, 'invalid job')} skipped")
     for campaign, jobs in summary.cancelled.items():
         again = "; --restart sends all its jobs again" if path else ""
@@ -190,15 +197,3 @@ def print_summary(summary: Summary, skipped: int, path: Path | None, mended: int
     if not summary.finished:
         resume = "; the same command resumes there" if path else ""
         console.print_note(f"stopped after {console.counted(summary.confirmed, 'job')}{resume}")
-
-
-def _named(queues: Mapping[str, int]) -> str:
-    """The queues that jobs were sent to, with how many each if there are several."""
-    if len(queues) == 1:
-        return next(iter(queues))
-    most = sorted(queues.items(), key=lambda each: -each[1])
-    shown = [f"{name} ({count:,})" for name, count in most[:_SHOWN_QUEUES]]
-    if len(most) > _SHOWN_QUEUES:
-        rest = sum(count for _, count in most[_SHOWN_QUEUES:])
-        shown.append(f"{len(most) - _SHOWN_QUEUES} more queues ({rest:,})")
-    return f"{', '.join(shown[:-1])} and {shown[-1]}"

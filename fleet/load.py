@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import os
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 import typer
@@ -81,6 +80,8 @@ class Checking:
         "With --check: the folder of LoRAs that workers have besides those in the storage."
         f" [env: {options.variable('lora_directory')}]",
         metavar="PATH",
+        envvar=options.variable("lora_directory"),
+        show_envvar=False,
     )
 
 
@@ -108,8 +109,6 @@ def command(
     """
     priority = checked_priority(sending.priority)
     target.check_name("--campaign", jobs.campaign)
-    if checking.lora_directory and not checking.check:
-        raise errors.SetupError("--lora-directory goes with --check")
     skipped = _Skipped()
     read = functools.partial(filling.reading, Path(jobs.file), is_shown=not (quiet or as_json))
     with read("reading"):
@@ -123,8 +122,7 @@ def command(
             campaign=jobs.campaign,
         )
     if checking.check:
-        folder = checking.lora_directory or os.environ.get(options.variable("lora_directory"))
-        elsewhere = missing.Elsewhere(Path(folder) if folder else None, sending.model or ())
+        elsewhere = missing.Elsewhere(checking.lora_directory, sending.model or ())
         _check(settings, source, skipped, elsewhere, read, as_json=as_json)
     elif checking.dry_run:
         with read("checking"):
@@ -134,24 +132,17 @@ def command(
         path = _checkpoint(settings, jobs.file, sending)
         in_use = f"another `imagefleet load` is at work with the checkpoint {path}"
         with console.only_one(path, in_use) if path else contextlib.nullcontext():
-            summary, was_done = filling.fill(
+            filling.fill(
                 *(settings, source, jobs.file, path, read),
                 quiet=quiet,
                 as_json=as_json,
+                # A template has no failed jobs.
+                facts=lambda: {"invalid": skipped.count, "mended": getattr(source, "mended", 0)},
                 restart=sending.restart,
                 priority=priority,
                 models=sending.model or (),
                 shards=sending.shards,
             )
-        mended = getattr(source, "mended", 0)  # a template has no failed jobs
-        if as_json:
-            console.print_json({**asdict(summary), "invalid": skipped.count, "mended": mended})
-        elif not quiet:
-            filling.print_summary(summary, skipped.count, path, mended)
-            if not (was_done or summary.sent or skipped.count) and summary.finished:
-                console.print_note(f"no jobs in {jobs.file}: nothing was sent")
-        if not summary.finished:
-            raise typer.Exit(console.EXIT_INTERRUPTED)
 
 
 def _checkpoint(settings: LoadSettings, file: str, sending: Sending) -> Path | None:

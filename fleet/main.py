@@ -9,7 +9,8 @@ import os
 import platform
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import UserDict
+from collections.abc import Mapping, Sequence
 from importlib import metadata
 from typing import Annotated, Any, get_args
 
@@ -56,14 +57,15 @@ _ELSEWHERE = {
     "load": "fleet.load:command",
     "job": "fleet.campaigns.job:command",
     "cancel": "fleet.campaigns.cancel:command",
-    "status": "fleet.monitor.command:status_command",
-    "exporter": "fleet.monitor.command:exporter_command",
+    "status": "fleet.monitor.command:command",
+    "exporter": "fleet.monitor.exporter:command",
     "score": "evaluation.score.command:command",
     "gate": "evaluation.gate.command:command",
     "prompt": "fleet.prompt:command",
     "replay": "fleet.failed.command:replay_command",
     "discard": "fleet.failed.command:discard_command",
     "keys": "fleet.keys.command:app",
+    "broker": "fleet.keys.broker:command",
     "deploy": "fleet.salad.command:app",
     "files": "fleet.files.command:app",
     "bench": "evaluation.bench.command:command",
@@ -71,14 +73,6 @@ _ELSEWHERE = {
 
 #: Commands whose stderr is a log, which a program may read.
 _SERVICES = ("worker", "exporter", "broker", "webhooks")
-
-#: Types of options in typer's help and in that of the settings.
-_METAVARS = {
-    "path": "PATH",
-    "str": "TEXT",
-    "int( range)?": "INTEGER",
-    "float( range)?": "NUMBER",
-}
 
 #: The options that all commands on a storage share, in short: `StorageSettings` takes 0.1 s to
 #: import, and docs/settings.md has its own descriptions.
@@ -122,11 +116,9 @@ class Command(TyperCommand):
 
 
 def _as_of_a_setting(name: str, text: str) -> tuple[str, str]:
-    """A row of typer's help with types and bounds as people write them."""
+    """A row of typer's help with bounds as people write them."""
     # An argument's name is its metavar; an option's type follows its name.
     name = re.sub(r" <(.*)>", r" \1" if name.startswith("-") else "", name)
-    for theirs, ours in _METAVARS.items():
-        name = re.sub(rf" {theirs}$", f" {ours}", name)
     text = re.sub(r"([\d.]+)<=x<=([\d.]+)(?=[;\]])", r"\1 to \2", text)
     return name, re.sub(r"x>=([\d.]+)(?=[;\]])", r"at least \1", text)
 
@@ -145,38 +137,26 @@ def find(name: str) -> Any:
     return getattr(importlib.import_module(module), attribute)
 
 
-class LazyCommands(Mapping[str, Any]):
-    """`COMMANDS`, and then those of *own*, as the click commands that typer makes of them.
-
-    *dress* may change a typer application before its commands are made.
-    """
-
-    def __init__(self, own: Mapping[str, Any], dress: Callable[[typer.Typer], None]) -> None:
-        self._found = dict(own)
-        self._dress = dress
-        self._names = [*COMMANDS, *own]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._names)
-
-    def __len__(self) -> int:
-        return len(self._names)
+class LazyCommands(UserDict[str, Any]):
+    """Click commands by name; those of `COMMANDS` are None until they are looked up."""
 
     def __getitem__(self, name: str) -> Any:
-        if name not in self._found:
-            self._found[name] = self._import(name)
-        return self._found[name]
+        if self.data[name] is None:
+            self.data[name] = _built(name)
+        return self.data[name]
 
-    def _import(self, name: str) -> Any:
-        summary, found = COMMANDS[name], find(name)
-        app = typer.Typer(rich_markup_mode=None, add_completion=False)
-        app.callback()(lambda: None)  # makes it a group, however few commands it has
-        if isinstance(found, typer.Typer):
-            app.add_typer(found, name=name, short_help=summary)
-        else:
-            app.command(name)(found)
-        self._dress(app)
-        return typer.main.get_group(app).commands[name]
+
+def _built(name: str) -> Any:
+    """The click command that typer makes of a command; imports it."""
+    found = find(name)
+    app = typer.Typer(rich_markup_mode=None, add_completion=False)
+    app.callback()(lambda: None)  # makes it a group, however few commands it has
+    if isinstance(found, typer.Typer):
+        app.add_typer(found, name=name, short_help=COMMANDS[name])
+    else:
+        app.command(name)(found)
+    _use_help_classes(app)
+    return typer.main.get_group(app).commands[name]
 
 
 class Console(Group):
@@ -184,7 +164,7 @@ class Console(Group):
 
     def __init__(self, **terms: Any) -> None:
         super().__init__(**terms)
-        self.commands = LazyCommands(self.commands, _use_help_classes)  # type: ignore[assignment]
+        self.commands = LazyCommands({**dict.fromkeys(COMMANDS), **self.commands})
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:  # noqa: ARG002 - click's signature
         rows = [

@@ -99,6 +99,7 @@ _SHOWN_CHARACTERS = 60
 SECRET_VALUE = re.compile(r"accountkey=|sharedaccesssignature=|\bsig=|//[^/\s]+@", re.IGNORECASE)
 
 _METAVARS: Mapping[object, str] = {
+    str: "TEXT",
     int: "INTEGER",
     float: "NUMBER",
     Path: "PATH",
@@ -111,28 +112,26 @@ Value = TypeVar("Value")
 Command = Callable[..., Result]
 
 
-def option(text: str, default: Any = None, *flags: str, **terms: Any) -> Any:
+def option(
+    text: str, default: Any = None, *flags: str, make: Any = typer.Option, **terms: Any
+) -> Any:
     """An option of a command or of its dataclass: the help, the default (...: none), typer's terms.
 
     For `flat` and `from_settings`.
     """
-    return _field(typer.Option, text, default, flags, terms)
+    found = dataclasses.MISSING if default is ... else default
+    metadata = {"flags": flags, "info": make(*flags, help=text, **terms)}
+    return dataclasses.field(default=found, metadata=metadata)
 
 
 def argument(text: str, default: Any = ..., **terms: Any) -> Any:
     """The same for an argument."""
-    return _field(typer.Argument, text, default, (), terms)
+    return option(text, default, make=typer.Argument, **terms)
 
 
 def dry_run(what: str) -> Any:
     """The option --dry-run, which means the same everywhere; *what* it shows differs."""
     return option(f"Show {what}; change nothing.", default=False)
-
-
-def _field(make: Any, text: str, default: Any, flags: Iterable[str], terms: Any) -> Any:
-    found = dataclasses.MISSING if default is ... else default
-    metadata = {"make": make, "flags": flags, "terms": {"help": text, **terms}}
-    return dataclasses.field(default=found, metadata=metadata)
 
 
 def from_settings(model: type[BaseSettings]) -> Callable[[Command[Result]], Command[Result]]:
@@ -188,10 +187,11 @@ def flat(command: Command[Result], model: type[BaseSettings] | None = None) -> C
 
 
 def _as_typer_does(hint: Any, field: dataclasses.Field[Any]) -> inspect.Parameter:
-    if field.metadata:
-        is_switch = hint is bool and not field.default  # without a --no-
-        flags = field.metadata["flags"] or ([flag(field.name)] if is_switch else [])
-        hint = Annotated[hint, field.metadata["make"](*flags, **field.metadata["terms"])]
+    if info := field.metadata.get("info"):
+        info.metavar = info.metavar or _METAVARS.get(_bare_type(hint))
+        if hint is bool and not (field.default or field.metadata["flags"]):
+            info.param_decls = (flag(field.name),)  # without a --no-
+        hint = Annotated[hint, info]
     is_required = field.default is dataclasses.MISSING
     return inspect.Parameter(
         field.name,
@@ -233,18 +233,12 @@ def by_setting(
     own = {variable(name): name for name in model.model_fields}
     others = {variable(name) for other in other_models for name in other.model_fields}
     known = own.keys() | others
-    given = {}
-    for name in sorted(variables):
-        if not name.upper().startswith(PREFIX):
-            continue
-        if name.upper() not in known:
-            hint = validation.suggestion(name.upper(), known)
-            raise ValueError(
-                f"unknown setting {name}{hint or '; `imagefleet worker --help` lists them'}"
-            )
-        if name.upper() in own and variables[name] not in (None, ""):
-            given[own[name.upper()]] = variables[name]
-    return given
+    named = {name.upper(): name for name in variables if name.upper().startswith(PREFIX)}
+    for upper in sorted(named.keys() - known):
+        hint = validation.suggestion(upper, known) or "; `imagefleet worker --help` lists them"
+        raise ValueError(f"unknown setting {named[upper]}{hint}")
+    given = {own[upper]: variables[name] for upper, name in named.items() if upper in own}
+    return {name: value for name, value in given.items() if value not in (None, "")}
 
 
 def read_moment(flag: str, text: str | None) -> datetime | None:
@@ -321,8 +315,8 @@ def _parameters(model: type[BaseSettings]) -> Iterator[inspect.Parameter]:
 
 
 def _bare_type(annotation: object) -> object:
-    """`X` of `X | None` and of `Annotated[X, ...]`."""
-    if get_origin(annotation) is Annotated:
+    """`X` of `X | None`, of `list[X]` and of `Annotated[X, ...]`."""
+    if get_origin(annotation) in {Annotated, list}:
         return _bare_type(get_args(annotation)[0])
     if get_origin(annotation) in {Union, types.UnionType}:
         return _bare_type(next(each for each in get_args(annotation) if each is not type(None)))

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import json
+import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -59,12 +60,21 @@ def command(
     imagefleet prompt 'a castle' --negative 'EasyNegative' --storage local:./imagefleet-data
     """
     tokenizer = _load_tokenizer(_find_tokenizer(model))
+    tokenise = partial(_tokenise, tokenizer)
     parsed = {
         "prompt": _parse(text, prompts.read_prompt),
         "negative": _parse(negative, prompts.read_negative_prompt),
     }
-    found = _embeddings(parsed, tokenizer, model, embedding_directory, storage)
-    readings = {name: _read(each, tokenizer, found) for name, each in parsed.items()}
+    found: Sequence[Known] = ()
+    if embedding_directory or storage:
+        texts = [each for each in parsed.values() if isinstance(each, prompts.Prompt)]
+        has_family = model is not None and (model.is_file() or (model / "unet").is_dir())
+        family = check.family(model) if model is not None and has_family else None
+        found = console.run(known.find(texts, tokenise, embedding_directory, storage, family))
+    named = clip.Names[clip.Embedding](
+        zip(tokenise([each.name for each in found]), found, strict=True)
+    )
+    readings = {name: _read(each, tokenizer, named) for name, each in parsed.items()}
     if as_json:
         console.print_json(readings)
     else:
@@ -98,36 +108,17 @@ def _tokenise(tokenizer: tokenizers.Tokenizer, texts: Sequence[str]) -> list[lis
     return [each.ids for each in tokenizer.encode_batch(cleaned, add_special_tokens=False)]
 
 
-def _embeddings(
-    parsed: Mapping[str, prompts.Prompt | errors.JobError],
-    tokenizer: tokenizers.Tokenizer,
-    model: Path | None,
-    directory: Path | None,
-    storage: str | None,
-) -> Sequence[Known]:
-    """The embeddings that the prompts name, if a folder or a storage is given."""
-    if directory is None and storage is None:
-        return ()
-    texts = [each for each in parsed.values() if isinstance(each, prompts.Prompt)]
-    has_family = model is not None and (model.is_file() or (model / "unet").is_dir())
-    family = check.family(model) if model is not None and has_family else None
-    tokenise = functools.partial(_tokenise, tokenizer)
-    return console.run(known.find(texts, tokenise, directory, storage, family))
-
-
 def _read(
     parsed: prompts.Prompt | errors.JobError,
     tokenizer: tokenizers.Tokenizer,
-    embeddings: Sequence[Known],
+    named: clip.Names[clip.Embedding],
 ) -> dict[str, Any]:
     """The prompt as JSON, or the reason why it is not supported."""
-    tokenise = functools.partial(_tokenise, tokenizer)
-    named = zip(tokenise([each.name for each in embeddings]), embeddings, strict=True)
     try:
         if isinstance(parsed, errors.JobError):
             raise parsed
         comma = tokenizer.token_to_id(",</w>")
-        cut = clip.cut_into_chunks(parsed, tokenise, comma, clip.Names[clip.Embedding](named))
+        cut = clip.cut_into_chunks(parsed, partial(_tokenise, tokenizer), comma, named)
     except errors.JobError as error:
         nothing: dict[str, Any] = {name: [] for name in ("chunks", "loras", "embeddings")}
         return nothing | {"tokens": 0, "weight": 1.0, "unsupported": error.message}
@@ -235,24 +226,15 @@ def _words(
     tokenizer: tokenizers.Tokenizer,
 ) -> Iterator[tuple[float, str]]:
     """The words of each weight, with the names of embeddings in place of theirs."""
-    pairs = enumerate(zip(chunk["weights"], chunk["ids"], strict=True))
-    skipped = 0
-    for weight, run in itertools.groupby(pairs, key=lambda pair: pair[1][0]):
-        texts: list[str | list[int]] = []
-        for at, (_, token) in run:
-            if at in named:
-                texts.append(f"[{named[at]['name']}]")
-                skipped = named[at]["tokens"]
-            if skipped:
-                skipped -= 1
-            elif texts and isinstance(texts[-1], list):
-                texts[-1].append(token)
+    parts: list[tuple[float, int | str]] = [*zip(chunk["weights"], chunk["ids"], strict=True)]
+    for at, embedding in sorted(named.items(), reverse=True):
+        parts[at : at + embedding["tokens"]] = [(parts[at][0], f"[{embedding['name']}]")]
+    for weight, run in itertools.groupby(parts, key=operator.itemgetter(0)):
+        texts: list[str] = []
+        for kind, group in itertools.groupby((part for _, part in run), type):
+            if kind is str:
+                texts += map(str, group)
             else:
-                texts.append([token])
-        words = (
-            text
-            if isinstance(text, str)
-            else tokenizer.decode(text, skip_special_tokens=False).replace("</w>", " ").strip()
-            for text in texts
-        )
-        yield weight, " ".join(words)
+                text = tokenizer.decode([*map(int, group)], skip_special_tokens=False)
+                texts.append(text.replace("</w>", " ").strip())
+        yield weight, " ".join(texts)

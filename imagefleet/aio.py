@@ -229,7 +229,9 @@ class Fleet:
 
     def failed(self, **which: Unpack[Which]) -> Results:
         """The jobs that have failed and were neither replayed nor discarded since."""
-        return Results(self, self._each(outcomes.failures(self.storage, **which)))
+        entries = dead_letter_queue.recorded(self.storage, Selection(**which))
+        records = (entry.record async for entry in entries if entry.record)
+        return Results(self, self._each(outcomes.known(each).ended(each) async for each in records))
 
     async def preview_replay(
         self,

@@ -53,33 +53,26 @@ async def keep_noting(note: Callable[[], Awaitable[None]]) -> NoReturn:
         notes += 1
 
 
+@dataclass(eq=False)
 class BulkSender:
     """Sends messages to a queue; None in *bodies* is a position without one, from *start* on.
 
     *second_drawing* returns a second message for some of them; *before_send* precedes each batch.
     """
 
-    def __init__(
-        self,
-        queue: protocol.Sends,
-        bodies: Iterable[str | None],
-        *,
-        start: int = 0,
-        concurrency: int = 4,
-        rate: float | None = None,
-        second_drawing: Callable[[str], str | None] = lambda _: None,
-        before_send: Callable[[], Awaitable[None]] | None = None,
-        retry_policy: retry.RetryPolicy = RETRIES,
-    ) -> None:
-        self.progress = Progress(start, 0)
-        self._queue = queue
-        self._bodies = iter(bodies)
-        self._concurrency = concurrency
-        self._rate = rate
-        self._second_drawing = second_drawing
-        self._before_send = before_send
+    queue: protocol.Sends
+    bodies: Iterable[str | None]
+    start: int = 0
+    concurrency: int = 4
+    rate: float | None = None
+    second_drawing: Callable[[str], str | None] = lambda _: None
+    before_send: Callable[[], Awaitable[None]] | None = None
+    retry_policy: retry.RetryPolicy = RETRIES
+
+    def __post_init__(self) -> None:
+        self.progress = Progress(self.start, 0)
+        self._bodies = iter(self.bodies)
         self._on_confirmed: Callable[[Progress], None] | None = None
-        self._retry_policy = retry_policy
         self._stopping = asyncio.Event()
         self._window: deque[tuple[asyncio.Task[None], Progress]] = deque()
         self._source_error: errors.FleetError | None = None
@@ -117,7 +110,7 @@ class BulkSender:
                 return True
             messages = [body for body in batch if body is not None]
             # After the batch, so that the worker that pulls a job has mostly not its second one.
-            second = [also for body in messages if (also := self._second_drawing(body))]
+            second = [also for body in messages if (also := self.second_drawing(body))]
             task = asyncio.create_task(self._send([*messages, *second]))
             sent = Progress(
                 sent.confirmed + len(batch),
@@ -125,15 +118,15 @@ class BulkSender:
                 second_drawings=sent.second_drawings + len(second),
             )
             self._window.append((task, sent))
-            if self._rate is not None:
+            if self.rate is not None:
                 # From now on: time lost to slow storage is not made up for in a burst.
                 count = len(messages) + len(second)
-                next_send = max(next_send, time.monotonic()) + count / self._rate
+                next_send = max(next_send, time.monotonic()) + count / self.rate
 
     def _take(self) -> list[str | None]:
         size = BATCH
-        if self._rate is not None:
-            size = max(1, min(BATCH, int(self._rate / _PACED_SENDS_PER_SECOND)))
+        if self.rate is not None:
+            size = max(1, min(BATCH, int(self.rate / _PACED_SENDS_PER_SECOND)))
         batch: list[str | None] = []
         try:
             for body in itertools.islice(self._bodies, size):
@@ -144,15 +137,13 @@ class BulkSender:
 
     async def _send(self, messages: list[str]) -> None:
         if messages:
-            if self._before_send is not None:
-                await self._retry_policy.call(self._before_send)
-            await self._retry_policy.call(lambda: self._queue.send(messages))
+            if self.before_send is not None:
+                await self.retry_policy.call(self.before_send)
+            await self.retry_policy.call(lambda: self.queue.send(messages))
 
     async def _confirm_finished(self) -> None:
         """Confirms finished sends, and waits for the oldest while too many are in flight."""
-        while self._window and (
-            len(self._window) >= self._concurrency or self._window[0][0].done()
-        ):
+        while self._window and (len(self._window) >= self.concurrency or self._window[0][0].done()):
             await self._confirm_oldest()
 
     async def _wait_until(self, moment: float) -> None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import yaml
+
+from imagefleet import errors
 
 #: The most values with all aliases written out: one costs nothing to read, but is walked each time.
 MAX_VALUES = 1_000_000
@@ -15,6 +18,16 @@ _SHOWN_CHARACTERS = 120
 
 class YamlError(ValueError):
     """A text is not valid YAML; the message says what is wrong, in which line."""
+
+
+def read(path: Path, name: str) -> Any:
+    """The content of a file; raises SetupError, which gives its *name* and path."""
+    try:
+        return parse(path.read_bytes())
+    except OSError as error:
+        raise errors.SetupError(f"{name} {path}: {error.strerror or error}") from None
+    except YamlError as error:
+        raise errors.SetupError(f"{name} {path} is not valid YAML: {error}") from None
 
 
 def parse(content: str | bytes) -> Any:

@@ -26,15 +26,6 @@ from imagefleet.signing import OF_JOBS, SigningKey
 MAX_CAMPAIGNS = 1_000
 
 
-@dataclass(slots=True)
-class _Run:
-    """Positions in a row with jobs of one campaign; None: without a job that is to be sent."""
-
-    campaign: str | None
-    start: int
-    end: int
-
-
 @dataclass(slots=True, eq=False)
 class LoadedCampaigns:
     """Leaves out the jobs of cancelled campaigns, and counts the others once they are stored."""
@@ -48,7 +39,9 @@ class LoadedCampaigns:
     sent: Counter[str]
     """Jobs sent by campaign, earlier runs of this load included."""
     left_out: Counter[str] = field(default_factory=Counter, init=False)
-    _runs: deque[_Run] = field(default_factory=deque, init=False)
+    _in_flight: deque[str | None] = field(default_factory=deque, init=False)
+    """The campaigns of the positions from `_confirmed` on; None: with no job that is to be sent."""
+    _confirmed: int = field(default=0, init=False)
     _noted: dict[str, int] = field(default_factory=dict, init=False)
     _is_refused: bool = field(default=False, init=False)
     _has_too_many: bool = field(default=False, init=False)
@@ -65,8 +58,8 @@ class LoadedCampaigns:
 
         *only* is the campaign of all, if there is one: nothing follows. None is a job sent before.
         """
-        position = start
-        for body in bodies:
+        self._confirmed = start
+        for position, body in enumerate(bodies, start):
             campaign = only
             if campaign is None and body is not None:
                 campaign = message_fields(body).get("campaign") or DEFAULT_CAMPAIGN
@@ -78,30 +71,24 @@ class LoadedCampaigns:
                     return
                 self.left_out[campaign] += 1
                 body = campaign = None  # noqa: PLW2901 - the position stays
-            if self._runs and self._runs[-1].campaign == campaign:
-                self._runs[-1].end = position + 1
-            else:
-                self._runs.append(_Run(campaign, position, position + 1))
-            position += 1
+            self._in_flight.append(campaign)
             yield body
 
     def confirm(self, confirmed: int) -> None:
         """The positions below *confirmed* are stored."""
-        while self._runs and self._runs[0].start < confirmed:
-            run = self._runs[0]
-            end = min(run.end, confirmed)
-            if run.campaign in self.sent or len(self.sent) < MAX_CAMPAIGNS:
-                if run.campaign is not None:
-                    self.sent[run.campaign] += end - run.start
-            elif run.campaign is not None and not self._has_too_many:
+        while self._in_flight and self._confirmed < confirmed:
+            self._confirmed += 1
+            campaign = self._in_flight.popleft()
+            if campaign is None:
+                continue
+            if campaign in self.sent or len(self.sent) < MAX_CAMPAIGNS:
+                self.sent[campaign] += 1
+            elif not self._has_too_many:
                 self._has_too_many = True
                 self.notice(
                     f"these are jobs of more than {MAX_CAMPAIGNS:,} campaigns: how many are sent is"
                     " not recorded for the others"
                 )
-            run.start = end
-            if run.start == run.end:
-                self._runs.popleft()
 
     async def note(self) -> None:
         """Notes how many jobs are sent; where that fails, the load goes on."""
@@ -110,14 +97,12 @@ class LoadedCampaigns:
                 continue
             try:
                 await self.records.sent(campaign, jobs, self.load_id)
-            except errors.SetupError as error:
-                self._is_refused = True
+            except (errors.SetupError, errors.TransientError) as error:
+                self._is_refused = isinstance(error, errors.SetupError)
                 self.notice(
                     "how many jobs are sent is not recorded, so `imagefleet status` does not"
                     f" know it: {error.message}"
                 )
-            except errors.TransientError as error:
-                self.notice(f"how many jobs are sent cannot be recorded now: {error.message}")
             else:
                 self._noted[campaign] = jobs
 

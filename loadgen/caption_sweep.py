@@ -6,9 +6,9 @@ import itertools
 import json
 import math
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from pydantic import JsonValue
 
@@ -18,20 +18,19 @@ from imagefleet.job.message import Job
 from imagefleet.records import sweep
 from imagefleet.records.sweep import Group, Sweep
 from imagefleet.signing import SigningKey
-from loadgen.file_source import digest, explained, version_of
-from loadgen.formats import files
-from loadgen.formats.json_array import members
-from loadgen.formats.lines import Entry, FormatError, JsonLines, PromptLines
+from loadgen import file_source
+from loadgen.file_source import UnchangedFile, digest
+from loadgen.formats.json_array import CocoCaptions
+from loadgen.formats.lines import Entry, Format, FormatError
 from loadgen.sweep import slug
 
-FORMATS = ("coco", "jsonl", "txt")
-
-SUFFIXES = {".txt": "txt", ".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "coco"}
+FORMATS: Mapping[str, Format] = {
+    "coco": CocoCaptions(),
+    **{name: file_source.FORMATS[name] for name in ("jsonl", "txt")},
+}
 
 #: The keys that may hold the caption of a JSON line; the first of them that is there.
 KEYS = ("caption", "prompt", "text")
-
-_COCO_ARRAY = "annotations"
 
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
@@ -59,53 +58,59 @@ class CaptionFile:
         one_per_image: bool = False,
     ) -> None:
         self.path = path
-        self._form = form or _format(path)
-        if self._form not in FORMATS:
-            known = "|".join(FORMATS)
-            raise errors.SetupError(f"--format {self._form[:40]}: should be {known}")
-        if one_per_image and self._form != "coco":
+        self._form = file_source.find_format(path, form, FORMATS)
+        self._is_coco = self._form is FORMATS["coco"]
+        if one_per_image and not self._is_coco:
             raise errors.SetupError("--one-per-image is for COCO's annotations: --format coco")
         self._count = count
         self._one_per_image = one_per_image
-        with explained(str(path), self._form), path.open("rb") as file:
-            self._version = version_of(file)
+        self._file = UnchangedFile(path, self._form)
         self.facts = sweep.digest(self.read())
         if not self.facts.count:
             raise errors.SetupError(f"{path} holds no captions")
 
     def read(self, start: int = 0) -> Iterator[str]:
         """The captions from number *start* on."""
-        with explained(str(self.path), self._form), self.path.open("rb") as file:
-            if version_of(file) != self._version:
-                raise errors.SetupError(f"{self.path} has changed since its captions were counted")
-            captions = self._captions(files.decompressed(file))
-            yield from itertools.islice(captions, start, self._count)
+        with self._file.opened() as stream:
+            entries = self._form.entries(stream, 0)
+            yield from itertools.islice(self._captions(entries), start, self._count)
 
-    def _captions(self, stream: BinaryIO) -> Iterator[str]:
+    def _captions(self, entries: Iterable[Entry]) -> Iterator[str]:
         seen: set[object] = set()
-        if self._form == "coco":
-            entries = members(stream, _COCO_ARRAY)
-        else:
-            entries = (JsonLines() if self._form == "jsonl" else PromptLines()).entries(stream, 0)
-        for place, value in _values(entries):
-            caption, image = value, None
-            if isinstance(value, dict):
-                keys = KEYS[:1] if self._form == "coco" else KEYS
-                caption = next((value[key] for key in keys if key in value), None)
-                image = value.get("image_id")
-            # Without the line breaks that the captions' hash is by.
-            text = " ".join(caption.split()) if isinstance(caption, str) else ""
-            if not text:
-                raise FormatError(f"{place}: there is no caption, a text under {KEYS[0]!r}")
-            if _SURROGATE.search(text):
-                raise FormatError(f"{place}: the caption has half of a surrogate pair")
+        for place, text, problem in entries:
+            if not (text or problem):
+                continue
+            try:
+                caption, image = self._caption(text, problem)
+            except ValueError as error:
+                raise FormatError(f"{place}: {error}") from None
             if self._one_per_image:
-                if not isinstance(image, int | str):
-                    raise FormatError(f"{place}: there is no image_id")
                 if image in seen:
                     continue
                 seen.add(image)
-            yield text
+            yield caption
+
+    def _caption(self, text: str, problem: str) -> tuple[str, object]:
+        """The caption and the image of an entry; a ValueError says what is wrong with it."""
+        if problem:
+            raise ValueError(problem)
+        try:
+            value = json.loads(text)
+        except (ValueError, RecursionError):
+            raise ValueError("it is not valid JSON") from None
+        fields = value if isinstance(value, dict) else {KEYS[0]: value}
+        keys = KEYS[:1] if self._is_coco else KEYS
+        given = next((fields[key] for key in keys if key in fields), None)
+        # Without the line breaks that the captions' hash is by.
+        caption = " ".join(given.split()) if isinstance(given, str) else ""
+        if not caption:
+            raise ValueError(f"there is no caption, a text under {KEYS[0]!r}")
+        if _SURROGATE.search(caption):
+            raise ValueError("the caption has half of a surrogate pair")
+        image = fields.get("image_id")
+        if self._one_per_image and not isinstance(image, int | str):
+            raise ValueError("there is no image_id")
+        return caption, image
 
 
 def prompt_of(caption: str) -> str:
@@ -116,77 +121,41 @@ def prompt_of(caption: str) -> str:
     return prompt + "\\" if _OWN_WEIGHT.search(prompt) else prompt
 
 
-def _format(path: Path) -> str:
-    suffix = Path(path.name.lower().removesuffix(files.GZIP_SUFFIX)).suffix
-    if suffix not in SUFFIXES:
-        raise errors.SetupError(
-            f"{path}: the name must end in {', '.join(SUFFIXES)} or one of these with .gz; or"
-            f" choose --format {'|'.join(FORMATS)}"
-        )
-    return SUFFIXES[suffix]
-
-
-def _values(entries: Iterable[Entry]) -> Iterator[tuple[str, Any]]:
-    for entry in entries:
-        if entry.problem:
-            raise FormatError(f"{entry.place}: {entry.problem}")
-        if not entry.text:
-            continue
-        try:
-            yield entry.place, json.loads(entry.text)
-        except (ValueError, RecursionError):
-            raise FormatError(f"{entry.place}: it is not valid JSON") from None
-
-
 #: The most characters that the name of a model or a LoRA takes in a group's name.
 _NAME_CHARACTERS = 40
 
 
 def groups(
-    guidance: Sequence[float],
+    guidance: Sequence[float | str],
     names_of_samplers: Sequence[str],
-    steps: Sequence[int],
+    steps: Sequence[int | str],
     models: Sequence[str | None] = (None,),
     lora: str | None = None,
-    strengths: Sequence[float | None] = (None,),
+    strengths: Sequence[float | str | None] = (None,),
 ) -> tuple[Group, ...]:
     """All combinations, named by the guidance and what differs; raises SetupError for others."""
     axes: Mapping[str, Sequence[Any]] = {
-        "--models": models,
-        "--set sampler_name": [_sampler(name) for name in names_of_samplers],
-        "--set steps": steps,
-        "--set lora_strength": strengths,
-        "--set cfg_scale": guidance,
+        "model": models,
+        "sampler": [_sampler(name) for name in names_of_samplers],
+        "steps": steps,
+        "lora_strength": strengths,
+        "guidance": guidance,
     }
-    for flag, values in axes.items():
-        if not values:
-            raise errors.SetupError(f"{flag}: give one value at least")
-        if len(set(values)) < len(values):
-            raise errors.SetupError(f"{flag}: a value is there twice")
     if (total := math.prod(map(len, axes.values()))) > sweep.MAX_GROUPS:
         raise errors.SetupError(f"these are {total:,} groups; {sweep.MAX_GROUPS:,} at most")
     found: dict[str, Group] = {}
-    for model, sampler, count, strength, scale in itertools.product(*axes.values()):
-        parts = [
-            _slug(model or "own-model") if len(models) > 1 else "",
-            _slug(sampler) if len(names_of_samplers) > 1 else "",
-            f"steps-{count}" if len(steps) > 1 else "",
-            f"lora-{_decimal(strength)}" if len(strengths) > 1 else "",
-            f"cfg-{_decimal(scale)}",
-        ]
+    for values in itertools.product(*axes.values()):
+        fields = {"name": "unnamed", "lora": lora, **dict(zip(axes, values, strict=True))}
         with validation.as_error(errors.SetupError):
-            group = Group(
-                name="-".join(filter(None, parts)),
-                guidance=scale,
-                sampler=sampler,
-                steps=count,
-                model=model,
-                lora=lora,
-                lora_strength=strength,
+            group = Group.model_validate(fields)
+            name = "-".join(
+                told(getattr(group, axis))
+                for axis, told in _IN_NAMES.items()
+                if len(axes[axis]) > 1 or axis == "guidance"
             )
-        if group.name in found:
-            raise errors.SetupError(f"two groups would have the name {group.name}")
-        found[group.name] = group
+            if name in found:
+                raise errors.SetupError(f"two groups would have the name {name}")
+            found[name] = Group.model_validate({**dict(group), "name": name})
     return tuple(found.values())
 
 
@@ -296,12 +265,23 @@ def _sampler(name: str) -> str:
         raise errors.SetupError(f"--set sampler_name: {error}") from None
 
 
-def _slug(name: str) -> str:
+def _slug(name: str | None) -> str:
     """Writes a name in the characters of a group's name."""
-    return slug(name).replace("_", "-")[:_NAME_CHARACTERS].rstrip("-.") or "x"
+    text = slug(name or "own-model").replace("_", "-")
+    return text[:_NAME_CHARACTERS].rstrip("-.") or "x"
 
 
 def _decimal(value: float) -> str:
     """`3.0`, `7.25`."""
     text = f"{value:.9g}"
     return text if "." in text or "e" in text else f"{text}.0"
+
+
+#: What differs between groups, as their names have it.
+_IN_NAMES: Mapping[str, Callable[[Any], str]] = {
+    "model": _slug,
+    "sampler": _slug,
+    "steps": "steps-{}".format,
+    "lora_strength": lambda strength: f"lora-{_decimal(strength)}",
+    "guidance": lambda guidance: f"cfg-{_decimal(guidance)}",
+}

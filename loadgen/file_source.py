@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import gzip
 import hashlib
 import io
 import itertools
@@ -10,11 +11,11 @@ import json
 import os
 import uuid
 import zlib
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import cast
 
 from imagefleet import errors
 from imagefleet.job import sizes
@@ -28,8 +29,15 @@ from imagefleet.job.message import (
 )
 from imagefleet.signing import SIGNATURE_CHARACTERS, SigningKey
 from imagefleet.storage.deliveries import without_deliveries
-from loadgen.formats import files
-from loadgen.formats.lines import Entry, Format, FormatError
+from loadgen.formats.json_array import JsonArray
+from loadgen.formats.lines import Entry, Format, FormatError, JsonLines, PromptLines
+from loadgen.formats.tables import CsvRows, ParquetRows
+
+FORMATS: Mapping[str, Format] = {
+    each.name: each for each in (JsonLines(), JsonArray(), CsvRows(), PromptLines(), ParquetRows())
+}
+
+_GZIP_MAGIC = b"\x1f\x8b"
 
 #: 96 bits: a collision among a hundred million jobs has a chance of 10^-13.
 ID_BYTES = 12
@@ -41,23 +49,66 @@ OnInvalid = Callable[[str, str], None]
 #: Called with the place and the job of each entry.
 OnJob = Callable[[str, Job], None]
 
-#: Makes a message of an entry and a text from which an id is derived.
-_ReadEntry = Callable[[Entry, str], str]
-
 SIGNATURE_BYTES = len(f',"{SIGNATURE_FIELD}":""') + SIGNATURE_CHARACTERS
 
 
-class Version(NamedTuple):
-    """What changes when a file is written or replaced."""
+def find_format(
+    path: Path,
+    name: str | None = None,
+    formats: Mapping[str, Format] = FORMATS,
+    other_suffixes: Iterable[str] = (),
+) -> Format:
+    """The format *name*, or else that of the file's name, without `.gz`; or raises SetupError."""
+    known = "|".join(formats)
+    if name is not None:
+        if name not in formats:
+            raise errors.SetupError(f"--format {name[:40]}: should be {known}")
+        return formats[name]
+    for form in formats.values():
+        if path.name.lower().removesuffix(".gz").endswith(form.suffixes):
+            return form
+    suffixes = sorted([*other_suffixes, *(each for f in formats.values() for each in f.suffixes)])
+    raise errors.SetupError(
+        f"{path}: the name must end in {', '.join(suffixes)} or one of these with .gz; or choose"
+        f" --format {known}"
+    )
 
-    device: int
-    inode: int
-    size_bytes: int
-    modified_at_ns: int
+
+def decompressed(file: io.BufferedReader) -> io.BufferedReader:
+    """The content of a file that may be gzip, and damaged: EOFError, zlib.error or OSError."""
+    if file.peek(len(_GZIP_MAGIC)).startswith(_GZIP_MAGIC):
+        return cast("io.BufferedReader", gzip.GzipFile(fileobj=file))
+    return file
 
 
 def digest(data: bytes) -> str:
     return hashlib.blake2b(data, digest_size=ID_BYTES).hexdigest()
+
+
+class UnchangedFile:
+    """A file that is read several times; raises SetupError if it is written in between."""
+
+    def __init__(self, path: Path, form: Format) -> None:
+        self._path = path
+        self._form = form
+        self._version: tuple[int, ...] | None = None
+
+    @contextmanager
+    def opened(self) -> Iterator[io.BufferedReader]:
+        """Its content, decompressed if its format can be; errors of reading it name it."""
+        with _explained(str(self._path), self._form), self._path.open("rb") as file:
+            self._check_version(file)
+            yield decompressed(file) if self._form.is_stream else file
+            self._check_version(file)
+
+    def _check_version(self, file: io.BufferedReader) -> None:
+        found = os.fstat(file.fileno())
+        version = found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
+        self._version = self._version or version
+        if version != self._version:
+            raise errors.SetupError(
+                f"{self._path} has changed while it was being read; what was sent stays"
+            )
 
 
 class _EntrySource(abc.ABC):
@@ -95,8 +146,7 @@ class _EntrySource(abc.ABC):
         def note(place: str, reason: str) -> None:
             invalid.append(f"{place}: {reason}")
 
-        read = partial(self._checked, on_job=on_job)
-        for _ in self._read(start, self._on_invalid or note, read):
+        for _ in self._read(start, self._on_invalid or note, on_job or (lambda *_: None)):
             if len(invalid) == MAX_REPORTED:
                 break
         if invalid:
@@ -106,60 +156,49 @@ class _EntrySource(abc.ABC):
             )
 
     def bodies(self, start: int) -> Iterator[str | None]:
-        return self._read(start, self._on_invalid or _refuse, self._message)
+        return self._read(start, self._on_invalid or _refuse)
 
     def examples(self, most: int) -> Iterator[str]:
         return itertools.islice((body for body in self.bodies(0) if body is not None), most)
 
-    def _message(self, entry: Entry, id_text: str) -> str:
-        text = _without_failure(entry.text)
-        message = _to_message(text, self._job(text, id_text), self._key)
-        self.mended += text is not entry.text
-        return message
-
-    def _checked(self, entry: Entry, id_text: str, on_job: OnJob | None) -> str:
-        """Makes its message with spaces for a signature: to sign takes as long as to read."""
-        text = _without_failure(entry.text)
-        job = self._job(text, id_text)
-        body = _to_message(text, job, None)
-        if self._key is not None:
-            sizes.checked_messages([body + " " * SIGNATURE_BYTES])
-        if on_job is not None:
-            on_job(entry.place, job)
-        return body
-
-    def _job(self, text: str, id_text: str) -> Job:
-        job_id = digest(id_text.encode())
-        job = read_job(text, job_id)
-        return job if self._campaign is None else job.identified(job_id, self._campaign)
-
-    def _read(self, start: int, on_invalid: OnInvalid, read: _ReadEntry) -> Iterator[str | None]:
-        """The messages from position *start* on, as *read* makes them."""
-        with explained(self._name, self._form.name), self._opened() as stream:
+    def _read(
+        self, start: int, on_invalid: OnInvalid, on_job: OnJob | None = None
+    ) -> Iterator[str | None]:
+        """The messages from position *start* on; with *on_job* they are only checked."""
+        with self._opened() as stream:
             end = None if self.count is None else max(0, self.count - start)
             entries = itertools.islice(self._form.entries(stream, start), end)
             for number, entry in enumerate(entries, start + 1):
                 problem, body = entry.problem, None
                 try:
                     if entry.text:
-                        body = read(entry, f"{self.identity}:{number}")
+                        body = self._message(entry, f"{self.identity}:{number}", on_job)
                 except errors.JobError as error:
                     problem = error.message
                 if problem:
                     on_invalid(entry.place, problem)
                 yield body
 
+    def _message(self, entry: Entry, id_text: str, on_job: OnJob | None) -> str:
+        text = _without_failure(entry.text)
+        job_id = digest(id_text.encode())
+        job = read_job(text, job_id)
+        if self._campaign is not None:
+            job = job.identified(job_id, self._campaign)
+        # Only checked, it has spaces for a signature: to sign takes as long as to read.
+        key, room = (None, SIGNATURE_BYTES) if on_job and self._key else (self._key, 0)
+        # Without a key, a job that somebody has signed stays as it was signed.
+        is_theirs = self._key is None and is_signed(text)
+        body = without_deliveries(text) if is_theirs else job.to_message(key)
+        sizes.checked_messages([body + " " * room])
+        if on_job is not None:
+            on_job(entry.place, job)
+        self.mended += text is not entry.text
+        return body
+
     @abc.abstractmethod
-    def _opened(self) -> AbstractContextManager[BinaryIO]:
+    def _opened(self) -> AbstractContextManager[io.BufferedReader]:
         """The content, decompressed."""
-
-
-def _to_message(text: str, job: Job, key: SigningKey | None) -> str:
-    # Without a key, a job that somebody has signed stays as it was signed.
-    is_theirs = key is None and is_signed(text)
-    body = without_deliveries(text) if is_theirs else job.to_message(key)
-    sizes.checked_messages([body])
-    return body
 
 
 class FileSource(_EntrySource):
@@ -170,7 +209,7 @@ class FileSource(_EntrySource):
     def __init__(
         self,
         path: Path,
-        form: Format = files.FORMATS["jsonl"],
+        form: Format = FORMATS["jsonl"],
         *,
         count: int | None = None,
         on_invalid: OnInvalid | None = None,
@@ -178,15 +217,14 @@ class FileSource(_EntrySource):
         campaign: str | None = None,
     ) -> None:
         super().__init__(str(path), form, on_invalid, key, campaign)
-        self._path = path
         # The same bytes are other jobs in another format.
         person = b"" if form.name == "jsonl" else form.name.encode()
-        new_hash = partial(hashlib.blake2b, digest_size=16, person=person)
-        with explained(self._name, form.name), path.open("rb") as file:
-            self._version = version_of(file)
-            hasher = hashlib.file_digest(self._stream(file), new_hash)
-            file.seek(0)
-            entries = form.count(self._stream(file))
+        self._file = UnchangedFile(path, form)
+        with self._opened() as stream:
+            new_hash = partial(hashlib.blake2b, digest_size=16, person=person)
+            hasher = hashlib.file_digest(stream, new_hash)
+        with self._opened() as stream:
+            entries = form.count(stream)
         if campaign is not None:
             hasher.update(f" campaign={campaign}".encode())
         self.identity = hasher.hexdigest()
@@ -194,24 +232,10 @@ class FileSource(_EntrySource):
 
     def describe(self) -> str:
         """How much there is; a line may hold no job."""
-        return f"{self._path}: {self.count:,} {self._form.unit}{'s' * (self.count != 1)}"
+        return f"{self._name}: {self.count:,} {self._form.unit}{'s' * (self.count != 1)}"
 
-    @contextmanager
-    def _opened(self) -> Iterator[BinaryIO]:
-        with self._path.open("rb") as file:
-            self._check_version(file)
-            yield self._stream(file)
-            self._check_version(file)
-
-    def _stream(self, file: io.BufferedReader) -> io.BufferedReader:
-        return files.decompressed(file) if self._form.is_stream else file
-
-    def _check_version(self, file: BinaryIO) -> None:
-        if version_of(file) != self._version:
-            raise errors.SetupError(
-                f"{self._path} has changed while it was being loaded: what was sent stays;"
-                " --restart begins with its first job"
-            )
+    def _opened(self) -> AbstractContextManager[io.BufferedReader]:
+        return self._file.opened()
 
 
 class StreamSource(_EntrySource):
@@ -222,7 +246,7 @@ class StreamSource(_EntrySource):
     def __init__(
         self,
         stream: io.BufferedReader,
-        form: Format = files.FORMATS["jsonl"],
+        form: Format = FORMATS["jsonl"],
         *,
         count: int | None = None,
         on_invalid: OnInvalid | None = None,
@@ -238,14 +262,10 @@ class StreamSource(_EntrySource):
         """Describes nothing: how much there is shows at its end."""
         return ""
 
-    def _opened(self) -> AbstractContextManager[BinaryIO]:
-        return nullcontext(files.decompressed(self._stream))
-
-
-def version_of(file: BinaryIO) -> Version:
-    """What identifies a file's content, to notice that it was written since."""
-    status = os.fstat(file.fileno())
-    return Version(status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
+    @contextmanager
+    def _opened(self) -> Iterator[io.BufferedReader]:
+        with _explained(self._name, self._form):
+            yield decompressed(self._stream)
 
 
 def _without_failure(text: str) -> str:
@@ -263,7 +283,7 @@ def _without_failure(text: str) -> str:
 
 
 @contextmanager
-def explained(name: str, form: str) -> Iterator[None]:
+def _explained(name: str, form: Format) -> Iterator[None]:
     """Errors of reading a file as SetupErrors that name it."""
     try:
         yield
@@ -274,7 +294,7 @@ def explained(name: str, form: str) -> Iterator[None]:
     except OSError as error:
         raise errors.SetupError(f"{name} cannot be read: {error.strerror or error}") from None
     except FormatError as error:
-        raise errors.SetupError(f"{name} as {form}: {error}") from None
+        raise errors.SetupError(f"{name} as {form.name}: {error}") from None
 
 
 def _refuse(place: str, reason: str) -> None:

@@ -6,7 +6,7 @@ import contextlib
 import os
 import secrets
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,8 +23,7 @@ from imagefleet.storage.settings import Priority
 from imagefleet.submit import BulkSender, Progress, keep_noting
 from loadgen.campaigns import LoadedCampaigns, Sample
 from loadgen.caption_sweep import SweepSource
-from loadgen.processes.frames import Refusals
-from loadgen.processes.pool import SenderProcesses
+from loadgen.processes import Refusals, SenderProcesses
 from loadgen.settings import MOST_BATCHES, LoadSettings
 from loadgen.sources import Source
 
@@ -88,21 +87,18 @@ def resume(path: Path, new: Checkpoint) -> Checkpoint:
     found = Checkpoint.read(path)
     if found is None:
         return new
-    if found.storage != new.storage:
-        difference = f"a load into another storage ({found.storage})"
-    elif found.queue != new.queue:
-        difference = f"a load into another queue ({found.queue})"
-    elif found.source != new.source:
-        difference = (
-            "another load: the file has changed since, or the seed or campaign is different"
-        )
-    else:
-        random = {"sample_key": found.sample_key or new.sample_key, "id": found.id or new.id}
-        return found.model_copy(update=random)
-    raise errors.SetupError(
-        f"{path} is the checkpoint of {difference}, {found.confirmed:,} jobs sent; --restart"
-        " discards it and begins with the first job, --state FILE keeps both"
-    )
+    for field, difference in {
+        "storage": f"a load into another storage ({found.storage})",
+        "queue": f"a load into another queue ({found.queue})",
+        "source": "another load: the file has changed since, or the seed or campaign is different",
+    }.items():
+        if getattr(found, field) != getattr(new, field):
+            raise errors.SetupError(
+                f"{path} is the checkpoint of {difference}, {found.confirmed:,} jobs sent;"
+                " --restart discards it and begins with the first job, --state FILE keeps both"
+            )
+    random = {"sample_key": found.sample_key or new.sample_key, "id": found.id or new.id}
+    return found.model_copy(update=random)
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,8 +120,6 @@ class Summary:
     """Messages in addition to the jobs (`--verify-share`)."""
     cancelled: Mapping[str, int]
     """Jobs that were not sent, by campaign: it was cancelled during the load."""
-    seconds_left: float | None
-    """What the rest would take at this rate; None: nobody knows how much there is."""
     refusals: int
     """How often the storage has asked to slow down."""
 
@@ -228,11 +222,10 @@ class Load:
             raise
         await self._campaigns.note()
         seconds = time.monotonic() - began
-        positions_per_second = (progress.confirmed - self.confirmed) / max(seconds, 1e-6)
         return Summary(
             storage=self._storage.url,
             queue=self._queue.name,
-            queues=dict(self._to.sent_to),
+            queues=dict(self._to.sent_to.most_common()),
             sent=progress.sent,
             confirmed=progress.confirmed,
             total=self._source.count,
@@ -241,7 +234,6 @@ class Load:
             jobs_per_second=round(progress.sent / max(seconds, 1e-6), 1),
             second_drawings=progress.second_drawings,
             cancelled=dict(self._campaigns.left_out),
-            seconds_left=seconds_left(self._source.count, progress.confirmed, positions_per_second),
             refusals=self.refusals.count,
         )
 
@@ -292,49 +284,3 @@ class Load:
             changes = {"confirmed": confirmed, "sent": dict(self._campaigns.sent)}
             self._start.model_copy(update=changes).write(self._path)
             self._written, self._written_at = confirmed, time.monotonic()
-
-
-#: The rate is that of the last minute: a storage that asks to slow down shows at once.
-PACE_SECONDS = 60.0
-_MOMENTS = 60
-
-
-def seconds_left(total: int | None, confirmed: int, per_second: float) -> float | None:
-    if total is None:
-        return None
-    if total <= confirmed:
-        return 0.0
-    return round((total - confirmed) / per_second, 1) if per_second > 0 else None
-
-
-def duration(seconds: float) -> str:
-    """`2 h 05 min`, `12 min`, `40 s`."""
-    minutes = round(seconds / 60)
-    if minutes >= 60:  # noqa: PLR2004 - an hour
-        return f"{minutes // 60:,} h {minutes % 60:02d} min"
-    return f"{minutes} min" if seconds >= 100 else f"{seconds:.0f} s"  # noqa: PLR2004 - shorter
-
-
-class Pace:
-    """The rate of a load that has *confirmed* positions."""
-
-    def __init__(self, confirmed: int, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
-        self._moments = deque([(clock(), confirmed)])
-        self._now = confirmed
-
-    def note(self, confirmed: int) -> None:
-        self._now = confirmed
-        now = self._clock()
-        if now - self._moments[-1][0] >= PACE_SECONDS / _MOMENTS:
-            self._moments.append((now, confirmed))
-        while now - self._moments[0][0] > PACE_SECONDS and len(self._moments) > 1:
-            self._moments.popleft()
-
-    @property
-    def per_second(self) -> float:
-        began, first = self._moments[0]
-        return (self._now - first) / max(self._clock() - began, 1e-6)
-
-    def left(self, total: int | None) -> float | None:
-        return seconds_left(total, self._now, self.per_second)

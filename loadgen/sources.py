@@ -10,13 +10,13 @@ from typing import cast
 from imagefleet import errors
 from imagefleet.signing import SigningKey
 from loadgen import template
-from loadgen.file_source import FileSource, OnInvalid, StreamSource
-from loadgen.formats import files
-from loadgen.formats.lines import Format
+from loadgen.file_source import FORMATS, FileSource, OnInvalid, StreamSource, find_format
 from loadgen.template_source import TemplateSource
 
 #: Messages by position, None for a position without one; the same identity means the same messages.
 Source = TemplateSource | FileSource | StreamSource
+
+_STREAMED = {name: form for name, form in FORMATS.items() if form.is_stream}
 
 
 def open_source(
@@ -44,28 +44,11 @@ def open_source(
     if name == "-":
         return StreamSource(
             cast("io.BufferedReader", sys.stdin.buffer),
-            _format(form or "jsonl", must_stream=True),
+            find_format(path, form or "jsonl", _STREAMED),
             count=count,
             on_invalid=on_invalid,
             key=key,
             campaign=campaign,
         )
-    found = _format(form) if form else files.by_name(path)
-    if found is None:
-        suffixes = ", ".join(sorted(template.SUFFIXES | files.SUFFIXES.keys()))
-        raise errors.SetupError(
-            f"{name}: the name must end in {suffixes} or one of these with .gz, or be - for"
-            f" standard input; or choose --format {'|'.join(files.FORMATS)}"
-        )
+    found = find_format(path, form, other_suffixes=template.SUFFIXES)
     return FileSource(path, found, count=count, on_invalid=on_invalid, key=key, campaign=campaign)
-
-
-def _format(name: str, *, must_stream: bool = False) -> Format:
-    found = files.FORMATS.get(name)
-    if found is None or (must_stream and not found.is_stream):
-        known = "|".join(
-            each.name for each in files.FORMATS.values() if each.is_stream or not must_stream
-        )
-        where = " for standard input" if must_stream else ""
-        raise errors.SetupError(f"--format {name[:40]}: should be {known}{where}")
-    return found

@@ -91,7 +91,7 @@ class Range(BaseModel, extra="forbid", frozen=True, allow_inf_nan=False):
 
 @dataclass(frozen=True, slots=True)
 class Sweep:
-    """The fields with several values, in the order of `SWEPT`."""
+    """What has several values: fields, in the order of `SWEPT`, and the words of lists."""
 
     values: Mapping[str, Sequence[Any]]
 
@@ -120,7 +120,9 @@ class Sweep:
     def describe(self) -> str:
         """`3 steps x 2 size`."""
         sizes = {name: len(values) for name, values in self.values.items()}
-        return " x ".join(f"{size:,} {name}" for name, size in sizes.items() if size > 1)
+        return " x ".join(
+            f"{size:,} {name.strip('{}')}" for name, size in sizes.items() if size > 1
+        )
 
 
 def read(fields: Mapping[str, Any]) -> tuple[Fields, Sweep]:

@@ -169,8 +169,8 @@ def _load(path: Path) -> dict[str, Any]:
     return document
 
 
-#: Two numbers in [0, 1) for one slot: which choice, and a LoRA's strength in its range.
-Draw = tuple[float, float]
+#: For one slot: which choice, and where in its range a LoRA's strength is, in [0, 1).
+Draw = tuple[int, float]
 
 _TOKEN = re.compile(r"(\{\{|\}\}|\{[A-Za-z_][A-Za-z0-9_]*(?::[0-9]+)?\}|[{}])")
 
@@ -195,17 +195,10 @@ class _Slot:
     cumulative: tuple[float, ...]
     words: tuple[_Word, ...]
 
-    def pick(self, fraction: float) -> _Word:
+    def pick(self, fraction: float) -> int:
         total = self.cumulative[-1]
         # Rounding may lift the product up to the last sum, so that is not searched.
-        place = bisect.bisect_right(self.cumulative, fraction * total, 0, len(self.words) - 1)
-        return self.words[place]
-
-    def fraction_of(self, word: int) -> float:
-        """A number that picks word *word*, modulo their number."""
-        word %= len(self.words)
-        below = self.cumulative[word - 1] if word else 0.0
-        return (below + self.cumulative[word]) / 2 / self.cumulative[-1]
+        return bisect.bisect_right(self.cumulative, fraction * total, 0, len(self.words) - 1)
 
 
 class Patterns:
@@ -238,25 +231,25 @@ class Patterns:
     def slot_of(self, name: str) -> int | None:
         return self._numbers.get(name)
 
-    def with_word(self, draws: Sequence[Draw], slot: int, word: int) -> list[Draw]:
-        changed = list(draws)
-        changed[slot] = (self._slots[slot].fraction_of(word), draws[slot][1])
-        return changed
-
-    def draw(self, seed: int, index: int) -> list[Draw]:
+    def draw(self, seed: int, index: int, words: Mapping[int, int]) -> list[Draw]:
+        """Every slot by chance, but for those in *words*, which have the word of this number."""
         size = len(self._slots)
         stream = hashlib.shake_256(struct.pack(">QQ", seed, index)).digest(16 * size)
         # A float has 53 bits.
         numbers = [(number >> 11) / 2**53 for number in struct.unpack(f">{2 * size}Q", stream)]
-        return list(zip(numbers[::2], numbers[1::2], strict=True))
+        picked = zip(self._slots, numbers[::2], numbers[1::2], strict=True)
+        return [
+            (words.get(number, slot.pick(fraction)), within)
+            for number, (slot, fraction, within) in enumerate(picked)
+        ]
 
     def draw_in_turn(self, turn: int) -> list[Draw]:
         """Every slot at its choice *turn*: `longest` turns cover each word of each list."""
-        return [(slot.fraction_of(turn), 0.5) for slot in self._slots]
+        return [(turn % len(slot.words), 0.5) for slot in self._slots]
 
     def render(self, slot: int, draws: Sequence[Draw]) -> str:
-        fraction, within = draws[slot]
-        word = self._slots[slot].pick(fraction)
+        number, within = draws[slot]
+        word = self._slots[slot].words[number]
         text = "".join(
             [part if isinstance(part, str) else self.render(part, draws) for part in word.parts]
         )

@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-import math
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from pydantic import ValidationError
@@ -21,6 +19,7 @@ from imagefleet.job.message import DEFAULT_CAMPAIGN, Job
 from imagefleet.signing import SigningKey
 from loadgen import sweep, template
 from loadgen.file_source import ID_BYTES, OnJob, digest
+from loadgen.sweep import Sweep
 from loadgen.template import Draw, Patterns
 
 #: First jobs of a template that are checked before sending, besides each entry of each list.
@@ -28,20 +27,6 @@ _SAMPLE_JOBS = 200
 
 _MAX_ID_CHARACTERS = 128
 _WORD_CHARACTERS = 24
-
-
-@dataclass(frozen=True, slots=True)
-class _EveryWord:
-    """A list of which every entry is taken."""
-
-    name: str
-    slot: int
-    choices: tuple[template.Choice, ...]
-
-    def label(self, word: int) -> str:
-        choice = self.choices[word]
-        text = sweep.slug(choice.lora or choice.text)[:_WORD_CHARACTERS]
-        return text if self.name not in {"prompt", "negative_prompt"} else f"{self.name}{word + 1}"
 
 
 class TemplateSource:
@@ -58,7 +43,7 @@ class TemplateSource:
         self._key = key
         read, content = template.read_template(path)
         self._seed = read.seed if seed is None else seed
-        self._fixed, self._sweep = sweep.read(read.job)
+        self._fixed, fields = sweep.read(read.job)
         content += f" seed={self._seed}"
         if campaign is not None and not self._fixed.get("campaign"):
             self._fixed["campaign"] = campaign
@@ -77,29 +62,32 @@ class TemplateSource:
                 for key, value in self._metadata.items()
                 if isinstance(value, str)
             }
-            self._every = [self._every_word(name, read.choices[name]) for name in read.every]
+            # The slot and the labels of the words of each list of which every entry is taken; in
+            # braces, as their placeholders: a list may have the name of a field.
+            self._every = {
+                f"{{{name}}}": self._every_word(name, read.choices[name]) for name in read.every
+            }
         except errors.SetupError as error:
             raise errors.SetupError(f"{path}: {error.message}") from None
         self._is_random = read.sweep == "random"
-        words = math.prod(len(each.choices) for each in self._every)
+        words = {name: range(len(labels)) for name, (_, labels) in self._every.items()}
+        self._sweep = Sweep({**words, **fields.values})
         #: Jobs that differ only in what is swept.
-        self.combinations = 1 if self._is_random else words * self._sweep.combinations
+        self.combinations = 1 if self._is_random else self._sweep.combinations
         self.count = self._count(read.count if count is None else count)
 
     @property
     def is_sweep(self) -> bool:
-        return self.combinations > 1 or self._sweep.combinations > 1
+        return self._sweep.combinations > 1
 
     def describe(self) -> str:
         """`60 jobs: 12 combinations of 3 steps x 4 cfg_scale`."""
         jobs = f"{self.count:,} job{'s' * (self.count != 1)}"
         if not self.is_sweep:
             return jobs
-        parts = [f"{len(each.choices):,} {each.name}" for each in self._every]
-        what = " x ".join(filter(None, [*parts, self._sweep.describe()]))
         if self._is_random:
-            return f"{jobs}, each with one of {what}"
-        return f"{jobs}: {self.combinations:,} combinations of {what}"
+            return f"{jobs}, each with one of {self._sweep.describe()}"
+        return f"{jobs}: {self.combinations:,} combinations of {self._sweep.describe()}"
 
     def check(self, start: int, on_job: OnJob | None = None) -> None:
         """Checks every entry of every list once, and the first jobs; all with *on_job*."""
@@ -126,12 +114,14 @@ class TemplateSource:
         """Message *index*, whatever comes before it; raises SetupError for an invalid job."""
         return self._body(index, self._draws(index))
 
-    def _every_word(self, name: str, choices: tuple[template.Choice, ...]) -> _EveryWord:
+    def _every_word(self, name: str, choices: Sequence[template.Choice]) -> tuple[int, list[str]]:
         own = {"prompt": self._prompt, "negative_prompt": self._negative_prompt}
         slot = own.get(name, self._patterns.slot_of(name))
         if slot is None:
             raise errors.SetupError(f"every: no prompt has the placeholder {{{name}}}")
-        return _EveryWord(name, slot, choices)
+        if name in own:
+            return slot, [f"{name}{number}" for number in range(1, len(choices) + 1)]
+        return slot, [sweep.slug(word.lora or word.text)[:_WORD_CHARACTERS] for word in choices]
 
     def _count(self, given: int | None) -> int:
         if self.combinations > sweep.MAX_COMBINATIONS:
@@ -145,36 +135,29 @@ class TemplateSource:
             raise errors.SetupError(f"{self._path} has no number of jobs: add `count:` or --count")
         return self.combinations
 
+    def _chosen(self, index: int) -> sweep.Fields:
+        """What is swept of job *index*: values of fields, and words by their number."""
+        if self._is_random:
+            return self._sweep.drawn(self._seed, index)
+        return self._sweep.combination(index % self.combinations)
+
     def _draws(self, index: int) -> list[Draw]:
         """The words of job *index*: those of its round, and its own of each list in `every`."""
-        turn, combination = divmod(index, self.combinations)
-        draws = self._patterns.draw(self._seed, turn)
-        for each, word in self._words(combination):
-            draws = self._patterns.with_word(draws, each.slot, word)
-        return draws
-
-    def _words(self, combination: int) -> list[tuple[_EveryWord, int]]:
-        chosen = []
-        combination //= self._sweep.combinations
-        for each in reversed(self._every):
-            combination, word = divmod(combination, len(each.choices))
-            chosen.append((each, word))
-        return chosen[::-1]
+        chosen = self._chosen(index)
+        words = {slot: chosen[name] for name, (slot, _) in self._every.items()}
+        return self._patterns.draw(self._seed, index // self.combinations, words)
 
     def _swept(self, index: int) -> tuple[dict[str, object], str]:
-        """The fields of job *index* that are its own, and how its id says them."""
-        if not self.is_sweep:
-            return sweep.as_job_fields(self._sweep.combination(0)), ""
-        if self._is_random:
-            chosen, words = self._sweep.drawn(self._seed, index), []
-        else:
-            number = index % self.combinations
-            chosen = self._sweep.combination(number % self._sweep.combinations)
-            words = self._words(number)
-        told = {name: value for name, value in chosen.items() if len(self._sweep.values[name]) > 1}
-        labels = [*(each.label(word) for each, word in words), sweep.label(told)]
-        fields = sweep.as_job_fields(chosen)
-        if not self._is_random and "seed" not in {*fields, *self._fixed}:
+        """The fields of job *index* that are its own, and how its id says what differs."""
+        chosen = self._chosen(index)
+        labels = [
+            self._every[name][1][value] if name in self._every else sweep.label({name: value})
+            for name, value in chosen.items()
+            if len(self._sweep.values[name]) > 1
+        ]
+        own = {name: value for name, value in chosen.items() if name not in self._every}
+        fields = sweep.as_job_fields(own)
+        if self.is_sweep and not self._is_random and "seed" not in {*fields, *self._fixed}:
             # One seed for all points of a turn: pictures differ by what is swept alone.
             data = f"{self.identity} seed {index // self.combinations}".encode()
             fields["seed"] = int.from_bytes(hashlib.blake2b(data, digest_size=4).digest())

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import gc
 import signal
-import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
@@ -318,12 +317,7 @@ class _Worker:
 
     def _import_engine(self) -> None:
         """Imports torch while the storage answers and the model comes; a failure shows later."""
-
-        def run() -> None:
-            with contextlib.suppress(errors.SetupError):
-                load.import_libraries()
-
-        threading.Thread(target=run, name=f"{THREAD_NAME} import", daemon=True).start()
+        tasks.in_daemon_thread(load.import_libraries, f"{THREAD_NAME} import")
 
     def _load_engine(self, checkpoint: Checkpoint) -> contract.Engine:
         settings = checkpoint.settings

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import queue
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
@@ -15,6 +13,7 @@ from imagefleet import errors
 from imagefleet.pricing import prices
 from imagefleet.storage.open import LOCAL_SCHEME
 from imagefleet.telemetry import logs
+from worker import tasks
 from worker.settings import WorkerSettings
 
 log = logs.EventLog(__name__)
@@ -82,21 +81,17 @@ def _gpu(settings: WorkerSettings, table: prices.PriceTable) -> str:
 
 def ask_driver(question: Callable[[], Answer]) -> Answer | Exception:
     """What *question*, which calls NVML, returns or raises."""
-    answers: queue.SimpleQueue[Answer | Exception] = queue.SimpleQueue()
 
-    def ask() -> None:
-        try:
-            pynvml.nvmlInit()
-            answers.put(question())
-        except Exception as error:  # noqa: BLE001 - no answer of the driver ends a worker
-            answers.put(error)
+    def ask() -> Answer:
+        pynvml.nvmlInit()
+        return question()
 
-    # A daemon thread: a driver that hangs must keep the worker neither from starting nor exiting.
-    threading.Thread(target=ask, daemon=True).start()
-    try:
-        return answers.get(timeout=DRIVER_SECONDS)
-    except queue.Empty:
+    try:  # a driver that hangs must keep the worker neither from starting nor exiting
+        return tasks.in_daemon_thread(ask, "ask the driver").result(DRIVER_SECONDS)
+    except TimeoutError:
         return TimeoutError(f"the driver does not answer within {DRIVER_SECONDS:g} s")
+    except Exception as error:  # noqa: BLE001 - no answer of the driver ends a worker
+        return error
 
 
 def card_handle(device: str) -> object:

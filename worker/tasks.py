@@ -5,8 +5,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import signal
+import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Iterator
-from typing import Any, NoReturn
+from concurrent.futures import Future
+from typing import Any, NoReturn, TypeVar
+
+Result = TypeVar("Result")
 
 
 async def first_of(
@@ -61,6 +65,21 @@ async def cancel(tasks: Iterable[asyncio.Future[Any]]) -> None:
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def in_daemon_thread(work: Callable[[], Result], name: str) -> Future[Result]:
+    """Runs *work* in a thread that the process does not wait for at its end."""
+    answer: Future[Result] = Future()
+    answer.set_running_or_notify_cancel()  # whoever is cancelled waits for it no longer
+
+    def run() -> None:
+        try:
+            answer.set_result(work())
+        except Exception as error:  # noqa: BLE001 - raised by whoever asks for the result
+            answer.set_exception(error)
+
+    threading.Thread(target=run, name=name, daemon=True).start()
+    return answer
 
 
 class SideTasks:

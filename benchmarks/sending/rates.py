@@ -30,7 +30,7 @@ from imagefleet.storage.azure.account import read_address
 from imagefleet.storage.azure.storage import API_VERSION, AzureStorage
 from imagefleet.storage.open import open_storage
 from loadgen.load import Load
-from loadgen.processes.frames import Refusals
+from loadgen.processes import Refusals
 from loadgen.settings import LoadSettings
 from loadgen.template_source import TemplateSource
 

@@ -8,9 +8,6 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
-
-import typer
 
 from evaluation.score import plan, reference, scores
 from evaluation.score import run as running
@@ -20,6 +17,7 @@ from evaluation.score.plan import Chunk, Plan
 from evaluation.score.reference import Reference
 from fleet import console
 from fleet.campaigns import target
+from fleet.options import option
 from imagefleet import errors
 from imagefleet.records import reader
 from imagefleet.scores import Scores
@@ -35,56 +33,38 @@ _PART = re.compile(r"([1-9]\d{0,3})/([1-9]\d{0,3})")
 class Networks:
     """What the images are compared with, and by which networks."""
 
-    reference: Annotated[
-        str | None,
-        typer.Option(
-            metavar="FOLDER|STATISTICS",
-            help="Pictures to compare with, or an .npz of theirs: of --write-reference, or with"
-            " `mu` and `sigma` of pytorch-fid or clean-fid, for FID alone.",
-        ),
-    ] = None
-    extractor: Annotated[
-        str | None,
-        typer.Option(
-            metavar="FILE",
-            help="Network for FID and KID: TorchScript (Inception's, say) or ONNX. `demo`: that of"
-            " the demo checkpoint, for all figures.",
-        ),
-    ] = None
-    clip: Annotated[
-        str | None,
-        typer.Option(
-            metavar="FOLDER", help="CLIP of transformers or open_clip, for CLIP score and CMMD."
-        ),
-    ] = None
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto"
+    reference: str | None = option(
+        "Pictures to compare with, or an .npz of theirs: of --write-reference, or with `mu` and"
+        " `sigma` of pytorch-fid or clean-fid, for FID alone.",
+        metavar="FOLDER|STATISTICS",
+    )
+    extractor: str | None = option(
+        "Network for FID and KID: TorchScript (Inception's, say) or ONNX. `demo`: that of the demo"
+        " checkpoint, for all figures.",
+        metavar="FILE",
+    )
+    clip: str | None = option(
+        "CLIP of transformers or open_clip, for CLIP score and CMMD.", metavar="FOLDER"
+    )
+    device: str = option("auto, cpu, cuda or cuda:N.", "auto")
 
 
 @dataclass(frozen=True, slots=True)
 class Computing:
     """How the features are computed."""
 
-    processes: Annotated[
-        int | None,
-        typer.Option(min=1, max=256, help="At the same time. [default: the cores, at most 4]"),
-    ] = None
-    state: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FOLDER", help="Features, to go on after an interruption [default: NAME-score]."
-        ),
-    ] = None
-    part: Annotated[
-        str | None,
-        typer.Option(
-            metavar="K/N",
-            help="Only one of N parts of the features: for several machines, whose folders --state"
-            " are then copied into one.",
-        ),
-    ] = None
-    follow: Annotated[bool, typer.Option("--follow", help="Wait until the campaign has ended.")] = (
-        False
+    processes: int | None = option(
+        "At the same time. [default: the cores, at most 4]", min=1, max=256
     )
+    state: Path | None = option(
+        "Features, to go on after an interruption [default: NAME-score].", metavar="FOLDER"
+    )
+    part: str | None = option(
+        "Only one of N parts of the features: for several machines, whose folders --state are then"
+        " copied into one.",
+        metavar="K/N",
+    )
+    follow: bool = option("Wait until the campaign has ended.", default=False)
 
     @property
     def chosen_part(self) -> tuple[int, int]:

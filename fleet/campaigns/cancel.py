@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from dataclasses import asdict
 
-from rich.console import Console
-
 from fleet import console, options
 from fleet.campaigns import target
 from fleet.options import argument, option
+from fleet.results import forms
 from imagefleet import cancelled, errors
 from imagefleet.records import reader
 from imagefleet.storage.open import Storage
-from imagefleet.storage.protocol import JobQueue
 from imagefleet.storage.settings import StorageSettings
 
 
@@ -46,23 +44,38 @@ async def command(
     if everything == (named is not None):
         raise errors.SetupError("choose what to cancel: a CAMPAIGN or --all")
     async with console.connected(settings) as fleet:
-        if named is None:
-            await _empty(fleet.storage.queue, dry_run=dry_run, yes=yes, as_json=as_json)
-        else:
-            await _cancel(fleet.storage, named, dry_run=dry_run, yes=yes, as_json=as_json)
+        queue = fleet.storage.queue
+        count = (await queue.depth()).messages
+        messages = console.counted(count, "message")
+        if named is not None:
+            await _cancel(fleet.storage, named, count, dry_run=dry_run, yes=yes, as_json=as_json)
+            return
+        if not dry_run:
+            if count:
+                console.confirm(f"Delete {messages} of the queue {queue.name} for good?", yes=yes)
+            await queue.clear()
+    if as_json:
+        console.print_json({"queue": queue.name, "messages": count, "deleted": not dry_run})
+    else:
+        would = "would be " if dry_run else ""
+        console.print_plain(f"{messages} of the queue {queue.name} {would}deleted")
 
 
 async def _cancel(
-    storage: Storage, campaign: str, *, dry_run: bool, yes: bool, as_json: bool
+    storage: Storage, campaign: str, messages: int, *, dry_run: bool, yes: bool, as_json: bool
 ) -> None:
+    """Cancels a campaign, while the queue holds so many *messages*."""
     if unsure := await target.check_campaign(storage, campaign):
         console.print_warning(unsure)
     found = await reader.counts(storage, campaign)
-    messages = (await storage.queue.depth()).messages
     at = None
     if not (dry_run and as_json):
+        is_counted = found.pending is not None
+        left = console.counted(found.pending or 0, "job") if is_counted else "an unknown number"
+        held = f"the queue {storage.queue.name} holds {console.counted(messages, 'message')}"
         to = console.stdout if dry_run else console.stderr
-        _describe(storage, found, messages, campaign, to)
+        console.print_tables(forms.counts_table(found), to=to)
+        console.print_plain(f"to be cancelled: {left}, less what is being drawn; {held}", to)
     if not dry_run:
         console.confirm(f"Cancel what is left of campaign {campaign}?", yes=yes)
         with console.stderr.status("the list is written; running loads read it within 10 seconds"):
@@ -76,35 +89,3 @@ async def _cancel(
             f"campaign {campaign} is cancelled: workers end what was sent until"
             f" {at:%Y-%m-%d %H:%M:%S} UTC, and a load that begins now runs"
         )
-
-
-def _describe(
-    storage: Storage, found: reader.Counts, messages: int, campaign: str, to: Console
-) -> None:
-    in_queue = f"the queue {storage.queue.name} holds {console.counted(messages, 'message')}"
-    left = "an unknown number" if found.pending is None else console.counted(found.pending, "job")
-    console.print_facts(
-        {
-            "campaign": campaign,
-            "sent": console.number(found.sent),
-            "completed": f"{found.completed:,}",
-            "failed": f"{found.failed:,}",
-            "cancelled before": f"{found.cancelled:,}",
-            "would be cancelled": f"{left}, less what is being drawn; {in_queue}",
-        },
-        to,
-    )
-
-
-async def _empty(queue: JobQueue, *, dry_run: bool, yes: bool, as_json: bool) -> None:
-    count = (await queue.depth()).messages
-    messages = console.counted(count, "message")
-    if not dry_run:
-        if count:
-            console.confirm(f"Delete {messages} of the queue {queue.name} for good?", yes=yes)
-        await queue.clear()
-    if as_json:
-        console.print_json({"queue": queue.name, "messages": count, "deleted": not dry_run})
-    else:
-        would = "would be " if dry_run else ""
-        console.print_plain(f"{messages} of the queue {queue.name} {would}deleted")

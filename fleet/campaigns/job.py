@@ -2,39 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
-from datetime import UTC, datetime
-from typing import Any, Literal
+from datetime import UTC
+from typing import Any
 
 from fleet import console, options
 from fleet.campaigns import target
 from imagefleet import errors
 from imagefleet.job.message import job_key, read_job
 from imagefleet.records import outcomes
+from imagefleet.records.record import Record
 from imagefleet.storage.open import Storage
 from imagefleet.storage.settings import StorageSettings
 
-State = Literal[
-    "queued", "in flight", "queued or in flight", "completed", "failed", "cancelled", "unknown"
-]
-
-
-@dataclass(frozen=True, slots=True)
-class JobState:
-    """The state of a job, and *since* when; None for what is not known."""
-
-    id: str
-    campaign: str
-    state: State
-    since: datetime | None = None
-    stage: int | None = None
-    """The stage of a job with several: the last stored, or the one that waits or has failed."""
-    attempts: int | None = None
-    worker: str | None = None
-    error: str | None = None
-    reason: str | None = None
-    images: list[dict[str, Any]] = field(default_factory=list)
-    """Blob, address and size of each."""
+_WHY = {
+    "unknown": "some of its images are missing, and it has no record and no message",
+    "queued or in flight": "it has no image and no record: Azure does not show which jobs wait",
+}
 
 
 @options.from_settings(StorageSettings)
@@ -52,62 +35,61 @@ async def command(
     named = target.job(job)
     async with console.connected(settings) as fleet:
         found = await look_up(fleet.storage, *named)
-        if found.state == "unknown" and not found.images:
+        if found["state"] == "unknown" and not found["images"]:
             raise await target.unknown_job(fleet.storage, target.Target(*named))
     if as_json:
-        console.print_json(asdict(found))
+        console.print_json(found)
     else:
         _print(found)
 
 
-async def look_up(storage: Storage, campaign: str, job_id: str) -> JobState:
-    """Searches its images' names, then the queue's messages, then the campaign's records."""
+async def look_up(storage: Storage, campaign: str, job_id: str) -> dict[str, Any]:
+    """Searches its images' names, then the queue's messages, then the campaign's records.
+
+    The state is its record's outcome, `queued`, `in flight`, either of both, or `unknown`, *since*
+    when; the stage, of a job with several, is the last stored, or that which waits or has failed.
+    """
     job = outcomes.JobFacts(job_id, campaign)
     # Before the images: a job that completes in between must not be taken for an unknown one.
     messages = (await storage.queue.depth()).messages
     stored = await outcomes.stored_images(storage, job)
-    images = [
-        {
-            "blob": each.blob,
-            "address": storage.blobs.address(each.blob),
-            "size_bytes": each.size_bytes or 0,
-        }
-        for each in stored
-        if each.blob is not None
-    ]
+    found: dict[str, Any] = {
+        "id": job_id,
+        "campaign": campaign,
+        "state": "unknown",
+        **dict.fromkeys(("since", "stage", "attempts", "worker", "error", "reason")),
+        "images": [
+            {"blob": name, "address": storage.blobs.address(name), "size_bytes": size or 0}
+            for name, size in ((each.blob, each.size_bytes) for each in stored)
+            if name is not None
+        ],
+    }
     if outcomes.are_all(stored):
-        first = stored[-1] if stored[0].stages > 1 else stored[0]
-        by_worker = first.seconds is not None  # else somebody has changed its metadata
-        return JobState(
-            *(job_id, campaign, "completed", max(each.at for each in stored)),
-            stage=first.stage if first.stages > 1 else None,
-            attempts=first.attempts if by_worker else None,
-            worker=first.worker if by_worker else None,
-            images=images,
-        )
-    if message := await target.find_message(storage, target.Target(campaign, job_id)):
-        return JobState(
-            *(job_id, campaign, "in flight" if message.is_leased else "queued"),
-            since=message.message.enqueued_at,
-            stage=_stage(message.message.body),
-            attempts=message.message.delivery_count,
-            images=images,
-        )
-    if (record := await outcomes.last_end(storage, job)) is not None:
-        return JobState(
-            *(job_id, campaign, "failed" if record.outcome == "failed" else "cancelled", record.at),
-            stage=record.stage if record.stages > 1 else None,
-            attempts=record.attempts,
-            worker=record.worker,
-            error=record.error,
-            reason=record.reason,
-            images=images,
-        )
-    # Azure shows no more than the first of the messages that wait, and none in flight.
-    is_hidden = messages > 0 and not storage.queue.finds_all
-    return JobState(
-        job_id, campaign, "queued or in flight" if is_hidden else "unknown", images=images
-    )
+        record = stored[-1] if stored[0].stages > 1 else stored[0]
+        found |= _recorded(record) | {"since": max(each.at for each in stored)}
+        if record.seconds is None:  # somebody has changed its metadata
+            found |= {"attempts": None, "worker": None}
+    elif message := await target.find_message(storage, target.Target(campaign, job_id)):
+        found["state"] = "in flight" if message.is_leased else "queued"
+        found["since"] = message.message.enqueued_at
+        found["stage"] = _stage(message.message.body)
+        found["attempts"] = message.message.delivery_count
+    elif end := await outcomes.last_end(storage, job):
+        found |= _recorded(end)
+    elif messages > 0 and not storage.queue.finds_all:
+        # Azure shows no more than the first of the messages that wait, and none in flight.
+        found["state"] = "queued or in flight"
+    return found
+
+
+def _recorded(record: Record) -> dict[str, Any]:
+    names = ("attempts", "worker", "error", "reason")
+    return {
+        "state": record.outcome,
+        "since": record.at,
+        "stage": record.stage if record.stages > 1 else None,
+        **{name: getattr(record, name) for name in names},
+    }
 
 
 def _stage(body: str) -> int | None:
@@ -119,22 +101,18 @@ def _stage(body: str) -> int | None:
     return job.stage if job.stages > 1 else None
 
 
-def _print(found: JobState) -> None:
-    since = f"{found.since.astimezone(UTC):%Y-%m-%d %H:%M:%S} UTC" if found.since else "-"
-    facts: dict[str, Any] = {
-        "job": job_key(found.campaign, found.id),
-        "state": found.state,
-        "since": since,
-        **({"stage": console.number(found.stage)} if found.stage else {}),
-        "attempts": console.number(found.attempts),
-        "worker": found.worker or "-",
+def _print(found: dict[str, Any]) -> None:
+    since, state, error = found["since"], found["state"], found["error"]
+    facts = {
+        "job": job_key(found["campaign"], found["id"]),
+        "state": state,
+        "since": f"{since.astimezone(UTC):%Y-%m-%d %H:%M:%S} UTC" if since else "-",
+        "stage": console.number(found["stage"]),
+        "attempts": console.number(found["attempts"]),
+        "worker": found["worker"] or "-",
     }
-    if found.reason:
-        facts["reason"] = f"{found.error}: {found.reason}" if found.error else found.reason
-    if found.state == "unknown":
-        facts["reason"] = "some of its images are missing, and it has no record and no message"
-    if found.state == "queued or in flight":
-        facts["reason"] = "it has no image and no record: Azure does not show which jobs wait"
+    if reason := _WHY.get(state, found["reason"]):
+        facts["reason"] = f"{error}: {reason}" if error else reason
     console.print_facts(facts)
-    for image in found.images:
+    for image in found["images"]:
         console.print_facts({"image": image["address"]})

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
+import math
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from datetime import UTC, datetime
 from typing import Any
 
@@ -27,15 +27,43 @@ _FRESH_SECONDS = 30.0
 _LONG_AGO = datetime.min.replace(tzinfo=UTC)
 
 
-@dataclass(frozen=True, slots=True)
-class Listing:
-    """Campaigns in numbers, the latest first."""
+class Campaigns:
+    """The campaigns of *storage* in numbers, the latest first, or the one named *only*."""
 
-    rows: Sequence[tuple[str, Counts]]
-    damaged_files: int
-    """Files of records that are damaged, in part at least, and so not in the figures."""
-    refusal: str | None = None
-    """Why the records cannot be read, where the storage refuses it."""
+    def __init__(self, storage: Storage, only: str | None = None) -> None:
+        self.rows: Sequence[tuple[str, Counts]] = ()
+        self.damaged_files = 0
+        """Files of records that are damaged, in part at least, and so not in the figures."""
+        self._refusal: str | None = None
+        self._storage = storage
+        self._only = only
+        self._read_at = -math.inf
+
+    async def refresh(self) -> None:
+        """Counts again; the numbers of all campaigns may be half a minute old."""
+        now = time.monotonic()
+        if self._only is None and now - self._read_at < _FRESH_SECONDS:
+            return
+        try:
+            await self._count()
+        except errors.SetupError as error:  # of a token that may not read records
+            if self._only is not None:
+                raise
+            self._refusal = error.message
+        self._read_at = now
+
+    async def _count(self) -> None:
+        damaged = Damaged()
+        names = [self._only] if self._only else [n async for n in reader.campaigns(self._storage)]
+        rows: list[tuple[str, Counts]] = []
+
+        async def count(name: str) -> None:
+            rows.append((name, await reader.counts(self._storage, name, damaged)))
+
+        await concurrency.for_each(names, count, _AT_ONCE)
+        self.rows = sorted(rows, key=lambda row: row[1].last_at or _LONG_AGO, reverse=True)
+        self.damaged_files = len(damaged.shards)
+        self._refusal = None
 
     def records(self) -> list[dict[str, Any]]:
         return [
@@ -43,75 +71,37 @@ class Listing:
             for name, counts in self.rows
         ]
 
-
-class Campaigns:
-    """Counts the campaigns of *storage*, or the one named *only*."""
-
-    def __init__(self, storage: Storage, only: str | None = None) -> None:
-        self._storage = storage
-        self._only = only
-        self._last: Listing | None = None
-        self._read_at = 0.0
-
-    async def read(self) -> Listing:
-        """The numbers now; those of all campaigns may be half a minute old."""
-        fresh_seconds = _FRESH_SECONDS if self._only is None else 0.0
-        if self._last is None or time.monotonic() - self._read_at >= fresh_seconds:
-            try:
-                self._last = await self._list()
-            except errors.SetupError as error:
-                if self._only is not None:
-                    raise
-                self._last = Listing((), 0, error.message)
-            self._read_at = time.monotonic()
-        return self._last
-
-    async def _list(self) -> Listing:
-        damaged = Damaged()
-        names = [self._only] if self._only else [n async for n in reader.campaigns(self._storage)]
-        slots = asyncio.Semaphore(_AT_ONCE)
-
-        async def count(name: str) -> tuple[str, Counts]:
-            async with slots:
-                return name, await reader.counts(self._storage, name, damaged)
-
-        rows = await concurrency.gather(*map(count, names))
-        latest = sorted(rows, key=lambda row: row[1].last_at or _LONG_AGO, reverse=True)
-        return Listing(latest, len(damaged.shards))
-
-
-def table(listing: Listing, count: int) -> Table:
-    """The first *count* campaigns."""
-    figures = ("sent", "completed", "failed", "cancelled", "pending", "images")
-    rows = []
-    for campaign, counts in listing.rows[:count]:
-        numbers = (getattr(counts, figure) for figure in figures)
-        rows.append((campaign, *numbers, _moment(counts.first_at), _moment(counts.last_at)))
-    return console.table(
-        console.name_column("campaign"),
-        *map(console.number_column, figures),
-        *map(console.name_column, ("first (UTC)", "last (UTC)")),
-        rows=rows,
-    )
-
-
-def notes(listing: Listing, count: int, messages: int) -> list[str]:
-    """What the table of *count* campaigns does not show; the job queue holds *messages*."""
-    found = []
-    if listing.refusal:
-        found.append(f"campaigns cannot be counted: {listing.refusal}")
-    if (more := len(listing.rows) - count) > 0:
-        found.append(f"{console.counted(more, 'earlier campaign')} not shown (--count)")
-    pending = sum(counts.pending or 0 for _, counts in listing.rows)
-    if pending > messages:
-        found.append(
-            f"{console.counted(pending - messages, 'pending job')} in no queue: deleted with"
-            " `cancel --all` or by somebody, or their records are written in a moment"
+    def table(self, count: int) -> Table:
+        """The first *count* campaigns."""
+        figures = ("sent", "completed", "failed", "cancelled", "pending", "images")
+        rows = []
+        for campaign, counts in self.rows[:count]:
+            numbers = (getattr(counts, figure) for figure in figures)
+            rows.append((campaign, *numbers, _moment(counts.first_at), _moment(counts.last_at)))
+        return console.table(
+            console.name_column("campaign"),
+            *map(console.number_column, figures),
+            *map(console.name_column, ("first (UTC)", "last (UTC)")),
+            rows=rows,
         )
-    if listing.damaged_files:
-        files = console.counted(listing.damaged_files, "damaged file")
-        found.append(f"{files} of records: what is damaged is not in these figures")
-    return found
+
+    def notes(self, count: int, messages: int) -> list[str]:
+        """What the table of *count* campaigns lacks; the job queue holds *messages*."""
+        found = []
+        if self._refusal:
+            found.append(f"campaigns cannot be counted: {self._refusal}")
+        if (more := len(self.rows) - count) > 0:
+            found.append(f"{console.counted(more, 'earlier campaign')} not shown (--count)")
+        pending = sum(counts.pending or 0 for _, counts in self.rows)
+        if pending > messages:
+            found.append(
+                f"{console.counted(pending - messages, 'pending job')} in no queue: deleted with"
+                " `cancel --all` or by somebody, or their records are written in a moment"
+            )
+        if self.damaged_files:
+            files = console.counted(self.damaged_files, "damaged file")
+            found.append(f"{files} of records: what is damaged is not in these figures")
+        return found
 
 
 def _moment(at: datetime | None) -> str:

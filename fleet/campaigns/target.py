@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Annotated, NamedTuple, TypeVar
 
 import typer
-from pydantic import TypeAdapter, ValidationError
+from pydantic import TypeAdapter
 
 from imagefleet import errors, validation
 from imagefleet.job.message import DEFAULT_CAMPAIGN, SafeId, fields_if_any, job_key
@@ -89,10 +89,8 @@ def job(text: str) -> tuple[str, str]:
 
 def check_name(what: str, name: str | None) -> None:
     """Raises SetupError for what no campaign and no job can be called; None is not given."""
-    try:
+    with validation.as_error(errors.SetupError, f"{what}: "):
         TypeAdapter[str | None](SafeId | None).validate_python(name)
-    except ValidationError as error:
-        raise errors.SetupError(f"{what}: {validation.sentence(error)}") from None
 
 
 async def check_campaign(storage: Storage, name: str | None) -> str | None:

@@ -13,7 +13,6 @@ from typing import Any
 import typer
 
 from fleet import console, contact_sheet, options
-from fleet.demo import cascade as demo_cascade
 from fleet.options import option
 from fleet.worker import live
 from imagefleet import aio, errors
@@ -21,15 +20,13 @@ from imagefleet.files import demo
 from imagefleet.job.message import Job
 from imagefleet.pricing import prices
 from imagefleet.storage.open import open_storage
+from imagefleet.telemetry import logs
 from worker.node import libraries
 from worker.settings import WorkerSettings
 
 #: The price in the report: the card with the most images per dollar in SaladCloud's benchmarks.
-PRICED_GPU = "RTX 3060 Ti"
-PRICED_PRIORITY: prices.Priority = "batch"
-
-#: The outcomes after which a job does not return to the queue.
-_ENDED = frozenset({"completed", "duplicate", "failed"})
+_PRICED_GPU = "RTX 3060 Ti"
+_DOLLARS_PER_HOUR = prices.gpu_dollars_per_hour(_PRICED_GPU, "batch")
 
 #: Marks a storage folder as the demo's: only such a folder is emptied.
 _MARKER = "made-by-imagefleet-demo"
@@ -63,13 +60,12 @@ def command(
     console.check_writable(json_file)
     libraries.require()
     if cascade:
-        model = ",".join(map(str, demo_cascade.find_stages()))
-        loras, messages = None, demo_cascade.messages()
+        stages = [demo.find_checkpoint(demo.CASCADE / name) for name in ("base", "sr")]
+        model, loras = ",".join(map(str, stages)), None
+        messages = demo.read_jobs(demo.CASCADE, "demo-cascade")
     else:
         checkpoint = demo.find_checkpoint()
-        model, loras = str(checkpoint), checkpoint / "loras"
-        valid = (checkpoint / "demo_jobs.jsonl").read_text(encoding="utf-8").splitlines()
-        messages = demo.messages(valid)
+        model, loras, messages = str(checkpoint), checkpoint / "loras", demo.messages()
     storage = output / "storage"
     given = {
         "storage": f"local:{storage}",
@@ -123,33 +119,24 @@ async def _demo(settings: WorkerSettings, output: Path, messages: list[str]) -> 
         # The client would refuse it.
         await fleet.storage.queue.send([each for each in messages if each == demo.INVALID_MESSAGE])
         # The demo shows a worker's figures; its log says too much for a first look.
-        logging.basicConfig(
-            filename=output / "worker.log",
-            filemode="w",
-            level=logging.INFO,
-            format="%(asctime)s %(levelname)s %(message)s",
-            force=True,
-        )
+        logs.configure("text", logging.FileHandler(output / "worker.log", mode="w"))
         with live.showing(console.stderr) as show:
             drawn = await process.run_worker(settings, on_progress=show)
-        wanted = sum(job.stages for job in jobs) + len(messages) - len(jobs)
-        ended = sum(drawn.jobs.get(outcome, 0) for outcome in _ENDED)
-        if ended < wanted:
-            console.print_note(f"stopped after {ended} of {wanted} jobs")
+        if drawn.stopped_by is not None:
+            console.print_note(f"stopped after {drawn.images} images of {len(messages)} jobs")
             raise typer.Exit(console.EXIT_INTERRUPTED)
         failed = (await fleet.depth()).failed.messages
         results = {result.id: result async for result in batch.results()}
-        pairs = [(results[each], job) for each, job in zip(batch.ids, jobs, strict=True)]
-        pairs = [(result, job) for result, job in pairs if result.blobs]
         images = []
-        for result, job in pairs:
+        for name, job in zip(batch.ids, jobs, strict=True):
             if job.then and (first := await fleet.storage.blobs.read(job.blob_name(0))):
-                images.append(first)
-            images.append(await result.data())
+                images.append((first, job.prompt))
+            if results[name].blobs:
+                images.append((await results[name].data(), job.prompt))
     sheet = output / "contact-sheet.png"
     console.write_file(sheet, contact_sheet.draw_contact_sheet(images))
     seconds = drawn.seconds - drawn.start_up_seconds
-    dollars = seconds / 3600 * prices.gpu_dollars_per_hour(PRICED_GPU, PRICED_PRIORITY)
+    dollars = seconds / 3600 * _DOLLARS_PER_HOUR
     return {
         "jobs": len(messages),
         "images": drawn.images,
@@ -166,7 +153,6 @@ async def _demo(settings: WorkerSettings, output: Path, messages: list[str]) -> 
 def _show(
     report: Mapping[str, Any], settings: WorkerSettings, storage: Path, *, cascade: bool
 ) -> None:
-    price = prices.gpu_dollars_per_hour(PRICED_GPU, PRICED_PRIORITY)
     speed, seconds = report["images_per_second"], report["seconds"]
     facts = {
         "images": f"{report['images']} in {storage / settings.container}",
@@ -174,7 +160,7 @@ def _show(
         "images/s": f"{speed:.2f} ({seconds:.1f} s after the start-up)",
         "engine idle": f"{console.percent(report['engine_idle_fraction'])} of the time",
         "images per dollar": f"{report['images_per_dollar']:,.0f}: this machine's speed at the"
-        f" price of an {PRICED_GPU} ({PRICED_PRIORITY} priority, ${price:.2f}/h). The demo's model"
+        f" price of an {_PRICED_GPU} (batch priority, ${_DOLLARS_PER_HOUR:.2f}/h). The demo's model"
         " is a hundredth of Stable Diffusion's size: not comparable",
     }
     if not cascade:

@@ -67,14 +67,14 @@ def command(
     with console.only_one(folder, f"{folder} is being exported to"):
         made = console.run(_export(settings, folder, plan, quiet=as_json))
     _report(made, folder, as_json=as_json)
-    if not made.is_whole:
+    if made.missing or made.changed or made.left_out:
         raise typer.Exit(console.EXIT_IMAGES_WRONG)
 
 
 async def _measure(settings: StorageSettings, wanted: Plan) -> Plan:
     """The plan with its numbers, without writing anything."""
     async with console.connected(settings) as fleet:
-        await _check_images(fleet.storage, wanted)
+        await target.check_campaign(fleet.storage, wanted.campaign)
         with contextlib.closing(Work("")) as work:
             plan = await _plan(fleet.storage, work, wanted)
         return plan.model_copy(update={"storage": absolute_url(fleet.storage)})

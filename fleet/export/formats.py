@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import contextlib
 import hashlib
 import io
 import json
@@ -100,6 +101,7 @@ class ShardFiles(abc.ABC):
         self.bytes = 0
         self.faulty: dict[Fault, list[str]] = {"missing": [], "changed": []}
         self._address = address
+        self._stack = contextlib.ExitStack()
 
     def add(self, samples: Sequence[Sample]) -> None:
         """Writes samples, in the order of the plan."""
@@ -115,9 +117,9 @@ class ShardFiles(abc.ABC):
     @abc.abstractmethod
     def _write(self, rows: Rows) -> None: ...
 
-    @abc.abstractmethod
     def close(self) -> None:
         """Finishes the files."""
+        self._stack.close()
 
     @abc.abstractmethod
     def read_digests(self) -> Iterator[str]:
@@ -150,8 +152,12 @@ class Webdataset(ShardFiles):
         # img2dataset, too, takes a shard for done once its statistics are there.
         ends = (".tar", ".parquet", "_stats.json")
         self.listed = tar, rows, _ = [self.folder / f"{self.name}{end}" for end in ends]
-        self._tar = tarfile.open(tar, "w", format=tarfile.USTAR_FORMAT)  # noqa: SIM115
-        self._rows = arrow().parquet.ParquetWriter(rows, _of_rows(), compression="zstd")
+        self._tar = self._stack.enter_context(
+            tarfile.open(tar, "w", format=tarfile.USTAR_FORMAT)  # noqa: SIM115 - the stack does
+        )
+        self._rows = self._stack.enter_context(
+            arrow().parquet.ParquetWriter(rows, _of_rows(), compression="zstd")
+        )
         self._times: list[datetime] = []
 
     def _write(self, rows: Rows) -> None:
@@ -174,8 +180,7 @@ class Webdataset(ShardFiles):
         self._tar.addfile(member, io.BytesIO(data))
 
     def close(self) -> None:
-        self._tar.close()
-        self._rows.close()
+        super().close()
         successes = len(self.digests)
         failures = {_FAULTS[fault]: len(names) for fault, names in self.faulty.items() if names}
         # img2dataset has the times of its run here. These are of the images, so that the same
@@ -230,7 +235,9 @@ class Parquet(ShardFiles):
         self.listed = [file]
         file.parent.mkdir()
         # The images are compressed already.
-        self._file = arrow().parquet.ParquetWriter(file, _of_images(), compression="zstd")
+        self._file = self._stack.enter_context(
+            arrow().parquet.ParquetWriter(file, _of_images(), compression="zstd")
+        )
 
     def _write(self, rows: Rows) -> None:
         images = [
@@ -240,9 +247,6 @@ class Parquet(ShardFiles):
         ]
         if images:
             self._file.write_table(arrow().Table.from_pylist(images, self._file.schema))
-
-    def close(self) -> None:
-        self._file.close()
 
     def read_digests(self) -> Iterator[str]:
         with arrow().parquet.ParquetFile(self.listed[0]) as file:
@@ -265,7 +269,7 @@ class Imagefolder(ShardFiles):
         self._folder = self.folder / self.name
         self._folder.mkdir()
         self.listed = [self._folder / METADATA]
-        self._lines = self.listed[0].open("w", encoding="utf-8")
+        self._lines = self._stack.enter_context(self.listed[0].open("w", encoding="utf-8"))
 
     def _write(self, rows: Rows) -> None:
         for sample, row in rows:
@@ -283,9 +287,6 @@ class Imagefolder(ShardFiles):
                 f"{name} has the name of another image but for capitals, which {self._folder}"
                 " ignores: choose another --format, or another disk"
             ) from None
-
-    def close(self) -> None:
-        self._lines.close()
 
     def read_digests(self) -> Iterator[str]:
         with self.listed[0].open(encoding="utf-8") as lines:

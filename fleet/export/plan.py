@@ -23,12 +23,14 @@ from imagefleet.records.stored import Damaged
 #: The subfolder of an export until it is done.
 WORK = ".export"
 
-_TABLES = (
-    "CREATE TABLE plan(json TEXT)",
-    "CREATE TABLE listed(id INTEGER PRIMARY KEY, blob TEXT, at REAL, size INTEGER, line BLOB)",
-    "CREATE TABLE records(place INTEGER PRIMARY KEY, id INTEGER)",
-    "CREATE TABLE done(shard INTEGER PRIMARY KEY, json TEXT)",
-)
+_TABLES = """
+CREATE TABLE IF NOT EXISTS plan(json TEXT);
+CREATE TABLE IF NOT EXISTS listed(
+    id INTEGER PRIMARY KEY, blob TEXT, at REAL, size INTEGER, line BLOB
+);
+CREATE TABLE IF NOT EXISTS records(place INTEGER PRIMARY KEY, id INTEGER);
+CREATE TABLE IF NOT EXISTS done(shard INTEGER PRIMARY KEY, json TEXT);
+"""
 
 #: The latest record of each image: one that was drawn again has several.
 _SORT = (
@@ -62,15 +64,15 @@ class Work:
     def __init__(self, file: Path | Literal[""]) -> None:
         """Without a name, SQLite deletes it when it is closed."""
         self._db = sqlite3.connect(file, isolation_level=None, check_same_thread=False)
+        self._db.executescript(_TABLES)
 
     def close(self) -> None:
         self._db.close()
 
     def plan(self) -> Plan | None:
         """The plan of a run before."""
-        if not self._db.execute("SELECT name FROM sqlite_master").fetchall():
-            return None
-        return Plan.model_validate_json(*self._db.execute("SELECT json FROM plan").fetchone())
+        found = self._db.execute("SELECT json FROM plan").fetchone()
+        return found and Plan.model_validate_json(found[0])
 
     async def make(
         self,
@@ -85,8 +87,6 @@ class Work:
         """
         with self._db:  # commits, or rolls back
             self._db.execute("BEGIN")
-            for table in _TABLES:
-                self._db.execute(table)
             async for batch in records:
                 await asyncio.to_thread(self._list, batch)
                 on_records(len(batch))
@@ -192,8 +192,3 @@ class Manifest(Plan):
                         f"{folder / name} is not as {MANIFEST} says: export into another folder"
                     )
         return found
-
-    @property
-    def is_whole(self) -> bool:
-        """Every image that the records promise is there, as it was recorded."""
-        return not (self.missing or self.changed or self.left_out)

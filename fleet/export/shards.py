@@ -1,8 +1,7 @@
 """Makes the shards of a plan, one after the other, each complete or absent.
 
-A shard is written into a folder of its own, read back and compared, noted as done, and moved into
-place; a run that is killed in between moves the rest, or makes the shard again, which comes out the
-same.
+A shard is written into a folder of its own, read back and compared, moved into place, and noted as
+done; after a run that is killed in between it is made again, which comes out the same.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ import asyncio
 import itertools
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -52,28 +51,27 @@ class Exporter:
             done.append(shard)
         return done
 
-    def _draft(self, name: str) -> Path:
-        return self.folder / WORK / name
-
     def _finished(self, number: int) -> Shard | None:
-        """The shard if it was noted as done, moved into place; else None."""
-        if (shard := self.work.done(number)) is None:
-            return None
-        self._move(shard)
+        """The shard if it was noted as done, and is there; else None."""
+        shard = self.work.done(number)
+        noted = shard.files if shard else {}
         is_there = all(
-            files.size_of(self.folder / name) == file.bytes for name, file in shard.files.items()
+            files.size_of(self.folder / name) == file.bytes for name, file in noted.items()
         )
         return shard if is_there else None
 
     async def _make(self, number: int, on_images: Callable[[int], None]) -> Shard:
-        draft = self._draft(f"{number:05}")
+        draft = self.folder / WORK / f"{number:05}"
         shutil.rmtree(draft, ignore_errors=True)
         draft.mkdir(parents=True)
+        # As img2dataset makes them.
+        digits = max(4, len(str(self.plan.shard_size - 1)))
+        keys = (f"{number:05}{place:0{digits}}" for place in itertools.count())
         form = _FORMATS[self.plan.format]
         written = form(draft, number, self.plan.shard_count, self.blobs.address)
         try:
             fetched: Sequence[Sample] = []
-            keyed = self._keyed(number)
+            keyed = zip(keys, self.work.records(number, self.plan.shard_size), strict=False)
             while batch := list(itertools.islice(keyed, _BATCH)):
                 # The next images are read while these are written.
                 fetched, _ = await concurrency.gather(
@@ -84,8 +82,8 @@ class Exporter:
         finally:
             await asyncio.to_thread(written.close)
         shard = await asyncio.to_thread(self._complete, written)
+        await asyncio.to_thread(self._move, written)
         self.work.note(number, shard)
-        await asyncio.to_thread(self._move, shard)
         return shard
 
     async def _fetch(self, batch: Sequence[tuple[str, Record]]) -> list[Sample]:
@@ -97,12 +95,6 @@ class Exporter:
             return Sample(key, record, None if fault else data, fault)
 
         return list(await concurrency.gather(*(read(*each) for each in batch)))
-
-    def _keyed(self, number: int) -> Iterator[tuple[str, Record]]:
-        """The records with keys as img2dataset makes them."""
-        digits = max(4, len(str(self.plan.shard_size - 1)))
-        for place, record in enumerate(self.work.records(number, self.plan.shard_size)):
-            yield f"{number:05}{place:0{digits}}", record
 
     def _complete(self, written: ShardFiles) -> Shard:
         """Compares what was written, and has it on the disk."""
@@ -128,17 +120,15 @@ class Exporter:
             **written.faulty,
         )
 
-    def _move(self, shard: Shard) -> None:
-        """Moves what is still in the draft of a shard that is done."""
-        draft = self._draft(shard.name)
-        for name in shard.files:
-            entry = name.removesuffix(f"/{METADATA}")  # an image folder as a whole
-            source, target = draft / entry, self.folder / entry
-            if not source.exists():
-                continue
+    def _move(self, written: ShardFiles) -> None:
+        """Moves a shard into place, over what a run that was killed has moved of it."""
+        for path in written.listed:
+            # An image folder is moved as a whole.
+            source = path.parent if path.name == METADATA else path
+            target = self.folder / source.relative_to(written.folder)
             target.parent.mkdir(exist_ok=True)
             if target.is_dir():
                 shutil.rmtree(target)
             source.replace(target)
             files.sync(target.parent)
-        shutil.rmtree(draft, ignore_errors=True)
+        shutil.rmtree(written.folder)

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 
 from fleet import console, options
 from fleet.campaigns import target
 from fleet.failed import jobs as failed_jobs
+from fleet.failed.jobs import Verb
 from fleet.options import option
 from imagefleet import aio, errors
 from imagefleet.job.change import Change
 from imagefleet.storage import dead_letter_queue
 from imagefleet.storage.dead_letter import Check, Selection
-from imagefleet.storage.dead_letter_queue import Swept
-from imagefleet.storage.settings import Priority, SignerSettings, checked_priority
+from imagefleet.storage.dead_letter_queue import Discard, Swept
+from imagefleet.storage.settings import SignerSettings, checked_priority
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,13 +28,9 @@ class Which:
     )
     model: str | None = option("Only jobs that name this model.", metavar="NAME")
 
-    @property
-    def target(self) -> target.Target:
-        return target.read(self.job)
-
     def selection(self, jobs_file: Path | None = None) -> Selection:
         sources = None if jobs_file is None else failed_jobs.sources_of(jobs_file)
-        return Selection(self.error, *self.target, sources, self.model)
+        return Selection(self.error, *target.read(self.job), sources, self.model)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +52,7 @@ async def command(
         "Print whole jobs, one JSON object per line, which `load` takes.", default=False
     ),
     from_queue: bool = option(
-        "Read the poison queue's messages, not the records: also those of older workers."
+        "Read the poison queue's messages, not the records: also those without a record."
         " On Azure this hides them from other readers meanwhile.",
         default=False,
     ),
@@ -74,41 +70,28 @@ async def command(
 
     imagefleet failed --error InvalidMessageError --export > fix.jsonl
     """
-    named, selection = which.target, which.selection()
+    selection = which.selection()
     async with console.connected(settings) as fleet:
+        read = dead_letter_queue.browse if from_queue else dead_letter_queue.recorded
+        entries = read(fleet.storage, selection)
+        unrecorded = 0 if from_queue else await dead_letter_queue.unrecorded(fleet.storage)
         if export:
-            await _export(fleet, selection, from_queue=from_queue)
-        elif named.id is not None:
-            records = await failed_jobs.find(fleet, selection, from_queue=from_queue)
-            failed_jobs.print_jobs(records, as_json=as_json)
+            await failed_jobs.export(fleet, entries)
+        elif selection.id is not None:
+            found = [await failed_jobs.whole(fleet, entry) async for entry in entries]
+            if not found:
+                raise failed_jobs.no_such_job(fleet, selection, unrecorded)
+            failed_jobs.print_jobs(found, as_json=as_json)
         else:
-            listing = await failed_jobs.listing(fleet, selection, limit, from_queue=from_queue)
-            if not listing.count:
-                await target.check_campaign(fleet.storage, named.campaign)
-            failed_jobs.print_listing(listing, as_json=as_json)
-
-
-async def _export(fleet: aio.Fleet, selection: Selection, *, from_queue: bool) -> None:
-    count = unsigned = 0
-    blobs = fleet.storage.blobs
-    check = fleet.checks_signatures() if fleet.keys.trusted else None
-    async for entry in failed_jobs.entries(fleet, selection, from_queue=from_queue):
-        if check is not None and not await check.is_signed(entry, blobs):
-            unsigned += 1
-            continue
-        try:
-            job = await failed_jobs.exported(entry, blobs)
-        except errors.JobError as reason:
-            console.print_warning(f"{entry.id} is left out: {reason.message}")
-            continue
-        console.print_json_line(job)
-        count += 1
-    unrecorded = 0 if from_queue else await dead_letter_queue.unrecorded(fleet.storage)
-    console.print_note(f"{console.counted(count, 'failed job')} exported")
-    if unsigned:
-        console.print_warning(f"{unsigned:,} are left out: they are not signed with your key")
-    if unrecorded:
-        console.print_warning(failed_jobs.without_records(unrecorded))
+            kinds, shown = await failed_jobs.listing(fleet, entries, limit)
+            if not kinds:
+                await target.check_campaign(fleet.storage, selection.campaign)
+            failed_jobs.print_listing(kinds, shown, unrecorded, as_json=as_json)
+        if unrecorded and selection.id is None and not as_json:
+            messages = console.counted(unrecorded, "message")
+            console.print_warning(
+                f"the poison queue holds {messages} more, without a record: --from-queue reads them"
+            )
 
 
 @options.from_settings(SignerSettings)
@@ -145,19 +128,12 @@ async def replay_command(
     keys = settings.keys()
     check = Check(keys.trusted, invalid, Change.read(set_, keys.signing) if set_ else None)
     async with console.connected(settings) as fleet:
-        if how.dry_run or not how.yes:
-            preview = await dead_letter_queue.preview(fleet.storage, selection, check)
-            if not (preview.count or preview.refused or preview.unsigned):
-                await _refuse_nothing(fleet, selection)
-            if how.dry_run:
-                failed_jobs.print_preview(preview, console.stdout, as_json=how.as_json)
-                return
-            if preview.count > 1:
-                failed_jobs.print_preview(preview, console.stderr)
-                jobs = console.counted(preview.count, "failed job")
-                console.confirm(f"Send {jobs} again?", yes=how.yes)
-        swept, missing = await _replay(fleet, selection, check, chosen)
-    failed_jobs.report("replayed", swept, missing=missing, as_json=how.as_json)
+        if await _may_begin(fleet, selection, check, how, "replayed"):
+            with console.counting("replayed", None) as move:
+                swept = await dead_letter_queue.replay(
+                    fleet.storage, selection, lambda count: move(done=count), check, chosen
+                )
+            await _report(fleet, selection, swept, how, "replayed")
 
 
 @options.from_settings(SignerSettings)
@@ -189,25 +165,14 @@ async def discard_command(
     selection = _chosen(which, how, jobs_file, alone=unsigned or completed)
     async with console.connected(settings) as fleet:
         keep_signed = fleet.checks_signatures() if unsigned else None
-        if how.dry_run or not how.yes:
-            count = await _count(fleet, selection, keep_signed, completed=completed)
-            jobs = console.counted(count, "failed job")
-            if how.dry_run and how.as_json:
-                console.print_json({"count": count})
-            elif how.dry_run:
-                console.stdout.print(f"{jobs} would be discarded")
-            elif count:
-                console.confirm(f"Discard {jobs} for good?", yes=how.yes)
-            if how.dry_run:
-                return
-        with console.counting("discarded", None) as move:
-            swept = await dead_letter_queue.discard(
-                *(fleet.storage, selection, lambda count: move(done=count), keep_signed),
-                completed=completed,
-            )
-        if not (swept.done or swept.refused or unsigned or completed):
-            await _refuse_nothing(fleet, selection)
-    failed_jobs.report("discarded", swept, as_json=how.as_json)
+        choice = Discard(keep_signed, completed, takes_strange=selection.id is not None)
+        if await _may_begin(fleet, selection, choice, how, "discarded"):
+            with console.counting("discarded", None) as move:
+                swept = await dead_letter_queue.discard(
+                    *(fleet.storage, selection, lambda count: move(done=count), keep_signed),
+                    completed=completed,
+                )
+            await _report(fleet, selection, swept, how, "discarded")
 
 
 def _chosen(
@@ -222,6 +187,33 @@ def _chosen(
     return which.selection(jobs_file)
 
 
+async def _may_begin(
+    fleet: aio.Fleet, selection: Selection, choice: Check | Discard, how: How, verb: Verb
+) -> bool:
+    """Shows what would be moved, and asks; False for a dry run."""
+    if how.yes and not how.dry_run:
+        return True
+    preview = await dead_letter_queue.preview(fleet.storage, selection, choice)
+    if not (preview.count or preview.refused or preview.unsigned):
+        await _refuse_nothing(fleet, selection)
+    if how.dry_run:
+        failed_jobs.print_preview(preview, verb, console.stdout, as_json=how.as_json)
+    elif preview.count > (verb == "replayed"):
+        failed_jobs.print_preview(preview, verb, console.stderr)
+        jobs = console.counted(preview.count, "failed job")
+        question = f"Send {jobs} again?" if verb == "replayed" else f"Discard {jobs} for good?"
+        console.confirm(question, yes=how.yes)
+    return not how.dry_run
+
+
+async def _report(
+    fleet: aio.Fleet, selection: Selection, swept: Swept, how: How, verb: Verb
+) -> None:
+    if not (swept.done or swept.refused or swept.missing):
+        await _refuse_nothing(fleet, selection)
+    failed_jobs.report(verb, swept, as_json=how.as_json)
+
+
 async def _refuse_nothing(fleet: aio.Fleet, selection: Selection) -> None:
     """Raises SetupError where nothing was selected because what was named does not exist.
 
@@ -230,39 +222,5 @@ async def _refuse_nothing(fleet: aio.Fleet, selection: Selection) -> None:
     if await dead_letter_queue.unrecorded(fleet.storage):
         return
     if selection.id is not None:
-        raise errors.SetupError(failed_jobs.no_such_job(selection, fleet.storage))
+        raise failed_jobs.no_such_job(fleet, selection)
     await target.check_campaign(fleet.storage, selection.campaign)
-
-
-async def _count(
-    fleet: aio.Fleet, selection: Selection, keep_signed: Check | None, *, completed: bool
-) -> int:
-    """How many jobs `discard` would delete."""
-    found = count = 0
-    storage = fleet.storage
-    entries = dead_letter_queue.find(storage, selection)
-    async for some in dead_letter_queue.in_batches(entries):
-        found += len(some)
-        chosen = await dead_letter_queue.to_discard(storage, some, keep_signed, completed=completed)
-        count += len(chosen)
-    if not found:
-        await _refuse_nothing(fleet, selection)
-    return count
-
-
-async def _replay(
-    fleet: aio.Fleet, selection: Selection, check: Check, priority: Priority
-) -> tuple[Swept, int]:
-    """Replays the selected jobs; also returns how many have no message that could be sent."""
-    began_at = datetime.now(UTC)
-    with console.counting("replayed", None) as move:
-        swept = await dead_letter_queue.replay(
-            fleet.storage, selection, lambda count: move(done=count), check, priority
-        )
-    refused = {each.id for each in swept.refused}
-    missing = 0
-    async for entry in dead_letter_queue.recorded(fleet.storage, selection):
-        missing += entry.id not in refused and entry.message.enqueued_at < began_at
-    if not (swept.done or refused or missing):
-        await _refuse_nothing(fleet, selection)
-    return swept, missing

@@ -1,19 +1,19 @@
-"""Failed jobs: read by their records or by the messages of the poison queue, and printed."""
+"""Failed jobs: described, exported and printed."""
 
 from __future__ import annotations
 
 import json
 from collections import Counter
 from collections.abc import AsyncIterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal
 
 from rich.console import Console
-from rich.table import Column, Table
+from rich.table import Column
 
 from fleet import console
-from imagefleet import errors
+from imagefleet import concurrency, errors
 from imagefleet.aio import Fleet
 from imagefleet.job.message import (
     DEFAULT_CAMPAIGN,
@@ -24,9 +24,8 @@ from imagefleet.job.message import (
     job_key,
 )
 from imagefleet.storage import dead_letter_queue
-from imagefleet.storage.dead_letter import Entry, Selection
-from imagefleet.storage.dead_letter_queue import Preview, Refused, Swept
-from imagefleet.storage.open import Storage
+from imagefleet.storage.dead_letter import Entry, Refused, Selection
+from imagefleet.storage.dead_letter_queue import Preview, Swept
 from imagefleet.storage.protocol import BlobStore
 
 #: The reason given for a message that is in the poison queue by mistake.
@@ -38,93 +37,47 @@ SHOWN = {"id", "campaign", "error", "reason", "attempts", "worker", "at", "stage
 #: Kinds of failures that are counted apart: a reason may name what no other job has.
 MOST_KINDS = 1000
 
-#: Jobs whose images are looked for at the same time.
-_LOOKED_UP = 32
+#: What further kinds are counted as.
+OTHERS = ("(others)", "--error narrows the list")
+
+#: The most kinds of errors and of refused messages that are printed: about a screen.
+_SHOWN = 20
+
+#: The most characters of a text in a preview: about two lines.
+_TEXT_CHARACTERS = 150
+
+Verb = Literal["replayed", "discarded"]
 
 
-@dataclass(slots=True)
-class Listing:
-    """The failed jobs counted by error, and the first of them."""
-
-    errors: Counter[tuple[str, str]] = field(default_factory=Counter)
-    others: int = 0
-    """Failed jobs of further kinds, beyond those that are counted apart."""
-    jobs: list[dict[str, Any]] = field(default_factory=list)
-    unrecorded: int = 0
-    """Messages of the poison queue that were not counted, about; 0 where these were."""
-
-    @property
-    def count(self) -> int:
-        return self.errors.total() + self.others
-
-    def add(self, kind: tuple[str, str]) -> None:
-        """Counts a failed job."""
-        if kind in self.errors or len(self.errors) < MOST_KINDS:
-            self.errors[kind] += 1
-        else:
-            self.others += 1
-
-    def as_record(self) -> dict[str, Any]:
-        return {
-            "count": self.count,
-            "errors": [
-                {"error": error, "reason": reason, "count": count}
-                for (error, reason), count in self.errors.most_common()
-            ],
-            "other_errors": self.others,
-            "jobs": self.jobs,
-            "unrecorded": self.unrecorded,
-        }
-
-
-def entries(fleet: Fleet, selection: Selection, *, from_queue: bool) -> AsyncIterator[Entry]:
-    """The selected failed jobs."""
-    if from_queue:
-        return dead_letter_queue.browse(fleet.storage, selection)
-    return dead_letter_queue.recorded(fleet.storage, selection)
-
-
-async def listing(fleet: Fleet, selection: Selection, limit: int, *, from_queue: bool) -> Listing:
-    """Counts the selected failed jobs, and describes the first of them."""
-    found = Listing()
-    shown: list[Entry] = []
+async def listing(
+    fleet: Fleet, entries: AsyncIterator[Entry], limit: int
+) -> tuple[Counter[tuple[str, str]], list[dict[str, Any]]]:
+    """Counts failed jobs by error and reason, and describes the first of them."""
+    kinds = Counter[tuple[str, str]]()
+    jobs = list[dict[str, Any]]()
     check = fleet.checks_signatures() if fleet.keys.trusted else None
-    async for entry in entries(fleet, selection, from_queue=from_queue):
-        record = entry.record
-        found.add((record.error, record.reason) if record else (NO_RECORD, ""))
-        if len(found.jobs) < limit:
-            shown.append(entry)
-            found.jobs.append(facts(entry))
+    async for some in dead_letter_queue.in_batches(entries):
+        for entry in some:
+            kind = (entry.record.error, entry.record.reason) if entry.record else (NO_RECORD, "")
+            kinds[kind if kind in kinds or len(kinds) < MOST_KINDS else OTHERS] += 1
+        shown = some[: limit - len(jobs)]
+        works = (dead_letter_queue.is_completed(fleet.storage, entry) for entry in shown)
+        for entry, is_completed in zip(shown, await concurrency.gather(*works), strict=True):
+            jobs.append({**facts(entry), "completed_since": is_completed})
             if check is not None:
-                found.jobs[-1]["signed"] = await check.is_signed(entry, fleet.storage.blobs)
-    for start in range(0, len(shown), _LOOKED_UP):
-        some = shown[start : start + _LOOKED_UP]
-        done = await dead_letter_queue.are_completed(fleet.storage, some)
-        for job, is_completed in zip(found.jobs[start:], done, strict=False):
-            job["completed_since"] = is_completed
-    if not from_queue:
-        found.unrecorded = await dead_letter_queue.unrecorded(fleet.storage)
-    return found
+                jobs[-1]["signed"] = await check.is_signed(entry, fleet.storage.blobs)
+    return kinds, jobs
 
 
-async def find(fleet: Fleet, selection: Selection, *, from_queue: bool) -> list[dict[str, Any]]:
-    """The selected failed jobs, each with its message; raises SetupError if there is none."""
-    blobs = fleet.storage.blobs
-    found = [
-        {**facts(entry), "job": await _job(entry, blobs)}
-        async for entry in entries(fleet, selection, from_queue=from_queue)
-    ]
-    if not found:
-        hint = ""
-        if not from_queue and (count := await dead_letter_queue.unrecorded(fleet.storage)):
-            hint = f"; {count:,} messages there have no record: add --from-queue to look at them"
-        raise errors.SetupError(no_such_job(selection, fleet.storage) + hint)
-    return found
-
-
-def no_such_job(selection: Selection, storage: Storage) -> str:
+def no_such_job(fleet: Fleet, selection: Selection, unrecorded: int = 0) -> errors.SetupError:
     job = job_key(selection.campaign, selection.id)
-    return f"no failed job {job!r} in {storage.poison.name}; `imagefleet failed` lists those there"
+    hint = ""
+    if unrecorded:
+        hint = f"; {unrecorded:,} messages there have no record: add --from-queue to look at them"
+    return errors.SetupError(
+        f"no failed job {job!r} in {fleet.storage.poison.name}; `imagefleet failed` lists those"
+        f" there{hint}"
+    )
 
 
 def facts(entry: Entry) -> dict[str, Any]:
@@ -135,6 +88,41 @@ def facts(entry: Entry) -> dict[str, Any]:
         shown = SHOWN if entry.record.stages > 1 else SHOWN - {"stage"}
         known = entry.record.model_dump(mode="json", include=shown, exclude_none=True)
     return {**known, "message_id": entry.message.id}
+
+
+async def whole(fleet: Fleet, entry: Entry) -> dict[str, Any]:
+    """A failed job with its fields, or its message where that is not JSON."""
+    job: object = entry.message.body
+    try:
+        if entry.record is not None:
+            job = await entry.record.message(fleet.storage.blobs)
+        job = json.loads(str(job))
+    except errors.JobError as error:
+        job = f"({error.message})"
+    except (ValueError, RecursionError):
+        pass
+    return {**facts(entry), "job": job}
+
+
+async def export(fleet: Fleet, entries: AsyncIterator[Entry]) -> None:
+    """Prints whole jobs, one JSON object a line; with a key, only those that are signed."""
+    count = unsigned = 0
+    blobs = fleet.storage.blobs
+    check = fleet.checks_signatures() if fleet.keys.trusted else None
+    async for entry in entries:
+        if check is not None and not await check.is_signed(entry, blobs):
+            unsigned += 1
+            continue
+        try:
+            job = await exported(entry, blobs)
+        except errors.JobError as reason:
+            console.print_warning(f"{entry.id} is left out: {reason.message}")
+            continue
+        console.print_json_line(job)
+        count += 1
+    console.print_note(f"{console.counted(count, 'failed job')} exported")
+    if unsigned:
+        console.print_warning(f"{unsigned:,} are left out: they are not signed with your key")
 
 
 async def exported(entry: Entry, blobs: BlobStore) -> dict[str, Any]:
@@ -159,76 +147,39 @@ async def exported(entry: Entry, blobs: BlobStore) -> dict[str, Any]:
 def sources_of(path: Path) -> frozenset[str]:
     """The failures of the jobs in a file of `failed --export`; raises SetupError without any."""
     try:
-        with path.open("rb") as lines:
-            sources = frozenset(source for source in map(_source, lines) if source is not None)
+        with path.open(encoding="utf-8", errors="replace") as lines:
+            failures = [fields_if_any(line).get(FAILURE_FIELD) for line in lines]
     except OSError as error:
         raise errors.SetupError(f"cannot read {path}: {error.strerror or error}") from None
-    if not sources:
+    sources = {each.get("source") for each in failures if isinstance(each, dict)}
+    if not (found := frozenset(source for source in sources if isinstance(source, str))):
         raise errors.SetupError(
             f"{path} has no failed jobs: give a file that `imagefleet failed --export` has written"
         )
-    return sources
+    return found
 
 
-def _source(line: bytes) -> str | None:
-    try:
-        source = json.loads(line)[FAILURE_FIELD]["source"]
-    except (ValueError, RecursionError, LookupError, TypeError):
-        return None
-    return source if isinstance(source, str) else None
-
-
-async def _job(entry: Entry, blobs: BlobStore) -> object:
-    """The job's fields, or its message where that is not JSON."""
-    body = entry.message.body
-    if entry.record is not None:
-        try:
-            body = await entry.record.message(blobs)
-        except errors.JobError as error:
-            return f"({error.message})"
-    try:
-        return json.loads(body)
-    except (ValueError, RecursionError):
-        return body
-
-
-#: The most kinds of errors and of refused messages that are printed: about a screen.
-_SHOWN = 20
-
-#: The most characters of a text in a preview: about two lines.
-_TEXT_CHARACTERS = 150
-
-Verb = Literal["replayed", "discarded"]
-
-
-def report(verb: Verb, swept: Swept, *, missing: int = 0, as_json: bool) -> None:
-    """Prints what was done; *missing* failed jobs have no message that could be moved."""
+def report(verb: Verb, swept: Swept, *, as_json: bool) -> None:
+    """Prints what was done."""
     if as_json:
         record = {verb: swept.done, "refused": [asdict(each) for each in swept.refused]}
-        console.print_json(record | ({"missing": missing} if verb == "replayed" else {}))
+        console.print_json(record | ({"missing": swept.missing} if verb == "replayed" else {}))
         return
     console.print_plain(f"{console.counted(swept.done, 'failed job')} {verb}")
     others = [each for each in swept.refused if not each.is_unsigned]
     _print_staying(others, len(others), len(swept.refused) - len(others), console.stdout)
-    if missing:
+    if swept.missing:
         console.print_plain(
-            f"{console.counted(missing, 'failed job')} cannot be sent now: another command reads"
-            " the poison queue, or their messages were deleted from it"
+            f"{console.counted(swept.missing, 'failed job')} cannot be sent now: another command"
+            " reads the poison queue, or their messages were deleted from it"
         )
-
-
-def without_records(count: int) -> str:
-    """Says that the poison queue holds more than the records tell."""
-    messages = console.counted(count, "message")
-    return f"the poison queue holds {messages} more, without a record: --from-queue reads it"
 
 
 def _print_staying(some: list[Refused], count: int, unsigned: int, to: Console) -> None:
     """The failed jobs that stay: *some* of *count*, and those that are not signed."""
-    for each in some[:_SHOWN]:
-        console.print_plain(f"{each.id} stays: {each.reason}", to)
-    if (more := count - len(some[:_SHOWN])) > 0:
-        console.print_plain(f"and {more:,} others stay", to)
+    for refused in some[:_SHOWN]:
+        console.print_plain(f"{refused.id} stays: {refused.reason}", to)
+    _print_more(count - len(some[:_SHOWN]), "others stay", to)
     if unsigned:
         # With a key, a message that is not signed came from somebody else, or before the key.
         is_or_are = "record is" if unsigned == 1 else "records are"
@@ -239,42 +190,29 @@ def _print_staying(some: list[Refused], count: int, unsigned: int, to: Console) 
         )
 
 
-def _as_record(preview: Preview) -> dict[str, Any]:
-    return {
-        "count": preview.count,
-        "jobs": [
-            {"campaign": campaign, "error": error, "count": count}
-            for (campaign, error), count in preview.kinds.most_common()
-        ],
-        "prompts": preview.prompts,
-        "unsigned": preview.unsigned,
-        "refused": preview.refused,
-        "changes": [
-            {"field": name, "from": json.loads(before), "to": json.loads(after), "count": count}
-            for (name, before, after), count in preview.changes.most_common()
-        ],
-    }
-
-
-def print_preview(preview: Preview, to: Console, *, as_json: bool = False) -> None:
+def print_preview(preview: Preview, verb: Verb, to: Console, *, as_json: bool = False) -> None:
+    """Prints what would be moved, changed and left."""
     if as_json:
-        console.print_json(_as_record(preview))
+        record = {
+            "count": preview.count,
+            "jobs": _counted(preview.kinds, "campaign", "error"),
+            "prompts": preview.prompts,
+            "unsigned": preview.unsigned,
+            "refused": preview.refused,
+            "changes": [
+                {**each, "from": json.loads(each["from"]), "to": json.loads(each["to"])}
+                for each in _counted(preview.changes, "field", "from", "to")
+            ],
+        }
+        console.print_json(record)
         return
     jobs = console.counted(preview.count, "failed job")
-    console.print_plain(f"{jobs} would be replayed", to)
-    if preview.count:
-        columns = console.number_column("count"), *map(console.name_column, ("campaign", "error"))
-        rows = ((count, *kind) for kind, count in preview.kinds.most_common(_SHOWN))
-        console.print_tables(console.table(*columns, rows=rows), to=to)
-        if (more := len(preview.kinds) - _SHOWN) > 0:
-            console.print_plain(f"and {more:,} other kinds (--json lists them)", to)
-    for (name, before, after), count in preview.changes.most_common(_SHOWN):
-        changed = f"{_shortened(before)} -> {_shortened(after)}"
-        console.print_plain(f"  {name}: {changed}, {count:,} times", to)
-    if (more := len(preview.changes) - _SHOWN) > 0:
-        console.print_plain(f"  and {more:,} other changes (--json lists them)", to)
+    console.print_plain(f"{jobs} would be {verb}", to)
+    _print_counts(preview.kinds, "campaign", "error", to=to)
+    _print_counts(preview.changes, "field", "from", "to", to=to)
     for prompt in preview.prompts:
-        console.print_plain(f"  {_shortened(prompt)}", to)
+        is_short = len(prompt) <= _TEXT_CHARACTERS
+        console.print_plain(f"  {prompt if is_short else prompt[:_TEXT_CHARACTERS] + '…'}", to)
     _print_staying(preview.reasons, preview.refused, preview.unsigned, to)
 
 
@@ -284,68 +222,69 @@ def print_jobs(records: list[dict[str, Any]], *, as_json: bool) -> None:
         console.print_json({"jobs": records})
         return
     for record in records:
-        table = Table(Column(no_wrap=True), Column(overflow="fold"), show_header=False, box=None)
         for name, value in record.items():
             shown = value if isinstance(value, str) else console.json_text(value).rstrip()
-            table.add_row(f"[bold]{name}[/bold]", console.untrusted(shown))
-        console.print_tables(table)
+            console.print_plain(f"{name}: {shown}")
 
 
-def print_listing(listing: Listing, *, as_json: bool) -> None:
+def print_listing(
+    kinds: Counter[tuple[str, str]], jobs: list[dict[str, Any]], unrecorded: int, *, as_json: bool
+) -> None:
+    """Prints the counts and the first jobs; *unrecorded* messages were not counted, about."""
+    count = kinds.total()
     if as_json:
-        console.print_json(listing.as_record())
+        errors_found = _counted(kinds, "error", "reason")
+        record = {"count": count, "errors": errors_found, "jobs": jobs, "unrecorded": unrecorded}
+        console.print_json(record)
         return
-    count = listing.count
-    if count:
-        _print_errors(listing, count)
-    else:
-        console.print_plain("no failed jobs")
-    if listing.jobs:
-        _print_jobs(listing.jobs)
-    if count > len(listing.jobs):
-        console.print_plain(f"the first {len(listing.jobs):,} are shown (--limit)")
-    if done := sum(job["completed_since"] for job in listing.jobs):
+    console.print_plain(console.counted(count, "failed job") if count else "no failed jobs")
+    _print_counts(kinds, "error", "reason")
+    if jobs:
+        _print_jobs(jobs)
+    if count > len(jobs):
+        console.print_plain(f"the first {len(jobs):,} are shown (--limit)")
+    if done := sum(job["completed_since"] for job in jobs):
         console.print_note(
             f"{console.counted(done, 'job')} of those shown completed since: `imagefleet"
             " discard --completed` takes such jobs off the list"
         )
-    if listing.unrecorded:
-        console.print_warning(without_records(listing.unrecorded))
-
-
-def _print_errors(listing: Listing, count: int) -> None:
-    columns = (
-        *(console.number_column("count"), console.name_column("error")),
-        Column("reason", overflow="fold"),
-    )
-    rows = ((number, *kind) for kind, number in listing.errors.most_common(_SHOWN))
-    title = console.counted(count, "failed job")
-    console.print_tables(console.table(*columns, rows=rows, title=title))
-    if (more := len(listing.errors) - _SHOWN) > 0:
-        console.print_plain(f"and {more:,} other errors (--json lists them)")
-    if listing.others:
-        others = console.counted(listing.others, "failed job")
-        console.print_plain(f"and {others} with still others: --error narrows the list")
 
 
 def _print_jobs(jobs: list[dict[str, Any]]) -> None:
-    # What `failed`, `replay` and `discard` take.
-    names = map(console.name_column, ("job", "error"))
-    signed = [Column("signed")] if "signed" in jobs[0] else []
-    stage = [console.number_column("stage")] if any("stage" in job for job in jobs) else []
-    failed = Column("failed (UTC)", no_wrap=True)
-    rows = []
-    for job in jobs:
-        failed_at = job.get("at", "")[5:16].replace("T", " ")
-        cells = [job_key(job.get("campaign"), job["id"]), job["error"]]
-        cells += [str(job.get("stage", ""))] if stage else []
-        cells += [failed_at]
-        cells += ["yes" if job["completed_since"] else ""]
-        cells += ["yes" if job["signed"] else "NO"] if signed else []
-        rows.append(cells)
-    shown = console.table(*names, *stage, failed, "completed since", *signed, rows=rows)
-    console.print_tables("", shown)
+    rows = [
+        {
+            "job": job_key(job.get("campaign"), job["id"]),  # as all commands take it
+            "error": job["error"],
+            "stage": job.get("stage"),
+            "failed (UTC)": job.get("at", "")[5:16].replace("T", " "),
+            "completed since": "yes" if job["completed_since"] else "",
+            "signed": {True: "yes", False: "NO"}.get(job.get("signed", "")),
+        }
+        for job in jobs
+    ]
+    known = [name for name in rows[0] if any(row[name] is not None for row in rows)]
+    cells = ([row[name] for name in known] for row in rows)
+    console.print_tables("", console.table(*map(console.name_column, known), rows=cells))
 
 
-def _shortened(text: str) -> str:
-    return text if len(text) <= _TEXT_CHARACTERS else text[:_TEXT_CHARACTERS] + "…"
+def _counted(kinds: Counter[Any], *names: str) -> list[dict[str, Any]]:
+    """Counts as JSON, the most frequent first."""
+    return [
+        {**dict(zip(names, kind, strict=True)), "count": count}
+        for kind, count in kinds.most_common()
+    ]
+
+
+def _print_counts(kinds: Counter[Any], *names: str, to: Console = console.stdout) -> None:
+    if not kinds:
+        return
+    columns = console.name_column(names[0]), *(Column(name, overflow="fold") for name in names[1:])
+    rows = ((count, *kind) for kind, count in kinds.most_common(_SHOWN))
+    table = console.table(console.number_column("count"), *columns, rows=rows)
+    console.print_tables(table, to=to)
+    _print_more(len(kinds) - _SHOWN, "other kinds (--json lists them)", to)
+
+
+def _print_more(count: int, what: str, to: Console) -> None:
+    if count > 0:
+        console.print_plain(f"and {count:,} {what}", to)

@@ -10,8 +10,9 @@ import contextlib
 import io
 import tarfile
 import tempfile
-from collections.abc import AsyncIterator, Callable
-from dataclasses import asdict, dataclass
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -22,7 +23,7 @@ from fleet.files import making, transfer
 from fleet.files.stored import Listing
 from fleet.files.transfer import Ready, Report
 from fleet.options import option
-from imagefleet import errors
+from imagefleet import concurrency, errors
 from imagefleet.files import contents, kinds
 from imagefleet.files.kinds import MODEL, FileKind
 from imagefleet.job.prompt import SAFE_NAME
@@ -50,6 +51,14 @@ _PARTS = (
     *("unet", "vae", "text_encoder", "text_encoder_2", "tokenizer", "tokenizer_2", "scheduler"),
 )
 _SUFFIXES = frozenset({".json", ".txt", ".safetensors"})
+
+UPLOADS = 8
+
+#: Files whose hashes are listed at once: each time the whole list is written.
+LISTED_AT_ONCE = 1_000
+
+#: Files that are named, of so many as a folder may hold.
+_SHOWN = 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,56 +94,86 @@ async def add(
     dry_run: bool,
 ) -> Report:
     """Stores files and lists their hashes; raises SetupError before any, if one cannot be."""
+    sources = [file for source in sources for file in _expanded(kind, source)]
     if len(sources) > 1 and (given.name or given.sha256):
         raise errors.SetupError("--name and --sha256 are for one file")
     keys = settings.keys()
     # Signing what others have listed needs --manifest.
     create = given.manifest or (kind.needs_list and not keys.signing)
     async with contextlib.AsyncExitStack() as stack:
-        found = [
-            _ready(kind, each, given, is_tried=given.test and not dry_run)
-            for source in sources
-            for each in _expanded(kind, source)
-        ]
+        is_tried = given.test and not dry_run
+        found = [_ready(kind, source, given, is_tried=is_tried) for source in sources]
         ready = [await stack.enter_async_context(file) for file in found]
         storage = await stack.enter_async_context(open_storage(settings))
         listing = Listing(storage, kind.folder, keys, create=create)
         if not dry_run:
             await storage.create()
-            await listing.check()
+            await listing.check({kind.listed_name(file.name) for file in ready})
+        with transfer.showing("uploading") as show:
+            await store(listing, kind, ready, show, replace=given.replace, dry_run=dry_run)
+        for file in () if dry_run else ready:
+            for blob, data in file.beside.items():
+                await transfer.overwrite(storage, blob, data)
         rows: list[dict[str, object]] = []
         notes: list[str] = []
         lines: list[str] = []
         for file in ready:
-            stored = await transfer.store(
-                storage, kind, file, replace=given.replace, dry_run=dry_run
-            )
-            is_listed = False
-            if not dry_run:
-                is_listed = await listing.change({kind.listed_name(file.name): stored.sha256})
-                for blob, data in file.beside.items():
-                    await transfer.overwrite(storage, blob, data, "application/json")
-            rows.append({**asdict(stored), "in_manifest": is_listed, **file.facts})
-            would = "would be " if dry_run and stored.change != "was there" else ""
+            blob, stem = f"{kind.folder}/{file.name}", kind.stem(file.name)
+            facts = {name: getattr(file, name) for name in transfer.REPORTED}
+            rows.append({"name": stem, "blob": blob, **facts, **file.facts})
+            would = "would be " if dry_run and file.change != "was there" else ""
             notes.append(
-                f"{stored.blob}: {would}{stored.change}: {stored.content},"
-                f" {stored.bytes / 1e6:,.1f} MB, SHA-256 {stored.sha256}"
-                + (f", {listing.described}" if is_listed else "")
+                f"{blob}: {would}{file.change}: {file.content}, {file.bytes / 1e6:,.1f} MB,"
+                f" SHA-256 {file.sha256}"
+                + (f", {listing.described}" if file.in_manifest else "")
                 + f"; {kind.use}"
             )
-            lines.append(kind.handle.format(stem=stored.name, name=file.name, sha256=stored.sha256))
+            lines.append(kind.handle.format(stem=stem, name=file.name, sha256=file.sha256))
+    if len(notes) > _SHOWN:
+        notes[_SHOWN:] = [f"and {len(notes) - _SHOWN:,} more"]
     return Report({"files": rows, "dry_run": dry_run}, notes, lines)
 
 
+async def store(
+    listing: Listing,
+    kind: FileKind,
+    ready: Sequence[Ready],
+    show: transfer.Progress = lambda *_: None,
+    *,
+    replace: bool = False,
+    dry_run: bool = False,
+) -> None:
+    """Stores files, some at the same time, and lists their hashes; raises a FleetError."""
+    # What somebody stored is not signed unseen.
+    replace = replace or bool(kind is kinds.TEXT and listing.keys.signing)
+    total = sum(file.bytes for file in ready)
+    sent = Counter[str]()
+
+    async def put(file: Ready) -> None:
+        def on_progress(so_far: int) -> None:
+            sent[file.name] = so_far
+            show(sent.total(), total)
+
+        storage = listing.storage
+        await transfer.store(storage, kind, file, on_progress, replace=replace, dry_run=dry_run)
+
+    for start in range(0, len(ready), LISTED_AT_ONCE):
+        some = ready[start : start + LISTED_AT_ONCE]
+        await concurrency.for_each(some, put, UPLOADS)
+        if not dry_run:
+            hashes = {kind.listed_name(file.name): file.sha256 for file in some}
+            is_listed = await listing.change(hashes)
+            for file in some:
+                file.in_manifest = is_listed
+
+
 def _expanded(kind: FileKind, source: str) -> list[str]:
-    """The archives in a folder of kernels; else *source* itself."""
-    if kind is not kinds.KERNELS or not Path(source).is_dir():
+    """The files in a folder; of a model, which may be a folder itself, *source*."""
+    if kind is MODEL or not Path(source).is_dir():
         return [source]
-    inside = sorted(map(str, Path(source).glob(f"*{archive.SUFFIX}")))
+    inside = sorted(map(str, Path(source).glob(f"*{kind.suffixes[0]}")))
     if not inside:
-        raise errors.SetupError(
-            f"there is no {archive.SUFFIX} in {source!r}: `imagefleet files make kernels` writes it"
-        )
+        raise errors.SetupError(f"there is no {kind.suffixes[0]} in {source!r}")
     return inside
 
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Collection, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
@@ -13,15 +12,13 @@ import typer
 from fleet import console, options
 from fleet.files import add, making, stored, texts
 from fleet.files.add import AddOptions
+from fleet.files.texts import MakeOptions, MakeSettings
 from fleet.files.transfer import Report
-from fleet.options import argument, option
+from fleet.options import argument
 from imagefleet import errors, validation
-from imagefleet.files import kinds
 from imagefleet.files.kinds import KINDS, FileKind
 from imagefleet.storage.open import open_storage
 from imagefleet.storage.settings import SignerSettings, StorageSettings
-from loadgen.sources import open_source
-from worker.settings import WorkerSettings
 
 #: Names that a question shows.
 _SHOWN = 10
@@ -35,25 +32,6 @@ app = typer.Typer(
 )
 
 KindName = Annotated[str, typer.Argument(metavar="KIND", help=f"{', '.join(KINDS)}.")]
-
-
-class MakeSettings(WorkerSettings, SignerSettings):
-    """Settings of `files make`: a worker's, and the key that signs what is stored."""
-
-
-@dataclass(frozen=True, slots=True)
-class MakeOptions:
-    """The options of `files make`; all are for certain kinds alone."""
-
-    form: options.JobFormat = None
-    count: int | None = option("Number of jobs; overrides JOBS'.", min=1)
-    seed: int | None = option("Overrides the template's seed.", min=0, max=2**63 - 1)
-    manifest: add.Manifest = False
-    output: Path | None = option(
-        "Where kernels are written, kernels/ by default; text states are written there, for"
-        " `files add text`, in place of the storage.",
-        metavar="FOLDER",
-    )
 
 
 #: Options of `files add` that not all kinds take, with those that do.
@@ -74,7 +52,8 @@ _MAKE: Mapping[str, Collection[str]] = {
         if name != "model"
     },
     **dict.fromkeys(("jobs", "form", "count", "seed", "manifest", "signing_key"), ("text",)),
-    **dict.fromkeys(("output", "dry_run"), ("kernels", "text")),
+    "output": ("kernels",),
+    "dry_run": ("kernels", "text"),
 }
 
 
@@ -87,8 +66,8 @@ def add_command(
     given: AddOptions,
     kind: KindName,
     sources: list[str] = argument(
-        "A .safetensors file or its https:// address; of a model also a folder in"
-        " diffusers format; what `files make kernels` wrote; a folder of text states.",
+        "A .safetensors file or its https:// address, what `files make` wrote, or a folder"
+        " of them; of a model, a folder in diffusers format.",
         metavar="FILE|FOLDER|URL...",
     ),
     dry_run: bool = options.dry_run("what would be stored"),
@@ -110,16 +89,7 @@ def add_command(
     """
     found = _kind(kind)
     _refuse_foreign(context, kind, _ADD)
-    if found is kinds.TEXT:
-        if len(sources) != 1 or not Path(sources[0]).is_dir():
-            raise errors.SetupError(
-                "text states are added as one folder; of jobs' prompts `imagefleet files make text`"
-                " makes them"
-            )
-        states = texts.made(Path(sources[0]))
-        storing = texts.add(settings, states, create=given.manifest, dry_run=dry_run, quiet=as_json)
-    else:
-        storing = add.add(settings, found, sources, given, dry_run=dry_run)
+    storing = add.add(settings, found, sources, given, dry_run=dry_run)
     console.run(storing).show(as_json=as_json)
 
 
@@ -218,25 +188,13 @@ def make_command(
         raise _unknown(kind, MADE)
     _refuse_foreign(context, kind, _MAKE)
     if kind == "kernels":
-        made = making.make_kernels(settings, given.output or Path(kind), dry_run=dry_run)
+        made = making.make_kernels(settings, given.output, dry_run=dry_run)
     elif kind == "canary":
         made = making.make_canary(Path(settings.model))
     else:
         if jobs is None:
             raise errors.SetupError("JOBS is missing: the file of jobs whose prompts are read")
-        opened = functools.partial(
-            open_source,
-            form=given.form,
-            count=given.count,
-            seed=given.seed,
-            key=settings.keys().signing,
-        )
-        states = texts.encoded(jobs, settings, opened, is_shown=not as_json)
-        if given.output and not dry_run:
-            texts.write(states, given.output).show(as_json=as_json)
-            return
-        storing = texts.add(settings, states, create=given.manifest, dry_run=dry_run, quiet=as_json)
-        made = console.run(storing)
+        made = texts.make(settings, jobs, given, dry_run=dry_run, quiet=as_json)
     made.show(as_json=as_json)
 
 

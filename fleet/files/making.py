@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,19 +22,13 @@ from imagefleet.storage.open import open_storage
 from worker.engine import contract, load
 from worker.files import check, model
 from worker.files.kernels import archive
-from worker.inputs import img2img
+from worker.node import check as node_check
 from worker.node import libraries, reference
 from worker.node.reference import CanaryImage, Reference
 from worker.settings import WorkerSettings
 
 if TYPE_CHECKING:
     from worker.engine.device import Precision  # loads torch
-
-PROMPT = "a red house in a forest, digital art"
-
-#: Steps of a test image: on a CPU a whole image of SD1.5 would take minutes.
-_CPU_STEPS, _GPU_STEPS = 8, 20
-_CPU_SIDE = 256
 
 #: Drawn in both, which tells how far right images of this checkpoint are apart.
 _PRECISIONS: Mapping[str, tuple[Precision, Precision]] = {
@@ -60,38 +55,21 @@ def _engine(model: Path, **settings: Any) -> contract.Engine:
 
 def test_image(model: Path, target: Path) -> dict[str, object]:
     """Draws one image as a PNG; returns facts about it. Raises SetupError if it is one colour."""
-    from worker.engine import device as devices  # loads torch
     from worker.stages import encode  # needs the extra `worker`
 
     began = time.monotonic()
-    device = devices.find_device("auto").type
-    on_cpu = device == "cpu"
     engine = _engine(model, slots=1, compile="off")
-    width, height = (min(side, _CPU_SIDE) if on_cpu else side for side in engine.default_size)
-    request = contract.ImageRequest(
-        prompt=PROMPT,
-        negative_prompt="",
-        loras=(),
-        sampler="euler_ancestral",
-        steps=_CPU_STEPS if on_cpu else _GPU_STEPS,
-        cfg_scale=7.0,
-        seed=1,
-        width=width,
-        height=height,
-        init=img2img.sample(engine.family, width, height),
-    )
+    request = node_check.plain_request(engine, seed=1)
     (pixels,) = finish(model, engine, [request])
-    try:
+    with _drawing(model):
         encode.refuse_one_colour(pixels)
-    except errors.FleetError as error:
-        raise _useless(model, error) from error
     Image.fromarray(pixels).save(target)
     seconds = time.monotonic() - began
+    facts = {"width": request.width, "height": request.height, "steps": request.steps}
     console.print_note(
-        f"test image: {target} ({width}x{height}, {request.steps} steps on {device},"
+        f"test image: {target} ({request.width}x{request.height}, {request.steps} steps,"
         f" {seconds:.0f} s with loading)"
     )
-    facts = {"device": device, "width": width, "height": height, "steps": request.steps}
     return {"path": str(target), **facts, "seconds": seconds}
 
 
@@ -183,26 +161,29 @@ def finish(
 ) -> list[contract.Pixels]:
     """Draws images at once and closes the engine; raises SetupError if one fails."""
     outcomes: dict[int, contract.Outcome] = {}
-    try:
+    pixels = []
+    with _drawing(model):
         for ticket, request in enumerate(requests):
             engine.admit(ticket, engine.prepare(request))
         while engine.busy:
             outcomes |= {finished.ticket: finished.outcome for finished in engine.tick()}
             on_step()
         engine.close()
-    except errors.FleetError as error:
-        raise _useless(model, error) from error
-    pixels = []
-    for ticket in range(len(requests)):
-        outcome = outcomes[ticket]
-        if isinstance(outcome, errors.FleetError):
-            raise _useless(model, outcome) from outcome
-        pixels.append(outcome)
+        for _, outcome in sorted(outcomes.items()):
+            if isinstance(outcome, errors.FleetError):
+                raise outcome
+            pixels.append(outcome)
     return pixels
 
 
-def _useless(model: Path, error: errors.FleetError) -> errors.SetupError:
-    return errors.SetupError(f"{str(model)!r} loads, but draws no image: {error.message}")
+@contextlib.contextmanager
+def _drawing(model: Path) -> Iterator[None]:
+    try:
+        yield
+    except errors.FleetError as error:
+        raise errors.SetupError(
+            f"{str(model)!r} loads, but draws no image: {error.message}"
+        ) from error
 
 
 def make_kernels(settings: WorkerSettings, output: Path, *, dry_run: bool) -> Report:

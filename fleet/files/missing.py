@@ -11,7 +11,7 @@ from typing import Any
 from rich.table import Column
 
 from fleet import console
-from fleet.files.stored import Listing
+from fleet.files.stored import Listing, read
 from imagefleet import errors, signing, validation
 from imagefleet.files.kinds import CONTROLNET, EMBEDDING, LORA, MODEL, UPSCALER, FileKind
 from imagefleet.job.message import Job
@@ -21,7 +21,7 @@ from imagefleet.storage.settings import SignerSettings
 
 #: Images that jobs name: no file of a worker's, so they are listed in no manifest.
 IMAGE = FileKind(
-    "image", "image", img2img.INPUTS.removesuffix("/"), "jobs begin with it", suffixes=()
+    "image", "image", img2img.INPUTS.removesuffix("/"), "jobs begin with it", suffixes=("",)
 )
 
 #: What jobs may name, by its noun, in the order of the report.
@@ -48,23 +48,19 @@ class Use:
 
 
 class Uses:
-    """The files that jobs name; each name once, however many jobs there are."""
+    """The files that jobs name, by their kind's noun and their name."""
 
     def __init__(self) -> None:
         self.jobs = 0
-        self.by_name: dict[tuple[str, str], Use] = {}
+        self.by_kind: dict[str, dict[str, Use]] = {noun: {} for noun in NAMED}
 
     def add(self, place: str, job: Job) -> None:
         self.jobs += 1
         for kind, name in set[tuple[str, str]]().union(*map(named, job.stages_left())):
-            use = self.by_name.setdefault((kind, name), Use(kind, name))
+            use = self.by_kind[kind].setdefault(name, Use(kind, name))
             use.jobs += 1
             if len(use.places) < MAX_PLACES:
                 use.places.append(place)
-
-    def of(self, noun: str) -> list[Use]:
-        """The files of one kind."""
-        return [use for use in self.by_name.values() if use.kind == noun]
 
 
 def named(job: Job) -> set[tuple[str, str]]:
@@ -122,14 +118,15 @@ async def look(settings: SignerSettings, uses: Uses, elsewhere: Elsewhere) -> li
     keys = settings.keys()
     missing = []
     async with open_storage(settings) as storage:
-        for noun, kind in NAMED.items():
-            if not (wanted := uses.of(noun)):
+        for noun, wanted in uses.by_kind.items():
+            if not wanted:
                 continue
+            kind = NAMED[noun]
             own, there = elsewhere.names(kind), await stored(storage, kind)
             listed = there
             if kind is not IMAGE and (keys.signing or (kind is EMBEDDING and not local(storage))):
                 listed = await _listed(storage, kind, keys)
-            for use in wanted:
+            for use in wanted.values():
                 if use.name in own or use.name in there & listed:
                     continue
                 use.reason = f"not in {kind.folder}/{validation.suggestion(use.name, own | there)}"
@@ -145,7 +142,7 @@ def summary(uses: Uses, found: list[Use]) -> dict[str, Any]:
     """The result as JSON has it."""
     return {
         "jobs": uses.jobs,
-        "named": {kind.folder: len(uses.of(noun)) for noun, kind in NAMED.items()},
+        "named": {NAMED[noun].folder: len(some) for noun, some in uses.by_kind.items()},
         "missing": [asdict(use) for use in found],
     }
 
@@ -160,12 +157,12 @@ def show(uses: Uses, found: list[Use]) -> None:
         rows = ((use.kind, use.name, use.jobs, "; ".join(use.places), use.reason) for use in found)
         console.print_tables(console.table(*columns, rows=rows))
     named = ", ".join(
-        console.counted(len(uses.of(noun)), noun) for noun, kind in NAMED.items() if uses.of(noun)
+        console.counted(len(some), noun) for noun, some in uses.by_kind.items() if some
     )
     are = "none is missing" if not found else f"{len(found):,} of them missing"
     with_files = f" with {named}" if named else ""
     console.print_note(f"{console.counted(uses.jobs, 'job')}{with_files}: {are}; nothing was sent")
-    if uses.of(EMBEDDING.noun):
+    if uses.by_kind[EMBEDDING.noun]:
         console.print_warning(
             "`embedding:NAME` is how ComfyUI names an embedding; workers draw the word 'embedding'"
             " as well, as AUTOMATIC1111 does: write NAME alone"
@@ -173,16 +170,9 @@ def show(uses: Uses, found: list[Use]) -> None:
 
 
 async def stored(storage: Storage, kind: FileKind) -> set[str]:
-    """The names by which jobs find what a storage has."""
-    if not may_exist(storage):
-        return set()
-    await storage.files.check()
-    start = f"{kind.folder}/"
-    names = [name.removeprefix(start) async for name in storage.files.names(start)]
-    if kind is IMAGE:
-        return set(names)
-    # A folder within it is none of a job's: its names are one segment.
-    return {kind.stem(name) for name in names if "/" not in name and name.endswith(kind.suffixes)}
+    """The names by which jobs find what a storage has; a folder within it is none of theirs."""
+    rows = await read(storage, kind) if may_exist(storage) else []
+    return {kind.stem(row.name) for row in rows if kind is IMAGE or "/" not in row.name}
 
 
 def local(storage: Storage) -> Path | None:

@@ -33,21 +33,33 @@ class Listing:
     def blob(self) -> str:
         return f"{self.folder}/{manifest.NAME}"
 
+    @property
+    def where(self) -> str:
+        return f"{self.blob} in the container {self.storage.files.name!r}"
+
+    @property
+    def described(self) -> str:
+        """What is said of a file that was listed."""
+        return f"listed {'and signed ' if self.keys.signing else ''}in {self.blob}"
+
     async def read(self) -> tuple[manifest.Contents | None, str | None]:
         """What is there, whoever may change it, and its version."""
         part = await self.storage.files.read_part(self.blob, 0, manifest.MAX_BYTES + 1)
-        return (
-            (None, None) if part is None else (manifest.parse(self.where, part.data), part.version)
-        )
+        if part is None:
+            return None, None
+        return manifest.parse(self.where, part.data), part.version
 
-    async def check(self) -> None:
-        """Raises SetupError if nothing may be listed: before a long upload, rather than after."""
-        await self._read()
+    async def check(self, names: Collection[str] = ()) -> Mapping[str, str]:
+        """The hashes that it lists; raises SetupError if *names* may not be listed as well.
 
-    async def files(self) -> Mapping[str, str]:
-        """The hashes that it lists; raises as `check`."""
+        Before a long upload, rather than after.
+        """
         contents, _ = await self._read()
-        return contents.files if contents else {}
+        listed = contents.files if contents else {}
+        is_kept = contents is not None or self.create or self.keys.signing
+        if is_kept and len({*listed, *names}) > manifest.MAX_FILES:
+            raise manifest.too_large(self.blob)
+        return listed
 
     async def change(self, add: Mapping[str, str] = {}, remove: Collection[str] = ()) -> bool:
         """Lists files' hashes and no longer some others; False without a manifest.
@@ -72,15 +84,6 @@ class Listing:
             f"{self.blob} is being changed by others: run the same command again in a moment"
         )
 
-    @property
-    def described(self) -> str:
-        """What is said of a file that was listed."""
-        return f"listed {'and signed ' if self.keys.signing else ''}in {self.blob}"
-
-    @property
-    def where(self) -> str:
-        return f"{self.blob} in the container {self.storage.files.name!r}"
-
     async def _read(self) -> tuple[manifest.Contents | None, str | None]:
         """What is there and its version, if these keys may change it."""
         contents, version = await self.read()
@@ -96,7 +99,7 @@ class Listing:
         if self.keys.signing and not contents.is_signed and contents.files and not self.create:
             count = len(contents.files)
             raise errors.SetupError(
-                f"{self.where} is not signed, and lists {count:,} file{'s' * (count != 1)}: look"
+                f"{self.where} is not signed, and lists {console.counted(count, 'file')}: look"
                 " through it, then sign it as it is with --manifest, or delete it"
             )
         return contents, version
@@ -133,35 +136,32 @@ async def read(storage: Storage, kind: FileKind) -> list[Row]:
 
 def show(rows: Sequence[Row]) -> None:
     """Prints files as a table."""
-    cells = []
-    for row in rows:
-        size, added = f"{row.bytes / 1e6:,.1f}", f"{row.added_at:%Y-%m-%d %H:%M}"
-        cells.append((row.name, row.content, size, added, row.sha256 and row.sha256[:12]))
-    columns = (
-        console.name_column("name"),
-        "content",
-        console.number_column("MB"),
-        "added",
-        "SHA-256",
+    columns = (console.name_column("name"), "content", console.number_column("MB"), "added")
+    cells = (
+        (
+            *(row.name, row.content, f"{row.bytes / 1e6:,.1f}", f"{row.added_at:%Y-%m-%d %H:%M}"),
+            row.sha256 and row.sha256[:12],
+        )
+        for row in rows
     )
-    console.print_tables(console.table(*columns, rows=cells))
+    console.print_tables(console.table(*columns, "SHA-256", rows=cells))
 
 
 async def find(storage: Storage, kind: FileKind, names: Sequence[str]) -> list[Row]:
     """The files called so, with or without suffix; raises SetupError unless there is one each."""
-    rows = await read(storage, kind)
-    found: dict[str, Row] = {}
+    known: dict[str, set[str]] = {}
+    rows = {row.name: row for row in await read(storage, kind)}
+    for name in rows:
+        for called in (name, kind.stem(name)):
+            known.setdefault(called, set()).add(name)
     for name in names:
-        called = [row for row in rows if name in {row.name, kind.stem(row.name)}]
-        if len(called) > 1:
-            several = " and ".join(row.name for row in called)
-            raise errors.SetupError(f"{name!r} is the name of {several}: give it with its suffix")
-        if not called:
-            known = {each for row in rows for each in (row.name, kind.stem(row.name))}
+        if name not in known:
             hint = validation.suggestion(name, sorted(known))
             raise errors.SetupError(f"no {kind.noun} {name[:80]!r} in {kind.folder}/{hint}")
-        found[called[0].name] = called[0]
-    return [*found.values()]
+        if len(known[name]) > 1:
+            several = " and ".join(sorted(known[name]))
+            raise errors.SetupError(f"{name!r} is the name of {several}: give it with its suffix")
+    return [rows[name] for name in dict.fromkeys(min(known[name]) for name in names)]
 
 
 async def remove(storage: Storage, kind: FileKind, rows: Sequence[Row], keys: Keys) -> None:

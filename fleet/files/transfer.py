@@ -26,12 +26,15 @@ CONTENT_TYPE = "application/octet-stream"
 #: The blob's metadata, which `list` shows.
 SHA256, CONTENT = "sha256", "content"
 
+#: What is told of a stored file.
+REPORTED = ("content", "bytes", "sha256", "change", "in_manifest")
+
 Progress = Callable[[int, int | None], None]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Ready:
-    """A checked file on this machine, ready to be stored under a name."""
+    """A checked file on this machine, ready to be stored under a name; and what was done then."""
 
     path: Path
     name: str
@@ -40,18 +43,13 @@ class Ready:
     """What else is known of it, for JSON."""
     beside: Mapping[str, bytes] = field(default_factory=dict)
     """Small files that belong to it, by their blobs' names."""
+    sha256: str = ""
+    change: str = ""
+    in_manifest: bool = False
 
-
-@dataclass(frozen=True, slots=True)
-class Stored:
-    """A file in the storage, and what was done to have it there."""
-
-    name: str
-    blob: str
-    content: str
-    bytes: int
-    sha256: str
-    change: str
+    @property
+    def bytes(self) -> int:
+        return self.path.stat().st_size
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,17 +119,24 @@ def check_file(path: Path, kind: FileKind) -> str:
 
 
 async def store(
-    storage: Storage, kind: FileKind, ready: Ready, *, replace: bool, dry_run: bool
-) -> Stored:
+    storage: Storage,
+    kind: FileKind,
+    ready: Ready,
+    on_progress: Callable[[int], None],
+    *,
+    replace: bool,
+    dry_run: bool,
+) -> None:
     """Uploads a file, which is seen once it is whole; SetupError if another has its name."""
     blob = f"{kind.folder}/{ready.name}"
-    sha256 = await asyncio.to_thread(files.sha256, ready.path)
-    size = (await asyncio.to_thread(ready.path.stat)).st_size
+    sha256 = ready.sha256 = await asyncio.to_thread(files.sha256, ready.path)
     try:
         there = await storage.files.metadata(blob)
     except errors.MissingResourceError:  # in a dry run
         there = None
     is_other = there is not None and there.get(SHA256) != sha256
+    if is_other and not replace and kind is kinds.TEXT:  # the same, as another machine computes it
+        is_other, ready.sha256 = False, (there or {}).get(SHA256, sha256)
     if is_other and not replace:
         known = f" (SHA-256 {there[SHA256][:12]}...)" if there and SHA256 in there else ""
         other = (
@@ -141,25 +146,20 @@ async def store(
             " --name"
         )
         raise errors.SetupError(f"{blob} in {storage.url} exists and is {other}")
-    change = "stored" if there is None else "replaced" if is_other else "was there"
-    if change != "was there" and not dry_run:
+    ready.change = "stored" if there is None else "replaced" if is_other else "was there"
+    if ready.change != "was there" and not dry_run:
         if is_other:
             await delete(storage, blob)
         metadata = {SHA256: sha256, CONTENT: ready.content}
-        with showing("uploading") as show:
-            is_new = await storage.files.upload(
-                blob, ready.path, CONTENT_TYPE, metadata, lambda stored: show(stored, size)
-            )
-        if not is_new:
+        if not await storage.files.upload(blob, ready.path, CONTENT_TYPE, metadata, on_progress):
             raise errors.TransientError(f"{blob} was stored by another command: try again")
-    return Stored(kind.stem(ready.name), blob, ready.content, size, sha256, change)
 
 
-async def overwrite(storage: Storage, blob: str, data: bytes, content_type: str) -> None:
-    """Stores a small file in place of what is there; raises TransientError if others do as well."""
+async def overwrite(storage: Storage, blob: str, data: bytes) -> None:
+    """Stores a small JSON file in place of what is there; TransientError if others do as well."""
     part = await storage.files.read_part(blob, 0, 1)
     version = None if part is None else part.version
-    if not await storage.files.replace(blob, data, content_type, version):
+    if not await storage.files.replace(blob, data, "application/json", version):
         raise errors.TransientError(
             f"{blob} is being changed by others: run the same command again in a moment"
         )

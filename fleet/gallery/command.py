@@ -39,10 +39,8 @@ async def command(
     shown = target.campaign(campaign)
     async with console.connected(settings) as fleet:
         await target.check_campaign(fleet.storage, shown)
-        async with (
-            server.opened(fleet, settings, host=host, campaign=shown) as app,
-            probes.listening(app, host, port, "the gallery") as chosen,
-        ):
+        app = server.Gallery(fleet, settings, host, shown).application()
+        async with probes.listening(app, host, port, "the gallery") as chosen:
             name = "localhost" if host in {"0.0.0.0", "::"} else host  # noqa: S104 - compared only
             url = f"http://{f'[{name}]' if ':' in name else name}:{chosen}/"
             console.print_plain(f"The gallery of {fleet.storage.url} is at {url} (Ctrl-C ends it)")

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import io
-import os
-from collections import OrderedDict
 from collections.abc import Callable
 
+from cachetools import LRUCache
 from PIL import Image
 
 from imagefleet import errors
@@ -17,9 +16,8 @@ from imagefleet.job.message import MAX_IMAGE_BYTES
 from imagefleet.records.record import Record
 from imagefleet.storage.protocol import BlobStore
 
-#: Read, and decoded, at the same time: a file has 32 MiB at most, its pixels 16 MiB.
+#: Read and decoded at the same time: a file has 32 MiB at most, its pixels 16 MiB.
 _READS = 8
-_DECODERS = min(4, os.cpu_count() or 1)
 
 #: The longer side: half that of an image, which is made several times as fast as other sizes, and
 #: more than that of a tile, for screens of high resolution.
@@ -38,9 +36,7 @@ class Images:
     def __init__(self, blobs: BlobStore) -> None:
         self._blobs = blobs
         self._reads = asyncio.Semaphore(_READS)
-        self._decoders = asyncio.Semaphore(_DECODERS)
-        self._kept: OrderedDict[str, bytes] = OrderedDict()
-        self._kept_bytes = 0
+        self._kept: LRUCache[str, bytes] = LRUCache(_KEPT_BYTES, getsizeof=len)
 
     async def thumbnail(self, record: Record, is_wanted: Callable[[], bool]) -> bytes:
         """A JPEG, made once; raises DamagedImageError.
@@ -49,20 +45,12 @@ class Images:
         """
         key = f"{record.blob}?{record.size_bytes}"  # one that is replaced has another size
         if key in self._kept:
-            self._kept.move_to_end(key)
             return self._kept[key]
         async with self._reads:
             if not is_wanted():
                 raise DamagedImageError("nobody waits for it any more")
-            data = await self._read(record)
-            async with self._decoders:
-                made = await asyncio.to_thread(shrink, data)
-        if key in self._kept:  # made twice at the same time
-            return made
+            made = await asyncio.to_thread(shrink, await self._read(record))
         self._kept[key] = made
-        self._kept_bytes += len(made)
-        while self._kept_bytes > _KEPT_BYTES:
-            self._kept_bytes -= len(self._kept.popitem(last=False)[1])
         return made
 
     async def picture(self, record: Record) -> tuple[bytes, str]:

@@ -10,56 +10,50 @@ import secrets
 import sqlite3
 import threading
 import zlib
-from array import array
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Literal, NamedTuple
+from typing import Annotated, Literal
 
 import numpy as np
+from pydantic import BaseModel, StringConstraints
 
 from imagefleet.records.record import Record
 
 Tab = Literal["images", "failed", "cancelled"]
-Facet = Literal["lora", "worker"]
 
 _OUTCOMES: Mapping[Tab, str] = {"images": "completed", "failed": "failed", "cancelled": "cancelled"}
 
 #: Outcomes by which an operator has settled a failed job.
 _SETTLED = frozenset({"replayed", "discarded"})
 
-#: The most characters of a row's texts; the record has the rest.
-_SHOWN_CHARACTERS = 500
-
-#: Rows of a result that are in memory as Python objects.
-_FETCHED = 10_000
+#: LoRAs and workers to choose from, the most frequent.
+_MOST_NAMES = 1_000
 
 _TABLES = """
 PRAGMA synchronous = off;
 CREATE TABLE rows(
     seq INTEGER PRIMARY KEY, key TEXT NOT NULL UNIQUE, outcome TEXT NOT NULL, place REAL NOT NULL,
-    worker TEXT NOT NULL, loras TEXT NOT NULL, job TEXT NOT NULL, prompt TEXT NOT NULL, reason TEXT
+    worker TEXT NOT NULL, loras TEXT NOT NULL, text TEXT NOT NULL
 );
 CREATE INDEX places ON rows(outcome, place);
 CREATE TABLE records(seq INTEGER PRIMARY KEY, record BLOB NOT NULL);
 """
 
+_Text = Annotated[str, StringConstraints(max_length=500)]
 
-class Filter(NamedTuple):
+
+class Filter(BaseModel, frozen=True):
     """Selects rows of one tab; every word of *text* is in the prompt, the reason or the id."""
 
     tab: Tab = "images"
-    text: str = ""
-    lora: str = ""
-    worker: str = ""
+    text: _Text = ""
+    lora: _Text = ""
+    worker: _Text = ""
 
 
-class Row(NamedTuple):
-    """What the page shows of a row before it is opened."""
-
-    seq: int
-    job: str
-    prompt: str
-    reason: str | None
+def reason(record: Record) -> str:
+    """Why a job ended without an image."""
+    return f"{record.error or ''}: {record.reason or ''}".strip(": ")
 
 
 class Index:
@@ -95,14 +89,13 @@ class Index:
         key = f"i{record.blob}" if is_image else f"e{record.source or record.key}"
         place = max(record.at.timestamp(), self._latest if at_end else 0.0)
         loras = {lora.name for lora in record.loras} if is_image else set()
-        reason = f"{record.error or ''}: {record.reason or ''}".strip(": ")[:_SHOWN_CHARACTERS]
+        text = f"{record.prompt or ''}\n{reason(record)}\n{record.id}".casefold()
         inserted = self._db.execute(
-            "INSERT INTO rows(key, outcome, place, worker, loras, job, prompt, reason)"
-            " VALUES(?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT DO NOTHING",
+            "INSERT INTO rows(key, outcome, place, worker, loras, text) VALUES(?, ?, ?, ?, ?, ?)"
+            " ON CONFLICT DO NOTHING",
             (
                 *(key, record.outcome, place, record.worker),
-                "".join(f"\n{name}\n" for name in loras),
-                *(record.id, record.prompt or "", reason or None),
+                *("".join(f"\n{name}\n" for name in loras), text),
             ),
         )
         if inserted.rowcount:
@@ -125,59 +118,30 @@ class Index:
         tabs = {tab: self._counts["outcome", outcome] for tab, outcome in _OUTCOMES.items()}
         return tabs, self._counts["job", ""] + tabs["failed"] + tabs["cancelled"]
 
-    def names(self, kind: Facet, limit: int) -> list[tuple[str, int]]:
+    def names(self, kind: Literal["lora", "worker"]) -> list[tuple[str, int]]:
         """The most frequent LoRAs or workers, each with its images."""
         with self._lock:
             found = [(name, n) for (of, name), n in self._counts.items() if of == kind]
-        return sorted(found, key=lambda each: (-each[1], each[0]))[:limit]
+        return sorted(found, key=lambda each: (-each[1], each[0]))[:_MOST_NAMES]
 
     def select(self, chosen: Filter) -> np.ndarray:
         """The rows of a filter, the oldest first; 4 bytes each."""
-        where, values = _condition(chosen)
-        seqs = array("I")
+        conditions = [("outcome = ?", _OUTCOMES[chosen.tab])]
+        conditions += [("instr(text, ?)", word) for word in chosen.text.casefold().split()]
+        if chosen.worker:
+            conditions.append(("worker = ?", chosen.worker))
+        if chosen.lora:
+            conditions.append(("instr(loras, ?)", f"\n{chosen.lora}\n"))
+        where = " AND ".join(condition for condition, _ in conditions)
+        query = f"SELECT seq FROM rows WHERE {where} ORDER BY place, seq"  # noqa: S608
         with self._lock:
-            found = self._db.execute(
-                f"SELECT seq FROM rows WHERE {where} ORDER BY place, seq",  # noqa: S608
-                values,
-            )
-            while some := found.fetchmany(_FETCHED):
-                seqs.extend(seq for (seq,) in some)
-        return np.array(seqs, np.uint32)
+            found = self._db.execute(query, [value for _, value in conditions])
+            return np.fromiter((seq for (seq,) in found), np.uint32)
 
-    def rows(self, seqs: Sequence[int]) -> list[Row]:
-        """The rows of these numbers, in this order."""
+    def records(self, seqs: Sequence[int]) -> dict[int, Record]:
+        """The whole records of these rows, in this order."""
         marks = ",".join("?" * len(seqs))
+        query = f"SELECT seq, record FROM records WHERE seq IN ({marks})"  # noqa: S608
         with self._lock:
-            found = self._db.execute(
-                f"SELECT seq, job, prompt, reason FROM rows WHERE seq IN ({marks})",  # noqa: S608
-                seqs,
-            ).fetchall()
-        rows = {seq: Row(seq, *more) for seq, *more in found}
-        return [rows[seq] for seq in seqs]
-
-    def record(self, seq: int) -> Record | None:
-        """A row's whole record; None if there is no such row."""
-        with self._lock:
-            found = self._db.execute("SELECT record FROM records WHERE seq = ?", [seq]).fetchone()
-        return Record.read(zlib.decompress(found[0])) if found else None
-
-
-def _condition(chosen: Filter) -> tuple[str, list[str]]:
-    where, values = ["outcome = ?"], [_OUTCOMES[chosen.tab]]
-    for word in chosen.text.split():
-        # SQLite knows the small and capital letters of ASCII only.
-        forms = [word] if word.isascii() else [word, word.lower(), word.upper(), word.capitalize()]
-        some = []
-        for form in dict.fromkeys(forms):
-            pattern = "".join(f"\\{sign}" if sign in "\\%_" else sign for sign in form)
-            for column in ("prompt", "reason", "job"):
-                some.append(f"{column} LIKE ? ESCAPE '\\'")
-                values.append(f"%{pattern}%")
-        where.append(f"({' OR '.join(some)})")
-    if chosen.worker:
-        where.append("worker = ?")
-        values.append(chosen.worker)
-    if chosen.lora:
-        where.append("instr(loras, ?)")
-        values.append(f"\n{chosen.lora}\n")
-    return " AND ".join(where), values
+            found = dict(self._db.execute(query, seqs).fetchall())
+        return {seq: Record.read(zlib.decompress(found[seq])) for seq in seqs if seq in found}

@@ -4,44 +4,28 @@ from __future__ import annotations
 
 import asyncio
 import sqlite3
-from collections.abc import AsyncIterator, Iterable
-from contextlib import asynccontextmanager
-from importlib import resources
-from typing import Any, get_args
+from pathlib import Path
+from typing import Annotated, Any
 
 from aiohttp import web
+from aiohttp.typedefs import Handler
+from pydantic import BaseModel, Field, ValidationError
 
 from fleet import console
-from fleet.gallery import campaign as campaign_index
-from fleet.gallery import guard
-from fleet.gallery.campaign import Campaign, Campaigns, View
+from fleet.gallery import campaign, guard
+from fleet.gallery.campaign import Campaign, View
 from fleet.gallery.images import Images
-from fleet.gallery.index import Facet, Filter, Row, Tab
+from fleet.gallery.index import Filter, reason
 from fleet.keys import check
-from imagefleet import aio, errors, redaction
+from imagefleet import aio, errors, redaction, validation
 from imagefleet.files.picture import DamagedImageError
-from imagefleet.job.message import DEFAULT_CAMPAIGN
+from imagefleet.records import reader, stored
 from imagefleet.records.record import Record
-from imagefleet.redaction import printable
 from imagefleet.storage.azure.roles import ROLES
 from imagefleet.storage.open import LOCAL_SCHEME
 from imagefleet.storage.settings import Resource, StorageSettings
 
-PAGE = resources.files("fleet.gallery") / "page"
-
-_TYPES = {"css": "text/css", "js": "text/javascript", "svg": "image/svg+xml"}
-
-#: LoRAs and workers to choose from, the most frequent.
-_MOST_NAMES = 1_000
-
-#: Rows in one answer.
-_MOST_ROWS = 500
-
-#: The most characters of a text that is searched for.
-_MOST_CHARACTERS = 500
-
-#: A request's body.
-_MOST_BYTES = 10_000
+_PAGE = Path(__file__).parent / "page"
 
 #: A thumbnail's address names the index; a picture may be replaced by `imagefleet redo`.
 _FOREVER = "private, max-age=31536000, immutable"
@@ -50,181 +34,150 @@ _A_WHILE = "private, max-age=300"
 #: The most characters of a prompt or a reason on a tile; the record has the rest.
 _TILE_CHARACTERS = 240
 
+_Number = Annotated[int, Field(ge=0, lt=10**12)]
+
 #: What a replay does: it takes the job out of one queue and puts it into another.
 _NEEDED: dict[Resource, str] = {"queue": "a", "poison": "rup"}
 
 
-@asynccontextmanager
-async def opened(
-    fleet: aio.Fleet, settings: StorageSettings, *, host: str, campaign: str | None
-) -> AsyncIterator[web.Application]:
-    """The gallery of a storage."""
-    is_local = settings.storage.strip().startswith(LOCAL_SCHEME)
-    pace = campaign_index.LOCAL_PACE if is_local else campaign_index.REMOTE_PACE
-    campaigns = Campaigns(fleet.storage, pace, campaign)
-    try:
-        yield Gallery(fleet, settings, host, campaigns).application()
-    finally:
-        await campaigns.close()
+class _Place(BaseModel):
+    """The rows that are asked for: some of a list, or one by its number."""
+
+    start: _Number = Field(default=0, alias="from")
+    count: Annotated[int, Field(ge=0, le=500)] = 0
+    seq: _Number = 0
 
 
-class Replays:
-    """Replays failed jobs of one storage, or says why it may not."""
+class Gallery:
+    """The handlers of all requests, and the campaigns that somebody has opened."""
 
-    def __init__(self, fleet: aio.Fleet, settings: StorageSettings, host: str) -> None:
+    def __init__(
+        self, fleet: aio.Fleet, settings: StorageSettings, host: str, preferred: str | None
+    ) -> None:
+        """*preferred* is the campaign that is shown first."""
         self._fleet = fleet
+        self._storage = fleet.storage
         self._settings = settings
         self._host = host
+        self._preferred = preferred
+        self._open: dict[str, Campaign] = {}
+        self._images = Images(fleet.storage.blobs)
+        self._guard = guard.Guard(host)
         self._refusal: str | None = None
-        self._lock = asyncio.Lock()
+        self._replaying = asyncio.Lock()
 
-    async def refusal(self) -> str:
-        """Why no job can be sent again; empty if one can be."""
-        async with self._lock:
-            if self._refusal is None:
-                self._refusal = await self._find_refusal()
-        return self._refusal
+    def application(self) -> web.Application:
+        app = web.Application(middlewares=[_errors_as_json, self._guard.check])
+        app.on_response_prepare.append(guard.add_headers)
+        app.on_cleanup.append(self._close)
+        app.add_routes(
+            [
+                web.get("/", self._show_page),
+                web.static("/page", _PAGE),
+                web.get("/api/campaigns", self._list_campaigns),
+                web.get("/api/state", self._state),
+                web.get("/api/names", self._names),
+                web.get("/api/rows", self._rows),
+                web.get("/api/record", self._record),
+                web.post("/api/replay", self._replay),
+                web.get("/thumbnail", self._thumbnail),
+                web.get("/picture", self._picture),
+            ]
+        )
+        return app
 
-    async def _find_refusal(self) -> str:
-        if not guard.is_loopback(self._host):
-            return f"The gallery listens on {self._host}: anybody there could send jobs again."
-        if self._settings.storage.strip().startswith(LOCAL_SCHEME):
-            return ""
-        try:
-            checked = {each.resource: each for each in await check.check(self._settings)}
-        except errors.FleetError as error:
-            return error.message
-        if all(
-            set(letters) <= set(checked[resource].allowed) for resource, letters in _NEEDED.items()
-        ):
-            return ""
-        name = ROLES["operator"].name
-        return (
-            f"These credentials may only read. Tokens of the role {name} may send jobs again:"
-            f" imagefleet keys mint {name}"
+    async def _close(self, _: web.Application) -> None:
+        for opened_before in self._open.values():
+            await opened_before.close()
+
+    async def _show_page(self, _: web.Request) -> web.Response:
+        page = await asyncio.to_thread((_PAGE / "index.html").read_text, encoding="utf-8")
+        text = page.replace("{{token}}", self._guard.token)
+        return web.Response(text=text, content_type="text/html")
+
+    async def _list_campaigns(self, request: web.Request) -> web.Response:
+        newest = await self._newest() if "first" in request.query else None
+        names = sorted(await self._campaigns())
+        return _answer({"campaigns": names, "newest": newest, "storage": self._storage.url})
+
+    async def _campaigns(self) -> set[str]:
+        """The campaigns that have records, and the preferred one."""
+        names = {name async for name in reader.campaigns(self._storage)}
+        return names | ({self._preferred} if self._preferred else set())
+
+    async def _newest(self) -> str | None:
+        """The preferred campaign, else the one that began last; None if there is none."""
+        if self._preferred:
+            return self._preferred
+        shards = await stored.shards_of(self._storage.blobs, None)
+        return max(shards, key=stored.began_at).campaign if shards else None
+
+    async def _state(self, request: web.Request) -> web.Response:
+        await (await self._campaign(request)).refresh()
+        shown, view = await self._chosen(request)
+        tabs, jobs = shown.index.counts()
+        return _answer(
+            {
+                "total": len(view.seqs),
+                "generation": view.generation,
+                "index": shown.index.birth,
+                "counts": tabs,
+                "jobs": jobs,
+                "sent": shown.sent,
+                "reading": not view.is_complete,
+                "read": shown.read_share,
+                "damaged": shown.damaged.count,
+                "problem": redaction.message(shown.problem),
+            }
         )
 
-    async def replay(self, record: Record) -> None:
-        """Puts a failed job back into the queue; raises FleetError, which says why, if it stays."""
-        if refusal := await self.refusal():
+    async def _names(self, request: web.Request) -> web.Response:
+        index = (await self._campaign(request)).index
+        return _answer({"lora": index.names("lora"), "worker": index.names("worker")})
+
+    async def _rows(self, request: web.Request) -> web.Response:
+        shown, view = await self._chosen(request, is_new=False)
+        place = _Place.model_validate(dict(request.query))
+        seqs = view.seqs[place.start : place.start + place.count].tolist()
+        found = await asyncio.to_thread(shown.index.records, seqs)
+        rows = [
+            [
+                *(seq, record.id, (record.prompt or "")[:_TILE_CHARACTERS]),
+                reason(record)[:_TILE_CHARACTERS] or None,
+            ]
+            for seq, record in found.items()
+        ]
+        return _answer({"generation": view.generation, "rows": rows})
+
+    async def _record(self, request: web.Request) -> web.Response:
+        record = await self._found(request)
+        shown = record.model_dump(mode="json", exclude_none=True)
+        shown["text"] = console.json_text(_as_job(record)).rstrip()
+        if record.outcome == "failed":
+            shown["refusal"] = redaction.message(await self._find_refusal())
+        return _answer(shown)
+
+    async def _find_refusal(self) -> str:
+        """Why no job can be sent again; empty if one can be."""
+        async with self._replaying:
+            if self._refusal is None:
+                self._refusal = await _refusal(self._settings, self._host)
+        return self._refusal
+
+    async def _replay(self, request: web.Request) -> web.Response:
+        """Puts a failed job back into the queue, or says why it stays."""
+        record = await self._found(request)
+        if record.outcome != "failed":
+            raise errors.JobError("only a failed job can be sent again")
+        if refusal := await self._find_refusal():
             raise errors.SetupError(refusal)
-        async with self._lock:
+        async with self._replaying:
             swept = await self._fleet.replay(id=record.id, campaign=record.campaign)
         if swept.refused:
             raise errors.JobError(swept.refused[0].reason)
         if not swept.done:
             raise errors.JobError("It is not in the poison queue any more.")
-
-
-class Gallery:
-    """The handlers of all requests."""
-
-    def __init__(
-        self, fleet: aio.Fleet, settings: StorageSettings, host: str, campaigns: Campaigns
-    ) -> None:
-        self._campaigns = campaigns
-        self._images = Images(fleet.storage.blobs)
-        self._replays = Replays(fleet, settings, host)
-        self._guard = guard.Guard(host)
-        self._storage = fleet.storage.url
-        self._files = {
-            file.name: file.read_bytes()
-            for file in PAGE.iterdir()
-            if file.name.rpartition(".")[2] in _TYPES
-        }
-        page = (PAGE / "index.html").read_text(encoding="utf-8")
-        self._page = page.replace("{{token}}", self._guard.token)
-
-    def application(self) -> web.Application:
-        app = web.Application(
-            middlewares=[_errors_as_json, self._guard.check], client_max_size=_MOST_BYTES
-        )
-        app.on_response_prepare.append(guard.add_headers)
-        app.router.add_get("/", self._show_page)
-        app.router.add_get("/page/{name}", self._file)
-        app.router.add_get("/api/campaigns", self._list_campaigns)
-        app.router.add_get("/api/state", self._state)
-        app.router.add_get("/api/names", self._names)
-        app.router.add_get("/api/rows", self._rows)
-        app.router.add_get("/api/record", self._record)
-        app.router.add_post("/api/replay", self._replay)
-        app.router.add_get("/thumbnail", self._thumbnail)
-        app.router.add_get("/picture", self._picture)
-        return app
-
-    async def _show_page(self, _: web.Request) -> web.Response:
-        return web.Response(text=self._page, content_type="text/html")
-
-    async def _file(self, request: web.Request) -> web.Response:
-        name = request.match_info["name"]
-        if name not in self._files:
-            raise web.HTTPNotFound
-        kind = _TYPES[name.rpartition(".")[2]]
-        return web.Response(body=self._files[name], content_type=kind, charset="utf-8")
-
-    async def _list_campaigns(self, request: web.Request) -> web.Response:
-        newest = await self._campaigns.newest() if "first" in request.query else None
-        return web.json_response(
-            {
-                "campaigns": await self._campaigns.names(),
-                "newest": newest,
-                "storage": printable(self._storage),
-            }
-        )
-
-    async def _state(self, request: web.Request) -> web.Response:
-        await (await self._campaign(request)).refresh()
-        campaign, view = await self._chosen(request)
-        tabs, jobs = await asyncio.to_thread(campaign.index.counts)
-        return web.json_response(
-            {
-                "total": len(view.seqs),
-                "generation": view.generation,
-                "index": campaign.index.birth,
-                "counts": tabs,
-                "jobs": jobs,
-                "sent": campaign.sent,
-                "reading": not view.is_complete,
-                "read": campaign.read_share,
-                "damaged": campaign.damaged.count,
-                "problem": _sentence(campaign.problem),
-            }
-        )
-
-    async def _names(self, request: web.Request) -> web.Response:
-        campaign = await self._campaign(request)
-        kinds: tuple[Facet, ...] = get_args(Facet)
-        found = {
-            kind: [
-                [name, printable(name), count]
-                for name, count in await asyncio.to_thread(campaign.index.names, kind, _MOST_NAMES)
-            ]
-            for kind in kinds
-        }
-        return web.json_response(found)
-
-    async def _rows(self, request: web.Request) -> web.Response:
-        campaign, view = await self._chosen(request, is_new=False)
-        start, count = _number(request, "from"), min(_number(request, "count"), _MOST_ROWS)
-        seqs = view.seqs[start : start + count].tolist()
-        rows = await asyncio.to_thread(campaign.index.rows, seqs)
-        return web.json_response(
-            {"generation": view.generation, "from": start, "rows": _tiles(rows)}
-        )
-
-    async def _record(self, request: web.Request) -> web.Response:
-        record = await self._found(request)
-        answer = _shown(record)
-        if record.outcome == "failed":
-            answer["refusal"] = _sentence(await self._replays.refusal())
-        return web.json_response(answer)
-
-    async def _replay(self, request: web.Request) -> web.Response:
-        record = await self._found(request)
-        if record.outcome != "failed":
-            raise errors.JobError("only a failed job can be sent again")
-        await self._replays.replay(record)
-        return web.json_response({})
+        return _answer({})
 
     async def _thumbnail(self, request: web.Request) -> web.Response:
         def is_wanted() -> bool:
@@ -241,98 +194,89 @@ class Gallery:
         return web.Response(body=data, content_type=kind, headers=headers)
 
     async def _campaign(self, request: web.Request) -> Campaign:
-        return await self._campaigns.get(request.query.get("campaign", ""))
+        name = request.query.get("campaign", "")
+        if name not in self._open and name not in await self._campaigns():
+            raise web.HTTPNotFound(text="there is no such campaign\n")
+        if name not in self._open:
+            is_local = self._settings.storage.strip().startswith(LOCAL_SCHEME)
+            seconds = campaign.LOCAL_POLL_SECONDS if is_local else campaign.REMOTE_POLL_SECONDS
+            self._open[name] = Campaign(self._storage, name, seconds)
+        return self._open[name]
 
     async def _chosen(self, request: web.Request, *, is_new: bool = True) -> tuple[Campaign, View]:
-        campaign = await self._campaign(request)
-        tabs: tuple[Tab, ...] = get_args(Tab)
-        asked = request.query.get("tab", "images")
-        tab = next((each for each in tabs if each == asked), tabs[0])
-        text, lora, worker = (
-            request.query.get(name, "")[:_MOST_CHARACTERS] for name in ("text", "lora", "worker")
-        )
-        return campaign, await campaign.view(Filter(tab, text, lora, worker), is_new=is_new)
+        shown = await self._campaign(request)
+        chosen = Filter.model_validate(dict(request.query))
+        return shown, await shown.view(chosen, is_new=is_new)
 
     async def _found(self, request: web.Request) -> Record:
-        campaign = await self._campaign(request)
-        record = await asyncio.to_thread(campaign.index.record, _number(request, "seq"))
-        if record is None:
+        shown = await self._campaign(request)
+        seq = _Place.model_validate(dict(request.query)).seq
+        found = await asyncio.to_thread(shown.index.records, [seq])
+        if seq not in found:
             raise web.HTTPNotFound(text="there is no such row\n")
-        return record
+        return found[seq]
 
 
-def _number(request: web.Request, name: str) -> int:
-    text = request.query.get(name, "")
-    if not (text.isascii() and text.isdecimal() and len(text) <= 12):  # noqa: PLR2004 - 12 digits
-        raise web.HTTPBadRequest(text=f"{name} should be a number\n")
-    return int(text)
+async def _refusal(settings: StorageSettings, host: str) -> str:
+    if not guard.is_loopback(host):
+        return f"The gallery listens on {host}: anybody there could send jobs again."
+    if settings.storage.strip().startswith(LOCAL_SCHEME):
+        return ""
+    try:
+        allowed = {each.resource: each.allowed for each in await check.check(settings)}
+    except errors.FleetError as error:
+        return error.message
+    if all(set(letters) <= set(allowed[resource]) for resource, letters in _NEEDED.items()):
+        return ""
+    name = ROLES["operator"].name
+    return (
+        f"These credentials may only read. Tokens of the role {name} may send jobs again:"
+        f" imagefleet keys mint {name}"
+    )
 
 
 @web.middleware
-async def _errors_as_json(request: web.Request, handler: guard.Handler) -> web.StreamResponse:
+async def _errors_as_json(request: web.Request, handler: Handler) -> web.StreamResponse:
     try:
         return await handler(request)
+    except ValidationError as error:
+        why, status = validation.sentence(error), 400
     except sqlite3.Error as error:
-        reason, status = f"The index of the gallery cannot be read: {error}", 503
+        why, status = f"The index of the gallery cannot be read: {error}", 503
     except (DamagedImageError, errors.FleetError) as error:
         statuses = {DamagedImageError: 415, errors.JobError: 409, errors.FleetError: 503}
-        reason = str(error)
+        why = str(error)
         status = next(code for kind, code in statuses.items() if isinstance(error, kind))
-    return web.json_response({"error": _sentence(reason)}, status=status)
+    return _answer({"error": redaction.message(why)}, status)
 
 
-def _sentence(text: str) -> str:
-    return printable(redaction.message(text))
-
-
-def _tiles(rows: Iterable[Row]) -> list[list[Any]]:
-    """The tile of each row: its number, its job, its prompt and why it failed."""
-    return [
-        [
-            row.seq,
-            printable(row.job),
-            printable(row.prompt[:_TILE_CHARACTERS]),
-            row.reason and printable(row.reason[:_TILE_CHARACTERS]),
-        ]
-        for row in rows
-    ]
-
-
-def _shown(found: Record) -> dict[str, Any]:
-    """All of a record that its view has."""
-    dumped = found.model_dump(mode="json", exclude_none=True)
-    shown: dict[str, Any] = _printable(dumped)
-    shown["text"] = console.json_text(_as_job(found)).rstrip()
-    return shown
-
-
-def _as_job(found: Record) -> dict[str, Any]:
-    """A job that draws the same image again, as `imagefleet load` reads it.
-
-    Without the id: an image of that name is stored already.
-    """
-    fields = {
-        "campaign": None if found.campaign == DEFAULT_CAMPAIGN else found.campaign,
-        "prompt": found.prompt,
-        "negative_prompt": found.negative_prompt or None,
-        "model": found.model,
-        "sampler_name": found.sampler,
-        "steps": found.steps,
-        "cfg_scale": found.cfg_scale,
-        "clip_skip": None if found.clip_skip == 1 else found.clip_skip,
-        "width": found.width,
-        "height": found.height,
-        "seed": found.seed,
-        "metadata": found.metadata or None,
-    }
-    return {name: value for name, value in fields.items() if value is not None}
+def _answer(value: Any, status: int = 200) -> web.Response:
+    """JSON of which no text controls anything."""
+    return web.json_response(_printable(value), status=status)
 
 
 def _printable(value: Any) -> Any:
     if isinstance(value, str):
-        return printable(value)
+        return redaction.printable(value)
     if isinstance(value, dict):
-        return {printable(str(name)): _printable(each) for name, each in value.items()}
-    if isinstance(value, list):
+        return {redaction.printable(name): _printable(each) for name, each in value.items()}
+    if isinstance(value, list | tuple):
         return [_printable(each) for each in value]
     return value
+
+
+#: The fields of a record that draw the same image again.
+_DRAWING = (
+    *("campaign", "prompt", "negative_prompt", "model", "sampler", "steps", "cfg_scale"),
+    *("clip_skip", "width", "height", "seed", "metadata"),
+)
+
+
+def _as_job(record: Record) -> dict[str, Any]:
+    """A job that draws the same image again, as `imagefleet load` reads it.
+
+    Without the id: an image of that name is stored already.
+    """
+    known = record.model_dump(mode="json", include={*_DRAWING}, exclude_defaults=True)
+    names = {"sampler": "sampler_name"}
+    return {names.get(name, name): known[name] for name in _DRAWING if name in known}

@@ -78,23 +78,19 @@ async def check(settings: StorageSettings) -> list[Checked]:
     checked = []
     try:
         for resource in RESOURCES:
-            checked.append(await _check(settings, credentials, resource, 0))
+            checked.append(await _check(settings, credentials, Place(resource)))
             if is_job_queue(resource) and checked[-1].allowed:
-                shards = await _shards(settings, credentials, resource)
-                checked += [
-                    await _check(settings, credentials, resource, each) for each in range(1, shards)
-                ]
+                for shard in range(1, await _shards(settings, credentials, resource)):
+                    place = Place(resource, None, shard)
+                    checked.append(await _check(settings, credentials, place))
     finally:
         await credentials.close()
     return checked
 
 
-async def _check(
-    settings: StorageSettings, credentials: Credentials, resource: Resource, shard: int
-) -> Checked:
-    access, place = credentials.of(resource, None, shard), Place(resource, None, shard)
-    probes = BLOB_PROBES if is_container(resource) else QUEUE_PROBES
-    name, allowed = place.name(settings), ""
+async def _check(settings: StorageSettings, credentials: Credentials, place: Place) -> Checked:
+    access, allowed = credentials.of(*place), ""
+    probes = BLOB_PROBES if is_container(place.resource) else QUEUE_PROBES
     async with place.client(settings, access.credential, retry_total=0) as client:
         try:
             for letter, probe in probes.items():
@@ -102,14 +98,17 @@ async def _check(
                     allowed += letter
         except errors.MissingResourceError as error:
             has_token = not isinstance(error, azure_errors.NoTokenError)
-            if has_token and resource not in OPTIONAL:
+            if has_token and place.resource not in OPTIONAL:
                 raise
-            return Checked(resource, name, "", "".join(probes), None, None)
+            allowed = ""
     denied = "".join(letter for letter in probes if letter not in allowed)
     credential = access.credential
-    token = credential.signature if isinstance(credential, AzureSasCredential) else ""
+    token = ""
+    if allowed and isinstance(credential, AzureSasCredential):
+        token = credential.signature
     (policy,) = parse_qs(token).get("si", [None])
-    return Checked(resource, name, allowed, denied, sas.expiry(token), policy)
+    name = place.name(settings)
+    return Checked(place.resource, name, allowed, denied, sas.expiry(token), policy)
 
 
 async def _shards(settings: StorageSettings, credentials: Credentials, resource: Resource) -> int:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import shlex
-import sys
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -16,6 +16,7 @@ from fleet import console, options
 from fleet.keys import check as keys_check
 from fleet.keys import mint as keys_mint
 from fleet.options import argument, option
+from fleet.salad.groups import MAX_VALUE
 from imagefleet import errors, validation
 from imagefleet.job.prompt import SAFE_NAME
 from imagefleet.signing import SigningKey
@@ -24,20 +25,12 @@ from imagefleet.storage.open import LOCAL_SCHEME
 from imagefleet.storage.queue_names import MAX_SHARDS
 from imagefleet.storage.settings import StorageSettings
 
-#: SaladCloud's limit for the value of an environment variable.
-MAX_CHARACTERS = 1000
-
 #: A run of a day or two, and a weekend on top; less with rotation.
 DEFAULT_HOURS = 72.0
-
-MAX_HOURS = 365 * 24.0
 
 #: The role whose keys are no tokens: a pair that signs and checks jobs.
 SIGNING = "signing"
 DEFAULT_SIGNING_KEY = Path("signing-key.pem")
-
-#: A leaked token is worth stealing for this long.
-WARNED_AFTER_HOURS = 7 * 24.0
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -77,7 +70,7 @@ async def mint_command(
     ),
     scope: Scope,
     token_hours: float = option(
-        "Lifetime of the tokens.", DEFAULT_HOURS, min=0.05, max=MAX_HOURS, metavar="HOURS"
+        "Lifetime of the tokens.", DEFAULT_HOURS, min=0.05, max=365 * 24, metavar="HOURS"
     ),
     policy: str | None = option(
         "Tie them to a stored policy, so that `imagefleet keys revoke NAME` ends them"
@@ -110,35 +103,50 @@ async def mint_command(
     if scope.chains and role != "worker":
         raise errors.SetupError("--chains is for `imagefleet keys mint worker`")
     allowed = found.for_chains() if scope.chains else found
-    minted = await _mint(settings, allowed, timedelta(hours=token_hours), policy, scope)
+    models = scope.model or []
+    for name in models:
+        if not SAFE_NAME.fullmatch(name):
+            raise errors.SetupError(
+                f"--model {name[:80]!r} is no model's name: letters, digits, spaces and _ . + ( ) -"
+                " only, without a path or suffix"
+            )
+    life = timedelta(hours=token_hours)
+    minted = keys_mint.Minter(_on_azure(settings)).mint(allowed, life, policy, models, scope.shards)
+    if policy is not None:
+        await keys_mint.store_policy(settings, allowed, policy, models, scope.shards)
+    _hand_out(settings, minted, file, as_json=as_json)
+    rows = [
+        (place.name(settings), "; ".join(explain(place.resource, place.letters(allowed))))
+        for place in minted.by_place
+    ]
+    table = console.table(console.name_column("resource"), "allowed", rows=rows)
+    console.print_tables(table, to=console.stderr)
+    revoke = f", or until `imagefleet keys revoke {policy}`" if policy else ""
+    console.print_note(f"valid until {minted.expires_at:%Y-%m-%d %H:%M} UTC{revoke}")
+    if policy is None and token_hours > 7 * 24:  # worth stealing
+        days = f"{token_hours / 24:.0f} days"
+        console.print_warning(f"tokens for {days} cannot be revoked without --policy")
+
+
+def _hand_out(
+    settings: StorageSettings, minted: keys_mint.Minted, file: Path | None, *, as_json: bool
+) -> None:
     if file is not None:
         console.write_file(file, console.json_text(minted.record), private=True)
         console.print_note(f"written to {file}")
-        if as_json:
-            facts = {key: minted.record[key] for key in ("role", "storage", "expires_at")}
-            console.print_json({**facts, "file": str(file)})
-    elif as_json:
-        console.print_json(minted.record)
-    else:
-        sys.stdout.writelines(f"{line}\n" for line in export_lines(settings, minted))
-        sys.stdout.flush()
-    _explain(settings, allowed, minted)
-    if token_hours > WARNED_AFTER_HOURS:
-        console.print_warning(
-            f"tokens for {token_hours / 24:.0f} days cannot be revoked without --policy"
-            if policy is None
-            else f"tokens for {token_hours / 24:.0f} days: revoke {policy!r} after the run"
+    if as_json:
+        facts = {key: minted.record[key] for key in ("role", "storage", "expires_at")}
+        console.print_json(minted.record if file is None else {**facts, "file": str(file)})
+    elif file is None:
+        _print_exports(
+            {
+                "IMAGEFLEET_STORAGE": minted.storage,
+                "IMAGEFLEET_QUEUE": settings.queue,
+                "IMAGEFLEET_CONTAINER": settings.container,
+                "IMAGEFLEET_FILES_CONTAINER": settings.files_container,
+                "IMAGEFLEET_SAS": minted.sas,
+            }
         )
-
-
-async def _mint(
-    settings: StorageSettings, role: Role, life: timedelta, policy: str | None, scope: Scope
-) -> keys_mint.Minted:
-    models = _models(scope.model or [])
-    minted = keys_mint.Minter(_on_azure(settings)).mint(role, life, policy, models, scope.shards)
-    if policy is not None:
-        await keys_mint.store_policy(settings, role, policy, models, scope.shards)
-    return minted
 
 
 def _role(name: str, known: Collection[str]) -> Role:
@@ -195,34 +203,17 @@ async def revoke_command(
         console.print_plain(f"revoked {policy} on {', '.join(removed)}")
 
 
-def export_lines(settings: StorageSettings, minted: keys_mint.Minted) -> list[str]:
-    """Shell commands that set the tokens; raises SetupError if one is too long for SaladCloud."""
-    for name, value in (("IMAGEFLEET_SAS", minted.sas), ("IMAGEFLEET_STORAGE", minted.storage)):
-        if len(value) > MAX_CHARACTERS:
+def _print_exports(variables: Mapping[str, str]) -> None:
+    """Prints shell commands; raises SetupError for a value that is too long for SaladCloud."""
+    for name, value in variables.items():
+        if len(value) > MAX_VALUE:
             raise errors.SetupError(
-                f"{name} has {len(value):,} characters; SaladCloud allows {MAX_CHARACTERS:,}:"
+                f"{name} has {len(value):,} characters; SaladCloud allows {MAX_VALUE:,}:"
                 " use a shorter name of --policy, or --file (with models or shards, --file or a"
                 " broker)"
             )
-    variables = {
-        "IMAGEFLEET_STORAGE": minted.storage,
-        "IMAGEFLEET_QUEUE": settings.queue,
-        "IMAGEFLEET_CONTAINER": settings.container,
-        "IMAGEFLEET_FILES_CONTAINER": settings.files_container,
-        "IMAGEFLEET_SAS": minted.sas,
-    }
-    return [f"export {name}={shlex.quote(value)}" for name, value in variables.items()]
-
-
-def _models(names: list[str]) -> list[str]:
-    """Raises SetupError for what is no model's name."""
-    for name in names:
-        if not SAFE_NAME.fullmatch(name):
-            raise errors.SetupError(
-                f"--model {name[:80]!r} is no model's name: letters, digits, spaces and _ . + ( ) -"
-                " only, without a path or suffix"
-            )
-    return names
+    for name, value in variables.items():
+        console.print_plain(f"export {name}={shlex.quote(value)}")
 
 
 def _on_azure(settings: StorageSettings) -> StorageSettings:
@@ -233,25 +224,18 @@ def _on_azure(settings: StorageSettings) -> StorageSettings:
     return settings
 
 
-def _explain(settings: StorageSettings, role: Role, minted: keys_mint.Minted) -> None:
-    table = console.table(console.name_column("resource"), "allowed")
-    for place in minted.by_place:
-        table.add_row(place.name(settings), "; ".join(explain(place.resource, place.letters(role))))
-    console.print_tables(table, to=console.stderr)
-    revoke = f", or until `imagefleet keys revoke {minted.policy}`" if minted.policy else ""
-    console.print_note(f"valid until {minted.expires_at:%Y-%m-%d %H:%M} UTC{revoke}")
-
-
 def _checked_table(checked: list[keys_check.Checked]) -> Table:
-    table = console.table(console.name_column("resource"), "allowed", "denied", "valid until")
-    for token in checked:
-        table.add_row(
+    rows = [
+        (
             token.name,
             "\n".join(explain(token.resource, token.allowed)) or "nothing",
             "\n".join(explain(token.resource, token.denied)) or "-",
             _until(token),
         )
-    return table
+        for token in checked
+    ]
+    columns = (console.name_column("resource"), "allowed", "denied", "valid until")
+    return console.table(*columns, rows=rows)
 
 
 def _until(checked: keys_check.Checked) -> str:
@@ -289,26 +273,18 @@ def _make_signing_keys(file: Path, *, as_json: bool) -> None:
     try:
         public = SigningKey.create(file.expanduser()).public
     except FileExistsError:
-        raise errors.SetupError(_exists(file)) from None
+        found = "it is not a signing key"
+        with contextlib.suppress(errors.SetupError):
+            found = f"its public key is {SigningKey.read(file).public}"
+        raise errors.SetupError(f"{file} exists and is not overwritten; {found}") from None
     except OSError as error:
         raise errors.SetupError(f"cannot write {file}: {error.strerror}") from None
     path = str(file.expanduser().absolute())
     if as_json:
         console.print_json({"file": path, "public_key": public})
     else:
-        variables = {"IMAGEFLEET_SIGNING_KEY": path, "IMAGEFLEET_TRUSTED_KEY": public}
-        for name, value in variables.items():
-            sys.stdout.write(f"export {name}={shlex.quote(value)}\n")
-        sys.stdout.flush()
+        _print_exports({"IMAGEFLEET_SIGNING_KEY": path, "IMAGEFLEET_TRUSTED_KEY": public})
     console.print_note(
         f"the private key is in {file}: for whoever fills the queue, and for no worker; workers get"
         " IMAGEFLEET_TRUSTED_KEY alone"
     )
-
-
-def _exists(file: Path) -> str:
-    try:
-        found = f"its public key is {SigningKey.read(file).public}"
-    except errors.SetupError:
-        found = "it is not a signing key"
-    return f"{file} exists and is not overwritten; {found}"

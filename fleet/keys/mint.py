@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import AsyncIterator, Collection, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from typing import Any, NamedTuple
@@ -39,11 +39,6 @@ from imagefleet.storage.settings import Resource, StorageSettings
 #: Azure's limit of stored policies for a queue or container.
 MAX_POLICIES = 5
 
-_NO_KEY = (
-    "tokens are signed with the account key: set IMAGEFLEET_STORAGE to a connection string with"
-    " AccountName and AccountKey"
-)
-
 
 class Place(NamedTuple):
     """A queue or container; a job queue may be a model's, and one of its shards."""
@@ -54,6 +49,10 @@ class Place(NamedTuple):
 
     def letters(self, role: Role) -> str:
         return role.letters(self.resource, self.model)
+
+    def permission(self, role: Role) -> QueueSasPermissions | ContainerSasPermissions:
+        kind = ContainerSasPermissions if is_container(self.resource) else QueueSasPermissions
+        return kind.from_string(self.letters(role))
 
     def name(self, settings: StorageSettings) -> str:
         return name_of(settings, *self)
@@ -96,15 +95,15 @@ class Minted:
         """All tokens, as `sas.Tokens` reads them."""
         fields: dict[str, Any] = {}
         for place, token in self.by_place.items():
-            of_model = fields
+            queues = fields
             if place.model is not None:
-                of_model = fields.setdefault("models", {}).setdefault(place.model, {})
+                queues = fields.setdefault("models", {}).setdefault(place.model, {})
             if place.shard:
-                others = of_model.setdefault("shards", [])
-                while len(others) < place.shard:
-                    others.append({})
-                of_model = others[place.shard - 1]
-            of_model[place.resource] = token
+                shards = queues.setdefault("shards", [])
+                if len(shards) < place.shard:
+                    shards.append({})
+                queues = shards[place.shard - 1]
+            queues[place.resource] = token
         return fields
 
 
@@ -114,14 +113,15 @@ class Minter:
     def __init__(self, settings: StorageSettings) -> None:
         address = account.read_address(settings.storage.strip())
         if not address.has_key or address.sas is not None:
-            raise errors.SetupError(_NO_KEY)
+            raise errors.SetupError(
+                "tokens are signed with the account key: set IMAGEFLEET_STORAGE to a connection"
+                " string with AccountName and AccountKey"
+            )
         self._settings = settings
         queue = Place("queue").client(settings)
         container = Place("blob").client(settings)
-        key = getattr(queue.credential, "account_key", None)
-        if key is None:  # a connection string with a SAS token
-            raise errors.SetupError(_NO_KEY)
-        self._account = {"account_name": str(queue.account_name), "account_key": str(key)}
+        key = queue.credential.account_key
+        self._account = {"account_name": queue.account_name, "account_key": key}
         self._https = queue.scheme == "https"
         self.storage = _address_without_key(queue, container, self._https)
 
@@ -142,39 +142,36 @@ class Minter:
         """
         expires_at = (datetime.now(UTC) + life).replace(microsecond=0)
         tokens = {
-            place: self._token(place, place.letters(role), expires_at, policy)
+            place: self._token(place, role, expires_at, policy)
             for place in _places(role, models, shards)
         }
         return Minted(role.name, self.storage, tokens, expires_at, policy)
 
-    def _token(self, place: Place, letters: str, expires_at: datetime, policy: str | None) -> str:
-        resource, name = place.resource, place.name(self._settings)
+    def _token(self, place: Place, role: Role, expires_at: datetime, policy: str | None) -> str:
+        name = place.name(self._settings)
         terms: dict[str, Any] = {
             **self._account,
             "protocol": "https" if self._https else None,
             "expiry": expires_at,
+            "policy_id": policy,
+            "permission": place.permission(role) if policy is None else None,
         }
-        if policy is not None:
-            terms["policy_id"] = policy
-        else:
-            terms["permission"] = _permission(resource, letters)
-        if is_container(resource):
+        if is_container(place.resource):
             return generate_container_sas(container_name=name, **terms)
         return generate_queue_sas(queue_name=name, **terms)
 
 
 def _places(role: Role | None, models: Collection[str] = (), shards: int = 1) -> list[Place]:
     """All that the role has a token for; None: all there is."""
-    queues = [each for each in RESOURCES if is_job_queue(each)]
-    places = [Place(each) for each in RESOURCES]
-    places += [Place(each, model) for model in models for each in queues]
+    places = [Place(resource) for resource in RESOURCES]
     places += [
         Place(queue, model, shard)
-        for shard in range(1, shards)
+        for shard in range(shards)
         for model in (None, *models)
-        for queue in queues
+        for queue in filter(is_job_queue, RESOURCES)
+        if model or shard
     ]
-    return [each for each in places if role is None or each.letters(role)]
+    return [place for place in places if role is None or place.letters(role)]
 
 
 async def store_policy(
@@ -193,33 +190,40 @@ async def store_policy(
         SetupError: it exists with other permissions, or the resource has too many policies.
     """
 
-    def store(place: Place, policies: dict[str, Any]) -> bool:
-        resource = place.resource
-        permission = str(_permission(resource, place.letters(role)))
-        existing = policies.get(name)
-        if existing is not None and existing.permission != permission:
-            raise errors.SetupError(
-                f"the policy {name!r} of {place.name(settings)!r} allows"
-                f" {existing.permission!r}, not {permission!r}: use one name per role"
-            )
-        if existing is None and len(policies) >= MAX_POLICIES:
-            raise errors.SetupError(
-                f"{place.name(settings)!r} already has {MAX_POLICIES} stored policies"
-                f" ({', '.join(policies)}): `imagefleet keys revoke` one of them"
-            )
-        kind = BlobPolicy if is_container(resource) else QueuePolicy
-        policies[name] = kind(permission=permission)
-        return existing is None
+    async def store(place: Place) -> None:
+        permission = str(place.permission(role))
+        async with _stored(settings, place) as policies:
+            existing = policies.get(name)
+            if existing is not None and existing.permission != permission:
+                raise errors.SetupError(
+                    f"the policy {name!r} of {place.name(settings)!r} allows"
+                    f" {existing.permission!r}, not {permission!r}: use one name per role"
+                )
+            if existing is None and len(policies) >= MAX_POLICIES:
+                raise errors.SetupError(
+                    f"{place.name(settings)!r} already has {MAX_POLICIES} stored policies"
+                    f" ({', '.join(policies)}): `imagefleet keys revoke` one of them"
+                )
+            kind = BlobPolicy if is_container(place.resource) else QueuePolicy
+            policies.setdefault(name, kind(permission=permission))
 
     places = _places(role, models, shards)
     optional = [each for each in places if each.resource in OPTIONAL or each.model or each.shard]
-    await _change_policies(settings, [each for each in places if each not in optional], store)
+    for place in places:
+        if place not in optional:
+            await store(place)
     if models:
         async with open_storage(settings) as storage:
             for model in models:
                 await storage.models.make(model)
-    await _create_queues(settings, [each for each in optional if each.model is None or each.shard])
-    await _change_policies(settings, optional, store)
+    for place in optional:
+        async with place.client(settings) as client:
+            with (
+                azure_errors.translated(f"the queue {client.queue_name!r}"),
+                azure_errors.tolerated({"QueueAlreadyExists"}),
+            ):
+                await client.create_queue()
+        await store(place)
 
 
 async def policies(settings: StorageSettings, role: Role, models: Collection[str] = ()) -> set[str]:
@@ -227,15 +231,12 @@ async def policies(settings: StorageSettings, role: Role, models: Collection[str
 
     All but shards, which `store_policy` adds.
     """
-    places, found = _places(role, models), list[set[str]]()
-
-    def note(place: Place, stored: dict[str, Any]) -> bool:
-        permission = str(_permission(place.resource, place.letters(role)))
-        found.append({name for name, each in stored.items() if each.permission == permission})
-        return False
-
-    await _change_policies(settings, places, note, skip_missing=True)
-    return set.intersection(*found) if len(found) == len(places) else set()
+    found = []
+    for place in _places(role, models):
+        permission = str(place.permission(role))
+        async with _stored(settings, place, may_be_missing=True) as policies:
+            found.append({name for name, each in policies.items() if each.permission == permission})
+    return set.intersection(*found)
 
 
 def is_of_broker(policy: str, name: str) -> bool:
@@ -248,37 +249,20 @@ async def remove_policy(settings: StorageSettings, name: str) -> list[str]:
 
     Returns the resources that had one.
     """
-
-    def remove(_: Place, policies: dict[str, Any]) -> bool:
-        ours = [each for each in policies if each == name or is_of_broker(name, each)]
-        for each in ours:
-            del policies[each]
-        return bool(ours)
-
     async with open_storage(settings) as storage:
         models = await storage.models.names()
         shards = await storage.models.most_shards()
-    places = _places(None, models, shards)
-    removed = await _change_policies(settings, places, remove, skip_missing=True)
+    removed = []
+    for place in _places(None, models, shards):
+        async with _stored(settings, place, may_be_missing=True) as policies:
+            ours = [each for each in policies if each == name or is_of_broker(name, each)]
+            for each in ours:
+                del policies[each]
+        if ours:
+            removed.append(place.name(settings))
     if not removed:
         raise errors.SetupError(f"there is no policy {name!r} to revoke")
     return removed
-
-
-def _permission(resource: Resource, letters: str) -> QueueSasPermissions | ContainerSasPermissions:
-    kind = ContainerSasPermissions if is_container(resource) else QueueSasPermissions
-    return kind.from_string(letters)
-
-
-async def _create_queues(settings: StorageSettings, places: Iterable[Place]) -> None:
-    """Creates those that do not exist."""
-    for place in places:
-        async with place.client(settings) as client:
-            with (
-                azure_errors.translated(f"the queue {client.queue_name!r}"),
-                azure_errors.tolerated({"QueueAlreadyExists"}),
-            ):
-                await client.create_queue()
 
 
 def _address_without_key(queue: QueueClient, container: ContainerClient, https: bool) -> str:
@@ -292,43 +276,32 @@ def _address_without_key(queue: QueueClient, container: ContainerClient, https: 
     return f"BlobEndpoint={blob_url};QueueEndpoint={queue_url}"
 
 
-async def _change_policies(
-    settings: StorageSettings,
-    places: Iterable[Place],
-    change: Callable[[Place, dict[str, Any]], bool],
-    *,
-    skip_missing: bool = False,
-) -> list[str]:
-    """Stores the policies that *change* reports as changed; returns their resources' names.
-
-    *skip_missing* leaves out queues and containers that do not exist.
-    """
-    changed = []
-    for place in places:
-        name = place.name(settings)
-        async with place.client(settings) as client:
-            with (
-                azure_errors.translated(f"the stored policies of {name!r}"),
-                azure_errors.tolerated(azure_errors.MISSING if skip_missing else ()),
-            ):
-                policies = await _read_policies(client)
-                if change(place, policies):
-                    await _write_policies(client, policies)
-                    changed.append(name)
-    return changed
-
-
-async def _read_policies(client: QueueClient | ContainerClient) -> dict[str, Any]:
-    if isinstance(client, QueueClient):
-        return dict(await client.get_queue_access_policy())
-    found = await client.get_container_access_policy()
-    return {each.id: each.access_policy for each in found["signed_identifiers"]}
-
-
-async def _write_policies(client: QueueClient | ContainerClient, policies: dict[str, Any]) -> None:
-    if isinstance(client, QueueClient):
-        await client.set_queue_access_policy(signed_identifiers=policies)
-        return
-    # The call replaces all of it: public access would end if it were not repeated.
-    found = await client.get_container_access_policy()
-    await client.set_container_access_policy(policies, public_access=found["public_access"])
+@contextlib.asynccontextmanager
+async def _stored(
+    settings: StorageSettings, place: Place, *, may_be_missing: bool = False
+) -> AsyncIterator[dict[str, Any]]:
+    """The stored policies of a queue or container; what is changed of them is stored."""
+    what = f"the stored policies of {place.name(settings)!r}"
+    policies: dict[str, Any] = {}
+    public_access = None
+    async with place.client(settings) as client:
+        with (
+            azure_errors.translated(what),
+            azure_errors.tolerated(azure_errors.MISSING if may_be_missing else ()),
+        ):
+            if is_container(place.resource):
+                found = await client.get_container_access_policy()
+                public_access = found["public_access"]
+                policies |= {each.id: each.access_policy for each in found["signed_identifiers"]}
+            else:
+                policies |= await client.get_queue_access_policy()
+        before = set(policies)
+        yield policies
+        if set(policies) == before:
+            return
+        with azure_errors.translated(what):
+            if is_container(place.resource):
+                # The call replaces all of it: public access would end if it were not repeated.
+                await client.set_container_access_policy(policies, public_access=public_access)
+            else:
+                await client.set_queue_access_policy(signed_identifiers=policies)

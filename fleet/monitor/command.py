@@ -1,36 +1,31 @@
-"""`imagefleet status` and `exporter`: the state of the queues, the campaigns and the fleet."""
+"""`imagefleet status`: the state of the queues, the campaigns and the fleet."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from datetime import UTC, datetime
 from typing import Any
 
+from pydantic import BaseModel, Field
 from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
 from fleet import console, options
 from fleet.campaigns import target
-from fleet.campaigns.table import Campaigns, Listing
-from fleet.campaigns.table import notes as campaign_notes
-from fleet.campaigns.table import table as campaigns_table
-from fleet.monitor import prometheus, rates, service
+from fleet.campaigns.table import Campaigns
+from fleet.monitor import prometheus, rates
 from fleet.monitor import watch as watching
-from fleet.monitor import workers as workers_of
-from fleet.monitor.queue_flow import Exporter
 from fleet.options import option
-from fleet.settings import ExporterSettings, MonitorSettings
+from fleet.settings import MonitorSettings
 from imagefleet import aio, concurrency, errors
 from imagefleet.storage.protocol import QueueDepth
-from imagefleet.telemetry import logs, serving
+from imagefleet.telemetry import serving
+from worker.progress import duration
 
-_UNITS = (("d", 86_400), ("h", 3600), ("min", 60))
 
-
-@dataclass(frozen=True, slots=True)
-class QueueStatus:
+class QueueStatus(BaseModel, frozen=True):
     """A queue's depth; None for what the storage does not report.
 
     *model* is that of its jobs, None where they name none; *shards* are the queues of the storage
@@ -46,8 +41,7 @@ class QueueStatus:
     shards: int = 1
 
 
-@dataclass(frozen=True, slots=True)
-class FleetStatus:
+class FleetStatus(BaseModel, frozen=True, arbitrary_types_allowed=True):
     """The job queues, their poison queue and the campaigns; *fleet* only with a Prometheus.
 
     *queue* is the sum of *queues*, which are in the order in which workers take jobs.
@@ -59,22 +53,20 @@ class FleetStatus:
     failed: QueueStatus
     fleet: rates.FleetRates | None = None
     queues: Sequence[QueueStatus] = ()
-    without_worker: Mapping[str, int] = field(default_factory=dict)
-    campaigns: Listing | None = None
+    without_worker: Mapping[str, int] = {}
+    campaigns: Campaigns | None = Field(default=None, exclude=True)
 
     def as_record(self) -> dict[str, Any]:
-        listing = self.campaigns
-        return asdict(replace(self, campaigns=None)) | {
-            "without_worker": [
-                {"model": model, "messages": count} for model, count in self.without_worker.items()
-            ],
-            "campaigns": listing.records() if listing else [],
-            "damaged_files": listing.damaged_files if listing else 0,
+        waiting = self.without_worker.items()
+        return self.model_dump() | {
+            "without_worker": [{"model": model, "messages": count} for model, count in waiting],
+            "campaigns": self.campaigns.records() if self.campaigns else [],
+            "damaged_files": self.campaigns.damaged_files if self.campaigns else 0,
         }
 
 
 @options.from_settings(MonitorSettings)
-async def status_command(
+async def command(
     settings: MonitorSettings,
     campaign: target.OnlyCampaign = None,
     workers: bool = option("Only the workers by their metrics, the slowest first.", default=False),
@@ -97,7 +89,7 @@ async def status_command(
     if workers:
         if only:
             raise errors.SetupError("--workers shows those of all campaigns: leave out CAMPAIGN")
-        await workers_of.show(settings, count, watch=watch, as_json=as_json)
+        await _show_workers(settings, count, watch=watch, as_json=as_json)
         return
     async with (
         console.connected(settings) as client,
@@ -106,12 +98,8 @@ async def status_command(
         await target.check_campaign(client.storage, only)
         campaigns = Campaigns(client.storage, only)
 
-        async def read() -> FleetStatus:
-            status = await read_status(client, server)
-            return replace(status, campaigns=await campaigns.read())
-
         await watching.show(
-            read,
+            lambda: read_status(client, server, campaigns),
             lambda status: _status_screen(status, count),
             FleetStatus.as_record,
             is_live=watch,
@@ -119,45 +107,67 @@ async def status_command(
         )
 
 
-@options.from_settings(ExporterSettings)
-async def exporter_command(settings: ExporterSettings) -> None:
-    """Exports queue depths, and the time and cost to empty them.
-
-    A fleet needs one. It serves /metrics on --port and pushes them to --push-url if given. With
-    --prometheus it takes the completion rate from the workers' metrics instead of deriving it
-    from the queue depth.
-
-    imagefleet exporter --prometheus http://localhost:9090
-    """
-    logs.configure(settings.log_format)
-    async with (
-        console.connected(settings) as client,
-        prometheus.connected_if(settings.prometheus, settings.queried_fleet) as server,
-    ):
-        storage = client.storage
-        exporter = Exporter(storage, settings, server)
-        await service.run(
-            exporter.run,
-            exporter.registry,
-            settings,
-            name="imagefleet-exporter",
-            doing=f"sampling {storage.queue.name} of {storage.url}",
-            is_ready=lambda: exporter.has_sampled,
+async def _show_workers(
+    settings: MonitorSettings, count: int, *, watch: bool, as_json: bool
+) -> None:
+    """Shows the first *count* workers; reads nothing but the metrics."""
+    if settings.prometheus is None:
+        raise errors.SetupError(
+            "--workers reads the workers' metrics: give --prometheus, the URL of a Prometheus or"
+            " VictoriaMetrics that has them"
+        )
+    async with prometheus.connected(settings.prometheus, settings.queried_fleet) as server:
+        await watching.show(
+            lambda: concurrency.gather(
+                rates.worker_rates(server), rates.left_out(server, datetime.now(UTC))
+            ),
+            lambda found: workers_screen(*found, count),
+            lambda found: {
+                "workers": [worker.model_dump() for worker in found[0]],
+                "left_out": found[1],
+            },
+            is_live=watch,
+            as_json=as_json,
         )
 
 
+def workers_screen(workers: Sequence[rates.WorkerRates], left_out: str | None, count: int) -> Group:
+    """The first *count* workers, and the number of all; a narrow terminal wraps their names."""
+    rows = [
+        (
+            *(worker.worker, worker.gpu, worker.group, f"{worker.images_per_second:.2f}"),
+            console.percent(worker.gpu_idle_fraction),
+            console.number(worker.images_per_dollar),
+            console.number(worker.failed_jobs),
+        )
+        for worker in workers[:count]
+    ]
+    figures = map(console.number_column, ("images/s", "idle", "images/$", "failed/h"))
+    return Group(
+        console.table("worker", "GPU", "group", *figures, rows=rows),
+        Text(f"{len(rows)} of {console.counted(len(workers), 'worker')}"),
+        *_notes(left_out),
+    )
+
+
 async def read_status(
-    client: aio.Fleet, server: prometheus.Prometheus | None = None
+    client: aio.Fleet,
+    server: prometheus.Prometheus | None = None,
+    campaigns: Campaigns | None = None,
 ) -> FleetStatus:
-    """Reads the depth of the queues and, with a *server*, the fleet's rates."""
+    """Reads the depth of the queues, the *campaigns* and, with a *server*, the fleet's rates."""
     depth, storage = await client.depth(), client.storage
+    if campaigns:
+        await campaigns.refresh()
+    queue = _queue_status(storage.queue.name, depth.queue)
     return FleetStatus(
-        storage.url,
-        replace(_queue_status(storage.queue.name, depth.queue), shards=1),
-        _queue_status(storage.poison.name, depth.failed),
-        await rates.fleet_rates(server) if server else None,
-        [_queue_status(name, each) for name, each in depth.queue.by_queue.items()],
-        await _without_worker(client, depth.queue),
+        storage=storage.url,
+        queue=queue.model_copy(update={"shards": 1}),
+        failed=_queue_status(storage.poison.name, depth.failed),
+        fleet=await rates.fleet_rates(server) if server else None,
+        queues=[_queue_status(name, each) for name, each in depth.queue.by_queue.items()],
+        without_worker=await _without_worker(client, depth.queue),
+        campaigns=campaigns,
     )
 
 
@@ -168,24 +178,22 @@ async def _without_worker(client: aio.Fleet, depth: QueueDepth) -> dict[str, int
         if each.model is not None and each.messages:
             waiting[each.model] += each.messages
 
-    async def is_served(model: str) -> bool:
-        return await client.run(serving.is_served(client.storage.blobs, model))
-
-    served = await concurrency.gather(*(is_served(model) for model in waiting))
-    found = zip(waiting.items(), served, strict=True)
-    return {model: messages for (model, messages), is_one in found if not is_one}
+    blobs = client.storage.blobs
+    asked = (client.run(serving.is_served(blobs, model)) for model in waiting)
+    served = zip(waiting, await concurrency.gather(*asked), strict=True)
+    return {model: waiting[model] for model, is_served in served if not is_served}
 
 
 def _queue_status(name: str, depth: QueueDepth) -> QueueStatus:
     visible = None if depth.leased is None else depth.messages - depth.leased
     return QueueStatus(
-        name,
-        depth.messages,
-        visible,
-        depth.leased,
-        depth.oldest_age_seconds,
-        depth.model,
-        max(1, len(depth.by_queue)),
+        name=name,
+        messages=depth.messages,
+        visible=visible,
+        leased=depth.leased,
+        oldest_age_seconds=depth.oldest_age_seconds,
+        model=depth.model,
+        shards=max(1, len(depth.by_queue)),
     )
 
 
@@ -197,7 +205,8 @@ def _status_screen(status: FleetStatus, count: int = 20) -> Group:
         counts = [each.messages, each.visible, each.leased]
         shown = ["?" if count is None else f"{count:,}" for count in counts]
         shards = f" ({each.shards} shards)" if each.shards > 1 else ""
-        table.add_row(each.name + shards, *shown, _age(each.oldest_age_seconds))
+        age = "-" if each.oldest_age_seconds is None else duration(each.oldest_age_seconds)
+        table.add_row(each.name + shards, *shown, age)
     parts: list[Text | Table] = [console.untrusted(status.storage, "bold"), table]
     for model, messages in status.without_worker.items():
         jobs = console.counted(messages, "job")
@@ -213,24 +222,13 @@ def _status_screen(status: FleetStatus, count: int = 20) -> Group:
             "$/h": console.number(fleet.dollars_per_hour, 2),
             "GPU idle": console.percent(fleet.gpu_idle_fraction),
         }
-        parts.append(console.totals(rows))
-        parts += _notes(fleet.left_out)
-    if (listing := status.campaigns) is not None:
-        if listing.rows:
-            parts += [Text(), campaigns_table(listing, count)]
-        for sentence in campaign_notes(listing, count, status.queue.messages):
-            parts += _notes(sentence)
-    return Group(*parts)
+        parts += [console.totals(rows), *_notes(fleet.left_out)]
+    if (campaigns := status.campaigns) is None:
+        return Group(*parts)
+    if campaigns.rows:
+        parts += [Text(), campaigns.table(count)]
+    return Group(*parts, *_notes(*campaigns.notes(count, status.queue.messages)))
 
 
-def _notes(sentence: str | None) -> list[Text]:
-    return [console.untrusted(sentence, "yellow")] if sentence else []
-
-
-def _age(seconds: float | None) -> str:
-    if seconds is None:
-        return "-"
-    for unit, size in _UNITS:
-        if seconds >= size:
-            return f"{seconds / size:.1f} {unit}"
-    return f"{seconds:.0f} s"
+def _notes(*sentences: str | None) -> list[Text]:
+    return [console.untrusted(sentence, "yellow") for sentence in sentences if sentence]

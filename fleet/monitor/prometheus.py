@@ -8,10 +8,10 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcon
 from dataclasses import dataclass
 from datetime import datetime
 from http import HTTPStatus
-from typing import Annotated, Literal
+from typing import Literal
 
 import aiohttp
-from pydantic import BaseModel, Field, TypeAdapter, ValidationError
+from pydantic import BaseModel, ValidationError
 
 from imagefleet import errors, redaction
 
@@ -19,9 +19,6 @@ from imagefleet import errors, redaction
 TIMEOUT_SECONDS = 30.0
 
 _SHOWN_CHARACTERS = 200
-
-#: A day of a large fleet is a few MB; another service at the address may send any number.
-_MAX_REPLY_BYTES = 64 * 2**20
 
 #: Workers push what they like: a figure beyond these is none of a fleet.
 _MIN_VALUE, _MAX_VALUE = 1e-15, 1e15
@@ -42,19 +39,12 @@ class _Data(BaseModel):
     result: list[_Result]
 
 
-class _Success(BaseModel):
-    status: Literal["success"]
-    data: _Data
+class _Reply(BaseModel):
+    """Either *data* or, with the status `error`, the *error*."""
 
-
-class _Failure(BaseModel):
-    status: Literal["error"]
-    error: str
-
-
-_REPLY: TypeAdapter[_Success | _Failure] = TypeAdapter(
-    Annotated[_Success | _Failure, Field(discriminator="status")]
-)
+    status: Literal["success", "error"]
+    data: _Data = _Data(result=[])
+    error: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +89,7 @@ class Prometheus:
         shown = redaction.address(self._url)
         try:
             async with self._session.post(url, data=data) as response:
-                content = await _content(response)
+                content = await response.read()
         except aiohttp.InvalidURL:
             raise errors.SetupError(f"not a Prometheus URL: {shown}") from None
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
@@ -107,7 +97,7 @@ class Prometheus:
                 f"Prometheus at {shown} does not answer: {redaction.reason(error)}"
             ) from None
         try:
-            reply = _REPLY.validate_json(content)
+            reply = _Reply.model_validate_json(content)
         except ValidationError:
             start = " ".join(content[:_SHOWN_CHARACTERS].decode(errors="replace").split())
             answer = f"HTTP {response.status}: {redaction.printable(redaction.message(start))}"
@@ -116,20 +106,10 @@ class Prometheus:
             raise errors.SetupError(
                 f"{shown} does not answer as a Prometheus does: {answer}"
             ) from None
-        if isinstance(reply, _Success):
+        if reply.status == "success":
             return list(filter(None, map(_series, reply.data.result)))
         complaint = redaction.printable(reply.error[:_SHOWN_CHARACTERS])
         raise errors.SetupError(f"Prometheus rejects {query}: {complaint}")
-
-
-async def _content(response: aiohttp.ClientResponse) -> bytes:
-    """The reply's body, cut off where it is too long to be one."""
-    content = bytearray()
-    async for chunk in response.content.iter_any():
-        content += chunk
-        if len(content) > _MAX_REPLY_BYTES:
-            break
-    return bytes(content)
 
 
 @asynccontextmanager

@@ -5,16 +5,18 @@ The queries use the workers' own series: they need no recording rules.
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import TypeVar
 
-from fleet.monitor.prometheus import Prometheus
-from imagefleet import concurrency, errors
+from pydantic import BaseModel
 
-log = logging.getLogger(__name__)
+from fleet.monitor.prometheus import Prometheus, Series
+from imagefleet import concurrency, errors
+from imagefleet.telemetry import logs
+
+log = logs.EventLog(__name__)
 
 #: Long enough for several pushes or scrapes, short enough to show a change.
 WINDOW = "2m"
@@ -34,104 +36,122 @@ _ENDED = f"rate(imagefleet_jobs_total{{{_OUTCOMES},$fleet}}[{WINDOW}])"
 _MODEL_ENDED = f"rate(imagefleet_model_jobs_total{{{_OUTCOMES},$fleet}}[{WINDOW}])"
 _FAILED = "increase(imagefleet_failed_jobs_total{$fleet}[1h])"
 
+#: What tells a worker from all others; `device` is one of several GPUs of its machine.
+_WORKER = ("instance", "device")
+
+#: Queries of figures, of the whole fleet or, with `$by`, of each worker.
+_FIGURES = {
+    "images_per_second": f"sum$by({_IMAGES})",
+    "gpu_idle_fraction": f"sum$by({_IDLE}) / (sum$by({_IDLE}) + sum$by({_BUSY}))",
+    # The storage's cost alone, without the GPU's, would give far too high a figure.
+    "images_per_dollar": f"sum$by({_IMAGES}) / (sum$by({_DOLLARS}) and sum$by({_GPU_DOLLARS}) > 0)",
+}
+_OF_FLEET = _FIGURES | {
+    "workers": f"count({_INFO})",
+    "replicas": f"count(count by (instance) ({_INFO}))",
+    "jobs_per_second": f"sum({_ENDED})",
+    "dollars_per_hour": f"3600 * sum({_DOLLARS})",
+    "images_per_dollar_gpu_only": f"sum({_IMAGES}) / sum({_GPU_DOLLARS})",
+}
+_OF_WORKER = _FIGURES | {
+    "dollars_per_hour": "sum$by(imagefleet_price_dollars_per_hour{$fleet})",
+    "failed_jobs": f"sum$by({_FAILED})",
+}
 
 _Answer = TypeVar("_Answer")
 
 
-@dataclass(frozen=True, slots=True)
-class FleetRates:
+class FleetRates(BaseModel, frozen=True):
     """Rates of the whole fleet; None where there is no data. *left_out*: see the function."""
 
-    workers: int
-    images_per_second: float | None
-    jobs_per_second: float | None
-    gpu_idle_fraction: float | None
-    dollars_per_hour: float | None
-    images_per_dollar_gpu_only: float | None
-    images_per_dollar: float | None
+    workers: int = 0
+    images_per_second: float | None = None
+    jobs_per_second: float | None = None
+    gpu_idle_fraction: float | None = None
+    dollars_per_hour: float | None = None
+    images_per_dollar_gpu_only: float | None = None
+    images_per_dollar: float | None = None
     left_out: str | None = None
     replicas: int = 0
     """Machines: each has one worker, or one for each of its GPUs."""
 
 
-@dataclass(frozen=True, slots=True)
-class WorkerRates:
+class WorkerRates(BaseModel, frozen=True):
     """Rates of one worker; *failed_jobs* in the last hour."""
 
     instance: str
     worker: str
     gpu: str
     group: str
-    images_per_second: float
-    gpu_idle_fraction: float | None
-    dollars_per_hour: float | None
-    images_per_dollar: float | None
-    failed_jobs: float
+    images_per_second: float = 0.0
+    gpu_idle_fraction: float | None = None
+    dollars_per_hour: float | None = None
+    images_per_dollar: float | None = None
+    failed_jobs: float = 0.0
 
 
 async def fleet_rates(prometheus: Prometheus) -> FleetRates:
     """Raises the errors of `Prometheus.at`."""
     now = datetime.now(UTC)
+    found = await _ask(prometheus, _OF_FLEET, now, "")
+    figures = {name: series[0].last for name, series in found.items() if series}
+    return FleetRates.model_validate({**figures, "left_out": await left_out(prometheus, now)})
 
-    async def value(query: str) -> float | None:
-        found = await prometheus.at(query, now)
-        return found[0].last if found else None
 
-    workers, images, jobs, idle, dollars, per_gpu_dollar, per_dollar = await concurrency.gather(
-        value(f"sum({_INFO})"),
-        value(f"sum({_IMAGES})"),
-        value(f"sum({_ENDED})"),
-        value(_idle_fraction("sum")),
-        value(f"3600 * sum({_DOLLARS})"),
-        value(f"sum({_IMAGES}) / sum({_GPU_DOLLARS})"),
-        value(f"sum({_IMAGES}) / sum({_DOLLARS})"),
-    )
-    return FleetRates(
-        workers=int(workers or 0),
-        images_per_second=images,
-        jobs_per_second=jobs,
-        gpu_idle_fraction=idle,
-        dollars_per_hour=dollars,
-        images_per_dollar_gpu_only=per_gpu_dollar,
-        # The storage's cost alone, without the GPU's, would give far too high a figure.
-        images_per_dollar=None if per_gpu_dollar is None else per_dollar,
-        left_out=await left_out(prometheus, now),
-        replicas=int(await value(f"count(count by (instance) ({_INFO}))") or 0),
-    )
+async def worker_rates(prometheus: Prometheus) -> list[WorkerRates]:
+    """The workers that reported in the last minutes, the slowest first.
+
+    Raises the errors of `Prometheus.at`.
+    """
+    now = datetime.now(UTC)
+    infos = await prometheus.at(_INFO, now)
+    found = await _ask(prometheus, _OF_WORKER, now, f" by ({', '.join(_WORKER)}) ")
+    figures: defaultdict[tuple[str, ...], dict[str, float]] = defaultdict(dict)
+    for name, series in found.items():
+        for each in series:
+            figures[_labels(each, _WORKER)][name] = each.last
+    workers = []
+    for info in infos:
+        names = ("instance", "worker", "gpu", "group")
+        facts = dict(zip(names, _labels(info, names), strict=True))
+        workers.append(WorkerRates.model_validate(facts | figures[_labels(info, _WORKER)]))
+    return sorted(workers, key=lambda each: (each.images_per_second, each.instance))
+
+
+def _labels(series: Series, names: Sequence[str]) -> tuple[str, ...]:
+    return tuple(series.labels.get(name, "") for name in names)
+
+
+async def _ask(
+    prometheus: Prometheus, queries: Mapping[str, str], now: datetime, by: str
+) -> dict[str, list[Series]]:
+    asked = (prometheus.at(query.replace("$by", by), now) for query in queries.values())
+    return dict(zip(queries, await concurrency.gather(*asked), strict=True))
 
 
 class Watch:
     """A fleet's rates, asked for again and again; an outage of the server is only logged."""
 
     def __init__(self, server: Prometheus | None) -> None:
-        self.is_down = False
         self._server = server
         self._left_out: str | None = None
 
     async def fleet(self) -> FleetRates | None:
         """The rates; None without a server, and while it does not answer."""
-        found = await self._ask(fleet_rates)
+        found = await self.ask(fleet_rates)
         if found is not None:
             if found.left_out and found.left_out != self._left_out:
-                log.warning("%s", found.left_out, extra={"action": "workers_left_out"})
+                log.warning("%s", found.left_out, action="workers_left_out")
             self._left_out = found.left_out
         return found
 
-    async def by_model(self) -> dict[str, float]:
-        """The jobs/s of each model; none without an answer."""
-        return await self._ask(jobs_per_second_by_model) or {}
-
-    async def _ask(self, query: Callable[[Prometheus], Awaitable[_Answer]]) -> _Answer | None:
-        if self._server is None:
-            return None
+    async def ask(self, query: Callable[[Prometheus], Awaitable[_Answer]]) -> _Answer | None:
+        """What *query* finds; None without a server, and while it does not answer."""
         try:
-            found = await query(self._server)
+            return await query(self._server) if self._server else None
         except errors.FleetError as error:
-            log.warning("without the metrics: %s", error, extra={"action": "metrics_unknown"})
-            self.is_down = True
+            log.warning("without the metrics: %s", error, action="metrics_unknown")
             return None
-        self.is_down = False
-        return found
 
 
 async def jobs_per_second_by_model(prometheus: Prometheus) -> dict[str, float]:
@@ -153,48 +173,3 @@ async def left_out(prometheus: Prometheus, at: datetime, window: str = WINDOW) -
         others = ", ".join(name[:_SHOWN_CHARACTERS] for name in sorted(fleets)[:_SHOWN_FLEETS])
         return f"no worker of fleet {prometheus.fleet}; --fleet chooses another, such as {others}"
     return None
-
-
-async def worker_rates(prometheus: Prometheus) -> list[WorkerRates]:
-    """The workers that reported in the last minutes, the slowest first.
-
-    Raises the errors of `Prometheus.at`.
-    """
-    now = datetime.now(UTC)
-    infos = await prometheus.at(_INFO, now)
-
-    async def by_gpu(query: str) -> dict[tuple[str, str], float]:
-        return {_gpu(each.labels): each.last for each in await prometheus.at(query, now)}
-
-    each_sum = "sum by (instance, device) "
-    images, idle, prices, per_dollar, failed = await concurrency.gather(
-        by_gpu(f"{each_sum}({_IMAGES})"),
-        by_gpu(_idle_fraction(each_sum)),
-        by_gpu(f"{each_sum}(imagefleet_price_dollars_per_hour{{$fleet}})"),
-        by_gpu(f"{each_sum}({_IMAGES}) / {each_sum}({_DOLLARS})"),
-        by_gpu(f"{each_sum}({_FAILED})"),
-    )
-    found = [
-        WorkerRates(
-            instance=(name := _gpu(labels))[0],
-            worker=labels.get("worker", ""),
-            gpu=labels.get("gpu", ""),
-            group=labels.get("group", ""),
-            images_per_second=images.get(name, 0.0),
-            gpu_idle_fraction=idle.get(name),
-            dollars_per_hour=prices.get(name),
-            images_per_dollar=per_dollar.get(name) if prices.get(name) else None,
-            failed_jobs=failed.get(name, 0.0),
-        )
-        for labels in (info.labels for info in infos)
-    ]
-    return sorted(found, key=lambda each: (each.images_per_second, each.instance))
-
-
-def _gpu(labels: Mapping[str, str]) -> tuple[str, str]:
-    """What tells a worker from all others; `device` is one of several GPUs of its machine."""
-    return labels.get("instance", ""), labels.get("device", "")
-
-
-def _idle_fraction(total: str) -> str:
-    return f"{total}({_IDLE}) / ({total}({_IDLE}) + {total}({_BUSY}))"

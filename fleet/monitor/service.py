@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Coroutine
 from typing import Any
 
@@ -10,9 +9,9 @@ from prometheus_client import CollectorRegistry
 
 from fleet import console
 from fleet.settings import ServiceSettings
-from imagefleet.telemetry import probes, push
+from imagefleet.telemetry import logs, probes, push
 
-log = logging.getLogger(__name__)
+log = logs.EventLog(__name__)
 
 
 async def run(
@@ -39,11 +38,6 @@ async def run(
         ) as port,
         push.pushing(registry, settings, job=name),
     ):
-        log.info(
-            "%s; metrics at http://%s:%d/metrics",
-            doing,
-            settings.host,
-            port,
-            extra={"action": "start", "port": port},
-        )
+        where = f"metrics at http://{settings.host}:{port}/metrics"
+        log.info("%s; %s", doing, where, action="start", port=port)
         await console.until_stopped(work())

@@ -46,9 +46,7 @@ async def show(
         return
     # Ctrl-C is how a watch ends; asyncio turns it into this cancellation.
     with contextlib.suppress(asyncio.CancelledError):
-        if as_json:
-            await _stream(read, record)
-        await _refresh(read, screen)
+        await (_stream(read, record) if as_json else _refresh(read, screen))
 
 
 async def _stream(

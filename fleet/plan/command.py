@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -11,7 +10,7 @@ from fleet import console, options
 from fleet.filling import reading
 from fleet.options import argument, option
 from fleet.plan import estimate
-from fleet.plan.work import Models, Work, of_count, of_source, read_models
+from fleet.plan.work import Work, of_count, of_source, read_models
 from imagefleet import errors
 from imagefleet.pricing import families, prices
 from loadgen import sources
@@ -85,9 +84,7 @@ def command(
     """
     if machines.replicas is not None and deadline is not None:
         raise errors.SetupError("give --replicas or --deadline, not both")
-    works = _works(
-        batch.file, batch.jobs, batch.images_per_job, read_models(batch.model or [], batch.family)
-    )
+    works = _works(batch)
     table = prices.read_table(machines.prices_path)
     mix = mix_of(machines, works, table, prices.as_priority(priority))
     images = sum(work.images for work in works)
@@ -106,29 +103,52 @@ def mix_of(
     table: prices.PriceTable,
     priority: prices.Priority = "batch",
 ) -> list[estimate.Part]:
-    """The GPU classes with their speeds and prices."""
+    """The GPU classes with their speeds and prices; raises SetupError for what is not known."""
     benches = [estimate.read_bench(path, table) for path in machines.bench or []]
-    known = estimate.Known(
-        table, benches, priority, machines.price_per_hour, machines.images_per_second
-    )
-    return estimate.make_mix(_named(machines.gpu, benches, machines.replicas), works, known)
+    named = _named(machines.gpu, benches, machines.replicas)
+    dollars, rate = machines.price_per_hour, machines.images_per_second
+    if len(named) > 1 and (dollars is not None or rate is not None):
+        raise errors.SetupError(
+            "--price-per-hour and --images-per-second apply to one GPU class; for a mix use"
+            " --price-file and --bench"
+        )
+    if rate is not None and len({work.family for work in works}) > 1:
+        raise errors.SetupError(
+            "--images-per-second is for jobs of one model family; for several use --bench, one"
+            " report for each"
+        )
+    mix = []
+    for name, count in named:
+        gpu = name
+        if dollars is None or rate is None:  # a class with a report need not be in the table
+            measured = prices.matching_gpus(name, [bench.gpu for bench in benches])
+            gpu = measured[0] if measured else prices.find_gpu(name, table.gpus)
+        speeds = []
+        for work in works:
+            families.refuse_small(gpu, work.family)
+            bench = estimate.bench_of(gpu, benches, work.family)
+            speed = estimate.find_speed(gpu, rate, bench, work)
+            speeds.append(estimate.ModelSpeed(work.model, work.family.slug, work.images, speed))
+        price = estimate.find_price(gpu, priority, dollars, table)
+        made_on = estimate.bench_of(gpu, benches, works[0].family)
+        start_up = made_on.start_up if made_on else estimate.NO_START_UP
+        mean = estimate.mean_speed(speeds)
+        mix.append(estimate.Part(gpu, count, mean, price, start_up, speeds))
+    estimate.refuse_unused(benches, {part.gpu for part in mix})
+    return mix
 
 
-def _works(
-    file: str | None, jobs: int | None, images_per_job: int | None, models: Models
-) -> list[Work]:
+def _works(batch: Batch) -> list[Work]:
     """The batch by model, of a file or of so many jobs."""
-    if file is None:
-        if jobs is None:
+    models = read_models(batch.model or [], batch.family)
+    if batch.file is None:
+        if batch.jobs is None:
             raise errors.SetupError("give the batch: --jobs COUNT, or a FILE of jobs")
-        return of_count(jobs, images_per_job or 1, models.family_of(None))
-    if images_per_job is not None:
+        return of_count(batch.jobs, batch.images_per_job or 1, models.family_of(None))
+    if batch.images_per_job is not None:
         raise errors.SetupError("--images-per-job goes with --jobs: the jobs of FILE say it")
-    read = functools.partial(reading, Path(file), is_shown=True)
-    with read("reading"):
-        source = sources.open_source(file, count=jobs)
-    with read("counting"):
-        return of_source(source, models)
+    with reading(Path(batch.file), "reading", is_shown=True):
+        return of_source(sources.open_source(batch.file, count=batch.jobs), models)
 
 
 def _named(
@@ -137,19 +157,15 @@ def _named(
     """GPU classes as given, and the replicas of each."""
     named = []
     for text in names or [bench.gpu for bench in benches] or [estimate.DEFAULT_GPU]:
-        name, equals, count = text.rpartition("=")
-        if not equals:
-            name, count = text, "1"
-        if not (count.isdecimal() and int(count)):
+        name, _, count = text.partition("=")
+        if count and not (count.isdecimal() and int(count)):
             raise errors.SetupError(f"--gpu {text}: should be NAME or NAME=COUNT")
-        if equals and replicas is not None:
+        if count and replicas is not None:
             raise errors.SetupError("give either --replicas or --gpu NAME=COUNT")
-        named.append((name, int(count)))
-    if replicas is None:
-        return named
-    if len(named) > 1:
+        named.append((name, int(count or replicas or 1)))
+    if replicas is not None and len(named) > 1:
         raise errors.SetupError("--replicas is for one GPU class; for a mix use --gpu NAME=COUNT")
-    return [(named[0][0], replicas)]
+    return named
 
 
 def show(plan: estimate.Plan, table: prices.PriceTable) -> None:
@@ -164,31 +180,30 @@ def show(plan: estimate.Plan, table: prices.PriceTable) -> None:
         "images per dollar, all in": f"{plan.images_per_dollar:,.0f}",
     }
     console.print_tables(console.totals(rows))
-    if len(plan.mix) > 1:
-        headings = ("replicas", "images/s", "$/h", "images/$,\nGPU only")
-        of_gpus = [
-            (
-                *(part.gpu, part.replicas, f"{part.images_in(1):,.2f}"),
-                f"{part.replicas * part.dollars_per_hour.value:,.2f}",
-                console.number(part.images_per_dollar_gpu_only),
-            )
-            for part in plan.mix
-        ]
-        columns = console.name_column("GPU"), *map(console.number_column, headings)
-        console.print_tables("", console.table(*columns, rows=of_gpus))
-    if len(plan.models) > 1:
-        headings = ("images", "GPU hours", "GPU $", "images/$,\nGPU only")
-        of_models = [
-            (
-                *(model.model, families.find(model.family).name, model.images),
-                *(f"{model.gpu_hours:,.2f}", f"{model.gpu_dollars:,.2f}"),
-                console.number(model.images_per_dollar_gpu_only),
-            )
-            for model in plan.models
-        ]
-        figures = map(console.number_column, headings)
-        shown = console.table(console.name_column("model"), "family", *figures, rows=of_models)
-        console.print_tables("", shown)
+    of_gpus = [
+        (
+            *(part.gpu, part.replicas, f"{part.images_in(1):,.2f}"),
+            f"{part.replicas * part.dollars_per_hour.value:,.2f}",
+            console.number(part.images_per_dollar_gpu_only),
+        )
+        for part in plan.mix
+    ]
+    of_models = [
+        (
+            *(model.model, families.find(model.family).name, model.images),
+            *(f"{model.gpu_hours:,.2f}", f"{model.gpu_dollars:,.2f}"),
+            console.number(model.images_per_dollar_gpu_only),
+        )
+        for model in plan.models
+    ]
+    for names, figures, rows_shown in (
+        (("GPU",), ("replicas", "images/s", "$/h"), of_gpus),
+        (("model", "family"), ("images", "GPU hours", "GPU $"), of_models),
+    ):
+        if len(rows_shown) > 1:
+            columns = *map(console.name_column, names), *map(console.number_column, figures)
+            per_dollar = console.number_column("images/$,\nGPU only")
+            console.print_tables("", console.table(*columns, per_dollar, rows=rows_shown))
     console.print_tables("")
     for part in plan.mix:
         console.print_tables(*estimate.sources(part))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from imagefleet import errors
@@ -11,9 +11,6 @@ from imagefleet.job.message import Job
 from imagefleet.pricing import families
 from loadgen.sources import Source
 from worker.files import check
-
-#: Model names in an error.
-_MOST_NAMES = 5
 
 
 @dataclass(slots=True)
@@ -38,34 +35,23 @@ def of_count(jobs: int, images_per_job: int, family: families.Family) -> list[Wo
     return [Work(None, family, jobs, images, images * family.image_tflop())]
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Models:
     """The family of each model's jobs; *others* is that of models that nothing else tells."""
 
     by_name: Mapping[str, families.Family]
     others: families.Family | None
-    unknown: dict[str, None] = field(default_factory=dict)
 
     def family_of(self, model: str | None) -> families.Family:
-        if model is not None:
-            if model in self.by_name:
-                return self.by_name[model]
-            if self.others is None:
-                self.unknown[model] = None
-        return self.others or families.SD1
-
-    def refuse_unknown(self) -> None:
-        """Raises SetupError that names the models whose family nothing tells."""
-        if not self.unknown:
-            return
-        names = list(self.unknown)
-        more = f" and {len(names) - _MOST_NAMES:,} more" if len(names) > _MOST_NAMES else ""
-        first = names[0]
-        raise errors.SetupError(
-            f"the family of the model {', '.join(names[:_MOST_NAMES])}{more} is not known: give"
-            f" --model {first}={'|'.join(families.FAMILIES)}, or the checkpoint's path as --model,"
-            " or --family for all"
-        )
+        """Raises SetupError for a model whose family nothing tells."""
+        family = self.others if model is None else self.by_name.get(model, self.others)
+        if model is not None and family is None:
+            raise errors.SetupError(
+                f"the family of the model {model} is not known: give --model {model}="
+                f"{'|'.join(families.FAMILIES)}, or the checkpoint's path as --model, or --family"
+                " for all"
+            )
+        return family or families.SD1
 
 
 def read_models(given: Sequence[str], family: str | None) -> Models:
@@ -73,23 +59,19 @@ def read_models(given: Sequence[str], family: str | None) -> Models:
     by_name = {}
     for text in given:
         name, equals, slug = text.rpartition("=")
-        if equals and not Path(text).exists():
+        path = Path(text).expanduser()
+        if path.exists():
+            check.check_path(path)
+            name = path.resolve().name if path.is_dir() else path.stem
+            by_name[name] = families.of_title(check.family(path))
+        elif equals:
             by_name[name] = families.find(slug)
         else:
-            by_name |= _of_checkpoint(Path(text).expanduser())
+            raise errors.SetupError(
+                f"--model {str(path)!r}: should be NAME={'|'.join(families.FAMILIES)}, or the path"
+                " of a checkpoint"
+            )
     return Models(by_name, None if family is None else families.find(family))
-
-
-def _of_checkpoint(path: Path) -> dict[str, families.Family]:
-    """The family of a checkpoint by its header."""
-    if not path.exists():
-        raise errors.SetupError(
-            f"--model {str(path)!r}: should be NAME={'|'.join(families.FAMILIES)}, or the path of a"
-            " checkpoint"
-        )
-    check.check_path(path)
-    name = path.resolve().name if path.is_dir() else path.stem
-    return {name: families.of_title(check.family(path))}
 
 
 def add_stages(found: dict[str | None, Work], models: Models, job: Job, jobs: int = 1) -> None:
@@ -125,7 +107,6 @@ def of_source(source: Source, models: Models) -> list[Work]:
             raise errors.SetupError(f"{place}: {error.message}") from None
 
     source.check(0, add)
-    models.refuse_unknown()
     if not found:
         raise errors.SetupError("there are no jobs in the file: nothing to plan")
     for work in found.values():

@@ -3,24 +3,47 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import asdict, dataclass
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import typer
+from pydantic import BaseModel, Field, ValidationError
 
 from fleet import console, options
-from fleet.campaigns import target
+from fleet.campaigns.target import Target, check_campaign, images, unknown_job
 from fleet.options import Since, argument, option
-from fleet.redo import replace, select
-from fleet.verify import quarantine
-from imagefleet import errors
+from fleet.redo import replace
+from imagefleet import concurrency, errors
+from imagefleet.job.message import ASIDE, CHECKS, DUPLICATES, SUSPECT, job_key
+from imagefleet.records import outcomes
 from imagefleet.storage.open import Storage
+from imagefleet.storage.protocol import BlobStore
 from imagefleet.storage.settings import SignerSettings, StorageSettings
 from loadgen import sources
+from worker.node import quarantine
 
 #: Lines of a list: about a screen.
 _SHOWN = 20
+
+#: The longest record: above one of 50,000 images, the most of a worker.
+_MAX_RECORD_BYTES = 2**24
+
+#: Images looked up at once.
+_CONCURRENCY = 16
+
+Images = dict[str, Mapping[str, str]]
+"""Images by name, each with its metadata."""
+
+
+class SuspectRecord(BaseModel):
+    """The images of a node since its last good check. Untrusted: a worker stores it."""
+
+    worker: str = Field(min_length=1, max_length=200)
+    images: list[str] = Field(default_factory=list, max_length=100_000)
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,20 +63,23 @@ class Which:
     since: Since = None
     until: str | None = option("Only what was stored until then.", metavar="TIME")
 
-    def wanted(self) -> select.Wanted:
-        """What is selected; raises SetupError for options that choose nothing, or two things."""
-        named = target.images(self.job)
-        if sum((self.worker is not None, self.suspect, named.id is not None)) != 1:
+    def __post_init__(self) -> None:
+        if sum((self.worker is not None, self.suspect, self.named.id is not None)) != 1:
             raise errors.SetupError("choose the images: CAMPAIGN/ID, --worker or --suspect")
         if self.worker is None and (self.since or self.until):
             raise errors.SetupError("--since and --until go with --worker")
-        return select.Wanted(
-            worker=self.worker,
-            suspect=self.suspect,
-            named=named,
-            since=options.read_moment("--since", self.since),
-            until=options.read_moment("--until", self.until),
-        )
+        self.moments()
+
+    def moments(self) -> tuple[datetime, datetime]:
+        """Between which times an image was stored."""
+        since = options.read_moment("--since", self.since)
+        until = options.read_moment("--until", self.until)
+        first, last = datetime.min.replace(tzinfo=UTC), datetime.max.replace(tzinfo=UTC)
+        return since or first, until or last
+
+    @property
+    def named(self) -> Target:
+        return images(self.job)
 
 
 @options.from_settings(SignerSettings)
@@ -82,12 +108,11 @@ def command(
 
     imagefleet redo spring/0001
     """
-    wanted = which.wanted()
     given = {}
     if jobs is not None:
         source = sources.open_source(str(jobs), key=settings.keys().signing)
         given = replace.by_key(source.bodies(0))
-    result = console.run(_run(settings, wanted, given, dry_run=dry_run, yes=yes, quiet=as_json))
+    result = console.run(_run(settings, which, given, dry_run=dry_run, yes=yes, quiet=as_json))
     if as_json:
         console.print_json(result)
     else:
@@ -98,7 +123,7 @@ def command(
 
 async def _run(
     settings: StorageSettings,
-    wanted: select.Wanted,
+    which: Which,
     given: dict[str, str],
     *,
     dry_run: bool,
@@ -109,44 +134,41 @@ async def _run(
         storage = fleet.storage
         if not dry_run:
             await replace.check_access(storage)
-        journals = [each async for each in storage.files.names(replace.JOURNALS)]
+        journals = [name async for name in storage.files.names(replace.JOURNALS)]
         finished = replace.Replaced()
-        if not dry_run:
-            for journal in journals:
-                await replace.finish(storage, journal, finished)
+        for journal in () if dry_run else journals:
+            await replace.finish(storage, journal, finished)
         with console.counting("listed", None, quiet=quiet) as on_listed:
-            found = await select.select(storage, wanted, on_listed)
+            found, damaged = await select(storage, which, on_listed)
+        workers = Counter(metadata.get("worker", "") for metadata in found.values())
         result = {
-            "images": len(found.images),
-            "workers": dict(found.by_worker.most_common()),
-            "dollars": found.dollars,
-            "damaged_records": found.damaged_records,
+            "images": len(found),
+            "workers": dict(workers.most_common()),
+            "damaged_records": damaged,
             "unfinished_runs": len(journals),
             "images_of_unfinished_runs": finished.images,
         }
-        if dry_run or not found.images:
+        if dry_run or not found:
             return result
-        await _warn_of_nodes_at_work(storage, found)
-        cost = "" if found.dollars is None else f", which took about ${found.dollars:,.2f}"
-        images = console.counted(len(found.images), "image")
-        console.confirm(f"Have {images} drawn again{cost}?", yes=yes)
+        await _warn_of_nodes_at_work(storage, workers)
+        console.confirm(f"Have {console.counted(len(found), 'image')} drawn again?", yes=yes)
         finder = replace.JobFinder(storage.blobs, given, fleet.keys.trusted)
-        await finder.list_duplicates(wanted.named.prefix)
-        replaced = replace.Replaced()
-        with console.counting("replaced", len(found.images), quiet=quiet) as on_image:
-            refused = await replace.replace(storage, found.images, finder, replaced, on_image)
+        await finder.list_duplicates(which.named.prefix)
+        with console.counting("replaced", len(found), quiet=quiet) as on_image:
+            replaced = await replace.replace(storage, found, finder, on_image)
+    refused = [{"image": name, "reason": why} for name, why in replaced.refused.items()]
     return {
         **result,
         "replaced": replaced.images,
         "jobs": replaced.jobs,
-        "not_redone": [asdict(each) for each in refused],
+        "not_redone": refused,
     }
 
 
-async def _warn_of_nodes_at_work(storage: Storage, found: select.Selection) -> None:
+async def _warn_of_nodes_at_work(storage: Storage, workers: Iterable[str]) -> None:
     """A worker that may draw its own images again, as wrong as before."""
     known = {node.name for node in (await quarantine.read(storage.files))[0].nodes}
-    for worker in sorted(set(found.by_worker) - {""}):
+    for worker in sorted({*workers} - {""}):
         if known.isdisjoint({worker, quarantine.node_of(worker)}):
             console.print_warning(
                 f"{worker} is not in the quarantine and may draw its images again; `imagefleet"
@@ -156,30 +178,113 @@ async def _warn_of_nodes_at_work(storage: Storage, found: select.Selection) -> N
 
 def _show(result: dict[str, Any], *, dry_run: bool) -> None:
     if finished := result["images_of_unfinished_runs"]:
-        console.print_note(f"finished a run that was interrupted: {_images(finished)}")
+        images = console.counted(finished, "image")
+        console.print_note(f"finished a run that was interrupted: {images}")
     elif result["unfinished_runs"]:
         console.print_note("a run was interrupted; the next one finishes it")
     if damaged := result["damaged_records"]:
         console.print_warning(f"{console.counted(damaged, 'suspect record')} cannot be read")
+    images = console.counted(result["images"], "image")
     if not result["images"]:
         console.print_plain("no images to draw again")
-        return
-    if not dry_run:
+    elif dry_run:
+        columns = console.name_column("worker"), console.number_column("images")
+        rows = ((worker or "(none)", count) for worker, count in result["workers"].items())
+        console.print_tables(console.table(*columns, rows=itertools.islice(rows, _SHOWN)))
+        console.print_plain(f"{images} would be drawn again")
+    else:
+        replaced = console.counted(result["replaced"], "image")
         jobs = console.counted(result["jobs"], "job")
-        console.print_plain(f"{_images(result['replaced'])} put aside, {jobs} sent")
+        console.print_plain(f"{replaced} put aside, {jobs} sent")
         refused = result["not_redone"]
         for each in refused[:_SHOWN]:
             console.print_plain(f"{each['image']} stays: {each['reason']}")
         if len(refused) > _SHOWN:
             console.print_plain(f"and {len(refused) - _SHOWN:,} others stay (--json lists them)")
-        return
-    columns = console.name_column("worker"), console.number_column("images")
-    rows = ((worker or "(none)", count) for worker, count in result["workers"].items())
-    console.print_tables(console.table(*columns, rows=itertools.islice(rows, _SHOWN)))
-    dollars = result["dollars"]
-    cost = "" if dollars is None else f"; drawing them took about ${dollars:,.2f}"
-    console.print_plain(f"{_images(result['images'])} would be drawn again{cost}")
 
 
-def _images(count: int) -> str:
-    return console.counted(count, "image")
+async def select(
+    storage: Storage, which: Which, on_listed: Callable[[], None]
+) -> tuple[Images, int]:
+    """Reads which images are wanted, and counts damaged records.
+
+    *on_listed* is called for each image that is looked at.
+    """
+    named = which.named
+    if named.campaign is not None and named.id is not None:
+        return await _of_job(storage, named.campaign, named.id), 0
+    await check_campaign(storage, named.campaign)
+    if which.suspect:
+        return await _by_records(storage.blobs, named.campaign, on_listed)
+    return await _by_worker(storage.blobs, which, on_listed), 0
+
+
+def is_image(name: str) -> bool:
+    """Whether a job draws it: an image, or a second drawing."""
+    return name.startswith(CHECKS) or not name.startswith(ASIDE)
+
+
+async def _of_job(storage: Storage, campaign: str, job_id: str) -> Images:
+    """The images of a job, or the one image of that name."""
+    name = job_key(campaign, job_id)
+    if (metadata := await storage.blobs.metadata(name)) is not None:
+        return {name: metadata}
+    job = outcomes.JobFacts(job_id, campaign)
+    stored = [each.blob for each in await outcomes.stored_images(storage, job) if each.blob]
+    known = {blob: await storage.blobs.metadata(blob) for blob in stored}
+    found = {blob: metadata for blob, metadata in known.items() if metadata is not None}
+    if not found:
+        raise await unknown_job(storage, Target(campaign, job_id))
+    return found
+
+
+async def _by_worker(blobs: BlobStore, which: Which, on_listed: Callable[[], None]) -> Images:
+    found: Images = {}
+    since, until = which.moments()
+    places = [""]
+    if which.named.campaign is not None:
+        places = [f"{folder}{which.named.campaign}/" for folder in ("", CHECKS, DUPLICATES)]
+    for place in places:
+        async for record in blobs.records(place):
+            if not is_image(record.name) and not record.name.startswith(DUPLICATES):
+                continue
+            on_listed()
+            worker = record.metadata.get("worker", "")
+            is_theirs = which.worker in {worker, quarantine.node_of(worker)}
+            if is_theirs and since <= record.created_at <= until:
+                found[record.name] = record.metadata
+    return found
+
+
+async def _by_records(
+    blobs: BlobStore, campaign: str | None, on_listed: Callable[[], None]
+) -> tuple[Images, int]:
+    found: Images = {}
+    damaged = 0
+    suspects: dict[str, str] = {}
+    async for name in blobs.names(SUSPECT):
+        if not name.endswith(".json"):
+            continue
+        try:
+            data = await blobs.read(name, _MAX_RECORD_BYTES)
+            record = SuspectRecord.model_validate_json(data or b"")
+        except (ValidationError, errors.UnusableFileError):
+            damaged += 1
+            continue
+        start = "" if campaign is None else f"{campaign}/"
+        for image in record.images:
+            if is_image(image) and image.removeprefix(CHECKS).startswith(start):
+                suspects[image] = record.worker
+
+    async def look_up(name: str) -> None:
+        on_listed()
+        try:
+            metadata = await blobs.metadata(name)
+        except errors.JobError:  # no name of a blob
+            return
+        # Another worker's: it was replaced already.
+        if metadata is not None and metadata.get("worker") == suspects[name]:
+            found[name] = metadata
+
+    await concurrency.for_each(suspects, look_up, _CONCURRENCY)
+    return found, damaged

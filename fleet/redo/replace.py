@@ -13,9 +13,9 @@ import re
 import uuid
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 
 from imagefleet import concurrency, errors
 from imagefleet.files import picture
@@ -116,28 +116,17 @@ class Entry(BaseModel):
     """The job's message; None for a duplicate, which is only put aside."""
 
 
-class Journal(BaseModel):
-    """The images that are being replaced."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    entries: list[Entry]
-
-
-@dataclass(frozen=True, slots=True)
-class Refused:
-    """An image that stays as it is, and why."""
-
-    image: str
-    reason: str
+#: A journal: the images that are being replaced.
+JOURNAL = TypeAdapter(list[Entry])
 
 
 @dataclass(slots=True)
 class Replaced:
-    """What was done: images put aside, and jobs sent."""
+    """What was done: images put aside, and jobs sent; and why others stay as they are."""
 
     images: int = 0
     jobs: int = 0
+    refused: dict[str, str] = field(default_factory=dict)
 
 
 #: The writer in the names of the shards with the notes.
@@ -158,11 +147,10 @@ async def replace(
     storage: Storage,
     images: Mapping[str, Mapping[str, str]],
     finder: JobFinder,
-    replaced: Replaced,
     on_image: Callable[[], None],
-) -> list[Refused]:
-    """Replaces *images*, given with their metadata; returns those that stay."""
-    refused: list[Refused] = []
+) -> Replaced:
+    """Replaces *images*, given with their metadata."""
+    replaced = Replaced()
     log = RecordLog(storage.blobs, _WRITER)
     notes = (once.note(name, metadata, "") for name, metadata in images.items())
     if first := next(filter(None, notes), None):
@@ -174,16 +162,17 @@ async def replace(
         prepared = await concurrency.gather(
             *(_prepare(storage, name, images[name], finder) for name in batch)
         )
-        refused += [each for each in prepared if isinstance(each, Refused)]
-        entries = [each for each in prepared if isinstance(each, Entry)]
+        found = dict(zip(batch, prepared, strict=True))
+        replaced.refused |= {name: why for name, why in found.items() if isinstance(why, str)}
+        entries = [entry for entry in prepared if isinstance(entry, Entry)]
         if entries:
             journal = f"{JOURNALS}{uuid.uuid4().hex}.json"
-            data = Journal(entries=entries).model_dump_json().encode()
+            data = JOURNAL.dump_json(entries)
             await storage.files.create(journal, data, "application/json", {})
             await finish(storage, journal, replaced, log)
         for _ in batch:
             on_image()
-    return refused
+    return replaced
 
 
 async def finish(
@@ -194,7 +183,7 @@ async def finish(
     if data is None:  # another run has just finished it
         return
     try:
-        entries = Journal.model_validate_json(data).entries
+        entries = JOURNAL.validate_json(data)
     except ValidationError:
         raise errors.SetupError(
             f"{journal} in {storage.files.name} is damaged: delete it"
@@ -214,15 +203,15 @@ async def finish(
 
 async def _prepare(
     storage: Storage, name: str, metadata: Mapping[str, str], finder: JobFinder
-) -> Entry | Refused:
-    """Keeps a copy of the image once its job is known."""
+) -> Entry | str:
+    """Keeps a copy of the image once its job is known; or says why the image stays."""
     try:
         data = await storage.blobs.read(name, MAX_IMAGE_BYTES)
         if data is None:
-            return Refused(name, "it is gone")
+            return "it is gone"
         message = None if name.startswith(DUPLICATES) else await finder.message(name, data)
     except (errors.UnusableFileError, errors.JobError) as error:
-        return Refused(name, error.message)
+        return error.message
     suffix = name.rpartition(".")[2]
     content_type = _CONTENT_TYPES.get(suffix, "application/octet-stream")
     facts = json.dumps(dict(metadata), sort_keys=True).encode()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -74,19 +74,19 @@ async def command(
             )
         sampled = await report_page.read_samples(storage.blobs, records)
     figures = report_figures.compute(records, storage.url, table, price_source)
-    metrics = None
-    if settings.prometheus is not None and figures.began_at and figures.ended_at:
+    metrics, period = None, (figures["began_at"], figures["ended_at"])
+    if settings.prometheus is not None and all(period):
         async with prometheus.connected(settings.prometheus, settings.queried_fleet) as server:
-            metrics = await report_figures.read_metrics(server, figures.began_at, figures.ended_at)
+            metrics = await report_figures.read_metrics(server, *period)
     if records.damaged.count:
         console.print_warning(str(records.damaged))
-    if metrics and metrics.left_out:
-        console.print_warning(metrics.left_out)
+    if metrics and metrics["left_out"]:
+        console.print_warning(metrics["left_out"])
     made_at = datetime.now(UTC)
     facts = {
         "made_at": made_at,
-        **asdict(figures),
-        "metrics": asdict(metrics) if metrics else None,
+        **figures,
+        "metrics": metrics,
         "scores": scored.model_dump() if scored else None,
     }
     if json_file is not None:
@@ -112,9 +112,9 @@ def _price(wanted: Price, table: prices.PriceTable) -> tuple[float | None, str]:
 
 
 def _summary(figures: report_figures.Figures) -> str:
-    facts = [console.counted(figures.images, "image")]
-    if figures.images_per_second is not None:
-        facts.append(f"{figures.images_per_second:.2f} images/s")
-    if figures.money.images_per_dollar is not None:
-        facts.append(f"{figures.money.images_per_dollar:,.0f} images per dollar")
-    return ", ".join([*facts, console.counted(figures.failed, "failed job")]) + "."
+    facts = [console.counted(figures["images"], "image")]
+    if (rate := figures["images_per_second"]) is not None:
+        facts.append(f"{rate:.2f} images/s")
+    if (per_dollar := figures["money"]["images_per_dollar"]) is not None:
+        facts.append(f"{per_dollar:,.0f} images per dollar")
+    return ", ".join([*facts, console.counted(figures["failed"], "failed job")]) + "."

@@ -5,8 +5,9 @@ from __future__ import annotations
 import statistics
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict
 from datetime import datetime, timedelta
+from typing import Any
 
 from fleet.monitor import rates
 from fleet.monitor.prometheus import Prometheus
@@ -26,68 +27,12 @@ _MAX_MODELS = 50
 SLOW_SHARE = 2 / 3
 
 
-@dataclass(frozen=True, slots=True)
-class Money:
-    """The cost of the campaign; the GPU part is None if a price is unknown."""
-
-    gpu_dollars: float | None
-    storage_dollars: float
-    dollars: float | None
-    images_per_dollar_gpu_only: float | None
-    images_per_dollar: float | None
-    price_source: str
-
-
-@dataclass(frozen=True, slots=True)
-class Failure:
-    error: str
-    reason: str
-    count: int
-
-
-@dataclass(frozen=True, slots=True)
-class Rate:
-    """Mean images/s of the bin that starts at *at* (Unix seconds)."""
-
-    at: int
-    images_per_second: float
-
-
-@dataclass(frozen=True, slots=True)
-class Figures:
-    """The figures computed from the records in storage."""
-
-    campaign: str
-    storage: str
-    began_at: datetime | None
-    ended_at: datetime | None
-    seconds: float | None
-    jobs: int
-    images: int
-    image_bytes: int
-    images_per_second: float | None
-    images_redelivered: int
-    seconds_in_worker_median: float | None
-    seconds_in_worker_p95: float | None
-    failed: int
-    cancelled: int
-    failures: Sequence[Failure]
-    money: Money
-    workers: Sequence[Worker]
-    models: Sequence[Model]
-    bin_seconds: int
-    throughput: Sequence[Rate]
-    damaged: int
-    damage: Sequence[str]
-    """The first reasons why records and samples are left out."""
-    notes: Sequence[str]
+Figures = Mapping[str, Any]
+"""The report's JSON, which the page shows; a figure that cannot be computed is None."""
 
 
 def compute(
-    records: Records,
-    storage_url: str,
-    table: prices.PriceTable,
-    price_source: str,
+    records: Records, storage_url: str, table: prices.PriceTable, price_source: str
 ) -> Figures:
     """The figures of *records*, whose workers and models are completed."""
     workers = _workers(records)
@@ -95,34 +40,51 @@ def compute(
     ended_at = max((worker.last_image_at for worker in workers), default=None)
     seconds = (ended_at - began_at).total_seconds() if began_at and ended_at else None
     bin_seconds, throughput = _throughput(records.stored_in_second)
-    return Figures(
-        campaign=records.campaign,
-        storage=storage_url,
-        began_at=began_at,
-        ended_at=ended_at,
-        seconds=seconds,
-        jobs=records.jobs,
-        images=records.images,
-        image_bytes=records.image_bytes,
-        images_per_second=records.images / seconds if seconds else None,
-        images_redelivered=records.images_redelivered,
-        seconds_in_worker_median=records.time_in_worker(0.5),
-        seconds_in_worker_p95=records.time_in_worker(0.95),
-        failed=records.failed,
-        cancelled=records.cancelled,
-        failures=[
-            Failure(error, reason, count)
-            for (error, reason), count in records.failed_by_error.most_common(_MAX_ERRORS)
+    # The messages of failed jobs are sent, received and deleted, too.
+    storage_dollars = prices.storage_dollars(records.jobs + records.failed, records.images, table)
+    priced = [worker.gpu_dollars for worker in workers if worker.gpu_dollars is not None]
+    gpu_dollars = sum(priced) if priced and len(priced) == len(workers) else None
+    dollars = None if gpu_dollars is None else gpu_dollars + storage_dollars
+    failures = records.failed_by_error.most_common(_MAX_ERRORS)
+    return {
+        "campaign": records.campaign,
+        "storage": storage_url,
+        "began_at": began_at,
+        "ended_at": ended_at,
+        "seconds": seconds,
+        "jobs": records.jobs,
+        "images": records.images,
+        "image_bytes": records.image_bytes,
+        "images_per_second": _quotient(records.images, seconds),
+        "images_redelivered": records.images_redelivered,
+        "seconds_in_worker_median": records.time_in_worker(0.5),
+        "seconds_in_worker_p95": records.time_in_worker(0.95),
+        "failed": records.failed,
+        "cancelled": records.cancelled,
+        "failures": [
+            {"error": error, "reason": reason, "count": count}
+            for (error, reason), count in failures
         ],
-        money=_money(records, workers, table, price_source),
-        workers=workers,
-        models=_models(records),
-        bin_seconds=bin_seconds,
-        throughput=throughput,
-        damaged=records.damaged.count,
-        damage=records.damaged.reasons,
-        notes=_notes(records, workers, table),
-    )
+        "money": {
+            "gpu_dollars": gpu_dollars,
+            "storage_dollars": storage_dollars,
+            "dollars": dollars,
+            "images_per_dollar_gpu_only": _quotient(records.images, gpu_dollars),
+            "images_per_dollar": _quotient(records.images, dollars),
+            "price_source": price_source,
+        },
+        "workers": [asdict(worker) for worker in workers],
+        "models": [asdict(model) for model in _models(records)],
+        "bin_seconds": bin_seconds,
+        "throughput": throughput,
+        "damaged": records.damaged.count,
+        "damage": records.damaged.reasons,
+        "notes": _notes(records, workers, table),
+    }
+
+
+def _quotient(images: float, by: float | None) -> float | None:
+    return images / by if by else None
 
 
 def _workers(records: Records) -> list[Worker]:
@@ -147,34 +109,12 @@ def _models(records: Records) -> list[Model]:
     """The models of most images."""
     models = sorted(records.models.values(), key=lambda each: each.images, reverse=True)
     for model in models:
-        cost = model.gpu_dollars
-        model.images_per_dollar_gpu_only = model.images / cost if cost else None
+        model.images_per_dollar_gpu_only = _quotient(model.images, model.gpu_dollars)
     return models[:_MAX_MODELS]
 
 
-def _money(
-    records: Records,
-    workers: Sequence[Worker],
-    table: prices.PriceTable,
-    price_source: str,
-) -> Money:
-    # The messages of failed jobs are sent, received and deleted, too.
-    storage_dollars = prices.storage_dollars(records.jobs + records.failed, records.images, table)
-    priced = [worker.gpu_dollars for worker in workers if worker.gpu_dollars is not None]
-    gpu_dollars = sum(priced) if priced and len(priced) == len(workers) else None
-    dollars = None if gpu_dollars is None else gpu_dollars + storage_dollars
-    return Money(
-        gpu_dollars=gpu_dollars,
-        storage_dollars=storage_dollars,
-        dollars=dollars,
-        images_per_dollar_gpu_only=records.images / gpu_dollars if gpu_dollars else None,
-        images_per_dollar=records.images / dollars if dollars else None,
-        price_source=price_source,
-    )
-
-
-def _throughput(stored_in_second: Counter[int]) -> tuple[int, list[Rate]]:
-    """Bins over the whole period, empty ones included, so that a pause shows."""
+def _throughput(stored_in_second: Counter[int]) -> tuple[int, list[dict[str, float]]]:
+    """Mean rates from Unix seconds on; no empty bin is left out, so that a pause shows."""
     if not stored_in_second:
         return 1, []
     begin, end = min(stored_in_second), max(stored_in_second)
@@ -183,7 +123,8 @@ def _throughput(stored_in_second: Counter[int]) -> tuple[int, list[Rate]]:
     for second, count in stored_in_second.items():
         bins[second // step] += count
     return step, [
-        Rate(number * step, bins[number] / step) for number in range(begin // step, end // step + 1)
+        {"at": number * step, "images_per_second": bins[number] / step}
+        for number in range(begin // step, end // step + 1)
     ]
 
 
@@ -191,15 +132,9 @@ def _notes(records: Records, workers: Sequence[Worker], table: prices.PriceTable
     """What the figures include and what they leave out."""
     notes = [
         "Images, sizes and times come from the workers' records, by the workers' clocks.",
-        (
-            "A worker's time runs from its first pull to its last image of this campaign, plus"
-            " its start-up if that was recorded. Idle time before and after, and workers that"
-            " stored nothing, are not included. Time shared with another campaign counts in full."
-        ),
-        (
-            "Wasted work (duplicates, images of jobs that failed) leaves no record in storage; the"
-            " metrics include it (--prometheus)."
-        ),
+        "A worker's time runs from its start-up to its last image of the campaign, in full.",
+        "Workers that stored nothing, and idle time before and after, are not included.",
+        "Wasted work leaves no record in storage; the metrics include it (--prometheus).",
         f"Storage operations: {table.storage.source}; keeping the images is not included.",
     ]
     if records.cancelled:
@@ -231,32 +166,14 @@ _LOOK_BACK_SECONDS = 300
 _STAGES = ("pull", "prepare", "wait_gpu", "generate", "encode", "upload", "acknowledge")
 
 
-@dataclass(frozen=True, slots=True)
-class Metrics:
-    """Totals of the whole fleet from *began_at* to *ended_at*, all campaigns included."""
+async def read_metrics(prometheus: Prometheus, began_at: datetime, last_at: datetime) -> Figures:
+    """Reads the whole fleet's totals from the campaign's first worker to after its last image.
 
-    began_at: datetime
-    ended_at: datetime
-    images: float
-    dollars: Mapping[str, float]
-    wasted_dollars: Mapping[str, float]
-    jobs: Mapping[str, float]
-    gpu_busy_seconds: float
-    gpu_idle_seconds: Mapping[str, float]
-    stage_mean_seconds: Mapping[str, float]
-    images_per_dollar_gpu_only: float | None
-    images_per_dollar: float | None
-    rate_seconds: float
-    over_time: Mapping[str, Sequence[tuple[float, float]]]
-    left_out: str | None = None
-
-
-async def read_metrics(prometheus: Prometheus, began_at: datetime, last_at: datetime) -> Metrics:
-    """Reads the metrics from the campaign's first worker to shortly after its last image."""
+    Other campaigns are included; `left_out` names fleets that are not.
+    """
     ended_at = last_at + timedelta(seconds=TAIL_SECONDS)
     window = (ended_at - began_at).total_seconds()
     step = max(1.0, (last_at - began_at).total_seconds() / _POINTS)
-    span = (began_at, last_at, step)
     rate_seconds = max(_MIN_RATE_SECONDS, 2 * step)
 
     async def gained(metric: str, label: str = "") -> dict[str, float]:
@@ -265,30 +182,30 @@ async def read_metrics(prometheus: Prometheus, began_at: datetime, last_at: date
 
     images = (await gained("imagefleet_images_total")).get("", 0.0)
     dollars = await gained("imagefleet_cost_dollars_total", "kind")
-    gpu, total = dollars.get("gpu", 0.0), sum(dollars.values())
     spent = await gained("imagefleet_stage_seconds_sum", "stage")
     times = await gained("imagefleet_stage_seconds_count", "stage")
-    return Metrics(
-        began_at=began_at,
-        ended_at=ended_at,
-        images=images,
-        dollars=dollars,
-        wasted_dollars=await gained("imagefleet_wasted_dollars_total", "reason"),
-        jobs=await gained("imagefleet_jobs_total", "outcome"),
-        gpu_busy_seconds=(await gained("imagefleet_gpu_busy_seconds_total")).get("", 0.0),
-        gpu_idle_seconds=await gained("imagefleet_gpu_idle_seconds_total", "reason"),
-        stage_mean_seconds={
+    over_time = {}
+    for name, query in _queries_over_time(f"{rate_seconds:.0f}s").items():
+        series = await prometheus.over(query, began_at, last_at, step)
+        over_time[name] = series[0].points if series else ()
+    return {
+        "began_at": began_at,
+        "ended_at": ended_at,
+        "images": images,
+        "dollars": dollars,
+        "wasted_dollars": await gained("imagefleet_wasted_dollars_total", "reason"),
+        "jobs": await gained("imagefleet_jobs_total", "outcome"),
+        "gpu_busy_seconds": (await gained("imagefleet_gpu_busy_seconds_total")).get("", 0.0),
+        "gpu_idle_seconds": await gained("imagefleet_gpu_idle_seconds_total", "reason"),
+        "stage_mean_seconds": {
             stage: spent[stage] / times[stage] for stage in _STAGES if times.get(stage)
         },
-        images_per_dollar_gpu_only=images / gpu if gpu else None,
-        images_per_dollar=images / total if total else None,
-        rate_seconds=rate_seconds,
-        over_time={
-            name: series[0].points if (series := await prometheus.over(query, *span)) else ()
-            for name, query in _queries_over_time(f"{rate_seconds:.0f}s").items()
-        },
-        left_out=await rates.left_out(prometheus, ended_at, f"{window:.0f}s"),
-    )
+        "images_per_dollar_gpu_only": _quotient(images, dollars.get("gpu")),
+        "images_per_dollar": _quotient(images, sum(dollars.values())),
+        "rate_seconds": rate_seconds,
+        "over_time": over_time,
+        "left_out": await rates.left_out(prometheus, ended_at, f"{window:.0f}s"),
+    }
 
 
 def _gain(metric: str, label: str, window_seconds: float) -> str:

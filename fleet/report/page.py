@@ -6,8 +6,8 @@ import base64
 import textwrap
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from datetime import datetime
+from typing import Any
 
 import jinja2
 import numpy as np
@@ -16,7 +16,7 @@ from rich import filesize
 
 from fleet.console import counted
 from fleet.gallery.images import shrink
-from fleet.report.figures import Figures, Metrics
+from fleet.report.figures import Figures
 from fleet.report.plot import Bar, Points, bars, time_plot
 from fleet.report.records import Records
 from imagefleet import errors
@@ -28,15 +28,13 @@ from imagefleet.records.record import Record
 from imagefleet.redaction import printable
 from imagefleet.scores import Scores, number_text
 from imagefleet.storage.protocol import BlobStore
-from loadgen.load import duration
+from worker.progress import duration
 
 #: Rows of the table of workers, the slowest first.
 _MAX_WORKERS = 15
 
 #: Workers are counted by speed where there are more than these.
 _SPEED_BINS = 12
-#: Stands for a figure that cannot be computed.
-_UNKNOWN = "n/a"
 
 #: The colour of waste.
 _BAD = 3
@@ -45,22 +43,7 @@ _BAD = 3
 _SHOWN_CHARACTERS = 110
 
 
-@dataclass(frozen=True, slots=True)
-class Sample:
-    """An image for the page; *data* is a JPEG in base64, None for what is no image."""
-
-    job: str
-    address: str
-    data: str | None
-    words: str
-    loras: Sequence[str]
-
-    @property
-    def short(self) -> str:
-        return textwrap.shorten(self.words, _SHOWN_CHARACTERS, placeholder=" …")
-
-
-async def read_samples(blobs: BlobStore, records: Records) -> list[Sample]:
+async def read_samples(blobs: BlobStore, records: Records) -> list[Mapping[str, Any]]:
     """The samples of *records* that are still there; counts the damaged ones in them."""
     samples = []
     for record in records.samples:
@@ -75,16 +58,23 @@ async def read_samples(blobs: BlobStore, records: Records) -> list[Sample]:
     return samples
 
 
-def sample(record: Record, address: str, data: str | None) -> Sample:
+def sample(record: Record, address: str, data: str | None) -> Mapping[str, Any]:
+    """An image for the page; *data* is a JPEG in base64, None for what is no image."""
     words, loras = prompt.read_words(printable(record.prompt or ""))
-    weighted = [f"{lora.name} {number_text(lora.unet_weight)}" for lora in loras]
-    return Sample(record.id, address, data, words, weighted)
+    return {
+        "job": record.id,
+        "address": address,
+        "data": data,
+        "words": words,
+        "short": textwrap.shorten(words, _SHOWN_CHARACTERS, placeholder=" …"),
+        "loras": [f"{lora.name} {number_text(lora.unet_weight)}" for lora in loras],
+    }
 
 
 def render(
     figures: Figures,
-    metrics: Metrics | None,
-    samples: Sequence[Sample],
+    metrics: Figures | None,
+    samples: Sequence[Mapping[str, Any]],
     made_at: datetime,
     scores: Scores | None = None,
 ) -> str:
@@ -95,16 +85,15 @@ def render(
         trim_blocks=True,
         undefined=jinja2.StrictUndefined,
     )
-    filters = (gpu_name, _dollars, _moment, _number, _seconds, _span, _words)
-    environment.filters.update({each.__name__.lstrip("_"): each for each in filters})
-    environment.filters["size"] = filesize.decimal
+    filters = {name: _or_unknown(show) for name, show in _FILTERS.items()}
+    environment.filters.update(filters | {"gpu_name": gpu_name})
     return environment.get_template("page.html.jinja").render(
         counted=counted,
         figures=figures,
         metrics=metrics,
         made_at=made_at,
         plots=_plots(figures) | (_metrics_plots(metrics) if metrics else {}),
-        slowest=list(reversed(figures.workers))[:_MAX_WORKERS],
+        slowest=list(reversed(figures["workers"]))[:_MAX_WORKERS],
         samples=samples,
         scores=scores,
         curve=Markup(campaign_scores.svg(scores) if scores else ""),  # noqa: S704 - its texts are escaped
@@ -115,11 +104,12 @@ def render(
 def _plots(figures: Figures) -> dict[str, Markup]:
     # Steps: a bin is a mean, so there is nothing to interpolate.
     points = [
-        (at, rate.images_per_second)
-        for rate in figures.throughput
-        for at in (rate.at, rate.at + figures.bin_seconds)
+        (at, rate["images_per_second"])
+        for rate in figures["throughput"]
+        for at in (rate["at"], rate["at"] + figures["bin_seconds"])
     ]
-    speeds = [worker.images_per_second for worker in figures.workers if worker.images_per_second]
+    workers, money = figures["workers"], figures["money"]
+    speeds = list(filter(None, (worker["images_per_second"] for worker in workers)))
     by_speed = []
     if len(speeds) > _SPEED_BINS:
         numbers, edges = np.histogram(speeds, _SPEED_BINS)
@@ -128,10 +118,10 @@ def _plots(figures: Figures) -> dict[str, Markup]:
             for low, count in zip(edges[:-1].tolist(), numbers.tolist(), strict=True)
         ]
     dollars: dict[str, float] = defaultdict(float)
-    if figures.money.gpu_dollars is not None:
-        for worker in figures.workers:
-            dollars[gpu_name(worker.gpu)] += worker.gpu_dollars or 0.0
-    costs = dict(sorted(dollars.items())) | {"storage operations": figures.money.storage_dollars}
+    if money["gpu_dollars"] is not None:
+        for worker in workers:
+            dollars[gpu_name(worker["gpu"])] += worker["gpu_dollars"]
+    costs = dict(sorted(dollars.items())) | {"storage operations": money["storage_dollars"]}
     return {
         "throughput": time_plot({"images/s": points}, "Images/s stored"),
         "money": bars(_rows(costs, _dollars), "Dollars by kind"),
@@ -139,13 +129,13 @@ def _plots(figures: Figures) -> dict[str, Markup]:
     }
 
 
-def _metrics_plots(metrics: Metrics) -> dict[str, Markup]:
-    busy, idle = metrics.gpu_busy_seconds, metrics.gpu_idle_seconds
-    total, gpu = busy + sum(idle.values()), metrics.dollars.get("gpu", 0.0)
+def _metrics_plots(metrics: Figures) -> dict[str, Markup]:
+    busy, idle = metrics["gpu_busy_seconds"], metrics["gpu_idle_seconds"]
+    total, gpu = busy + sum(idle.values()), metrics["dollars"].get("gpu", 0.0)
     kinds = {"gpu": "GPU", "storage": "storage operations"}
-    dollars = {kinds.get(kind, kind): amount for kind, amount in metrics.dollars.items()}
+    dollars = {kinds.get(kind, kind): amount for kind, amount in metrics["dollars"].items()}
     spent = _rows(dollars, _dollars) + _rows(
-        metrics.wasted_dollars,
+        metrics["wasted_dollars"],
         lambda amount: f"{_dollars(amount)}, {_share(amount, gpu)}",
         *("of the GPU: ", _BAD),
     )
@@ -155,7 +145,7 @@ def _metrics_plots(metrics: Metrics) -> dict[str, Markup]:
     return {
         "spent": bars(spent, "Dollars by kind, and waste by reason"),
         "gpu_time": bars(gpu_time, "Share of GPU time"),
-        "stages": bars(_rows(metrics.stage_mean_seconds, _seconds), "Mean seconds by stage"),
+        "stages": bars(_rows(metrics["stage_mean_seconds"], _seconds), "Mean seconds by stage"),
         "images_per_dollar": time_plot(per_dollar, "Images per dollar over time"),
         "workers": time_plot(_lines(metrics, workers="workers"), "Workers over time"),
     }
@@ -171,8 +161,8 @@ def _rows(
     ]
 
 
-def _lines(metrics: Metrics, **legends: str) -> dict[str, Points]:
-    found = metrics.over_time
+def _lines(metrics: Figures, **legends: str) -> dict[str, Points]:
+    found = metrics["over_time"]
     return {legend: found[name] for name, legend in legends.items() if found.get(name)}
 
 
@@ -184,13 +174,7 @@ def _words(slug: str) -> str:
     return slug[:80].replace("_", " ")
 
 
-def _number(value: float | None, spec: str = ",") -> str:
-    return _UNKNOWN if value is None else format(value, spec)
-
-
-def _dollars(value: float | None) -> str:
-    if value is None:
-        return _UNKNOWN
+def _dollars(value: float) -> str:
     return f"${value:,.2f}" if value >= 0.1 or value == 0 else f"${number_text(value)}"  # noqa: PLR2004
 
 
@@ -198,13 +182,20 @@ def _share(part: float, whole: float) -> str:
     return f"{part / whole:.1%}" if whole else "0 %"
 
 
-def _seconds(value: float | None) -> str:
-    return _UNKNOWN if value is None else f"{number_text(value)} s"
+def _seconds(value: float) -> str:
+    return f"{number_text(value)} s"
 
 
-def _span(seconds: float | None) -> str:
-    return _UNKNOWN if seconds is None else duration(seconds)
+_FILTERS: Mapping[str, Callable[..., str]] = {
+    "dollars": _dollars,
+    "moment": "{:%Y-%m-%d %H:%M:%S}".format,
+    "number": lambda value, spec=",": format(value, spec),
+    "seconds": _seconds,
+    "size": filesize.decimal,
+    "span": duration,
+    "words": _words,
+}
 
 
-def _moment(at: datetime) -> str:
-    return at.strftime("%Y-%m-%d %H:%M:%S")
+def _or_unknown(show: Callable[..., str]) -> Callable[..., str]:
+    return lambda value, *spec: "n/a" if value is None else show(value, *spec)

@@ -5,21 +5,21 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import sys
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncGenerator, Collection
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from pathlib import Path
-from typing import Literal, TextIO
+from typing import Literal
 
 import typer
 
 from fleet import console, options
 from fleet.campaigns import target
 from fleet.options import option
-from fleet.results import download, files, forms
+from fleet.results import download, forms
 from imagefleet import errors
 from imagefleet.job.message import DEFAULT_CAMPAIGN
-from imagefleet.records import columns, reader
+from imagefleet.records import reader
 from imagefleet.records.record import Record
 from imagefleet.records.stored import Damaged
 from imagefleet.storage.open import Storage
@@ -29,12 +29,8 @@ from imagefleet.storage.settings import StorageSettings
 _SHOWN = 20
 
 
-class Outcome(StrEnum):
-    """What became of an image's job, as typer reads it from the command line."""
-
-    COMPLETED = "completed"
-    FAILED = "failed"
-    CANCELLED = "cancelled"
+Outcome = StrEnum("Outcome", ["COMPLETED", "FAILED", "CANCELLED"])
+"""What became of an image's job, as typer reads it from the command line."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +39,7 @@ class Output:
 
     as_json: options.AsJsonLines = False
     form: Literal["csv", "parquet"] | None = option(
-        "Rows of CSV, or a file of Parquet; not a forms.", None, "--format"
+        "Rows of CSV, or a file of Parquet; not a table.", None, "--format"
     )
     output: Path | None = option(
         "For the lines or the Parquet, whole or not at all, not stdout.", metavar="FILE"
@@ -52,7 +48,7 @@ class Output:
     follow: bool = option(
         "Go on with new results until the campaign's end or Ctrl-C.", default=False
     )
-    outcome: list[Outcome] | None = option("Only these; repeaforms.")
+    outcome: list[Outcome] | None = option("Only these; repeatable.")
     limit: int | None = option("At most so many [default: all; table: 20].", min=1, metavar="COUNT")
 
     @property
@@ -116,41 +112,39 @@ class _Results:
     storage: Storage
     damaged: Damaged = field(default_factory=Damaged)
 
-    def records(self) -> AsyncIterator[list[Record]]:
+    def records(self) -> AsyncGenerator[list[Record]]:
         """The results so far, some at a time; with --follow those that come, too."""
         if self.to.follow:
             return self.followed(self.to.limit)
-        return reader.results(
-            self.storage, self.campaign, self.to.outcomes, self.damaged, self.to.limit
-        )
+        return _limited(self.found(self.to.outcomes), self.to.limit)
 
-    async def followed(
+    def found(self, outcomes: Collection[str]) -> AsyncGenerator[list[Record]]:
+        return reader.results(self.storage, self.campaign, outcomes, self.damaged)
+
+    def followed(
         self, left: int | None, position: dict[str, int] | None = None
-    ) -> AsyncIterator[list[Record]]:
+    ) -> AsyncGenerator[list[Record]]:
         """Results from a follower's *position* on, until the campaign's end; *left* at most."""
         follower = reader.Follower(self.storage, self.campaign, position, self.damaged)
-        polls = reader.follow(
-            self.storage, follower, self.campaign, self.to.outcomes, console.print_warning
-        )
-        if left is not None and left <= 0:
-            return
-        async for batch in polls:
-            yield batch[:left]
-            if left is not None and (left := left - len(batch)) <= 0:
+        warn, outcomes = console.print_warning, self.to.outcomes
+        return _limited(reader.follow(self.storage, follower, self.campaign, outcomes, warn), left)
+
+    async def total(self, counts: reader.Counts | None = None) -> int:
+        """How many results there are."""
+        counts = counts or await reader.counts(self.storage, self.campaign)
+        numbers = {"completed": counts.images, "failed": counts.failed}
+        return sum(numbers.get(outcome, counts.cancelled) for outcome in self.to.outcomes)
+
+
+async def _limited(
+    parts: AsyncGenerator[list[Record]], left: int | None
+) -> AsyncGenerator[list[Record]]:
+    """*left* of the records at most."""
+    async with contextlib.aclosing(parts):
+        async for records in parts:
+            yield records[:left]
+            if left is not None and (left := left - len(records)) <= 0:
                 return
-
-    async def total(self) -> int:
-        """How many results there are, for a bar."""
-        total = self.total_of(await reader.counts(self.storage, self.campaign))
-        return total if self.to.limit is None else min(total, self.to.limit)
-
-    def total_of(self, counts: reader.Counts) -> int:
-        numbers = {
-            "completed": counts.images,
-            "failed": counts.failed,
-            "cancelled": counts.cancelled,
-        }
-        return sum(numbers[outcome] for outcome in self.to.outcomes)
 
 
 async def _run(settings: StorageSettings, campaign: str, to: Output) -> bool:
@@ -165,12 +159,8 @@ async def _run(settings: StorageSettings, campaign: str, to: Output) -> bool:
             with contextlib.suppress(*([asyncio.CancelledError] if to.follow else [])):
                 if to.download is not None:
                     is_whole = await _download(results, to.download)
-                elif to.form == "parquet" and to.output is not None:
-                    with console.counting("written", await results.total()) as on_records:
-                        address = fleet.storage.blobs.address
-                        await forms.write_parquet(results.records(), to.output, address, on_records)
-                elif to.as_json or to.form == "csv":
-                    await _write_lines(results)
+                elif to.as_json or to.form:
+                    await _write(results, forms.WRITERS[to.form or "json"])
                 else:
                     await _show(results)
         finally:
@@ -179,37 +169,29 @@ async def _run(settings: StorageSettings, campaign: str, to: Output) -> bool:
     return is_whole
 
 
-async def _write_lines(results: _Results) -> None:
-    is_csv, path = results.to.form == "csv", results.to.output
-    to_text = forms.csv_lines if is_csv else forms.json_lines
-    total = None if path is None else await results.total()
-    with _text_file(path) as file, console.counting("written", total, quiet=path is None) as on:
-        if is_csv:
-            file.write(forms.csv_text([columns.COLUMNS]))
+async def _write(results: _Results, writing: forms.Writing) -> None:
+    to, address = results.to, results.storage.blobs.address
+    total = None if to.output is None else min(await results.total(), to.limit or sys.maxsize)
+    quiet = to.output is None
+    with (
+        writing(to.output, address) as write,
+        console.counting("written", total, quiet=quiet) as on,
+    ):
         async for records in results.records():
-            file.write(to_text(records, results.storage.blobs.address))
+            write(records)
             on(len(records))
-            file.flush()
-
-
-@contextlib.contextmanager
-def _text_file(path: Path | None) -> Iterator[TextIO]:
-    if path is None:
-        yield sys.stdout
-        return
-    with files.whole(path) as draft, draft.open("w", encoding="utf-8", newline="") as file:
-        yield file
 
 
 async def _download(results: _Results, folder: Path) -> bool:
-    total = None if results.to.follow else await results.total()
+    to = results.to
+    total = None if to.follow else min(await results.total(), to.limit or sys.maxsize)
     with download.opened(folder, results.storage.blobs) as running:
         try:
             with console.counting("downloaded", total) as on_image:
                 async for records in results.records():
                     await running.run(records, on_image)
         finally:
-            _report_download(running.done, folder, as_json=results.to.as_json)
+            _report_download(running.done, folder, as_json=to.as_json)
     return not running.done.missing
 
 
@@ -239,24 +221,19 @@ async def _show(results: _Results) -> None:
     shown_until = await reader.end(storage, campaign) if to.follow else None
     counts = await reader.counts(storage, campaign)
     console.print_tables(forms.counts_table(counts))
-    limit = to.limit or _SHOWN
     shown = 0
-    for outcomes, to_table in (
-        (to.outcomes & {"completed"}, forms.images_table),
-        (to.outcomes - {"completed"}, forms.ended_table),
-    ):
-        found = reader.results(storage, campaign, outcomes, results.damaged, limit)
-        records = [record async for some in found for record in some]
-        shown += len(records)
-        if records:
-            console.print_tables("", to_table(records))
-    if shown < (total := results.total_of(counts)):
+    for outcomes in (to.outcomes & {"completed"}, to.outcomes - {"completed"}):
+        found = _limited(results.found(outcomes), to.limit or _SHOWN)
+        if records := [record async for some in found for record in some]:
+            shown += len(records)
+            console.print_tables("", forms.table(records))
+    if shown < (total := await results.total(counts)):
         console.print_note(
             f"{shown:,} of {console.counted(total, 'result')} shown: --limit COUNT shows more of"
             " each kind; --json and --format have all"
         )
-    if to.follow:
-        left = None if to.limit is None else to.limit - shown
+    left = None if to.limit is None else to.limit - shown
+    if to.follow and (left is None or left > 0):
         async for batch in results.followed(left, shown_until):
             for record in batch:
                 console.print_plain(forms.line(record))

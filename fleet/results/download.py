@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
-import shutil
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -38,9 +36,6 @@ async def read(blobs: BlobStore, record: Record) -> tuple[bytes | None, Fault | 
     return data, None if record.size_bytes in {None, len(data)} else "changed"
 
 
-#: Below the folder: what is not yet whole.
-_PARTIAL = ".partial"
-
 #: The most names of images that are not there which are shown.
 _SHOWN = 10
 
@@ -62,24 +57,18 @@ class Downloaded:
 def opened(folder: Path, blobs: BlobStore) -> Iterator[Download]:
     """A download into *folder*, which no other process writes to meanwhile."""
     with files.writing(folder), console.only_one(folder, f"{folder} is being downloaded to"):
-        partial = folder / _PARTIAL
-        shutil.rmtree(partial, ignore_errors=True)  # of a download that was killed
-        partial.mkdir(parents=True)
-        try:
-            yield Download(folder, blobs, ignores_case=files.ignores_case(partial))
-        finally:
-            shutil.rmtree(partial, ignore_errors=True)
+        folder.mkdir(parents=True, exist_ok=True)
+        yield Download(folder, blobs, files.ignores_case(folder))
 
 
+@dataclass(frozen=True, slots=True)
 class Download:
     """Images on their way into a folder, some at once."""
 
-    def __init__(self, folder: Path, blobs: BlobStore, *, ignores_case: bool) -> None:
-        self.done = Downloaded()
-        self._folder = folder
-        self._blobs = blobs
-        self._ignores_case = ignores_case
-        self._numbers = itertools.count()
+    folder: Path
+    blobs: BlobStore
+    ignores_case: bool
+    done: Downloaded = field(default_factory=Downloaded)
 
     async def run(self, records: Iterable[Record], on_image: Callable[[], None]) -> None:
         """Downloads the images of *records*."""
@@ -93,23 +82,25 @@ class Download:
     async def _fetch(self, record: Record) -> None:
         blob = record.blob or ""
         name = blob.rpartition("/")[2]
-        path = self._folder / (files.without_case(name) if self._ignores_case else name)
+        path = self.folder / (files.without_case(name) if self.ignores_case else name)
         if record.size_bytes is not None and files.size_of(path) == record.size_bytes:
             self.done.already_there += 1
             return
-        data, fault = await read(self._blobs, record)
+        data, fault = await read(self.blobs, record)
         if data is None:
             self.done.missing += 1
             if len(self.done.first_missing) < _SHOWN:
                 self.done.first_missing.append(blob)
             return
-        await asyncio.to_thread(self._write, path, data)
+        await asyncio.to_thread(_write, path, data)
         self.done.images += 1
         self.done.bytes += len(data)
         self.done.changed += fault == "changed"
 
-    def _write(self, path: Path, data: bytes) -> None:
-        # Not synced: a file that a power failure has emptied is not of its size.
-        draft = self._folder / _PARTIAL / f"{next(self._numbers)}"
-        draft.write_bytes(data)
-        draft.replace(path)
+
+def _write(path: Path, data: bytes) -> None:
+    # Not synced: a file that a power failure has emptied is not of its size. Images' names do not
+    # begin with a dot, and what a kill leaves is written over by the next download.
+    draft = path.with_name(f".{path.name}.partial")
+    draft.write_bytes(data)
+    draft.replace(path)

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
+import contextlib
 import csv
-import io
+import itertools
+import sys
 import textwrap
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
-from rich.table import Table
+from rich.table import Column, Table
 
 from fleet import console
 from fleet.results import files
@@ -43,32 +44,26 @@ def counts_table(counts: Counts) -> Table:
     return console.totals({name: f"{n:,}" for name, n in rows.items() if n or name == "images"})
 
 
-def images_table(records: Sequence[Record]) -> Table:
-    """A row for each image."""
-    return console.table(
-        console.name_column("image"),
-        *map(console.number_column, ("seed", "size", "steps", "seconds")),
-        *("worker", "prompt"),
-        rows=map(_image_cells, records),
-    )
-
-
-def ended_table(records: Sequence[Record]) -> Table:
-    """A row for each job that has failed or was cancelled."""
-    return console.table(
-        *map(console.name_column, ("job", "outcome", "error")),
-        *(console.number_column("attempts"), "reason"),
-        rows=map(_ended_cells, records),
-    )
+def table(records: Sequence[Record]) -> Table:
+    """A row for each image, or for each job that has failed or was cancelled."""
+    names, numbers = console.name_column, console.number_column
+    if records[0].outcome == "completed":
+        heads = map(numbers, ("seed", "size", "steps", "seconds"))
+        made: list[Column | str] = [names("image"), *heads, "worker", "prompt"]
+    else:
+        made = [*map(names, ("job", "outcome", "error")), numbers("attempts"), "reason"]
+    return console.table(*made, rows=map(_cells, records))
 
 
 def line(record: Record) -> str:
     """A result in one line, for what is followed."""
-    cells = _image_cells(record) if record.outcome == "completed" else _ended_cells(record)
-    return "  ".join(each for each in cells if each)
+    return "  ".join(each for each in _cells(record) if each)
 
 
-def _image_cells(record: Record) -> list[str]:
+def _cells(record: Record) -> list[str]:
+    if record.outcome != "completed":
+        ended = (record.outcome, record.error or "", str(record.attempts))
+        return [record.id, *ended, _short(record.reason)]
     name = record.id if record.images == 1 else f"{record.id} {record.index}"
     if record.stage > 1:
         name += f"{SEPARATOR}{record.stage}"
@@ -76,11 +71,6 @@ def _image_cells(record: Record) -> list[str]:
     seconds = "" if record.seconds is None else f"{record.seconds:.1f}"
     seed, steps = ("" if each is None else str(each) for each in (record.seed, record.steps))
     return [name, seed, size, steps, seconds, record.worker, _short(record.prompt)]
-
-
-def _ended_cells(record: Record) -> list[str]:
-    attempts = str(record.attempts)
-    return [record.id, record.outcome, record.error or "", attempts, _short(record.reason)]
 
 
 def _short(text: str | None) -> str:
@@ -91,23 +81,43 @@ def _short(text: str | None) -> str:
 _FORMULA = ("=", "+", "-", "@", "\t")
 
 
-def json_lines(records: Iterable[Record], address: columns.Address) -> str:
-    """One JSON object per line."""
-    return "".join(
-        console.json_text(columns.row(record, address), indent=None) for record in records
-    )
+Write = Callable[[Iterable[Record]], object]
 
 
-def csv_lines(records: Iterable[Record], address: columns.Address) -> str:
+@contextlib.contextmanager
+def _text_file(path: Path | None) -> Iterator[TextIO]:
+    if path is None:
+        yield sys.stdout
+        return
+    with files.whole(path) as draft, draft.open("w", encoding="utf-8", newline="") as file:
+        yield file
+
+
+@contextlib.contextmanager
+def _json_lines(path: Path | None, address: columns.Address) -> Iterator[Write]:
+    with _text_file(path) as file:
+
+        def write(records: Iterable[Record]) -> None:
+            for record in records:
+                file.write(console.json_text(columns.row(record, address), indent=None))
+            file.flush()
+
+        yield write
+
+
+@contextlib.contextmanager
+def _csv(path: Path | None, address: columns.Address) -> Iterator[Write]:
     """One line per result; a prompt may go over several."""
-    rows = (columns.row(record, address) for record in records)
-    return csv_text([[_cell(name, value) for name, value in row.items()] for row in rows])
+    with _text_file(path) as file:
+        lines = csv.writer(file, lineterminator="\n")
+        lines.writerow(columns.COLUMNS)
 
+        def write(records: Iterable[Record]) -> None:
+            for record in records:
+                lines.writerow(itertools.starmap(_cell, columns.row(record, address).items()))
+            file.flush()
 
-def csv_text(rows: Iterable[Iterable[Any]]) -> str:
-    text = io.StringIO()
-    csv.writer(text, lineterminator="\n").writerows(rows)
-    return text.getvalue()
+        yield write
 
 
 def _cell(name: str, value: Any) -> Any:
@@ -159,25 +169,29 @@ def parquet_cells(row: dict[str, Any]) -> dict[str, Any]:
     return row | {"metadata": columns.json_text(row["metadata"]) if row["metadata"] else None}
 
 
-async def write_parquet(
-    records: AsyncIterator[list[Record]],
-    path: Path,
-    address: columns.Address,
-    on_records: Callable[[int], None],
-) -> None:
-    """Writes a file whole or not at all."""
-    pa = arrow()
+@contextlib.contextmanager
+def _parquet(path: Path | None, address: columns.Address) -> Iterator[Write]:
+    assert path is not None  # noqa: S101 - `Output.check`
+    pa, schema = arrow(), parquet_schema()
     with (
         files.whole(path) as draft,
-        pa.parquet.ParquetWriter(draft, parquet_schema(), compression="zstd") as writer,
+        pa.parquet.ParquetWriter(draft, schema, compression="zstd") as writer,
     ):
         group: list[Any] = []
-        async for batch in records:
-            rows = [parquet_cells(columns.row(record, address)) for record in batch]
-            group.append(await asyncio.to_thread(pa.Table.from_pylist, rows, parquet_schema()))
-            if sum(part.num_rows for part in group) >= ROW_GROUP:
-                await asyncio.to_thread(writer.write_table, pa.concat_tables(group))
-                group = []
-            on_records(len(batch))
+
+        def write(records: Iterable[Record]) -> None:
+            rows = [parquet_cells(columns.row(record, address)) for record in records]
+            group.append(pa.Table.from_pylist(rows, schema))
+            if sum(map(len, group)) >= ROW_GROUP:
+                writer.write_table(pa.concat_tables(group))
+                group.clear()
+
+        yield write
         if group:
             writer.write_table(pa.concat_tables(group))
+
+
+Writing = Callable[[Path | None, columns.Address], contextlib.AbstractContextManager[Write]]
+"""Opens a file that appears whole or not at all, None for stdout, to write records to."""
+
+WRITERS: Mapping[str, Writing] = {"json": _json_lines, "csv": _csv, "parquet": _parquet}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import re
 from collections.abc import Callable, Mapping
 from http import HTTPStatus
@@ -17,20 +16,21 @@ from fleet.salad import gpus
 from fleet.salad import groups as salad_groups
 from fleet.salad.groups import Group, Quota
 from imagefleet import errors, redaction, retry
+from imagefleet.telemetry import logs
 
-log = logging.getLogger(__name__)
+log = logs.EventLog(__name__)
 
 #: SaladCloud allows 240 calls/min per API key. Any minute has at most the burst and 60 seconds of
 #: the rate, 200 calls; the rest is left to the portal and to other commands.
 CALL_BURST = 20
 CALLS_PER_SECOND = 3
 
-#: With these waits, an outage of two minutes on average is survived.
+#: The waits add up to a minute and a half on average.
 RETRIES = retry.RetryPolicy(
-    tries=10,
+    tries=9,
     first_wait_seconds=1,
     longest_wait_seconds=60,
-    on_retry=lambda error: log.warning("retrying: %s", error, extra={"action": "salad_retry"}),
+    on_retry=lambda error: log.warning("retrying: %s", error, action="salad_retry"),
 )
 
 #: A server, or a proxy, may ask for hours; meanwhile nobody would watch the budget.
@@ -91,9 +91,8 @@ class SaladClient:
         try:
             await self.call("POST", self._containers, body)
         except RefusedError as refused:
-            if not refused.is_repeat:
-                raise
-            if body["name"] not in {group.name for group in await self.groups()}:
+            names = [group.name for group in await self.groups()] if refused.is_repeat else []
+            if body["name"] not in names:
                 raise
 
     async def scale(self, name: str, replicas: int) -> None:
@@ -159,10 +158,11 @@ class SaladClient:
         except (aiohttp.ClientError, TimeoutError) as error:
             # The call may have arrived and only its answer been lost.
             raise _failure(f"SaladCloud's API does not answer: {redaction.reason(error)}") from None
+        shown = text
         for secret in filter(None, secrets):  # it may quote what it refuses
             for quoted in (secret, json.dumps(secret)[1:-1]):
-                text = text.replace(quoted, salad_groups.MASKED)
-        return _read(response, text, is_repeat=is_repeat)
+                shown = shown.replace(quoted, salad_groups.MASKED)
+        return _read(response, text, shown, is_repeat=is_repeat)
 
     async def _post(self, name: str, verb: str) -> None:
         try:
@@ -191,15 +191,15 @@ def _failure(
     return failure
 
 
-def _read(response: aiohttp.ClientResponse, text: str, *, is_repeat: bool) -> Any:
-    """The JSON in a response whose body is *text*.
+def _read(response: aiohttp.ClientResponse, text: str, shown: str, *, is_repeat: bool) -> Any:
+    """The JSON in a response whose body is *text*; messages quote it as *shown*.
 
     Raises:
         RefusedError: it is a 4xx.
         TransientError: it is a failure of the server, or not JSON.
     """
     status, headers = response.status, response.headers
-    body, message = _body(text)
+    body, message = _body(text)[0], _body(shown)[1]
     message = redaction.printable(redaction.message(message))
     details = f"HTTP {status}" + (f", {message}" if message else "")
     after_seconds = retry.after_seconds(

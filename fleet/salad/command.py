@@ -210,8 +210,8 @@ async def status(file: File = None, watch: watching.Watch = False, as_json: AsJs
         known, quota = await concurrency.gather(fleet.client.gpu_classes(), fleet.client.quota())
         await watching.show(
             fleet.groups,
-            lambda groups: _screen(groups, known, quota),
-            lambda groups: _status_record(groups, known, quota),
+            lambda groups: _screen(_record(groups, known, quota)),
+            lambda groups: _record(groups, known, quota),
             is_live=watch,
             as_json=as_json,
         )
@@ -258,47 +258,42 @@ async def drain(
         console.print_json({"drained": names, "deleted": names if delete else []})
 
 
-def _dollars(groups: Sequence[Group], known: Sequence[gpus.GpuClass]) -> gpus.PriceRange:
-    """The price of the running instances: only those are billed."""
-    prices = [price.times(group.running) for group in groups if (price := group.price(known))]
-    return gpus.PriceRange(sum(each.least for each in prices), sum(each.most for each in prices))
-
-
-def _status_record(
+def _record(
     groups: Sequence[Group], known: Sequence[gpus.GpuClass], quota: Quota
-) -> Mapping[str, Any]:
-    hidden = {"environment", "image"}
+) -> dict[str, Any]:
+    """What `status` shows; only running instances are billed."""
+    names = {gpu.id: gpu.name for gpu in known}
+    prices = [price.times(group.running) for group in groups if (price := group.price(known))]
     return {
         "groups": [
-            group.model_dump(exclude=hidden) | {"gpus": _names(group, known)} for group in groups
+            group.model_dump(exclude={"environment", "image"})
+            | {"gpus": [names.get(uuid, uuid) for uuid in group.gpu_ids]}
+            for group in groups
         ],
         "replicas": sum(group.replicas for group in groups),
         "running": sum(group.running for group in groups),
-        "dollars_per_hour": asdict(_dollars(groups, known)),
+        "dollars_per_hour": {
+            "least": sum(price.least for price in prices),
+            "most": sum(price.most for price in prices),
+        },
         "quota": quota.model_dump(),
     }
 
 
-def _names(group: Group, known: Sequence[gpus.GpuClass]) -> list[str]:
-    names = {each.id: each.name for each in known}
-    return [names.get(uuid, uuid) for uuid in group.gpu_ids]
-
-
-def _screen(groups: Sequence[Group], known: Sequence[gpus.GpuClass], quota: Quota) -> Screen:
+def _screen(record: Mapping[str, Any]) -> Screen:
     rows = []
-    for group in groups:
-        counts = {name: getattr(group, name) for name in ("allocating", "creating", "stopping")}
-        others = [f"{count:,} {name}" for name, count in counts.items() if count]
-        state = ", ".join([group.status, *others])
-        rows.append((group.name, group.replicas, group.running, state))
+    for group in record["groups"]:
+        others = ("allocating", "creating", "stopping")
+        state = [group["status"], *(f"{group[name]:,} {name}" for name in others if group[name])]
+        rows.append((group["name"], group["replicas"], group["running"], ", ".join(state)))
     figures = map(console.number_column, ("replicas", "running"))
     table = console.table(console.name_column("group"), *figures, "state", rows=rows)
-    running = sum(group.running for group in groups)
-    replicas = sum(group.replicas for group in groups)
-    classes = sorted({name for group in groups for name in _names(group, known)})
+    price = gpus.PriceRange(**record["dollars_per_hour"])
+    classes = sorted({name for group in record["groups"] for name in group["gpus"]})
+    quota = record["quota"]
     lines = [
-        f"{running:,} of {replicas:,} replicas run: {_dollars(groups, known)} now",
+        f"{record['running']:,} of {record['replicas']:,} replicas run: {price} now",
         f"GPU classes: {', '.join(classes) or 'none'}",
-        f"quota: {quota.used:,} of {console.counted(quota.replicas, 'replica')} used",
+        f"quota: {quota['used']:,} of {console.counted(quota['replicas'], 'replica')} used",
     ]
     return Screen(table, *map(console.untrusted, lines))

@@ -46,10 +46,10 @@ class Changes:
 
 def changes(bodies: Sequence[Mapping[str, Any]], existing: Sequence[Group]) -> Changes:
     """What turns *existing* into *bodies*; raises SetupError if one was changed elsewhere."""
-    by_name = {group.name: group for group in existing}
     for body in bodies:
-        if body["name"] in by_name:
-            _refuse_drift(body, by_name[body["name"]])
+        for group in existing:
+            if group.name == body["name"]:
+                _refuse_drift(body, group)
     return _changes({body["name"]: body["replicas"] for body in bodies}, existing)
 
 
@@ -105,21 +105,18 @@ def is_rolling(groups: Sequence[Group]) -> bool:
 
 
 class Deployment:
-    """The container groups of one fleet; *log* is called with a line for each step."""
+    """The container groups of one fleet; each step is a line on stderr."""
 
-    def __init__(self, client: SaladClient, fleet: str, log: Callable[[str], None]) -> None:
+    def __init__(self, client: SaladClient, fleet: str) -> None:
         self.client = client
         self.fleet = fleet
-        self._log = log
 
     async def groups(self) -> list[Group]:
         """The fleet's groups, of all revisions."""
-        found = [
-            (name, group)
-            for group in await self.client.groups()
-            if (name := salad_groups.parse_name(self.fleet, group.name))
-        ]
-        return [group for _, group in sorted(found, key=lambda each: each[0])]
+        found = await self.client.groups()
+        parse = salad_groups.parse_name
+        ours = {name: group for group in found if (name := parse(self.fleet, group.name))}
+        return [ours[name] for name in sorted(ours)]
 
     async def existing_groups(self) -> list[Group]:
         """The same as `groups`; raises SetupError if there are none."""
@@ -139,16 +136,18 @@ class Deployment:
         for body in bodies:
             if body["name"] in plan.create:
                 await self.client.create(body)
-                self._log(f"created {body['name']}: {console.counted(body['replicas'], 'replica')}")
+                console.print_note(
+                    f"created {body['name']}: {console.counted(body['replicas'], 'replica')}"
+                )
         for name, replicas in plan.resize.items():
             await self.resize(name, replicas)
         for name in plan.start:
             await self.client.start(name)
-            self._log(f"started {name}")
+            console.print_note(f"started {name}")
 
     async def resize(self, name: str, replicas: int) -> None:
         await self.client.scale(name, replicas)
-        self._log(f"{name}: {console.counted(replicas, 'replica')}")
+        console.print_note(f"{name}: {console.counted(replicas, 'replica')}")
 
     async def replace(self, old: Sequence[str], *, enough: float, wait_seconds: float) -> None:
         """Drains *old* groups in steps; raises TransientError if not *enough* new replicas run."""
@@ -183,13 +182,13 @@ class Deployment:
         for group in groups:
             if not group.is_stopped:
                 await self.client.stop(group.name)
-                self._log(f"stopped {group.name}")
+                console.print_note(f"stopped {group.name}")
 
     async def delete(self, names: Sequence[str], wait_seconds: float = 600) -> None:
         """Deletes groups; raises TransientError if some still exist after *wait_seconds*."""
         for name in names:
             await self.client.delete(name)
-            self._log(f"deleting {name}")
+            console.print_note(f"deleting {name}")
 
         def pending(groups: Sequence[Group]) -> str:
             left = sum(group.name in names for group in groups)
@@ -212,7 +211,7 @@ class Deployment:
         last = ""
         while text := pending(await self.groups()):
             if text != last:
-                self._log(text)
+                console.print_note(text)
             last = text
             if time.monotonic() > deadline:
                 raise errors.TransientError(
@@ -229,21 +228,21 @@ async def connected(file: FleetFile) -> AsyncIterator[Deployment]:
     timeout = aiohttp.ClientTimeout(total=salad_client.TIMEOUT_SECONDS)
     async with aiohttp.ClientSession(timeout=timeout, trust_env=True) as session:
         salad = salad_client.SaladClient(session, file.api, key, file.organization, file.project)
-        yield Deployment(salad, file.name, console.print_note)
+        yield Deployment(salad, file.name)
 
 
 def _refuse_drift(body: Mapping[str, Any], group: Group) -> None:
     container = body["container"]
-    variables = set(container["environment_variables"])
+    variables = container["environment_variables"]
     pairs = {
         # The API may return the registry's full name; the digest stays.
-        "image": tuple(each.rpartition("@")[2] for each in (container["image"], group.image)),
+        "image": (container["image"].rpartition("@")[2], group.image.rpartition("@")[2]),
         "priority": (container["priority"], group.priority),
         "GPU classes": (set(container["resources"]["gpu_classes"]), set(group.gpu_ids)),
         # Names only: the API need not return values as they were sent.
         "environment": (
-            variables,
-            variables if group.environment is None else set(group.environment),
+            set(variables),
+            set(variables if group.environment is None else group.environment),
         ),
     }
     for what, (ours, theirs) in pairs.items():

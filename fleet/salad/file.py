@@ -99,19 +99,16 @@ class SecretSource(_Strict):
 
     def read(self) -> SecretStr:
         """The secret; raises SetupError if there is none."""
-        if self.env is not None:
-            value = os.environ.get(self.env, "").strip()
-            if not value:
-                raise errors.SetupError(f"the variable {self.env} is not set")
-            return SecretStr(value)
-        path = Path(str(self.file))
-        try:
-            value = path.read_text(encoding="utf-8").strip()
-        except (OSError, UnicodeDecodeError) as error:
-            raise errors.SetupError(f"the secret in {path} cannot be read: {error}") from None
-        if not value:
-            raise errors.SetupError(f"the secret in {path} is empty")
-        return SecretStr(value)
+        where, text = f"the variable {self.env}", os.environ.get(self.env or "", "")
+        if self.file is not None:
+            where = f"the secret in {self.file}"
+            try:
+                text = Path(self.file).read_text(encoding="utf-8")
+            except (OSError, UnicodeDecodeError) as error:
+                raise errors.SetupError(f"{where} cannot be read: {error}") from None
+        if not text.strip():
+            raise errors.SetupError(f"{where} is {'empty' if self.file else 'not set'}")
+        return SecretStr(text.strip())
 
     @model_serializer
     def _as_read(self, info: SerializationInfo) -> Any:
@@ -258,15 +255,9 @@ def read_file(path: Path | None) -> FleetFile:
         raise errors.SetupError(
             f"neither {' nor '.join(map(str, DEFAULT_FILES))} exists: give the fleet file as --file"
         )
+    content = yaml_file.read(path, "the fleet file")
     try:
-        return FleetFile.model_validate(yaml_file.parse(path.read_bytes()), context=path.parent)
-    except OSError as error:
-        raise errors.SetupError(
-            f"the fleet file {path}: {error.strerror or error}; start from a copy of"
-            " deploy/salad/fleet.yaml"
-        ) from None
-    except yaml_file.YamlError as error:
-        raise errors.SetupError(f"the fleet file {path} is not valid YAML: {error}") from None
+        return FleetFile.model_validate(content, context=path.parent)
     except ValidationError as error:
         raise errors.SetupError(f"the fleet file {path}: {_reason(error)}") from None
 

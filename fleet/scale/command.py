@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
-import logging
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -24,7 +21,7 @@ from imagefleet import errors
 from imagefleet.pricing import families, prices
 from imagefleet.telemetry import logs
 
-log = logging.getLogger(__name__)
+log = logs.EventLog(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,16 +94,29 @@ async def command(
 
     imagefleet scale --dollars-per-hour 15 --max-dollars 100 --dry-run --once
     """
-    end = _end(limits)
+    deadline = _deadline(limits)
     fleet_file = salad_file.read_file(file)
-    models = queue.model or [each.name for each in fleet_file.served_models()] or None
-    goal = replace(_goal(limits, end, running, fleet_file), models=models)
-    if not running.dry_run:
-        most = console.counted(goal.max_replicas, "replica")
-        console.confirm(
-            f"Spend up to ${goal.max_dollars:,.2f} on {fleet_file.name}, at most {most}?",
-            yes=running.yes,
+    served = fleet_file.served_models()
+    if running.until_empty and fleet_file.min_replicas:
+        raise errors.SetupError(
+            f"--until-empty would never end: the fleet file keeps {fleet_file.min_replicas:,}"
+            " replicas (min_replicas)"
         )
+    goal = Goal(
+        max_dollars=limits.max_dollars,
+        max_replicas=limits.replicas or fleet_file.replicas,
+        min_replicas=fleet_file.min_replicas,
+        deadline=deadline,
+        dollars_per_hour=limits.dollars_per_hour,
+        every_seconds=running.every_minutes * 60,
+        sample_seconds=running.sample_seconds,
+        models=queue.model or [model.name for model in served] or None,
+    )
+    most = console.counted(goal.max_replicas, "replica")
+    console.confirm(
+        f"Spend up to ${goal.max_dollars:,.2f} on {fleet_file.name}, at most {most}?",
+        yes=running.yes or running.dry_run,
+    )
     logs.configure("auto")
     state = running.state or Path(f"{fleet_file.name}-scale.json")
     in_use = f"another `imagefleet scale` keeps the state {state}"
@@ -122,17 +132,30 @@ async def command(
                 fleet,
                 client.storage,
                 state,
-                _speeds(queue, fleet_file, server),
+                scaler.Speeds(
+                    given=_given_speed(queue),
+                    assumed=_assumed_speed(fleet_file, queue.images_per_job),
+                    server=server,
+                    models=served,
+                ),
                 is_dry_run=running.dry_run,
             )
             print_record = _print_record if as_json else lambda _: None
             if running.once:
                 print_record(await scaling.step())
             else:
-                await _run(scaling, print_record, until_empty=running.until_empty)
+                await console.until_stopped(scaling.run(print_record, running.until_empty))
+                if scaling.running:
+                    log.warning(
+                        "%d workers keep running and nothing limits their cost: run scale again,"
+                        " or `imagefleet deploy drain`",
+                        scaling.running,
+                        action="scale_end",
+                        running=scaling.running,
+                    )
 
 
-def _end(limits: Limits) -> float | None:
+def _deadline(limits: Limits) -> float | None:
     """The deadline in Unix seconds; raises SetupError without a goal, or for one in the past."""
     if limits.deadline is None and limits.dollars_per_hour is None:
         raise errors.SetupError("give a goal: --deadline, --dollars-per-hour or both")
@@ -143,60 +166,9 @@ def _end(limits: Limits) -> float | None:
     return moment.timestamp() if moment else None
 
 
-def _goal(
-    limits: Limits, end: float | None, running: Running, fleet_file: salad_file.FleetFile
-) -> Goal:
-    """What the options ask for; raises SetupError for what cannot be reached."""
-    if running.until_empty and fleet_file.min_replicas:
-        raise errors.SetupError(
-            f"--until-empty would never end: the fleet file keeps {fleet_file.min_replicas:,}"
-            " replicas (min_replicas)"
-        )
-    return Goal(
-        max_dollars=limits.max_dollars,
-        max_replicas=limits.replicas or fleet_file.replicas,
-        min_replicas=fleet_file.min_replicas,
-        deadline=end,
-        dollars_per_hour=limits.dollars_per_hour,
-        every_seconds=running.every_minutes * 60,
-        sample_seconds=running.sample_seconds,
-    )
-
-
-def _speeds(
-    queue: Queue, fleet_file: salad_file.FleetFile, server: prometheus.Prometheus | None
-) -> scaler.Speeds:
-    given = None
-    if queue.images_per_second is not None:
-        given = scaler.Speed(queue.images_per_second / queue.images_per_job, "given")
-    return scaler.Speeds(
-        given=given,
-        assumed=_assumed_speed(fleet_file, queue.images_per_job),
-        server=server,
-        weights=scaler.Weights(fleet_file.served_models()),
-    )
-
-
-async def _run(
-    scaling: scaler.Scaler, print_record: Callable[[dict[str, Any]], None], *, until_empty: bool
-) -> None:
-    """Runs until SIGTERM, Ctrl-C or, with *until_empty*, the end of all work."""
-
-    def on_decision(record: dict[str, Any]) -> None:
-        print_record(record)
-        if until_empty and scaling.is_finished:
-            log.info("the queue is empty and no worker runs", extra={"action": "scale_done"})
-            running.cancel()
-
-    running = asyncio.create_task(scaling.run(on_decision), name="scale")
-    await console.until_stopped(running)
-    if scaling.running:
-        log.warning(
-            "%d workers keep running and nothing limits their cost: run scale again, or"
-            " `imagefleet deploy drain`",
-            scaling.running,
-            extra={"action": "scale_end", "running": scaling.running},
-        )
+def _given_speed(queue: Queue) -> scaler.Speed | None:
+    speed = queue.images_per_second
+    return scaler.Speed(speed / queue.images_per_job, "given") if speed else None
 
 
 def _assumed_speed(file: salad_file.FleetFile, images_per_job: int) -> scaler.Speed | None:
@@ -214,6 +186,4 @@ def _print_record(record: dict[str, Any]) -> None:
     try:
         console.print_json_line({"time": moment, **record})
     except OSError as error:  # a full disk, a closed pipe: somebody has to watch the budget
-        log.warning(
-            "the decision cannot be printed: %s", error, extra={"action": "decision_not_printed"}
-        )
+        log.warning("the decision cannot be printed: %s", error, action="decision_not_printed")

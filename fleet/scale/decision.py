@@ -7,8 +7,6 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
-_SECONDS_PER_HOUR = 3600
-
 #: Azure's counts are approximate, and an empty queue may fill again.
 SETTLE_SECONDS = 120.0
 
@@ -100,7 +98,7 @@ def decide(goal: Goal, known: Known, *, is_due: bool) -> Decision:
 
 def _is_near_budget(goal: Goal, known: Known) -> bool:
     """True if the fleet could exceed the budget before the margin ends."""
-    hours = (goal.sample_seconds + MARGIN_SECONDS) / _SECONDS_PER_HOUR
+    hours = (goal.sample_seconds + MARGIN_SECONDS) / 3600
     ahead = known.replicas * (known.price or 0.0) * hours
     return known.spent_dollars + ahead > goal.max_dollars
 
@@ -111,7 +109,7 @@ def _affordable(goal: Goal, known: Known) -> int:
     if not known.price:
         return known.replicas if left > 0 else 0
     seconds = goal.every_seconds + goal.sample_seconds + MARGIN_SECONDS
-    return max(0, math.floor(left / (known.price * seconds / _SECONDS_PER_HOUR)))
+    return max(0, math.floor(left / (known.price * seconds / 3600)))
 
 
 def _spent(goal: Goal, known: Known) -> str:
@@ -131,7 +129,8 @@ def _need(goal: Goal, known: Known) -> tuple[int, str]:
     if goal.has_passed(known.now):
         # More replicas cannot meet it any more: the rest is done by those there are.
         need = min(known.replicas, busy)
-        return need, f"{known.messages:,} jobs are left after the deadline ({until})"
+        why = f"{known.messages:,} jobs are left after the deadline ({until})"
+        return need, f"{why}: to add replicas, run scale again with a later --deadline"
     seconds = max(1.0, goal.deadline - known.now)
     need = math.ceil(known.messages * SPARE / (speed * seconds))
     return need, f"{known.messages:,} jobs by {until} need {need:,} replicas"

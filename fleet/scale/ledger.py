@@ -11,8 +11,6 @@ from fleet import console
 from imagefleet import errors
 from imagefleet.telemetry import host
 
-_SECONDS_PER_HOUR = 3600
-
 #: Clocks are set by seconds all the time.
 _NOTABLE_SECONDS = 300.0
 
@@ -39,7 +37,7 @@ class Ledger:
         price = self.price if price is None else price
         if price is None:
             return replace(self, running=max(self.running, running))
-        hours = max(0.0, now - self.at) / _SECONDS_PER_HOUR
+        hours = max(0.0, now - self.at) / 3600
         dollars = self.dollars + max(self.running, running) * price * hours
         at = max(now, self.at)
         return replace(self, at=at, running=running, dollars=dollars, price=price)
@@ -75,7 +73,7 @@ def read(path: Path, fleet: str, now: float) -> Ledger:
             " another --state"
         )
     if ledger.at - now > _NOTABLE_SECONDS:
-        hours = (ledger.at - now) / _SECONDS_PER_HOUR
+        hours = (ledger.at - now) / 3600
         raise errors.SetupError(
             f"the last entry of the scaler's ledger {path} is {hours:,.1f} hours in the future, so"
             " the cost since is unknown: set this machine's clock"

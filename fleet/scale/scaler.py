@@ -22,9 +22,9 @@ from fleet.scale.decision import SETTLE_SECONDS, Decision, Goal, Known, decide
 from imagefleet import errors
 from imagefleet.pricing import families
 from imagefleet.storage.open import Storage
-from imagefleet.telemetry import host
+from imagefleet.telemetry import host, logs
 
-log = logging.getLogger(__name__)
+log = logs.EventLog(__name__)
 
 _Answer = TypeVar("_Answer")
 
@@ -64,28 +64,8 @@ class QueueSpeed:
         return (first - last) / (after - before)
 
 
-class Weights:
-    """How many jobs of the fleet's first model take as long as one of each model."""
-
-    def __init__(self, models: Sequence[Model] = ()) -> None:
-        first = models[0].family if models else families.SD1
-        self._by_model = {
-            model.name: first.images_per_second(1) / model.family.images_per_second(1)
-            for model in models
-        }
-
-    @property
-    def differ(self) -> bool:
-        """False where a job is a job."""
-        return len(set(self._by_model.values())) > 1
-
-    def total(self, jobs: Iterable[tuple[str | None, float]]) -> float:
-        """The *jobs* of models in jobs of the first one, as which unknown ones count."""
-        return sum(count * self._by_model.get(model or "", 1.0) for model, count in jobs)
-
-
 class Speeds:
-    """The best known speed; *server* has the workers' metrics."""
+    """The best known speed, and what a job of each model counts; *server* has the metrics."""
 
     def __init__(
         self,
@@ -93,13 +73,21 @@ class Speeds:
         given: Speed | None = None,
         assumed: Speed | None = None,
         server: prometheus.Prometheus | None = None,
-        weights: Weights | None = None,
+        models: Sequence[Model] = (),
     ) -> None:
-        self.weights = weights or Weights()
         self.queue = QueueSpeed()
         self._given = given
         self._last = assumed
         self._metrics = rates.Watch(server)
+        first = models[0].family if models else families.SD1
+        self._weights = {
+            model.name: first.images_per_second(1) / model.family.images_per_second(1)
+            for model in models
+        }
+
+    def jobs_of_first(self, jobs: Iterable[tuple[str | None, float]]) -> float:
+        """The *jobs* of models in jobs of the fleet's first one, as which unknown ones count."""
+        return sum(count * self._weights.get(model or "", 1.0) for model, count in jobs)
 
     async def find(self) -> Speed:
         """The given speed, else the last measured, else the assumed; raises SetupError if none."""
@@ -116,11 +104,8 @@ class Speeds:
     async def _measured(self) -> Speed | None:
         fleet = await self._metrics.fleet()
         if fleet is not None and fleet.replicas:
-            jobs_per_second = fleet.jobs_per_second
-            if self.weights.differ:
-                by_model = await self._metrics.by_model()
-                jobs_per_second = self.weights.total(by_model.items())
-            if jobs_per_second:
+            by_model = await self._metrics.ask(rates.jobs_per_second_by_model) or {}
+            if jobs_per_second := self.jobs_of_first(by_model.items()):
                 return Speed(jobs_per_second / fleet.replicas, "measured by the metrics")
         by_queue = self.queue.jobs_per_second
         return Speed(by_queue, "measured by the queue (lower bound)") if by_queue else None
@@ -157,7 +142,6 @@ class Scaler:
         self._empty_since: float | None = None
         self._due_at = self._clock()
         self._known: Known | None = None
-        self._is_late = False
 
     @property
     def running(self) -> int:
@@ -170,11 +154,13 @@ class Scaler:
         is_empty = self._known is not None and self._known.empty_seconds >= SETTLE_SECONDS
         return is_empty and self.running == 0
 
-    async def run(self, on_decision: Callable[[dict[str, Any]], None]) -> None:
-        """Samples and decides for ever; failures are logged and leave the replicas as they are."""
-        while True:
-            await self.try_once(on_decision)
+    async def run(self, on_decision: Callable[[dict[str, Any]], None], until_empty: bool) -> None:
+        """Samples and decides for ever, or *until_empty*; a failure leaves the replicas."""
+        await self.try_once(on_decision)
+        while not (until_empty and self.is_finished):
             await asyncio.sleep(self._goal.sample_seconds)
+            await self.try_once(on_decision)
+        log.info("the queue is empty and no worker runs", action="scale_done")
 
     async def try_once(self, on_decision: Callable[[dict[str, Any]], None]) -> None:
         """One step; after a failure the replicas stay, but the first one's SetupError is raised."""
@@ -183,9 +169,7 @@ class Scaler:
         except (errors.TransientError, errors.SetupError) as error:
             if isinstance(error, errors.SetupError) and self._known is None:
                 raise
-            log.warning(
-                "the replicas stay unchanged: %s", error, extra={"action": "scale_step_failed"}
-            )
+            log.warning("the replicas stay unchanged: %s", error, action="scale_step_failed")
 
     async def step(self) -> dict[str, Any]:
         """Samples, decides, acts, and returns the record; raises TransientError in an outage."""
@@ -216,7 +200,6 @@ class Scaler:
             jobs_per_second=speed.jobs_per_second / per_job,
         )
         self._known = known
-        self._report_missed_deadline(known)
         room = len(groups) * salad_groups.MAX_REPLICAS
         goal = replace(self._goal, max_replicas=min(self._goal.max_replicas, room))
         decision = decide(goal, known, is_due=is_due and not obstacle)
@@ -241,24 +224,10 @@ class Scaler:
         except errors.SetupError as error:
             if self._known is None:
                 raise
-            log.warning(
-                "%s: the replicas are not increased meanwhile",
-                error,
-                extra={"action": "ledger_not_written"},
-            )
+            said = "%s: the replicas are not increased meanwhile"
+            log.warning(said, error, action="ledger_not_written")
             return False
         return True
-
-    def _report_missed_deadline(self, known: Known) -> None:
-        if self._is_late or not known.messages or not self._goal.has_passed(known.now):
-            return
-        self._is_late = True
-        log.warning(
-            "the deadline has passed with %d jobs left: the replicas are not increased any more;"
-            " for more, run scale again with a later --deadline",
-            known.messages,
-            extra={"action": "deadline_missed", "messages": known.messages},
-        )
 
     async def _read_queue(self, now: float) -> bool:
         """False if the queue does not answer; the budget is watched all the same."""
@@ -272,9 +241,9 @@ class Scaler:
                 or each.model in self._goal.models
             ]
             self._messages = sum(messages for _, messages in counted)
-            self._jobs_of_first = self._speeds.weights.total(counted)
+            self._jobs_of_first = self._speeds.jobs_of_first(counted)
         except errors.TransientError as error:
-            log.warning("the queue does not answer: %s", error, extra={"action": "queue_unknown"})
+            log.warning("the queue does not answer: %s", error, action="queue_unknown")
             self._empty_since = None
             return False
         self._empty_since = None if self._messages else self._empty_since or now
@@ -287,20 +256,19 @@ class Scaler:
             log.log(
                 logging.INFO if is_due else logging.DEBUG,
                 "keeping %d replicas: %s",
-                known.replicas,
-                decision.reason,
-                extra={"action": "scale_keep", "replicas": known.replicas},
+                *(known.replicas, decision.reason),
+                action="scale_keep",
+                replicas=known.replicas,
             )
             return
         log.info(
             "%s from %d to %d replicas: %s; $%.2f of $%.2f spent",
             "would scale" if self._is_dry_run else "scaling",
-            known.replicas,
-            decision.replicas,
-            decision.reason,
-            known.spent_dollars,
-            self._goal.max_dollars,
-            extra={"action": "scale", "replicas": decision.replicas, "before": known.replicas},
+            *(known.replicas, decision.replicas, decision.reason),
+            *(known.spent_dollars, self._goal.max_dollars),
+            action="scale",
+            replicas=decision.replicas,
+            before=known.replicas,
         )
         if not self._is_dry_run:
             await self._fleet.carry_out(deployment.resized(groups, decision.replicas))
@@ -321,5 +289,5 @@ async def _known(asked: Awaitable[_Answer], what: str) -> _Answer | None:
     try:
         return await asked
     except errors.TransientError as error:
-        log.warning("not known now: the %s: %s", what, error, extra={"action": f"{what}_unknown"})
+        log.warning("not known now: the %s: %s", what, error, action=f"{what}_unknown")
         return None

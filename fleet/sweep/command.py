@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
-
-import typer
 
 from fleet import console, filling, options
 from fleet.campaigns import target
@@ -25,16 +23,10 @@ from imagefleet.records.sweep import Group
 from imagefleet.storage.settings import checked_priority
 from loadgen import caption_sweep, sweep
 from loadgen.caption_sweep import CaptionFile, SweepSource
-from loadgen.load import Summary
 from loadgen.settings import LoadSettings
 
-#: The fields with several values, how one is read, and their values by default.
-_COMBINED: Mapping[str, tuple[Callable[[str], Any], str]] = {
-    "cfg_scale": (float, "7"),
-    "sampler_name": (str, "Euler a"),
-    "steps": (int, "20"),
-    "lora_strength": (float, "1"),
-}
+#: The fields that may have several values, and their values by default.
+_COMBINED = {"cfg_scale": "7", "sampler_name": "Euler a", "steps": "20", "lora_strength": "1"}
 
 #: What a job has from its caption and its group, or what would give it more than one image.
 _OF_THE_SWEEP = {
@@ -129,38 +121,15 @@ def command(
     target.check_name("--campaign", captions.campaign)
     is_shown = not (sending.quiet or as_json)
     reading = functools.partial(filling.reading, captions.file, is_shown=is_shown)
-    named = _models(grid.models)
-    of_models = Models(
-        {name: families.find(slug or grid.family) for name, slug in named.items()},
-        families.find(grid.family),
-    )
-    source = _source(settings, captions, grid, named, sending.model, reading)
-    if sending.dry_run:
-        with reading("checking"):
-            source.check(0)
-        _show_plan(source, *_plan(source, machines, of_models), as_json=as_json)
-        return
-    if is_shown:
-        console.print_note(f"{source.describe()}; {_hours_and_price(source, machines, of_models)}")
-    summary = _send(settings, source, reading, sending, quiet=not is_shown)
-    if as_json:
-        console.print_json({**asdict(summary), **_facts(source)})
-    if not summary.finished:
-        raise typer.Exit(console.EXIT_INTERRUPTED)
-
-
-def _source(
-    settings: LoadSettings,
-    captions: Captions,
-    grid: Grid,
-    named: Collection[str],
-    elsewhere: Sequence[str] | None,
-    reading: Callable[..., Any],
-) -> SweepSource:
-    """The jobs; raises SetupError for settings that cannot be drawn with."""
-    groups, shared = _groups_and_shared(grid.fields or [], list(named) or [None])
-    stages = shared.get("then", [])
-    _check_models({*named, *(str(stage.get("model")) for stage in stages)}, elsewhere)
+    models = _models(grid)
+    groups, shared = _groups_and_shared(grid.fields or [], list(models.by_name) or [None])
+    drawn_with = {*models.by_name, *(stage.get("model") for stage in shared.get("then", []))}
+    for name in sending.model or []:
+        if name not in drawn_with:
+            raise errors.SetupError(
+                f"--model {name[:60]} is none of --models, nor of a stage's in `then`: it says"
+                " that workers have a model from elsewhere; they say what is drawn with"
+            )
     with reading("reading"):
         file = CaptionFile(
             captions.file,
@@ -168,7 +137,7 @@ def _source(
             count=captions.count,
             one_per_image=captions.one_per_image,
         )
-    return SweepSource(
+    source = SweepSource(
         file,
         groups,
         captions.campaign,
@@ -176,6 +145,40 @@ def _source(
         job=shared,
         key=settings.keys().signing,
     )
+    with reading("checking"):
+        source.check(0)
+    if sending.dry_run:
+        _show_plan(source, *_plan(source, machines, models), as_json=as_json)
+        return
+    if is_shown:
+        console.print_note(f"{source.describe()}; {_hours_and_price(source, machines, models)}")
+    priority, elsewhere = checked_priority(sending.priority), sending.model or []
+    path = resume.checkpoint_path(source, settings.queue)
+    in_use = f"another `imagefleet sweep` is at work with the checkpoint {path}"
+    with console.only_one(path, in_use):
+        source.sent_before = console.run(
+            resume.prepare(settings, source, path, priority, elsewhere, restart=sending.restart)
+        )
+        filling.fill(
+            *(settings, source, str(source.path), path),
+            quiet=sending.quiet,
+            as_json=as_json,
+            facts=lambda: _facts(source),
+            restart=sending.restart,
+            priority=priority,
+            models=elsewhere,
+        )
+
+
+def _models(grid: Grid) -> Models:
+    """The families of the models of a list."""
+    found: dict[str, families.Family] = {}
+    for model in grid.models.split(",") if grid.models else []:
+        name, _, slug = model.strip().partition("=")
+        if name in found:
+            raise errors.SetupError(f"--models: {name[:60]} is there twice")
+        found[name] = families.find(slug or grid.family)
+    return Models(found, families.find(grid.family))
 
 
 def _groups_and_shared(
@@ -187,8 +190,8 @@ def _groups_and_shared(
     if "lora_strength" in given and not lora:
         raise errors.SetupError("--set lora_strength goes with --set lora=NAME")
     combined = {
-        name: _listed(name, given.pop(name, default), kind)
-        for name, (kind, default) in _COMBINED.items()
+        name: [value.strip() for value in given.pop(name, default).split(",")]
+        for name, default in _COMBINED.items()
     }
     groups = caption_sweep.groups(
         combined["cfg_scale"],
@@ -217,65 +220,6 @@ def _given(texts: Iterable[str]) -> dict[str, str]:
             raise errors.SetupError(f"--set {name} is there twice: give its values with commas")
         found[name] = values
     return found
-
-
-def _listed(name: str, text: str, kind: Callable[[str], Any]) -> list[Any]:
-    """The values of a list with commas."""
-    try:
-        return [kind(value.strip()) for value in text.split(",")]
-    except ValueError:
-        what = "whole numbers" if kind is int else "numbers"
-        raise errors.SetupError(f"--set {name}={text[:60]}: should be {what} with commas") from None
-
-
-def _send(
-    settings: LoadSettings,
-    source: SweepSource,
-    reading: Callable[..., Any],
-    sending: Sending,
-    *,
-    quiet: bool,
-) -> Summary:
-    chosen = checked_priority(sending.priority)
-    models, restart = sending.model or [], sending.restart
-    path = resume.checkpoint_path(source, settings.queue)
-    in_use = f"another `imagefleet sweep` is at work with the checkpoint {path}"
-    with console.only_one(path, in_use):
-        with reading("checking"):
-            source.check(0)
-        source.sent_before = console.run(
-            resume.prepare(settings, source, path, chosen, models, restart=restart)
-        )
-        summary, _ = filling.fill(
-            *(settings, source, str(source.path), path),
-            quiet=quiet,
-            restart=restart,
-            priority=chosen,
-            models=models,
-        )
-    if not quiet:
-        filling.print_summary(summary, 0, path, 0)
-    return summary
-
-
-def _models(text: str | None) -> dict[str, str]:
-    """The models of a list, each with its family or an empty text."""
-    found: dict[str, str] = {}
-    for model in text.split(",") if text else []:
-        name, _, slug = model.strip().partition("=")
-        if name in found:
-            raise errors.SetupError(f"--models: {name[:60]} is there twice")
-        found[name] = slug
-    return found
-
-
-def _check_models(names: Collection[str], elsewhere: Sequence[str] | None) -> None:
-    for name in elsewhere or []:
-        if name not in names:
-            raise errors.SetupError(
-                f"--model {name[:60]} is none of --models, nor of a stage's in `then`: it says"
-                " that workers have a model from elsewhere; they say what is drawn with"
-            )
 
 
 def _plan(
@@ -309,14 +253,8 @@ def _hours_and_price(source: SweepSource, machines: Machines, models: Models) ->
 
 
 def _facts(source: SweepSource) -> dict[str, Any]:
-    sweep = source.sweep
-    return {
-        "campaign": sweep.campaign,
-        "captions": sweep.captions.model_dump(),
-        "images": sweep.images,
-        "seed": sweep.seed,
-        "groups": [each.model_dump() for each in sweep.groups],
-    }
+    told = source.sweep.model_dump(include={"campaign", "captions", "seed", "groups"})
+    return {**told, "images": source.sweep.images}
 
 
 def _show_plan(
@@ -328,16 +266,13 @@ def _show_plan(
         return
     console.print_plain(source.describe())
     console.print_plain(f"captions' SHA-256: {sweep.captions.sha256}")
-    rows = []
-    for group in sweep.groups[:_SHOWN_GROUPS]:
-        lora = f"{group.lora} {group.lora_strength:g}" if group.lora else None
-        guidance = f"{group.guidance:g}"
-        rows.append((group.name, guidance, group.steps, group.sampler, group.model, lora))
     shown = console.table(
         console.name_column("group"),
-        *map(console.number_column, ("guidance", "steps")),
-        *map(console.name_column, ("sampler", "model", "LoRA")),
-        rows=rows,
+        console.number_column("guidance"),
+        console.name_column("sampler"),
+        console.number_column("steps"),
+        *map(console.name_column, ("model", "LoRA", "strength")),
+        rows=(list(dict(group).values()) for group in sweep.groups[:_SHOWN_GROUPS]),
     )
     console.print_tables("", shown)
     if (more := len(sweep.groups) - _SHOWN_GROUPS) > 0:

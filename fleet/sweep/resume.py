@@ -51,32 +51,26 @@ async def prepare(
         names = {stage.model for stage in stages if stage.model}
         await enqueue.JobSender(storage, priority, elsewhere=models).check(names)
         is_new = await sweep.write(storage, source.sweep)
-        return set() if restart else await _resume(storage, source, path, priority, is_new=is_new)
-
-
-async def _resume(
-    storage: Storage, source: SweepSource, path: Path, priority: Priority, *, is_new: bool
-) -> set[str]:
-    checkpoint = Checkpoint.read(path)
-    if checkpoint is None:
-        sent = 0
-        if not is_new:
+        if restart:
+            return set()
+        checkpoint = Checkpoint.read(path)
+        if checkpoint is None:
             noted = await reader.sent_by_filler(storage, source.campaign)
             sent = min(noted.get(source.identity, 0), source.count)
-        checkpoint = Checkpoint(
-            source=source.identity,
-            storage=absolute_url(storage),
-            queue=storage.queues[priority].name,
-            confirmed=sent,
-            # The same everywhere, so that all runs of a sweep are counted as one.
-            id=source.identity,
-            sent={source.campaign: sent},
-        )
-        checkpoint.write(path)
-    is_other = checkpoint.source != source.identity  # which `Load` refuses
-    if is_new or is_other or checkpoint.confirmed >= source.count:
-        return set()
-    return await _sent_beyond(storage, source, checkpoint.confirmed)
+            checkpoint = Checkpoint(
+                source=source.identity,
+                storage=absolute_url(storage),
+                queue=storage.queues[priority].name,
+                confirmed=sent,
+                # The same everywhere, so that all runs of a sweep are counted as one.
+                id=source.identity,
+                sent={source.campaign: sent},
+            )
+            checkpoint.write(path)
+        is_other = checkpoint.source != source.identity  # which `Load` refuses
+        if is_new or is_other or checkpoint.confirmed >= source.count:
+            return set()
+        return await _sent_beyond(storage, source, checkpoint.confirmed)
 
 
 async def _sent_beyond(storage: Storage, source: SweepSource, start: int) -> set[str]:

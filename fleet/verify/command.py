@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Container, Sequence
 from dataclasses import asdict
-from typing import get_args
 
 import typer
 
@@ -13,9 +12,9 @@ from fleet import console, options
 from fleet.campaigns import target
 from fleet.options import Since, option
 from fleet.verify import pairs
-from fleet.verify import quarantine as quarantining
 from fleet.verify.pairs import Pair
 from imagefleet.storage.settings import StorageSettings
+from worker.node import quarantine as quarantining
 
 #: Lines of each table: about a screen.
 _SHOWN = 20
@@ -51,9 +50,9 @@ async def command(
     async with console.connected(settings) as fleet:
         storage = fleet.storage
         await target.check_campaign(storage, named.campaign)
-        seconds = [each async for each in pairs.listed(storage, named, moment)]
-        with console.counting("compared", len(seconds), quiet=as_json) as on_pair:
-            compared = await pairs.compare(storage, seconds, on_pair)
+        compared = [each async for each in pairs.listed(storage, named, moment)]
+        with console.counting("compared", len(compared), quiet=as_json) as on_pair:
+            await pairs.compare(storage, compared, on_pair)
         records = pairs.judge(compared)
         wrong = [record.worker for record in records if record.draws_wrong]
         undecided = pairs.undecided(compared, records)
@@ -67,8 +66,8 @@ async def command(
         console.print_json(
             {
                 "pairs": len(compared),
-                **{each: counts[each] for each in get_args(pairs.Result)},
-                "newest": max((each.created_at for each in seconds), default=None),
+                **{each: counts[each] for each in pairs.RESULTS},
+                "newest": max((each.drawn_at for each in compared), default=None),
                 "workers": [{**asdict(each), "draws_wrong": each.draws_wrong} for each in records],
                 "different_pairs": [asdict(each) for each in different],
                 "undecided": [each.image for each in undecided],
@@ -97,15 +96,7 @@ def _show_counts(counts: Counter[pairs.Result]) -> None:
     if not counts:
         console.print_plain("no second drawings: `imagefleet load --verify-share` asks for them")
         return
-    rows = {
-        "pairs alike": counts["alike"],
-        "pairs that differ": counts["different"],
-        "by one worker twice": counts["same_worker"],
-        "without their image": counts["not_there"],
-        "no readable image": counts["unreadable"],
-        "of too few steps": counts["few_steps"],
-    }
-    shown = {name: f"{count:,}" for name, count in rows.items() if count}
+    shown = {label: f"{counts[name]:,}" for name, label in pairs.RESULTS.items() if counts[name]}
     console.print_tables(console.totals(shown))
 
 
@@ -122,14 +113,12 @@ def _show_different(
         note = pair.note or ("undecided" if pair.second in undecided else "")
         drawn_by = (worker or "(none)" for worker in pair.workers)
         of_images.append((pair.image, *drawn_by, console.number(pair.distance, 1), note))
-    heads = *map(names, ("image", "drawn by", "and by")), numbers("distance")
+    counts, drawn = map(numbers, ("pairs", "differ")), map(names, ("image", "drawn by", "and by"))
     console.print_tables(
         "",
-        console.table(
-            names("worker"), *map(numbers, ("pairs", "differ")), "verdict", rows=of_workers
-        ),
+        console.table(names("worker"), *counts, "verdict", rows=of_workers),
         "",
-        console.table(*heads, "", rows=of_images),
+        console.table(*drawn, numbers("distance"), "", rows=of_images),
     )
     if len(different) > _SHOWN:
         console.print_plain(f"and {len(different) - _SHOWN:,} others (--json lists them)")

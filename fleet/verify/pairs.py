@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections import Counter, defaultdict
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Literal
@@ -24,31 +25,32 @@ NO_RECORD = ""
 Result = Literal["alike", "different", "same_worker", "not_there", "unreadable", "few_steps"]
 """`not_there`: the image is not drawn yet; `few_steps`: it may come out different rightly."""
 
+RESULTS: Mapping[Result, str] = {
+    "alike": "pairs alike",
+    "different": "pairs that differ",
+    "same_worker": "by one worker twice",
+    "not_there": "without their image",
+    "unreadable": "no readable image",
+    "few_steps": "of too few steps",
+}
 
-@dataclass(frozen=True, slots=True)
-class Second:
-    """The second drawing of an image, as listed."""
 
-    image: str
-    blob: str
-    worker: str
-    created_at: datetime
-
-
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Pair:
-    """What came of comparing an image with its second drawing."""
+    """An image and its second drawing; `not_there` until they are compared."""
 
     image: str
     second: str
     workers: tuple[str, str]
     """The worker of the image, and that of the second drawing."""
-    result: Result
+    drawn_at: datetime
+    """When the second drawing was stored."""
+    result: Result = "not_there"
     distance: float | None = None
     note: str | None = None
 
 
-async def listed(storage: Storage, named: Target, since: datetime | None) -> AsyncIterator[Second]:
+async def listed(storage: Storage, named: Target, since: datetime | None) -> AsyncIterator[Pair]:
     """The second drawings and duplicates in the storage that were stored since then."""
     for prefix in (CHECKS, DUPLICATES):
         async for record in storage.blobs.records(prefix + named.prefix):
@@ -57,37 +59,32 @@ async def listed(storage: Storage, named: Target, since: datetime | None) -> Asy
             if since is None or record.created_at >= since:
                 name = record.name.removeprefix(prefix)
                 image = name if prefix == CHECKS else name.rpartition("/")[0]
-                yield Second(
-                    image, record.name, record.metadata.get("worker", NO_RECORD), record.created_at
-                )
+                workers = NO_RECORD, record.metadata.get("worker", NO_RECORD)
+                yield Pair(image, record.name, workers, record.created_at)
 
 
-async def compare(
-    storage: Storage, seconds: Sequence[Second], on_pair: Callable[[], None]
-) -> list[Pair]:
-    """Compares each second drawing with its image, some at once, in the order given."""
-    pairs: list[Pair | None] = [None] * len(seconds)
+async def compare(storage: Storage, pairs: Iterable[Pair], on_pair: Callable[[], None]) -> None:
+    """Compares the images of each pair, some at once."""
 
-    async def work(place: int) -> None:
-        pairs[place] = await _compare(storage, seconds[place])
+    async def work(pair: Pair) -> None:
+        await _compare(storage, pair)
         on_pair()
 
-    await concurrency.for_each(range(len(seconds)), work, CONCURRENCY)
-    return [pair for pair in pairs if pair is not None]
+    await concurrency.for_each(pairs, work, CONCURRENCY)
 
 
-async def _compare(storage: Storage, second: Second) -> Pair:
-    facts = await storage.blobs.metadata(second.image)
+async def _compare(storage: Storage, pair: Pair) -> None:
+    facts = await storage.blobs.metadata(pair.image)
     if facts is None:
-        return Pair(second.image, second.blob, (NO_RECORD, second.worker), "not_there")
-    workers = facts.get("worker", NO_RECORD), second.worker
-    if len(set(workers)) == 1:
-        return Pair(second.image, second.blob, workers, "same_worker")
-    first, other = [await _read(storage, name) for name in (second.image, second.blob)]
-    if first is None or other is None:  # deleted meanwhile, for a redo
-        return Pair(second.image, second.blob, workers, "not_there")
-    result, distance, note = await asyncio.to_thread(_judge, first, other)
-    return Pair(second.image, second.blob, workers, result, distance, note)
+        return
+    pair.workers = facts.get("worker", NO_RECORD), pair.workers[1]
+    if len(set(pair.workers)) == 1:
+        pair.result = "same_worker"
+        return
+    first, second = [await _read(storage, name) for name in (pair.image, pair.second)]
+    if first is not None and second is not None:  # not deleted meanwhile, for a redo
+        judged = await asyncio.to_thread(_judge, first, second)
+        pair.result, pair.distance, pair.note = judged
 
 
 async def _read(storage: Storage, name: str) -> bytes | None:
@@ -149,10 +146,12 @@ def judge(pairs: Sequence[Pair]) -> list[Record]:
         if pair.result == "different":
             different.update(pair.workers)
     shares = {each: different[each] / (compared[each] + _PRIOR_PAIRS) for each in compared}
+    shares[NO_RECORD] = math.inf  # what no worker stored speaks against no worker
     witnesses: dict[str, set[str]] = defaultdict(set)
     for pair in pairs:
-        if pair.result == "different" and (suspect := _suspect(pair, shares)) is not None:
-            witnesses[suspect].update(set(pair.workers) - {suspect})
+        other, suspect = sorted(pair.workers, key=lambda each: shares.get(each, 0))
+        if pair.result == "different" and shares[suspect] != shares[other]:
+            witnesses[suspect].add(other)
     records = [
         Record(each, compared[each], different[each], len(witnesses[each])) for each in compared
     ]
@@ -163,12 +162,3 @@ def undecided(pairs: Sequence[Pair], records: Sequence[Record]) -> list[Pair]:
     """The differing pairs of which it is not known who drew wrong."""
     wrong = {each.worker for each in records if each.draws_wrong} | {NO_RECORD}
     return [pair for pair in pairs if pair.result == "different" and wrong.isdisjoint(pair.workers)]
-
-
-def _suspect(pair: Pair, shares: Mapping[str, float]) -> str | None:
-    first, second = pair.workers
-    if NO_RECORD in pair.workers:
-        return NO_RECORD
-    if shares[first] == shares[second]:
-        return None
-    return max(pair.workers, key=lambda each: shares[each])

@@ -15,7 +15,7 @@ from fleet.monitor import service as monitored
 from fleet.options import option
 from fleet.settings import WebhookSettings
 from fleet.webhooks import endpoint
-from fleet.webhooks.events import Source, State, Wanted
+from fleet.webhooks.events import Source, State
 from fleet.webhooks.service import Service
 from imagefleet import redaction
 from imagefleet.telemetry import logs, metrics
@@ -58,54 +58,42 @@ async def command(
     """
     logs.configure(settings.log_format)
     campaign = target.campaign(events.campaign)
-    endpoint.checked_url(url)
-    signer = endpoint.Signer.read(secret_file)
+    endpoint.check_url(url)
+    secrets = endpoint.read_secrets(secret_file)
     moment = options.read_moment("--since", events.since)
-    wanted = Wanted(settings.fleet_name, campaign, each_job=events.each_job, since=moment)
+    registry = metrics.LabelledRegistry({"fleet": settings.fleet_name})
     in_use = f"another `imagefleet webhooks` keeps the state {state}"
     # A preview may run beside the service itself.
     with contextlib.nullcontext() if dry_run else console.only_one(state, in_use):
         console.check_writable(None if dry_run else state)
         found = State.read(state, redaction.address(url), campaign)
-        async with console.connected(settings) as client:
-            source = Source(client.storage, wanted, found)
+        if resume:
+            found.gone_at = None
+        async with (
+            console.connected(settings) as client,
+            aiohttp.ClientSession(trust_env=True) as session,
+        ):
+            source = Source(
+                *(client.storage, found, settings.fleet_name),
+                each_job=events.each_job,
+                since=moment,
+            )
+            running = Service(source, endpoint.Endpoint(session, url, secrets), registry, state)
             if dry_run:
                 await _preview(source)
-                return
-            if resume:
-                found.gone_at = None
-            await _deliver(settings, source, state, (url, signer), once=once)
-
-
-async def _deliver(
-    settings: WebhookSettings,
-    source: Source,
-    state_file: Path,
-    receiver: tuple[str, endpoint.Signer],
-    *,
-    once: bool,
-) -> None:
-    registry = metrics.LabelledRegistry({"fleet": settings.fleet_name})
-    async with aiohttp.ClientSession(trust_env=True) as session:
-        to = endpoint.Endpoint(session, *receiver)
-        running = Service(source, to, registry, state_file)
-        if once:
-            await console.until_stopped(running.run(once=True))
-            return
-        await monitored.run(
-            running.run,
-            registry,
-            settings,
-            name="imagefleet-webhooks",
-            doing=f"sending to {to.address}",
-        )
+            elif once:
+                await console.until_stopped(running.run(once=True))
+            else:
+                doing = f"sending to {found.address}"
+                name = "imagefleet-webhooks"
+                await monitored.run(running.run, registry, settings, name=name, doing=doing)
 
 
 async def _preview(source: Source) -> None:
     """Prints what would be sent."""
-    is_new, waiting = True, source.state.waiting
-    while is_new:
-        if not (is_new := await source.read()):
+    has_more, waiting = True, source.state.waiting
+    while has_more:
+        if not (has_more := await source.read()):
             await source.find_ends(is_patient=False)
         for event in waiting.values():
             console.print_json_line({"webhook-id": event.id, **json.loads(event.body())})

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import base64
 import binascii
-import hashlib
 import hmac
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from http import HTTPStatus
 from pathlib import Path
-from typing import NamedTuple, Self
+from typing import NamedTuple
 from urllib.parse import urlsplit
 
 import aiohttp
@@ -37,47 +36,19 @@ PREFIX = "whsec_"
 #: The specification's limits.
 MIN_SECRET_BYTES, MAX_SECRET_BYTES = 24, 64
 
-#: The most secrets of an endpoint: while one is replaced, both are in use.
-MAX_SECRETS = 4
-
-_MAX_FILE_BYTES = 4096
-
 _SETTING = "--secret-file"
 
 
-class Signer:
-    """Signs with each of some secrets, which nothing prints."""
-
-    def __init__(self, secrets: Sequence[bytes]) -> None:
-        self._secrets = tuple(secrets)
-
-    @classmethod
-    def read(cls, path: Path) -> Self:
-        """The secrets in a file, one a line; raises SetupError if it holds something else."""
-        try:
-            with path.expanduser().open("rb") as file:
-                text = file.read(_MAX_FILE_BYTES).decode(errors="replace")
-        except (OSError, ValueError) as error:
-            reason = getattr(error, "strerror", None) or "it is no path"
-            raise errors.SetupError(f"{_SETTING}: the file cannot be read: {reason}") from None
-        lines = text.split()
-        if not 1 <= len(lines) <= MAX_SECRETS:
-            raise errors.SetupError(
-                f"{_SETTING}: the file should hold 1 to {MAX_SECRETS} secrets, one a line, not"
-                f" {len(lines)}"
-            )
-        return cls([_secret(line) for line in lines])
-
-    def headers(self, event_id: str, body: bytes, unix_seconds: int) -> dict[str, str]:
-        """The headers of one attempt: the id, its time and the signatures."""
-        signed = b"%s.%d.%s" % (event_id.encode(), unix_seconds, body)
-        digests = (hmac.new(each, signed, hashlib.sha256).digest() for each in self._secrets)
-        signatures = (f"v1,{base64.b64encode(digest).decode()}" for digest in digests)
-        return {
-            "webhook-id": event_id,
-            "webhook-timestamp": str(unix_seconds),
-            "webhook-signature": " ".join(signatures),
-        }
+def read_secrets(path: Path) -> list[bytes]:
+    """The secrets in a file, one a line; raises SetupError if it holds something else."""
+    try:
+        lines = path.expanduser().read_text(errors="replace").split()
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or "it is no path"
+        raise errors.SetupError(f"{_SETTING}: the file cannot be read: {reason}") from None
+    if not lines:
+        raise errors.SetupError(f"{_SETTING}: the file holds no secret")
+    return [_secret(line) for line in lines]
 
 
 def _secret(line: str) -> bytes:
@@ -94,6 +65,19 @@ def _secret(line: str) -> bytes:
     return secret
 
 
+def signed_headers(
+    secrets: Iterable[bytes], event_id: str, body: bytes, unix_seconds: int
+) -> dict[str, str]:
+    """The headers of one attempt: the id, its time and a signature by each secret."""
+    signed = b"%s.%d.%s" % (event_id.encode(), unix_seconds, body)
+    digests = (hmac.digest(secret, signed, "sha256") for secret in secrets)
+    return {
+        "webhook-id": event_id,
+        "webhook-timestamp": str(unix_seconds),
+        "webhook-signature": " ".join(f"v1,{base64.b64encode(each).decode()}" for each in digests),
+    }
+
+
 class Answer(NamedTuple):
     """What came of an attempt; *failure* is None if the event was delivered."""
 
@@ -104,7 +88,7 @@ class Answer(NamedTuple):
     """Seconds in which nothing else should be sent."""
 
 
-def checked_url(url: str) -> str:
+def check_url(url: str) -> None:
     """Raises SetupError for an address to which webhooks may not be sent."""
     try:
         redaction.check_address(url)
@@ -116,22 +100,21 @@ def checked_url(url: str) -> str:
             "--url: should begin with https://, except on this machine (http://localhost): the"
             " signature does not encrypt what is sent"
         )
-    return url
 
 
 class Endpoint:
     """One receiver."""
 
-    def __init__(self, session: aiohttp.ClientSession, url: str, signer: Signer) -> None:
+    def __init__(self, session: aiohttp.ClientSession, url: str, secrets: Sequence[bytes]) -> None:
         self.address = redaction.address(url)
         self._session = session
         self._url = url
-        self._signer = signer
+        self._secrets = secrets
 
     async def send(self, event: Event) -> Answer:
         """Makes one attempt, with a signature of its own."""
         body = event.body()
-        headers = self._signer.headers(event.id, body, int(time.time()))
+        headers = signed_headers(self._secrets, event.id, body, int(time.time()))
         headers["Content-Type"] = "application/json"
         try:
             async with self._session.post(

@@ -8,7 +8,7 @@ import logging
 import time
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import NamedTuple, Self
+from typing import Self
 
 from pydantic import BaseModel, Field, JsonValue, ValidationError
 
@@ -69,25 +69,30 @@ class Event(BaseModel, extra="forbid"):
 
 def job_ended(fleet: str, record: Record) -> Event | None:
     """The event of a record; None if the record ends no job."""
+    # A record may be made up, and no job has more.
+    is_real = len(json.dumps(record.metadata)) <= MAX_METADATA_BYTES
+    data: dict[str, JsonValue] = {
+        "campaign": record.campaign,
+        "id": record.id,
+        "worker": record.worker,
+        "metadata": record.metadata if is_real else {},
+    }
+    source = record.source or ""
     if record.outcome == "completed" and record.completes_job:
+        # A job that is drawn again by another message, after a crash say, is complete once.
+        source = ""
         blobs = _all_images(record) if record.images > 1 else [record.blob or ""]
-        images: list[JsonValue] = [*blobs[:MAX_IMAGES]]
-        seed = None if record.seed is None else (record.seed - record.index) % 2**32
-        data = _of_job(record) | {"images": images, "seed": seed}
-        if len(images) < len(blobs):
+        data["images"] = [*blobs[:MAX_IMAGES]]
+        data["seed"] = None if record.seed is None else (record.seed - record.index) % 2**32
+        if len(blobs) > MAX_IMAGES:
             data["image_count"] = len(blobs)
-        # Without the message: a job that is drawn again, after a crash say, is complete once.
-        return _job_event(fleet, record, "", data)
-    if record.outcome in {"failed", "cancelled"}:
-        data = _of_job(record) | {"attempts": record.attempts}
+    elif record.outcome in {"failed", "cancelled"}:
+        data["attempts"] = record.attempts
         if record.outcome == "failed":
             reason = (record.reason or "")[:_MAX_REASON_CHARACTERS]
             data |= {"error": record.error, "reason": reason}
-        return _job_event(fleet, record, record.source or "", data)
-    return None
-
-
-def _job_event(fleet: str, record: Record, source: str, data: dict[str, JsonValue]) -> Event:
+    else:
+        return None
     kind = f"job.{record.outcome}"
     event_id = _event_id(fleet, kind, record.key, source)
     return Event(id=event_id, type=kind, timestamp=record.at, data=data)
@@ -117,17 +122,6 @@ def _all_images(last: Record) -> list[str]:
     stem, _, suffix = (last.blob or "").rpartition(".")
     start = stem.removesuffix(f"-{last.index}")
     return [f"{start}-{index}.{suffix}" for index in range(last.images)]
-
-
-def _of_job(record: Record) -> dict[str, JsonValue]:
-    # A record may be made up, and no job has more.
-    is_real = len(json.dumps(record.metadata)) <= MAX_METADATA_BYTES
-    return {
-        "campaign": record.campaign,
-        "id": record.id,
-        "worker": record.worker,
-        "metadata": record.metadata if is_real else {},
-    }
 
 
 def _event_id(*parts: str) -> str:
@@ -179,25 +173,27 @@ class State(BaseModel, extra="forbid"):
         self.waiting.setdefault(event.id, event)
 
 
-class Wanted(NamedTuple):
-    """The events to send, and the name of the fleet, which is part of their ids."""
-
-    fleet: str
-    campaign: str | None = None
-    each_job: bool = False
-    since: datetime | None = None
-
-
 class Source:
     """Adds to *state* what the records tell; each event at least once, whatever is killed."""
 
-    def __init__(self, storage: Storage, wanted: Wanted, state: State) -> None:
+    def __init__(
+        self,
+        storage: Storage,
+        state: State,
+        fleet: str,
+        *,
+        each_job: bool = False,
+        since: datetime | None = None,
+    ) -> None:
+        """The name of the *fleet* is part of the events' ids."""
         self.state = state
         self._storage = storage
-        self._wanted = wanted
+        self._fleet = fleet
+        self._each_job = each_job
+        self._since = since
         self._damaged = Damaged()
         self._follower = reader.Follower(
-            *(storage, wanted.campaign, state.position, self._damaged),
+            *(storage, state.campaign, state.position, self._damaged),
             most=_RECORDS_AT_ONCE,
             part_bytes=_PART_BYTES,
         )
@@ -205,21 +201,21 @@ class Source:
         """The time of each open campaign's next count, and the pause after it."""
 
     async def read(self) -> bool:
-        """Adds the events of the next new records; False if there are none."""
+        """Adds the events of the next new records; False once there are no more."""
         before = self._damaged.count
         records = await self._follower.poll()
         if self._damaged.count > before:
             log.warning("%s", self._damaged, extra={"action": "record_damaged"})
         for record in records:
             is_end = record.outcome in {"completed", "failed", "cancelled"}  # or an operator's note
-            if not is_end or (self._wanted.since and record.at < self._wanted.since):
+            if not is_end or (self._since and record.at < self._since):
                 continue
             self.state.open_campaigns.add(record.campaign)
             self._counts[record.campaign] = time.monotonic() + SETTLE_SECONDS, SETTLE_SECONDS
-            if self._wanted.each_job and (event := job_ended(self._wanted.fleet, record)):
+            if self._each_job and (event := job_ended(self._fleet, record)):
                 self.state.add(event)
         self.state.position = dict(self._follower.position)
-        return bool(records)
+        return len(records) >= _RECORDS_AT_ONCE
 
     async def find_ends(self, *, is_patient: bool) -> None:
         """Adds the ends of campaigns; *is_patient*: one that goes on is counted ever less often."""
@@ -229,7 +225,7 @@ class Source:
                 continue
             counts = await reader.counts(self._storage, campaign)
             if await self._has_ended(counts):
-                self.state.add(campaign_completed(self._wanted.fleet, campaign, counts))
+                self.state.add(campaign_completed(self._fleet, campaign, counts))
                 self.state.open_campaigns.discard(campaign)
                 self._counts.pop(campaign, None)
             else:

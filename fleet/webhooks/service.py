@@ -115,7 +115,7 @@ class Service:
             )
 
     async def _fill(self, *, once: bool) -> None:
-        """Reads new records while there is room; without any, asks which campaigns have ended."""
+        """Reads new records while there is room, and then asks which campaigns have ended."""
         while len(self._state.waiting) < MAX_WAITING and time.monotonic() >= self._poll_at:
             try:
                 if await self._source.read():
@@ -169,8 +169,7 @@ class Service:
         self._failing.clear()
         log.info(
             "delivered %s of %s",
-            event.type,
-            event.subject,
+            *(event.type, event.subject),
             extra={"action": "webhook_delivered", "webhook_id": event.id},
         )
 
@@ -182,29 +181,20 @@ class Service:
         if answer.is_gone:
             self._state.gone_at = datetime.now(UTC)
         event.attempts += 1
-        extra = {"action": "webhook_failed", "webhook_id": event.id, "attempts": event.attempts}
+        action = "webhook_failed"
         if now - event.since >= GIVE_UP_SECONDS and not answer.is_gone:
             del self._state.waiting[event.id]
             self._given_up.inc()
-            log.error(
-                "%s of %s is given up after %d attempts: %s",
-                event.type,
-                event.subject,
-                event.attempts,
-                answer.failure,
-                extra=extra | {"action": "webhook_given_up"},
-            )
-            return
-        seconds = retry.jitter(RETRY_SECONDS[min(event.attempts, len(RETRY_SECONDS)) - 1], *_JITTER)
-        event.due_at = now + max(seconds, answer.pause_seconds)
-        log.warning(
-            "%s of %s is not delivered, attempt %d: %s; the next follows in %.0f s",
-            event.type,
-            event.subject,
-            event.attempts,
-            answer.failure,
-            event.due_at - now,
-            extra=extra,
+            level, then, action = logging.ERROR, "it is given up", "webhook_given_up"
+        else:
+            pause = RETRY_SECONDS[min(event.attempts, len(RETRY_SECONDS)) - 1]
+            event.due_at = now + max(retry.jitter(pause, *_JITTER), answer.pause_seconds)
+            level, then = logging.WARNING, f"the next follows in {event.due_at - now:.0f} s"
+        log.log(
+            level,
+            "%s of %s is not delivered, attempt %d: %s; %s",
+            *(event.type, event.subject, event.attempts, answer.failure, then),
+            extra={"action": action, "webhook_id": event.id, "attempts": event.attempts},
         )
 
     def _save(self) -> None:

@@ -1,9 +1,8 @@
-"""The demo's checkpoint and its 24 messages: the reference job, 21 more, and two invalid ones."""
+"""The demo's checkpoint with its 24 messages, of which two are invalid, and its cascade."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
 from pathlib import Path
 
 from imagefleet import errors
@@ -12,10 +11,15 @@ REFERENCE_MESSAGE = Path(__file__).with_name("reference-job.json").read_text(enc
 
 CAMPAIGN = "demo"
 
-_IN_WHEEL = Path(__file__).with_name("demo_model")
 
-#: The demo's checkpoint: inside the package, or in a checkout of the source.
-TRAINED = _IN_WHEEL if _IN_WHEEL.is_dir() else Path(__file__).resolve().parents[2] / "demo_model"
+def _trained(name: str) -> Path:
+    """A folder inside the package, or in a checkout of the source."""
+    in_wheel = Path(__file__).with_name(name)
+    return in_wheel if in_wheel.is_dir() else Path(__file__).resolve().parents[2] / name
+
+
+#: The demo's checkpoint, and the folder of the cascade's two.
+TRAINED, CASCADE = _trained("demo_model"), _trained("demo_cascade")
 
 #: A misspelt field and an unknown LoRA, for the demo to show failed jobs.
 INVALID_MESSAGE = json.dumps({"prompt": "a lighthouse in a storm", "stepz": 15})
@@ -25,18 +29,25 @@ MISSING_LORA_MESSAGE = json.dumps(
 )
 
 
-def find_checkpoint() -> Path:
-    """The folder of the demo's checkpoint; raises SetupError if it is missing."""
-    if not TRAINED.is_dir():
-        raise errors.SetupError(f"the demo checkpoint {str(TRAINED)!r} does not exist")
-    return TRAINED
+def find_checkpoint(folder: Path | None = None) -> Path:
+    """The folder of the demo's checkpoint, or another of its; raises SetupError if missing."""
+    folder = folder or TRAINED
+    if not folder.is_dir():
+        raise errors.SetupError(f"the demo checkpoint {str(folder)!r} does not exist")
+    return folder
 
 
-def messages(valid: Iterable[str]) -> list[str]:
-    """All messages in order; *valid*: the 21 jobs that come with the checkpoint."""
-    named = [
-        json.dumps({"id": f"{number:02}", "campaign": CAMPAIGN, **json.loads(text)})
-        for number, text in enumerate(valid, start=1)
+def read_jobs(folder: Path, campaign: str = CAMPAIGN) -> list[str]:
+    """The jobs that come with a checkpoint or a cascade, by their number."""
+    lines = (folder / "demo_jobs.jsonl").read_text(encoding="utf-8").splitlines()
+    return [
+        json.dumps({"id": f"{number:02}", "campaign": campaign, **json.loads(line)})
+        for number, line in enumerate(lines, start=1)
     ]
-    first, others, last = named[:7], named[7:14], named[14:]
+
+
+def messages() -> list[str]:
+    """All messages in order: the reference job, the checkpoint's 21, and the invalid ones."""
+    jobs = read_jobs(TRAINED)
+    first, others, last = jobs[:7], jobs[7:14], jobs[14:]
     return [REFERENCE_MESSAGE, *first, INVALID_MESSAGE, *others, MISSING_LORA_MESSAGE, *last]

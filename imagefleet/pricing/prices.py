@@ -158,15 +158,9 @@ def read_table(path: Path | None) -> PriceTable:
     """
     if path is None:
         return BUILT_IN
-    name = f"the price file {path}"
-    try:
-        content = yaml_file.parse(path.read_bytes()) or {}
-    except OSError as error:
-        raise errors.SetupError(f"{name}: {error.strerror or error}") from None
-    except yaml_file.YamlError as error:
-        raise errors.SetupError(f"{name} is not valid YAML: {error}") from None
+    content = yaml_file.read(path, "the price file") or {}
     known = [str(field.alias) for field in _Storage.model_fields.values()]
-    with validation.as_error(errors.SetupError, f"{name}: ", known):
+    with validation.as_error(errors.SetupError, f"the price file {path}: ", known):
         file = _File.model_validate(content)
     gpus = dict(BUILT_IN.gpus)
     for written, dollars in file.gpus.items():

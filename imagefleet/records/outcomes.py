@@ -76,26 +76,12 @@ async def of_campaign(storage: Storage, campaign: str) -> AsyncIterator[JobFacts
                 continue
             del partial[record.key]
         ended.discard(hash(record.key))  # it failed once, and was sent again
-        yield _known(images[min(images)]).completed(images.values())
+        yield known(images[min(images)]).completed(images.values())
     async for record in reader.ended(storage, campaign):
         if hash(record.key) in ended:
             ended.remove(hash(record.key))
             images = partial.get(record.key, {})
-            yield _known(record).ended(record, images.values())
-
-
-async def failures(
-    storage: Storage,
-    error: str | None = None,
-    campaign: str | None = None,
-    id: str | None = None,  # noqa: A002 - a job's field
-) -> AsyncIterator[JobFacts]:
-    """Jobs that have failed and were not replayed or discarded since, one for each message."""
-    async for record in reader.ended(storage, campaign):
-        if record.outcome != "failed" or id not in {None, record.id, record.source}:
-            continue
-        if error is None or error.lower() in f"{record.error}: {record.reason}".lower():
-            yield _known(record).ended(record)
+            yield known(record).ended(record, images.values())
 
 
 async def look_up(storage: Storage, job: JobFacts) -> JobFacts:
@@ -148,7 +134,8 @@ async def last_end(storage: Storage, job: JobFacts) -> Record | None:
     return latest
 
 
-def _known(record: Record) -> JobFacts:
+def known(record: Record) -> JobFacts:
+    """What a record tells of its job."""
     return JobFacts(record.id, record.campaign, seed=_seed(record), metadata=record.metadata)
 
 

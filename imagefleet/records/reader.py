@@ -96,11 +96,7 @@ async def _singly(parts: AsyncGenerator[list[Record]]) -> AsyncIterator[Record]:
 
 
 async def results(
-    storage: Storage,
-    campaign: str,
-    outcomes: Collection[str],
-    damaged: Damaged,
-    limit: int | None = None,
+    storage: Storage, campaign: str, outcomes: Collection[str], damaged: Damaged
 ) -> AsyncGenerator[list[Record]]:
     """A campaign's images, and then its jobs that have failed or were cancelled, some at a time."""
     wanted = []
@@ -108,14 +104,10 @@ async def results(
         wanted.append(_images(storage, campaign, damaged))
     if set(outcomes) - {"completed"}:
         wanted.append(_ended(storage, campaign, damaged))
-    left = limit
     for parts in wanted:
         async with aclosing(parts):
             async for records in parts:
-                some = [record for record in records if record.outcome in outcomes][:left]
-                yield some
-                if left is not None and (left := left - len(some)) == 0:
-                    return
+                yield [record for record in records if record.outcome in outcomes]
 
 
 async def end(storage: Storage, campaign: str) -> dict[str, int]:
@@ -254,7 +246,7 @@ async def follow(
     campaign: str,
     outcomes: Collection[str],
     on_retry: Callable[[str], object],
-) -> AsyncIterator[list[Record]]:
+) -> AsyncGenerator[list[Record]]:
     """New results, until the campaign has ended, if that is known; *on_retry* gets errors."""
     quiet, count_at = 0, _QUIET_POLLS
     while True:

@@ -61,6 +61,10 @@ _OF_BLOB = (
     *("images", "stage", "stages", "seed"),
 )
 
+#: What a job has by the same names; the second are of how it is drawn.
+_OF_JOB = ("id", "images", "stage", "stages", "prompt", "negative_prompt", "metadata")
+_OF_DRAWING = ("sampler", "steps", "cfg_scale", "clip_skip")
+
 #: `again` are images whose names were taken; most of them have a record in `images`.
 Kind = Literal["again", "images", "jobs", "replaced", "sent"]
 
@@ -203,19 +207,9 @@ def of_job(job: Job) -> dict[str, object]:
     """The fields that a job tells; one that only enlarges has those that its chain has drawn by."""
     is_drawn = not job.only_upscales or job.stage > 1
     return {
-        "id": job.id,
         "campaign": job.campaign or DEFAULT_CAMPAIGN,
-        "images": job.images,
-        "stage": job.stage,
-        "stages": job.stages,
-        "prompt": job.prompt,
-        "negative_prompt": job.negative_prompt,
-        "sampler": job.sampler if is_drawn else None,
-        "steps": job.steps if is_drawn else None,
-        "cfg_scale": job.cfg_scale if is_drawn else None,
-        "clip_skip": job.clip_skip if is_drawn else None,
         "loras": tuple(Lora(each.name, each.unet_weight) for each in job.parsed_prompt.loras),
-        "metadata": job.metadata,
+        **{name: getattr(job, name) for name in (_OF_JOB + _OF_DRAWING if is_drawn else _OF_JOB)},
     }
 
 

@@ -6,16 +6,13 @@ takes before it is sent again, and with trusted keys it must be signed as well.
 
 from __future__ import annotations
 
-import base64
-import binascii
 import contextlib
 import hashlib
 import json
-import zlib
 from collections.abc import Collection
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, NamedTuple, Self
 
 from pydantic import Field, StringConstraints, TypeAdapter, ValidationError
 
@@ -44,14 +41,12 @@ BlobName = Annotated[str, StringConstraints(pattern=r"^failed/[0-9a-f]{32}\.txt$
 class FailedJob(Record, extra="forbid"):
     """The record of a failed job in the poison queue.
 
-    The message that a replay sends is in `body`; in `packed_body` (zlib, base64) if it would not
-    fit; or in the blob `body_blob` if it does not fit even packed.
+    The message that a replay sends is in `body`, or in the blob `body_blob` if it would not fit.
     """
 
     outcome: Literal["failed"]
     error: str = Field(default="", max_length=MAX_NAME_CHARACTERS)
     reason: str = Field(default="", max_length=sizes.MAX_MESSAGE_BYTES)
-    packed_body: str | None = None
     body_blob: BlobName | None = None
 
     @classmethod
@@ -62,15 +57,6 @@ class FailedJob(Record, extra="forbid"):
         except (ValidationError, ValueError, RecursionError):
             return None
 
-    @property
-    def named_model(self) -> str | None:
-        """The model that the job names; None, too, if its message is in a blob or damaged."""
-        try:
-            body = self.body if self.packed_body is None else _unpack(self.packed_body)
-        except errors.JobError:
-            return None
-        return models.model_of(body) if body else None
-
     def encode(self) -> str:
         """The message for the poison queue, in ASCII, which XML can always carry."""
         fields = self.model_dump(mode="json", exclude_defaults=True)
@@ -80,8 +66,6 @@ class FailedJob(Record, extra="forbid"):
         """The message that replays the job; raises JobError if it is damaged or lost."""
         if self.body is not None:
             return self.body
-        if self.packed_body is not None:
-            return _unpack(self.packed_body)
         # Bounded: whoever forged the record may have stored gigabytes under the name.
         limit = sizes.MAX_MESSAGE_BYTES
         stored = await blobs.read(self.body_blob, limit) if self.body_blob else None
@@ -120,7 +104,7 @@ class Entry:
             return self.message.id
         # Before the second one more images were stored, perhaps.
         body = record.body and without_deliveries(record.body)
-        told = (record.source, record.id, body, record.packed_body, record.body_blob)
+        told = (record.source, record.id, body, record.body_blob)
         return hashlib.blake2b(json.dumps(told).encode(), digest_size=16).hexdigest()
 
 
@@ -131,7 +115,7 @@ class Selection:
     *error* is a part of the error's class or reason, ignoring case. *id* is the job's or the
     message's; what is no record of a job has its message's, and is in the campaign `default`.
     *sources* are the failures themselves, by the ids of the messages that failed.
-    *model* is the one that the job names; jobs whose message no queue message can hold have none.
+    *model* is the one that the job names; jobs whose message is in a blob have none.
     """
 
     error: str | None = None
@@ -148,7 +132,7 @@ class Selection:
             is_named = self.id is not None and self.campaign == DEFAULT_CAMPAIGN
             others = (self.error, self.sources, self.model)
             return all(each is None for each in others) and (is_named or self.campaign is None)
-        if self.model is not None and self.model != record.named_model:
+        if self.model is not None and self.model != models.model_of(record.body or "{}"):
             return False
         if self.campaign is not None and self.campaign != record.campaign:
             return False
@@ -157,6 +141,23 @@ class Selection:
         return self.error is None or (
             self.error.lower() in f"{record.error}: {record.reason}".lower()
         )
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """A selected message that stays in the queue, and why."""
+
+    id: str
+    reason: str
+    is_unsigned: bool = False
+
+
+class Chosen(NamedTuple):
+    """A failed job that is moved; with the message that replays it, and its job if it is valid."""
+
+    entry: Entry
+    body: str = ""
+    job: Job | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,6 +192,19 @@ class Check:
             raise errors.InvalidMessageError(
                 f"its job is not valid for this version: {error.message}"
             ) from None
+
+    async def choose(
+        self, storage: Storage, entries: list[Entry]
+    ) -> tuple[list[Chosen], list[Refused]]:
+        """Those that can be sent again, and those that stay."""
+        chosen, refused = list[Chosen](), list[Refused]()
+        for entry in entries:
+            try:
+                chosen.append(Chosen(entry, *await self.job(entry, storage.blobs)))
+            except errors.JobError as error:
+                is_unsigned = isinstance(error, errors.UntrustedJobError)
+                refused.append(Refused(entry.id, error.message, is_unsigned))
+        return chosen, refused
 
     async def is_signed(self, entry: Entry, blobs: protocol.BlobStore) -> bool:
         """Whether one of the trusted keys has signed the job in a message of the poison queue."""
@@ -268,14 +282,10 @@ def _replayable(message: protocol.LeasedMessage, job: Job | None) -> str:
 
 
 async def _encode_to_fit(record: FailedJob, body: str, blobs: protocol.BlobStore) -> str:
-    packed = base64.b64encode(zlib.compress(body.encode(), 9)).decode()
-    for fitting in (record, record.model_copy(update={"body": None, "packed_body": packed})):
-        text = fitting.encode()
-        if sizes.fits(text):
-            return text
-    # Only random data compresses so badly. The name is a hash of the content, so an existing blob
-    # is the right one.
+    if sizes.fits(text := record.encode()):
+        return text
     data = body.encode()
+    # The name is a hash of the content, so an existing blob is the right one.
     name = _blob_name(data)
     await blobs.create(name, data, "text/plain; charset=utf-8", {})
     return record.model_copy(update={"body": None, "body_blob": name}).encode()
@@ -283,17 +293,6 @@ async def _encode_to_fit(record: FailedJob, body: str, blobs: protocol.BlobStore
 
 def _blob_name(message: bytes) -> str:
     return f"failed/{hashlib.blake2b(message, digest_size=16).hexdigest()}.txt"
-
-
-def _unpack(packed: str) -> str:
-    try:
-        # Bounded: a forged 48 KiB could expand to 48 MiB.
-        data = zlib.decompressobj().decompress(
-            base64.b64decode(packed, validate=True), sizes.MAX_MESSAGE_BYTES
-        )
-        return data.decode()
-    except (binascii.Error, zlib.error, ValueError) as error:
-        raise errors.JobError(f"the packed message of the record is damaged: {error}") from None
 
 
 def _truncated(text: str, length: int) -> str:

@@ -6,14 +6,13 @@ readers. Notes there say what became of them, so that lists and counts leave the
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import dataclasses
 import itertools
 import json
 import logging
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Literal
@@ -21,11 +20,10 @@ from typing import Literal
 from pydantic import TypeAdapter, ValidationError
 
 from imagefleet import concurrency, errors
-from imagefleet.job.change import Change
 from imagefleet.job.message import SafeId
 from imagefleet.records.record import Record, RecordLog
 from imagefleet.storage import protocol
-from imagefleet.storage.dead_letter import Check, Entry, FailedJob, Selection
+from imagefleet.storage.dead_letter import Check, Chosen, Entry, FailedJob, Refused, Selection
 from imagefleet.storage.open import Storage
 from imagefleet.storage.settings import Priority
 
@@ -45,19 +43,9 @@ MAX_CHANGES = 500
 
 NO_CHECK = Check()
 
+_NOTED = {"id", "campaign", "source"}
+
 _CAMPAIGN: TypeAdapter[str | None] = TypeAdapter(SafeId | None)
-
-_Outcome = Literal["replayed", "discarded"]
-
-
-@dataclass(frozen=True, slots=True)
-class Refused:
-    """A selected message that stays in the queue, and why."""
-
-    id: str
-    reason: str
-    is_unsigned: bool = False
-
 
 OnProgress = Callable[[int], None]
 
@@ -68,8 +56,48 @@ class Swept:
 
     done: int = 0
     refused: list[Refused] = dataclasses.field(default_factory=list)
-    has_seen_all: bool = False
-    """Whether no message was hidden: by another reader, or one that was killed."""
+    missing: int = 0
+    """Failed jobs whose messages are hidden by another reader or gone, so they were not sent."""
+
+
+@dataclass(slots=True)
+class Preview:
+    """What a sweep would move, by campaign and error, and what would stay."""
+
+    count: int = 0
+    kinds: Counter[tuple[str | None, str]] = dataclasses.field(default_factory=Counter)
+    prompts: list[str] = dataclasses.field(default_factory=list)
+    unsigned: int = 0
+    refused: int = 0
+    """Messages refused, besides those that are not signed; *reasons* has the first."""
+    reasons: list[Refused] = dataclasses.field(default_factory=list)
+    changes: Counter[tuple[str, str, str]] = dataclasses.field(default_factory=Counter)
+    """Fields whose values change, from and to what, in JSON; not more than some hundred."""
+
+
+@dataclass(frozen=True, slots=True)
+class Discard:
+    """Chooses jobs to delete: of those *completed*, and of what *keep_signed* does not accept."""
+
+    keep_signed: Check | None = None
+    completed: bool = False
+    takes_strange: bool = False
+    """Whether messages are taken that are no records, too."""
+
+    async def choose(
+        self, storage: Storage, entries: list[Entry]
+    ) -> tuple[list[Chosen], list[Refused]]:
+        """Those that are to be deleted, and those that stay though they were selected."""
+        if self.completed:
+            works = (is_completed(storage, entry) for entry in entries)
+            entries = [*itertools.compress(entries, await concurrency.gather(*works))]
+        if (check := self.keep_signed) is not None:
+            entries = [each for each in entries if not await check.is_signed(each, storage.blobs)]
+        if check is not None or self.takes_strange:
+            return [Chosen(entry) for entry in entries], []
+        reason = "it is not a record of a failed job"
+        strange = [Refused(entry.id, reason) for entry in entries if entry.record is None]
+        return [Chosen(entry) for entry in entries if entry.record], strange
 
 
 async def unrecorded(storage: Storage) -> int:
@@ -79,13 +107,6 @@ async def unrecorded(storage: Storage) -> int:
         async for _ in recorded(storage, Selection()):
             waiting -= 1
     return max(0, waiting)
-
-
-async def find(storage: Storage, selection: Selection) -> AsyncIterator[Entry]:
-    """The selected failed jobs that a sweep would find, by messages if some have no record."""
-    read = browse if await unrecorded(storage) else recorded
-    async for entry in read(storage, selection):
-        yield entry
 
 
 async def recorded(storage: Storage, selection: Selection) -> AsyncIterator[Entry]:
@@ -111,49 +132,41 @@ async def browse(storage: Storage, selection: Selection) -> AsyncIterator[Entry]
             yield entry
 
 
-@dataclass(slots=True)
-class Preview:
-    """What a replay would send, by campaign and error, and what would stay."""
-
-    count: int = 0
-    kinds: Counter[tuple[str | None, str]] = dataclasses.field(default_factory=Counter)
-    prompts: list[str] = dataclasses.field(default_factory=list)
-    unsigned: int = 0
-    refused: int = 0
-    """Messages refused, besides those that are not signed; *reasons* has the first."""
-    reasons: list[Refused] = dataclasses.field(default_factory=list)
-    changes: Counter[tuple[str, str, str]] = dataclasses.field(default_factory=Counter)
-    """Fields whose values change, from and to what, in JSON; not more than some hundred."""
-
-    def compare(self, change: Change, body: str) -> None:
-        """Counts what a message's fields become."""
-        for name, values in change.differences(body).items():
-            before, after = (json.dumps(each, ensure_ascii=False) for each in values)
-            key = name, before, after
-            if key in self.changes or len(self.changes) < MAX_CHANGES:
-                self.changes[key] += 1
+async def in_batches(entries: AsyncIterator[Entry]) -> AsyncIterator[list[Entry]]:
+    """The same, some at a time; the last batch may be empty."""
+    batch: list[Entry] = []
+    async for entry in entries:
+        batch.append(entry)
+        if len(batch) == protocol.MAX_RECEIVE:
+            yield batch
+            batch = []
+    yield batch
 
 
-async def preview(storage: Storage, selection: Selection, check: Check) -> Preview:
-    """Reads what a replay would send, and moves nothing."""
+async def preview(storage: Storage, selection: Selection, choice: Check | Discard) -> Preview:
+    """Reads what a sweep would move, by messages if some have no record, and moves nothing."""
     found = Preview()
-    async for entry in find(storage, selection):
-        try:
-            _, job = await check.job(entry, storage.blobs)
-            if check.change is not None and entry.record is not None:
-                found.compare(check.change, await entry.record.message(storage.blobs))
-        except errors.UntrustedJobError:
-            found.unsigned += 1
-        except errors.JobError as error:
-            found.refused += 1
-            if len(found.reasons) < PREVIEWED:
-                found.reasons.append(Refused(entry.id, error.message))
-        else:
-            found.count += 1
-            error_class = entry.record.error if entry.record else ""
-            found.kinds[job.campaign if job else None, error_class] += 1
+    read = browse if await unrecorded(storage) else recorded
+    async for some in in_batches(read(storage, selection)):
+        chosen, refused = await choice.choose(storage, some)
+        others = [each for each in refused if not each.is_unsigned]
+        found.refused += len(others)
+        found.unsigned += len(refused) - len(others)
+        found.reasons += others[: PREVIEWED - len(found.reasons)]
+        found.count += len(chosen)
+        for entry, _, job in chosen:
+            record = entry.record
+            campaign = job.campaign if job else record.campaign if record else None
+            found.kinds[campaign, record.error if record else ""] += 1
             if job is not None and len(found.prompts) < PREVIEWED:
                 found.prompts.append(job.prompt)
+            if isinstance(choice, Check) and choice.change and record:
+                body = await record.message(storage.blobs)
+                for name, values in choice.change.differences(body).items():
+                    before, after = (json.dumps(each, ensure_ascii=False) for each in values)
+                    key = name, before, after
+                    if key in found.changes or len(found.changes) < MAX_CHANGES:
+                        found.changes[key] += 1
     return found
 
 
@@ -173,22 +186,21 @@ async def replay(
     and loses none.
     """
     swept = Swept()
-    notes = Notes(storage)
+    records = RecordLog(storage.blobs, "operator")
+    began_at = datetime.now(UTC)
 
-    async def send(entries: list[Entry]) -> list[str]:
-        bodies: dict[str, str] = {}
-        await notes.check(entries)
-        for entry in entries:
-            try:
-                bodies[entry.message.id], _ = await check.job(entry, storage.blobs)
-            except errors.JobError as error:
-                is_unsigned = isinstance(error, errors.UntrustedJobError)
-                swept.refused.append(Refused(entry.id, error.message, is_unsigned))
-        await storage.models.send(bodies.values(), priority)
-        await notes.add((each for each in entries if each.message.id in bodies), "replayed")
-        return list(bodies)
+    async def send(entries: list[Entry]) -> list[Entry]:
+        chosen, refused = await check.choose(storage, entries)
+        swept.refused += refused
+        await storage.models.send([body for _, body, _ in chosen], priority)
+        sent = [entry for entry, _, _ in chosen]
+        await records.add(_notes(sent, "replayed"))
+        return sent
 
-    await _sweep(storage.poison, selection, send, swept, on_progress)
+    await _sweep(storage, selection, records, send, swept, on_progress)
+    refused_ids = {refused.id for refused in swept.refused}
+    async for entry in recorded(storage, selection):
+        swept.missing += entry.id not in refused_ids and entry.message.enqueued_at < began_at
     return swept
 
 
@@ -209,73 +221,46 @@ async def discard(
     same call deletes. Failed jobs of which only the records are left are noted as well.
     """
     swept = Swept()
-    notes = Notes(storage)
+    records = RecordLog(storage.blobs, "operator")
     noted: set[str | None] = set()
+    choice = Discard(keep_signed, completed, takes_strange=selection.id is not None)
+    began_at = datetime.now(UTC)
 
-    async def choose(entries: list[Entry]) -> list[str]:
-        await notes.check(entries)
-        chosen = await to_discard(storage, entries, keep_signed, completed=completed)
-        if keep_signed is None and selection.id is None:
-            strange = [each for each in chosen if each.record is None]
-            chosen = [each for each in chosen if each.record is not None]
-            swept.refused.extend(
-                Refused(each.id, "it is not a record of a failed job") for each in strange
-            )
+    async def choose(entries: list[Entry]) -> list[Entry]:
+        found, refused = await choice.choose(storage, entries)
+        swept.refused += refused
+        chosen = [entry for entry, _, _ in found]
         noted.update(entry.record.source for entry in chosen if entry.record)
         if keep_signed is None:  # else one that is made up may pass for one that stays
-            await notes.add(chosen, "discarded")
-        return [entry.message.id for entry in chosen]
+            await records.add(_notes(chosen, "discarded"))
+        return chosen
 
-    def may_be_left(entry: Entry) -> bool:
-        has_no_message = swept.has_seen_all and entry.message.enqueued_at < began_at
-        return has_no_message or keep_signed is not None
-
-    began_at = datetime.now(UTC)
-    await _sweep(storage.poison, selection, choose, swept, on_progress)
+    is_hidden = not await _sweep(storage, selection, records, choose, swept, on_progress)
     async for some in in_batches(recorded(storage, selection)):
-        left = list(filter(may_be_left, some))
-        left = await to_discard(storage, left, keep_signed, completed=completed)
-        await notes.add(left, "discarded")
+        gone = some
+        if keep_signed is None:
+            gone = [each for each in some if not is_hidden and each.message.enqueued_at < began_at]
+        left = [entry for entry, _, _ in (await choice.choose(storage, gone))[0]]
+        await records.add(_notes(left, "discarded"))
         swept.done += sum(entry.message.id not in noted for entry in left)
     return swept
 
 
-async def to_discard(
-    storage: Storage, entries: list[Entry], keep_signed: Check | None, *, completed: bool
-) -> list[Entry]:
-    """Those of *entries* that `discard` with the same arguments deletes."""
-    if completed:
-        done = await are_completed(storage, entries)
-        entries = list(itertools.compress(entries, done))
-    if keep_signed is None:
-        return entries
-    return [each for each in entries if not await keep_signed.is_signed(each, storage.blobs)]
-
-
-async def in_batches(entries: AsyncIterator[Entry]) -> AsyncIterator[list[Entry]]:
-    """The same, some at a time; the last batch may be empty."""
-    batch: list[Entry] = []
-    async for entry in entries:
-        batch.append(entry)
-        if len(batch) == protocol.MAX_RECEIVE:
-            yield batch
-            batch = []
-    yield batch
-
-
 async def _sweep(
-    poison: protocol.JobQueue,
+    storage: Storage,
     selection: Selection,
-    handle: Callable[[list[Entry]], Awaitable[list[str]]],
+    records: RecordLog,
+    handle: Callable[[list[Entry]], Awaitable[list[Entry]]],
     swept: Swept,
     on_progress: OnProgress | None,
-) -> None:
-    """Receives each message once; deletes those whose ids *handle* returns, releases the others.
+) -> bool:
+    """Receives each message once; deletes those that *handle* returns, releases the others.
 
     A copy of a failure that was handled is deleted, too. The others are released at the end, lest
     they be received again. The sweep ends after as many messages as were in the queue at its start,
-    whatever workers add meanwhile.
+    whatever workers add meanwhile. False: some were hidden, by another reader or a killed one.
     """
+    poison = storage.poison
     waiting = (await poison.depth()).messages
     lease_seconds = min(
         LEASE_SECONDS + waiting * LEASE_SECONDS_PER_MESSAGE, protocol.MAX_LEASE_SECONDS
@@ -283,6 +268,7 @@ async def _sweep(
     leased: dict[str, protocol.LeasedMessage] = {}
     seen: set[str] = set()
     deleted = 0
+    is_allowed = False
     try:
         while deleted + len(leased) < waiting:
             received = await poison.receive(protocol.MAX_RECEIVE, lease_seconds)
@@ -293,37 +279,33 @@ async def _sweep(
                 break
             entries = [Entry(message, FailedJob.parse(message.body)) for message in fresh]
             chosen: list[Entry] = []
-            copies: list[str] = []
+            settled: list[Entry] = []
             for entry in filter(selection.matches, entries):
-                if entry.source in seen:
-                    copies.append(entry.message.id)
-                else:
-                    seen.add(entry.source)
-                    chosen.append(entry)
+                (settled if entry.source in seen else chosen).append(entry)
+                seen.add(entry.source)
+            if not is_allowed and (notes := _notes(chosen, "discarded")):
+                # Raises SetupError, before a change, if the credentials do not allow notes.
+                await records.check(notes[0].campaign)
+                is_allowed = True
             done = await handle(chosen)
-            await _settle(poison.delete, [leased[each] for each in (*done, *copies)])
-            for message_id in (*done, *copies):
-                del leased[message_id]
-            deleted += len(done) + len(copies)
+            settled += done
+            await _settle(poison.delete, [leased[each.message.id] for each in settled])
+            for entry in settled:
+                del leased[entry.message.id]
+            deleted += len(settled)
             swept.done += len(done)
             if on_progress is not None:
                 on_progress(swept.done)
-        swept.has_seen_all = deleted + len(leased) >= waiting
+        return deleted + len(leased) >= waiting
     finally:
-        await _hand_back(poison, list(leased.values()))
-
-
-async def _hand_back(queue: protocol.JobQueue, messages: list[protocol.LeasedMessage]) -> None:
-    for start in range(0, len(messages), protocol.MAX_RECEIVE):
         try:
-            await _settle(queue.release, messages[start : start + protocol.MAX_RECEIVE])
+            await _settle(poison.release, leased.values())
         except errors.TransientError as error:
             log.warning(
                 "failed jobs stay invisible until their leases expire: %s",
                 error.message,
                 extra={"action": "hand_back_failed"},
             )
-            return
 
 
 async def _settle(
@@ -335,19 +317,11 @@ async def _settle(
         with contextlib.suppress(errors.LeaseLost):
             await call(message)
 
-    # Waits for all, even after an error, so that none goes on in the background.
-    outcomes = await asyncio.gather(*map(settle, messages), return_exceptions=True)
-    for outcome in outcomes:
-        if isinstance(outcome, BaseException):
-            raise outcome
+    await concurrency.for_each(messages, settle, protocol.MAX_RECEIVE)
 
 
-async def are_completed(storage: Storage, entries: Sequence[Entry]) -> list[bool]:
-    """Whether all images of each job are stored since: a read for each, or six if there is none."""
-    return list(await concurrency.gather(*(_is_completed(storage, each) for each in entries)))
-
-
-async def _is_completed(storage: Storage, failed: Entry) -> bool:
+async def is_completed(storage: Storage, failed: Entry) -> bool:
+    """Whether all images of a job are stored since: a read for each, or six if there is none."""
     from imagefleet.records import outcomes
 
     if failed.record is None:
@@ -356,30 +330,11 @@ async def _is_completed(storage: Storage, failed: Entry) -> bool:
     return outcomes.are_all(await outcomes.stored_images(storage, job))
 
 
-class Notes:
-    """Writes what became of failed jobs."""
-
-    def __init__(self, storage: Storage) -> None:
-        self._log = RecordLog(storage.blobs, "operator")
-        self._is_checked = False
-
-    async def check(self, entries: Iterable[Entry]) -> None:
-        """Raises SetupError if the credentials do not allow notes on these, before a change."""
-        if not self._is_checked and (first := next(iter(_notes(entries, "replayed")), None)):
-            await self._log.check(first.campaign)
-            self._is_checked = True
-
-    async def add(self, entries: Iterable[Entry], outcome: _Outcome) -> None:
-        """Notes it of each failure; a failure of the same job that comes later is another."""
-        await self._log.add(_notes(entries, outcome))
-
-
-def _notes(entries: Iterable[Entry], outcome: _Outcome) -> list[Record]:
+def _notes(entries: Iterable[Entry], outcome: Literal["replayed", "discarded"]) -> list[Record]:
+    """What became of each failure; a failure of the same job that comes later is another."""
     now = datetime.now(UTC)
-    failures = [each.record for each in entries if each.record and each.record.source]
     return [
-        Record(
-            outcome=outcome, id=failure.id, campaign=failure.campaign, at=now, source=failure.source
-        )
-        for failure in failures
+        Record(outcome=outcome, at=now, **each.record.model_dump(include=_NOTED))
+        for each in entries
+        if each.record and each.record.source
     ]

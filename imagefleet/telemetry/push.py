@@ -10,6 +10,7 @@ import contextlib
 import gzip
 import uuid
 from collections.abc import AsyncIterator, Mapping
+from dataclasses import dataclass
 
 import aiohttp
 from prometheus_client import CollectorRegistry
@@ -67,23 +68,20 @@ def new_instance() -> str:
     return uuid.uuid4().hex[:12]
 
 
+@dataclass(eq=False)
 class Pusher:
     """Pushes one registry to one address; logs the first of several failures, and the recovery."""
 
-    def __init__(
-        self,
-        client: aiohttp.ClientSession,
-        registry: CollectorRegistry,
-        url: str,
-        labels: Mapping[str, str],
-        retry_policy: retry.RetryPolicy = RETRY_POLICY,
-    ) -> None:
-        self._client = client
-        self._registry = registry
-        extra_labels = [("extra_label", f"{name}={value}") for name, value in labels.items()]
-        self._url = URL(url).extend_query(extra_labels)
-        self._retry_policy = retry_policy
-        self._failing = False
+    _client: aiohttp.ClientSession
+    _registry: CollectorRegistry
+    url: str
+    labels: Mapping[str, str]
+    _retry_policy: retry.RetryPolicy = RETRY_POLICY
+    _failing: bool = False
+
+    def __post_init__(self) -> None:
+        extra_labels = [("extra_label", f"{name}={value}") for name, value in self.labels.items()]
+        self._url = URL(self.url).extend_query(extra_labels)
 
     async def run(self, every_seconds: float) -> None:
         """Pushes now, so that counters start at zero, and then forever."""

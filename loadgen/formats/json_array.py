@@ -22,12 +22,11 @@ class JsonArray(Format):
     """The elements of an array, of any length, in the memory of one."""
 
     name = "json"
+    suffixes = (".json",)
     unit = "job"
 
     def entries(self, stream: BinaryIO, start: int) -> Iterator[Entry]:
-        elements = enumerate(_elements(_Text(stream)), 1)
-        for number, (line, text) in itertools.islice(elements, start, None):
-            yield Entry(f"job {number}, line {line}", text)
+        return itertools.islice(_jobs(_Text(stream)), start, None)
 
 
 class _Text:
@@ -51,12 +50,18 @@ class _Text:
             if not self._read_more():
                 return ""
 
-    def skip(self) -> None:
-        """Passes over the character that `peek` returned."""
+    def take(self, one: str, other: str = "") -> str:
+        """Passes over the next character, which is *one* or *other*, or raises FormatError."""
+        found = self.peek()
+        if not found or found not in one + other:
+            expected = f"{one!r} or {other!r}" if other else repr(one)
+            raise FormatError(f"it is not valid JSON: no {expected} in line {self.line}")
         self._move_to(self._at + 1)
+        return found
 
     def value(self) -> str:
-        """The text of the JSON value that begins here; what follows is left."""
+        """The text of the next JSON value; what follows is left."""
+        self.peek()
         while True:
             try:
                 _, end = _decode(self._text, self._at)
@@ -97,56 +102,53 @@ class _Text:
         return True
 
 
-def members(stream: BinaryIO, name: str) -> Iterator[Entry]:
-    """The elements of an object's array *name*; raises FormatError if there is none."""
-    text = _Text(stream)
+class CocoCaptions(Format):
+    """The elements of the array `annotations` of an object, as COCO has its captions."""
+
+    name = "coco"
+    suffixes = (".json",)
+    unit = "annotation"
+
+    def entries(self, stream: BinaryIO, start: int) -> Iterator[Entry]:
+        return itertools.islice(_annotations(_Text(stream)), start, None)
+
+
+def _annotations(text: _Text) -> Iterator[Entry]:
     if text.peek() != "{":
-        raise FormatError(f"it is no object with the array {name!r}")
-    text.skip()
-    is_found = False
-    while text.peek() == '"':
+        raise FormatError("it is no object with the array 'annotations'")
+    is_found, separator = False, text.take("{")
+    while separator != "}":
         key = json.loads(text.value())
-        if text.peek() != ":":
-            raise FormatError(f"it is not valid JSON: no ':' in line {text.line}")
-        text.skip()
+        text.take(":")
         if text.peek() != "[":
             text.value()
         else:
-            is_found = is_found or key == name
-            for number, (line, element) in enumerate(_array(text), 1):
-                if key == name:
-                    yield Entry(f"{name} {number}, line {line}", element)
-        if text.peek() != ",":
-            break
-        text.skip()
-    if text.peek() != "}":
-        raise FormatError(f"it is not valid JSON: no ',' or '}}' in line {text.line}")
+            is_found = is_found or key == "annotations"
+            yield from (each for each in _array(text, key) if key == "annotations")
+        separator = text.take(",", "}")
     if not is_found:
-        raise FormatError(f"it has no array {name!r}")
+        raise FormatError("it has no array 'annotations'")
 
 
-def _array(text: _Text) -> Iterator[tuple[int, str]]:
-    """Each element of the array that begins here, with its line."""
-    text.skip()
-    is_over = text.peek() == "]"
-    while not is_over:
+def _array(text: _Text, what: str) -> Iterator[Entry]:
+    """Each element of the array that begins here, with its number and its line."""
+    separator = text.take("[")
+    if text.peek() == "]":
+        separator = text.take("]")
+    for number in itertools.count(1):
+        if separator == "]":
+            return
         text.peek()
-        yield text.line, text.value()
-        separator = text.peek()
-        is_over = separator == "]"
-        if separator == ",":
-            text.skip()
-        elif not is_over:
-            raise FormatError(f"it is not valid JSON: no ',' or ']' in line {text.line}")
-    text.skip()
+        yield Entry(f"{what} {number}, line {text.line}", text.value())
+        separator = text.take(",", "]")
 
 
-def _elements(text: _Text) -> Iterator[tuple[int, str]]:
+def _jobs(text: _Text) -> Iterator[Entry]:
     first = text.peek()
     if first == "{":
-        yield text.line, text.value()
+        yield Entry(f"job 1, line {text.line}", text.value())
     elif first == "[":
-        yield from _array(text)
+        yield from _array(text, "job")
     elif first:
         raise FormatError("it holds neither an array of jobs nor a job")
     if text.peek():

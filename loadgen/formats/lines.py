@@ -28,6 +28,7 @@ class Format(abc.ABC):
     """How to read one kind of file. Every method may raise FormatError."""
 
     name: str
+    suffixes: tuple[str, ...]
     unit: str
     """What an entry is called."""
     is_stream = True
@@ -60,6 +61,7 @@ class JsonLines(Format):
     """One JSON object per line; empty lines are skipped."""
 
     name = "jsonl"
+    suffixes: tuple[str, ...] = (".jsonl", ".ndjson")
     unit = "line"
 
     def count(self, stream: BinaryIO) -> int:
@@ -83,6 +85,7 @@ class PromptLines(JsonLines):
     """One prompt per line; empty lines and comments are skipped."""
 
     name = "txt"
+    suffixes = (".txt",)
 
     def _job(self, text: str) -> str:
         if not text or text.startswith("#"):

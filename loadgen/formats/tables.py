@@ -89,7 +89,7 @@ class Columns:
                 fields[key] = _value(key, cell)
             else:
                 fields.setdefault(path[0], {})[path[1]] = cell
-        return json.dumps(fields, ensure_ascii=False) if fields else ""
+        return json.dumps(fields, ensure_ascii=False, default=_plain) if fields else ""
 
 
 def _is_known(key: str) -> bool:
@@ -127,7 +127,7 @@ def _value(field: str, cell: Any) -> Any:
         return text
 
 
-#: The one by which the first row has the most names of fields, or else the first.
+#: The one that the first row has most of, or else the first.
 DELIMITERS = ",;\t"
 
 #: A row's first line, its cells, and what is wrong with it.
@@ -138,6 +138,7 @@ class CsvRows(Format):
     """Rows as spreadsheets write them (RFC 4180): a quote within quotes is doubled."""
 
     name = "csv"
+    suffixes = (".csv", ".tsv")
     unit = "row"
 
     def count(self, stream: BinaryIO) -> int:
@@ -164,15 +165,7 @@ def _open(stream: BinaryIO) -> tuple[Columns, Iterator[_Row]]:
         header = first.decode("utf-8-sig")
     except UnicodeDecodeError:
         raise FormatError("the first row is not UTF-8: save the file as 'CSV UTF-8'") from None
-
-    def known_names(delimiter: str) -> int:
-        try:
-            names = next(csv.reader([header], delimiter=delimiter, strict=True))
-        except csv.Error:
-            return 0
-        return sum(_is_known(name.strip().lower()) for name in names)
-
-    delimiter = max(DELIMITERS, key=known_names)
+    delimiter = max(DELIMITERS, key=header.count)
     # Bytes that are not UTF-8 become halves of surrogate pairs, which `_rows` finds in their row.
     others = (line.decode("utf-8", "surrogateescape") for line in given)
     rows = _rows(itertools.chain([header], others), delimiter)
@@ -207,6 +200,7 @@ class ParquetRows(Format):
     """The rows of a Parquet file, read by pyarrow, which is an extra, `parquet`."""
 
     name = "parquet"
+    suffixes = (".parquet",)
     unit = "row"
     is_stream = False
 
@@ -218,34 +212,18 @@ class ParquetRows(Format):
     def entries(self, stream: BinaryIO, start: int) -> Iterator[Entry]:
         with _opened(stream) as file:
             columns = Columns(file.schema_arrow.names)
-            number = 0
-            for group in range(file.num_row_groups):
-                rows = file.metadata.row_group(group).num_rows
-                if number + rows <= start:
-                    number += rows
-                    continue
-                for batch in file.iter_batches(_BATCH_ROWS, row_groups=[group]):
-                    for row in batch.to_pylist():
-                        number += 1
-                        if number > start:
-                            yield columns.entry(f"row {number}", map(_plain, row.values()))
+            rows = (row for batch in file.iter_batches(_BATCH_ROWS) for row in batch.to_pylist())
+            for number, row in itertools.islice(enumerate(rows, 1), start, None):
+                yield columns.entry(f"row {number}", row.values())
 
 
 def _plain(value: Any) -> Any:
-    match value:
-        case decimal.Decimal():
-            return float(value)
-        case dt.date() | dt.time():
-            return value.isoformat()
-        case bytes() | dt.timedelta():
-            raise ValueError(f"a cell holds {type(value).__name__}, which a job cannot")
-        case dict():
-            return {key: _plain(each) for key, each in value.items()}
-        case list():
-            return [_plain(each) for each in value]
-        case tuple():
-            return tuple(_plain(each) for each in value)
-    return value
+    """What JSON has in place of a value of Parquet that it has not."""
+    if isinstance(value, decimal.Decimal):
+        return float(value)
+    if isinstance(value, dt.date | dt.time):
+        return value.isoformat()
+    raise ValueError(f"a cell holds {type(value).__name__}, which a job cannot")
 
 
 @contextlib.contextmanager

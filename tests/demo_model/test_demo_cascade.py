@@ -11,7 +11,7 @@ from safetensors import safe_open
 from demo_world import answers
 from demo_world.cascade import measure, networks, pictures
 from evaluation.score.demo import judge
-from fleet.demo import cascade
+from imagefleet.files import demo
 from worker.engine.pixel import checkpoint
 
 #: Of the scenes, which are none of those that docs/cascade.md counts.
@@ -29,9 +29,7 @@ def _one_thread() -> None:
 
 
 def test_it_is_small_and_all_of_it_is_there() -> None:
-    stages = cascade.find_stages()
-    assert [stage.name for stage in stages] == ["base", "sr"]
-    files = [path for stage in stages for path in stage.rglob("*") if path.is_file()]
+    files = [path for path in demo.CASCADE.rglob("*") if path.is_file()]
     assert sum(path.stat().st_size for path in files) <= 8_000_000
     weights = [path for path in files if path.suffix == ".safetensors"]
     assert len(weights) == 4
@@ -42,9 +40,9 @@ def test_it_is_small_and_all_of_it_is_there() -> None:
         assert all(bool(each.isfinite().all()) for each in tensors)
 
 
-@pytest.mark.parametrize("name", cascade.STAGES)
+@pytest.mark.parametrize("name", ["base", "sr"])
 def test_a_stage_predicts_what_the_training_says(name: networks.StageName) -> None:
-    loaded = checkpoint.load_checkpoint(cascade.TRAINED / name, CPU, torch.float32)
+    loaded = checkpoint.load_checkpoint(demo.CASCADE / name, CPU, torch.float32)
     assert loaded.noise.prediction_type == networks.make_scheduler(name).config.prediction_type
 
 
@@ -53,7 +51,7 @@ def test_both_stages_show_the_things_of_captions_that_training_never_had() -> No
     options = argparse.Namespace(
         sampler="ddpm", steps=30, sr_steps=20, guidance=3.0, sr_guidance=1.0, noise=0.05
     )
-    small, large = measure.draw_cascade(cascade.TRAINED, texts, "cpu", options)
+    small, large = measure.draw_cascade(demo.CASCADE, texts, "cpu", options)
     assert {image.shape for image in small} == {(16, 16, 3)}
     assert {image.shape for image in large} == {(64, 64, 3)}
     found = measure.judged(large, judge.load_judge())

@@ -130,7 +130,7 @@ def test_a_lora_is_in_kohyas_format_with_alpha_for_both_networks(path: Path) -> 
 
 def test_the_demos_jobs_are_valid_and_each_has_a_seed() -> None:
     lines = (DEMO_MODEL / "demo_jobs.jsonl").read_text(encoding="utf-8").splitlines()
-    messages = demo.messages(lines)
+    messages = demo.messages()
 
     assert len(lines) == 21
     assert len(messages) == 24

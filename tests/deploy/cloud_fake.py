@@ -27,7 +27,7 @@ import polling
 BROKER = """
 import sys
 from fleet import entry
-from fleet.broker import service as broker
+from fleet.keys import broker
 broker.KEYS_URL = sys.argv.pop(1)
 entry.main()
 """

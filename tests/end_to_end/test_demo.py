@@ -16,7 +16,7 @@ from PIL import Image
 import forks
 import polling
 from fleet import contact_sheet
-from fleet.demo import cascade
+from imagefleet.files import demo as demo_files
 from imagefleet.signing import SigningKey
 from pixel import tiny_cascade
 
@@ -92,11 +92,13 @@ def test_the_cascades_demo_draws_and_shows_both_stages(
     for name in ("base", "sr"):
         tiny_cascade.build(tmp_path / "cascade" / name, name)
     # The weights are random, and so is what they draw, in however many steps.
+    jobs = (demo_files.CASCADE / "demo_jobs.jsonl").read_text()
+    few = jobs.replace('"steps": 30', '"steps": 4').replace('"steps": 20', '"steps": 3')
+    (tmp_path / "cascade" / "demo_jobs.jsonl").write_text(few)
     program = """
 import pathlib
-from fleet.demo import cascade
-cascade.TRAINED = pathlib.Path("cascade")
-cascade._FIRST["steps"], cascade._SECOND["steps"] = 4, 3
+from imagefleet.files import demo
+demo.CASCADE = pathlib.Path("cascade")
 entry.main()
 """
     arguments = ("demo", "--cascade", "--json-file", "demo.json")
@@ -105,9 +107,9 @@ entry.main()
     assert result.returncode == 0, result.stderr
     assert "failed jobs" not in result.stdout
     report = json.loads((tmp_path / "demo.json").read_text())
-    count = len(cascade.PROMPTS)
+    count = len(jobs.splitlines())
     assert (report["jobs"], report["images"], report["failed"]) == (count, 2 * count, 0)
-    folder = tmp_path / "demo-output" / "storage" / "images" / cascade.CAMPAIGN
+    folder = tmp_path / "demo-output" / "storage" / "images" / "demo-cascade"
     assert len(list(folder.iterdir())) == 2 * count
     with (
         Image.open(tmp_path / report["contact_sheet"]) as sheet,
@@ -117,7 +119,7 @@ entry.main()
         assert (small.size, large.size) == ((16, 16), (32, 32))
         for left, name in ((12, "01.png"), (12 + 188, "01~2.png")):
             shown = sheet.crop((left, 12, left + 176, 12 + 176))
-            tile, _ = contact_sheet.read_tile((folder / name).read_bytes())
+            tile = contact_sheet.read_tile((folder / name).read_bytes())
             assert shown.tobytes() == tile.tobytes()
 
 
@@ -125,15 +127,15 @@ def test_without_its_weights_the_cascades_demo_says_so_in_one_line(tmp_path: Pat
     program = """
 import pathlib, sys
 from fleet import main
-from fleet.demo import cascade
-cascade.TRAINED = pathlib.Path("nowhere")
+from imagefleet.files import demo
+demo.CASCADE = pathlib.Path("nowhere")
 sys.argv = ["imagefleet", "demo", "--cascade"]
 main.main()
 """
     result = run(sys.executable, "-c", program, cwd=tmp_path)
 
     assert result.returncode == 2
-    assert result.stderr == "error: the demo's cascade 'nowhere/base' does not exist\n"
+    assert result.stderr == "error: the demo checkpoint 'nowhere/base' does not exist\n"
 
 
 def test_a_folder_that_is_not_the_demos_is_not_emptied(tmp_path: Path) -> None:

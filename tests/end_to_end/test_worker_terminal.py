@@ -161,7 +161,7 @@ async def test_the_figures_are_below_the_log_and_give_way_to_a_summary(
     log, (line,) = log_and_rest(terminal)
     assert await end(terminal, process) == 0
 
-    figures = line[2:].split(" · ")
+    figures = line[2:].split(" | ")
     assert [re.sub(r"[\d.,]+", "N", each) for each in figures] == [
         *("N images", "N images/s", "N in flight", "N left", "N images/$", "~N s to go"),
     ]
@@ -200,7 +200,7 @@ stage.UploadStage._metadata = talk
     assert await end(terminal, process) == 0
 
     assert len(rows) == 2
-    assert re.match(r"[|/\\-] \d+ images · ", rows[0])
+    assert re.match(r"[|/\\-] \d+ images \| ", rows[0])
     assert rows[1].startswith("  ")
     log, _ = log_and_rest(terminal)
     story = re.compile(LOGGED.pattern + r"j\d+isonitsway,(alongstory){5}")
@@ -241,7 +241,7 @@ SLOW = 3
     code = await end(terminal, process)
 
     assert code == 0
-    assert re.search(r"draining, \d+ in flight · \d+ image", line)
+    assert re.search(r"draining, \d+ in flight \| \d+ image", line)
     assert any("SIGINT: finishing what has begun" in row for row in terminal.all)
     assert terminal.shown[-1].startswith("images per dollar")
     assert not terminal.screen.cursor.hidden
@@ -258,7 +258,7 @@ async def test_the_phases_of_a_start_up_are_named(
 
     def state() -> str:
         assert process.poll() is None, terminal.all
-        return terminal.shown[-1][2:].partition(" · ")[0] if terminal.shown else ""
+        return terminal.shown[-1][2:].partition(" | ")[0] if terminal.shown else ""
 
     await polling.until(lambda: state() == "loading the model")
     is_seen.touch()

@@ -3,19 +3,20 @@ from __future__ import annotations
 import io
 
 import numpy as np
-import pytest
 from PIL import Image, ImageFont
 
 from fleet import contact_sheet
 from imagefleet.job.message import Output
 from worker.stages import encode
 
+FONT = ImageFont.load_default(contact_sheet.FONT_PIXELS)
 
-def picture(width: int, height: int, prompt: str) -> bytes:
+
+def picture(width: int, height: int) -> bytes:
     pixels = np.zeros((height, width, 3), np.uint8)
     pixels[: height // 2] = (255, 0, 0)
     pixels[height // 2 :] = (0, 0, 255)
-    return encode.encode(pixels, Output(), f"{prompt}\nSteps: 1").data
+    return encode.encode(pixels, Output(), "").data
 
 
 def opened(data: bytes) -> Image.Image:
@@ -23,16 +24,16 @@ def opened(data: bytes) -> Image.Image:
 
 
 def test_the_sheets_size_follows_from_its_rows_and_columns() -> None:
-    sheet = opened(contact_sheet.draw_contact_sheet([picture(64, 64, "a house")] * 7, columns=3))
+    sheet = opened(contact_sheet.draw_contact_sheet([(picture(64, 64), "a house")] * 13))
 
     cell = contact_sheet.TILE_PIXELS + contact_sheet.MARGIN_PIXELS
     caption = contact_sheet.CAPTION_LINES * contact_sheet.LINE_PIXELS
-    assert sheet.width == contact_sheet.MARGIN_PIXELS + 3 * cell
+    assert sheet.width == contact_sheet.MARGIN_PIXELS + contact_sheet.COLUMNS * cell
     assert sheet.height == contact_sheet.MARGIN_PIXELS + 3 * (cell + caption)
 
 
 def test_each_image_is_enlarged_with_its_caption_below() -> None:
-    sheet = opened(contact_sheet.draw_contact_sheet([picture(64, 64, "a house")]))
+    sheet = opened(contact_sheet.draw_contact_sheet([(picture(64, 64), "a house")]))
 
     left, top, tile = (
         contact_sheet.MARGIN_PIXELS,
@@ -46,36 +47,20 @@ def test_each_image_is_enlarged_with_its_caption_below() -> None:
 
 
 def test_a_wide_picture_keeps_its_shape() -> None:
-    tile, _ = contact_sheet.read_tile(picture(128, 64, "a house"))
+    tile = contact_sheet.read_tile(picture(128, 64))
 
     assert tile.size == (contact_sheet.TILE_PIXELS, contact_sheet.TILE_PIXELS // 2)
 
 
 def test_a_caption_names_the_loras_after_the_prompts_words() -> None:
-    _, caption = contact_sheet.read_tile(
-        picture(64, 64, "a rope, <lora:forest-v2:0.35>, digital art")
-    )
+    lines = contact_sheet.caption("a rope, <lora:forest-v2:0.35>, digital art", FONT)
 
-    assert caption == "a rope, digital art + forest-v2"
+    assert " ".join(lines) == "a rope, digital art + forest-v2"
 
 
 def test_a_long_caption_is_shortened_to_the_images_width() -> None:
-    font = ImageFont.load_default(contact_sheet.FONT_PIXELS)
-
-    lines = contact_sheet._lines("a very long prompt about a house in a forest " * 5, font)
+    lines = contact_sheet.caption("a very long prompt about a house in a forest " * 5, FONT)
 
     assert len(lines) == contact_sheet.CAPTION_LINES
     assert lines[-1].endswith("…")
-    assert all(font.getlength(line) <= contact_sheet.TILE_PIXELS for line in lines)
-
-
-def test_an_image_without_a_prompt_has_no_caption() -> None:
-    stored = io.BytesIO()
-    Image.new("RGB", (8, 8)).save(stored, "PNG")
-
-    assert contact_sheet.read_tile(stored.getvalue())[1] == ""
-
-
-def test_an_empty_sheet_is_an_error() -> None:
-    with pytest.raises(ValueError, match="needs an image"):
-        contact_sheet.draw_contact_sheet([])
+    assert all(FONT.getlength(line) <= contact_sheet.TILE_PIXELS for line in lines)

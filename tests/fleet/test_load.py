@@ -419,7 +419,6 @@ def test_the_queues_that_jobs_of_models_are_sent_to_are_named(
     of_one = queue_names.job_queue(storage_settings.queue, "one")
     assert result.returncode == 0, result.stderr
     assert f"9 jobs sent to {of_one} (2), {storage_settings.queue} (1), " in result.stderr
-    assert "and 3 more queues (3) in " in result.stderr
     result = in_process("load", str(file), "--restart", "--json", *ours)
     queues = json.loads(result.stdout)["queues"]
     assert (len(queues), sum(queues.values()), queues[of_one]) == (8, 9, 2)

@@ -32,10 +32,11 @@ def test_a_line_says_the_rate_the_time_left_and_that_the_storage_is_busy(
 ) -> None:
     with filling.showing(load, 10_000_000, is_live=False, quiet=False) as show:
         show(1_000)
-        load.refusals.count = 12
         show(2_000)
-    calm, busy = capsys.readouterr().err.splitlines()
-    assert "1,000 of 10,000,000 jobs sent" in calm
+        load.refusals.count = 12
+        show(3_000)
+    _, calm, busy = capsys.readouterr().err.splitlines()
+    assert "2,000 of 10,000,000 jobs sent" in calm
     assert "jobs/s" in calm
     assert calm.endswith("left")
     assert "slowed down" not in calm
@@ -46,8 +47,9 @@ def test_for_programs_progress_is_a_json_object_a_line(
     load: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with filling.showing(load, None, is_live=False, quiet=False, as_json=True) as show:
+        show(500)
         show(1_000)
-    (line,) = capsys.readouterr().err.splitlines()
+    _, line = capsys.readouterr().err.splitlines()
     found = json.loads(line)
     assert (found["confirmed"], found["total"], found["seconds_left"]) == (1_000, None, None)
     assert found["jobs_per_second"] > 0

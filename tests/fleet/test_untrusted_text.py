@@ -87,7 +87,7 @@ async def _fill(settings: StorageSettings) -> None:
         attempts=1,
         worker=HOSTILE,
         at="2026-11-01T00:00:00Z",
-        packed_body="damaged",
+        body_blob=f"failed/{'0' * 32}.txt",
     )
     other = failed.model_copy(update={"id": HOSTILE})
     async with open_storage(settings) as opened:

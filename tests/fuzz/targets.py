@@ -14,7 +14,7 @@ import struct
 import time
 import zlib
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -24,12 +24,14 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from pydantic import ValidationError
 
 import job_inputs
-from fleet import console, contact_sheet
-from fleet.broker import service as broker
+from fleet import console
+from fleet.gallery import images
+from fleet.keys import broker
 from fleet.monitor import prometheus
 from fleet.plan import estimate
 from fleet.report import figures, plot, records
 from fleet.salad import file as salad_file
+from fleet.settings import BrokerSettings
 from header_files import LORA, REFINER, SD1
 from imagefleet import errors, redaction
 from imagefleet.files import contents, picture, safetensors
@@ -191,9 +193,9 @@ def _image(data: bytes) -> None:
             (b"iTXt", b"parameters\0\1\0\0\0" + zlib.compress(data)),
         )[which]
         data = _png(chunk)
-    tile, caption = contact_sheet.read_tile(data)
-    assert max(tile.size) == contact_sheet.TILE_PIXELS
-    assert not redaction.CONTROLS.search(caption)
+    assert images.shrink(data)
+    with picture.opened(data) as image:
+        prompt.read_words(picture.parameters(image, 150_000))
 
 
 def _blob_metadata(data: bytes) -> None:
@@ -208,7 +210,7 @@ def _reported_record(data: bytes) -> None:
     for at in (record.at, NOON):
         records._count_image(found, record.model_copy(update={"at": at}))
     computed = figures.compute(found, "local:x", prices.BUILT_IN, "a test")
-    json.loads(console.json_text(asdict(computed)), parse_constant=_no)
+    json.loads(console.json_text(computed), parse_constant=_no)
 
 
 def _no(constant: str) -> None:
@@ -264,11 +266,10 @@ def _manifest(data: bytes) -> None:
 
 def _metrics_reply(data: bytes) -> None:
     try:
-        reply = prometheus._REPLY.validate_json(data)
+        reply = prometheus._Reply.model_validate_json(data)
     except ValidationError:  # its text is not shown
         raise errors.SetupError("not a reply of Prometheus") from None
-    results = reply.data.result if isinstance(reply, prometheus._Success) else ()
-    for series in filter(None, map(prometheus._series, results)):
+    for series in filter(None, map(prometheus._series, reply.data.result)):
         plot.time_plot({"x": series.points}, "images/s")
         plot.bars([plot.Bar(name, series.last, name) for name in series.labels], "x")
 
@@ -290,7 +291,8 @@ def _address(data: bytes) -> None:
 def _broker() -> Callable[[bytes], None]:
     private = ec.generate_private_key(ec.SECP256R1())
     public = json.loads(jwt.algorithms.ECAlgorithm.to_jwk(private.public_key())) | {"kid": "k"}
-    identities = broker.Identities("organization", {"group"}, "http://127.0.0.1:1")
+    settings = BrokerSettings(organization="organization", salad_fleets="group")
+    identities = broker.Identities(settings, "http://127.0.0.1:1")
     identities._keys.get_jwk_set = lambda *_, **__: jwt.PyJWKSet([public])  # type: ignore[method-assign]
 
     def read(data: bytes) -> None:
@@ -395,7 +397,6 @@ TARGETS: dict[str, Target] = {
         (errors.JobError,),
         (
             RECORD + b'"body": "{}"}',
-            RECORD + b'"packed_body": "eJyrrgUAAXUA+Q=="}',
             RECORD + b'"body_blob": "failed/' + b"0" * 32 + b'.txt"}',
         ),
     ),

@@ -92,10 +92,9 @@ def test_a_name_says_what_differs_between_the_groups() -> None:
 @pytest.mark.parametrize(
     ("axes", "sentence"),
     [
-        (([7, 7.0], ["ddim"], [20]), "--set cfg_scale: a value is there twice"),
-        (([7], ["ddim", "DDIM"], [20]), "--set sampler_name: a value is there twice"),
+        (([7, 7.0], ["ddim"], [20]), "two groups would have the name cfg-7.0"),
+        (([7], ["ddim", "DDIM"], [20]), "two groups would have the name ddim-cfg-7.0"),
         (([7], ["dimm"], [20]), "--set sampler_name: unknown sampler 'dimm'"),
-        (([], ["ddim"], [20]), "--set cfg_scale: give one value at least"),
         (([7], ["ddim"], [20], ["a_b", "a b"]), "two groups would have the name a-b-cfg-7.0"),
         (([float("nan")], ["ddim"], [20]), "guidance: should be a finite number"),
         ((range(1, 200), ["ddim"], range(1, 60)), "these are 11,741 groups; 10,000 at most"),

@@ -69,7 +69,7 @@ def test_the_first_captions_and_one_for_each_image(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "content", "sentence"),
     [
-        ("c.doc", "", r"must end in \.txt, \.jsonl"),
+        ("c.doc", "", r"must end in \.json, \.jsonl"),
         ("c.txt", "# nothing\n", "c.txt holds no captions"),
         ("none.txt", None, "none.txt cannot be read: No such file"),
         ("c.jsonl", '"a"\n{"caption": 3}', "line 2: there is no caption, a text under 'caption'"),
@@ -78,7 +78,7 @@ def test_the_first_captions_and_one_for_each_image(tmp_path: Path) -> None:
         ("c.jsonl", '"\\ud800"', "line 1: the caption has half of a surrogate pair"),
         ("c.json", '["a"]', "no object with the array 'annotations'"),
         ("c.json", '{"images": []}', "it has no array 'annotations'"),
-        ("c.json", '{"annotations": [{"caption": "a"}], ', r"no ',' or '}'"),
+        ("c.json", '{"annotations": [{"caption": "a"}], ', "not valid JSON: Expecting value"),
         ("c.json", '{"annotations": [{"caption": "a"} 3]}', r"no ',' or ']'"),
         (
             "c.json",
@@ -116,7 +116,7 @@ def test_a_file_that_changes_after_it_was_counted_is_not_read_on(tmp_path: Path)
     found = CaptionFile(path)
     path.write_text("a\nc\nd\n")
 
-    with pytest.raises(errors.SetupError, match="has changed since its captions were counted"):
+    with pytest.raises(errors.SetupError, match="has changed while it was being read"):
         list(found.read())
 
 

@@ -449,12 +449,11 @@ async def test_until_empty_waits_for_what_a_dead_worker_still_leases(
     assert pipeline.metrics.outcomes == {"completed": 1}
 
 
-async def test_the_engine_is_hardly_idle_while_there_are_jobs(
+async def test_every_stage_of_a_job_is_counted(
     storage: Storage, run_pipeline: RunPipeline, message: Callable[..., str]
 ) -> None:
     await storage.queue.send(message(id=f"j{number}") for number in range(40))
-    pipeline = await run_pipeline(StandInEngine(capacity=4, tick_seconds=0.05))
-    assert pipeline.engine_thread.clock.idle_fraction < 0.25  # benchmarks/overlap.py measures it
+    pipeline = await run_pipeline(StandInEngine(capacity=4))
     text = {family.name for family in pipeline.metrics.registry.collect()}
     assert text >= {
         "imagefleet_images",

@@ -9,7 +9,7 @@ import re
 import time
 import urllib.request
 from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from io import FileIO
 from pathlib import Path
 
@@ -167,39 +167,31 @@ class _State(BaseModel):
     file_name: str | None = None
 
 
+@dataclass(eq=False)
 class Download:
-    """A file that grows to its full size as NAME.part, over broken connections and restarts."""
+    """A file that grows to its full size as NAME.part, over broken connections and restarts.
 
-    def __init__(
-        self,
-        cache: DiskCache,
-        name: str,
-        source: Source,
-        sha256: str | None,
-        *,
-        copies: int,
-        check: Callable[[Path, bool], None],
-        on_progress: Callable[[int, int | None], None] = lambda _so_far, _total: None,
-        stated_in: str = "--model-sha256",
-    ) -> None:
-        """*copies*: how often the file's size must fit on the disk; *stated_in*: who says *sha256*.
+    *copies*: how often the file's size must fit on the disk; *stated_in*: who says *sha256*.
+    *check* gets the partial file once its first `HEAD_BYTES` have arrived, and again when it is
+    whole; it raises SetupError for what is not wanted, which is then removed.
+    """
 
-        *check* gets the partial file once its first `HEAD_BYTES` have arrived, and again when it is
-        whole; it raises SetupError for what is not wanted, which is then removed.
-        """
-        self.file_name: str | None = None
-        self.part = cache.folder / f"{name}.part"
-        self._state = cache.folder / f"{name}.part.json"
-        self._cache = cache
-        self._source = source
-        self._sha256 = sha256
-        self._copies = copies
-        self._check = check
-        self._is_head_checked = False
-        self._on_progress = on_progress
-        self._stated_in = stated_in
-        self._is_resumed = False
-        self._occasion = logs.Occasion(seconds=10)
+    cache: DiskCache
+    name: str
+    source: Source
+    sha256: str | None
+    copies: int
+    check: Callable[[Path, bool], None]
+    on_progress: Callable[[int, int | None], None] = lambda _so_far, _total: None
+    stated_in: str = "--model-sha256"
+    file_name: str | None = field(default=None, init=False)
+    _is_head_checked: bool = False
+    _is_resumed: bool = False
+    _occasion: logs.Occasion = field(default_factory=lambda: logs.Occasion(seconds=10))
+
+    def __post_init__(self) -> None:
+        self.part = self.cache.folder / f"{self.name}.part"
+        self._state = self.cache.folder / f"{self.name}.part.json"
 
     async def run(self, retry_policy: retry.RetryPolicy) -> None:
         """Raises SetupError if the file is another; TransientError after the last try."""
@@ -211,13 +203,13 @@ class Download:
             except FileChangedError:
                 continue
             found = await asyncio.to_thread(self._find_sha256)
-            if self._sha256 in {None, found}:
+            if self.sha256 in {None, found}:
                 return
             self.forget()
             if not self._is_resumed:
                 raise errors.SetupError(
-                    f"{self._source.label} has the SHA-256 {found}, not {self._sha256} as in"
-                    f" {self._stated_in}: one of the two is wrong"
+                    f"{self.source.label} has the SHA-256 {found}, not {self.sha256} as in"
+                    f" {self.stated_in}: one of the two is wrong"
                 )
             # It came in parts, perhaps of two versions.
             self._is_resumed = False
@@ -225,8 +217,8 @@ class Download:
     def forget(self) -> None:
         """Removes the partial file, so that the next try starts anew."""
         self._is_head_checked = False
-        self._cache.drop(self._state)
-        self._cache.drop(self.part)
+        self.cache.drop(self._state)
+        self.cache.drop(self.part)
 
     async def _advance(self) -> bool:
         """Downloads over one connection; returns whether the file is complete."""
@@ -234,7 +226,7 @@ class Download:
         if size == total:
             return True
         try:
-            async with self._source.opened(size, version) as opened:
+            async with self.source.opened(size, version) as opened:
                 size = opened.offset
                 await self._receive(opened)
                 return True
@@ -254,16 +246,16 @@ class Download:
         except (OSError, ValueError):
             return 0, None, None
         self.file_name = state.file_name
-        if state.version is None and self._sha256 is None:
+        if state.version is None and self.sha256 is None:
             return 0, None, None  # nothing would detect a mixture of two versions
         return self._size(), state.total_bytes, state.version
 
     async def _receive(self, opened: Opened) -> None:
         size, total, began_at = opened.offset, opened.total_bytes, time.monotonic()
         self._is_resumed = self._is_resumed or size > 0
-        with self._cache.errors():
+        with self.cache.errors():
             if total is not None:
-                self._cache.check_room(self._copies * total - size)
+                self.cache.check_room(self.copies * total - size)
             if size == 0:
                 self.part.write_bytes(b"")
                 self.file_name = opened.file_name
@@ -276,24 +268,24 @@ class Download:
         with contextlib.closing(file):
             file.seek(size)
             async for chunk in opened.chunks:
-                with self._cache.errors():
+                with self.cache.errors():
                     await asyncio.to_thread(_write, file, chunk)
                 size += len(chunk)
-                self._on_progress(size, total)
+                self.on_progress(size, total)
                 if size >= HEAD_BYTES and not self._is_head_checked:
                     self._check_content(is_whole=False)
                 bytes_per_second = (size - opened.offset) / max(time.monotonic() - began_at, 1e-3)
                 self._log_progress(size, total, bytes_per_second)
-            with self._cache.errors():
+            with self.cache.errors():
                 file.truncate()
         if total not in {None, size}:
-            raise errors.TransientError(f"the connection to {self._source.label} broke off")
+            raise errors.TransientError(f"the connection to {self.source.label} broke off")
 
     def _check_content(self, *, is_whole: bool) -> None:
         self._is_head_checked = True
-        with self._cache.errors():
+        with self.cache.errors():
             try:
-                self._check(self.part, is_whole)
+                self.check(self.part, is_whole)
             except errors.SetupError as error:
                 self.forget()
                 if not self._is_resumed:
@@ -307,10 +299,10 @@ class Download:
             return
         parts = f"{size / 1e6:.0f} of {'?' if total is None else f'{total / 1e6:.0f}'} MB"
         speed = f"{bytes_per_second / 1e6:.0f} MB/s"
-        log.info(f"fetching {self._source.label}: {parts}, {speed}", action="model_progress")
+        log.info(f"fetching {self.source.label}: {parts}, {speed}", action="model_progress")
 
     def _find_sha256(self) -> str:
-        with self._cache.errors(), self.part.open("rb") as file:
+        with self.cache.errors(), self.part.open("rb") as file:
             return hashlib.file_digest(file, "sha256").hexdigest()
 
     def _size(self) -> int:

@@ -196,6 +196,7 @@ def _purpose(folder: str) -> str:
     return f"manifest of {folder}"
 
 
+@dataclass(slots=True, eq=False)
 class Manifest:
     """The manifest of a folder, read again from time to time; there need not be one.
 
@@ -203,19 +204,12 @@ class Manifest:
     of a kind that does not stop without a list need not exist even then, and lists nothing.
     """
 
-    def __init__(
-        self,
-        where: str,
-        read: Callable[[], Awaitable[bytes | None]],
-        kind: FileKind,
-        trusted: TrustedKeys | None = None,
-    ) -> None:
-        self._where = where
-        self._read = read
-        self._kind = kind
-        self._trusted = trusted
-        self._hashes: Mapping[str, str] = {}
-        self._read_at: float | None = None
+    _where: str
+    _read: Callable[[], Awaitable[bytes | None]]
+    _kind: FileKind
+    _trusted: TrustedKeys | None = None
+    _hashes: Mapping[str, str] = field(default_factory=dict)
+    _read_at: float | None = None
 
     @classmethod
     def stored(cls, blobs: protocol.BlobStore, kind: FileKind, trusted: TrustedKeys | None) -> Self:

@@ -19,11 +19,9 @@ share of the waiting jobs.
 from __future__ import annotations
 
 import asyncio
-import threading
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
@@ -31,6 +29,7 @@ from imagefleet import errors, retry
 from imagefleet.storage.routing.models import ModelQueues
 from imagefleet.storage.routing.queue import RoutedQueue
 from imagefleet.telemetry import host, logs, serving
+from worker import tasks
 from worker.engine import contract
 from worker.files import model as model_files
 from worker.gpu_thread import THREAD_NAME, Take
@@ -50,8 +49,6 @@ LONGEST_IDLE_LOOK_SECONDS = 10.0
 
 #: Free memory, in sizes of the model's file: for another engine on the CPU, and for weights alone.
 _MEMORY_PER_FILE, _MEMORY_PER_WEIGHTS = 4, 2
-
-_CHUNK_BYTES = 2**24
 
 STAY_PER_CHANGE = 15.0
 SHORTEST_STAY_SECONDS = 30.0
@@ -143,29 +140,24 @@ class Following:
     prepared_at: float
 
 
+@dataclass(eq=False)
 class WorkerModels:
-    """The models of one worker, and which of them it serves now."""
+    """The models of one worker, and which of them it serves now.
 
-    def __init__(
-        self,
-        checkpoints: Sequence[Checkpoint],
-        fetch: Callable[[Checkpoint], Coroutine[Any, Any, Checkpoint]],
-        load: Callable[[Checkpoint], contract.Engine],
-        *,
-        on_cpu: bool,
-        read: Callable[[Checkpoint], Take | None] = lambda _: None,
-    ) -> None:
-        """*fetch* brings a model to this machine; *load* loads it, on any thread.
+    *fetch* brings a model to this machine; *load* loads it, on any thread. *read* reads its weights
+    into the host's memory for the engine that *load* returned last.
+    """
 
-        *read* reads its weights into the host's memory for the engine that *load* returned last.
-        """
+    checkpoints: InitVar[Sequence[Checkpoint]]
+    _fetch: Callable[[Checkpoint], Coroutine[Any, Any, Checkpoint]]
+    _load: Callable[[Checkpoint], contract.Engine]
+    on_cpu: bool = field(kw_only=True)
+    read: Callable[[Checkpoint], Take | None] = field(kw_only=True, default=lambda _: None)
+
+    def __post_init__(self, checkpoints: Sequence[Checkpoint]) -> None:
         self.current = checkpoints[0]
         self._default = checkpoints[0].name
         self._checkpoints = {each.name: each for each in checkpoints}
-        self._fetch = fetch
-        self._load = load
-        self._read = read
-        self._on_cpu = on_cpu
         self._choice = ModelChoice(self.current.name)
         self._loop = asyncio.get_running_loop()
 
@@ -278,20 +270,18 @@ class WorkerModels:
         """Loads a model beside the one in use, as far as the memory allows; returns the rest.
 
         For a GPU, or with little memory, the weights are only read into the host's memory; with
-        less, the files, into that in which the system keeps them. A second engine on a GPU beside
-        the first would get fewer slots, for as long as it lives.
+        less, nothing is. A second engine on a GPU beside the first would get fewer slots, for as
+        long as it lives.
         """
         checkpoint = self._checkpoints[checkpoint.name] = await self._fetch(checkpoint)
         path = model_files.local_path(checkpoint.settings)
         size = await asyncio.to_thread(_file_bytes, path)
-        if self._on_cpu and host.free_memory_bytes() >= _MEMORY_PER_FILE * size:
+        if self.on_cpu and host.free_memory_bytes() >= _MEMORY_PER_FILE * size:
             engine = await _in_thread(lambda: self._load(checkpoint))
             return lambda: engine, None
         take: Take | None = None
         if host.free_memory_bytes() >= _MEMORY_PER_WEIGHTS * size:
-            take = await _in_thread(lambda: self._read(checkpoint))
-        if take is None:
-            await _in_thread(lambda: _read_files(path))
+            take = await _in_thread(lambda: self.read(checkpoint))
         return lambda: self._load(checkpoint), take
 
     def changed(self, seconds: float, metrics: WorkerMetrics) -> None:
@@ -343,29 +333,10 @@ async def make_queues(models: ModelQueues, names: Sequence[str]) -> None:
 
 async def _in_thread(work: Callable[[], Result]) -> Result:
     """Runs *work* as `asyncio.to_thread` does; the process does not wait for it at its end."""
-    answer: Future[Result] = Future()
-    answer.set_running_or_notify_cancel()  # whoever is cancelled waits for it no longer
-
-    def run() -> None:
-        try:
-            answer.set_result(work())
-        except Exception as error:  # noqa: BLE001 - raised by the caller
-            answer.set_exception(error)
-
     # By this name the console knows that it must not wait for torch at its end.
-    threading.Thread(target=run, name=THREAD_NAME, daemon=True).start()
-    return await asyncio.wrap_future(answer)
+    return await asyncio.wrap_future(tasks.in_daemon_thread(work, THREAD_NAME))
 
 
 def _file_bytes(path: Path) -> int:
     files = path.rglob("*") if path.is_dir() else [path]
     return sum(each.stat().st_size for each in files if each.is_file())
-
-
-def _read_files(path: Path) -> None:
-    """Reads the files once, so that they come from memory the next time."""
-    buffer = bytearray(_CHUNK_BYTES)
-    for each in path.rglob("*.safetensors") if path.is_dir() else [path]:
-        with each.open("rb") as file:
-            while file.readinto(buffer):
-                time.sleep(0)  # the disk is for the jobs' LoRAs, too

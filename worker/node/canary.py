@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from imagefleet import errors
 from imagefleet.telemetry import logs
@@ -34,22 +34,14 @@ class DrainsError(Exception):
     """The worker drains, and draws no canaries any more."""
 
 
-@dataclass(frozen=True, slots=True)
-class Drawn:
-    pixels: contract.Pixels
-    seconds: float
-
-
+@dataclass(slots=True, eq=False)
 class Canary:
     """Generates images with tickets that belong to no job."""
 
-    def __init__(
-        self, engine: contract.Engine, engine_thread: EngineThread, tickets: Iterator[int]
-    ) -> None:
-        self._engine = engine
-        self._engine_thread = engine_thread
-        self._tickets = tickets
-        self._one_at_a_time = asyncio.Lock()
+    _engine: contract.Engine
+    _engine_thread: EngineThread
+    _tickets: Iterator[int]
+    _one_at_a_time: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     async def diagnose(self, alarm: str) -> str | None:
         """What is wrong with this node; None if its jobs are at fault, or the worker drains."""
@@ -65,7 +57,7 @@ class Canary:
         )
         return None
 
-    async def draw(self, requests: Sequence[contract.ImageRequest]) -> list[Drawn]:
+    async def draw(self, requests: Sequence[contract.ImageRequest]) -> list[contract.Pixels]:
         """The images; raises FleetError if one failed, DrainsError if the worker drains."""
         clock = self._engine_thread.clock
         async with self._one_at_a_time:
@@ -76,17 +68,17 @@ class Canary:
                         raise errors.TransientError(
                             f"it did not come in {LONGEST_BUSY_SECONDS:g} s of the engine's work"
                         )
-                drawn: list[Drawn] = generating.result()
+                drawn: list[contract.Pixels] = generating.result()
                 return drawn
 
-    async def _generate(self, requests: Sequence[contract.ImageRequest]) -> list[Drawn]:
+    async def _generate(self, requests: Sequence[contract.ImageRequest]) -> list[contract.Pixels]:
         drawn = []
         for delivery in await asyncio.gather(*map(self._deliver, requests)):
             outcome = delivery.finished.outcome
             if isinstance(outcome, errors.FleetError):
                 raise outcome
             encode.refuse_one_colour(outcome)
-            drawn.append(Drawn(outcome, delivery.finished_at - delivery.admitted_at))
+            drawn.append(outcome)
         return drawn
 
     async def _deliver(self, request: contract.ImageRequest) -> Delivery:

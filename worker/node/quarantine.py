@@ -1,9 +1,11 @@
-"""The list of nodes that may lease no more, as `imagefleet verify --quarantine` writes it."""
+"""The list of nodes that may lease no more, to which `imagefleet verify --quarantine` adds."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterable
+from datetime import UTC, datetime
 from typing import NoReturn
 
 from pydantic import BaseModel, Field
@@ -22,14 +24,58 @@ MAX_BYTES = 4_000_000
 #: Seconds between two readings of the list.
 PERIOD_SECONDS = 300.0
 
+#: The name of a worker by default: the UUID that SaladCloud gives its machine, and its process.
+_SALAD_WORKER = re.compile(r"([0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12})-\d+")
 
-class _Node(BaseModel):
+#: Others may change the list at the same time.
+_TRIES = 5
+
+
+class Node(BaseModel, extra="allow", frozen=True):
+    """A node by its worker's name or its machine's id."""
+
     name: str = Field(max_length=1000)
     reason: str = ""
+    at: str = ""
 
 
-class _List(BaseModel):
-    nodes: list[_Node]
+class Listing(BaseModel, extra="allow", frozen=True):
+    """The whole list."""
+
+    nodes: list[Node]
+
+
+async def read(files: protocol.BlobStore) -> tuple[Listing, str | None]:
+    """The list, empty if there is none, and its version; raises SetupError if it is none."""
+    part = await files.read_part(BLOB, 0, MAX_BYTES)
+    if part is None:
+        return Listing(nodes=[]), None
+    before = f"correct or delete {BLOB} in {files.name}, which is not a list of nodes: "
+    with validation.as_error(errors.SetupError, before):
+        return Listing.model_validate_json(part.data), part.version
+
+
+def node_of(worker: str) -> str:
+    """The machine of a worker on SaladCloud, whose name changes with each process; else itself."""
+    found = _SALAD_WORKER.fullmatch(worker)
+    return found[1] if found else worker
+
+
+async def add(files: protocol.BlobStore, workers: Iterable[str], reason: str) -> list[str]:
+    """Adds nodes, and returns the new ones; raises TransientError if others keep changing it."""
+    wanted = list(dict.fromkeys(map(node_of, workers)))
+    for _ in range(_TRIES):
+        found, version = await read(files)
+        known = {node.name for node in found.nodes}
+        now = f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ}"
+        new = [Node(name=each, reason=reason, at=now) for each in wanted if each not in known]
+        if not new:
+            return []
+        changed = found.model_copy(update={"nodes": [*found.nodes, *new]})
+        data = changed.model_dump_json(indent=2).encode()
+        if await files.replace(BLOB, data, "application/json", version):
+            return [node.name for node in new]
+    raise errors.TransientError(f"{BLOB} is being changed by others: run the command again")
 
 
 class Quarantine:
@@ -43,15 +89,13 @@ class Quarantine:
     async def reason(self) -> str | None:
         """Why this node is on the list; None: it is not, or nobody can tell."""
         try:
-            data = await self._files.read(BLOB, MAX_BYTES)
-            with validation.as_error(errors.SetupError):
-                nodes = [] if data is None else _List.model_validate_json(data).nodes
+            found, _ = await read(self._files)
         except errors.FleetError as error:
             if self._warning.is_due():
                 where = f"{BLOB} in the container {self._files.name!r}"
                 log.warning(f"{where} cannot be read: {error}", action="quarantine_unread")
             return None
-        for node in nodes:
+        for node in found.nodes:
             if node.name in self._names:
                 why = f": {node.reason[:200]}" if node.reason else ""
                 return f"{node.name} is in {BLOB}{why}"

@@ -6,15 +6,13 @@ the reference that came with the checkpoint, or without one with this node's own
 check that fails is repeated at once: a node is given up if it fails twice in a row, or twice within
 ten checks. Either way its images since the last good check are recorded as suspect.
 
-A job's image that repeats another one, or came too fast, proves nothing, so it only asks for a
-canary at once. NaN and images of one colour are refused before (`worker.engine.decoder`,
-`worker.stages.encode`).
+A job's image that repeats another one proves nothing, so it only asks for a canary at once. NaN and
+images of one colour are refused before (`worker.engine.decoder`, `worker.stages.encode`).
 """
 
 from __future__ import annotations
 
 import asyncio
-import math
 import random
 import shutil
 import tempfile
@@ -47,12 +45,6 @@ RECENT = 32
 #: Bit by bit the same image from different seeds, so many times: no canary proves the opposite.
 MOST_COPIES = 3
 
-#: An image that took a tenth of the time a step of the fastest canary was not drawn.
-_TOO_FAST = 0.1
-
-#: Seconds a step below which the clock and the threads decide, not the GPU.
-_LEAST_STEP_SECONDS = 0.001
-
 #: Images between two canaries, at random: a node that goes wrong stores 200 images at most, with
 #: the 96 that may be in its engine and before its encoders. A canary of 4 steps costs up to 0.42 of
 #: an image of 15 (demo checkpoint, compiled, H100): 0.46 % of the work.
@@ -83,15 +75,10 @@ class ImageChecks:
     def __init__(self) -> None:
         self.copies = 0
         """Images that were exact copies of another seed's."""
-        self._fastest = (math.inf, 0)  # seconds a step in a canary, decoded, and its pixels
         self._drawn: list[tuple[int, tuple[int, int]]] = []
         """Seed and size of each of the recent images, the oldest of which is replaced."""
         self._recent = np.zeros((RECENT, likeness.SIDE, likeness.SIDE, 4), np.float32)
         self._next = 0
-
-    def canary_took(self, seconds: float, steps: int, size: tuple[int, int]) -> None:
-        """Measures how fast this GPU is at best."""
-        self._fastest = min(self._fastest, (seconds / steps, size[0] * size[1]))
 
     def repetition(self, found: Fingerprint, seed: int, size: tuple[int, int]) -> str | None:
         """Whether an image is one that another seed had: of one seed, jobs may be the same."""
@@ -112,18 +99,6 @@ class ImageChecks:
         self._next = (self._next + 1) % RECENT
         return said
 
-    def haste(self, seconds: float, steps: int, size: tuple[int, int]) -> str | None:
-        step_seconds, pixels = self._fastest
-        if not pixels or not steps:
-            return None  # before any canary, or nothing was drawn
-        least = step_seconds * min(1.0, size[0] * size[1] / pixels) * _TOO_FAST
-        if least < _LEAST_STEP_SECONDS * _TOO_FAST or seconds / steps >= least:
-            return None
-        return (
-            f"an image of {steps} steps came in {1000 * seconds:.3g} ms, a tenth of what a canary"
-            " takes"
-        )
-
 
 @dataclass(frozen=True, slots=True)
 class Fault:
@@ -137,27 +112,22 @@ class Fault:
         return "weights" if self.kind == "weights" else "images"
 
 
+@dataclass(eq=False)
 class NodeSelfCheck:
     """Checks one engine; without `contract.SelfCheck`, as for a stand-in, nothing."""
 
-    def __init__(
-        self,
-        engine: contract.Engine,
-        engine_thread: EngineThread,
-        canary: Canary,
-        metrics: WorkerMetrics,
-        suspects: Suspects,
-    ) -> None:
-        self.engine = engine
-        self.engine_thread = engine_thread
-        self.canary = canary
-        self.metrics = metrics
-        self.suspects = suspects
+    engine: contract.Engine
+    engine_thread: EngineThread
+    canary: Canary
+    metrics: WorkerMetrics
+    suspects: Suspects
+    fault: Fault | None = None
+
+    def __post_init__(self) -> None:
         self.images = ImageChecks()
         self.trusted = asyncio.Event()
         """Whether images are trusted: not between a failed check and its repetition."""
         self.trusted.set()
-        self.fault: Fault | None = None
         self._threads = ThreadPoolExecutor(1, "fingerprint")
         self._tolerances: dict[tuple[int, int], float] = {}
         self._expected: dict[tuple[tuple[int, int], CanaryImage], Fingerprint] = {}
@@ -229,16 +199,9 @@ class NodeSelfCheck:
         return reason
 
     def generated(
-        self,
-        image: Fingerprint,
-        seed: int,
-        steps: int,
-        size: tuple[int, int],
-        seconds: float,
-        *,
-        is_of_seed: bool = True,
+        self, image: Fingerprint, seed: int, size: tuple[int, int], *, is_of_seed: bool = True
     ) -> None:
-        """A job's image is finished; *seconds* it was in the engine.
+        """A job's image is finished.
 
         With *is_of_seed* it follows from its prompt and seed, so another seed's is another; images
         that begin with the same one may be alike.
@@ -246,7 +209,6 @@ class NodeSelfCheck:
         self._job_size = size
         self._since_alarm += 1
         why = self.images.repetition(image, seed, size) if is_of_seed else None
-        why = why or self.images.haste(seconds, steps, size)
         if self.images.copies >= MOST_COPIES:
             self._ask(f"{why or 'images repeat'}, {self.images.copies} times to the bit")
         elif why is not None and self._since_alarm >= LEAST_BETWEEN_ALARMS:
@@ -354,10 +316,7 @@ class NodeSelfCheck:
         for size in sizes:
             requests = [references.request(each, size, self._lora) for each in kinds]
             drawn = await self.canary.draw(requests)
-            for image in drawn:
-                self.images.canary_took(image.seconds, references.STEPS, size)
-            prints = [likeness.fingerprint(image.pixels) for image in drawn]
-            found = dict(zip(kinds, prints, strict=True))
+            found = dict(zip(kinds, map(likeness.fingerprint, drawn), strict=True))
             if message := self._alike(found) or self._differs(found, size):
                 return message
         return None

@@ -404,10 +404,8 @@ class GenerateStage:
             self.checks.generated(
                 await self.checks.fingerprint(outcome),
                 seed=image.job.image_seed(image.index),
-                steps=sum(each.calls for each in self._passes(image)),
                 size=image.size,
                 is_of_seed=not image.job.init_images,
-                seconds=delivery.finished_at - delivery.admitted_at,
             )
         await self.encode.queue.put(GeneratedImage(image, outcome))
 

@@ -198,7 +198,7 @@ async function showNames() {
   await showCampaigns();
   const found = await get("/api/names", { campaign: shown.campaign });
   for (const [name, every] of [["lora", "All LoRAs"], ["worker", "All workers"]]) {
-    const options = found[name].map(([value, text, count]) => new Option(`${text} (${number.format(count)})`, value));
+    const options = found[name].map(([value, count]) => new Option(`${value} (${number.format(count)})`, value));
     if (shown[name] && !options.some(each => each.value === shown[name])) options.push(new Option(shown[name], shown[name]));
     byId(name).replaceChildren(new Option(every, ""), ...options);
     byId(name).value = shown[name];

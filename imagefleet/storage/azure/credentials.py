@@ -10,6 +10,7 @@ import asyncio
 import os
 import time
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 
@@ -37,24 +38,18 @@ _POLL_SECONDS = 0.25
 _Result = TypeVar("_Result")
 
 
+@dataclass(slots=True, eq=False)
 class Access:
     """The requests to one queue or container: with its credential, retries and our errors."""
 
-    def __init__(
-        self,
-        resource: Resource,
-        what: str,
-        credential: AzureSasCredential | AsyncTokenCredential | None,
-        retry_policy: retry.RetryPolicy,
-        tokens: RotatingTokens | None,
-    ) -> None:
-        """*what* names it in messages; *credential* None: the address has it; *tokens* renew it."""
-        self.what = what
-        self.credential = credential
-        self._resource = resource
-        self.retry_policy = retry_policy
-        self._tokens = tokens
-        self._accepted = False
+    _resource: Resource
+    what: str
+    """Names it in messages."""
+    credential: AzureSasCredential | AsyncTokenCredential | None
+    """None: the address has it."""
+    retry_policy: retry.RetryPolicy
+    _tokens: RotatingTokens | None
+    _accepted: bool = False
 
     async def call(self, permission: str, request: Callable[[], Awaitable[_Result]]) -> _Result:
         """Makes a request, with retries; for *permission* see `attempt`."""

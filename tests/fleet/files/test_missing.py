@@ -176,8 +176,6 @@ def test_a_folder_of_loras_and_models_from_elsewhere_count(
     models = ("--model", "elsewhere", "--model", "./models/local-model.safetensors")
     assert in_process("load", "jobs.csv", *check).returncode == console.EXIT_OPERATOR_MUST_ACT
     assert in_process("load", "jobs.csv", *check, *models).returncode == console.EXIT_DONE
-    without = in_process("load", "jobs.csv", "--lora-directory", "mine")
-    assert "--lora-directory goes with --check" in without.stderr
 
 
 def test_all_jobs_of_a_template_are_looked_through(

@@ -17,7 +17,6 @@ import polling
 from fleet import console
 from fleet.gallery import campaign as campaigns
 from fleet.gallery import server
-from fleet.gallery.campaign import Pace
 from imagefleet.storage.settings import SignerSettings, StorageSettings
 from imagefleet.telemetry import probes
 from in_browser import browser
@@ -49,8 +48,8 @@ Serve = Callable[..., AbstractAsyncContextManager[Served]]
 
 @pytest.fixture(autouse=True)
 def _quick_polls(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("LOCAL_PACE", "REMOTE_PACE"):
-        monkeypatch.setattr(campaigns, name, Pace(poll_seconds=0.1, count_seconds=0.5))
+    for name in ("LOCAL_POLL_SECONDS", "REMOTE_POLL_SECONDS"):
+        monkeypatch.setattr(campaigns, name, 0.1)
 
 
 @pytest.fixture
@@ -67,8 +66,9 @@ def serve() -> Serve:
         given = SignerSettings(**settings.model_dump())
         async with (
             console.connected(given) as fleet,
-            server.opened(fleet, given, host=host, campaign=campaign) as app,
-            probes.listening(app, host, 0, "the gallery") as port,
+            probes.listening(
+                server.Gallery(fleet, given, host, campaign).application(), host, 0, "the gallery"
+            ) as port,
         ):
             url = f"http://127.0.0.1:{port}"
             async with aiohttp.ClientSession(url) as client:

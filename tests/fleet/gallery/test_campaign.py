@@ -11,7 +11,7 @@ from datetime import UTC, datetime, timedelta
 import pytest
 
 from fleet.gallery import campaign as campaigns
-from fleet.gallery.campaign import Campaign, Pace
+from fleet.gallery.campaign import Campaign
 from fleet.gallery.index import Filter, Index
 from imagefleet.records.record import Record, RecordLog
 from imagefleet.storage.open import Storage, open_storage
@@ -34,6 +34,8 @@ async def storage(
 ) -> AsyncIterator[Storage]:
     """A campaign of three workers that takes many polls to read."""
     monkeypatch.setattr(campaigns, "_NEWEST", 40)
+    monkeypatch.setattr(campaigns, "_RECORDS_AT_ONCE", 50)
+    monkeypatch.setattr(campaigns, "_PART_BYTES", 8_000)
     monkeypatch.setattr("imagefleet.records.stored._END_BYTES", 8_000)
     async with open_storage(local_settings) as opened:
         await opened.create()
@@ -44,12 +46,12 @@ async def storage(
 
 
 def opened(storage: Storage) -> Campaign:
-    return Campaign(storage, "spring", Pace(0, 60, records_at_once=50, part_bytes=8_000))
+    return Campaign(storage, "spring", 0.0)
 
 
 async def jobs(campaign: Campaign) -> list[int]:
     view = await campaign.view(Filter())
-    return [int(row.job) for row in campaign.index.rows(view.seqs.tolist())]
+    return [int(record.id) for record in campaign.index.records(view.seqs.tolist()).values()]
 
 
 async def test_the_newest_are_first_and_the_others_come_in_order(

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from fleet.gallery.index import Filter, Index, Row
+from fleet.gallery.index import Filter, Index
 from imagefleet.records.record import Lora, Record
 
 NOON = datetime(2026, 11, 22, 12, tzinfo=UTC)
@@ -32,12 +32,9 @@ def index() -> Iterator[Index]:
     made.close()
 
 
-def rows(index: Index, **chosen: Any) -> list[Row]:
-    return index.rows(index.select(Filter(**chosen)).tolist())
-
-
 def jobs(index: Index, **chosen: Any) -> list[str]:
-    return [row.job for row in rows(index, **chosen)]
+    seqs = index.select(Filter(**chosen)).tolist()
+    return [record.id for record in index.records(seqs).values()]
 
 
 def test_a_filter_of_words_takes_them_as_they_are(index: Index) -> None:
@@ -70,9 +67,8 @@ def test_loras_and_workers_are_chosen_by_their_whole_names_and_counted(index: In
     assert jobs(index, worker="w-1") == ["job-1"]
     assert jobs(index, worker="w-1", tab="failed") == ["job-3"]
     assert jobs(index, worker="w-1", lora="ink", text="zebra") == []
-    assert index.names("lora", 10) == [("inkwell", 2), ("ink", 1)]
-    assert index.names("worker", 10) == [("w-1", 1), ("w-10", 1)]
-    assert index.names("lora", 1) == [("inkwell", 2)]
+    assert index.names("lora") == [("inkwell", 2), ("ink", 1)]
+    assert index.names("worker") == [("w-1", 1), ("w-10", 1)]
 
 
 def test_a_record_that_comes_twice_is_one_row(index: Index) -> None:
@@ -80,7 +76,7 @@ def test_a_record_that_comes_twice_is_one_row(index: Index) -> None:
         index.add([image(1, loras=(Lora("ink", 1),)), ended(2)])
 
     assert (jobs(index), jobs(index, tab="failed")) == (["job-1"], ["job-2"])
-    assert index.names("lora", 10) == [("ink", 1)]
+    assert index.names("lora") == [("ink", 1)]
     assert index.counts()[0] == {"images": 1, "failed": 1, "cancelled": 0}
     assert index.counts()[1] == 2
 
@@ -146,9 +142,4 @@ def test_a_record_is_kept_whole(index: Index) -> None:
     failed = ended(2, error="MissingFileError", reason="x" * 3000)
     index.add([record, failed])
 
-    assert index.record(1) == record
-    assert index.record(2) == failed
-    [row] = rows(index, tab="failed")
-    assert (row.reason or "").startswith("MissingFileError: xxx")
-    assert len(row.reason or "") < 600
-    assert index.record(99) is None
+    assert index.records([2, 99, 1]) == {2: failed, 1: record}

@@ -14,11 +14,13 @@ from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from PIL import Image, ImageStat
 
-from fleet.gallery.campaign import Campaign, Pace
+from fleet.gallery.campaign import Campaign
 from imagefleet.records.record import Record, RecordLog
+from imagefleet.storage.dead_letter_queue import Swept
 from imagefleet.storage.open import open_storage
 from imagefleet.storage.settings import StorageSettings
 from in_browser import drawn_campaign, gallery
@@ -264,12 +266,11 @@ async def test_the_newest_are_there_at_once_and_stay_while_older_ones_are_read(
 ) -> None:
     may_read, real = asyncio.Event(), Campaign._read
 
-    async def wait(self: Campaign, follower: Any) -> None:
+    async def wait(self: Campaign) -> None:
         await may_read.wait()
-        await real(self, follower)
+        await real(self)
 
-    pace = Pace(poll_seconds=0.1, count_seconds=0.5, part_bytes=8_000)
-    monkeypatch.setattr("fleet.gallery.campaign.LOCAL_PACE", pace)
+    monkeypatch.setattr("fleet.gallery.campaign._PART_BYTES", 8_000)
     monkeypatch.setattr("imagefleet.records.stored._END_BYTES", 8_000)
     monkeypatch.setattr("fleet.gallery.campaign._ANSWER_SECONDS", 0.1)
     monkeypatch.setattr(Campaign, "_read", wait)
@@ -345,10 +346,11 @@ async def test_a_failed_job_is_sent_again_only_after_a_question(
 ) -> None:
     replayed: list[str] = []
 
-    async def replay(_: object, record: Record) -> None:
-        replayed.append(record.id)
+    async def replay(_: object, *, id: str, **_of: str) -> Swept:  # noqa: A002 - as it is
+        replayed.append(id)
+        return Swept(done=1)
 
-    monkeypatch.setattr("fleet.gallery.server.Replays.replay", replay)
+    monkeypatch.setattr("imagefleet.aio.Fleet.replay", replay)
     async with open_page(campaign, fragment="#campaign=spring&tab=failed") as page:
         await page.until("document.querySelector('.tile.job .why')?.textContent")
         reason = await page.evaluate("document.querySelector('.why').textContent")
@@ -372,10 +374,10 @@ async def test_a_failed_job_is_sent_again_only_after_a_question(
 async def test_without_an_operators_rights_the_button_is_grey_and_says_why(
     campaign: StorageSettings, open_page: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def refusal(_: object) -> str:
+    async def refusal(*_: object) -> str:
         return "These credentials may only read."
 
-    monkeypatch.setattr("fleet.gallery.server.Replays.refusal", refusal)
+    monkeypatch.setattr("fleet.gallery.server._refusal", refusal)
     async with open_page(campaign, fragment="#campaign=spring&tab=failed") as page:
         await page.press("ArrowDown")
         await page.press("Enter")
@@ -437,7 +439,7 @@ async def test_a_list_longer_than_a_browser_can_be_high_has_an_end(
     async def repeated(self: Campaign, chosen: Any, **options: Any) -> Any:
         view = await real(self, chosen, **options)
         if len(view.seqs) == IMAGES:
-            view.seqs = view.seqs.repeat(400)
+            view.seqs = np.tile(view.seqs, 400)
         return view
 
     monkeypatch.setattr(Campaign, "view", repeated)

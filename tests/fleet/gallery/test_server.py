@@ -87,7 +87,7 @@ async def test_images_appear_as_they_are_stored(
         assert state["counts"] == {"images": 2, "failed": 0, "cancelled": 0}
         assert (state["jobs"], state["problem"]) == (2, "")
         names = await served.get("/api/names", campaign="spring")
-        assert names["lora"] == [["ink", "ink", 1]]
+        assert names["lora"] == [["ink", 1]]
         of_lora = {"campaign": "spring", "lora": "ink"}
         assert (await served.get("/api/state", **of_lora))["total"] == 1
         found = await served.get("/api/rows", **of_lora, **{"from": 0, "count": 9})
@@ -257,17 +257,16 @@ ANSWERS = {
     "/page/gallery.css": 200,
     "/page/../server.py": 404,
     "/page/..%2fserver.py": 404,
-    "/page/index.html": 404,
     "/api/state?campaign=spring": 200,
     "/api/state?campaign=winter": 404,
     "/api/state?campaign=../..": 404,
     "/api/state": 404,
-    "/api/rows?campaign=spring&from=0&count=999999999": 200,
+    "/api/rows?campaign=spring&from=0&count=999999999": 400,
     "/api/rows?campaign=spring&from=-1&count=1": 400,
     "/api/rows?campaign=spring&from=x&count=1": 400,
     "/api/rows?campaign=spring&from=99999999999999999999&count=1": 400,
     "/api/rows?campaign=spring&from=999999999999&count=1": 200,
-    "/api/rows?campaign=spring&tab=nonsense&from=0&count=1": 200,
+    "/api/rows?campaign=spring&tab=nonsense&from=0&count=1": 400,
     "/api/record?campaign=spring&seq=999999999999": 404,
     "/thumbnail?campaign=spring&seq=999999999999": 404,
     "/api/replay": 405,

@@ -184,11 +184,9 @@ def test_a_sixth_policy_is_refused_with_the_names_of_the_five(
 async def _policies(settings: StorageSettings) -> list[Any]:
     found: list[Any] = []
 
-    def read(_: object, policies: dict[str, Any]) -> bool:
-        found.extend(policies.values())
-        return False
-
-    await mint._change_policies(settings, [mint.Place(each) for each in RESOURCES], read)
+    for resource in RESOURCES:
+        async with mint._stored(settings, mint.Place(resource)) as policies:
+            found.extend(policies.values())
     return found
 
 

@@ -21,7 +21,7 @@ import pytest
 from rich.console import Console
 
 import polling
-from fleet.monitor import prometheus, rates, workers
+from fleet.monitor import command, prometheus, rates
 from imagefleet.storage.open import open_storage
 from imagefleet.storage.settings import StorageSettings
 
@@ -189,18 +189,22 @@ def test_top_without_a_prometheus_names_the_option(imagefleet: Imagefleet) -> No
 
 
 def test_unknown_figures_are_dashes() -> None:
-    worker = rates.WorkerRates("i", "name", "none", "", 1.0, None, None, None, 0.0)
-    table = workers.WorkersTable([worker]).table(80)
-    cells = [str(next(iter(column.cells))) for column in table.columns]
+    worker = rates.WorkerRates(
+        instance="i", worker="name", gpu="none", group="g", images_per_second=1.0
+    )
+    console = Console(width=80, record=True)
+    console.print(command.workers_screen([worker], None, 1))
 
-    assert cells == ["name", "none", "", "1.00", "-", "-", "0"]
+    assert console.export_text().splitlines()[2].split() == [*("name", "none", "g"), "1.00", *"--0"]
 
 
 def test_a_workers_labels_control_neither_the_terminal_nor_its_markup() -> None:
-    worker = rates.WorkerRates("i", "w\x1b[2J[/red]", "g[bold]", "", 1.0, None, None, None, 0.0)
+    worker = rates.WorkerRates(
+        instance="i", worker="w\x1b[2J[/red]", gpu="g[bold]", group="", images_per_second=1.0
+    )
     console = Console(file=io.StringIO(), force_terminal=True, width=120)
 
-    console.print(workers.WorkersTable([worker]))
+    console.print(command.workers_screen([worker], None, 1))
 
     shown = console.file.getvalue()  # type: ignore[attr-defined]
     assert "w\ufffd[2J[/red]" in shown

@@ -105,7 +105,7 @@ async def test_a_watch_outlives_an_outage(
     reads = 0
     third = asyncio.Event()
 
-    async def read(client: aio.Fleet, server: None) -> command.FleetStatus:
+    async def read(client: aio.Fleet, *_: object) -> command.FleetStatus:
         nonlocal reads
         reads += 1
         if reads == 2:
@@ -120,21 +120,13 @@ async def test_a_watch_outlives_an_outage(
     monkeypatch.setattr(watch, "SECONDS", 0.01)
 
     settings = MonitorSettings(storage=filled)
-    showing = command.status_command.__wrapped__(settings, workers=False, count=20, watch=True)
+    showing = command.command.__wrapped__(settings, workers=False, count=20, watch=True)
     watching = asyncio.create_task(showing)
     await asyncio.wait_for(third.wait(), 10)
     watching.cancel()
     await watching
 
     assert "trying again: the storage does not answer" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    ("seconds", "text"),
-    [(None, "-"), (5, "5 s"), (90, "1.5 min"), (5400, "1.5 h"), (129_600, "1.5 d")],
-)
-def test_ages_have_a_fitting_unit(seconds: float | None, text: str) -> None:
-    assert command._age(seconds) == text
 
 
 async def test_models_whose_jobs_wait_without_a_worker_are_named(storage: Storage) -> None:

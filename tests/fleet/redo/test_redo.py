@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Callable
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Self
 
@@ -14,7 +14,7 @@ import pytest
 import polling
 from fleet import console
 from fleet.campaigns import target
-from fleet.redo import command, replace, select
+from fleet.redo import command, replace
 from fleet.verify import pairs
 from imagefleet.files import picture
 from imagefleet.job.message import read_job
@@ -77,7 +77,7 @@ async def workers(storage: Storage) -> dict[str, str]:
     return {
         record.name: record.metadata.get("worker", "")
         async for record in storage.blobs.records()
-        if select.is_image(record.name)
+        if command.is_image(record.name)
     }
 
 
@@ -90,16 +90,16 @@ async def recorded(storage: Storage, campaign: str = "default") -> dict[str, str
 
 
 async def differing(storage: Storage) -> list[str]:
-    seconds = [each async for each in pairs.listed(storage, target.ALL, None)]
-    compared = await pairs.compare(storage, seconds, lambda: None)
+    compared = [each async for each in pairs.listed(storage, target.ALL, None)]
+    await pairs.compare(storage, compared, lambda: None)
     return [pair.image for pair in compared if pair.result == "different"]
 
 
 async def redo(
     settings: StorageSettings, *, given: dict[str, str] | None = None, **wanted: Any
 ) -> dict[str, Any]:
-    choice = select.Wanted(**wanted)
-    return await command._run(settings, choice, given or {}, dry_run=False, yes=True, quiet=True)
+    which = command.Which(**wanted)
+    return await command._run(settings, which, given or {}, dry_run=False, yes=True, quiet=True)
 
 
 async def test_a_bad_workers_images_since_a_moment_are_replaced_and_no_others(
@@ -121,7 +121,7 @@ async def test_a_bad_workers_images_since_a_moment_are_replaced_and_no_others(
     await run_worker("bad", bad_picture)
     assert len(await differing(storage)) == 6
 
-    result = await redo(storage_settings, worker="bad", since=since)
+    result = await redo(storage_settings, worker="bad", since=since.isoformat())
     assert (result["images"], result["replaced"], result["jobs"]) == (6, 6, 6)
     assert result["not_redone"] == []
     await run_worker("third")
@@ -161,7 +161,7 @@ async def test_an_image_whose_name_is_no_jobs_id_counts_once_when_it_is_replaced
 ) -> None:
     await storage.queue.send([json.dumps({"prompt": "a cat", **fields})])
     await run_worker("bad")
-    assert (await redo(storage_settings, named=target.images(image)))["replaced"] == 1
+    assert (await redo(storage_settings, job=image))["replaced"] == 1
     await run_worker("third")
     found = await recorded(storage)
     assert found == await workers(storage)
@@ -176,10 +176,10 @@ async def test_a_third_drawing_decides_a_pair_that_two_workers_leave_undecided(
     await storage.queue.send(messages(1, verify=True))
     await run_worker("b")
     compared = [each async for each in pairs.listed(storage, target.ALL, None)]
-    found = await pairs.compare(storage, compared, lambda: None)
-    assert pairs.undecided(found, pairs.judge(found)) == found != []
+    await pairs.compare(storage, compared, lambda: None)
+    assert pairs.undecided(compared, pairs.judge(compared)) == compared != []
 
-    await redo(storage_settings, named=target.read("default/j0.png"))
+    await redo(storage_settings, job="default/j0.png")
     await run_worker("c")
 
     assert await differing(storage) == []
@@ -193,7 +193,7 @@ async def test_a_thiefs_garbage_is_replaced_by_the_job_in_the_duplicate_kept_asi
     await run_worker("good")
     assert await differing(storage) == ["default/j0.png"]
 
-    result = await redo(storage_settings, named=target.read("default/j0.png"))
+    result = await redo(storage_settings, job="default/j0.png")
     await run_worker("other")
 
     assert (result["replaced"], result["jobs"]) == (1, 1)
@@ -289,10 +289,10 @@ async def test_an_image_and_its_duplicate_with_different_jobs_need_the_right_one
     await storage.queue.send(messages(1))
     await run_worker("good")
 
-    refused = await redo(storage_settings, named=target.read("default/j0.png"))
+    refused = await redo(storage_settings, job="default/j0.png")
     assert "different jobs" in refused["not_redone"][0]["reason"]
     given = {"default/j0": messages(1)[0]}
-    assert (await redo(storage_settings, named=target.read("default/j0"), given=given))["jobs"] == 1
+    assert (await redo(storage_settings, job="default/j0", given=given))["jobs"] == 1
     await run_worker("good")
     assert await differing(storage) == []
 
@@ -350,7 +350,7 @@ async def test_a_worker_forges_no_journal_since_it_stores_no_files(
     await run_worker("good")
     (record,) = [each async for each in storage.blobs.records("default/")]
     entry = replace.Entry(name=record.name, metadata=dict(record.metadata), message=None)
-    journal = replace.Journal(entries=[entry]).model_dump_json().encode()
+    journal = replace.JOURNAL.dump_json([entry])
     await storage.blobs.create("redo/forged.json", journal, "application/json", {})
 
     await redo(storage_settings, worker="nobody")
@@ -412,19 +412,13 @@ async def test_a_machine_is_all_its_workers_and_no_other(storage: Storage) -> No
         await storage.blobs.create(f"default/{number}.png", b"x", "image/png", metadata)
 
     async def selected(worker: str) -> list[str]:
-        wanted = select.Wanted(worker=worker)
-        found = await select.select(storage, wanted, lambda: None)
-        return sorted(found.by_worker)
+        which = command.Which(worker=worker)
+        found, _ = await command.select(storage, which, lambda: None)
+        return sorted({metadata["worker"] for metadata in found.values()})
 
     assert await selected(machine) == sorted(names[:3])
     assert await selected("a") == ["a"]
     assert await selected("a-7") == ["a-7"]
-
-
-def test_the_cost_is_that_of_the_drawing() -> None:
-    began_at = datetime(2026, 12, 1, tzinfo=UTC)
-    stored = [began_at + timedelta(minutes=10 * number) for number in range(7)]
-    assert select._dollars(0.6, stored) == pytest.approx(0.7)
 
 
 def test_a_picture_has_no_job_that_is_not_valid() -> None:

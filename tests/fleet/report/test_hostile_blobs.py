@@ -15,7 +15,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fleet import contact_sheet
+from fleet.gallery import images
+from imagefleet.files import picture
 from imagefleet.job.message import MAX_IMAGE_BYTES, Output
 from imagefleet.records.record import Record, RecordLog
 from imagefleet.storage.open import open_storage
@@ -167,13 +168,6 @@ def test_of_damaged_metadata_nothing_is_taken(name: str) -> None:
     assert Record.of_blob(KNOWN, {**GOOD, **METADATA[name]}) == Record.model_validate(KNOWN)
 
 
-def test_a_contact_sheet_has_an_empty_tile_for_what_is_no_image() -> None:
-    sheet = contact_sheet.draw_contact_sheet(list(PICTURES.values()))
-
-    assert sheet.startswith(SIGNATURE)
-    assert len(sheet) < 1_000_000
-
-
 def test_a_file_of_gigabytes_is_not_read() -> None:
-    _, caption = contact_sheet.read_tile(bytes(MAX_IMAGE_BYTES + 1))
-    assert "bytes" in caption
+    with pytest.raises(picture.DamagedImageError, match="bytes"):
+        images.shrink(bytes(MAX_IMAGE_BYTES + 1))

@@ -12,6 +12,7 @@ import json
 import re
 import shutil
 import subprocess
+from collections.abc import Mapping
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
@@ -74,26 +75,26 @@ def campaign(workers: int, failures: int) -> figures.Figures:
     return figures.compute(found, f"https://{LONG_WORD}", prices.BUILT_IN, "a test")
 
 
-def everything() -> figures.Metrics:
+def everything() -> figures.Figures:
     curve = [(NOON.timestamp() + 600 * step, 15_000.0 + step) for step in range(48)]
-    return figures.Metrics(
-        began_at=NOON,
-        ended_at=NOON,
-        images=2_345_678,
-        dollars={"gpu": 1234.5, "storage": 7.1},
-        wasted_dollars={"start_up": 10.1, "duplicates": 0.002},
-        jobs={"completed": 2_345_678, "failed": 1252},
-        gpu_busy_seconds=9e5,
-        gpu_idle_seconds={"queue_empty": 1e4, "backpressure": 20},
-        stage_mean_seconds={"wait_gpu": 2.1, "acknowledge": 0.06},
-        images_per_dollar_gpu_only=19_000,
-        images_per_dollar=18_000,
-        rate_seconds=600,
-        over_time={"workers": curve, "images_per_dollar": curve},
-    )
+    return {
+        "began_at": NOON,
+        "ended_at": NOON,
+        "images": 2_345_678,
+        "dollars": {"gpu": 1234.5, "storage": 7.1},
+        "wasted_dollars": {"start_up": 10.1, "duplicates": 0.002},
+        "jobs": {"completed": 2_345_678, "failed": 1252},
+        "gpu_busy_seconds": 9e5,
+        "gpu_idle_seconds": {"queue_empty": 1e4, "backpressure": 20},
+        "stage_mean_seconds": {"wait_gpu": 2.1, "acknowledge": 0.06},
+        "images_per_dollar_gpu_only": 19_000,
+        "images_per_dollar": 18_000,
+        "rate_seconds": 600,
+        "over_time": {"workers": curve, "images_per_dollar": curve},
+    }
 
 
-def picture(number: int) -> page.Sample:
+def picture(number: int) -> Mapping[str, Any]:
     prompts = ["a house", "a cat, " * 100, f"a rope <lora:{'x' * 100}:0.35>"]
     name = f"{number:04d}-{LONG_WORD}"
     drawn = Record(outcome="completed", id=name, at=NOON, prompt=prompts[number % 3])

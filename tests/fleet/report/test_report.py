@@ -123,15 +123,15 @@ async def test_a_workers_time_is_its_start_up_plus_first_pull_to_last_image(
 
     figures = figures_of(await report_records.read_records(local_storage, "spring", samples=0))
 
-    (worker,) = figures.workers
-    assert worker.seconds == pytest.approx(130)  # 30 to start, from 12:00:06 to 12:01:46
-    assert worker.images_per_second == pytest.approx(2 / 100)
-    assert figures.began_at == NOON - timedelta(seconds=24)
-    assert figures.money.gpu_dollars == pytest.approx(0.013)
+    (worker,) = figures["workers"]
+    assert worker["seconds"] == pytest.approx(130)  # 30 to start, from 12:00:06 to 12:01:46
+    assert worker["images_per_second"] == pytest.approx(2 / 100)
+    assert figures["began_at"] == NOON - timedelta(seconds=24)
+    assert figures["money"]["gpu_dollars"] == pytest.approx(0.013)
     storage_dollars = prices.storage_dollars(2, 2)
-    assert figures.money.dollars == pytest.approx(0.013 + storage_dollars)
-    assert figures.money.images_per_dollar == pytest.approx(2 / (0.013 + storage_dollars))
-    assert figures.money.images_per_dollar_gpu_only == pytest.approx(2 / 0.013)
+    assert figures["money"]["dollars"] == pytest.approx(0.013 + storage_dollars)
+    assert figures["money"]["images_per_dollar"] == pytest.approx(2 / (0.013 + storage_dollars))
+    assert figures["money"]["images_per_dollar_gpu_only"] == pytest.approx(2 / 0.013)
 
 
 async def test_the_time_between_two_runs_of_a_machine_is_not_billed(
@@ -142,7 +142,7 @@ async def test_the_time_between_two_runs_of_a_machine_is_not_billed(
 
     figures = figures_of(await report_records.read_records(local_storage, "spring", samples=0))
 
-    assert sorted(worker.seconds for worker in figures.workers) == pytest.approx([5, 10])
+    assert sorted(worker["seconds"] for worker in figures["workers"]) == pytest.approx([5, 10])
 
 
 async def test_a_given_price_overrides_the_recorded_one(
@@ -152,7 +152,7 @@ async def test_a_given_price_overrides_the_recorded_one(
 
     for given, dollars in ((None, 0.5), (2.0, 2.0)):
         records = await report_records.read_records(local_storage, "spring", 0, given)
-        assert figures_of(records).money.gpu_dollars == pytest.approx(dollars)
+        assert figures_of(records)["money"]["gpu_dollars"] == pytest.approx(dollars)
 
 
 async def test_an_unknown_price_gives_no_cost_and_a_note(
@@ -163,8 +163,8 @@ async def test_an_unknown_price_gives_no_cost_and_a_note(
 
     figures = figures_of(await report_records.read_records(local_storage, "spring", samples=0))
 
-    assert figures.money.gpu_dollars is figures.money.images_per_dollar is None
-    assert any("--price-per-hour" in note for note in figures.notes)
+    assert figures["money"]["gpu_dollars"] is figures["money"]["images_per_dollar"] is None
+    assert any("--price-per-hour" in note for note in figures["notes"])
 
 
 async def test_a_pause_shows_in_the_throughput(
@@ -175,8 +175,8 @@ async def test_a_pause_shows_in_the_throughput(
 
     figures = figures_of(await report_records.read_records(local_storage, "spring", samples=0))
 
-    assert figures.bin_seconds == 1
-    assert [rate.images_per_second for rate in figures.throughput] == [2, 0, 0, 0, 1]
+    assert figures["bin_seconds"] == 1
+    assert [rate["images_per_second"] for rate in figures["throughput"]] == [2, 0, 0, 0, 1]
 
 
 async def test_a_worker_is_slow_compared_with_its_own_gpu_class(
@@ -190,7 +190,7 @@ async def test_a_worker_is_slow_compared_with_its_own_gpu_class(
 
     figures = figures_of(await report_records.read_records(local_storage, "spring", samples=0))
 
-    assert [worker.name for worker in figures.workers if worker.is_slow] == ["slow"]
+    assert [worker["name"] for worker in figures["workers"] if worker["is_slow"]] == ["slow"]
 
 
 HOSTILE = "<script>alert(1)</script>"
@@ -241,21 +241,21 @@ async def test_the_page_shows_the_metrics_and_many_workers(
             await stored(f"{worker}-{number}.png", 10 + worker * number, **facts)
     figures = figures_of(await report_records.read_records(local_storage, "spring", samples=0))
     curve = [(0.0, 1.0), (60.0, 2.0)]
-    found = report_figures.Metrics(
-        began_at=NOON,
-        ended_at=NOON,
-        images=60,
-        dollars={"gpu": 0.5, "storage": 0.01},
-        wasted_dollars={"start_up": 0.1, HOSTILE: 0.1},
-        jobs={"completed": 60, "failed": 0},
-        gpu_busy_seconds=90,
-        gpu_idle_seconds={"queue_empty": 10},
-        stage_mean_seconds={"wait_gpu": 2},
-        images_per_dollar_gpu_only=120,
-        images_per_dollar=None,
-        rate_seconds=60,
-        over_time={"workers": curve, "images_per_dollar": curve},
-    )
+    found = {
+        "began_at": NOON,
+        "ended_at": NOON,
+        "images": 60,
+        "dollars": {"gpu": 0.5, "storage": 0.01},
+        "wasted_dollars": {"start_up": 0.1, HOSTILE: 0.1},
+        "jobs": {"completed": 60, "failed": 0},
+        "gpu_busy_seconds": 90,
+        "gpu_idle_seconds": {"queue_empty": 10},
+        "stage_mean_seconds": {"wait_gpu": 2},
+        "images_per_dollar_gpu_only": 120,
+        "images_per_dollar": None,
+        "rate_seconds": 60,
+        "over_time": {"workers": curve, "images_per_dollar": curve},
+    }
 
     html_page = page.render(figures, found, [], NOON)
 
@@ -265,7 +265,7 @@ async def test_the_page_shows_the_metrics_and_many_workers(
     assert html_page.count('<ul class="bars"') == 5
     assert "60 completed." in html_page
     assert "The slowest 15 of 30." in html_page
-    slow = sum(worker.is_slow for worker in figures.workers)
+    slow = sum(worker["is_slow"] for worker in figures["workers"])
     assert f"of their GPU class: {slow} workers." in html_page
     assert re.search(r"<td[^>]*><span>w\d+ <span class=.slow.>slow</span></span></td>", html_page)
     assert "<script" not in html_page

@@ -73,8 +73,8 @@ async def test_what_a_kill_left_is_downloaded_again(
 ) -> None:
     async with open_storage(local_settings) as storage:
         await store_images(storage, "0001", "0002")
-    (tmp_path / "images" / ".partial").mkdir(parents=True)
-    (tmp_path / "images" / ".partial" / "0").write_bytes(b"half")
+    (tmp_path / "images").mkdir()
+    (tmp_path / "images" / ".0002.png.partial").write_bytes(b"half")
     (tmp_path / "images" / "0001.png").write_bytes(b"")  # by a power failure
 
     done = await fetch(in_process, local_settings)

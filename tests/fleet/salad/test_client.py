@@ -156,6 +156,14 @@ async def test_a_refusal_that_quotes_a_secret_is_shown_without_it(
     assert "very-secret" not in caught.value.message
 
 
+async def test_an_answer_in_which_a_secret_stands_by_chance_is_read_as_it_is(
+    salad: Any, salad_module: Any, api: Any
+) -> None:
+    salad.faults = [salad_module.Fault(200, '{"replicas": 10}')]
+
+    assert await api.call("POST", "/x", {"variable": SecretStr("1")}) == {"replicas": 10}
+
+
 async def test_an_address_without_a_server_is_reported(waits: list[float]) -> None:
     async with aiohttp.ClientSession() as session:
         api = client.SaladClient(session, "http://127.0.0.1:9", "key")

@@ -42,9 +42,9 @@ async def test_jobs_of_models_that_the_fleet_does_not_serve_start_no_replicas(
     assert found._messages == counted
 
 
-SD1_AND_SDXL = scaler.Weights(
-    [Model(name, families.find(slug), name) for name, slug in (("small", "sd1"), ("large", "sdxl"))]
-)
+SD1_AND_SDXL = [
+    Model(name, families.find(slug), name) for name, slug in (("small", "sd1"), ("large", "sdxl"))
+]
 
 
 class Deployment:
@@ -77,7 +77,7 @@ async def test_a_job_of_sdxl_counts_by_its_seconds_of_work(
     for model in ("small", "large"):
         await storage.models.send([f'{{"prompt": "a", "model": "{model}"}}'] * 800)
         fleet: Any = Deployment()
-        speeds = scaler.Speeds(given=scaler.Speed(0.1, "given"), weights=SD1_AND_SDXL)
+        speeds = scaler.Speeds(given=scaler.Speed(0.1, "given"), models=SD1_AND_SDXL)
         scaling = scaler.Scaler(
             replace(goal, models=[model]),
             fleet,
@@ -102,7 +102,7 @@ async def test_speeds_that_workers_report_count_their_models() -> None:
             return [prometheus.Series({}, ((0.0, 2.0),))]
 
     server: Any = Metrics()
-    speed = await scaler.Speeds(server=server, weights=SD1_AND_SDXL).find()
+    speed = await scaler.Speeds(server=server, models=SD1_AND_SDXL).find()
     of_sdxl = 1 / families.find("sdxl").images_per_second(1)
     assert speed.jobs_per_second == pytest.approx((1.0 + 0.5 * of_sdxl) / 2)
 

@@ -281,8 +281,8 @@ async def test_the_images_of_a_sweep_say_their_group_in_their_records(
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (("--set", "cfg_scale=1.5,x"), "--set cfg_scale=1.5,x: should be numbers with commas"),
-        (("--set", "steps=20.5"), "--set steps=20.5: should be whole numbers with commas"),
+        (("--set", "cfg_scale=1.5,x"), "guidance: should be a valid number"),
+        (("--set", "steps=20.5"), "steps: should be a valid integer"),
         (("--set", "lora_strength=1"), "--set lora_strength goes with --set lora=NAME"),
         (("--set", "steps"), "--set steps: should be FIELD=VALUES"),
         (("--set", "seed=1"), "--set seed: it follows from the caption and --seed"),

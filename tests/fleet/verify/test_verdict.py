@@ -1,12 +1,16 @@
 from __future__ import annotations
 
 import random
+from datetime import UTC, datetime
 
-from fleet.verify.pairs import NO_RECORD, Pair, judge, undecided
+from fleet.verify.pairs import NO_RECORD, Pair, Result, judge, undecided
+
+NOON = datetime(2026, 11, 1, 12, tzinfo=UTC)
 
 
 def pair(first: str, second: str, *, differ: bool = False, image: str = "x") -> Pair:
-    return Pair(image, f"-checks/{image}", (first, second), "different" if differ else "alike")
+    result: Result = "different" if differ else "alike"
+    return Pair(image, f"-checks/{image}", (first, second), NOON, result)
 
 
 def wrong(pairs: list[Pair]) -> list[str]:
@@ -31,7 +35,7 @@ def test_a_good_worker_that_meets_several_bad_ones_is_not_named() -> None:
 
 
 def test_a_pair_drawn_twice_by_one_worker_counts_for_nothing() -> None:
-    assert judge([Pair("x", "y", ("a", "a"), "same_worker")]) == []
+    assert judge([Pair("x", "y", ("a", "a"), NOON, "same_worker")]) == []
 
 
 def test_what_no_worker_stored_speaks_against_no_worker() -> None:

@@ -14,12 +14,13 @@ from PIL import Image
 
 from fleet import console
 from fleet.campaigns import target
-from fleet.verify import pairs, quarantine
+from fleet.verify import pairs
 from imagefleet import errors
 from imagefleet.files import picture
 from imagefleet.storage.open import Storage, open_storage
 from imagefleet.storage.settings import StorageSettings
 from worker.engine import contract
+from worker.node import quarantine
 
 RunWorker = Callable[..., Any]  # the fixtures of conftest.py
 Imagefleet = Callable[..., Any]
@@ -35,8 +36,9 @@ def jobs(numbers: range, **fields: object) -> list[str]:
 
 
 async def compared(storage: Storage) -> list[pairs.Pair]:
-    seconds = [each async for each in pairs.listed(storage, target.ALL, None)]
-    return await pairs.compare(storage, seconds, lambda: None)
+    found = [each async for each in pairs.listed(storage, target.ALL, None)]
+    await pairs.compare(storage, found, lambda: None)
+    return found
 
 
 @pytest.fixture
@@ -149,7 +151,7 @@ async def test_a_campaigns_pairs_since_a_moment(storage: Storage) -> None:
         await storage.blobs.create(f"-checks/{name}", b"x", "image/png", {"worker": "a"})
     listed = [each async for each in pairs.listed(storage, target.read("a"), None)]
     assert [each.image for each in listed] == ["a/x.png"]
-    newest = listed[0].created_at
+    newest = listed[0].drawn_at
     assert len([each async for each in pairs.listed(storage, target.ALL, newest)]) == 2
     assert [
         each async for each in pairs.listed(storage, target.ALL, newest.replace(year=2999))

@@ -20,7 +20,7 @@ from standardwebhooks import Webhook
 
 import polling
 from fleet import console
-from fleet.webhooks.endpoint import Signer
+from fleet.webhooks.endpoint import read_secrets, signed_headers
 from imagefleet.records.record import Record, RecordLog
 from imagefleet.storage.open import open_storage
 from imagefleet.storage.settings import StorageSettings
@@ -61,7 +61,8 @@ def jobs(tmp_path: Path) -> Path:
 def test_both_secrets_sign_while_one_replaces_the_other(tmp_path: Path) -> None:
     (tmp_path / "secret").write_text("\n".join(SECRETS))
     now = int(datetime.now(UTC).timestamp())
-    headers = Signer.read(tmp_path / "secret").headers("msg_1", b'{"a":"\xc3\xbc"}', now)
+    secrets = read_secrets(tmp_path / "secret")
+    headers = signed_headers(secrets, "msg_1", b'{"a":"\xc3\xbc"}', now)
     for secret in SECRETS:
         assert Webhook(secret).verify(b'{"a":"\xc3\xbc"}', headers) == {"a": "ü"}
 
@@ -69,7 +70,7 @@ def test_both_secrets_sign_while_one_replaces_the_other(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
-        ("", "1 to 4 secrets"),
+        ("", "holds no secret"),
         ("hunter2hunter2hunter2hunter2", "should be whsec_"),
         ("whsec_hunter2", "should be whsec_"),
         (f"whsec_{base64.b64encode(b'hunter2' * 3).decode()}", "24 to 64 bytes"),

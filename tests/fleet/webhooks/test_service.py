@@ -17,8 +17,8 @@ from prometheus_client import CollectorRegistry
 
 import polling
 from fleet.webhooks import events, service
-from fleet.webhooks.endpoint import Endpoint, Signer
-from fleet.webhooks.events import Source, State, Wanted
+from fleet.webhooks.endpoint import Endpoint, read_secrets
+from fleet.webhooks.events import Source, State
 from imagefleet import errors
 from imagefleet.records.record import Record, RecordLog
 from imagefleet.storage.open import Storage
@@ -59,15 +59,16 @@ def run(storage: Storage, receiver: Any, tmp_path: Path, times: pytest.MonkeyPat
         until: Callable[[], bool] | None = None, *, is_killed: bool = False, **wanted: Any
     ) -> State:
         file = tmp_path / "webhooks.json"
-        state = State.read(file, "receiver", wanted.get("campaign"))
+        campaign = wanted.pop("campaign", None)
+        state = State.read(file, "receiver", campaign)
         async with aiohttp.ClientSession() as session:
-            to = Endpoint(session, receiver.url, Signer.read(key))
+            to = Endpoint(session, receiver.url, read_secrets(key))
             running = service.Service(
-                Source(storage, Wanted("acme/jobs", **wanted), state), to, CollectorRegistry(), file
+                Source(storage, state, "acme/jobs", **wanted), to, CollectorRegistry(), file
             )
             if until is None:
                 await running.run(once=True)
-                return State.read(file, "receiver", wanted.get("campaign"))
+                return State.read(file, "receiver", campaign)
             task = asyncio.create_task(running.run())
             async with asyncio.timeout(20):
                 await polling.until(lambda: until() or task.done())
@@ -76,7 +77,7 @@ def run(storage: Storage, receiver: Any, tmp_path: Path, times: pytest.MonkeyPat
             task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await task
-        return State.read(file, "receiver", wanted.get("campaign"))
+        return State.read(file, "receiver", campaign)
 
     return run
 

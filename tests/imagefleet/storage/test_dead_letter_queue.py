@@ -249,7 +249,7 @@ async def test_a_damaged_record_stays_and_the_others_are_replayed(storage: Stora
     [first, *_] = await storage.poison.receive(1, 60)
     record = dead_letter.FailedJob.parse(first.body)
     assert record is not None
-    damaged = record.model_copy(update={"body": None, "packed_body": "bm90IHpsaWI="})
+    damaged = record.model_copy(update={"body": None, "body_blob": f"failed/{'0' * 32}.txt"})
     await storage.poison.send([damaged.encode()])
     await storage.poison.delete(first)
 

@@ -121,7 +121,7 @@ class Step(NamedTuple):
 @contextlib.contextmanager
 def killed_at(monkeypatch: pytest.MonkeyPatch, storage: Storage, step: Step) -> Iterator[None]:
     """The block ends at *step*, as if its process were killed."""
-    parts = {"notes": dead_letter_queue.Notes, "poison": storage.poison}
+    parts = {"notes": RecordLog, "poison": storage.poison}
     target = parts.get(step.part, storage.queues["normal"])
     call = getattr(target, step.name)
 

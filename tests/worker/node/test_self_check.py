@@ -146,7 +146,7 @@ async def test_a_job_of_another_size_is_checked_in_its_size_once_the_node_was_pr
     engine = Engine()
     async with checks_of(engine, storage) as checks:
         await checks.start_up(None)
-        checks.generated(likeness.fingerprint(BAD), 9, 15, (64, 32), 1.0)
+        checks.generated(likeness.fingerprint(BAD), 9, (64, 32))
         engine.sizes.clear()
         for _ in range(2):
             assert await checks._check_or_give_up(("with_lora",))
@@ -164,11 +164,11 @@ async def test_a_repeated_image_asks_for_a_canary_at_once_and_exact_copies_end_t
         image = likeness.fingerprint(BAD)
         for seed in (1, 1, 2):  # of one seed, jobs may be the same
             assert not checks._due.is_set()
-            checks.generated(image, seed, 15, SIZE, 1.0)
+            checks.generated(image, seed, SIZE)
         await polling.until(lambda: "a canary came out right" in caplog.text)
         assert "the image of seed 2 is the same as that of seed 1" in caplog.text
         for seed in range(3, 3 + MOST_COPIES - 1):
-            checks.generated(image, seed, 15, SIZE, 1.0)
+            checks.generated(image, seed, SIZE)
         with pytest.raises(errors.NodeError, match="3 images were copies"):
             await watching
 

@@ -267,7 +267,7 @@ async def test_5000_good_images_raise_no_alarm(
         request = dataclasses.replace(
             references.request("without_lora", (32, 32), None), prompt="a job", seed=seed
         )
-        checks.generated(likeness.fingerprint(picture(request)), seed, 5, (32, 32), 0.1)
+        checks.generated(likeness.fingerprint(picture(request)), seed, (32, 32))
         await polling.until(lambda: watching.done() or not checks._due.is_set())
     await polling.until(lambda: not checks._one_at_a_time.locked())
     assert not watching.done()

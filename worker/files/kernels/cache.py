@@ -16,6 +16,7 @@ import re
 import tempfile
 import threading
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
 from typing import Literal
@@ -59,27 +60,23 @@ _UNET_PREFIX = "model.diffusion_model."
 _HASH_CHARACTERS = 8
 
 
+@dataclass(eq=False)
 class KernelCache:
-    """The folder with the kernels of one key, which this machine's workers share."""
+    """The folder with the kernels of one key, which this machine's workers share.
 
-    def __init__(
-        self,
-        folder: Path,
-        key: Key,
-        on_origin: Callable[[Origin], None] = lambda _: None,
-        variant: object = None,
-    ) -> None:
-        """*on_origin* is told where the kernels are from as soon as that is known.
+    *on_origin* is told where the kernels are from as soon as that is known. Workers of another
+    *variant* compile others, and are not waited for.
+    """
 
-        Workers of another *variant* compile others, and are not waited for.
-        """
-        self.folder = folder
-        self.key = key
-        self._variant = variant
-        self.origin: Origin | None = None
-        self._on_origin = on_origin
-        self._is_settled = threading.Event()
-        self._ready = folder / f"{key.name}.ready"
+    folder: Path
+    key: Key
+    _on_origin: Callable[[Origin], None] = lambda _: None
+    _variant: object = None
+    origin: Origin | None = None
+    _is_settled: threading.Event = field(default_factory=threading.Event)
+
+    def __post_init__(self) -> None:
+        self._ready = self.folder / f"{self.key.name}.ready"
 
     async def fetch(
         self,

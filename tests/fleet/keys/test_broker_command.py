@@ -13,7 +13,6 @@ from collections.abc import Callable
 import pytest
 
 import polling
-from imagefleet.storage.open import open_storage
 from imagefleet.storage.settings import StorageSettings
 from imagefleet.telemetry import logs
 
@@ -54,8 +53,6 @@ def test_without_pyjwt_it_says_what_to_install(
     in_process: Imagefleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "jwt", None)
-    monkeypatch.delitem(sys.modules, "fleet.broker.service", raising=False)
-    monkeypatch.delattr("fleet.broker.service", raising=False)
     result = in_process("broker", "--organization", "acme", "--storage", KEY)
     assert result.returncode == 2
     assert "pip install '.[broker]'" in result.stderr
@@ -115,10 +112,3 @@ def test_a_port_in_use_is_one_line(azurite_settings: StorageSettings, created: N
     assert broker.returncode == 2
     assert "choose another with --port" in log
     assert "Traceback" not in log
-
-
-@pytest.fixture
-async def created(azurite_settings: StorageSettings) -> None:
-    """Makes the queues and containers."""
-    async with open_storage(azurite_settings) as storage:
-        await storage.create()

@@ -17,9 +17,7 @@ from aiohttp.test_utils import TestClient, TestServer
 from cryptography.hazmat.primitives.asymmetric import ec
 from pydantic import SecretStr
 
-from fleet.broker import service
-from fleet.broker.service import Identities
-from fleet.keys import mint
+from fleet.keys import broker, mint
 from fleet.settings import BrokerSettings
 from imagefleet import errors, retry
 from imagefleet.storage.azure.roles import ROLES
@@ -91,12 +89,8 @@ async def start(
         async def run(**own: Any) -> AsyncIterator[Client]:
             given = {"organization": NAME, "salad_fleets": "other,sd15-batch", **own}
             settings = BrokerSettings(**azurite_settings.model_dump(), **given)
-            identities = Identities(
-                settings.organization,
-                settings.salad_fleets.split(",") if settings.salad_fleets else (),
-                str(server.make_url("/jwks.json")),
-            )
-            app = service.application(service.Broker(settings, identities))
+            identities = broker.Identities(settings, str(server.make_url("/jwks.json")))
+            app = broker.application(broker.Broker(settings, identities))
             async with TestClient(TestServer(app)) as client:
                 yield client
 
@@ -143,7 +137,7 @@ async def test_nodes_get_tokens_for_shards_that_are_made_while_the_broker_runs(
     azurite_settings: StorageSettings,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(service, "CHECK_SECONDS", 0)
+    monkeypatch.setattr(broker, "CHECK_SECONDS", 0)
     async with open_storage(azurite_settings) as owner:
         await owner.models.set_shards(3)
         await owner.queue.send(["a job"] * 6)
@@ -257,7 +251,7 @@ async def test_a_thiefs_tokens_end_with_the_policy_and_the_fleets_go_on(
         assert "sp=" not in stolen["queue"], "permissions of its own would outlive the policy"
         assert await mint.remove_policy(azurite_settings, "broker")
         assert not await works(stolen)
-        monkeypatch.setattr(service, "CHECK_SECONDS", 0)
+        monkeypatch.setattr(broker, "CHECK_SECONDS", 0)
         _, renewed = await ask(client, salad.sign())
         assert await works(renewed)
     async with start() as restarted:
@@ -270,7 +264,7 @@ async def test_a_thiefs_tokens_end_with_the_policy_and_the_fleets_go_on(
 async def test_many_nodes_that_ask_at_once_share_one_policy(
     start: Any, salad: Salad, azurite_settings: StorageSettings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(service, "CHECK_SECONDS", 0)
+    monkeypatch.setattr(broker, "CHECK_SECONDS", 0)
     async with start() as client:
         await mint.remove_policy(azurite_settings, "broker")
         answers = await asyncio.gather(*(ask(client, salad.sign()) for _ in range(5)))
@@ -290,8 +284,8 @@ async def test_nodes_get_tokens_while_the_storage_does_not_answer(
 
     async with start() as client:
         _, before = await ask(client, salad.sign())
-        monkeypatch.setattr(service, "CHECK_SECONDS", 0)
-        monkeypatch.setattr(service, "LONGEST_CHECK_SECONDS", 0.1)
+        monkeypatch.setattr(broker, "CHECK_SECONDS", 0)
+        monkeypatch.setattr(broker, "LONGEST_CHECK_SECONDS", 0.1)
         for broken in (fail, hang):
             monkeypatch.setattr(mint, "policies", broken)
             status, body = await ask(client, salad.sign())
@@ -310,7 +304,7 @@ async def test_a_fifth_policy_of_others_is_a_temporary_error_with_a_line_in_the_
         await mint.remove_policy(azurite_settings, "broker")
         for number in range(mint.MAX_POLICIES):
             await mint.store_policy(azurite_settings, ROLES["worker"], f"other{number}")
-        monkeypatch.setattr(service, "CHECK_SECONDS", 0)
+        monkeypatch.setattr(broker, "CHECK_SECONDS", 0)
         status, body = await ask(client, salad.sign())
     assert (status, body) == (503, {"error": "try again later"})
     assert "already has 5 stored policies" in caplog.text

@@ -20,10 +20,9 @@ from imagefleet.storage.open import Storage, open_storage
 from imagefleet.storage.settings import StorageSettings
 from imagefleet.submit import BATCH, BulkSender
 from loadgen.load import POSITIONS_BETWEEN_CHECKPOINTS, Checkpoint
-from loadgen.processes.frames import Refusals
-from loadgen.processes.pool import SenderProcesses
+from loadgen.processes import Refusals, SenderProcesses
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
@@ -39,7 +38,7 @@ def processes_of(settings: StorageSettings, count: int = 2) -> SenderProcesses:
 
 def children_of(pid: int) -> list[int]:
     children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    return [int(each) for each in children if b"processes.child" in _command(int(each))]
+    return [int(each) for each in children if b"loadgen.processes" in _command(int(each))]
 
 
 def _command(pid: int) -> bytes:

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 import polling
-from fleet.monitor import queue_flow
-from fleet.monitor.queue_flow import Exporter
+from fleet.monitor.exporter import Exporter, queue_figures
 from fleet.monitor.rates import FleetRates
 from fleet.settings import ExporterSettings
 from imagefleet import errors
@@ -26,7 +25,7 @@ def flow_of(*samples: tuple[float, int], window_seconds: float = 300) -> QueueFl
 
 
 def fleet_rates(jobs_per_second: float, dollars_per_hour: float) -> FleetRates:
-    return FleetRates(3, jobs_per_second, jobs_per_second, 0.1, dollars_per_hour, 9.0, 8.0)
+    return FleetRates(jobs_per_second=jobs_per_second, dollars_per_hour=dollars_per_hour)
 
 
 def figures(flow: QueueFlow, fleet: FleetRates | None, price: float | None) -> dict[str, float]:
@@ -36,7 +35,7 @@ def figures(flow: QueueFlow, fleet: FleetRates | None, price: float | None) -> d
         "imagefleet_queue_seconds_to_empty": "seconds",
         "imagefleet_queue_dollars_to_empty": "dollars",
     }
-    found = queue_flow.figures(flow, fleet, price)
+    found = queue_figures(flow, fleet, price)
     return {names[name]: value for name, value in found.items()}
 
 
@@ -127,9 +126,10 @@ async def test_an_outage_is_counted_and_the_last_values_stay(
         exporter = Exporter(storage, settings, None)
         await exporter.sample()
 
+        failures = iter([errors.TransientError, errors.SetupError])  # the second ends the exporter
+
         async def no_answer() -> QueueDepth:
-            # The second error ends the exporter, and with it the test.
-            raise errors.TransientError if not exporter.failed_samples else errors.SetupError
+            raise next(failures)
 
         monkeypatch.setattr(storage.queue, "depth", no_answer)
         with pytest.raises(errors.SetupError):

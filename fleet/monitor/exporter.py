@@ -1,24 +1,25 @@
-"""The exporter: the rates of a job queue, and the time and cost to empty it."""
+"""`imagefleet exporter`: the rates of a job queue, and the time and cost to empty it."""
 
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
 from collections.abc import Iterator
 
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client import Counter
+from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from fleet.monitor import prometheus, rates
+from fleet import console, options
+from fleet.monitor import prometheus, rates, service
 from fleet.settings import ExporterSettings
 from imagefleet import concurrency, errors
 from imagefleet.storage.open import Storage
 from imagefleet.storage.protocol import JobQueue
-from imagefleet.telemetry import metrics
+from imagefleet.telemetry import logs, metrics
 from imagefleet.telemetry.metrics import QueueFlow, QueueGauges
 
-log = logging.getLogger(__name__)
+log = logs.EventLog(__name__)
 
 _GAUGES = {
     "imagefleet_exporter_arrivals_per_second": (
@@ -33,7 +34,32 @@ _GAUGES = {
 }
 
 
-def figures(
+@options.from_settings(ExporterSettings)
+async def command(settings: ExporterSettings) -> None:
+    """Exports queue depths, and the time and cost to empty them.
+
+    A fleet needs one. It serves /metrics on --port and pushes them to --push-url if given. With
+    --prometheus it takes the completion rate from the workers' metrics instead of deriving it
+    from the queue depth.
+
+    imagefleet exporter --prometheus http://localhost:9090
+    """
+    logs.configure(settings.log_format)
+    async with (
+        console.connected(settings) as client,
+        prometheus.connected_if(settings.prometheus, settings.queried_fleet) as server,
+    ):
+        storage = client.storage
+        exporter = Exporter(storage, settings, server)
+        await service.run(
+            *(exporter.run, exporter.registry, settings),
+            name="imagefleet-exporter",
+            doing=f"sampling {storage.queue.name} of {storage.url}",
+            is_ready=lambda: bool(exporter.figures),
+        )
+
+
+def queue_figures(
     flow: QueueFlow, fleet: rates.FleetRates | None, price: float | None
 ) -> dict[str, float]:
     """The exporter's gauges as far as they are known; *price*: $/h, in place of the metrics'."""
@@ -61,27 +87,22 @@ class Exporter(Collector):
         self, storage: Storage, settings: ExporterSettings, server: prometheus.Prometheus | None
     ) -> None:
         self.registry = metrics.LabelledRegistry({"fleet": settings.fleet_name})
-        self.failed_samples = 0
+        self._failed_samples = Counter(
+            "imagefleet_exporter_failed_looks",
+            "Samples of the queues or queries of the metrics that failed.",
+            registry=self.registry,
+        )
         self._gauges = QueueGauges(self.registry)
         self._storage = storage
         self._settings = settings
         self._metrics = rates.Watch(server)
         self._flow = QueueFlow()
-        self._figures: dict[str, float] = {}
+        self.figures: dict[str, float] = {}
         self.registry.register(self)
 
-    @property
-    def has_sampled(self) -> bool:
-        return bool(self._figures)
-
     def collect(self) -> Iterator[Metric]:
-        for name, value in self._figures.items():
+        for name, value in self.figures.items():
             yield GaugeMetricFamily(name, _GAUGES[name], value=value)
-        yield CounterMetricFamily(
-            "imagefleet_exporter_failed_looks",
-            "Samples of the queues or queries of the metrics that failed.",
-            value=self.failed_samples,
-        )
 
     async def run(self) -> None:
         """Samples forever; an outage is logged."""
@@ -89,8 +110,8 @@ class Exporter(Collector):
             try:
                 await self.sample()
             except errors.TransientError as error:
-                self.failed_samples += 1
-                log.warning("trying again: %s", error, extra={"action": "look_failed"})
+                self._failed_samples.inc()
+                log.warning("trying again: %s", error, action="look_failed")
             await asyncio.sleep(self._settings.sample_seconds)
 
     async def sample(self) -> None:
@@ -100,9 +121,10 @@ class Exporter(Collector):
         )
         self._flow.add_sample(time.monotonic(), depth)
         fleet = await self._metrics.fleet()
-        self.failed_samples += self._metrics.is_down
-        self._figures = {
-            **figures(self._flow, fleet, self._settings.dollars_per_hour),
+        if fleet is None and self._settings.prometheus:
+            self._failed_samples.inc()
+        self.figures = {
+            **queue_figures(self._flow, fleet, self._settings.dollars_per_hour),
             "imagefleet_exporter_last_look_timestamp_seconds": time.time(),
         }
 

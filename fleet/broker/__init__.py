@@ -1,1 +1,0 @@
-"""`imagefleet broker`: short-lived SAS tokens for the nodes of SaladCloud."""
