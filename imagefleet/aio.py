@@ -44,9 +44,6 @@ if TYPE_CHECKING:
 FIRST_PAUSE_SECONDS = 0.25
 LONGEST_PAUSE_SECONDS = 15.0
 
-#: A pause is at least so many times as long as the poll before it, to spare a slow storage.
-PAUSE_PER_POLL = 5
-
 _Result = TypeVar("_Result")
 
 
@@ -390,13 +387,9 @@ class _Pace:
         self._timeout = timeout
         self._deadline = math.inf if timeout is None else time.monotonic() + timeout
         self._quiet_polls = 0
-        self._poll_seconds = 0.0
 
     async def poll(self, operation: Callable[[], Awaitable[_Result]]) -> _Result:
-        began_at = time.monotonic()
-        result = await self._fleet.run(RETRIES.call(operation))
-        self._poll_seconds = time.monotonic() - began_at
-        return result
+        return await self._fleet.run(RETRIES.call(operation))
 
     async def pause(self, left: str, *, progress: bool = False) -> None:
         """Raises TimeoutError, which says what is *left*, if there is no time for another poll."""
@@ -404,8 +397,7 @@ class _Pace:
         if remaining <= 0:
             raise TimeoutError(f"{left} not done after {self._timeout:g} seconds")
         self._quiet_polls = 0 if progress else self._quiet_polls + 1
-        backoff = retry.backoff(self._quiet_polls, FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS)
-        seconds = max(backoff, PAUSE_PER_POLL * self._poll_seconds)
+        seconds = retry.backoff(self._quiet_polls, FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS)
         await self._fleet.run(asyncio.sleep(min(seconds, remaining)))
 
 

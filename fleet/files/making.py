@@ -23,9 +23,9 @@ from worker.engine import contract, load
 from worker.files import check, model
 from worker.files.kernels import archive
 from worker.node import check as node_check
-from worker.node import libraries, reference
+from worker.node import reference
 from worker.node.reference import CanaryImage, Reference
-from worker.settings import WorkerSettings
+from worker.settings import WorkerSettings, require_libraries
 
 #: Drawn in both, which tells how far right images of this checkpoint are apart.
 _PRECISIONS = {
@@ -69,7 +69,7 @@ def test_image(model: Path, target: Path) -> dict[str, object]:
 
 def make_canary(model: Path) -> Report:
     """Draws a checkpoint's reference images into a file beside it; raises as `canary`."""
-    libraries.require()
+    require_libraries()
     check.check_path(model)
     found = canary(model)
     target = reference.beside(model)
@@ -178,7 +178,7 @@ def _drawing(model: Path) -> Iterator[None]:
 
 def make_kernels(settings: WorkerSettings, output: Path, *, dry_run: bool) -> Report:
     """Compiles kernels as a worker does and packs them into one file; raises SetupError."""
-    libraries.require()
+    require_libraries()
     from worker.files.kernels import cache
 
     check.check(settings)
