@@ -14,8 +14,8 @@ from typing import Any
 from PIL import Image
 
 from fleet import console
-from fleet.files import transfer
-from fleet.files.transfer import Report
+from fleet.files import stored
+from fleet.files.stored import Report
 from imagefleet import errors, likeness
 from imagefleet.likeness import Fingerprint
 from imagefleet.storage.open import open_storage
@@ -201,7 +201,7 @@ def make_kernels(settings: WorkerSettings, output: Path, *, dry_run: bool) -> Re
     console.print_note("compiling for this GPU: a minute or two, once")
     _compile(settings, folder)
     try:
-        with transfer.showing("packing") as show:
+        with stored.showing("packing") as show:
             files = archive.pack(folder, key, target, show)
         size = target.stat().st_size
     except OSError as error:
