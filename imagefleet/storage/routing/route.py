@@ -26,7 +26,7 @@ from imagefleet import concurrency, errors
 from imagefleet.job import sizes
 from imagefleet.storage import protocol
 from imagefleet.storage.protocol import Shards
-from imagefleet.storage.queue_names import MAX_SHARDS
+from imagefleet.storage.settings import MAX_SHARDS
 from imagefleet.telemetry import logs
 
 log = logs.EventLog(__name__)
