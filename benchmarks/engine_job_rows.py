@@ -92,12 +92,12 @@ def loras(options: Options, channel: Channel) -> None:
     def measure(row: str, seconds: float) -> Figures:
         bench_engine.draw_a_round(engine, rows[row])
         if row.startswith("locon"):
-            engine.warm_up(*engine.default_size)  # compiles for what has been drawn so far
+            engine.warm_up()  # compiles for what has been drawn so far
         return rate(engine, rows[row], options, warmth, seconds)
 
     if not prefix:  # a capped engine has fewer slots once it holds changes of convolutions
         bench_engine.draw_a_round(engine, rows["locon_all"])
-        engine.warm_up(*engine.default_size)
+        engine.warm_up()
     channel.serve({f"{prefix}{row}": functools.partial(measure, row) for row in rows})
 
 
@@ -106,8 +106,8 @@ def sizes(options: Options, channel: Channel) -> None:
     setup, slots, prefix = limit(options)
     engine, workload, warmth = warm(options, setup, setup.workload, slots, ("per_slot",))
     mixed = TINY_SIZES if options.is_tiny else SIZES
-    for width, height in mixed:
-        engine.warm_up(width, height)
+    for size in mixed:
+        engine.warm_up(replace(workload, sizes=(size,)).request(0))
 
     def measure(sizes: tuple[tuple[int, int], ...], seconds: float) -> Figures:
         drawn = replace(workload, sizes=sizes)
@@ -133,8 +133,8 @@ def prompts(options: Options, channel: Channel) -> None:
     repeats = TINY_REPEATS if options.is_tiny else REPEATS
     workload = replace(workload, repeats=repeats)
     prepared = [engine.prepare(workload.request(number)) for number in range(len(repeats))]
-    for tokens in {each.tokens for each in prepared}:
-        engine.warm_up(*engine.default_size, tokens)
+    for one in {each.tokens: each for each in prepared}.values():
+        engine.warm_up(one.request)
 
     def measure(seconds: float) -> Figures:
         bench_engine.draw_a_round(engine, workload)

@@ -171,10 +171,12 @@ def _print_summary(summary: Summary, path: Path | None, told: Mapping[str, Any])
     if summary.sent:
         second = summary.second_drawings
         also = f" and {console.counted(second, 'second drawing')}" if second else ""
-        named = ", ".join(f"{name} ({count:,})" for name, count in summary.queues.items())
+        named = [f"{name} ({count:,})" for name, count in summary.queues.items()]
+        if len(named) == 1:
+            named = list(summary.queues)
         console.print_note(
-            f"{console.counted(summary.sent, 'job')}{also} sent to {named} in {summary.storage},"
-            f" {summary.jobs_per_second:,.0f} jobs/s"
+            f"{console.counted(summary.sent, 'job')}{also} sent to {', '.join(named)} in"
+            f" {summary.storage}, {summary.jobs_per_second:,.0f} jobs/s"
         )
     if summary.refusals:
         console.print_note(

@@ -31,7 +31,7 @@ from imagefleet.records.outcomes import JobFacts, Status
 from imagefleet.records.reader import Counts
 from imagefleet.storage import dead_letter_queue, enqueue, protocol
 from imagefleet.storage.dead_letter import Check, Selection
-from imagefleet.storage.dead_letter_queue import OnProgress, Preview, Swept
+from imagefleet.storage.dead_letter_queue import Discard, OnProgress, Preview, Swept
 from imagefleet.storage.open import Storage, open_storage
 from imagefleet.storage.settings import Priority, SignerSettings, checked_priority
 from imagefleet.submit import RETRIES, BulkSender, keep_noting
@@ -280,12 +280,10 @@ class Fleet:
 
         Only those *unsigned* with a key of this fleet, or sent again since and *completed*.
         """
-        keep_signed = self.checks_signatures() if unsigned else None
+        choice = Discard(self.checks_signatures() if unsigned else None, completed)
         selection = Selection(**which)
         return await self.run(
-            dead_letter_queue.discard(
-                self.storage, selection, on_progress, keep_signed, completed=completed
-            )
+            dead_letter_queue.discard(self.storage, selection, on_progress, choice)
         )
 
     def checks_signatures(self) -> Check:

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from pydantic import ValidationError
@@ -28,20 +27,6 @@ _SAMPLE_JOBS = 200
 
 _MAX_ID_CHARACTERS = 128
 _WORD_CHARACTERS = 24
-
-
-@dataclass(frozen=True, slots=True)
-class _EveryWord:
-    """A list of which every entry is taken."""
-
-    name: str
-    slot: int
-    choices: tuple[template.Choice, ...]
-
-    def label(self, word: int) -> str:
-        choice = self.choices[word]
-        text = sweep.slug(choice.lora or choice.text)[:_WORD_CHARACTERS]
-        return text if self.name not in {"prompt", "negative_prompt"} else f"{self.name}{word + 1}"
 
 
 class TemplateSource:
@@ -77,14 +62,15 @@ class TemplateSource:
                 for key, value in self._metadata.items()
                 if isinstance(value, str)
             }
-            # In braces, as their placeholders: a list may have the name of a field.
+            # The slot and the labels of the words of each list of which every entry is taken; in
+            # braces, as their placeholders: a list may have the name of a field.
             self._every = {
                 f"{{{name}}}": self._every_word(name, read.choices[name]) for name in read.every
             }
         except errors.SetupError as error:
             raise errors.SetupError(f"{path}: {error.message}") from None
         self._is_random = read.sweep == "random"
-        words = {name: range(len(each.choices)) for name, each in self._every.items()}
+        words = {name: range(len(labels)) for name, (_, labels) in self._every.items()}
         self._sweep = Sweep({**words, **fields.values})
         #: Jobs that differ only in what is swept.
         self.combinations = 1 if self._is_random else self._sweep.combinations
@@ -128,12 +114,14 @@ class TemplateSource:
         """Message *index*, whatever comes before it; raises SetupError for an invalid job."""
         return self._body(index, self._draws(index))
 
-    def _every_word(self, name: str, choices: tuple[template.Choice, ...]) -> _EveryWord:
+    def _every_word(self, name: str, choices: Sequence[template.Choice]) -> tuple[int, list[str]]:
         own = {"prompt": self._prompt, "negative_prompt": self._negative_prompt}
         slot = own.get(name, self._patterns.slot_of(name))
         if slot is None:
             raise errors.SetupError(f"every: no prompt has the placeholder {{{name}}}")
-        return _EveryWord(name, slot, choices)
+        if name in own:
+            return slot, [f"{name}{number}" for number in range(1, len(choices) + 1)]
+        return slot, [sweep.slug(word.lora or word.text)[:_WORD_CHARACTERS] for word in choices]
 
     def _count(self, given: int | None) -> int:
         if self.combinations > sweep.MAX_COMBINATIONS:
@@ -156,14 +144,14 @@ class TemplateSource:
     def _draws(self, index: int) -> list[Draw]:
         """The words of job *index*: those of its round, and its own of each list in `every`."""
         chosen = self._chosen(index)
-        words = {each.slot: chosen[name] for name, each in self._every.items()}
+        words = {slot: chosen[name] for name, (slot, _) in self._every.items()}
         return self._patterns.draw(self._seed, index // self.combinations, words)
 
     def _swept(self, index: int) -> tuple[dict[str, object], str]:
         """The fields of job *index* that are its own, and how its id says what differs."""
         chosen = self._chosen(index)
         labels = [
-            self._every[name].label(value) if name in self._every else sweep.label({name: value})
+            self._every[name][1][value] if name in self._every else sweep.label({name: value})
             for name, value in chosen.items()
             if len(self._sweep.values[name]) > 1
         ]

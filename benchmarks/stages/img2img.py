@@ -235,9 +235,9 @@ def main() -> None:
     run = Run(engine, native, arguments.seconds, controlnet)
     kinds = arguments.kinds.split(",")
     if _has_large(kinds):
-        engine.warm_up(*run.large)  # nothing on a CPU
+        engine.warm_up(replace(native, sizes=(run.large,)).request(0))  # nothing on a CPU
     if CONTROLNET in kinds:
-        engine.warm_up_like(next(run.controlled()))
+        engine.warm_up(next(run.controlled()))
     results = json.loads(arguments.out.read_text()) if arguments.out.exists() else {}
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
     found: dict[str, Any] = {}

@@ -52,7 +52,8 @@ _MAKE: Mapping[str, Collection[str]] = {
         if name != "model"
     },
     **dict.fromkeys(("jobs", "form", "count", "seed", "manifest", "signing_key"), ("text",)),
-    **dict.fromkeys(("output", "dry_run"), ("kernels", "text")),
+    "output": ("kernels",),
+    "dry_run": ("kernels", "text"),
 }
 
 
@@ -187,7 +188,7 @@ def make_command(
         raise _unknown(kind, MADE)
     _refuse_foreign(context, kind, _MAKE)
     if kind == "kernels":
-        made = making.make_kernels(settings, given.output or Path(kind), dry_run=dry_run)
+        made = making.make_kernels(settings, given.output, dry_run=dry_run)
     elif kind == "canary":
         made = making.make_canary(Path(settings.model))
     else:

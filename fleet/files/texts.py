@@ -16,7 +16,6 @@ from fleet.files.stored import Listing
 from fleet.files.transfer import Ready, Report
 from fleet.filling import reading
 from fleet.options import option
-from fleet.results import files
 from imagefleet.files.kinds import TEXT
 from imagefleet.job.message import Job
 from imagefleet.storage.open import open_storage
@@ -44,17 +43,15 @@ class MakeOptions:
     count: int | None = option("Number of jobs; overrides JOBS'.", min=1)
     seed: int | None = option("Overrides the template's seed.", min=0, max=2**63 - 1)
     manifest: Manifest = False
-    output: Path | None = option(
-        "Where kernels are written, kernels/ by default; text states are written there, for"
-        " `files add text`, in place of the storage.",
-        metavar="FOLDER",
+    output: Path = option(
+        "Where the file of kernels is written.", Path("kernels"), metavar="FOLDER"
     )
 
 
 def make(
     settings: MakeSettings, jobs: str, given: MakeOptions, *, dry_run: bool, quiet: bool
 ) -> Report:
-    """Makes what the storage, or a folder, lacks; raises a FleetError if it cannot."""
+    """Makes and stores what the storage lacks; raises a FleetError if it cannot."""
     require_libraries()
     from worker.engine.pixel import text_stage
 
@@ -85,13 +82,12 @@ def make(
         "stored": stored,
         "in_manifest": is_listed,
     }
-    where = given.output or "the storage"
     of = f"of {console.counted(len(prompts), 'prompt')} by {encoder}"
     if dry_run:
-        said = f"{len(lacking):,} {of} have no text states in {where}"
+        said = f"{len(lacking):,} {of} have no text states in the storage"
         return Report(document, [said], [prompts[stem] for stem in lacking[:_SHOWN]])
     were = f"{len(prompts) - stored:,} were there"
-    return Report(document, [f"{stored:,} text states stored in {where}, {were}, {of}"])
+    return Report(document, [f"{stored:,} text states stored, {were}, {of}"])
 
 
 async def _make(
@@ -111,12 +107,9 @@ async def _make(
     async with contextlib.AsyncExitStack() as stack:
         storage = await stack.enter_async_context(open_storage(settings))
         listing = Listing(storage, TEXT.folder, settings.keys(), create=given.manifest)
-        if given.output is None and not dry_run:
+        if not dry_run:
             await storage.create()
-        if given.output is not None:
-            there = {path.stem for path in given.output.glob(f"*{TEXT.suffixes[0]}")}
-        else:
-            there = await _stored(listing, prompts)
+        there = await _stored(listing, prompts)
         lacking = [stem for stem in prompts if stem not in there]
         if dry_run or not lacking:
             return lacking, False
@@ -124,26 +117,22 @@ async def _make(
         dtype = device.find_dtype("auto", found)
         stage = text_stage.TextStage(Path(settings.model), found, dtype)
 
-        def write(folder: Path, stem: str) -> Ready:
-            with files.writing(folder):
-                folder.mkdir(parents=True, exist_ok=True)
-                # One by one, so that they do not depend on which prompts come together.
-                (states,) = stage.encode([prompts[stem]])
-                path = folder / f"{stem}{TEXT.suffixes[0]}"
-                console.write_file(path, text_states.content(prompts[stem], encoder, states))
+        def write(folder: str, stem: str) -> Ready:
+            # One by one, so that they do not depend on which prompts come together.
+            (states,) = stage.encode([prompts[stem]])
+            path = Path(folder, f"{stem}{TEXT.suffixes[0]}")
+            path.write_bytes(text_states.content(prompts[stem], encoder, states))
             return Ready(path, path.name, encoder)
 
         on_made = stack.enter_context(console.counting("text states", len(lacking), quiet=quiet))
         for start in range(0, len(lacking), CHUNK):
-            with tempfile.TemporaryDirectory() as temporary:
+            with tempfile.TemporaryDirectory() as folder:
                 ready = []
                 for stem in lacking[start : start + CHUNK]:
-                    folder = given.output or Path(temporary)
                     ready.append(await asyncio.to_thread(write, folder, stem))
                     on_made()
-                if given.output is None:
-                    await add.store(listing, TEXT, ready)
-                    is_listed = ready[0].in_manifest
+                await add.store(listing, TEXT, ready)
+            is_listed = ready[0].in_manifest
     return lacking, is_listed
 
 

@@ -1,4 +1,4 @@
-"""`imagefleet status` and `exporter`: the state of the queues, the campaigns and the fleet."""
+"""`imagefleet status`: the state of the queues, the campaigns and the fleet."""
 
 from __future__ import annotations
 
@@ -15,14 +15,12 @@ from rich.text import Text
 from fleet import console, options
 from fleet.campaigns import target
 from fleet.campaigns.table import Campaigns
-from fleet.monitor import prometheus, rates, service
+from fleet.monitor import prometheus, rates
 from fleet.monitor import watch as watching
-from fleet.monitor.queue_flow import Exporter
 from fleet.options import option
-from fleet.settings import ExporterSettings, MonitorSettings
+from fleet.settings import MonitorSettings
 from imagefleet import aio, concurrency, errors
 from imagefleet.storage.protocol import QueueDepth
-from imagefleet.telemetry import logs
 from worker.progress import duration
 
 
@@ -67,7 +65,7 @@ class FleetStatus(BaseModel, frozen=True, arbitrary_types_allowed=True):
 
 
 @options.from_settings(MonitorSettings)
-async def status_command(
+async def command(
     settings: MonitorSettings,
     campaign: target.OnlyCampaign = None,
     workers: bool = option("Only the workers by their metrics, the slowest first.", default=False),
@@ -105,33 +103,6 @@ async def status_command(
             FleetStatus.as_record,
             is_live=watch,
             as_json=as_json,
-        )
-
-
-@options.from_settings(ExporterSettings)
-async def exporter_command(settings: ExporterSettings) -> None:
-    """Exports queue depths, and the time and cost to empty them.
-
-    A fleet needs one. It serves /metrics on --port and pushes them to --push-url if given. With
-    --prometheus it takes the completion rate from the workers' metrics instead of deriving it
-    from the queue depth.
-
-    imagefleet exporter --prometheus http://localhost:9090
-    """
-    logs.configure(settings.log_format)
-    async with (
-        console.connected(settings) as client,
-        prometheus.connected_if(settings.prometheus, settings.queried_fleet) as server,
-    ):
-        storage = client.storage
-        exporter = Exporter(storage, settings, server)
-        await service.run(
-            exporter.run,
-            exporter.registry,
-            settings,
-            name="imagefleet-exporter",
-            doing=f"sampling {storage.queue.name} of {storage.url}",
-            is_ready=lambda: exporter.has_sampled,
         )
 
 

@@ -35,7 +35,7 @@ from imagefleet import errors
 from imagefleet.job import clip
 from imagefleet.telemetry import logs
 from worker.engine import checksums
-from worker.engine.families import noise, reading, table
+from worker.engine.families import reading, table
 from worker.engine.families.table import Config, Family, Model, TextEncoder
 from worker.engine.files import safetensors
 from worker.engine.lora.file import Network
@@ -122,12 +122,12 @@ def load_checkpoint(
     _check_architecture(model, family, networks, tokenizer)
     image_noise = None
     if family.enlarges_image:
-        image_noise = noise.image_noise(
+        image_noise = reading.image_noise(
             reading.read_json(folder / "model_index.json"),
             _read_scheduler(folder, "low_res_scheduler", family),
             unet.config.num_class_embeds,
         )
-    predicted = noise.prediction_type(model, scheduler, prediction_type, found.keys)
+    predicted = reading.prediction_type(model, scheduler, prediction_type, found.keys)
     predicted = predicted or family.find_prediction(unet)
     if found.has_own_size and predicted in family.native_sides:
         unet.register_to_config(sample_size=family.native_sides[predicted] // vae_factor(vae))
@@ -156,7 +156,7 @@ def load_checkpoint(
         text_encoder_2=networks.get("text_encoder_2"),
         unet=unet,
         vae=vae,
-        alphas_cumprod=noise.alphas_cumprod(model, scheduler, found.keys),
+        alphas_cumprod=reading.alphas_cumprod(model, scheduler, found.keys),
         prediction_type=predicted,
         factor=factor,
         default_size=(side, side),

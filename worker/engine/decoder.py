@@ -6,15 +6,16 @@ import logging
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F  # noqa: N812 - its name everywhere
 from diffusers import AutoencoderKL
+from torch import nn
 
 from imagefleet import errors
 from worker.engine import contract
 from worker.engine import errors as engine_errors
-from worker.engine.kernels import stripes
 from worker.engine.kernels.compile import Compiled, GraphPool
 from worker.engine.kernels.layers import time_convolutions
 
@@ -25,6 +26,9 @@ _SLICE_PIXELS = 1024 * 1024
 
 #: Images per VAE call, however small: a compiled call always computes a full slice.
 _MAX_IMAGES = 8
+
+#: Rows of a layer's output in a stripe; even, for upsampling.
+_ROWS = 32
 
 #: Ticks of its lane that a finished image waits for a compiled slice to fill up.
 _MAX_WAIT_TICKS = 8
@@ -86,7 +90,7 @@ class Decoder:
         self.slice_pixels = _SLICE_PIXELS
         self.max_images = _MAX_IMAGES
         self.is_striped = False
-        """True where the memory is too short for whole layers: see `kernels.stripes`."""
+        """True where the memory is too short for whole layers: see `decode_in_stripes`."""
         self.free_memory: Callable[[], bool] = lambda: False
         """Called where not even one image's stripes fit; False if there is nothing to free."""
         self._backend = backend
@@ -165,7 +169,7 @@ class Decoder:
     def decode(self, latents: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Decodes latents [images, 4, height, width] at once, uncompiled."""
         is_striped = self.is_striped or latents.shape[1:] in self._striped_shapes
-        return (decode_in_stripes if is_striped else decode)(self._vae, latents)
+        return to_pixels(to_images(self._vae, latents, in_stripes=is_striped))
 
     def collect(self, *, wait: bool) -> list[contract.Finished]:
         """The images that have reached the host; *wait* blocks for at least one slice, if any.
@@ -270,13 +274,6 @@ def decode(vae: AutoencoderKL | None, latents: torch.Tensor) -> tuple[torch.Tens
     return to_pixels(to_images(vae, latents))
 
 
-def decode_in_stripes(
-    vae: AutoencoderKL | None, latents: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The same with less memory: see `kernels.stripes`."""
-    return to_pixels(to_images(vae, latents, in_stripes=True))
-
-
 def to_images(
     vae: AutoencoderKL | None, latents: torch.Tensor, *, in_stripes: bool = False
 ) -> torch.Tensor:
@@ -287,7 +284,7 @@ def to_images(
     if vae.post_quant_conv is not None:
         scaled = vae.post_quant_conv(scaled)
     images: torch.Tensor
-    images = stripes.decode(vae.decoder, scaled) if in_stripes else vae.decoder(scaled)
+    images = decode_in_stripes(vae.decoder, scaled) if in_stripes else vae.decoder(scaled)
     return images.float()
 
 
@@ -295,3 +292,127 @@ def to_pixels(images: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """VAE output [images, 3, height, width] to uint8 [images, height, width, 3], and is-finite."""
     levels = ((images / 2 + 0.5).clamp(0, 1) * 255).round().to(torch.uint8)
     return levels.permute(0, 2, 3, 1).contiguous(), images.isfinite().flatten(1).all(dim=1)
+
+
+@dataclass(frozen=True, slots=True)
+class _Image:
+    """A layer's input; with *conv*, each pixel of x twice in both directions, then convolved."""
+
+    x: torch.Tensor
+    """[rows, channels, height, width]"""
+    conv: nn.Conv2d | None = None
+
+    @property
+    def height(self) -> int:
+        return self.x.shape[2] * (1 if self.conv is None else 2)
+
+    def part(self, top: int, bottom: int) -> torch.Tensor:
+        """The image's rows of pixels from *top* to *bottom*, without the latter."""
+        if self.conv is None:
+            return self.x[:, :, top:bottom]
+        above, below = max(0, top - 1), min(self.height, bottom + 1)
+        first = above // 2
+        part = F.interpolate(self.x[:, :, first : (below + 1) // 2], scale_factor=2.0)
+        part = part[:, :, above - 2 * first : below - 2 * first]
+        return _convolve(self.conv, part, top == 0, bottom == self.height)
+
+
+def decode_in_stripes(decoder: Any, latents: torch.Tensor) -> torch.Tensor:
+    """What diffusers' decoder computes [rows, 3, height, width], with a third of the memory.
+
+    Each layer is computed to its end before the next, its input a stripe at a time with the rows
+    that a convolution needs beside it. Group norms take the whole image first, so no seams appear.
+    Upsampled images are never held: their rows are computed each time they are needed, three times
+    in all.
+    """
+    x: torch.Tensor = decoder.mid_block(decoder.conv_in(latents))
+    image: _Image = _Image(x)
+    for block in decoder.up_blocks:
+        for resnet in block.resnets:
+            x = _add_resnet(resnet, image)
+            image = _Image(x)
+        for sampler in block.upsamplers or ():  # one at most
+            image = _Image(x, sampler.conv)
+    return _join(_normalise_and_convolve(decoder.conv_norm_out, decoder.conv_out, image), image)
+
+
+def _add_resnet(resnet: Any, image: _Image) -> torch.Tensor:
+    """A residual block's output, in the place of its input where that has the same shape."""
+    inner = _Image(_join(_normalise_and_convolve(resnet.norm1, resnet.conv1, image), image))
+    in_place = image.conv is None and resnet.conv_shortcut is None
+    output = image.part(0, image.height) if in_place else torch.empty_like(inner.x)
+    for top, changed in _normalise_and_convolve(resnet.norm2, resnet.conv2, inner):
+        bottom = top + changed.shape[2]
+        part = image.part(top, bottom)
+        if resnet.conv_shortcut is not None:
+            part = resnet.conv_shortcut(part)
+        torch.add(changed, part, out=output[:, :, top:bottom])
+    return output
+
+
+def _join(parts: Iterator[tuple[int, torch.Tensor]], image: _Image) -> torch.Tensor:
+    """The whole of what is computed a stripe at a time, as high as *image*."""
+    output: torch.Tensor | None = None
+    for top, part in parts:
+        if output is None:
+            is_last = part.is_contiguous(memory_format=torch.channels_last)
+            output = torch.empty(
+                (*part.shape[:2], image.height, part.shape[3]),
+                dtype=part.dtype,
+                device=part.device,
+                memory_format=torch.channels_last if is_last else torch.contiguous_format,
+            )
+        output[:, :, top : top + part.shape[2]] = part
+    if output is None:
+        raise ValueError("an image without rows")
+    return output
+
+
+def _normalise_and_convolve(
+    norm: nn.GroupNorm, conv: nn.Conv2d, image: _Image
+) -> Iterator[tuple[int, torch.Tensor]]:
+    """A 3x3 convolution of the activated group norm: stripes and the rows that they begin at."""
+    scale, shift = _scale_and_shift(norm, image)
+    for top, bottom in _stripes(image):
+        above, below = max(0, top - 1), min(image.height, bottom + 1)
+        normed = image.part(above, below).to(torch.float32, copy=True).mul_(scale).add_(shift)
+        activated = F.silu(normed.to(conv.weight.dtype), inplace=True)
+        yield top, _convolve(conv, activated, top == 0, bottom == image.height)
+
+
+def _stripes(image: _Image) -> Iterator[tuple[int, int]]:
+    for top in range(0, image.height, _ROWS):
+        yield top, min(top + _ROWS, image.height)
+
+
+def _convolve(conv: nn.Conv2d, part: torch.Tensor, is_first: bool, is_last: bool) -> torch.Tensor:
+    """*part* has a row more at each end inside the image."""
+    part = F.pad(part, (0, 0, int(is_first), int(is_last)))
+    return F.conv2d(part, conv.weight, conv.bias, padding=(0, 1))
+
+
+def _scale_and_shift(norm: nn.GroupNorm, image: _Image) -> tuple[torch.Tensor, torch.Tensor]:
+    """The norm of the whole image as a product and a sum in float32 [rows, channels, 1, 1].
+
+    Stripes' means and squares are combined as by Chan, Golub and LeVeque (1979): one pass, without
+    the cancellation of a sum of squares.
+    """
+    counts, means, squares = [], [], []
+    for top, bottom in _stripes(image):
+        part = image.part(top, bottom).float()
+        grouped = part.view(len(part), norm.num_groups, -1, *part.shape[2:])
+        mean = grouped.mean((2, 3, 4))
+        counts.append(grouped[0, 0].numel())
+        means.append(mean)
+        squares.append((grouped - mean[:, :, None, None, None]).square_().sum((2, 3, 4)))
+    weights = torch.tensor(counts, device=means[0].device)[:, None, None] / sum(counts)
+    each = torch.stack(means)
+    mean = (weights * each).sum(0)
+    variance = torch.stack(squares).sum(0) / sum(counts) + (weights * (each - mean) ** 2).sum(0)
+
+    def of_channels(values: torch.Tensor) -> torch.Tensor:
+        per_group = norm.num_channels // norm.num_groups
+        return values.repeat_interleave(per_group, dim=1)[:, :, None, None]
+
+    scale = of_channels((variance + norm.eps).rsqrt()) * norm.weight.float()[:, None, None]
+    return scale, norm.bias.float()[:, None, None] - of_channels(mean) * scale

@@ -14,7 +14,7 @@ from imagefleet import errors
 from imagefleet.files.contents import EMBEDDING_WIDTHS
 from imagefleet.job.clip import CHUNK_TOKENS
 from worker.engine import contract
-from worker.engine.files.safetensors import ReadOnce, UnusableError, named, refuse_damaged
+from worker.engine.files.safetensors import UnusableError, named, refuse_damaged
 
 #: The text encoder that each tensor is for, in the file of an embedding for several.
 CLIP_L, CLIP_G = "clip_l", "clip_g"
@@ -28,9 +28,6 @@ _ALIASES = {"text_encoders_0": CLIP_L, "text_encoders_1": CLIP_G}
 #: What the library raises for a damaged file.
 _DAMAGED = (SafetensorError, ValueError, KeyError, TypeError, RuntimeError)
 
-#: Memory for embeddings: some 3,000 of SD1.5 with eight vectors.
-CACHE_BYTES = 64 * 2**20
-
 
 @dataclass(frozen=True, slots=True)
 class Embedding:
@@ -41,54 +38,37 @@ class Embedding:
     length: int = field(compare=False)
     vectors: Mapping[str, torch.Tensor] = field(compare=False, repr=False)
 
+    @property
+    def size_bytes(self) -> int:
+        return sum(each.nbytes for each in self.vectors.values())
 
-class EmbeddingCache:
-    """The embeddings used last, for the text encoders of one checkpoint; thread-safe."""
 
-    def __init__(
-        self, widths: Mapping[str, int], dtype: torch.dtype, cache_bytes: int = CACHE_BYTES
-    ) -> None:
-        """*widths* are those of the text encoders' token vectors, of the type *dtype*."""
-        self._widths = widths
-        self._dtype = dtype
-        self._kept = ReadOnce[Embedding](
-            cache_bytes, lambda embedding: sum(each.nbytes for each in embedding.vectors.values())
-        )
+def read(embedding: contract.Embedding, widths: Mapping[str, int], dtype: torch.dtype) -> Embedding:
+    """Reads a file for text encoders whose tokens' vectors have these *widths*, as *dtype*.
 
-    def get(self, embedding: contract.Embedding) -> Embedding:
-        """Reads a file, unless it is cached.
-
-        Raises UnusableFileError if it is no embedding, or none for this model, and TransientError
-        if it could not be read, or has changed meanwhile.
-        """
-        with named(f"the embedding {embedding.name!r}, which the prompt names,"):
-            return self._kept.get(
-                embedding.sha256, lambda: _read(embedding, self._widths, self._dtype)
+    Raises UnusableFileError if it is no embedding, or none for this model, and TransientError if it
+    could not be read, or has changed meanwhile.
+    """
+    with named(f"the embedding {embedding.name!r}, which the prompt names,"):
+        content = embedding.path.read_bytes()
+        if hashlib.sha256(content).hexdigest() != embedding.sha256:
+            raise errors.TransientError(
+                f"the file of the embedding {embedding.name!r} has just changed"
             )
-
-
-def _read(
-    embedding: contract.Embedding, widths: Mapping[str, int], dtype: torch.dtype
-) -> Embedding:
-    content = embedding.path.read_bytes()
-    if hashlib.sha256(content).hexdigest() != embedding.sha256:
-        raise errors.TransientError(
-            f"the file of the embedding {embedding.name!r} has just changed"
-        )
-    try:
-        tensors = safetensors.torch.load(content)
-    except _DAMAGED as error:
-        raise UnusableError(f"is not a complete .safetensors file: {error}") from error
-    found = _by_encoder(tensors, widths)
-    lengths = {len(each) for each in found.values()}
-    if len(lengths) > 1:
-        shapes = ", ".join(f"{key} {list(each.shape)}" for key, each in found.items())
-        raise UnusableError(f"gives text encoders different numbers of vectors ({shapes})")
-    (length,) = lengths
-    if not 0 < length <= CHUNK_TOKENS:
-        raise UnusableError(f"has {length:,} vectors; a prompt's chunk holds {CHUNK_TOKENS}")
-    vectors = {key: each.to(dtype) for key, each in found.items()}
-    refuse_damaged(vectors)
+        try:
+            tensors = safetensors.torch.load(content)
+        except _DAMAGED as error:
+            raise UnusableError(f"is not a complete .safetensors file: {error}") from error
+        found = _by_encoder(tensors, widths)
+        lengths = {len(each) for each in found.values()}
+        if len(lengths) > 1:
+            shapes = ", ".join(f"{key} {list(each.shape)}" for key, each in found.items())
+            raise UnusableError(f"gives text encoders different numbers of vectors ({shapes})")
+        (length,) = lengths
+        if not 0 < length <= CHUNK_TOKENS:
+            raise UnusableError(f"has {length:,} vectors; a prompt's chunk holds {CHUNK_TOKENS}")
+        vectors = {key: each.to(dtype) for key, each in found.items()}
+        refuse_damaged(vectors)
     return Embedding(embedding.name, embedding.sha256, length, vectors)
 
 

@@ -104,9 +104,11 @@ def make_schedule(
     image_scale = 0.0 if t_enc is None else 1.0
     kind = name.removesuffix("_karras")
     if kind in _SIGMA_UPDATES:
-        make_sigmas = _even_sigmas if kind == name else _karras_sigmas
         all_sigmas = np.sqrt((1 - alphas) / alphas)
-        sigmas = [*make_sigmas(all_sigmas, steps).tolist(), 0.0]
+        if kind == name:
+            sigmas = [*_even_sigmas(all_sigmas, steps).tolist(), 0.0]
+        else:
+            sigmas = karras_sigmas(all_sigmas[-1], all_sigmas[0], steps)
         if t_enc is not None:
             sigmas = sigmas[steps - t_enc - 1 :]
         initial_scale = sigmas[0]
@@ -252,10 +254,10 @@ def _even_sigmas(all_sigmas: _Alphas, steps: int) -> _Alphas:
     return np.exp(np.interp(timesteps, np.arange(len(all_sigmas)), np.log(all_sigmas)))
 
 
-def _karras_sigmas(all_sigmas: _Alphas, steps: int) -> _Alphas:
-    """Karras et al. (2022), equation 5."""
-    largest, smallest = all_sigmas[-1] ** (1 / _RHO), all_sigmas[0] ** (1 / _RHO)
-    return np.asarray(np.linspace(largest, smallest, steps) ** _RHO)
+def karras_sigmas(largest: float, smallest: float, steps: int) -> list[float]:
+    """Karras et al. (2022), equation 5; the last is 0."""
+    roots = np.linspace(largest ** (1 / _RHO), smallest ** (1 / _RHO), steps)
+    return [*(roots**_RHO).tolist(), 0.0]
 
 
 def to_image(sigma: float, prediction_type: str) -> tuple[float, float]:

@@ -39,11 +39,11 @@ _CACHE_BYTES = 64 * 1024**2
 class Context:
     """The UNet's cross-attention context: vectors [rows, tokens, width], padded to the longest row.
 
-    mask [rows, tokens] is false for padding; None if all rows are equally long.
+    mask [rows, tokens] is false for padding; on the CPU.
     """
 
     vectors: torch.Tensor
-    mask: torch.Tensor | None
+    mask: torch.Tensor
     pooled: torch.Tensor | None = None
     """[rows, width] of each prompt's first chunk, from an encoder that has it."""
 
@@ -185,15 +185,12 @@ class Encoder:
         """
         distinct = dict.fromkeys(chunk for prompt in prompts for chunk in prompt)
         encoded = self._look_up(distinct, clip_skip, loras)
-        lengths = [len(prompt) * CONTEXT_TOKENS for prompt in prompts]
+        lengths = torch.tensor([len(prompt) * CONTEXT_TOKENS for prompt in prompts])
         rows = [torch.cat([encoded[chunk].vectors for chunk in prompt]) for prompt in prompts]
         firsts = [encoded[prompt[0]].pooled for prompt in prompts]
         pooled = [each for each in firsts if each is not None]
         stacked = torch.stack(pooled) if pooled else None
-        if len(set(lengths)) == 1:
-            return Context(torch.stack(rows), None, stacked)
-        places = torch.arange(max(lengths), device=rows[0].device)
-        mask = places < torch.tensor(lengths, device=rows[0].device)[:, None]
+        mask = torch.arange(int(lengths.max())) < lengths[:, None]
         return Context(torch.nn.utils.rnn.pad_sequence(rows, batch_first=True), mask, stacked)
 
     def encode_ahead(self, chunks: Iterable[Chunk], clip_skip: int) -> None:

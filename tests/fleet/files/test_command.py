@@ -136,7 +136,7 @@ def test_a_models_reference_images_go_with_it(
         ("add text jobs.jsonl", "'jobs.jsonl' does not exist"),
         ("make canary --model m --slots 4", "--slots is for kernels, not for canary"),
         ("make canary jobs.jsonl --model m", "JOBS is for text, not for canary"),
-        ("make canary --model m --output x", "--output is for kernels, text, not for canary"),
+        ("make text jobs.jsonl --model m --output x", "--output is for kernels, not for text"),
         ("make kernels --model m --count 3", "--count is for text, not for kernels"),
         ("make text --model m", "JOBS is missing"),
     ],

@@ -177,7 +177,7 @@ def test_an_interrupted_command_goes_on_where_it_was(
     made.clear()
     monkeypatch.setattr(text_stage.TextStage, "encode", encode)
     ended = in_process(*command)
-    said = f"{len(PROMPTS) - len(there)} text states stored in the storage, {len(there)} were there"
+    said = f"{len(PROMPTS) - len(there)} text states stored, {len(there)} were there"
     assert said in ended.stderr
     assert stored(storage_settings) == names_of(PROMPTS)
 
@@ -252,25 +252,27 @@ def test_a_list_that_would_become_too_large_is_refused_before_the_work(
 
 def test_states_made_on_another_machine_are_stored_as_they_are(
     in_process: Imagefleet,
+    jobs: Path,
     model: Path,
     storage_settings: StorageSettings,
     tmp_path: Path,
 ) -> None:
-    (tmp_path / "jobs.txt").write_text("a red house\n")
-    made = tmp_path / "states"
-    make = ("files", "make", "text", "jobs.txt", "--model", str(model), "--output", "states")
-    for written in (2, 0):
-        result = in_process(*make, "--json", "--storage", "local:none")
-        assert json.loads(result.stdout)["stored"] == written, result.stderr
-    assert {path.name for path in made.iterdir()} == names_of(["a red house", ""])
-    assert not (tmp_path / "none").exists(), "it needs no storage"
+    elsewhere = tmp_path / "elsewhere"
+    made = elsewhere / "files" / TEXT.folder
+    command = ["files", "make", "text", str(jobs), "--model", str(model)]
+    assert in_process(*command, f"--storage=local:{elsewhere}").returncode == console.EXIT_DONE
     added = in_process("files", "add", "text", str(made), *flags(storage_settings))
     assert added.returncode == console.EXIT_DONE, added.stderr
-    assert added.stderr.count(": stored: tiny-t5, ") == 2
-    states = found_by_workers(storage_settings, ["a red house", ""], tmp_path / "cache")
-    assert [each.shape for each in states] == [(77, WIDTH)] * 2
+    assert added.stderr.count(": stored: tiny-t5, ") == len(PROMPTS)
+    states = found_by_workers(storage_settings, PROMPTS, tmp_path / "cache")
+    assert [each.shape for each in states] == [(77, WIDTH)] * len(PROMPTS)
+    other = made / f"{text_states.stem('blurry', tiny_cascade.ENCODER)}.safetensors"
+    rounded = text_states.content("blurry", tiny_cascade.ENCODER, torch.zeros(77, WIDTH))
+    other.write_bytes(rounded)
     again = in_process("files", "add", "text", str(made), *flags(storage_settings))
-    assert again.stderr.count(": was there: tiny-t5, ") == 2
+    assert again.stderr.count(": was there: tiny-t5, ") == len(PROMPTS)
+    (left,) = found_by_workers(storage_settings, ["blurry"], tmp_path / "cache2")
+    assert left.any(), "one that another machine computed stays"
 
 
 @pytest.mark.parametrize(

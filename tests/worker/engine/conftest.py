@@ -142,7 +142,7 @@ def demo_engine() -> batch_engine.BatchEngine:
 @pytest.fixture(scope="session")
 def clip(demo_engine: batch_engine.BatchEngine) -> checkpoints.Checkpoint:
     """A checkpoint with CLIP's own vocabulary."""
-    return demo_engine._checkpoint
+    return demo_engine.checkpoint
 
 
 @pytest.fixture(scope="session")

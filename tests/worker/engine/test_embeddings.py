@@ -244,7 +244,7 @@ def test_jobs_with_embeddings_loras_and_without_are_drawn_together_as_alone(
     lora_paths: list[Path],
     write: Write,
 ) -> None:
-    width = slot_engine._checkpoint.text_encoder.config.hidden_size
+    width = slot_engine.checkpoint.text_encoder.config.hidden_size
     one, other = (write(name, {"v": 3 * vectors(4, width, len(name))}) for name in ("mist", "ash"))
     lora = contract.Lora("style", lora_paths[0], 1.0, 1.0)
     long = "a (mist:1.3), " * 12
@@ -294,17 +294,11 @@ BROKEN: dict[str, tuple[Any, str]] = {
 }
 
 
-def read(
-    embedding: contract.Embedding, widths: dict[str, int], dtype: torch.dtype
-) -> embeddings.Embedding:
-    return embeddings.EmbeddingCache(widths, dtype).get(embedding)
-
-
 @pytest.mark.parametrize("content", BROKEN)
 def test_what_cannot_be_used_is_refused_by_name(write: Write, content: str) -> None:
     data, message = BROKEN[content]
     with pytest.raises(errors.UnusableFileError, match=message) as raised:
-        read(write("mist", data), WIDTHS, torch.float32)
+        embeddings.read(write("mist", data), WIDTHS, torch.float32)
     assert "'mist'" in raised.value.message
 
 
@@ -318,7 +312,7 @@ def test_no_bytes_raise_anything_but_a_refusal(write: Write) -> None:
             at = dice.randrange(len(data) - 64 if dice.random() < 0.8 else len(data))
             data[at] = dice.choice([data[at] ^ 1 << dice.randrange(8), dice.randrange(256)])
         try:
-            read(write("mist", bytes(data)), WIDTHS, torch.float32)
+            embeddings.read(write("mist", bytes(data)), WIDTHS, torch.float32)
         except errors.UnusableFileError as error:
             refusals.append(len(error.message))
     assert 0 < len(refusals) < 500
@@ -335,7 +329,7 @@ def test_no_bytes_raise_anything_but_a_refusal(write: Write) -> None:
     ],
 )
 def test_files_of_all_known_forms_are_read(write: Write, tensors: dict[str, torch.Tensor]) -> None:
-    found = read(write("mist", tensors), WIDTHS, torch.float32)
+    found = embeddings.read(write("mist", tensors), WIDTHS, torch.float32)
     (tensor,) = tensors.values()
     assert found.length == tensor.numel() // 8
     assert torch.equal(found.vectors["clip_l"], torch.ones(found.length, 8))
@@ -344,40 +338,28 @@ def test_files_of_all_known_forms_are_read(write: Write, tensors: dict[str, torc
 @pytest.mark.parametrize("names", [("clip_l", "clip_g"), ("text_encoders_0", "text_encoders_1")])
 def test_sdxls_have_vectors_for_both_text_encoders(write: Write, names: tuple[str, str]) -> None:
     both = dict(zip(names, (vectors(2, 8), vectors(2, 12)), strict=True))
-    found = read(write("mist", both), SDXL, torch.float32)
+    found = embeddings.read(write("mist", both), SDXL, torch.float32)
     assert [tuple(each.shape) for each in found.vectors.values()] == [(2, 8), (2, 12)]
     shorter = {names[0]: vectors(2, 8), names[1]: vectors(3, 12)}
     with pytest.raises(errors.UnusableFileError, match="different numbers of vectors"):
-        read(write("mist", shorter), SDXL, torch.float32)
+        embeddings.read(write("mist", shorter), SDXL, torch.float32)
     for one in ({"v": vectors(2, 8)}, {"clip_g": vectors(2, 12)}):
         with pytest.raises(errors.UnusableFileError, match="8 numbers for clip_l and 12 numbers"):
-            read(write("mist", one), SDXL, torch.float32)
+            embeddings.read(write("mist", one), SDXL, torch.float32)
 
 
 def test_numbers_that_overflow_in_the_models_precision_are_refused(write: Write) -> None:
     large = write("mist", {"v": torch.full((2, 8), 1e5)})
-    read(large, WIDTHS, torch.float32)
+    embeddings.read(large, WIDTHS, torch.float32)
     with pytest.raises(errors.UnusableFileError, match="too large for float16"):
-        read(large, WIDTHS, torch.float16)
+        embeddings.read(large, WIDTHS, torch.float16)
 
 
 def test_a_file_that_changes_or_goes_away_meanwhile_is_tried_again(write: Write) -> None:
     found = write("mist", {"v": torch.ones(2, 8)})
     save_file({"v": torch.zeros(2, 8)}, found.path)
     with pytest.raises(errors.TransientError, match="has just changed"):
-        read(found, WIDTHS, torch.float32)
+        embeddings.read(found, WIDTHS, torch.float32)
     found.path.unlink()
     with pytest.raises(errors.TransientError, match="cannot be read: No such file"):
-        read(found, WIDTHS, torch.float32)
-
-
-def test_the_cache_holds_what_its_size_allows(write: Write) -> None:
-    cache = embeddings.EmbeddingCache(WIDTHS, torch.float32, cache_bytes=2 * 2 * 8 * 4)
-    files = [write(f"mist{seed}", {"v": vectors(2, 8, seed)}) for seed in range(3)]
-    first = cache.get(files[0])
-    assert cache.get(files[0]) is first
-    last = [cache.get(each) for each in files][-1]
-    assert cache.get(files[-1]) is last
-    assert cache.get(files[0]) is not first
-    huge = write("huge", {"v": vectors(75, 8)})
-    assert cache.get(huge).length == 75, "larger than the cache, and drawn all the same"
+        embeddings.read(found, WIDTHS, torch.float32)

@@ -202,7 +202,7 @@ def test_auto_precision_is_float32_on_a_cpu(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     engine: Any = load.load_engine(load.EngineSettings(checkpoint))
-    assert engine._checkpoint.unet.dtype == torch.float32
+    assert engine.checkpoint.unet.dtype == torch.float32
 
 
 @pytest.mark.slow

@@ -12,7 +12,7 @@ import batch_engine
 from imagefleet import errors
 from imagefleet.job import samplers
 from worker.engine import sampler
-from worker.engine.families import noise as families_noise
+from worker.engine.families import reading
 
 BETAS = {"beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear"}
 LEADING = {**BETAS, "timestep_spacing": "leading", "steps_offset": 1}
@@ -158,7 +158,7 @@ def test_v_prediction_from_pure_noise_matches_k_diffusion(
     k_diffusion: Any, name: str, schedule_name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With zero terminal SNR: the first sigma is 4519."""
-    alphas = families_noise.rescale_to_zero_terminal_snr(alphas_cumprod())
+    alphas = reading.rescale_to_zero_terminal_snr(alphas_cumprod())
     all_sigmas = ((1 - alphas) / alphas).sqrt().float()
     levels = k_diffusion.external.DiscreteSchedule(all_sigmas, quantize=False)
     scalings = k_diffusion.external.VDenoiser(None).get_scalings
@@ -184,7 +184,7 @@ def test_v_prediction_from_pure_noise_matches_k_diffusion(
 
 def test_zero_terminal_snr_is_diffusers_but_for_the_last_value() -> None:
     scheduler = DDIMScheduler(**BETAS, rescale_betas_zero_snr=True)
-    ours = families_noise.rescale_to_zero_terminal_snr(alphas_cumprod()).float()
+    ours = reading.rescale_to_zero_terminal_snr(alphas_cumprod()).float()
     torch.testing.assert_close(ours[:-1], scheduler.alphas_cumprod[:-1], rtol=2e-4, atol=1e-7)
 
 

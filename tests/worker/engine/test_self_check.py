@@ -37,7 +37,7 @@ def test_one_flipped_bit_of_any_network_is_found_and_named(
 ) -> None:
     engine = make_slot_engine(precision)
     assert engine.self_check.find_fault() is None
-    name, parameter = list(getattr(engine._checkpoint, network).named_parameters())[3]
+    name, parameter = list(getattr(engine.checkpoint, network).named_parameters())[3]
     for bit in (0, 14):
         flip(parameter, bit)
         fault = engine.self_check.find_fault()
@@ -51,7 +51,7 @@ def test_a_flipped_bit_is_found_in_what_is_made_of_the_weights(
 ) -> None:
     engine = make_slot_engine("float32", backend="eager")
     assert engine.self_check.find_fault() is None
-    folded = next(each for each in engine._checkpoint.vae.modules() if hasattr(each, "folded"))
+    folded = next(each for each in engine.checkpoint.vae.modules() if hasattr(each, "folded"))
     flip(folded.folded, 3)
     fault = str(engine.self_check.find_fault())
     assert fault.endswith("vae's own decoder.up_blocks.0.upsamplers.0.folded")
@@ -82,7 +82,7 @@ def test_a_vae_that_was_widened_is_no_fault(
     make_slot_engine: Callable[..., slots.SlotEngine],
 ) -> None:
     engine = make_slot_engine("float16")
-    engine._checkpoint.vae.float()
+    engine.checkpoint.vae.float()
     assert engine.self_check.find_fault() is None
 
 
@@ -150,7 +150,7 @@ async def test_a_damaged_demo_model_ends_the_worker(
     ]
     await storage.queue.send(map(json.dumps, jobs))
     engine = load.load_engine(load.EngineSettings(DEMO_MODEL, "cpu", slots=4))
-    vae = engine._checkpoint.vae
+    vae = engine.checkpoint.vae
     finished: list[str] = []
 
     def settled(outcome: str) -> None:

@@ -25,12 +25,12 @@ def test_a_short_prompt_without_weights_is_clips_own_output(
 
 
 @torch.inference_mode()
-def test_prompts_of_equal_length_need_no_mask(
+def test_prompts_of_equal_length_have_no_padding(
     tokenizer: text.Tokenizer, encoder: text.Encoder
 ) -> None:
     context = encoder.encode([tokenizer.chunks("a BREAK b"), tokenizer.chunks("cat " * 76)], 1)
     assert context.vectors.shape == (2, 154, context.vectors.shape[2])
-    assert context.mask is None
+    assert context.mask.all()
 
 
 @torch.inference_mode()
@@ -47,12 +47,12 @@ def test_prompts_of_different_lengths_in_one_call_match_separate_calls(
     ).sample
     for row, prompt in enumerate(prompts):
         alone = encoder.encode([prompt], 1)
-        assert alone.mask is None
+        assert alone.mask.all()
         apart = clip.unet(latents[row : row + 1], times[row : row + 1], alone.vectors).sample
         torch.testing.assert_close(together[row : row + 1], apart, rtol=1e-5, atol=1e-5)
     # Masked vectors have no influence.
     noise = torch.randn_like(context.vectors) * 10
-    vectors = torch.where(context.mask[:, :, None], context.vectors, noise)  # type: ignore[index]
+    vectors = torch.where(context.mask[:, :, None], context.vectors, noise)
     other = clip.unet(latents, times, vectors, encoder_attention_mask=context.mask).sample
     assert torch.equal(other, together)
 

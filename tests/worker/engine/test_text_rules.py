@@ -181,7 +181,6 @@ def test_200_prompts_are_encoded_by_the_rules(clip: Any, tokenizer: text.Tokeniz
     for first, clip_skip in zip(range(0, 200, 20), itertools.cycle([1, 2]), strict=False):
         prompts = PROMPTS[first : first + 20]
         context = encoder.encode([tokenizer.chunks(prompt) for prompt in prompts], clip_skip)
-        assert context.mask is not None
         for prompt, row, mask in zip(prompts, context.vectors, context.mask, strict=True):
             expected = vectors_by_the_rules(clip, prompt, clip_skip)
             length = len(expected)

@@ -29,21 +29,21 @@ from imagefleet import errors
 from worker.engine import contract
 from worker.engine import errors as engine_errors
 from worker.engine.control.network import SlotControlNet
-from worker.engine.control.request import PreparedControl
 from worker.engine.files import safetensors
-from worker.engine.files.safetensors import Identity, UnusableError
+from worker.engine.files.safetensors import Identity, ReadOnce, UnusableError
 from worker.engine.kernels import layers
+from worker.engine.passes.begin import PreparedControl
 
 log = logging.getLogger(__name__)
 
 #: Bytes of unused ControlNets kept on the device, if it has room; the last one may be larger.
 KEPT_BYTES = 4 * 2**30
 
+#: Files that are not read again to be checked.
+_MOST_CHECKED = 1000
+
 #: Read, and not on the device yet: those of the next jobs.
 _MOST_READ = 3
-
-#: Files that are refused without another look.
-_MOST_REFUSED = 100
 
 
 Weights = Mapping[str, torch.Tensor]
@@ -83,8 +83,7 @@ class ControlNets:
         self._device: torch.device = unet.device
         self._dtype: torch.dtype = unet.dtype
         self._is_compiled = is_compiled
-        self._sound: set[Identity] = set()
-        self._refused: LRUCache[Identity, str] = LRUCache(_MOST_REFUSED)
+        self._problems = ReadOnce[str](_MOST_CHECKED)  # "" for sound ones
         self._read: LRUCache[Identity, ControlNetModel] = LRUCache(_MOST_READ)
         # One at a time: each takes gigabytes meanwhile.
         self._reading = threading.Lock()
@@ -104,19 +103,17 @@ class ControlNets:
         """
         with safetensors.named(f"the ControlNet {control.name!r}"):
             identity = safetensors.identify(control.path)
-            if identity in self._sound:
-                return identity
-            with self._reading:
-                if identity in self._refused:
-                    raise UnusableError(self._refused[identity])
-                if identity not in self._sound:
-                    try:
-                        self._read[identity] = _load(control.path, self._config, self._dtype)
-                    except UnusableError as error:
-                        self._refused[identity] = str(error)
-                        raise
-                    self._sound.add(identity)
+            if problem := self._problems.get(identity, lambda: self._find_problem(identity)):
+                raise UnusableError(problem)
             return identity
+
+    def _find_problem(self, identity: Identity) -> str:
+        with self._reading:
+            try:
+                self._read[identity] = _load(Path(identity[0]), self._config, self._dtype)
+            except UnusableError as error:
+                return str(error)
+        return ""
 
     def get(self, identity: Identity) -> SlotControlNet:
         """A checked ControlNet, on the device once this returns.

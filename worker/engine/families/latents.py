@@ -55,7 +55,6 @@ def of_latents(checkpoint: Checkpoint, settings: Settings) -> Parts:
         },
         control_nets,
         beside=unet.changes.groups,
-        lora_cache_bytes=settings.lora_cache_bytes,
     )
     pool = GraphPool(device) if device.type == "cuda" else None
     return Parts(

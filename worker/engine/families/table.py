@@ -5,7 +5,6 @@ The configurations are those of single files without a configuration folder, as 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -15,7 +14,8 @@ from typing import Any
 import torch
 
 from worker.engine import sampler, text
-from worker.engine.families.noise import ImageNoise
+from worker.engine.families import reading
+from worker.engine.families.reading import ImageNoise
 from worker.engine.lora.file import Network
 
 Config = Mapping[str, Any]
@@ -89,6 +89,8 @@ class Model:
     """Pixels for each row of what is drawn."""
     image_noise: ImageNoise | None = None
     """The noise that families which enlarge an image add to it; None for other families."""
+    columns: int = sampler.COLUMNS
+    """The number of columns of a schedule's table."""
     states_encoder: str | None = None
     """The encoder whose states of the prompts come with each request; None: none do."""
 
@@ -96,11 +98,6 @@ class Model:
     def channels(self) -> int:
         """The number of channels of what is drawn."""
         return int(self.unet.config.out_channels)
-
-    @property
-    def columns(self) -> int:
-        """The number of columns of a schedule's table."""
-        return sampler.COLUMNS
 
     @property
     def conditioning_channels(self) -> int:
@@ -313,8 +310,4 @@ def of_folder(unet: Config, text_encoder: Config) -> Family:
 
 def pipeline_of(model: Path) -> str:
     """The class of a folder's pipeline by its model_index.json; '' for a file or without one."""
-    try:
-        index = json.loads((model / "model_index.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return ""
-    return str(index.get("_class_name", "")) if isinstance(index, dict) else ""
+    return str(reading.read_json(model / "model_index.json").get("_class_name", ""))

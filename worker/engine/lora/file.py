@@ -114,12 +114,6 @@ class Layers:
             raise UnusableError("holds no weights")
         return Layout(places, self)
 
-    def place(self, key: str) -> tuple[LayerId, str] | None:
-        """The layer and the tensor that a LoRA file's *key* names, if both are known."""
-        name, tensor = ("", "") if unsupported_kind(key) else split_key(key)
-        layer = self.find(name)
-        return None if layer is None else (layer, tensor)
-
     def find(self, name: str) -> LayerId | None:
         """The layer that a LoRA file calls *name*."""
         plain = name.removeprefix("base_model.model.").replace(".processor.", ".")
@@ -227,13 +221,13 @@ def _by_layer(places: Mapping[str, Place], layers: Layers) -> dict[LayerId, dict
     """Each layer's tensors by their names in a change."""
     by_layer: dict[LayerId, dict[str, Place]] = {}
     for key, place in places.items():
-        if (known := layers.place(key)) is None:
-            if kind := unsupported_kind(key):
-                raise UnusableError(f"is {kind} ({_short(key)}), which is not supported")
+        if kind := unsupported_kind(key):
+            raise UnusableError(f"is {kind} ({_short(key)}), which is not supported")
+        name, part = split_key(key)
+        if (layer := layers.find(name)) is None:
             raise _UnfitError(f"unknown key {_short(key)}")
         if not place.dtype.is_floating_point:
             raise _damaged(key)
-        layer, part = known
         if part in by_layer.setdefault(layer, {}):
             raise _UnfitError(f"it has {_short(key)} twice, under two names")
         by_layer[layer][part] = place

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Mapping
+import functools
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -153,6 +153,13 @@ class SelfAttention(nn.Module):
         output: torch.Tensor = self.out(_merge_heads(attended, len(x)), per_slot)
         return output
 
+    def select_and_attend(
+        self, selector: KernelSelector, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+    ) -> torch.Tensor:
+        """A kernel that selects the fastest one for its inputs, used from then on."""
+        self.kernel = selector.select(q, k, v)
+        return self.kernel(q, k, v)
+
 
 class CrossAttention(nn.Module):
     #: The slices of keys and of values in the context's last dimension.
@@ -175,16 +182,6 @@ class CrossAttention(nn.Module):
         attended = F.scaled_dot_product_attention(q, k, v, attn_mask=call.mask)
         output: torch.Tensor = self.out(_merge_heads(attended, len(x)), call.per_slot)
         return output
-
-
-def select_and_attend(attend: SelfAttention, selector: KernelSelector) -> Attend:
-    """A kernel that selects the fastest one for its inputs, which the layer uses from then on."""
-
-    def select(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        attend.kernel = selector.select(q, k, v)
-        return attend.kernel(q, k, v)
-
-    return select
 
 
 def _linear(paths: Mapping[nn.Module, str], *layers: nn.Module) -> SlotLinear:
@@ -257,6 +254,13 @@ class SlotState(NamedTuple):
 class SlotNetwork(nn.Module):
     """A network with two rows per slot, and the weights that slots have of their own, if any."""
 
+    context_width: int
+    """Numbers that the cross-attentions take of each token."""
+    added_width: int
+    """Number of values the network takes beside the timestep; 0 if it takes none."""
+    added_rows: int = 2
+    """Rows of a slot in `added`: 2 if prompt and negative prompt have one each, else 1."""
+
     def __init__(self, like: torch.Tensor, weights: SlotWeights = "merged") -> None:
         """*like* has the device and the type; *weights*: how slots hold LoRAs of transformers."""
         super().__init__()
@@ -270,21 +274,6 @@ class SlotNetwork(nn.Module):
         self._self_attentions: list[SelfAttention] = []
         self._upsamplers: list[Upsampler] = []
         self._block = 0
-
-    @property
-    def context_width(self) -> int:
-        """Numbers that the cross-attentions take of each token."""
-        raise NotImplementedError
-
-    @property
-    def added_width(self) -> int:
-        """Number of values the network takes beside the timestep; 0 if it takes none."""
-        raise NotImplementedError
-
-    @property
-    def added_rows(self) -> int:
-        """Rows of a slot in `added`: 2 if prompt and negative prompt have one each, else 1."""
-        return 2
 
     def compute_prompt(
         self,
@@ -320,16 +309,10 @@ class SlotNetwork(nn.Module):
         stacks = (each for each in self._stacks.values() if isinstance(each, ReloadedStack))
         return {f"{path}.weight": own for stack in stacks for path, own in stack.own.items()}
 
-    @contextlib.contextmanager
-    def selecting_kernels(self, selector: KernelSelector) -> Iterator[None]:
-        """Has the next call of each self-attention within select its fastest kernel."""
+    def select_kernels(self, selector: KernelSelector) -> None:
+        """Has the next call of each self-attention select its fastest kernel."""
         for attend in self._self_attentions:
-            attend.kernel = select_and_attend(attend, selector)
-        try:
-            yield
-        except BaseException:
-            self.use_default_attention()
-            raise
+            attend.kernel = functools.partial(attend.select_and_attend, selector)
 
     def use_default_attention(self) -> None:
         for attend in self._self_attentions:

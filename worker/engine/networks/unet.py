@@ -54,6 +54,11 @@ class SlotEncoder(SlotNetwork):
         self.time_proj = original.time_proj
         self.time_embedding = _TimeEmbedding(original.time_embedding, paths)
         self.added = _added_embedding(original)
+        if isinstance(self.added, _AddedEmbedding):
+            self.added_width = self.added.width
+        else:
+            self.added_width = 0 if self.added is None else self.added.embedding_dim
+            self.added_rows = 1
         self.conv_in = _conv(paths, original.conv_in)
         self.down = nn.ModuleList(_Down(block, paths) for block in original.down_blocks)
         self.mid = _Layers(original.mid_block, original.mid_block.resnets[1:], paths)
@@ -69,20 +74,7 @@ class SlotEncoder(SlotNetwork):
             module for module in self.modules() if isinstance(module, SelfAttention)
         ]
         self.keys_values = KeysValues(crosses, paths, saves_memory=saves_memory)
-
-    @property
-    def context_width(self) -> int:
-        return self.keys_values.width
-
-    @property
-    def added_width(self) -> int:
-        if isinstance(self.added, nn.Embedding):
-            return self.added.embedding_dim
-        return 0 if self.added is None else self.added.width
-
-    @property
-    def added_rows(self) -> int:
-        return 2 if isinstance(self.added, _AddedEmbedding) else 1
+        self.context_width = self.keys_values.width
 
     @torch.no_grad()
     def compute_prompt(

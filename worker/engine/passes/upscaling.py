@@ -316,9 +316,9 @@ class Upscaler:
 class UpscalerCache:
     """The upscalers used last; thread-safe."""
 
-    def __init__(self, device: torch.device, kept: int = KEPT) -> None:
+    def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._kept = ReadOnce[Upscaler](kept)
+        self._kept = ReadOnce[Upscaler](KEPT)
 
     def get(self, path: Path) -> Upscaler:
         """Reads a file, unless it is kept; raises as `read_upscaler`."""

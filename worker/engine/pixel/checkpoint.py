@@ -18,7 +18,7 @@ from imagefleet import errors
 from imagefleet.telemetry import logs
 from worker.engine import checkpoint
 from worker.engine.families import reading, table
-from worker.engine.families.noise import ImageNoise
+from worker.engine.families.reading import ImageNoise
 from worker.engine.families.table import Family, Model
 from worker.engine.pixel import schedules, text_stage, text_states
 from worker.engine.pixel.schedules import NoiseSchedule
@@ -51,10 +51,6 @@ class PixelCheckpoint(Model):
     @property
     def channels(self) -> int:
         return CHANNELS
-
-    @property
-    def columns(self) -> int:
-        return schedules.COLUMNS
 
 
 def load_checkpoint(folder: Path, device: torch.device, dtype: torch.dtype) -> PixelCheckpoint:
@@ -89,6 +85,7 @@ def load_checkpoint(folder: Path, device: torch.device, dtype: torch.dtype) -> P
         image_noise=image_noise,
         default_size=(side, side),
         factor=1,
+        columns=schedules.COLUMNS,
         text_width=unet.config.encoder_hid_dim or unet.config.cross_attention_dim,
         encoder=encoder,
         states_encoder=None if has_encoder else encoder,

@@ -5,19 +5,18 @@ All images of a stage have one size; it has no VAE, LoRAs or ControlNets.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - its name everywhere
-from cachetools import LRUCache
 
 from imagefleet import errors
 from worker.engine import contract, sampler
 from worker.engine.control.held import ControlNets
 from worker.engine.decoder import Decoder
+from worker.engine.files.safetensors import ReadOnce
 from worker.engine.kernels.compile import GraphPool
 from worker.engine.lora.merge import Merger
 from worker.engine.networks.transformer import SlotState
@@ -42,9 +41,8 @@ class StagePreparer(Preparer):
     def __init__(self, checkpoint: PixelCheckpoint) -> None:
         super().__init__(checkpoint.unet.device)
         self._checkpoint = checkpoint
-        self._lock = threading.Lock()
-        self._stage: text_stage.TextStage | None = None
-        self._states: LRUCache[str, torch.Tensor] = LRUCache(_STATES_KEPT)
+        self._stage = ReadOnce[text_stage.TextStage](1)
+        self._states = ReadOnce[torch.Tensor](_STATES_KEPT)
 
     def prepare(self, request: contract.ImageRequest) -> PreparedRequest:
         self._refuse_unsupported(request)
@@ -80,33 +78,25 @@ class StagePreparer(Preparer):
             raise errors.JobError("this model does not support init_images: it is IF's first stage")
 
     def _find_states(self, prompt: str, path: Path | None) -> torch.Tensor:
-        key = text_states.clean(prompt)
-        with self._lock:
-            if key in self._states:
-                return self._states[key]
-        own = self._checkpoint
-        if path is None:
-            states = self._text_stage().encode([prompt])[0]
-        else:
-            states = text_states.read(path, prompt, own.encoder, own.text_width)
-        dtype: torch.dtype = own.unet.dtype
-        states = states.to(dtype)
-        with self._lock:
-            self._states[key] = states
-        return states
+        def read() -> torch.Tensor:
+            own = self._checkpoint
+            if path is not None:
+                states = text_states.read(path, prompt, own.encoder, own.text_width)
+            else:
+                states = self._stage.get(own.folder, self._load_text_stage).encode([prompt])[0]
+            return states.to(own.unet.dtype)
 
-    def _text_stage(self) -> text_stage.TextStage:
+        return self._states.get(text_states.clean(prompt), read)
+
+    def _load_text_stage(self) -> text_stage.TextStage:
         """The stage's own text encoder, on the CPU, from when it is needed."""
         folder = self._checkpoint.folder
-        with self._lock:
-            if self._stage is None:
-                if not text_stage.has_encoder(folder):
-                    raise errors.JobError(
-                        "the prompt's text states are missing, and this stage has no text encoder:"
-                        " `imagefleet files make text` makes them (docs/cascade.md)"
-                    )
-                self._stage = text_stage.TextStage(folder, torch.device("cpu"), torch.float32)
-            return self._stage
+        if not text_stage.has_encoder(folder):
+            raise errors.JobError(
+                "the prompt's text states are missing, and this stage has no text encoder:"
+                " `imagefleet files make text` makes them (docs/cascade.md)"
+            )
+        return text_stage.TextStage(folder, torch.device("cpu"), torch.float32)
 
     def _read_image(self, init: contract.InitImage | None) -> LowResolution | None:
         """The image that is upscaled, as `IFSuperResolutionPipeline` does it, and its noise level.

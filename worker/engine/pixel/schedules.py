@@ -41,8 +41,8 @@ LISTS: Mapping[str, Sequence[int]] = {
     if name.endswith("_timesteps")
 }
 
-#: Karras et al. (2022), table 1: the largest and the smallest sigma, and rho.
-_SIGMAS, _RHO = (80.0, 0.002), 7.0
+#: Karras et al. (2022), table 1: the largest and the smallest sigma.
+_SIGMAS = (80.0, 0.002)
 
 #: What a pixel stage's noise estimates are not thresholded for.
 _OF_NOISE = frozenset({"ddim", "plms"})
@@ -185,9 +185,7 @@ def edm_sigmas(steps: int, alphas_cumprod: torch.Tensor) -> list[float]:
     """Karras et al. (2022), equation 5, within the sigmas that the UNet knows; the last is 0."""
     alphas = alphas_cumprod.double().numpy()
     known = np.sqrt((1 - alphas) / alphas)
-    largest, smallest = min(_SIGMAS[0], known[-1]), max(_SIGMAS[1], known[0])
-    roots = np.linspace(largest ** (1 / _RHO), smallest ** (1 / _RHO), steps)
-    return [*(roots**_RHO).tolist(), 0.0]
+    return sampler.karras_sigmas(min(_SIGMAS[0], known[-1]), max(_SIGMAS[1], known[0]), steps)
 
 
 def _edm(steps: int, noise: NoiseSchedule) -> Schedule:

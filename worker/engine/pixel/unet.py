@@ -88,21 +88,13 @@ class PixelUnet(SlotNetwork):
             for at, attention in enumerate(found):
                 block.attentions[at] = TextAttention(attention)
                 self.attentions.append(block.attentions[at])
-        at = 0
+        self.context_width = 0
         for attention in self.attentions:
-            attention.start = at
-            at += 2 * attention.width
+            attention.start = self.context_width
+            self.context_width += 2 * attention.width
+        self.added_width = int(unet.time_embedding.linear_2.out_features)
         if is_compiled:
             layers.replace_group_norms(unet)
-
-    @property
-    def context_width(self) -> int:
-        return sum(2 * each.width for each in self.attentions)
-
-    @property
-    def added_width(self) -> int:
-        width: int = self.unet.time_embedding.linear_2.out_features
-        return width
 
     @torch.no_grad()
     def compute_prompt(

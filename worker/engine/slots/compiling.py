@@ -242,5 +242,4 @@ class Compilation:
             if compiled.is_compiled:
                 return
             # The attention kernels are the likeliest part that the compiler cannot trace.
-            for network in (self._unet, *(each.network for each in step.controls)):
-                network.use_default_attention()
+            self._runner.use_default_attention(step)

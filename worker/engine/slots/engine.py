@@ -26,7 +26,7 @@ from worker.engine.families.table import Model
 from worker.engine.kernels.compile import Around
 from worker.engine.passes.beside import BesideTicks, PreparedUpscale
 from worker.engine.self_check import SelfCheck
-from worker.engine.slots import memory, staging, weights
+from worker.engine.slots import memory, weights
 from worker.engine.slots.compiling import Compilation
 from worker.engine.slots.lane import MAX_LANES, Lane, Lanes
 from worker.engine.slots.parts import Parts
@@ -56,7 +56,7 @@ class SlotEngine:
         self.recompiles = 0
         """Graphs compiled after the warm-up; above 0 is a bug."""
         self._has_drawn_job = False
-        self._checkpoint = model
+        self.checkpoint: Model = model
         self._unet = parts.unet
         self._preparer = parts.preparer
         self._stager = parts.stager
@@ -98,7 +98,7 @@ class SlotEngine:
 
     @property
     def savings(self) -> memory.Savings:
-        on_cpu = isinstance(self._checkpoint, Checkpoint) and self._checkpoint.has_text_on_cpu
+        on_cpu = isinstance(self.checkpoint, Checkpoint) and self.checkpoint.has_text_on_cpu
         return memory.Savings(self._unet.weights, self._decoder.is_striped, on_cpu)
 
     @property
@@ -180,18 +180,13 @@ class SlotEngine:
             finished += self._upscales.collect(wait=not (draws or finished))
         return finished
 
-    def warm_up(self, width: int = 0, height: int = 0, tokens: int = 0) -> None:
-        """Compiles, records and times all that a size needs; a minute or two on a GPU.
+    def warm_up(self, request: contract.ImageRequest | None = None) -> None:
+        """Compiles, records and times all that requests like this one need, or ordinary ones.
 
-        By default the native size, and the *tokens* of ordinary prompts' context.
+        That is its size, prompts' length and ControlNets; a minute or two on a GPU.
         """
-        own = self._runner.native
-        sides = width or own.width, height or own.height
-        self._compilation.run(BatchKey(*sides, tokens or own.tokens, None, None))
-
-    def warm_up_like(self, request: contract.ImageRequest) -> None:
-        """The same for requests with the size, prompts' length and ControlNets of this one."""
-        self._compilation.run(BatchKey.of(self._preparer.prepare(request)))
+        native, prepare = self._runner.native, self._preparer.prepare
+        self._compilation.run(native if request is None else BatchKey.of(prepare(request)))
 
     def compile_in_background(self, around: Around | None = None) -> None:
         """The same for the native size while images are drawn, soon after the first one.
@@ -200,22 +195,18 @@ class SlotEngine:
         """
         self._compilation.begin_soon(around)
 
-    @property
-    def checkpoint(self) -> Model:
-        return self._checkpoint
-
     def take_weights(self, other: Checkpoint) -> bool:
         """Draws with another checkpoint from now on, with all that is compiled.
 
         *other* is on the CPU, and alike (`weights.is_alike`). False, and nothing is changed, while
         there are jobs.
         """
-        own, preparer = self._checkpoint, self._preparer
+        own, preparer = self.checkpoint, self._preparer
         if not isinstance(own, Checkpoint) or not isinstance(preparer, RequestPreparer):
             raise TypeError("only models of latents are exchanged")
         if self._lanes.jobs or self._decoder.busy or self._upscales.begun:
             return False
-        self._checkpoint = own = weights.exchange(own, other)
+        self.checkpoint = own = weights.exchange(own, other)
         self.model_name = other.name
         self._weights.renew()
         self._stager.forget()
@@ -233,13 +224,13 @@ class SlotEngine:
         self._control_nets.close()
         self._merger.close()
         self._unet.close()
-        for network in self._checkpoint.networks.values():
+        for network in self.checkpoint.networks.values():
             network.to("meta")
         gc.unfreeze()  # what was compiled is garbage from now on
         torch.cuda.empty_cache()
 
     def _make_self_check(self) -> SelfCheck | None:
-        model = self._checkpoint
+        model = self.checkpoint
         # Images that enlarge the same one may be alike, whatever their seeds and LoRAs.
         if not isinstance(model, Checkpoint) or model.family.enlarges_image:
             return None
@@ -293,8 +284,7 @@ class SlotEngine:
             job = lane.take(self._weights.preferred)
             if job is None:
                 break
-            room_bytes = self._stager.room_bytes
-            has_room = len(staging.first_within(room_bytes, [*started, job])) > len(started)
+            has_room = len(self._stager.first_with_room([*started, job])) > len(started)
             may_wait = not waits or (self._draws_while_staging and 2 * ready >= lane.slots)
             if not has_room or (may_wait and job.is_being_staged):
                 lane.waiting.insert(0, job)
@@ -352,20 +342,20 @@ class SlotEngine:
     def _step(self, lane: Lane) -> None:
         """Runs one step of a lane's slots and passes finished latents to the decoder."""
         step = self._open(lane)
-        inputs = step.feeder.next_inputs()
-        inputs.rows.zero_()
+        rows, noise = step.feeder.next_inputs()
+        rows.zero_()
         noisy = False
         for slot, job in lane.active.items():
-            schedule, row = job.prepared.schedule, inputs.rows[slot]
+            schedule, row = job.prepared.schedule, rows[slot]
             columns = schedule.table.shape[1]
             row[:columns] = schedule.table[job.call]
             row[columns] = job.prepared.guidance(job.call)
             for at, control in enumerate(job.prepared.controls, columns + 1):
                 row[at] = control.weights[job.call]
             if schedule.noisy[job.call] and job.staged is not None:
-                job.staged.noise.fill(inputs.noise[slot])
+                job.staged.noise.fill(noise[slot])
                 noisy = True
-        step.feeder.send(inputs, noisy=noisy)
+        step.feeder.send(rows, noise if noisy else None)
         self._weights.finish_loading()
         self._runner.run(step, lane.weight_mode, max(lane.active) + 1)
         self._weights.note_step()
@@ -406,7 +396,7 @@ class SlotEngine:
         width, height = self.default_size
         state = self._runner.make_slot_state(self._runner.native, 1)
         state_bytes = sum(tensor.nbytes for tensor in state if tensor is not None)
-        is_large = self._checkpoint.family.has_large_layers
+        is_large = self.checkpoint.family.has_large_layers
         decode = functools.partial(self._decoder.decode, state.latents)
         if is_large:
             is_too_large = memory.is_too_large(self._device, decode, self._unet.weights)
@@ -419,7 +409,7 @@ class SlotEngine:
             parts.settings.slots,
             is_compiled=self._runner.may_compile,
             weights=self._unet.weights,
-            must_fit=is_large or not isinstance(self._checkpoint, Checkpoint),
+            must_fit=is_large or not isinstance(self.checkpoint, Checkpoint),
         )
         self._runner.slots = fit.slots
         self._decoder.slice_pixels = fit.decoded * width * height

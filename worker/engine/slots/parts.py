@@ -13,7 +13,7 @@ from worker.engine.kernels.compile import GraphPool
 from worker.engine.lora.merge import Merger
 from worker.engine.networks.transformer import SlotNetwork, SlotState
 from worker.engine.slots.memory import WEIGHT_MODES, SlotWeights, WeightMode
-from worker.engine.slots.prepare import LORA_CACHE_BYTES, Preparer
+from worker.engine.slots.prepare import Preparer
 from worker.engine.slots.queue import Costs
 from worker.engine.slots.staging import Stager
 
@@ -36,7 +36,6 @@ class Settings:
     """torch.compile's, None for no compilation."""
     compiled_modes: Sequence[WeightMode] = WEIGHT_MODES
     """The modes that the UNet is compiled for, in this order."""
-    lora_cache_bytes: int = LORA_CACHE_BYTES
 
 
 @dataclass(frozen=True, slots=True)

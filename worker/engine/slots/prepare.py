@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import threading
 from collections import defaultdict
@@ -17,14 +18,13 @@ from imagefleet.job.clip import MAX_CHUNKS, Chunk
 from imagefleet.job.prompt import Prompt
 from worker.engine import contract, embeddings, sampler, text
 from worker.engine.checkpoint import Checkpoint
-from worker.engine.control import request as control_request
 from worker.engine.control.held import ControlNets
-from worker.engine.control.request import PreparedControl
-from worker.engine.files.safetensors import Identity
+from worker.engine.files.safetensors import Identity, ReadOnce
 from worker.engine.lora import file as lora_file
 from worker.engine.lora import merge
 from worker.engine.noise import NoiseStream
 from worker.engine.passes import begin, upscaling
+from worker.engine.passes.begin import PreparedControl
 from worker.engine.passes.upscaling import UpscalerCache, Upscaling
 
 #: Prompt chunks in the contexts of longer prompts, which share calls with each other by these: only
@@ -39,7 +39,10 @@ _TOKENS_ALIGNMENT = 8
 _MAX_LORAS = 16
 
 #: LoRA files in memory: some 75 of rank 32.
-LORA_CACHE_BYTES = 2 * 1024**3
+_LORA_CACHE_BYTES = 2 * 1024**3
+
+#: Memory for embeddings: some 3,000 of SD1.5 with eight vectors.
+_EMBEDDING_CACHE_BYTES = 64 * 2**20
 
 #: The layers of each network whose LoRAs can be packed.
 Groups = Mapping[lora_file.Network, Mapping[merge.Group, Sequence[str]]]
@@ -180,7 +183,6 @@ class RequestPreparer(Preparer):
         control_nets: ControlNets,
         *,
         beside: Mapping[merge.Shape, Sequence[str]] = MappingProxyType({}),
-        lora_cache_bytes: int = LORA_CACHE_BYTES,
     ) -> None:
         super().__init__(checkpoint.unet.device)
         self._checkpoint = checkpoint
@@ -189,13 +191,15 @@ class RequestPreparer(Preparer):
         self._beside = beside
         self._networks = checkpoint.networks
         self.tokenizer = text.Tokenizer(checkpoint.tokenizer)
-        widths = {
+        self._widths = {
             embeddings.NAMES[network]: text_encoder.get_input_embeddings().weight.shape[1]
             for network, text_encoder in checkpoint.text_encoders.items()
         }
-        self._embedding_cache = embeddings.EmbeddingCache(widths, checkpoint.text_encoder.dtype)
+        self._embeddings = ReadOnce[embeddings.Embedding](
+            _EMBEDDING_CACHE_BYTES, lambda embedding: embedding.size_bytes
+        )
         layers = lora_file.Layers(checkpoint.unet, checkpoint.text_encoders)
-        self._lora_cache = lora_file.LoraCache(layers, lora_cache_bytes)
+        self._lora_cache = lora_file.LoraCache(layers, _LORA_CACHE_BYTES)
         self.lora_lookups = self._lora_cache.lookups
 
     def use(self, checkpoint: Checkpoint) -> None:
@@ -209,11 +213,7 @@ class RequestPreparer(Preparer):
         return self.tokenizer.find_names(prompts, names)
 
     def prepare(self, request: contract.ImageRequest) -> PreparedRequest:
-        """Checks a request, tokenises its prompts, reads its files and packs its LoRAs.
-
-        Raises JobError if this checkpoint cannot draw it, or a LoRA, an embedding or a ControlNet
-        does not fit, and TransientError if one of them could not be read.
-        """
+        """Checks a request, tokenises its prompts, reads its files and packs its LoRAs."""
         self._check_size(request)
         self._check_clip_skip(request.clip_skip)
         init, image, steps = request.init, None, request.steps
@@ -231,7 +231,13 @@ class RequestPreparer(Preparer):
             self._may_go_on.wait()
             size = request.width, request.height
             image = begin.prepare_image(init, *size, self._checkpoint.factor)
-        named = [self._embedding_cache.get(each) for each in request.embeddings]
+        dtype = self._checkpoint.text_encoder.dtype
+        named = [
+            self._embeddings.get(
+                each.sha256, functools.partial(embeddings.read, each, self._widths, dtype)
+            )
+            for each in request.embeddings
+        ]
         prompt = self.tokenizer.chunks(request.prompt, named)
         negative_prompt = self.tokenizer.chunks(request.negative_prompt, named)
         loras = self._read_loras(request.loras)
@@ -260,22 +266,18 @@ class RequestPreparer(Preparer):
     ) -> PreparedRequest:
         """Prepares the second pass with the first pass' LoRAs and ControlNets."""
         own = first.request
+        names = ("prompt", "negative_prompt", "sampler", "cfg_scale")
+        of_its_own = {name: getattr(hires, name) for name in names}
         request = replace(
             own,
             width=hires.width,
             height=hires.height,
             steps=hires.steps or own.steps,
-            prompt=own.prompt if hires.prompt is None else hires.prompt,
-            negative_prompt=(
-                own.negative_prompt if hires.negative_prompt is None else hires.negative_prompt
-            ),
-            sampler=hires.sampler or own.sampler,
-            cfg_scale=own.cfg_scale if hires.cfg_scale is None else hires.cfg_scale,
             hires=None,
             controls=tuple(
-                control_request.for_second_pass(control, hires.width, hires.height)
-                for control in own.controls
+                begin.resize_control(control, hires.width, hires.height) for control in own.controls
             ),
+            **{name: value for name, value in of_its_own.items() if value is not None},
         )
         self._check_size(request)
         taken = begin.second_pass(request.steps, hires.denoising_strength)
@@ -301,7 +303,7 @@ class RequestPreparer(Preparer):
         self._may_go_on.wait()
         checked = [(self._control_nets.check(each), each) for each in request.controls]
         size, calls = (request.width, request.height), len(schedule.table)
-        return control_request.prepare(checked, size, request.sampler, calls, steps)
+        return begin.prepare_controls(checked, size, request.sampler, calls, steps)
 
     def _schedule(
         self, request: contract.ImageRequest, steps: int, t_enc: int | None = None

@@ -16,6 +16,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
+import torch.nn.functional as F  # noqa: N812 - its name everywhere
 
 from imagefleet.job.clip import Chunk
 from worker.engine import contract, embeddings, text
@@ -44,17 +45,6 @@ _Begun = tuple[SlotJob, "Future[Staged]", "Future[AssembledLoras] | None"]
 """A job, its result, and its LoRAs if they are being assembled already."""
 
 
-def first_within(limit_bytes: float, jobs: Iterable[SlotJob]) -> list[SlotJob]:
-    """The first of *jobs*, as many as have LoRAs of so many bytes together; at least one."""
-    taken, first = 0, list[SlotJob]()
-    for job in jobs:
-        taken += job.prepared.lora_bytes
-        if taken > limit_bytes and first:
-            break
-        first.append(job)
-    return first
-
-
 class Stager:
     """Copies jobs' data to the device, on a thread of its own, as a family says in `_load`.
 
@@ -73,21 +63,20 @@ class Stager:
             self._stream.wait_stream(torch.cuda.current_stream())
         self._thread = ThreadPoolExecutor(1, "stager")
         self._assemblers = ThreadPoolExecutor(_ASSEMBLERS, "assembler")
-        self._room_bytes = math.inf
+        self.room_bytes = math.inf
+        """Memory for ControlNets, and for the LoRAs of jobs that have no slot yet."""
         self.text_encoder_lock = threading.Lock()
         """Held while LoRAs may be merged into the text encoder."""
 
-    @property
-    def room_bytes(self) -> float:
-        """Memory for the LoRAs of jobs that have no slot yet; those of one job may take more.
-
-        ControlNets take their memory from it.
-        """
-        return max(0.0, self._room_bytes - self._control_nets.held_bytes)
-
-    @room_bytes.setter
-    def room_bytes(self, room_bytes: float) -> None:
-        self._room_bytes = room_bytes
+    def first_with_room(self, jobs: Iterable[SlotJob]) -> list[SlotJob]:
+        """The first of *jobs* whose LoRAs have room on the device together; at least one."""
+        taken, first = 0, list[SlotJob]()
+        for job in jobs:
+            taken += job.prepared.lora_bytes
+            if taken > self.room_bytes - self._control_nets.held_bytes and first:
+                break
+            first.append(job)
+        return first
 
     def begin(self, jobs: Iterable[SlotJob]) -> None:
         """Starts to stage jobs; their prompts are encoded together."""
@@ -105,7 +94,7 @@ class Stager:
 
         Those of the next ones are assembled in host memory meanwhile.
         """
-        staged = first_within(self.room_bytes, jobs)
+        staged = self.first_with_room(jobs)
         self.begin(staged)
         for job in jobs[len(staged) : len(staged) + _ASSEMBLERS]:
             if not (job.staged or job.staging or job.assembling):
@@ -327,13 +316,10 @@ class LatentStager(Stager):
         vectors, added = self._finish(prepared, context)
         if not job.batch_key.is_masked:
             return vectors, None, added
-        tokens = vectors.shape[1]
-        padded = vectors.new_zeros((2, job.batch_key.tokens, vectors.shape[2]))
-        padded[:, :tokens] = vectors
-        lengths = [len(prompt) * text.CONTEXT_TOKENS for prompt in prompts]
-        inside = torch.arange(job.batch_key.tokens) < torch.tensor(lengths)[:, None]
+        missing = job.batch_key.tokens - vectors.shape[1]
+        inside = F.pad(context.mask, (0, missing))
         mask = torch.where(inside, 0.0, _MASKED)[:, None, None].to(self._dtype)
-        return padded, self._copy(mask), added
+        return F.pad(vectors, (0, 0, 0, missing)), self._copy(mask), added
 
     def _finish(
         self, prepared: PreparedRequest, context: text.Context

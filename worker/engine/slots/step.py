@@ -10,7 +10,6 @@ import itertools
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
 
 import torch
 
@@ -18,7 +17,7 @@ from worker.engine import sampler
 from worker.engine.control.network import ControlState, SlotControlNet, residuals
 from worker.engine.kernels.compile import Compiled
 from worker.engine.kernels.layers import KernelSelector, fastest_seconds, time_convolutions
-from worker.engine.networks.transformer import Call, SlotState
+from worker.engine.networks.transformer import Call, SlotNetwork, SlotState
 from worker.engine.networks.unet import SlotUnet
 from worker.engine.slots.memory import WEIGHT_MODES, WeightMode
 from worker.engine.slots.parts import Parts
@@ -78,11 +77,8 @@ def tick(
     state.history.copy_(remembered)
 
 
-class StepInputs(NamedTuple):
-    """A tick's `rows` and `noise` in host memory."""
-
-    rows: torch.Tensor
-    noise: torch.Tensor
+Inputs = tuple[torch.Tensor, torch.Tensor]
+"""A tick's `rows` and `noise` in host memory."""
 
 
 class InputFeeder:
@@ -98,22 +94,22 @@ class InputFeeder:
         self._copied = copied
         self._pinned = state.rows.device.type == "cuda"
         self._inputs = [
-            StepInputs(self._host_copy(state.rows), self._host_copy(state.noise))
+            (self._host_copy(state.rows), self._host_copy(state.noise))
             for _ in range(_MAX_TICKS_AHEAD + 1 if self._pinned else 1)
         ]
         self._at = 0
 
-    def next_inputs(self) -> StepInputs:
+    def next_inputs(self) -> Inputs:
         """Buffers to fill and send."""
         self._at = (self._at + 1) % len(self._inputs)
         return self._inputs[self._at]
 
-    def send(self, inputs: StepInputs, *, noisy: bool) -> None:
+    def send(self, rows: torch.Tensor, noise: torch.Tensor | None) -> None:
         if len(self._copied) == _MAX_TICKS_AHEAD:
             self._copied.popleft().synchronize()
-        self._state.rows.copy_(inputs.rows, non_blocking=True)
-        if noisy:
-            self._state.noise.copy_(inputs.noise, non_blocking=True)
+        self._state.rows.copy_(rows, non_blocking=True)
+        if noise is not None:
+            self._state.noise.copy_(noise, non_blocking=True)
         self._record()
 
     def wait_for_tick(self) -> None:
@@ -266,13 +262,24 @@ class StepRunner:
 
     def select_kernels(self, step: Step) -> None:
         """Selects the attention kernels of a step that is not compiled yet; keeps its images."""
-        if not step.compiled:
-            time_convolutions(lasting=True)
-            with contextlib.ExitStack() as selecting, torch.no_grad():
-                selecting.enter_context(_keeping(step))
-                for network in (self._unet, *(each.network for each in step.controls)):
-                    selecting.enter_context(network.selecting_kernels(self._kernels))
+        if step.compiled:
+            return
+        time_convolutions(lasting=True)
+        for network in self.networks_of(step):
+            network.select_kernels(self._kernels)
+        try:
+            with _keeping(step), torch.no_grad():
                 self._tick(self._unet, "shared", step.state, step.controls)
+        except BaseException:
+            self.use_default_attention(step)
+            raise
+
+    def use_default_attention(self, step: Step) -> None:
+        for network in self.networks_of(step):
+            network.use_default_attention()
+
+    def networks_of(self, step: Step) -> list[SlotNetwork]:
+        return [self._unet, *(control.network for control in step.controls)]
 
     def make_compiled(self, step: Step, weight_mode: WeightMode) -> Compiled:
         """A step's tick, to be traced on any thread and then taken up."""

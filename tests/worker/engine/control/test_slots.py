@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ import torch
 from imagefleet import errors
 from worker.engine import contract
 from worker.engine.control import held, network
-from worker.engine.control import request as control_request
+from worker.engine.passes import begin
 
 ROUNDING = 2
 
@@ -122,11 +123,11 @@ def test_both_passes_of_hires_fix_are_steered(
 def test_a_map_of_classes_keeps_its_colours_in_the_second_pass(make_control: Any) -> None:
     image = np.zeros((64, 64, 3), np.uint8)
     image[:20], image[20:, :30], image[40:, 30:] = (255, 0, 0), (0, 90, 7), (4, 200, 250)
-    larger = control_request.for_second_pass(make_control(pixels=image), 96, 128)
+    larger = begin.resize_control(make_control(pixels=image), 96, 128)
     colours = {tuple(each) for each in larger.pixels.reshape(-1, 3).tolist()}
     assert colours == {tuple(each) for each in image.reshape(-1, 3).tolist()}
     same = make_control(pixels=image)
-    assert control_request.for_second_pass(same, 64, 64) is same
+    assert begin.resize_control(same, 64, 64) is same
 
 
 @pytest.mark.parametrize(
@@ -147,7 +148,7 @@ def test_the_steps_are_those_of_sd_webui_controlnet(
     """Calls with `start <= state.sampling_step / steps <= end`, that being set after each step."""
     control = make_control(weight=0.5, start=start, end=end)
     calls = 9 if sampler == "plms" else 8
-    weights = control_request.weights(control, sampler, calls, 8)
+    weights = begin.control_weights(control, sampler, calls, 8)
     assert [at for at, weight in enumerate(weights) if weight == 0.5] == steered
     assert {weights[at] for at in range(calls) if at not in steered} <= {0.0}
 
@@ -280,10 +281,10 @@ def test_their_memory_is_taken_from_the_room_for_the_next_jobs_loras(
     make_slot_engine: Any, make_request: Any, make_control: Any, draw: Any
 ) -> None:
     engine = make_slot_engine(slots=2)
-    engine._stager.room_bytes = 10**9
     draw(engine, make_request(controls=(make_control(),)))
     taken = engine._control_nets.held_bytes
     assert taken > 0
-    assert engine._stager.room_bytes == 10**9 - taken
-    engine._stager.room_bytes = taken // 2
-    assert engine._stager.room_bytes == 0
+    jobs: list[Any] = [SimpleNamespace(prepared=SimpleNamespace(lora_bytes=taken))] * 4
+    for room, fitting in ((3, 2), (0.5, 1)):
+        engine._stager.room_bytes = room * taken
+        assert len(engine._stager.first_with_room(jobs)) == fitting

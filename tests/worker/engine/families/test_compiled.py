@@ -49,7 +49,7 @@ def test_a_larger_rank_compiles_once_more(
         return slot_engine.SlotEngine(of_latents(loaded, Settings(2, **settings)))
 
     engine, plain = load(backend="eager", slot_weights="factors"), load(slot_weights="merged")
-    engine.warm_up(*engine.default_size)
+    engine.warm_up()
     (step,) = engine._runner._compiled.values()
     first = step.compiled["per_slot"]
     assert {mode: each.graphs for mode, each in step.compiled.items()} == {

@@ -349,7 +349,7 @@ def test_compiled_ticks_read_what_is_written_into_the_slots_later(
     requests = [each for each in mixed if not each.loras and not each.hires]
     plain = make_engine(slots=2)
     compiled = make_engine(slots=2, backend="eager", compiled_modes=("shared",))
-    compiled.warm_up(SIZE, SIZE)
+    compiled.warm_up(requests[0])
     for expected, image in zip(draw(plain, *requests), draw(compiled, *requests), strict=True):
         assert difference(image, expected) <= ROUNDING
     assert compiled.recompiles == 0

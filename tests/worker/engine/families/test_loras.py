@@ -95,7 +95,7 @@ def test_loras_draw_as_in_diffusers_with_peft(
     request = make_request(**words, loras=(lora,))
     image = draw(engine, request)[0]
     pipeline.load_lora_weights(path, adapter_name="style")
-    parts = dict.fromkeys(engine._checkpoint.text_encoders, 0.5) | {"unet": 0.3}
+    parts = dict.fromkeys(engine.checkpoint.text_encoders, 0.5) | {"unet": 0.3}
     pipeline.set_adapters(["style"], [parts])
     try:
         expected = pipeline(

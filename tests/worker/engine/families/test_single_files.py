@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 import key_names
 from families import tiny_families
 from imagefleet import errors
-from worker.engine.families import noise
+from worker.engine.families import reading
 from worker.engine.families.table import FAMILIES, SD1, SD2, SDXL, X4_UPSCALER
 from worker.engine.lora import original_names
 from worker.engine.lora.file import adaptable_layers
@@ -233,8 +233,8 @@ def test_a_files_own_mark_goes_before_the_scheduler_of_the_folder_around_it(
 
 def test_a_folder_says_the_same_in_its_schedulers_configuration(tmp_path: Path) -> None:
     scheduler = {"rescale_betas_zero_snr": True, "prediction_type": "v_prediction"}
-    assert noise.alphas_cumprod(tmp_path, scheduler, ())[-1] < 1e-7
-    assert noise.prediction_type(tmp_path, scheduler, None, ()) == "v_prediction"
+    assert reading.alphas_cumprod(tmp_path, scheduler, ())[-1] < 1e-7
+    assert reading.prediction_type(tmp_path, scheduler, None, ()) == "v_prediction"
 
 
 def test_what_an_unmarked_sd2_predicts_shows_in_its_answer(

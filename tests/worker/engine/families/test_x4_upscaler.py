@@ -292,7 +292,7 @@ def test_compiled_ticks_read_what_is_written_into_the_slots_later(
     requests = [request_of(), request_of(init=other), request_of(seed=6)]
     plain = make_engine(slots=2)
     compiled = make_engine(slots=2, backend="eager", compiled_modes=("shared",))
-    compiled.warm_up(64, 64)
+    compiled.warm_up(requests[0])
     for expected, image in zip(draw(plain, *requests), draw(compiled, *requests), strict=True):
         assert difference(image, expected) <= ROUNDING
     assert compiled.recompiles == 0

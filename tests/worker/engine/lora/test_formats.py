@@ -160,7 +160,7 @@ def merged(engine: Any, make_request: Any, path: Path, layer: str, parts: Tensor
 
 
 def weight_of(engine: Any, layer: str) -> torch.Tensor:
-    unet = engine._checkpoint.unet
+    unet = engine.checkpoint.unet
     module = unet.conv_in if layer == CONV[0] else None
     module = module or unet.down_blocks[0].attentions[0].transformer_blocks[0].ff.net[2]
     weight: torch.Tensor = module.weight.detach()

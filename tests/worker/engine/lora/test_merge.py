@@ -139,7 +139,7 @@ def test_convolutions_and_different_ranks_are_merged_and_unmerged_bit_exactly(
         weights[f"lora_unet_{name}.lora_up.weight"] = up
     path = tmp_path / "locon.safetensors"
     save_file(weights, path)
-    unet = engine._checkpoint.unet
+    unet = engine.checkpoint.unet
     before = unet.conv_in.weight.clone()
     engine.activate(engine.prepare(make_request(loras=(use(path),))).loras)
     down, up = (weights[f"lora_unet_conv_in.lora_{side}.weight"] for side in ("down", "up"))
@@ -156,7 +156,7 @@ def test_convolutions_and_different_ranks_are_merged_and_unmerged_bit_exactly(
 def test_a_hundred_merges_leave_the_checkpoints_weights_bit_exact(
     engine: Any, lora_paths: list[Path], make_request: Any
 ) -> None:
-    networks = (engine._checkpoint.unet, engine._checkpoint.text_encoder)
+    networks = (engine.checkpoint.unet, engine.checkpoint.text_encoder)
     engine.activate({})
     before = [network.state_dict(keep_vars=False) for network in networks]
     before = [{name: tensor.clone() for name, tensor in state.items()} for state in before]

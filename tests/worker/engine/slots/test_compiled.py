@@ -186,7 +186,7 @@ def test_controlnets_are_compiled_with_the_tick_and_cause_no_recompile(
         make_request(**size, seed=3, controls=(control(3, weight=60, end=0.7),), sampler="plms"),
         make_request(**size, seed=4),
     ]
-    engine.warm_up_like(requests[0])
+    engine.warm_up(requests[0])
     first, steered = engine._runner._compiled.values()
     assert first is before
     assert steered.compiled["shared"].graphs == 1
@@ -271,7 +271,7 @@ def test_a_weight_mode_that_is_not_compiled_is_not_used(
     engine = slot_engine.SlotEngine(
         of_latents(loaded, Settings(2, backend="eager", compiled_modes=("per_slot",)))
     )
-    engine.warm_up(*engine.default_size)
+    engine.warm_up()
     request = make_request(width=32, height=32)
     (image,) = draw(engine, request)
     assert engine.weight_mode == "per_slot"

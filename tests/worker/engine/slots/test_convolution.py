@@ -43,7 +43,7 @@ def write_lora(slot_engine: slots.SlotEngine, tmp_path: Path) -> Write:
         *paths: str, rank: int = 3, seed: int = 0, weight: float = 1.0, make: Any = strong
     ) -> contract.Lora:
         generator = torch.Generator().manual_seed(seed)
-        layers = adaptable_layers(slot_engine._checkpoint.unet)
+        layers = adaptable_layers(slot_engine.checkpoint.unet)
         tensors = {
             f"lora_unet_{path.replace('.', '_')}.{part}": tensor
             for path in paths or sorted(every_path(slot_engine))
@@ -77,7 +77,7 @@ def modes(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def test_slots_can_hold_a_change_of_every_layer_of_the_unet(slot_engine: slots.SlotEngine) -> None:
     held = [path for paths in slot_engine._unet.groups.values() for path in paths]
     changed = [path for paths in slot_engine._unet.changes.groups.values() for path in paths]
-    assert sorted(held + changed) == sorted(adaptable_layers(slot_engine._checkpoint.unet))
+    assert sorted(held + changed) == sorted(adaptable_layers(slot_engine.checkpoint.unet))
 
 
 @pytest.mark.parametrize(

@@ -155,7 +155,7 @@ def test_switching_weight_modes_leaves_the_checkpoints_weights(
     make_slot_engine: Any, make_request: Any, lora_paths: list[Path], draw: Any, difference: Any
 ) -> None:
     engine = make_slot_engine()
-    weights = {name: value.clone() for name, value in engine._checkpoint.unet.state_dict().items()}
+    weights = {name: value.clone() for name, value in engine.checkpoint.unet.state_dict().items()}
     (plain,) = draw(engine, make_request())
     one, other = lora(lora_paths[0]), lora(lora_paths[1])
     alone = draw(engine, make_request(loras=(one,), steps=12))[0]
@@ -168,7 +168,7 @@ def test_switching_weight_modes_leaves_the_checkpoints_weights(
     )
     assert difference(beside[0], alone) <= ROUNDING
     assert difference(draw(engine, make_request())[0], plain) == 0
-    for name, value in engine._checkpoint.unet.state_dict().items():
+    for name, value in engine.checkpoint.unet.state_dict().items():
         assert torch.equal(value, weights[name]), name
 
 

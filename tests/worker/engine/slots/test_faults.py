@@ -298,7 +298,7 @@ def test_a_vae_that_overflows_in_float16_decodes_in_float32_from_then_on(
     monkeypatch.setattr(decoder, "decode", decode)
     outcomes = draw(engine, make_request(), make_request(seed=2))
     assert difference(outcomes[0], sound[0]) <= 8, "float16 rounds at 1/2048"
-    assert engine._checkpoint.vae.dtype == torch.float32
+    assert engine.checkpoint.vae.dtype == torch.float32
 
 
 def test_an_image_without_memory_to_decode_it_whole_is_decoded_in_stripes(

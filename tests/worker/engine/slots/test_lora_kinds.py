@@ -32,7 +32,7 @@ FILES = {
 def files(slot_engine: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """LoRAs of all linear and 1x1 layers that slots can hold, and of the text encoder."""
     folder, generator = tmp_path_factory.mktemp("kinds"), torch.Generator().manual_seed(0)
-    networks = slot_engine._checkpoint.networks
+    networks = slot_engine.checkpoint.networks
     layers = {
         f"{prefix}_{path.removeprefix('text_model.').replace('.', '_')}": layer.weight.shape
         for network, prefix in {"unet": "lora_unet", "text_encoder": "lora_te_text_model"}.items()
@@ -101,7 +101,7 @@ def test_no_kind_leaves_a_trace_in_its_slot_or_the_text_encoder(
     draw: Any,
     difference: Any,
 ) -> None:
-    text_encoder = slot_engine._checkpoint.text_encoder
+    text_encoder = slot_engine.checkpoint.text_encoder
     before = {name: value.clone() for name, value in text_encoder.state_dict().items()}
     company = make_request(seed=9, loras=(use(lora_paths[0]),), steps=12)
     (clean,) = draw(slot_engine, make_request(steps=1))

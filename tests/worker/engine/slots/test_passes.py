@@ -281,7 +281,7 @@ def test_a_vae_that_overflows_in_float16_encodes_in_float32(
         assert isinstance(image, np.ndarray)
         assert np.abs(image.astype(int) - expected).mean() < 2
     assert types == [torch.float16, torch.float32, torch.float32]
-    assert engine._checkpoint.vae.dtype == torch.float16
+    assert engine.checkpoint.vae.dtype == torch.float16
 
 
 def test_a_first_pass_without_memory_to_decode_it_whole_is_decoded_in_stripes(

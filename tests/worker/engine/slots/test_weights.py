@@ -106,7 +106,7 @@ def test_an_engine_draws_the_images_of_the_model_that_it_took_and_then_of_its_ow
 
     engine = engine_of(first, **settings)
     if "backend" in settings:
-        engine.warm_up(*engine.default_size)
+        engine.warm_up()
     for folder in (first, second, first):
         if folder.name != engine.model_name:
             take(engine, folder)

@@ -57,7 +57,7 @@ class BatchEngine:
     text_encoder = None
 
     def __init__(self, loaded: checkpoint.Checkpoint, max_batch: int) -> None:
-        self._checkpoint = loaded
+        self.checkpoint = loaded
         nets = ControlNets(loaded.unet, is_compiled=False)
         self._preparer = RequestPreparer(loaded, {"unet": {}, "text_encoder": {}}, nets)
         self._encoder = text.Encoder(
@@ -72,15 +72,15 @@ class BatchEngine:
 
     @property
     def model_name(self) -> str:
-        return self._checkpoint.name
+        return self.checkpoint.name
 
     @property
     def family(self) -> str:
-        return self._checkpoint.family.slug
+        return self.checkpoint.family.slug
 
     @property
     def default_size(self) -> tuple[int, int]:
-        return self._checkpoint.default_size
+        return self.checkpoint.default_size
 
     @property
     def capacity(self) -> int:
@@ -125,7 +125,7 @@ class BatchEngine:
         self._encoder.clear()
         for merger in self._mergers.values():
             merger.close()
-        for network in (self._checkpoint.unet, self._checkpoint.vae, self._checkpoint.text_encoder):
+        for network in (self.checkpoint.unet, self.checkpoint.vae, self.checkpoint.text_encoder):
             network.to("meta")
 
     def activate(self, loras: Mapping[Network, Sequence[merge.AppliedLora]]) -> None:
@@ -150,10 +150,10 @@ class BatchEngine:
 
     @torch.inference_mode()
     def _generate(self, batch: Sequence[PreparedRequest]) -> list[contract.Outcome]:
-        unet, factor = self._checkpoint.unet, self._checkpoint.factor
+        unet, factor = self.checkpoint.unet, self.checkpoint.factor
         latents = denoise(unet, batch, self._encode_prompts(batch), factor)
         request = batch[0].request
-        return decode(self._checkpoint.vae, latents, request.width * request.height)
+        return decode(self.checkpoint.vae, latents, request.width * request.height)
 
     def _encode_prompts(self, batch: Sequence[PreparedRequest]) -> text.Context:
         """The rows of the prompts, then of the negative prompts."""
@@ -191,7 +191,7 @@ def denoise(
             inputs.repeat(2, 1, 1, 1),
             rows[:, sampler.TIMESTEP].repeat(2),
             encoder_hidden_states=context.vectors,
-            encoder_attention_mask=context.mask,
+            encoder_attention_mask=None if context.mask.all() else context.mask,
             return_dict=False,
         )[0]
         cond, uncond = output.float().chunk(2)

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 import polling
-from fleet.monitor import queue_flow
-from fleet.monitor.queue_flow import Exporter
+from fleet.monitor.exporter import Exporter, queue_figures
 from fleet.monitor.rates import FleetRates
 from fleet.settings import ExporterSettings
 from imagefleet import errors
@@ -36,7 +35,7 @@ def figures(flow: QueueFlow, fleet: FleetRates | None, price: float | None) -> d
         "imagefleet_queue_seconds_to_empty": "seconds",
         "imagefleet_queue_dollars_to_empty": "dollars",
     }
-    found = queue_flow.figures(flow, fleet, price)
+    found = queue_figures(flow, fleet, price)
     return {names[name]: value for name, value in found.items()}
 
 

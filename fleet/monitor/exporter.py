@@ -1,4 +1,4 @@
-"""The exporter: the rates of a job queue, and the time and cost to empty it."""
+"""`imagefleet exporter`: the rates of a job queue, and the time and cost to empty it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from prometheus_client import Counter
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from fleet.monitor import prometheus, rates
+from fleet import console, options
+from fleet.monitor import prometheus, rates, service
 from fleet.settings import ExporterSettings
 from imagefleet import concurrency, errors
 from imagefleet.storage.open import Storage
@@ -33,7 +34,32 @@ _GAUGES = {
 }
 
 
-def figures(
+@options.from_settings(ExporterSettings)
+async def command(settings: ExporterSettings) -> None:
+    """Exports queue depths, and the time and cost to empty them.
+
+    A fleet needs one. It serves /metrics on --port and pushes them to --push-url if given. With
+    --prometheus it takes the completion rate from the workers' metrics instead of deriving it
+    from the queue depth.
+
+    imagefleet exporter --prometheus http://localhost:9090
+    """
+    logs.configure(settings.log_format)
+    async with (
+        console.connected(settings) as client,
+        prometheus.connected_if(settings.prometheus, settings.queried_fleet) as server,
+    ):
+        storage = client.storage
+        exporter = Exporter(storage, settings, server)
+        await service.run(
+            *(exporter.run, exporter.registry, settings),
+            name="imagefleet-exporter",
+            doing=f"sampling {storage.queue.name} of {storage.url}",
+            is_ready=lambda: bool(exporter.figures),
+        )
+
+
+def queue_figures(
     flow: QueueFlow, fleet: rates.FleetRates | None, price: float | None
 ) -> dict[str, float]:
     """The exporter's gauges as far as they are known; *price*: $/h, in place of the metrics'."""
@@ -71,15 +97,11 @@ class Exporter(Collector):
         self._settings = settings
         self._metrics = rates.Watch(server)
         self._flow = QueueFlow()
-        self._figures: dict[str, float] = {}
+        self.figures: dict[str, float] = {}
         self.registry.register(self)
 
-    @property
-    def has_sampled(self) -> bool:
-        return bool(self._figures)
-
     def collect(self) -> Iterator[Metric]:
-        for name, value in self._figures.items():
+        for name, value in self.figures.items():
             yield GaugeMetricFamily(name, _GAUGES[name], value=value)
 
     async def run(self) -> None:
@@ -101,8 +123,8 @@ class Exporter(Collector):
         fleet = await self._metrics.fleet()
         if fleet is None and self._settings.prometheus:
             self._failed_samples.inc()
-        self._figures = {
-            **figures(self._flow, fleet, self._settings.dollars_per_hour),
+        self.figures = {
+            **queue_figures(self._flow, fleet, self._settings.dollars_per_hour),
             "imagefleet_exporter_last_look_timestamp_seconds": time.time(),
         }
 
