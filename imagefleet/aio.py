@@ -31,7 +31,7 @@ from imagefleet.records.outcomes import JobFacts, Status
 from imagefleet.records.reader import Counts
 from imagefleet.storage import dead_letter_queue, enqueue, protocol
 from imagefleet.storage.dead_letter import Check, Selection
-from imagefleet.storage.dead_letter_queue import OnProgress, Preview, Swept
+from imagefleet.storage.dead_letter_queue import Discard, OnProgress, Preview, Swept
 from imagefleet.storage.open import Storage, open_storage
 from imagefleet.storage.settings import Priority, SignerSettings, checked_priority
 from imagefleet.submit import RETRIES, BulkSender, keep_noting
@@ -43,9 +43,6 @@ if TYPE_CHECKING:
 #: Pauses between two polls: they double while nothing new arrives.
 FIRST_PAUSE_SECONDS = 0.25
 LONGEST_PAUSE_SECONDS = 15.0
-
-#: A pause is at least so many times as long as the poll before it, to spare a slow storage.
-PAUSE_PER_POLL = 5
 
 _Result = TypeVar("_Result")
 
@@ -283,12 +280,10 @@ class Fleet:
 
         Only those *unsigned* with a key of this fleet, or sent again since and *completed*.
         """
-        keep_signed = self.checks_signatures() if unsigned else None
+        choice = Discard(self.checks_signatures() if unsigned else None, completed)
         selection = Selection(**which)
         return await self.run(
-            dead_letter_queue.discard(
-                self.storage, selection, on_progress, keep_signed, completed=completed
-            )
+            dead_letter_queue.discard(self.storage, selection, on_progress, choice)
         )
 
     def checks_signatures(self) -> Check:
@@ -392,13 +387,9 @@ class _Pace:
         self._timeout = timeout
         self._deadline = math.inf if timeout is None else time.monotonic() + timeout
         self._quiet_polls = 0
-        self._poll_seconds = 0.0
 
     async def poll(self, operation: Callable[[], Awaitable[_Result]]) -> _Result:
-        began_at = time.monotonic()
-        result = await self._fleet.run(RETRIES.call(operation))
-        self._poll_seconds = time.monotonic() - began_at
-        return result
+        return await self._fleet.run(RETRIES.call(operation))
 
     async def pause(self, left: str, *, progress: bool = False) -> None:
         """Raises TimeoutError, which says what is *left*, if there is no time for another poll."""
@@ -406,8 +397,7 @@ class _Pace:
         if remaining <= 0:
             raise TimeoutError(f"{left} not done after {self._timeout:g} seconds")
         self._quiet_polls = 0 if progress else self._quiet_polls + 1
-        backoff = retry.backoff(self._quiet_polls, FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS)
-        seconds = max(backoff, PAUSE_PER_POLL * self._poll_seconds)
+        seconds = retry.backoff(self._quiet_polls, FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS)
         await self._fleet.run(asyncio.sleep(min(seconds, remaining)))
 
 

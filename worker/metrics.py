@@ -402,10 +402,8 @@ async def measure_depth(
                 # A worker's token may not allow it, and no job depends on it.
                 if queue.name not in unmeasured:
                     unmeasured.add(queue.name)
-                    log.info(
-                        f"the depth of {queue.name} is not measured: {error}",
-                        action="depth_unknown",
-                    )
+                    text = f"the depth of {queue.name} is not measured: {error}"
+                    log.info(text, action="depth_unknown")
             else:
                 metrics.queues.update(queue.name, depth)
                 if queue is jobs:

@@ -13,7 +13,6 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass
-from importlib import metadata
 from typing import Any
 
 from imagefleet import errors, retry
@@ -37,7 +36,7 @@ from worker.node.watchdog import NO_LIMITS, Diagnose, NodeLimits, NodeWatchdog
 from worker.progress import Phase
 from worker.pull import Puller
 from worker.replica import UNKNOWN, Replica
-from worker.settings import WorkerSettings, machine_name
+from worker.settings import WorkerSettings, machine_name, version
 from worker.settle import Settler
 from worker.stages.image import STORAGE_RETRIES, GenerateStage
 from worker.stages.prepare import PrepareStage
@@ -436,10 +435,3 @@ class Pipeline:
     def _settled(self, entry: InFlightJob, outcome: Outcome) -> None:
         self._puller.not_ahead(entry)
         self._on_settled(outcome)
-
-
-def version() -> str:
-    try:
-        return metadata.version("imagefleet")
-    except metadata.PackageNotFoundError:
-        return "unknown"  # a checkout that is not installed

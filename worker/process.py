@@ -191,12 +191,9 @@ class _Worker:
                 return
             key = self._settings.trusted_key
             signed = f"jobs signed with {key} " if key else ""
-            log.info(
-                f"pulling {signed}from {storage.queue.name} of {storage.url}, metrics at"
-                f" http://{self._settings.host}:{self._port}/metrics",
-                action="start",
-                port=self._port,
-            )
+            address = f"http://{self._settings.host}:{self._port}/metrics"
+            source = f"{signed}from {storage.queue.name} of {storage.url}"
+            log.info(f"pulling {source}, metrics at {address}", action="start", port=self._port)
             self._pipeline.start_up_phase = "fetching the model"
             finding = asyncio.ensure_future(self._find_models(storage))
             if await tasks.run_until(self._stop, finding):

@@ -207,18 +207,14 @@ def log_progress(progress: Progress) -> None:
 
 
 def log_report(report: WorkerReport) -> None:
-    fields = _rounded(asdict(report))
+    fields = asdict(report)
     del fields["stopped_by"]  # not known yet; the signal has a line of its own
     jobs = ", ".join(f"{count} {outcome}" for outcome, count in report.jobs.items()) or "none"
     idle = f"the engine was idle {100 * report.engine_idle_fraction:.1f} % of the time"
-    log.info(
-        f"done: {report.images} images in {report.seconds:.0f} s, {idle}; jobs: {jobs}",
-        action="stop",
-        **fields,
-        failed_jobs=report.failed_jobs,
-        images_per_second=round(report.images_per_second, 3),
-        images_per_dollar=report.images_per_dollar,
-    )
+    for name in ("failed_jobs", "images_per_second", "images_per_dollar"):
+        fields[name] = getattr(report, name)
+    text = f"done: {report.images} images in {report.seconds:.0f} s, {idle}; jobs: {jobs}"
+    log.info(text, action="stop", **_rounded(fields))
 
 
 def _rounded(fields: Mapping[str, object]) -> dict[str, Any]:

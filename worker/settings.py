@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
+import importlib.util
 import os
 import socket
+from importlib import metadata
 from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field
 
+from imagefleet import errors
 from imagefleet.pricing.prices import Priority
 from imagefleet.storage.protocol import MAX_LEASE_SECONDS
 from imagefleet.storage.settings import PublicKeys
@@ -40,6 +44,27 @@ def share_of(worker: str, position: int = 0, workers: int = 1) -> float:
     """A worker's place among all, from 0 to 1: by chance, but apart from its neighbours."""
     digest = hashlib.blake2b(worker.encode(), digest_size=4).digest()
     return (position + int.from_bytes(digest) / 2**32) / workers
+
+
+_LIBRARIES = "torch diffusers transformers peft safetensors numpy PIL isal pynvml"
+
+
+@functools.cache
+def version() -> str:
+    """This version of imagefleet."""
+    try:
+        return metadata.version("imagefleet")
+    except metadata.PackageNotFoundError:
+        return "unknown"  # a checkout that is not installed
+
+
+def require_libraries() -> None:
+    """Raises SetupError, with the command to run, where only the console is installed."""
+    for name in _LIBRARIES.split():
+        if importlib.util.find_spec(name) is None:
+            raise errors.SetupError(
+                f"{name} is not installed; to generate images: pip install '.[worker]'"
+            )
 
 
 class WorkerSettings(TelemetrySettings):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -19,14 +20,11 @@ from imagefleet.storage.deliveries import without_deliveries
 from imagefleet.storage.open import Storage
 from imagefleet.storage.routing.models import named
 from imagefleet.storage.settings import checked_priority
-from imagefleet.telemetry import logs
 from worker.jobs import chains, in_flight
 from worker.jobs.in_flight import FailedImage, InFlightImage, InFlightJob, PendingRecords
 from worker.leases import LeaseKeeper
 from worker.metrics import CostMeter, Outcome, WorkerMetrics
 from worker.settings import WorkerSettings
-
-log = logs.EventLog(__name__)
 
 #: The pause before a failed job's next attempt, doubled with each.
 FIRST_RETRY_SECONDS = 2.0
@@ -192,11 +190,8 @@ class Settler:
         if isinstance(error, (errors.LeaseLost, errors.TransientError)):
             self._lost(entry, error)
             return
-        log.warning(
-            f"job {entry.id} {why} stays in the queue {entry.lease.message.queue}: {error.message}",
-            action="job_not_moved",
-            job_id=entry.id,
-        )
+        text = f"{why} stays in the queue {entry.lease.message.queue}: {error.message}"
+        entry.log(logging.WARNING, text, "job_not_moved")
         await self._end(entry, "handed_back", call=partial(self._release, entry, NOT_MOVED_SECONDS))
 
     async def cancelled(self, entry: InFlightJob) -> None:
@@ -312,22 +307,15 @@ class Settler:
         except errors.FleetError as error:
             await self._not_sent(entry, error, "asks for another model and")
         else:
-            log.info(
-                f"job {entry.id} asks for the model {model} and is moved to its queue",
-                action="job_moved",
-                job_id=entry.id,
-            )
+            text = f"asks for the model {model} and is moved to its queue"
+            entry.log(logging.INFO, text, "job_moved")
             await self._end(entry, "moved")
 
     async def unverified(self, entry: InFlightJob, reason: str) -> None:
         """There will be no second drawing: acknowledges the message that asks for it."""
         if not entry.settle():
             return
-        log.info(
-            f"job {entry.id} is not drawn a second time: {reason}",
-            action="job_unverified",
-            job_id=entry.id,
-        )
+        entry.log(logging.INFO, f"is not drawn a second time: {reason}", "job_unverified")
         await self._end(entry, "unverified")
 
     async def _dead_letter(self, entry: InFlightJob, error: errors.FleetError) -> None:
@@ -335,9 +323,7 @@ class Settler:
         if await self._ended_earlier(entry):
             return
         reason = entry.reason(error)
-        log.warning(
-            f"job {entry.id} failed permanently: {reason}", action="job_failed", job_id=entry.id
-        )
+        entry.log(logging.WARNING, f"failed permanently: {reason}", "job_failed")
 
         async def add() -> FailedJob:
             async with entry.lease.lock:
@@ -366,11 +352,8 @@ class Settler:
 
     async def _retry(self, entry: InFlightJob, error: errors.FleetError, attempts: int) -> None:
         delay_seconds = retry.backoff(attempts - 1, FIRST_RETRY_SECONDS, LONGEST_RETRY_SECONDS)
-        log.warning(
-            f"job {entry.id} failed, attempt {attempts} of {self.settings.max_attempts}: {error}",
-            action="job_retried",
-            job_id=entry.id,
-        )
+        text = f"failed, attempt {attempts} of {self.settings.max_attempts}: {error}"
+        entry.log(logging.WARNING, text, "job_retried")
         release = partial(self._release, entry, delay_seconds, failed=True)
         await self._end_after_records(entry, "retried", release)
 
@@ -420,11 +403,8 @@ class Settler:
     def _lost(self, entry: InFlightJob, error: errors.LeaseLost | errors.TransientError) -> Outcome:
         """The job is delivered again, or was; what is stored stays stored."""
         if isinstance(error, errors.TransientError):
-            log.warning(
-                f"the storage does not answer; job {entry.id} will be delivered again: {error}",
-                action="job_abandoned",
-                job_id=entry.id,
-            )
+            text = f"will be delivered again: the storage does not answer: {error}"
+            entry.log(logging.WARNING, text, "job_abandoned")
         self._ended(entry, "lost")
         return "lost"
 

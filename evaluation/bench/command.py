@@ -16,7 +16,7 @@ from fleet import console, options
 from fleet.options import argument
 from imagefleet.pricing import prices
 from worker.files import check as checkpoint
-from worker.node import libraries
+from worker.settings import require_libraries
 
 if TYPE_CHECKING:
     from evaluation.bench.engine import StartStep
@@ -56,7 +56,7 @@ def command(
     check(kind, asked, shown)
     console.check_writable(shown.json_file)
     checkpoint.require_path(asked.model)  # before torch is imported
-    libraries.require()
+    require_libraries()
     if kind == "engine":
         report = _measure_engine(asked)
         show = partial(_show, report)

@@ -27,7 +27,7 @@ from imagefleet.job.message import Job
 from imagefleet.storage.open import open_storage
 from imagefleet.storage.settings import StorageSettings
 from worker.files import check
-from worker.node import libraries
+from worker.settings import require_libraries
 
 #: Nothing is compared by features.
 NONE = "none"
@@ -65,7 +65,7 @@ def _check(plan: Plan) -> None:
         raise errors.SetupError(f"A and B are the same: {plan.a}")
     check.require_path(plan.drawn.model)
     if plan.engines:
-        libraries.require()
+        require_libraries()
 
 
 def _measures(plan: Plan) -> Measures:

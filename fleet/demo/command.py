@@ -21,8 +21,7 @@ from imagefleet.job.message import Job
 from imagefleet.pricing import prices
 from imagefleet.storage.open import open_storage
 from imagefleet.telemetry import logs
-from worker.node import libraries
-from worker.settings import WorkerSettings
+from worker.settings import WorkerSettings, require_libraries
 
 #: The price in the report: the card with the most images per dollar in SaladCloud's benchmarks.
 _PRICED_GPU = "RTX 3060 Ti"
@@ -58,7 +57,7 @@ def command(
     imagefleet demo --cascade
     """
     console.check_writable(json_file)
-    libraries.require()
+    require_libraries()
     if cascade:
         stages = [demo.find_checkpoint(demo.CASCADE / name) for name in ("base", "sr")]
         model, loras = ",".join(map(str, stages)), None

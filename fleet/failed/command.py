@@ -164,13 +164,11 @@ async def discard_command(
     """
     selection = _chosen(which, how, jobs_file, alone=unsigned or completed)
     async with console.connected(settings) as fleet:
-        keep_signed = fleet.checks_signatures() if unsigned else None
-        choice = Discard(keep_signed, completed, takes_strange=selection.id is not None)
+        choice = Discard(fleet.checks_signatures() if unsigned else None, completed)
         if await _may_begin(fleet, selection, choice, how, "discarded"):
             with console.counting("discarded", None) as move:
                 swept = await dead_letter_queue.discard(
-                    *(fleet.storage, selection, lambda count: move(done=count), keep_signed),
-                    completed=completed,
+                    fleet.storage, selection, lambda count: move(done=count), choice
                 )
             await _report(fleet, selection, swept, how, "discarded")
 

@@ -11,7 +11,7 @@ import io
 import tarfile
 import tempfile
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -253,14 +253,14 @@ def _check_prediction(path: Path) -> None:
 @contextlib.asynccontextmanager
 async def _as_file(path: Path, cache: Path) -> AsyncIterator[Path]:
     """*path*, or for a folder a temporary .tar of it."""
-    size = sum(each.stat().st_size for each in files_of(path))
+    size = sum(part.stat().st_size for part in files_of(path))
     if size == 0:  # a single file
         yield path
         return
     with tempfile.TemporaryDirectory(dir=transfer.room_for(cache, size)) as folder:
         target = Path(folder, "model.tar")
         with transfer.showing("packing") as show:
-            await asyncio.to_thread(pack, path, target, lambda packed: show(packed, size))
+            await asyncio.to_thread(pack, path, target, show)
         yield target
 
 
@@ -271,10 +271,11 @@ def files_of(folder: Path) -> list[Path]:
     return sorted(each for each in files if each.is_file())
 
 
-def pack(folder: Path, target: Path, on_progress: Callable[[int], None]) -> None:
-    """Writes a .tar, the same for the same folder; *on_progress* gets the bytes packed so far."""
+def pack(folder: Path, target: Path, on_progress: transfer.Progress) -> None:
+    """Writes a .tar, the same for the same folder."""
     packed = 0
     files = files_of(folder)
+    total = sum(path.stat().st_size for path in files)
     with tarfile.open(target, "w", format=tarfile.GNU_FORMAT) as tar:
         if folder / _INDEX not in files:
             entry = tarfile.TarInfo(_INDEX)
@@ -287,4 +288,4 @@ def pack(folder: Path, target: Path, on_progress: Callable[[int], None]) -> None
             with path.open("rb") as file:
                 tar.addfile(entry, file)
             packed += entry.size
-            on_progress(packed)
+            on_progress(packed, total)

@@ -6,10 +6,10 @@ import contextlib
 import importlib.util
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from PIL import Image
 
@@ -23,21 +23,15 @@ from worker.engine import contract, load
 from worker.files import check, model
 from worker.files.kernels import archive
 from worker.node import check as node_check
-from worker.node import libraries, reference
+from worker.node import reference
 from worker.node.reference import CanaryImage, Reference
-from worker.settings import WorkerSettings
-
-if TYPE_CHECKING:
-    from worker.engine.device import Precision  # loads torch
+from worker.settings import WorkerSettings, require_libraries
 
 #: Drawn in both, which tells how far right images of this checkpoint are apart.
-_PRECISIONS: Mapping[str, tuple[Precision, Precision]] = {
+_PRECISIONS = {
     "cuda": ("float16", "bfloat16"),
     "cpu": ("float32", "bfloat16"),
 }
-
-#: Pixels of an image that a CPU draws within a minute or so.
-_SOON_ON_CPU = 512 * 512
 
 #: A tolerance is so many times what the two precisions differ by.
 _MARGIN = 2.0
@@ -75,7 +69,7 @@ def test_image(model: Path, target: Path) -> dict[str, object]:
 
 def make_canary(model: Path) -> Report:
     """Draws a checkpoint's reference images into a file beside it; raises as `canary`."""
-    libraries.require()
+    require_libraries()
     check.check_path(model)
     found = canary(model)
     target = reference.beside(model)
@@ -123,7 +117,7 @@ def encode(found: Reference) -> bytes:
 
 
 def _draw(
-    model: Path, precision: Precision, device: str
+    model: Path, precision: str, device: str
 ) -> tuple[str, tuple[int, int], dict[CanaryImage, Fingerprint]]:
     """The weights' identity, the images' size and their fingerprints."""
     slots = len(reference.CANARY_IMAGES)
@@ -135,12 +129,8 @@ def _draw(
         )
     width, height = engine.default_size
     # A node compares at the size that it draws at: a smaller one would say nothing of SDXL.
-    takes_long = device == "cpu" and width * height > _SOON_ON_CPU
-    console.print_note(
-        f"drawing {slots} reference images of {width}x{height} in"
-        f" {precision} on the {device}"
-        + ("; at this size that takes minutes" if takes_long else "")
-    )
+    size = f"{width}x{height}"
+    console.print_note(f"drawing {slots} reference images of {size} in {precision} on the {device}")
     with tempfile.TemporaryDirectory() as folder:
         lora = Path(folder, "canary.safetensors")
         self_check.write_lora(lora)
@@ -188,7 +178,7 @@ def _drawing(model: Path) -> Iterator[None]:
 
 def make_kernels(settings: WorkerSettings, output: Path, *, dry_run: bool) -> Report:
     """Compiles kernels as a worker does and packs them into one file; raises SetupError."""
-    libraries.require()
+    require_libraries()
     from worker.files.kernels import cache
 
     check.check(settings)

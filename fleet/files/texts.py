@@ -22,8 +22,7 @@ from imagefleet.storage.open import open_storage
 from imagefleet.storage.settings import SignerSettings
 from loadgen.sources import open_source
 from worker.engine.pixel import text_states
-from worker.node import libraries
-from worker.settings import WorkerSettings
+from worker.settings import WorkerSettings, require_libraries
 
 #: States that are stored and listed together: those that were not are made anew after a kill.
 CHUNK = 256
@@ -53,7 +52,7 @@ def make(
     settings: MakeSettings, jobs: str, given: MakeOptions, *, dry_run: bool, quiet: bool
 ) -> Report:
     """Makes and stores what the storage lacks; raises a FleetError if it cannot."""
-    libraries.require()
+    require_libraries()
     from worker.engine.pixel import text_stage
 
     model = Path(settings.model)

@@ -21,7 +21,6 @@ from fleet.options import option
 from fleet.settings import MonitorSettings
 from imagefleet import aio, concurrency, errors
 from imagefleet.storage.protocol import QueueDepth
-from imagefleet.telemetry import serving
 from worker.progress import duration
 
 
@@ -178,8 +177,8 @@ async def _without_worker(client: aio.Fleet, depth: QueueDepth) -> dict[str, int
         if each.model is not None and each.messages:
             waiting[each.model] += each.messages
 
-    blobs = client.storage.blobs
-    asked = (client.run(serving.is_served(blobs, model)) for model in waiting)
+    models = client.storage.models
+    asked = (client.run(models.is_served(model)) for model in waiting)
     served = zip(waiting, await concurrency.gather(*asked), strict=True)
     return {model: waiting[model] for model, is_served in served if not is_served}
 

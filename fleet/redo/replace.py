@@ -7,6 +7,7 @@ Journals are among the files, which workers only read: a forged one could delete
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import re
@@ -15,7 +16,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
-from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
+from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from imagefleet import concurrency, errors
 from imagefleet.files import picture
@@ -56,11 +57,12 @@ class JobFinder:
         for given in map(self._given.get, (key, _NUMBER.sub("", key))):
             if given is not None and draws(read_job(given, "none"), name):
                 return given
-        found = {
-            job.to_message(): message
-            for message, job in await self._jobs(name, data)
-            if draws(job, name)
-        }
+        files = [data]
+        for duplicate in self._duplicates.get(name, ()):
+            with contextlib.suppress(errors.UnusableFileError):
+                files.append(await self._blobs.read(duplicate, MAX_IMAGE_BYTES) or b"")
+        jobs = filter(None, (picture.job_in(file, self._trusted) for file in files))
+        found = {job.to_message(): message for message, job in jobs if draws(job, name)}
         if len(found) > 1:
             raise errors.JobError(
                 "the image and its duplicates have different jobs: give the right one with --jobs"
@@ -69,17 +71,6 @@ class JobFinder:
             signed = "" if self._trusted is None else " that is signed with a trusted key"
             raise errors.JobError(f"it has no job in it{signed}: give its job with --jobs")
         return found.popitem()[1]
-
-    async def _jobs(self, name: str, data: bytes) -> list[tuple[str, Job]]:
-        files = [data]
-        for duplicate in self._duplicates.get(name, ()):
-            try:
-                files.append(await self._blobs.read(duplicate, MAX_IMAGE_BYTES) or b"")
-            except errors.UnusableFileError:
-                continue
-        return [
-            found for file in files if (found := picture.job_in(file, self._trusted)) is not None
-        ]
 
 
 def draws(job: Job, name: str) -> bool:
@@ -107,8 +98,6 @@ _CONTENT_TYPES = {"png": "image/png", "jpg": "image/jpeg", "webp": "image/webp"}
 
 class Entry(BaseModel):
     """One image to be replaced: the drawing that is meant, by its metadata, and its job."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     name: str
     metadata: dict[str, str]

@@ -252,16 +252,19 @@ class Scaler:
     async def _carry_out(
         self, decision: Decision, known: Known, groups: Sequence[Group], *, is_due: bool
     ) -> None:
+        is_late = known.messages and self._goal.has_passed(known.now)
+        level = logging.WARNING if is_late else logging.INFO
         if decision.replicas == known.replicas:
             log.log(
-                logging.INFO if is_due else logging.DEBUG,
+                level if is_due else logging.DEBUG,
                 "keeping %d replicas: %s",
                 *(known.replicas, decision.reason),
                 action="scale_keep",
                 replicas=known.replicas,
             )
             return
-        log.info(
+        log.log(
+            level,
             "%s from %d to %d replicas: %s; $%.2f of $%.2f spent",
             "would scale" if self._is_dry_run else "scaling",
             *(known.replicas, decision.replicas, decision.reason),

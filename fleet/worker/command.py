@@ -15,9 +15,9 @@ from fleet.options import option
 from fleet.worker import live
 from imagefleet.telemetry import logs
 from worker.models import checkpoints
-from worker.node import libraries, salad
+from worker.node import salad
 from worker.progress import WorkerReport, duration
-from worker.settings import MachineSettings, WorkerSettings
+from worker.settings import MachineSettings, WorkerSettings, require_libraries
 
 if TYPE_CHECKING:
     from worker.gpus.child import Member
@@ -48,7 +48,7 @@ def command(
 
     imagefleet worker --model ./model --gpus all
     """
-    libraries.require()
+    require_libraries()
     # They need libraries of the extra `worker`.
     from worker.gpus import child, choice, parent
 

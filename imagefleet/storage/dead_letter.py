@@ -194,7 +194,7 @@ class Check:
             ) from None
 
     async def choose(
-        self, storage: Storage, entries: list[Entry]
+        self, storage: Storage, entries: list[Entry], _selection: Selection
     ) -> tuple[list[Chosen], list[Refused]]:
         """Those that can be sent again, and those that stay."""
         chosen, refused = list[Chosen](), list[Refused]()

@@ -77,15 +77,17 @@ class Preview:
 
 @dataclass(frozen=True, slots=True)
 class Discard:
-    """Chooses jobs to delete: of those *completed*, and of what *keep_signed* does not accept."""
+    """Chooses jobs to delete.
+
+    *keep_signed*: whatever is not signed with that check's keys, and nothing else. *completed*:
+    only jobs that were sent again since, and whose images are all stored.
+    """
 
     keep_signed: Check | None = None
     completed: bool = False
-    takes_strange: bool = False
-    """Whether messages are taken that are no records, too."""
 
     async def choose(
-        self, storage: Storage, entries: list[Entry]
+        self, storage: Storage, entries: list[Entry], selection: Selection
     ) -> tuple[list[Chosen], list[Refused]]:
         """Those that are to be deleted, and those that stay though they were selected."""
         if self.completed:
@@ -93,11 +95,14 @@ class Discard:
             entries = [*itertools.compress(entries, await concurrency.gather(*works))]
         if (check := self.keep_signed) is not None:
             entries = [each for each in entries if not await check.is_signed(each, storage.blobs)]
-        if check is not None or self.takes_strange:
+        if check is not None or selection.id is not None:
             return [Chosen(entry) for entry in entries], []
         reason = "it is not a record of a failed job"
         strange = [Refused(entry.id, reason) for entry in entries if entry.record is None]
         return [Chosen(entry) for entry in entries if entry.record], strange
+
+
+ALL = Discard()
 
 
 async def unrecorded(storage: Storage) -> int:
@@ -148,7 +153,7 @@ async def preview(storage: Storage, selection: Selection, choice: Check | Discar
     found = Preview()
     read = browse if await unrecorded(storage) else recorded
     async for some in in_batches(read(storage, selection)):
-        chosen, refused = await choice.choose(storage, some)
+        chosen, refused = await choice.choose(storage, some, selection)
         others = [each for each in refused if not each.is_unsigned]
         found.refused += len(others)
         found.unsigned += len(refused) - len(others)
@@ -190,7 +195,7 @@ async def replay(
     began_at = datetime.now(UTC)
 
     async def send(entries: list[Entry]) -> list[Entry]:
-        chosen, refused = await check.choose(storage, entries)
+        chosen, refused = await check.choose(storage, entries, selection)
         swept.refused += refused
         await storage.models.send([body for _, body, _ in chosen], priority)
         sent = [entry for entry, _, _ in chosen]
@@ -208,14 +213,9 @@ async def discard(
     storage: Storage,
     selection: Selection,
     on_progress: OnProgress | None = None,
-    keep_signed: Check | None = None,
-    *,
-    completed: bool = False,
+    choice: Discard = ALL,
 ) -> Swept:
     """Deletes failed jobs; a message that is not a record only if it is selected by its id.
-
-    *keep_signed*: deletes whatever is not signed with that check's keys, and nothing else.
-    *completed*: only jobs that were sent again since, and whose images are all stored.
 
     They are noted as discarded first: a crash leaves messages that no list counts, and that the
     same call deletes. Failed jobs of which only the records are left are noted as well.
@@ -223,24 +223,23 @@ async def discard(
     swept = Swept()
     records = RecordLog(storage.blobs, "operator")
     noted: set[str | None] = set()
-    choice = Discard(keep_signed, completed, takes_strange=selection.id is not None)
     began_at = datetime.now(UTC)
 
     async def choose(entries: list[Entry]) -> list[Entry]:
-        found, refused = await choice.choose(storage, entries)
+        found, refused = await choice.choose(storage, entries, selection)
         swept.refused += refused
         chosen = [entry for entry, _, _ in found]
         noted.update(entry.record.source for entry in chosen if entry.record)
-        if keep_signed is None:  # else one that is made up may pass for one that stays
+        if choice.keep_signed is None:  # else one that is made up may pass for one that stays
             await records.add(_notes(chosen, "discarded"))
         return chosen
 
     is_hidden = not await _sweep(storage, selection, records, choose, swept, on_progress)
     async for some in in_batches(recorded(storage, selection)):
         gone = some
-        if keep_signed is None:
+        if choice.keep_signed is None:
             gone = [each for each in some if not is_hidden and each.message.enqueued_at < began_at]
-        left = [entry for entry, _, _ in (await choice.choose(storage, gone))[0]]
+        left = [entry for entry, _, _ in (await choice.choose(storage, gone, selection))[0]]
         await records.add(_notes(left, "discarded"))
         swept.done += sum(entry.message.id not in noted for entry in left)
     return swept

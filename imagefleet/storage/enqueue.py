@@ -13,7 +13,6 @@ from imagefleet.storage import protocol
 from imagefleet.storage.open import Storage
 from imagefleet.storage.routing.models import model_of, models_of
 from imagefleet.storage.settings import Priority
-from imagefleet.telemetry import serving
 
 #: The folder of models in the container of files.
 MODELS = f"{MODEL.folder}/"
@@ -56,7 +55,7 @@ class JobSender:
             stored = await stored_models(self._storage.files)
             # Without a model in the storage, workers have theirs from elsewhere.
             is_there = not stored or model in stored
-            if not is_there and not await serving.is_served(self._storage.blobs, model):
+            if not is_there and not await self._storage.models.is_served(model):
                 raise errors.JobError(
                     f"no worker can have the model {model!r}: it is not in {MODELS} of the storage,"
                     f" and no worker serves it now{validation.suggestion(model, stored)}; add it"

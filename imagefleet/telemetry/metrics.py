@@ -50,33 +50,28 @@ class QueueGauges:
 
     def __init__(self, registry: CollectorRegistry) -> None:
         gauge = partial(Gauge, registry=registry)
+        of_queue, of_model = (partial(gauge, labelnames=[each]) for each in ("queue", "model"))
         self._messages = gauge(
             "imagefleet_queue_messages", "Messages in a queue by state.", ["queue", "state"]
         )
-        self._oldest_age = gauge(
+        self._oldest_age = of_queue(
             "imagefleet_queue_oldest_age_seconds",
             "Age of the oldest visible message; 0 if there is none.",
-            ["queue"],
         )
-        self._shards = gauge(
+        self._shards = of_queue(
             "imagefleet_queue_shards",
             "Queues of the storage that a queue consists of, where it is several.",
-            ["queue"],
         )
-        self._fullest = gauge(
-            "imagefleet_queue_fullest_shard_messages",
-            "Messages in the fullest shard of a queue.",
-            ["queue"],
+        self._fullest = of_queue(
+            "imagefleet_queue_fullest_shard_messages", "Messages in the fullest shard of a queue."
         )
-        self._model_messages = gauge(
+        self._model_messages = of_model(
             "imagefleet_model_queue_messages",
             "Messages in the queues of a model's jobs; of those without a model, model is empty.",
-            ["model"],
         )
-        self._model_age = gauge(
+        self._model_age = of_model(
             "imagefleet_model_queue_oldest_age_seconds",
             "Age of the oldest visible message of a model's; 0 if there is none.",
-            ["model"],
         )
         self._models: set[str] = set()
 

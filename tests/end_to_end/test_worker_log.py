@@ -28,7 +28,7 @@ StandInWorker = Callable[..., list[Any]]
 
 pytestmark = pytest.mark.parametrize("storage_settings", ["local"], indirect=True)
 
-BUG = "from worker.node import libraries; libraries.require = lambda: 1 / 0"
+BUG = "from fleet.worker import command; command.require_libraries = lambda: 1 / 0"
 
 #: A line for each way in which something may go wrong beside the work.
 NOISE = """

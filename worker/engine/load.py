@@ -45,18 +45,15 @@ class EngineSettings:
     slots: int | None = None
     """Images drawn at once; None takes as many as the GPU's memory holds."""
     compile: Compile = "auto"
-    """'auto' compiles on a GPU before the engine is returned, a minute or two; with 'background' it
-    draws at once, and compiles meanwhile."""
+    """On a GPU: before the engine is returned, a minute or two, or while it draws; or not."""
     compiled_modes: Sequence[WeightMode] = ("per_slot", "shared")
     """The weight modes the UNet is compiled for, in this order."""
     fp16_accumulate: bool = False
-    """Sums matrix products in float16: up to twice the rate on GeForce cards, at some loss of
-    accuracy."""
+    """Sums in float16: up to twice the rate on GeForce cards, at some loss of accuracy."""
     slot_weights: SlotWeights | None = None
     """How slots hold LoRAs (`memory.SlotWeights`); None decides by the GPU's memory."""
     around_compiling: Around | None = None
-    """With 'background', given the name of what is compiled; what it returns is entered on the
-    compiler's thread meanwhile."""
+    """What is entered while something is compiled beside the ticks."""
 
 
 def load_engine(settings: EngineSettings) -> SlotEngine:

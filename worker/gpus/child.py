@@ -92,12 +92,8 @@ class Child:
                 start_new_session=True,  # Ctrl-C is for the parent
             )
         self._process, self._answered_at, self._is_hung = process, time.monotonic(), False
-        log.info(
-            f"the worker of GPU {self.gpu.name} is process {process.pid}",
-            action="worker_started",
-            gpu=self.gpu.name,
-            process_id=process.pid,
-        )
+        text = f"the worker of GPU {self.gpu.name} is process {process.pid}"
+        log.info(text, action="worker_started", gpu=self.gpu.name, process_id=process.pid)
         reader, self._control = await asyncio.open_connection(sock=ours)
         for word in self._words:  # which came before the process
             self._control.write(word)
@@ -138,11 +134,9 @@ class Child:
         if self._process is None or time.monotonic() - self._answered_at <= limit:
             return True
         if not self._is_hung:
-            log.error(
-                f"the worker of GPU {self.gpu.name} has not answered for {limit:.0f} s: killing it",
-                action="worker_hangs",
-                gpu=self.gpu.name,
-            )
+            silence = f"has not answered for {limit:.0f} s: killing it"
+            text = f"the worker of GPU {self.gpu.name} {silence}"
+            log.error(text, action="worker_hangs", gpu=self.gpu.name)
         self._is_hung, self.is_ready = True, False
         self.kill()
         return False

@@ -135,12 +135,9 @@ class _Parent:
                 salad.updating_deletion_cost(metadata, lambda: self._metrics.busy_slots),
             ):
                 names = ", ".join(child.gpu.name for child in self._children)
-                log.info(
-                    f"starting {len(self._children)} workers, on GPU {names}, metrics at"
-                    f" http://{settings.host}:{port}/metrics",
-                    action="start_workers",
-                    port=port,
-                )
+                address = f"http://{settings.host}:{port}/metrics"
+                text = f"starting workers on GPU {names}, metrics at {address}"
+                log.info(text, action="start_workers", port=port)
                 try:
                     await self._run_children()
                 finally:
@@ -179,13 +176,8 @@ class _Parent:
                 self._leave_out(gpu, code, f"it crashed {crashes} times in a row")
                 return
             seconds = retry.backoff(crashes - 1, FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS)
-            log.error(
-                f"the worker of GPU {gpu} ended with {_words(code)}; starting it again in"
-                f" {seconds:.0f} s",
-                action="worker_crashed",
-                gpu=gpu,
-                exit_code=code,
-            )
+            text = f"GPU {gpu}: {_words(code)}; starting it again in {seconds:.0f} s"
+            log.error(text, action="worker_crashed", gpu=gpu, exit_code=code)
             await tasks.first_of(self._stop.wait(), timeout_seconds=seconds)
             if self._stop.is_set() or self._is_queue_empty():
                 self._codes.append(code)
@@ -199,13 +191,9 @@ class _Parent:
     def _leave_out(self, gpu: str, code: int, why: str) -> None:
         self._codes.append(code)
         left = len(self._children) - len(self._codes)
-        log.error(
-            f"GPU {gpu} is left out, {left} of {len(self._children)} go on: its worker ended with"
-            f" {_words(code)}, {why}",
-            action="gpu_left_out",
-            gpu=gpu,
-            exit_code=code,
-        )
+        go_on = f"{left} of {len(self._children)} go on"
+        text = f"GPU {gpu} is left out, {go_on}: its worker ended with {_words(code)}, {why}"
+        log.error(text, action="gpu_left_out", gpu=gpu, exit_code=code)
 
     def _exit_code(self) -> int:
         """The code of workers that did what they were told, else the class of what ended them."""

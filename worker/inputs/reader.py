@@ -70,20 +70,13 @@ class InputReader:
     ) -> None:
         """*cache_bytes* for each kind of file, which one of the *trusted* keys must list."""
         self._containers = {"files": files_of_jobs, "images": images}
-        self._upscalers, self._controlnets, self._text_states = (
-            FileLibrary(
-                files_of_jobs,
-                kind,
-                cache=cache / kind.folder,
-                cache_bytes=most_bytes,
-                trusted=trusted,
-            )
-            for kind, most_bytes in (
-                (kinds.UPSCALER, cache_bytes),
-                (kinds.CONTROLNET, cache_bytes),
-                (kinds.TEXT, min(cache_bytes, TEXT_STATES_BYTES)),
-            )
-        )
+
+        def library(kind: kinds.FileKind, most: int = cache_bytes) -> FileLibrary:
+            own = cache / kind.folder
+            return FileLibrary(files_of_jobs, kind, cache=own, cache_bytes=most, trusted=trusted)
+
+        self._upscalers, self._controlnets = library(kinds.UPSCALER), library(kinds.CONTROLNET)
+        self._text_states = library(kinds.TEXT, min(cache_bytes, TEXT_STATES_BYTES))
         self._room = asyncio.Semaphore(DECODED_AT_ONCE)
 
     async def read(

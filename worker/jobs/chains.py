@@ -7,6 +7,8 @@ sends the next stage once more, whose worker finds its image in turn.
 
 from __future__ import annotations
 
+import logging
+
 from imagefleet import errors
 from imagefleet.cancelled import CancelledCampaigns
 from imagefleet.job import chain
@@ -14,10 +16,7 @@ from imagefleet.job.message import DELIVERIES_FIELD, Job, message_fields, messag
 from imagefleet.storage import protocol, queue_names
 from imagefleet.storage.routing.models import ModelQueues
 from imagefleet.storage.settings import checked_priority
-from imagefleet.telemetry import logs
 from worker.jobs.in_flight import InFlightJob
-
-log = logs.EventLog(__name__)
 
 
 def next_message(job: Job, message: protocol.LeasedMessage) -> tuple[str, Job]:
@@ -44,4 +43,4 @@ async def send_next(models: ModelQueues, entry: InFlightJob, cancelled: Cancelle
         raise errors.JobCancelled
     await models.send([body], priority)
     stage = f"{following.stage} of {following.stages}"
-    log.debug(f"job {entry.id} goes on: {stage}", action="stage_sent", job_id=entry.id)
+    entry.log(logging.DEBUG, f"goes on with stage {stage}", "stage_sent")

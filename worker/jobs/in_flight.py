@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Iterator
@@ -200,8 +201,13 @@ class InFlightJob:
         """*error*; for a bug of ours one that is retried, as that could end all workers."""
         if isinstance(error, errors.FleetError):
             return error
-        log.error(f"job {self.id} hit a bug", exc_info=error, action="job_defect", job_id=self.id)
+        self.log(logging.ERROR, "hit a bug", "job_defect", exc_info=error)
         return errors.TransientError(f"{type(error).__name__}: {error}")
+
+    def log(self, level: int, text: str, action: str, exc_info: Exception | None = None) -> None:
+        """Logs what becomes of it."""
+        text = f"job {self.id} {text}"
+        log.log(level, text, action=action, job_id=self.id, exc_info=exc_info)
 
     def reason(self, error: errors.FleetError) -> str:
         """Why it failed; of a job of several images also which one failed, and what is stored."""
@@ -311,6 +317,9 @@ class _Waiting:
     begun: InFlightJob | None = None
 
 
+_Stored = tuple[_Waiting, "errors.TransientError | None"]
+
+
 @dataclass(slots=True, eq=False)
 class PendingRecords:
     """Jobs that wait for their records to be stored."""
@@ -328,9 +337,7 @@ class PendingRecords:
     _early: int = field(default=0, init=False)  # records of jobs that go on
     _changed: asyncio.Event = field(default_factory=asyncio.Event, init=False)
     _room: asyncio.Event = field(default_factory=asyncio.Event, init=False)
-    _stored: asyncio.Queue[tuple[_Waiting, errors.TransientError | None]] = field(
-        default_factory=asyncio.Queue, init=False
-    )
+    _stored: asyncio.Queue[_Stored] = field(default_factory=asyncio.Queue, init=False)
     _stored_at: deque[float] = field(default_factory=deque, init=False)  # of those in `_stored`
 
     @property

@@ -26,9 +26,9 @@ from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 from imagefleet import errors, retry
-from imagefleet.storage.routing.models import ModelQueues
+from imagefleet.storage.routing.models import SERVED_SPAN, ModelQueues
 from imagefleet.storage.routing.queue import RoutedQueue
-from imagefleet.telemetry import host, logs, serving
+from imagefleet.telemetry import host, logs
 from worker import tasks
 from worker.engine import contract
 from worker.files import model as model_files
@@ -319,7 +319,7 @@ async def note_served(models: ModelQueues, names: Callable[[], Sequence[str]]) -
                 await models.note_served(name)
         except errors.FleetError as error:
             log.debug(f"which models are served cannot be noted: {error}")
-        await asyncio.sleep(retry.jitter(serving.SPAN.total_seconds() / 2))
+        await asyncio.sleep(retry.jitter(SERVED_SPAN.total_seconds() / 2))
 
 
 async def make_queues(models: ModelQueues, names: Sequence[str]) -> None:

@@ -51,10 +51,8 @@ class Canary:
             return None
         except errors.FleetError as error:
             return f"{alarm}; and a plain image failed as well: {error}"
-        log.warning(
-            f"{alarm}; but a plain image succeeded: the jobs are at fault, not this node",
-            action="node_proved",
-        )
+        text = f"{alarm}; but a plain image succeeded: the jobs are at fault, not this node"
+        log.warning(text, action="node_proved")
         return None
 
     async def draw(self, requests: Sequence[contract.ImageRequest]) -> list[contract.Pixels]:

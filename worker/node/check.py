@@ -153,13 +153,8 @@ class NodeCheck(Collector):
         self.findings["seconds"] = round(time.monotonic() - self._began_at, 3)
         level = logging.INFO if self.passed else logging.ERROR
         found = "passed" if self.passed else f"failed: {failure}"
-        log.log(
-            level,
-            f"the node check {found} after {self.findings['seconds']:.1f} s",
-            action="node_check",
-            **self.findings,
-            limits=asdict(self._limits),
-        )
+        text = f"the node check {found} after {self.findings['seconds']:.1f} s"
+        log.log(level, text, action="node_check", **self.findings, limits=asdict(self._limits))
 
     def collect(self) -> Iterator[Metric]:
         for name, what in _FINDINGS.items():

@@ -184,10 +184,8 @@ async def _update(metadata: SaladMetadata, jobs_in_flight: Callable[[], int]) ->
                 await metadata.set_deletion_cost(cost)
             except errors.TransientError as error:
                 if warning.is_due():
-                    log.warning(
-                        f"the deletion cost is not updated, the work goes on: {error}",
-                        action="deletion_cost_failed",
-                    )
+                    text = f"the deletion cost is not updated, the work goes on: {error}"
+                    log.warning(text, action="deletion_cost_failed")
             else:
                 current = cost
         await asyncio.sleep(retry.jitter(COST_SECONDS, 0.8, 1.2))

@@ -158,10 +158,8 @@ class NodeSelfCheck:
         await self.engine_thread.call(lambda: self_check.write_lora(lora))
         why = "there are none" if reference is None else reference.why_unusable(self.engine)
         if why is not None:
-            log.warning(
-                f"no reference images ({why}): `imagefleet files make canary` makes them",
-                action="reference_missing",
-            )
+            text = f"no reference images ({why}): `imagefleet files make canary` makes them"
+            log.warning(text, action="reference_missing")
             reference = None
         if reference is not None:
             self._tolerances[reference.size] = reference.tolerance

@@ -10,7 +10,6 @@ hundred times as large to install, and write no text; fpng (0.7 ms) has no licen
 
 from __future__ import annotations
 
-import functools
 import io
 import json
 import re
@@ -18,7 +17,6 @@ import struct
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
-from importlib import metadata
 
 import numpy as np
 import numpy.typing as npt
@@ -31,6 +29,7 @@ from imagefleet.job import samplers
 from imagefleet.job.message import Job, Output
 from imagefleet.job.passes import hires
 from worker.engine.contract import Pixels
+from worker.settings import version
 
 _DELIMITER = re.compile("[,:\n]")
 
@@ -105,7 +104,8 @@ def parameters(
         **_options(job, sampler.title),
         "Lora hashes": ", ".join(f"{name}: {each}" for name, each in loras.items()) or None,
         "TI hashes": ", ".join(f"{name}: {each}" for name, each in embeddings.items()) or None,
-        "Version": _version(),
+        # None that AUTOMATIC1111 would take for one of its own, and be compatible with.
+        "Version": f"imagefleet {version()}",
     }
     prompt, negative_prompt = job.shown_prompts
     lines = [prompt]
@@ -202,15 +202,6 @@ def _options(job: Job, sampler: str) -> dict[str, str]:
         for word, field in fields.items()
         if (value := getattr(job, field)) not in usual.get(field, (0.0,))
     }
-
-
-@functools.cache
-def _version() -> str:
-    """No version that AUTOMATIC1111 would take for one of its own, and be compatible with."""
-    try:
-        return f"imagefleet {metadata.version('imagefleet')}"
-    except metadata.PackageNotFoundError:
-        return "imagefleet"
 
 
 def _number(value: float) -> str:

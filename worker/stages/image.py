@@ -11,9 +11,8 @@ import itertools
 import json
 import time
 from collections import Counter, deque
-from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import NoReturn
 
@@ -25,7 +24,7 @@ from imagefleet.records.record import MAX_NAME_CHARACTERS, Embedding, Record
 from imagefleet.telemetry import logs
 from worker import tasks
 from worker.engine import contract
-from worker.gpu_thread import Delivery, EngineThread
+from worker.gpu_thread import Delivery
 from worker.jobs.in_flight import InFlightImage, InFlightJob
 from worker.node.canary import Canary
 from worker.node.self_check import NodeSelfCheck
@@ -78,16 +77,16 @@ class _EncodedImage:
     file: encode.EncodedImage
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(eq=False)
 class UploadStage:
     """Stores files as blobs."""
 
     settler: Settler
     watchdog: NodeWatchdog
     suspects: Suspects
-    queue: asyncio.Queue[_EncodedImage] = field(
-        default_factory=lambda: asyncio.Queue(WAITING_PER_UPLOAD * UPLOADS), init=False
-    )
+
+    def __post_init__(self) -> None:
+        self.queue: asyncio.Queue[_EncodedImage] = asyncio.Queue(WAITING_PER_UPLOAD * UPLOADS)
 
     async def run(self) -> NoReturn:
         while True:
@@ -200,28 +199,18 @@ class UploadStage:
         return facts
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(eq=False)
 class EncodeStage:
     """Encodes generated images on threads; feeds the upload stage."""
 
     model_hash: Future[str | None]
     upload: UploadStage
-    queue: asyncio.Queue[GeneratedImage] = field(
-        default_factory=lambda: asyncio.Queue(ENCODERS), init=False
-    )
-    _threads: ThreadPoolExecutor = field(
-        default_factory=lambda: ThreadPoolExecutor(ENCODERS, "encode"), init=False
-    )
-    _files: concurrency.Batches[tuple[GeneratedImage, Output, str, str], encode.EncodedImage] = (
-        field(init=False)
-    )
 
     def __post_init__(self) -> None:
+        self.queue: asyncio.Queue[GeneratedImage] = asyncio.Queue(ENCODERS)
+        self._threads = ThreadPoolExecutor(ENCODERS, "encode")
         self._files = concurrency.Batches(
-            concurrency.one_by_one(lambda drawn: _encoded(*drawn)),
-            self._threads,
-            most=1,
-            at_once=ENCODERS,
+            concurrency.one_by_one(_encoded), self._threads, most=1, at_once=ENCODERS
         )
 
     async def run(self) -> NoReturn:
@@ -266,24 +255,20 @@ class EncodeStage:
         await self.upload.queue.put(_EncodedImage(image, file))
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(eq=False)
 class GenerateStage:
     """Matches the engine's tickets with images; the engine's thread does the waiting."""
 
     engine: contract.Engine
     encode: EncodeStage
     puller: Puller
-    settler: Settler = field(init=False)
-    engine_thread: EngineThread = field(init=False)
-    checks: NodeSelfCheck = field(init=False)
-    _family: families.Family = field(init=False)
-    nothing_at_engine: asyncio.Event = field(default_factory=asyncio.Event, init=False)
-    _tickets: Iterator[int] = field(default_factory=itertools.count, init=False)
-    _held: deque[Delivery] = field(default_factory=deque, init=False)
-    _at_engine: dict[int, InFlightImage] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
         self.settler, self.engine_thread = self.puller.settler, self.puller.engine_thread
+        self.nothing_at_engine = asyncio.Event()
+        self._tickets = itertools.count()
+        self._held: deque[Delivery] = deque()
+        self._at_engine: dict[int, InFlightImage] = {}
         self._family = families.find(self.engine.family)
         self.checks = NodeSelfCheck(
             self.engine,
@@ -410,9 +395,8 @@ class GenerateStage:
         await self.encode.queue.put(GeneratedImage(image, outcome))
 
 
-def _encoded(
-    generated: GeneratedImage, output: Output, parameters: str, job: str
-) -> encode.EncodedImage:
+def _encoded(drawn: tuple[GeneratedImage, Output, str, str]) -> encode.EncodedImage:
+    generated, output, parameters, job = drawn
     pixels, overlay = generated.pixels, generated.image.owner.overlay
     if overlay is not None:
         encode.refuse_one_colour(pixels)  # the engine's own

@@ -8,10 +8,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import logging
 from collections import OrderedDict, deque
 from collections.abc import AsyncIterator, Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NoReturn
 
@@ -19,17 +20,13 @@ from imagefleet import cancelled, concurrency, errors, retry
 from imagefleet.job.message import Job, job_key, read_job
 from imagefleet.pricing import families
 from imagefleet.storage import protocol
-from imagefleet.telemetry import logs
 from worker import tasks
 from worker.engine import contract
 from worker.inputs.reader import NO_INPUTS, Inputs, JobFiles
 from worker.jobs.in_flight import InFlightImage, InFlightJob
 from worker.node.watchdog import NodeWatchdog, Suspects
 from worker.pull import Puller
-from worker.settle import Settler
 from worker.stages.image import ENCODING, UPLOADS, EncodeStage, GenerateStage, UploadStage
-
-log = logs.EventLog(__name__)
 
 #: Jobs that a worker remembers, so that it does not draw the same image a second time: many times
 #: what it holds, since a job and its second drawing are sent together.
@@ -126,26 +123,19 @@ class Turns:
         return self._new.get_nowait() if self._was_new else self._begun.popleft()
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(eq=False)
 class PrepareStage:
     """Reads jobs, resolves their files and cuts their prompts; feeds the generate stage."""
 
     generate: GenerateStage
     files: JobFiles
-    engine: contract.Engine = field(init=False)
-    settler: Settler = field(init=False)
-    turns: Turns = field(default_factory=lambda: Turns(protocol.MAX_RECEIVE), init=False)
-    _isolation: Isolation = field(default_factory=Isolation, init=False)
-    _drawn_here: OrderedDict[str, None] = field(default_factory=OrderedDict, init=False)
-    _threads: ThreadPoolExecutor = field(
-        default_factory=lambda: ThreadPoolExecutor(PREPARERS, "prepare"), init=False
-    )
-    _prepared: concurrency.Batches[contract.ImageRequest, contract.PreparedRequest] = field(
-        init=False
-    )
 
     def __post_init__(self) -> None:
         self.engine, self.settler = self.generate.engine, self.generate.settler
+        self.turns = Turns(protocol.MAX_RECEIVE)
+        self._isolation = Isolation()
+        self._drawn_here: OrderedDict[str, None] = OrderedDict()
+        self._threads = ThreadPoolExecutor(PREPARERS, "prepare")
         self._prepared = concurrency.Batches(
             concurrency.one_by_one(self.engine.prepare), self._threads, most=1, at_once=PREPARERS
         )
@@ -224,7 +214,7 @@ class PrepareStage:
         async with self._isolation.alone():
             await self.generate.nothing_at_engine.wait()
             lost = f"{entry.deliveries.lost} workers that had it died or lost their leases"
-            log.warning(f"job {entry.id} is generated alone: {lost}", action="job_alone")
+            entry.log(logging.WARNING, f"is generated alone: {lost}", "job_alone")
             if body := entry.deliveries.marked_alone().write_to(entry.lease.message.body):
                 keeper = self.settler.keeper
                 await self.settler.retry_policy.call(partial(keeper.rewrite, entry.lease, body))

@@ -159,10 +159,8 @@ class RotatingTokens:
                 return False
             if not self._refusal_logged:
                 self._refusal_logged = True
-                log.warning(
-                    f"{refusal.message}; waiting for {self.source.name} to provide new ones",
-                    action="tokens_refused",
-                )
+                text = f"{refusal.message}; waiting for {self.source.name} to provide new ones"
+                log.warning(text, action="tokens_refused")
             await asyncio.sleep(_POLL_SECONDS)
 
     async def close(self) -> None:

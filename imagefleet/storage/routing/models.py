@@ -11,6 +11,7 @@ import asyncio
 import functools
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping
+from datetime import UTC, datetime, timedelta
 
 from imagefleet import concurrency, errors
 from imagefleet.job import chain, sizes
@@ -20,7 +21,7 @@ from imagefleet.storage import protocol
 from imagefleet.storage.routing.queue import RoutedQueue
 from imagefleet.storage.routing.route import Route
 from imagefleet.storage.settings import PRIORITIES, Priority
-from imagefleet.telemetry import logs, serving
+from imagefleet.telemetry import logs
 
 log = logs.EventLog(__name__)
 
@@ -32,6 +33,12 @@ LISTED_SECONDS = 10.0
 
 #: Models with queues that are looked at: each costs three queues' operations.
 MAX_MODELS = 200
+
+#: Workers note which models they serve in spans: an empty blob `-serving/MODEL/SPAN` is the note of
+#: any number of them. Older ones are deleted by workers whose credentials allow it.
+SERVED_FOLDER = "-serving/"
+SERVED_SPAN = timedelta(minutes=10)
+_KEPT = timedelta(hours=1)
 
 Queues = Mapping[Priority, RoutedQueue]
 
@@ -123,10 +130,18 @@ class ModelQueues:
         await route.sent_to()
         return len(route.order)
 
-    async def note_served(self, model: str) -> None:
-        """A worker serves the model, for `status` and for those who send jobs."""
+    async def note_served(self, model: str, now: datetime | None = None) -> None:
+        """A worker serves the model, for `status` and those who send jobs, up to ten minutes on."""
         if SAFE_NAME.fullmatch(model):
-            await serving.note(self._blobs, model)
+            now = now or datetime.now(UTC)
+            await self._blobs.create(_note(model, now), b"", "text/plain", {})
+            await self._blobs.delete(_note(model, now - _KEPT))
+
+    async def is_served(self, model: str, now: datetime | None = None) -> bool:
+        """Whether a worker has noted it in this span, or in the one before."""
+        now = now or datetime.now(UTC)
+        exists = self._blobs.exists
+        return await exists(_note(model, now)) or await exists(_note(model, now - SERVED_SPAN))
 
     async def names(self) -> list[str]:
         """The models that have queues, as far as the credentials allow to know it."""
@@ -179,6 +194,12 @@ class ModelQueues:
         chains = [body for body in bodies if f'"{chain.THEN_FIELD}"' in body]
         for model in set().union(*map(models_of, chains)):
             await self.make(model)
+
+
+def _note(model: str, moment: datetime) -> str:
+    span = int(moment.timestamp() // SERVED_SPAN.total_seconds())
+    start = datetime.fromtimestamp(span * SERVED_SPAN.total_seconds(), UTC)
+    return f"{SERVED_FOLDER}{model}/{start:%Y%m%dT%H%M}"
 
 
 def model_of(body: str) -> str | None:

@@ -141,11 +141,9 @@ class Shard:
             return
         self.is_missing = True
         is_usual = isinstance(error, errors.MissingResourceError)  # made by the next load
-        log.log(
-            logging.INFO if is_usual else logging.WARNING,
-            f"no jobs are taken from the queue {self.queue.name}: {error.message}",
-            action="queue_missing",
-        )
+        level = logging.INFO if is_usual else logging.WARNING
+        text = f"no jobs are taken from the queue {self.queue.name}: {error.message}"
+        log.log(level, text, action="queue_missing")
 
 
 class Route:

@@ -18,7 +18,7 @@ from imagefleet import aio, errors
 from imagefleet.storage.open import Storage, open_storage
 from imagefleet.storage.protocol import QueueDepth
 from imagefleet.storage.settings import StorageSettings
-from imagefleet.telemetry import metrics, serving
+from imagefleet.telemetry import metrics
 
 COMMAND = Path(sys.executable).with_name("imagefleet")
 
@@ -132,7 +132,7 @@ async def test_a_watch_outlives_an_outage(
 async def test_models_whose_jobs_wait_without_a_worker_are_named(storage: Storage) -> None:
     jobs = [f'{{"prompt": "a", "id": "{n}", "model": "{m}"}}' for n, m in enumerate("aabc")]
     await storage.models.send(jobs)
-    await serving.note(storage.blobs, "b")
+    await storage.models.note_served("b")
     for message in await storage.models.of("c")["normal"].receive(1, 60):
         await storage.models.of("c")["normal"].delete(message)
     found = await command.read_status(aio.Fleet(storage))

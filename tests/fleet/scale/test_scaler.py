@@ -156,7 +156,6 @@ async def test_the_fleet_works_off_the_queue_and_scales_to_zero(salad: Any, scal
 async def test_after_the_deadline_nothing_is_added_and_the_log_says_so(
     salad: Any, scaling: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level("INFO")
     make, clock, storage = scaling
     goal = replace(GOAL, dollars_per_hour=None, deadline=clock.now + 1000)
     scaler_ = make(goal)

@@ -17,6 +17,7 @@ from imagefleet.job.message import Job, read_job
 from imagefleet.records.record import RecordLog
 from imagefleet.storage import dead_letter, dead_letter_queue
 from imagefleet.storage.dead_letter import Selection
+from imagefleet.storage.dead_letter_queue import Discard
 from imagefleet.storage.open import Storage, open_storage
 from imagefleet.storage.protocol import JobQueue
 from imagefleet.storage.settings import StorageSettings
@@ -260,11 +261,13 @@ async def test_failed_jobs_whose_images_are_all_stored_since_are_discarded_and_n
     }.items():
         await storage.blobs.create(name, b"image", "image/png", facts)
     await storage.poison.send(["not a record"])
-    swept = await dead_letter_queue.discard(storage, Selection(), completed=True)
+    swept = await dead_letter_queue.discard(storage, Selection(), choice=Discard(completed=True))
     assert (swept.done, swept.refused) == (2, [])
     assert await listed(storage) == {"half": 1, "failed": 1}
     assert (await storage.poison.depth()).messages == 3
-    assert (await dead_letter_queue.discard(storage, Selection(), completed=True)).done == 0
+    assert (
+        await dead_letter_queue.discard(storage, Selection(), choice=Discard(completed=True))
+    ).done == 0
 
 
 async def test_messages_that_another_reader_holds_stay_on_the_list(storage: Storage) -> None:

@@ -18,7 +18,7 @@ from PIL import Image
 import polling
 from imagefleet import errors
 from imagefleet.storage.open import Storage
-from imagefleet.telemetry import host, serving
+from imagefleet.telemetry import host
 from worker.engine import contract
 from worker.gpu_thread import EngineThread
 from worker.models import change, checkpoints
@@ -131,7 +131,7 @@ async def test_each_job_is_drawn_with_the_model_that_it_names(
     jobs = {"model": "first", "outcome": "completed"}
     assert read("imagefleet_model_jobs_total", jobs) == 10
     for model in MODELS:
-        assert await serving.is_served(storage.blobs, model)
+        assert await storage.models.is_served(model)
 
 
 @local_only

@@ -47,14 +47,13 @@ def of_latents(checkpoint: Checkpoint, settings: Settings) -> Parts:
     preparer = RequestPreparer(
         checkpoint,
         {
-            "unet": unet.groups,
+            "unet": {**unet.groups, **unet.changes.groups},
             **{
                 name: linear.group_by_shape(text_encoder)
                 for name, text_encoder in checkpoint.text_encoders.items()
             },
         },
         control_nets,
-        beside=unet.changes.groups,
     )
     pool = GraphPool(device) if device.type == "cuda" else None
     return Parts(

@@ -12,7 +12,7 @@ import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -127,6 +127,9 @@ class Shape(NamedTuple):
     def numbers_per_rank(self) -> int:
         return self.outputs + self.inputs * self.taps
 
+
+#: The paths of the layers whose LoRAs are packed, by `Group` or, for those beside weights, `Shape`.
+Groups = Mapping[Any, Sequence[str]]
 
 #: Matrix products run at full speed only on operands that are multiples of 16 bytes.
 _RANK_ALIGNMENT = 8
@@ -290,35 +293,30 @@ class PackedLoras:
 
 def pack(
     loras: Sequence[AppliedLora],
-    groups: Mapping[Group, Sequence[str]],
+    groups: Groups,
     *,
     dtype: torch.dtype,
-    beside: Mapping[Shape, Sequence[str]] = MappingProxyType({}),
 ) -> PackedLoras | None:
     """The changes of *loras* at their strengths; None if no slot can hold one of them.
 
-    *groups* are the paths of layers of which slots have weights of their own, *beside* of those
-    beside which they have changes of low rank. Plain LoRAs are packed as *dtype*, other kinds of
-    the former as they are in the file.
+    Plain LoRAs are packed as *dtype*, and so is all that is of low rank beside a `Shape`'s weights;
+    other kinds of a `Group`'s as they are in the file.
     """
     known = {path: (group, at) for group, paths in groups.items() for at, path in enumerate(paths)}
-    near = {path: (shape, at) for shape, paths in beside.items() for at, path in enumerate(paths)}
     plain: dict[Group, dict[int, list[WeightedFactors]]] = {}
     others: dict[Group, dict[int, list[_Weighted]]] = {}
     factored: dict[Shape, dict[int, list[WeightedFactors]]] = {}
     for lora in loras:
         for path, delta in lora.deltas.items():
             strength, tensors = lora.weight * delta.scale, delta.tensors
-            if path in near:
-                shape, at = near[path]
-                if (factors := kinds.factorise(tensors, shape.max_rank)) is None:
-                    return None
-                factored.setdefault(shape, {}).setdefault(at, []).append((strength, factors))
-                continue
             if path not in known:
                 return None
             group, at = known[path]
-            if tensors.keys() == {"down", "up"}:
+            if isinstance(group, Shape):
+                if (factors := kinds.factorise(tensors, group.max_rank)) is None:
+                    return None
+                factored.setdefault(group, {}).setdefault(at, []).append((strength, factors))
+            elif tensors.keys() == {"down", "up"}:
                 factors = tensors["up"].flatten(1), tensors["down"].flatten(1)
                 plain.setdefault(group, {}).setdefault(at, []).append((strength, factors))
             else:
@@ -344,7 +342,7 @@ def pack(
         for group, by_layer in others.items()
     }
     held_beside = {
-        shape: room.place_low_rank(dtype, len(beside[shape]), by_layer)
+        shape: room.place_low_rank(dtype, len(groups[shape]), by_layer)
         for shape, by_layer in factored.items()
     }
     packed = PackedLoras(room.size_bytes, low_rank, stacks, held_beside)

@@ -57,28 +57,29 @@ class LowRankChange(nn.Module):
 
     def of_tokens(self, x: torch.Tensor) -> torch.Tensor:
         """The layers' change [slots, tokens, layers * out] of inputs [slots, tokens, in]."""
-        if self.down is None or self.up is None:
-            raise RuntimeError("there are no changes of this layer")
-        slots = len(x)
-        products = torch.bmm(x, self.down[:slots].transpose(1, 2))
+        slots, (up, down) = len(x), self._factors()
+        products = torch.bmm(x, down[:slots].transpose(1, 2))
         if len(self.paths) == 1:
-            return torch.bmm(products, self.up[:slots, 0])
+            return torch.bmm(products, up[:slots, 0])
         # [slots, layers, tokens, rank] by [slots, layers, rank, out]
         by_layer = products.view(slots, x.shape[1], len(self.paths), -1).transpose(1, 2)
-        changed = torch.matmul(by_layer, self.up[:slots])
+        changed = torch.matmul(by_layer, up[:slots])
         return changed.transpose(1, 2).flatten(2)
 
     def add_to(self, output: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         """Adds `of_tokens` to *output* in place, without memory for it."""
-        if self.down is None or self.up is None:
-            raise RuntimeError("there are no changes of this layer")
-        slots, outputs = len(x), self.shape.outputs
-        products = torch.bmm(x, self.down[:slots].transpose(1, 2))
+        slots, outputs, (up, down) = len(x), self.shape.outputs, self._factors()
+        products = torch.bmm(x, down[:slots].transpose(1, 2))
         rank = products.shape[2] // len(self.paths)
         for layer in range(len(self.paths)):
             part = output[..., layer * outputs : (layer + 1) * outputs]
-            part.baddbmm_(products[..., layer * rank : (layer + 1) * rank], self.up[:slots, layer])
+            part.baddbmm_(products[..., layer * rank : (layer + 1) * rank], up[:slots, layer])
         return output
+
+    def _factors(self) -> Factors:
+        if self.down is None or self.up is None:
+            raise RuntimeError("there are no changes of this layer")
+        return self.up, self.down
 
 
 class SlotConv(nn.Module):

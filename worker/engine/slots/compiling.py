@@ -242,4 +242,5 @@ class Compilation:
             if compiled.is_compiled:
                 return
             # The attention kernels are the likeliest part that the compiler cannot trace.
-            self._runner.use_default_attention(step)
+            for network in step.networks:
+                network.use_default_attention()

@@ -9,7 +9,6 @@ import threading
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from types import MappingProxyType
 
 import torch
 
@@ -43,9 +42,6 @@ _LORA_CACHE_BYTES = 2 * 1024**3
 
 #: Memory for embeddings: some 3,000 of SD1.5 with eight vectors.
 _EMBEDDING_CACHE_BYTES = 64 * 2**20
-
-#: The layers of each network whose LoRAs can be packed.
-Groups = Mapping[lora_file.Network, Mapping[merge.Group, Sequence[str]]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,16 +175,13 @@ class RequestPreparer(Preparer):
     def __init__(
         self,
         checkpoint: Checkpoint,
-        groups: Groups,
+        groups: Mapping[lora_file.Network, merge.Groups],
         control_nets: ControlNets,
-        *,
-        beside: Mapping[merge.Shape, Sequence[str]] = MappingProxyType({}),
     ) -> None:
         super().__init__(checkpoint.unet.device)
         self._checkpoint = checkpoint
         self.groups = groups
         self._control_nets = control_nets
-        self._beside = beside
         self._networks = checkpoint.networks
         self.tokenizer = text.Tokenizer(checkpoint.tokenizer)
         self._widths = {
@@ -242,14 +235,13 @@ class RequestPreparer(Preparer):
         negative_prompt = self.tokenizer.chunks(request.negative_prompt, named)
         loras = self._read_loras(request.loras)
         self._may_go_on.wait()
-        packs = {network: self._pack(found, network) for network, found in loras.items()}
         prepared = PreparedRequest(
             request,
             schedule,
             prompt,
             negative_prompt,
             loras=loras,
-            packs={network: packed for network, packed in packs.items() if packed is not None},
+            packs=self._pack(loras),
             image=image,
             controls=self._controls(request, schedule, steps),
             enlarged=enlarged,
@@ -359,8 +351,12 @@ class RequestPreparer(Preparer):
         }
 
     def _pack(
-        self, loras: Sequence[merge.AppliedLora], network: lora_file.Network
-    ) -> merge.PackedLoras | None:
-        beside = self._beside if network == "unet" else {}
-        dtype = self._networks[network].dtype
-        return merge.pack(loras, self.groups[network], dtype=dtype, beside=beside)
+        self, loras: Mapping[lora_file.Network, Sequence[merge.AppliedLora]]
+    ) -> dict[lora_file.Network, merge.PackedLoras]:
+        """Each network's LoRAs for the device, where slots can hold them all."""
+        packs = {}
+        for network, found in loras.items():
+            dtype = self._networks[network].dtype
+            if (packed := merge.pack(found, self.groups[network], dtype=dtype)) is not None:
+                packs[network] = packed
+        return packs

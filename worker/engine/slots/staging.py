@@ -48,7 +48,7 @@ _Begun = tuple[SlotJob, "Future[Staged]", "Future[AssembledLoras] | None"]
 class Stager:
     """Copies jobs' data to the device, on a thread of its own, as a family says in `_load`.
 
-    `begin` and `stage` are for the engine's thread.
+    `begin_within` and `try_to_stage` are for the engine's thread.
     """
 
     def __init__(self, model: Model, control_nets: ControlNets) -> None:
@@ -70,10 +70,11 @@ class Stager:
 
     def first_with_room(self, jobs: Iterable[SlotJob]) -> list[SlotJob]:
         """The first of *jobs* whose LoRAs have room on the device together; at least one."""
+        room_bytes = max(0.0, self.room_bytes - self._control_nets.held_bytes)
         taken, first = 0, list[SlotJob]()
         for job in jobs:
             taken += job.prepared.lora_bytes
-            if taken > self.room_bytes - self._control_nets.held_bytes and first:
+            if taken > room_bytes and first:
                 break
             first.append(job)
         return first
@@ -100,31 +101,22 @@ class Stager:
             if not (job.staged or job.staging or job.assembling):
                 job.assembling = self._assemble(job)
 
-    def stage(self, job: SlotJob) -> Staged:
-        """Waits until a job is staged.
-
-        Raises JobError if the weights in a prompt cancel each other out.
-        """
-        if job.staged is None:
-            self.begin([job])
-            staging, job.staging = job.staging, None
-            if staging is None:
-                raise RuntimeError("a job that was begun has a result")
-            job.staged = staging.result()
-            if self._device.type == "cuda":
-                ticks = torch.cuda.current_stream(self._device)
-                for tensor in job.staged.tensors:
-                    tensor.record_stream(ticks)
-        return job.staged
-
     def try_to_stage(self, job: SlotJob) -> contract.Finished | None:
-        """The failure of a job whose own prompt or LoRA is at fault."""
+        """Waits until a job is staged; the failure of one whose own prompt or LoRA is at fault."""
+        if job.staged is not None:
+            return None
+        self.begin([job])
+        staging, job.staging = job.staging, None
         try:
-            self.stage(job)
+            job.staged = staging.result() if staging is not None else None
         except Exception as error:  # any failure is this job's outcome
             if engine_errors.is_out_of_memory(error):
                 raise
             return contract.Finished(job.ticket, engine_errors.classify(error))
+        if job.staged is not None and self._device.type == "cuda":
+            ticks = torch.cuda.current_stream(self._device)
+            for tensor in job.staged.tensors:
+                tensor.record_stream(ticks)
         return None
 
     def changes_of(self, job: SlotJob) -> LoraChanges:
@@ -159,7 +151,7 @@ class Stager:
                             if self._stream is not None:
                                 self._stream.synchronize()
                     staging.set_result(staged)
-                except Exception as error:  # noqa: BLE001 - raised again by `stage`
+                except Exception as error:  # noqa: BLE001 - raised again by `try_to_stage`
                     staging.set_exception(error)
 
     def _encode_together(self, jobs: Iterable[SlotJob]) -> None:

@@ -137,6 +137,8 @@ class Step:
     state: SlotState
     feeder: InputFeeder
     controls: Sequence[ControlState]
+    networks: Sequence[SlotNetwork]
+    """The UNet and the ControlNets."""
     compiled: dict[WeightMode, Compiled] = field(default_factory=dict)
     is_compiling: bool = False
 
@@ -191,7 +193,8 @@ class StepRunner:
         for network in networks:
             network.record_stream()
         controls = tuple(ControlState.zeros(each, slots, sides, tokens) for each in networks)
-        return Step(batch_key, state, InputFeeder(state, self._copied), controls)
+        feeder = InputFeeder(state, self._copied)
+        return Step(batch_key, state, feeder, controls, [self._unet, *networks])
 
     def count_image(self, batch_key: BatchKey, weight_mode: WeightMode) -> None:
         """Counts an image: what is frequent is compiled."""
@@ -265,21 +268,15 @@ class StepRunner:
         if step.compiled:
             return
         time_convolutions(lasting=True)
-        for network in self.networks_of(step):
+        for network in step.networks:
             network.select_kernels(self._kernels)
         try:
             with _keeping(step), torch.no_grad():
                 self._tick(self._unet, "shared", step.state, step.controls)
         except BaseException:
-            self.use_default_attention(step)
+            for network in step.networks:
+                network.use_default_attention()
             raise
-
-    def use_default_attention(self, step: Step) -> None:
-        for network in self.networks_of(step):
-            network.use_default_attention()
-
-    def networks_of(self, step: Step) -> list[SlotNetwork]:
-        return [self._unet, *(control.network for control in step.controls)]
 
     def make_compiled(self, step: Step, weight_mode: WeightMode) -> Compiled:
         """A step's tick, to be traced on any thread and then taken up."""

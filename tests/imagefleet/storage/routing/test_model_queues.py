@@ -21,9 +21,8 @@ from imagefleet.storage.azure.roles import ROLES
 from imagefleet.storage.enqueue import JobSender
 from imagefleet.storage.open import Storage, open_storage
 from imagefleet.storage.protocol import JobQueue
-from imagefleet.storage.routing.models import named
+from imagefleet.storage.routing.models import SERVED_FOLDER, named
 from imagefleet.storage.settings import PRIORITIES, StorageSettings
-from imagefleet.telemetry import serving
 
 AZURE_RULE = re.compile(r"(?=.{3,63}$)[a-z0-9](-?[a-z0-9])*")
 
@@ -172,7 +171,7 @@ async def test_a_model_that_a_worker_serves_from_elsewhere_is_no_reason_to_refus
     storage: Storage,
 ) -> None:
     await storage.files.create("models/other.safetensors", b"", "x/y", {})
-    await serving.note(storage.blobs, A)
+    await storage.models.note_served(A)
     await JobSender(storage).send([job(A)])
 
 
@@ -209,12 +208,12 @@ async def test_which_models_are_served_is_known_for_ten_to_twenty_minutes(
     storage: Storage,
 ) -> None:
     now = datetime(2026, 11, 22, 14, 9, 59, tzinfo=UTC)
-    await serving.note(storage.blobs, A, now)
+    await storage.models.note_served(A, now)
     for minutes, known in ((0, True), (10, True), (11, False), (60, False)):
-        assert await serving.is_served(storage.blobs, A, now + timedelta(minutes=minutes)) == known
-    assert not await serving.is_served(storage.blobs, B, now)
-    await serving.note(storage.blobs, A, now + timedelta(hours=1))
-    notes = [name async for name in storage.blobs.names(serving.FOLDER)]
+        assert await storage.models.is_served(A, now + timedelta(minutes=minutes)) == known
+    assert not await storage.models.is_served(B, now)
+    await storage.models.note_served(A, now + timedelta(hours=1))
+    notes = [name async for name in storage.blobs.names(SERVED_FOLDER)]
     assert len(notes) == 1, "old ones are deleted"
 
 

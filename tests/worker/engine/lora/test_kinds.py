@@ -212,8 +212,8 @@ def test_a_small_alpha_loses_no_digits_in_float16(others: int) -> None:
 def test_a_layer_that_slots_cannot_hold_is_packed_only_where_something_else_holds_it() -> None:
     lora = make_lora(LORA, paths=["one", "a convolution"])
     assert merge.pack([lora], GROUPS, dtype=torch.float32) is None
-    beside = {merge.Shape(OUT, IN, 1): ["a convolution"]}
-    packed = merge.pack([lora], GROUPS, dtype=torch.float32, beside=beside)
+    groups: merge.Groups = {**GROUPS, merge.Shape(OUT, IN, 1): ["a convolution"]}
+    packed = merge.pack([lora], groups, dtype=torch.float32)
     assert packed is not None
     original = draw(5, OUT, IN)
     found = merged(packed.of(packed.assemble()).stacked[GROUP], original)

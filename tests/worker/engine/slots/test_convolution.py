@@ -330,8 +330,8 @@ def test_a_job_runs_beside_others_when_memory_runs_out_for_its_change(
 
 
 def test_changes_of_no_layer_take_no_memory(slot_engine: slots.SlotEngine) -> None:
-    beside = slot_engine._unet.changes.groups
-    packed = merge.pack((), {}, dtype=torch.float32, beside=beside)
+    groups: merge.Groups = {**slot_engine._unet.changes.groups}
+    packed = merge.pack((), groups, dtype=torch.float32)
     assert packed is not None
     assert (packed.size_bytes, packed.ranks) == (0, {})
     assert packed.of(packed.assemble()) == NO_CHANGES

@@ -12,6 +12,7 @@ from safetensors.torch import save_file
 import lora_kinds
 from worker.engine import contract
 from worker.engine.lora.file import adaptable_layers
+from worker.engine.lora.merge import Shape
 from worker.engine.networks import linear
 from worker.engine.slots import queue, step
 
@@ -36,7 +37,8 @@ def files(slot_engine: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[st
     layers = {
         f"{prefix}_{path.removeprefix('text_model.').replace('.', '_')}": layer.weight.shape
         for network, prefix in {"unet": "lora_unet", "text_encoder": "lora_te_text_model"}.items()
-        for paths in slot_engine._preparer.groups[network].values()
+        for group, paths in slot_engine._preparer.groups[network].items()
+        if not isinstance(group, Shape)
         for path, layer in adaptable_layers(networks[network]).items()
         if path in paths
     }
