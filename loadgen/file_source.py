@@ -193,7 +193,7 @@ class _EntrySource(abc.ABC):
         sizes.checked_messages([body + " " * room])
         if on_job is not None:
             on_job(entry.place, job)
-        self.mended += text is not entry.text
+        self.mended += on_job is None and text is not entry.text
         return body
 
     @abc.abstractmethod

@@ -19,9 +19,8 @@ from typing import Annotated
 import typer
 
 from fleet import console
-from fleet.files import making, transfer
-from fleet.files.stored import Listing
-from fleet.files.transfer import Ready, Report
+from fleet.files import making, stored
+from fleet.files.stored import Listing, Ready, Report
 from fleet.options import option
 from imagefleet import concurrency, errors
 from imagefleet.files import contents, kinds
@@ -47,9 +46,7 @@ _INDEX = "model_index.json"
 _LEAST_INDEX = b'{"_class_name": "StableDiffusionPipeline"}'
 
 #: What the worker reads of a folder: no safety checker, no pickles, no pictures.
-_PARTS = (
-    *("unet", "vae", "text_encoder", "text_encoder_2", "tokenizer", "tokenizer_2", "scheduler"),
-)
+_PARTS = ("unet", "vae", "text_encoder", "text_encoder_2", "tokenizer", "tokenizer_2", "scheduler")
 _SUFFIXES = frozenset({".json", ".txt", ".safetensors"})
 
 UPLOADS = 8
@@ -109,17 +106,17 @@ async def add(
         if not dry_run:
             await storage.create()
             await listing.check({kind.listed_name(file.name) for file in ready})
-        with transfer.showing("uploading") as show:
+        with stored.showing("uploading") as show:
             await store(listing, kind, ready, show, replace=given.replace, dry_run=dry_run)
         for file in () if dry_run else ready:
             for blob, data in file.beside.items():
-                await transfer.overwrite(storage, blob, data)
+                await stored.overwrite(storage, blob, data)
         rows: list[dict[str, object]] = []
         notes: list[str] = []
         lines: list[str] = []
         for file in ready:
             blob, stem = f"{kind.folder}/{file.name}", kind.stem(file.name)
-            facts = {name: getattr(file, name) for name in transfer.REPORTED}
+            facts = {name: getattr(file, name) for name in stored.REPORTED}
             rows.append({"name": stem, "blob": blob, **facts, **file.facts})
             would = "would be " if dry_run and file.change != "was there" else ""
             notes.append(
@@ -138,7 +135,7 @@ async def store(
     listing: Listing,
     kind: FileKind,
     ready: Sequence[Ready],
-    show: transfer.Progress = lambda *_: None,
+    show: stored.Progress = lambda *_: None,
     *,
     replace: bool = False,
     dry_run: bool = False,
@@ -155,7 +152,7 @@ async def store(
             show(sent.total(), total)
 
         storage = listing.storage
-        await transfer.store(storage, kind, file, on_progress, replace=replace, dry_run=dry_run)
+        await stored.store(storage, kind, file, on_progress, replace=replace, dry_run=dry_run)
 
     for start in range(0, len(ready), LISTED_AT_ONCE):
         some = ready[start : start + LISTED_AT_ONCE]
@@ -181,23 +178,16 @@ def _expanded(kind: FileKind, source: str) -> list[str]:
 async def _ready(
     kind: FileKind, source: str, given: AddOptions, *, is_tried: bool
 ) -> AsyncIterator[Ready]:
-    async with transfer.local_file(source, given.sha256, kind, given.cache) as path:
+    async with stored.local_file(source, given.sha256, kind, given.cache) as path:
         if kind is kinds.MODEL:
             async with _model(path, given.name, given.cache, is_tried=is_tried) as model:
                 yield model
         elif kind is kinds.KERNELS:
-            key = _key(path)
+            key, _ = archive.check(path)
             yield Ready(path, f"{key.name}{archive.SUFFIX}", f"{key.gpu}, torch {key.torch}")
         else:
-            content = transfer.check_file(path, kind)
+            content = stored.check_file(path, kind)
             yield Ready(path, _name(kind, path, given.name), content)
-
-
-def _key(path: Path) -> archive.Key:
-    try:
-        return archive.check(path)[0]
-    except archive.UnusableArchiveError as error:
-        raise errors.SetupError(error.message) from None
 
 
 def _name(kind: FileKind, path: Path, name: str | None) -> str:
@@ -219,8 +209,14 @@ async def _model(
 ) -> AsyncIterator[Ready]:
     """The checkpoint as one file with its reference images; raises SetupError if it is unusable."""
     check.check_path(path)
-    _check_prediction(path)
     file_name = _name(MODEL, path, name)
+    if file_name.endswith(".safetensors"):
+        stated = contents.prediction_type(check.read_header(path))
+        if check.prediction_type(path) not in {stated, "epsilon"}:
+            raise errors.SetupError(
+                f"{str(path)!r} predicts v, as the .yaml beside it says, and a stored file has none"
+                " beside it: write it into the file first (see 'v-prediction' in docs/models.md)"
+            )
     facts: dict[str, object] = {"image": None, "reference": None}
     beside: dict[str, bytes] = {}
     if is_tried and making.can_draw():
@@ -238,18 +234,6 @@ async def _model(
         yield Ready(file, file_name, check.family(path), facts, beside)
 
 
-def _check_prediction(path: Path) -> None:
-    """Raises SetupError if only a .yaml beside the file tells that it predicts v."""
-    if path.is_dir():
-        return
-    stated = contents.prediction_type(check.read_header(path))
-    if check.prediction_type(path) not in {stated, "epsilon"}:
-        raise errors.SetupError(
-            f"{str(path)!r} predicts v, as the .yaml beside it says, and a stored file has none"
-            " beside it: write it into the file first (see 'v-prediction' in docs/models.md)"
-        )
-
-
 @contextlib.asynccontextmanager
 async def _as_file(path: Path, cache: Path) -> AsyncIterator[Path]:
     """*path*, or for a folder a temporary .tar of it."""
@@ -257,9 +241,9 @@ async def _as_file(path: Path, cache: Path) -> AsyncIterator[Path]:
     if size == 0:  # a single file
         yield path
         return
-    with tempfile.TemporaryDirectory(dir=transfer.room_for(cache, size)) as folder:
+    with tempfile.TemporaryDirectory(dir=stored.room_for(cache, size)) as folder:
         target = Path(folder, "model.tar")
-        with transfer.showing("packing") as show:
+        with stored.showing("packing") as show:
             await asyncio.to_thread(pack, path, target, show)
         yield target
 
@@ -271,7 +255,7 @@ def files_of(folder: Path) -> list[Path]:
     return sorted(each for each in files if each.is_file())
 
 
-def pack(folder: Path, target: Path, on_progress: transfer.Progress) -> None:
+def pack(folder: Path, target: Path, on_progress: stored.Progress) -> None:
     """Writes a .tar, the same for the same folder."""
     packed = 0
     files = files_of(folder)

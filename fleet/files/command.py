@@ -12,16 +12,13 @@ import typer
 from fleet import console, options
 from fleet.files import add, making, stored, texts
 from fleet.files.add import AddOptions
+from fleet.files.stored import Report
 from fleet.files.texts import MakeOptions, MakeSettings
-from fleet.files.transfer import Report
 from fleet.options import argument
 from imagefleet import errors, validation
 from imagefleet.files.kinds import KINDS, FileKind
 from imagefleet.storage.open import open_storage
 from imagefleet.storage.settings import SignerSettings, StorageSettings
-
-#: Names that a question shows.
-_SHOWN = 10
 
 #: What `files make` makes.
 MADE = ("kernels", "text", "canary")
@@ -44,16 +41,9 @@ _ADD: Mapping[str, Collection[str]] = {
 
 #: The same of `files make`, with the worker's settings.
 _MAKE: Mapping[str, Collection[str]] = {
-    **{
-        name: ("kernels", "text")
-        if name in {*SignerSettings.model_fields, "device"}
-        else ("kernels",)
-        for name in MakeSettings.model_fields
-        if name != "model"
-    },
+    **dict.fromkeys({*MakeSettings.model_fields, "output"} - {"model"}, ("kernels",)),
+    **dict.fromkeys((*SignerSettings.model_fields, "device", "dry_run"), ("kernels", "text")),
     **dict.fromkeys(("jobs", "form", "count", "seed", "manifest", "signing_key"), ("text",)),
-    "output": ("kernels",),
-    "dry_run": ("kernels", "text"),
 }
 
 
@@ -135,7 +125,7 @@ async def remove_command(
     async with open_storage(settings) as storage:
         rows = await stored.find(storage, found, names)
         if not dry_run:
-            shown = ", ".join(row.name for row in rows[:_SHOWN]) + ", ..." * (len(rows) > _SHOWN)
+            shown = ", ".join(row.name for row in rows)
             size = sum(row.bytes for row in rows) / 1e6
             question = f"Remove {shown} ({size:,.1f} MB) from {found.folder}/? Jobs may name them."
             console.confirm(question, yes=yes)

@@ -39,20 +39,16 @@ async def find(
     storage: str | None,
     family: str | None,
 ) -> list[Known]:
-    """The embeddings that prompts name, of a folder and of a storage, in the order of the names.
+    """The embeddings that prompts name, of a folder and of a storage; raises a FleetError.
 
-    Those of another *family* cannot be used.
-
-    Raises:
-        FleetError: the folder or the storage cannot be read.
+    They are in the order of their names. Those of another *family* cannot be used.
     """
     with tempfile.TemporaryDirectory(prefix="imagefleet-") as folder:
         where = storage or f"local:{folder}/none"
         settings = options.read(StorageSettings, {"storage": where})
         async with open_storage(settings) as opened:
-            library = EmbeddingLibrary(
-                opened.files, directory=directory, cache=Path(folder, "cache")
-            )
+            cache = Path(folder, "cache")
+            library = EmbeddingLibrary(opened.files, directory=directory, cache=cache)
             names = await library.names()
             return [await _read(library, name, family) for name in _named(texts, tokenise, names)]
 

@@ -12,8 +12,7 @@ from pathlib import Path
 from fleet import console, options
 from fleet.files import add, missing
 from fleet.files.add import Manifest
-from fleet.files.stored import Listing
-from fleet.files.transfer import Ready, Report
+from fleet.files.stored import Listing, Ready, Report
 from fleet.filling import reading
 from fleet.options import option
 from imagefleet.files.kinds import TEXT

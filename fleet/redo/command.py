@@ -135,18 +135,16 @@ async def _run(
         if not dry_run:
             await replace.check_access(storage)
         journals = [name async for name in storage.files.names(replace.JOURNALS)]
-        finished = replace.Replaced()
         for journal in () if dry_run else journals:
-            await replace.finish(storage, journal, finished)
+            await replace.finish(storage, journal, replace.Replaced())
         with console.counting("listed", None, quiet=quiet) as on_listed:
             found, damaged = await select(storage, which, on_listed)
         workers = Counter(metadata.get("worker", "") for metadata in found.values())
-        result = {
+        result: dict[str, Any] = {
             "images": len(found),
             "workers": dict(workers.most_common()),
             "damaged_records": damaged,
             "unfinished_runs": len(journals),
-            "images_of_unfinished_runs": finished.images,
         }
         if dry_run or not found:
             return result
@@ -157,12 +155,7 @@ async def _run(
         with console.counting("replaced", len(found), quiet=quiet) as on_image:
             replaced = await replace.replace(storage, found, finder, on_image)
     refused = [{"image": name, "reason": why} for name, why in replaced.refused.items()]
-    return {
-        **result,
-        "replaced": replaced.images,
-        "jobs": replaced.jobs,
-        "not_redone": refused,
-    }
+    return result | {"replaced": replaced.images, "jobs": replaced.jobs, "not_redone": refused}
 
 
 async def _warn_of_nodes_at_work(storage: Storage, workers: Iterable[str]) -> None:
@@ -177,11 +170,9 @@ async def _warn_of_nodes_at_work(storage: Storage, workers: Iterable[str]) -> No
 
 
 def _show(result: dict[str, Any], *, dry_run: bool) -> None:
-    if finished := result["images_of_unfinished_runs"]:
-        images = console.counted(finished, "image")
-        console.print_note(f"finished a run that was interrupted: {images}")
-    elif result["unfinished_runs"]:
-        console.print_note("a run was interrupted; the next one finishes it")
+    if result["unfinished_runs"]:
+        then = "the next one finishes it" if dry_run else "it is finished now"
+        console.print_note(f"a run was interrupted; {then}")
     if damaged := result["damaged_records"]:
         console.print_warning(f"{console.counted(damaged, 'suspect record')} cannot be read")
     images = console.counted(result["images"], "image")

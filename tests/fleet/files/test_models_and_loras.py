@@ -18,7 +18,7 @@ from aiohttp import web
 import tiny_model
 from families import tiny_families
 from fleet import console
-from fleet.files import add, making, stored, transfer
+from fleet.files import add, making, stored
 from header_files import LORA, SD1, file_of
 from imagefleet import errors, likeness
 from imagefleet.files import kinds
@@ -248,10 +248,10 @@ async def test_a_download_has_the_servers_name_and_is_removed_once_it_is_stored(
 ) -> None:
     expected = sha256(file_of())
     with pytest.raises(RuntimeError, match="the upload failed"):
-        async with transfer.local_file(address, expected, kinds.MODEL, tmp_path) as path:
+        async with stored.local_file(address, expected, kinds.MODEL, tmp_path) as path:
             raise RuntimeError("the upload failed")
     assert path.is_file(), "it is not downloaded again the next time"
-    async with transfer.local_file(address, expected, kinds.MODEL, tmp_path) as again:
+    async with stored.local_file(address, expected, kinds.MODEL, tmp_path) as again:
         assert again == path
         assert path.name == "dreams.safetensors"
     assert not path.exists()
@@ -260,7 +260,7 @@ async def test_a_download_has_the_servers_name_and_is_removed_once_it_is_stored(
 async def test_a_download_of_another_kind_is_refused(address: str, tmp_path: Path) -> None:
     expected = sha256(file_of())
     with pytest.raises(errors.SetupError, match="is a Stable Diffusion"):
-        async with transfer.local_file(address, expected, kinds.LORA, tmp_path):
+        async with stored.local_file(address, expected, kinds.LORA, tmp_path):
             pass
 
 

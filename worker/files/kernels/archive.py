@@ -39,7 +39,7 @@ _LEFT_OUT_SUFFIXES = frozenset({".lock", ".part", ".ready", ".pyc"})
 _NOT_IN_NAMES = re.compile(r"[^a-z0-9.]+")
 
 
-class UnusableArchiveError(errors.FleetError):
+class UnusableArchiveError(errors.SetupError):
     """An archive of kernels is damaged, or for another key."""
 
 
