@@ -11,6 +11,7 @@ import time
 from collections import defaultdict, deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Sequence
 from concurrent.futures import Executor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, NamedTuple, TypeVar, overload
 
@@ -109,26 +110,21 @@ class _Call(NamedTuple, Generic[Item, Result]):
 _Ended = tuple["asyncio.Future[Any]", object]
 
 
+@dataclass(eq=False)
 class Batches(Generic[Item, Result]):
     """Does the items of many calls in threads, together, in the order of the calls.
 
     One that comes alone is done at once. Under load, calls share their way to the thread and back,
-    and whatever *work* shares among its items: a transaction, or the sync of a folder.
+    and whatever *work*, which returns results and errors, shares among its items: a transaction, or
+    the sync of a folder. It gets *most* items a batch, and *at_once* batches in the threads.
     """
 
-    def __init__(
-        self,
-        work: Callable[[Sequence[Item]], Sequence[Result | Exception]],
-        threads: Executor,
-        *,
-        most: int,
-        at_once: int = 1,
-    ) -> None:
-        """*work* returns results and errors; *most* items a batch, *at_once* in the threads."""
-        self._work = work
-        self._threads = threads
-        self._most = most
-        self._at_once = at_once
+    work: Callable[[Sequence[Item]], Sequence[Result | Exception]]
+    threads: Executor
+    most: int
+    at_once: int = 1
+
+    def __post_init__(self) -> None:
         self._lock = threading.Lock()
         self._waiting: deque[_Call[Item, Result]] = deque()
         self._running = 0
@@ -143,13 +139,13 @@ class Batches(Generic[Item, Result]):
                 self._running = 1
                 # What else the loop has to do now may call as well, and shares the way.
                 loop.call_soon(self._begin)
-            elif self._running < self._at_once and call.at >= self._looks_at:
+            elif self._running < self.at_once and call.at >= self._looks_at:
                 self._look_later(loop)
         return await call.done
 
     def _begin(self) -> None:
         try:
-            self._threads.submit(self._run)
+            self.threads.submit(self._run)
         except RuntimeError as error:  # they are shut down
             with self._lock:
                 self._running = 0
@@ -164,11 +160,11 @@ class Batches(Generic[Item, Result]):
     def _look(self, loop: asyncio.AbstractEventLoop) -> None:
         """Wakes another thread if those that run do not keep up."""
         with self._lock:
-            if not self._waiting or self._running >= self._at_once:
+            if not self._waiting or self._running >= self.at_once:
                 return
             if self._waiting[0].at <= time.monotonic() - _PATIENCE_SECONDS:
                 with contextlib.suppress(RuntimeError):  # they are shut down: nobody waits
-                    self._threads.submit(self._run)
+                    self.threads.submit(self._run)
                     self._running += 1
             self._look_later(loop)
 
@@ -184,7 +180,7 @@ class Batches(Generic[Item, Result]):
 
     def _outcomes(self, batch: Sequence[_Call[Item, Result]]) -> Sequence[Result | Exception]:
         try:
-            return self._work([call.item for call in batch])
+            return self.work([call.item for call in batch])
         except Exception as error:  # noqa: BLE001 - raised again by the calls
             return [error] * len(batch)
 
@@ -192,7 +188,7 @@ class Batches(Generic[Item, Result]):
         """The next batch; empty: nothing waits, and this thread is done."""
         batch: list[_Call[Item, Result]] = []
         with self._lock:
-            while self._waiting and len(batch) < self._most:
+            while self._waiting and len(batch) < self.most:
                 call = self._waiting.popleft()
                 if not call.done.cancelled():
                     batch.append(call)

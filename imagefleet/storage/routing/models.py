@@ -11,6 +11,7 @@ import asyncio
 import functools
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping
+from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 
 from imagefleet import concurrency, errors
@@ -43,22 +44,19 @@ _KEPT = timedelta(hours=1)
 Queues = Mapping[Priority, RoutedQueue]
 
 
+@dataclass(eq=False)
 class ModelQueues:
-    """The queues of each model of one storage."""
+    """The queues of each model of one storage.
 
-    def __init__(
-        self,
-        open_shard: Callable[[Priority, str | None, int], protocol.StoredQueue],
-        blobs: protocol.BlobStore,
-        granted: Callable[[Priority, str | None], int] = lambda *_: 1,
-    ) -> None:
-        """*open_shard* opens a plain queue by priority, model and number of the shard.
+    *open_shard* opens a plain queue by priority, model and number of the shard. *granted*: the
+    shards of tokens which do not allow to read how many there are.
+    """
 
-        *granted*: the shards of tokens which do not allow to read how many there are.
-        """
-        self._open_shard = open_shard
-        self._granted = granted
-        self._blobs = blobs
+    open_shard: Callable[[Priority, str | None, int], protocol.StoredQueue]
+    blobs: protocol.BlobStore
+    granted: Callable[[Priority, str | None], int] = lambda *_: 1
+
+    def __post_init__(self) -> None:
         self._opened: dict[str | None, Queues] = {}
         self._made: set[str] = set()
         self._making = asyncio.Lock()
@@ -77,8 +75,8 @@ class ModelQueues:
 
     def _route(self, priority: Priority, model: str | None) -> Route:
         route = Route(
-            lambda number: self._open_shard(priority, model, number),
-            lambda: self._granted(priority, model),
+            lambda number: self.open_shard(priority, model, number),
+            lambda: self.granted(priority, model),
             level=PRIORITIES.index(priority),
             model=model,
         )
@@ -120,7 +118,7 @@ class ModelQueues:
                         await queue.main.set_shards(shards)
                 except errors.SetupError as error:
                     log.debug(f"the queues of {model} are not sharded: {error.message}")
-                await self._blobs.create(f"{FOLDER}{model}", b"", "text/plain", {})
+                await self.blobs.create(f"{FOLDER}{model}", b"", "text/plain", {})
                 self._made.add(model)
         return queues
 
@@ -134,13 +132,13 @@ class ModelQueues:
         """A worker serves the model, for `status` and those who send jobs, up to ten minutes on."""
         if SAFE_NAME.fullmatch(model):
             now = now or datetime.now(UTC)
-            await self._blobs.create(_note(model, now), b"", "text/plain", {})
-            await self._blobs.delete(_note(model, now - _KEPT))
+            await self.blobs.create(_note(model, now), b"", "text/plain", {})
+            await self.blobs.delete(_note(model, now - _KEPT))
 
     async def is_served(self, model: str, now: datetime | None = None) -> bool:
         """Whether a worker has noted it in this span, or in the one before."""
         now = now or datetime.now(UTC)
-        exists = self._blobs.exists
+        exists = self.blobs.exists
         return await exists(_note(model, now)) or await exists(_note(model, now - SERVED_SPAN))
 
     async def names(self) -> list[str]:
@@ -149,7 +147,7 @@ class ModelQueues:
         if self._listed_at is None or now - self._listed_at >= LISTED_SECONDS:
             self._listed_at = now
             try:
-                found = [name.removeprefix(FOLDER) async for name in self._blobs.names(FOLDER)]
+                found = [name.removeprefix(FOLDER) async for name in self.blobs.names(FOLDER)]
             except errors.SetupError as error:
                 log.debug(f"which models have queues is not known: {error.message}")
             else:
