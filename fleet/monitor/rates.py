@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from datetime import UTC, datetime
-from typing import TypeVar
+from typing import Annotated, TypeVar
 
-from pydantic import BaseModel
+from pydantic import BaseModel, BeforeValidator
 
 from fleet.monitor.prometheus import Prometheus, Series
 from imagefleet import concurrency, errors
@@ -60,11 +60,14 @@ _OF_WORKER = _FIGURES | {
 
 _Answer = TypeVar("_Answer")
 
+#: Prometheus counts in floats, and whoever answers in its place may say 1.5.
+_Count = Annotated[int, BeforeValidator(int)]
+
 
 class FleetRates(BaseModel, frozen=True):
     """Rates of the whole fleet; None where there is no data. *left_out*: see the function."""
 
-    workers: int = 0
+    workers: _Count = 0
     images_per_second: float | None = None
     jobs_per_second: float | None = None
     gpu_idle_fraction: float | None = None
@@ -72,7 +75,7 @@ class FleetRates(BaseModel, frozen=True):
     images_per_dollar_gpu_only: float | None = None
     images_per_dollar: float | None = None
     left_out: str | None = None
-    replicas: int = 0
+    replicas: _Count = 0
     """Machines: each has one worker, or one for each of its GPUs."""
 
 
