@@ -15,8 +15,7 @@ from fleet.campaigns import target
 from fleet.files import missing
 from fleet.options import argument, option
 from imagefleet import errors
-from imagefleet.storage.queue_names import MAX_SHARDS
-from imagefleet.storage.settings import checked_priority
+from imagefleet.storage.settings import MAX_SHARDS, checked_priority
 from loadgen import sources
 from loadgen.load import default_path
 from loadgen.settings import LoadSettings

@@ -118,7 +118,7 @@ COMMANDS: dict[str, Case] = {
     "files add embedding": Case("mist.safetensors", r"^mist$"),
     "files add upscaler": Case("sharp.safetensors", r"^sharp$"),
     "files add controlnet": Case("canny.safetensors", r"^canny$"),
-    "files add text": Case("states --json", r'"stored": 1'),
+    "files add text": Case("states --json", r'"change": "stored"'),
     "files list model": Case("", r"dreams\.safetensors +SD 1\.x"),
     "files list kernels": Case("", r"h200-sm90-\S+ +NVIDIA H200, torch 2\.11\.0"),
     "files list lora": Case("--json", r'"name": "rocket\.safetensors"'),
@@ -401,7 +401,7 @@ def test_the_report_shows_pictures_without_the_workers_libraries(
     result = run("report", "spring", "--output", "pictures.html")
     assert result.returncode == 0, result.stderr
     text = (work / "pictures.html").read_text()
-    assert 'src="data:image/webp;base64,' in text
+    assert 'src="data:image/jpeg;base64,' in text
     assert f'href="{(work / "imagefleet-data/images/spring/0001.png").as_uri()}"' in text
 
 

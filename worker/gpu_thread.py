@@ -354,14 +354,12 @@ class EngineThread:
             self._answer_calls()
             admitted: list[tuple[int, contract.PreparedRequest, bool]] = []
             cancelled: list[int] = []
-            waited = False
             with self._wake:
                 while len(admitted) < engine.free:
                     is_job = not (self._urgent or self._holds_jobs)
                     queue = self._waiting if is_job else self._urgent
                     if not queue:
                         break
-                    waited |= is_job
                     ticket, prepared = queue.popleft()
                     if is_job and self.is_cancelled(ticket):
                         cancelled.append(ticket)
@@ -372,7 +370,7 @@ class EngineThread:
                     self._wait_for_work()
             for ticket, prepared, urgent in admitted:
                 engine.admit(ticket, prepared, urgent=urgent)
-            if waited or engine.capacity != self.capacity:
+            if admitted or cancelled or engine.capacity != self.capacity:
                 self._call(self._let_in, engine.capacity)
             now = time.monotonic()
             self._deliver(

@@ -10,6 +10,7 @@ import asyncio
 import enum
 import time
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from typing import Literal
 
 from imagefleet import errors
@@ -51,19 +52,15 @@ class Lease:
             raise errors.LeaseLost(f"the lease on message {self.message.id} is lost")
 
 
+@dataclass(eq=False)
 class LeaseKeeper:
     """Renews leases at half their time; its end must stop the worker."""
 
-    def __init__(
-        self,
-        queue: protocol.JobQueue,
-        lease_seconds: float,
-        *,
-        on_renewal: Callable[[RenewalResult], None] = lambda _: None,
-    ) -> None:
-        self.lease_seconds = lease_seconds
-        self._queue = queue
-        self._on_renewal = on_renewal
+    queue: protocol.JobQueue
+    lease_seconds: float
+    on_renewal: Callable[[RenewalResult], None] = lambda _: None
+
+    def __post_init__(self) -> None:
         self._leases: dict[Lease, None] = {}  # in their order, unlike a set's
         self._slots = asyncio.Semaphore(CONCURRENT_RENEWALS)
         self._warning = logs.Occasion()
@@ -88,7 +85,7 @@ class LeaseKeeper:
         """Deletes the message; raises LeaseLost or TransientError, as the next two do."""
         async with lease.lock:
             lease.check()
-            await self._end(lease, self._queue.delete(lease.message))
+            await self._end(lease, self.queue.delete(lease.message))
 
     async def rewrite(self, lease: Lease, body: str) -> None:
         """Renews the lease and replaces the message's text."""
@@ -96,7 +93,7 @@ class LeaseKeeper:
             lease.check()
             asked_at = time.monotonic()
             try:
-                lease.message = await self._queue.renew(lease.message, self.lease_seconds, body)
+                lease.message = await self.queue.renew(lease.message, self.lease_seconds, body)
             except errors.LeaseLost:
                 self._mark_lost(lease)
                 raise
@@ -108,7 +105,7 @@ class LeaseKeeper:
         """Hands the message back, visible again after *delay_seconds*, with *body* as its text."""
         async with lease.lock:
             lease.check()
-            await self._end(lease, self._queue.release(lease.message, delay_seconds, body))
+            await self._end(lease, self.queue.release(lease.message, delay_seconds, body))
 
     def drop(self, lease: Lease) -> None:
         """Forgets a lease, which expires by itself."""
@@ -129,19 +126,19 @@ class LeaseKeeper:
                 return
             asked_at = time.monotonic()
             try:
-                lease.message = await self._queue.renew(lease.message, self.lease_seconds)
+                lease.message = await self.queue.renew(lease.message, self.lease_seconds)
             except errors.LeaseLost:
                 self._mark_lost(lease)
-                self._on_renewal("lost")
+                self.on_renewal("lost")
             except errors.TransientError as error:
                 # Neither held nor lost: the reply may have been lost after the renewal.
                 lease.state = LeaseState.UNKNOWN
-                self._on_renewal("unknown")
+                self.on_renewal("unknown")
                 self._warn(error)
             else:
                 lease.state = LeaseState.HELD
                 lease.expires_at = asked_at + self.lease_seconds
-                self._on_renewal("renewed")
+                self.on_renewal("renewed")
 
     def _warn(self, error: errors.TransientError) -> None:
         if self._warning.is_due():

@@ -11,6 +11,7 @@ import asyncio
 import time
 from collections import Counter as Counted
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
 from typing import Literal, NoReturn, TypeVar, get_args
@@ -280,21 +281,21 @@ def _filled(family: _Family, values: Mapping[str, float]) -> _Family:
     return family
 
 
+@dataclass(eq=False)
 class CostMeter(Collector):
-    """One replica's cost, computed at each scrape; the GPU's only where its price is known."""
+    """One replica's cost, computed at each scrape; the GPU's only where its price is known.
 
-    def __init__(
-        self,
-        engine_thread: EngineThread,
-        replica: Replica,
-        operations: Operations,
-        began_at: float | None = None,
-    ) -> None:
-        """*began_at*: the start of billing (monotonic seconds); None: now."""
-        self._engine_thread = engine_thread
-        self._replica = replica
-        self._operations = operations
-        self._began_at = time.monotonic() if began_at is None else began_at
+    *began_at*: the start of billing (monotonic seconds); None: now.
+    """
+
+    _engine_thread: EngineThread
+    _replica: Replica
+    _operations: Operations
+    began_at: float | None = None
+
+    def __post_init__(self) -> None:
+        replica = self._replica
+        self._began_at = time.monotonic() if self.began_at is None else self.began_at
         #: This replica's part of each image's metadata, in ASCII (`fleet.report.records`).
         self.record = {
             "started_at": datetime.now(UTC).isoformat(timespec="milliseconds"),

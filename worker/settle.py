@@ -14,12 +14,12 @@ from imagefleet import errors, retry
 from imagefleet.cancelled import CancelledCampaigns
 from imagefleet.records.record import MAX_NAME_CHARACTERS, Record, RecordLog, of_job
 from imagefleet.records.record import Outcome as RecordOutcome
-from imagefleet.storage import dead_letter, queue_names
+from imagefleet.storage import dead_letter
 from imagefleet.storage.dead_letter import FailedJob
 from imagefleet.storage.deliveries import without_deliveries
 from imagefleet.storage.open import Storage
 from imagefleet.storage.routing.models import named
-from imagefleet.storage.settings import checked_priority
+from imagefleet.storage.settings import priority_of
 from worker.jobs import chains, in_flight
 from worker.jobs.in_flight import FailedImage, InFlightImage, InFlightJob, PendingRecords
 from worker.leases import LeaseKeeper
@@ -290,7 +290,7 @@ class Settler:
         if entry.job is None or not entry.settle():
             return
         message, model = entry.lease.message, entry.job.model
-        priority = checked_priority(queue_names.priority_of(message.queue))
+        priority = priority_of(message.queue)
         if self.storage.models.of(model)[priority].name == message.queue:
             await self._end(entry, "handed_back", call=partial(self._release, entry))
             return

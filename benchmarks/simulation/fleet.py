@@ -14,11 +14,10 @@ from unittest import mock
 
 from imagefleet import concurrency, errors, retry
 from imagefleet.pricing import prices
-from imagefleet.storage import queue_names
 from imagefleet.storage.azure import account as azure_account
 from imagefleet.storage.azure import storage as azure_storage
 from imagefleet.storage.azure.storage import AzureStorage
-from imagefleet.storage.settings import PRIORITIES
+from imagefleet.storage.settings import PRIORITIES, job_queue
 from simulation import account, engine
 from simulation.clients import Address, Sender
 from simulation.clock import SimulatedLoop
@@ -186,7 +185,7 @@ class Fleet:
         self.account = account.Account(self.loop.time, plan.queue_limit, plan.account_limit)
         if plan.stages:
             models = map(account.stage_model, range(len(plan.stages)))
-            names = (queue_names.job_queue(_QUEUE, model) for model in models)
+            names = (job_queue(_QUEUE, model) for model in models)
             self.account.chain = [self.account.queue(name) for name in names]
             self.account.chain[0].source = account.jobs("t0-", plan.jobs, account.stage_model(0))
         else:
@@ -208,13 +207,13 @@ class Fleet:
         """The shards of the one queue of jobs without stages."""
         if plan.shards > 1:
             for priority in PRIORITIES:
-                first = self.account.queue(queue_names.job_queue(_QUEUE, priority=priority))
+                first = self.account.queue(job_queue(_QUEUE, priority=priority))
                 first.metadata["shards"] = f"{plan.shards}/{plan.shards}"
         for number in range(plan.shards):
             jobs = None
             if plan.jobs is not None:
                 jobs = plan.jobs // plan.shards + (number < plan.jobs % plan.shards)
-            shard = self.account.queue(queue_names.job_queue(_QUEUE, shard=number))
+            shard = self.account.queue(job_queue(_QUEUE, shard=number))
             shard.source = account.jobs(f"s{number}-", jobs)
 
     def start(self) -> None:

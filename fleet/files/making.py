@@ -22,7 +22,6 @@ from imagefleet.storage.open import open_storage
 from worker.engine import contract, load
 from worker.files import check, model
 from worker.files.kernels import archive
-from worker.node import check as node_check
 from worker.node import reference
 from worker.node.reference import CanaryImage, Reference
 from worker.settings import WorkerSettings, require_libraries
@@ -49,11 +48,12 @@ def _engine(model: Path, **settings: Any) -> contract.Engine:
 
 def test_image(model: Path, target: Path) -> dict[str, object]:
     """Draws one image as a PNG; returns facts about it. Raises SetupError if it is one colour."""
-    from worker.stages import encode  # needs the extra `worker`
+    from worker.node.check import plain_request  # needs the extra `worker`, as does the next
+    from worker.stages import encode
 
     began = time.monotonic()
     engine = _engine(model, slots=1, compile="off")
-    request = node_check.plain_request(engine, seed=1)
+    request = plain_request(engine, seed=1)
     (pixels,) = finish(model, engine, [request])
     with _drawing(model):
         encode.refuse_one_colour(pixels)

@@ -22,8 +22,7 @@ from imagefleet.job.prompt import SAFE_NAME
 from imagefleet.signing import SigningKey
 from imagefleet.storage.azure.roles import OPTIONAL, ROLES, Role, explain
 from imagefleet.storage.open import LOCAL_SCHEME
-from imagefleet.storage.queue_names import MAX_SHARDS
-from imagefleet.storage.settings import StorageSettings
+from imagefleet.storage.settings import MAX_SHARDS, StorageSettings
 
 #: A run of a day or two, and a weekend on top; less with rotation.
 DEFAULT_HOURS = 72.0

@@ -60,7 +60,7 @@ _OF_WORKER = _FIGURES | {
 
 _Answer = TypeVar("_Answer")
 
-#: Prometheus counts in floats, and whoever answers in its place may say 1.5.
+#: Prometheus has no whole numbers, and another server may answer in its place.
 _Count = Annotated[int, BeforeValidator(int)]
 
 

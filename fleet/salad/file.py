@@ -32,7 +32,7 @@ from imagefleet.pricing import families
 from imagefleet.pricing.families import Family
 from imagefleet.pricing.prices import Priority
 from imagefleet.redaction import WebAddress
-from imagefleet.storage import queue_names
+from imagefleet.storage.settings import job_queue
 from worker.files import addresses
 from worker.settings import WorkerSettings
 
@@ -180,7 +180,7 @@ class FleetFile(_Strict):
         given = self.environment.get("IMAGEFLEET_QUEUE")
         queue = given if isinstance(given, str) else "jobs"
         return [
-            Model(name, families.find(str(family)), queue_names.job_queue(queue, name))
+            Model(name, families.find(str(family)), job_queue(queue, name))
             for text, family in (self.models or {}).items()
             for name in [name_of(text)]
         ]

@@ -18,10 +18,9 @@ import polling
 from fleet import console, options
 from imagefleet.job.message import read_job
 from imagefleet.signing import SigningKey, TrustedKeys
-from imagefleet.storage import queue_names
 from imagefleet.storage.open import open_storage
 from imagefleet.storage.protocol import MAX_RECEIVE
-from imagefleet.storage.settings import StorageSettings
+from imagefleet.storage.settings import StorageSettings, job_queue
 from imagefleet.submit import BATCH
 from loadgen.load import POSITIONS_BETWEEN_CHECKPOINTS, Checkpoint
 
@@ -416,7 +415,7 @@ def test_the_queues_that_jobs_of_models_are_sent_to_are_named(
     ours = ("--verify-share", "0", *flags(storage_settings))
     result = in_process("load", str(file), *ours)
 
-    of_one = queue_names.job_queue(storage_settings.queue, "one")
+    of_one = job_queue(storage_settings.queue, "one")
     assert result.returncode == 0, result.stderr
     assert f"9 jobs sent to {of_one} (2), {storage_settings.queue} (1), " in result.stderr
     result = in_process("load", str(file), "--restart", "--json", *ours)

@@ -13,9 +13,9 @@ from imagefleet import errors
 from imagefleet.cancelled import CancelledCampaigns
 from imagefleet.job import chain
 from imagefleet.job.message import DELIVERIES_FIELD, Job, message_fields, message_text
-from imagefleet.storage import protocol, queue_names
+from imagefleet.storage import protocol
 from imagefleet.storage.routing.models import ModelQueues
-from imagefleet.storage.settings import checked_priority
+from imagefleet.storage.settings import priority_of
 from worker.jobs.in_flight import InFlightJob
 
 
@@ -37,7 +37,7 @@ async def send_next(models: ModelQueues, entry: InFlightJob, cancelled: Cancelle
     if entry.job is None:
         raise RuntimeError("read the job first")
     body, following = next_message(entry.job, entry.lease.message)
-    priority = checked_priority(queue_names.priority_of(entry.lease.message.queue))
+    priority = priority_of(entry.lease.message.queue)
     entry.lease.check()
     if entry.is_of(cancelled):
         raise errors.JobCancelled

@@ -15,7 +15,7 @@ import shutil
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Iterator
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from prometheus_client.core import GaugeMetricFamily, Metric
@@ -68,24 +68,20 @@ _FINDINGS = {
 }
 
 
+@dataclass(eq=False)
 class NodeCheck(Collector):
     """The start-up check of one node, with its findings as metrics."""
 
-    def __init__(
-        self,
-        blobs: protocol.BlobStore,
-        settings: WorkerSettings,
-        limits: NodeLimits,
-        metrics: WorkerMetrics,
-    ) -> None:
+    _blobs: protocol.BlobStore
+    _settings: WorkerSettings
+    _limits: NodeLimits
+    _metrics: WorkerMetrics
+
+    def __post_init__(self) -> None:
         self.findings: dict[str, Any] = {}
         """The measurements, by the names of `_FINDINGS`."""
         self.passed: bool | None = None
-        self._faults = metrics.node_faults
         self._fault: NodeFault = "engine"  # unless a check below fails
-        self._blobs = blobs
-        self._settings = settings
-        self._limits = limits
         self._began_at = time.monotonic()
 
     def load(self, load: Callable[[], contract.Engine]) -> contract.Engine:
@@ -148,7 +144,7 @@ class NodeCheck(Collector):
     def _end(self, failure: errors.NodeError | None) -> None:
         self.passed = failure is None
         if failure is not None:
-            self._faults.labels(self._fault).inc()
+            self._metrics.node_faults.labels(self._fault).inc()
         self.findings["passed"] = self.passed
         self.findings["seconds"] = round(time.monotonic() - self._began_at, 3)
         level = logging.INFO if self.passed else logging.ERROR

@@ -26,7 +26,7 @@ from imagefleet import concurrency, errors
 from imagefleet.job import sizes
 from imagefleet.storage import protocol
 from imagefleet.storage.protocol import Shards
-from imagefleet.storage.queue_names import MAX_SHARDS
+from imagefleet.storage.settings import MAX_SHARDS
 from imagefleet.telemetry import logs
 
 log = logs.EventLog(__name__)
@@ -146,33 +146,27 @@ class Shard:
         log.log(level, text, action="queue_missing")
 
 
+@dataclass(eq=False)
 class Route:
-    """The shards of one queue: how many there are, their order for a worker, and what is sent."""
+    """The shards of one queue: how many there are, their order for a worker, and what is sent.
 
-    def __init__(
-        self,
-        open_shard: Callable[[int], protocol.StoredQueue],
-        granted: Callable[[], int] = lambda: 1,
-        *,
-        level: int = 0,
-        model: str | None = None,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        """*level* is its priority's, 0 the highest; *model* is that of its jobs.
+    *level* is its priority's, 0 the highest; *model* is that of its jobs. *granted*: the shards of
+    tokens which do not allow to read how many there are.
+    """
 
-        *granted*: the shards of tokens which do not allow to read how many there are.
-        """
-        self.level = level
-        self.model = model
-        self.clock = clock
+    open_shard: Callable[[int], protocol.StoredQueue]
+    granted: Callable[[], int] = lambda: 1
+    level: int = 0
+    model: str | None = None
+    clock: Callable[[], float] = time.monotonic
+
+    def __post_init__(self) -> None:
         self.order = [0]
         """The shards as this worker asks them, its home first."""
         self.last_receive = 0
         """The number of the last receive of all queues that it had jobs for."""
         self._receives = 0  # that returned its messages
         self._was_empty = True  # when it was asked last
-        self._open_shard = open_shard
-        self._granted = granted
         self._opened: list[Shard] = []
         self._shards: Shards | None = None
         self._found_at = 0.0
@@ -190,7 +184,7 @@ class Route:
 
     def shard(self, number: int) -> Shard:
         for new in range(len(self._opened), number + 1):
-            self._opened.append(Shard(self._open_shard(new), self, new))
+            self._opened.append(Shard(self.open_shard(new), self, new))
         return self._opened[number]
 
     def stand_at(self, share: float) -> None:
@@ -232,7 +226,7 @@ class Route:
                 except errors.MissingResourceError:
                     pass  # what is asked of it now says so
                 except errors.SetupError:
-                    self._adopt(Shards(self._granted(), self._granted()))
+                    self._adopt(Shards(self.granted(), self.granted()))
         return [self.shard(number) for number in range(len(self.order))]
 
     def notice(self) -> None:

@@ -144,7 +144,7 @@ def test_the_readmes_queue_of_a_model_is_the_workers(repository: Path) -> None:
     (model,) = re.findall(r"store:([\w-]+)\.safetensors", text)
     name = StorageSettings().queues_of(model)["normal"]
     assert f"queueName: {name}," in text
-    assert f"queue_names.job_queue('jobs', '{model}')" in text
+    assert f"job_queue('jobs', '{model}')" in text
 
 
 def test_each_role_has_an_identity_of_its_own(plain: Any, manifests: Any) -> None:

@@ -15,7 +15,7 @@ from fleet.salad import gpus
 from fleet.scale import command as scale
 from imagefleet import errors
 from imagefleet.pricing import families
-from imagefleet.storage import queue_names
+from imagefleet.storage.settings import job_queue
 
 Imagefleet = Callable[..., "subprocess.CompletedProcess[str]"]  # the fixture of conftest.py
 
@@ -40,7 +40,7 @@ def test_workers_get_the_models_and_the_operator_sees_their_queues(in_process: I
     environment = found["groups"][0]["container"]["environment_variables"]
     given = environment["IMAGEFLEET_MODEL"]
     assert given == "store:illustrious-xl.safetensors,store:pony-v6.safetensors"
-    queues = [queue_names.job_queue("jobs", name) for name in NAMES]
+    queues = [job_queue("jobs", name) for name in NAMES]
     assert [(each["name"], each["queue"]) for each in found["models"]] == list(
         zip(NAMES, queues, strict=True)
     )

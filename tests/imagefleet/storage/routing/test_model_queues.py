@@ -16,13 +16,12 @@ from fleet.keys import mint
 from imagefleet import aio, errors
 from imagefleet.job.message import Job
 from imagefleet.job.prompt import SAFE_NAME
-from imagefleet.storage import queue_names
 from imagefleet.storage.azure.roles import ROLES
 from imagefleet.storage.enqueue import JobSender
 from imagefleet.storage.open import Storage, open_storage
 from imagefleet.storage.protocol import JobQueue
 from imagefleet.storage.routing.models import SERVED_FOLDER, named
-from imagefleet.storage.settings import PRIORITIES, StorageSettings
+from imagefleet.storage.settings import PRIORITIES, StorageSettings, job_queue
 
 AZURE_RULE = re.compile(r"(?=.{3,63}$)[a-z0-9](-?[a-z0-9])*")
 
@@ -46,7 +45,7 @@ async def ids(queue: JobQueue) -> list[str]:
 def test_every_model_has_a_queue_name_that_azure_accepts(
     model: str, length: int, priority: str
 ) -> None:
-    assert AZURE_RULE.fullmatch(queue_names.job_queue("j" * length, model, priority))
+    assert AZURE_RULE.fullmatch(job_queue("j" * length, model, priority))
 
 
 @pytest.mark.parametrize(
@@ -54,14 +53,14 @@ def test_every_model_has_a_queue_name_that_azure_accepts(
     [("Foo", "foo"), ("a_b", "a-b"), ("a" * 60 + "1", "a" * 60 + "2"), ("x.y", "x y"), ("_", "__")],
 )
 def test_models_whose_names_differ_share_no_queue(one: str, other: str) -> None:
-    assert queue_names.job_queue("jobs", one) != queue_names.job_queue("jobs", other)
+    assert job_queue("jobs", one) != job_queue("jobs", other)
 
 
 def test_the_names_stay_what_they_are() -> None:
     """Another version's jobs would not be found."""
-    assert queue_names.job_queue("jobs") == "jobs"
-    assert queue_names.job_queue("jobs", None, "high") == "jobs-high"
-    assert queue_names.job_queue("jobs", A, "low") == "jobs-dreamshaper-8-rhhjxt4rma-low"
+    assert job_queue("jobs") == "jobs"
+    assert job_queue("jobs", None, "high") == "jobs-high"
+    assert job_queue("jobs", A, "low") == "jobs-dreamshaper-8-rhhjxt4rma-low"
 
 
 def test_a_queue_name_without_room_for_models_is_refused() -> None:

@@ -12,7 +12,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from imagefleet import errors
-from imagefleet.storage import queue_names
 from imagefleet.storage.protocol import (
     LeasedMessage,
     QueueDepth,
@@ -21,7 +20,7 @@ from imagefleet.storage.protocol import (
 from imagefleet.storage.routing import route
 from imagefleet.storage.routing.queue import RoutedQueue
 from imagefleet.storage.routing.route import Route
-from imagefleet.storage.settings import PRIORITIES, Priority
+from imagefleet.storage.settings import MAX_SHARDS, PRIORITIES, Priority, job_queue
 from unused_queue import UnusedQueue
 from worker import metrics, pull
 from worker.models import change
@@ -88,7 +87,7 @@ class StandIns:
     def shard(
         self, number: int, priority: str = "normal", model: str | None = None
     ) -> StandInShard:
-        name = queue_names.job_queue("jobs", model, priority, number)
+        name = job_queue("jobs", model, priority, number)
         return self.stored.setdefault(name, StandInShard(name, self.shards))
 
     def route(self, share: float, priority: Priority = "normal", model: str | None = None) -> Route:
@@ -124,7 +123,7 @@ class StandIns:
 
 
 shares = st.floats(0, 1)
-some_shards = st.integers(1, queue_names.MAX_SHARDS).flatmap(
+some_shards = st.integers(1, MAX_SHARDS).flatmap(
     lambda made: st.builds(Shards, st.integers(1, made), st.just(made))
 )
 

@@ -13,11 +13,17 @@ import pytest
 from pydantic import SecretStr
 
 from imagefleet import errors
-from imagefleet.storage import queue_names
 from imagefleet.storage.open import Storage, open_storage
 from imagefleet.storage.protocol import JobQueue, LeasedMessage, Shards
 from imagefleet.storage.routing import route
-from imagefleet.storage.settings import PRIORITIES, StorageSettings
+from imagefleet.storage.settings import (
+    MAX_CHARACTERS,
+    MAX_SHARDS,
+    PRIORITIES,
+    StorageSettings,
+    job_queue,
+    priority_of,
+)
 
 LEASE_SECONDS = 30
 SHARDS = 4
@@ -148,7 +154,7 @@ async def test_every_priority_and_model_has_shards(
         await worker.check()
         taken = await take_all(worker.models.served(["early", "late"]))
         assert len(taken) == 1 + 3 * 6
-        seen = Counter(queue_names.priority_of(each.queue) for each in taken)
+        seen = Counter(priority_of(each.queue) for each in taken)
         assert seen == {"high": 6, "normal": 7, "low": 6}, "a shard's name hides no priority"
         for message in taken:
             await worker.models.served(["early", "late"]).delete(message)
@@ -223,16 +229,16 @@ async def test_an_earlier_versions_file_gets_shards(tmp_path: Path) -> None:
 
 def test_the_names_of_shards_fit_into_azures_limit_and_differ() -> None:
     names = {
-        queue_names.job_queue("j" * 40, model, priority, shard)
+        job_queue("j" * 40, model, priority, shard)
         for model in ("a long name of a model", "a long name of another", None)
         for priority in PRIORITIES
-        for shard in range(queue_names.MAX_SHARDS)
+        for shard in range(MAX_SHARDS)
     }
-    assert len(names) == 3 * 3 * queue_names.MAX_SHARDS
-    assert max(map(len, names)) <= queue_names.MAX_CHARACTERS
-    assert queue_names.job_queue("jobs", None, "high", 3) == "jobs-high-3"
+    assert len(names) == 3 * 3 * MAX_SHARDS
+    assert max(map(len, names)) <= MAX_CHARACTERS
+    assert job_queue("jobs", None, "high", 3) == "jobs-high-3"
     with pytest.raises(errors.SetupError, match="too long for shards"):
-        queue_names.job_queue("j" * 56, None, "normal", 1)
+        job_queue("j" * 56, None, "normal", 1)
 
 
 # Tokens
