@@ -7,6 +7,7 @@ broken connections and restarts; the model itself appears in one step, complete 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import shutil
 import tarfile
@@ -84,6 +85,7 @@ async def fetch(
     folder = _folder(settings, address)
     if found := find_fetched(folder, address):
         if is_whole(found):
+            _remove_leftovers(folder)
             return settings
         log.warning(f"fetching {found} again: it is cut off or damaged", action="model_dropped")
         with DiskCache(folder).errors():
@@ -180,6 +182,16 @@ def is_whole(path: Path) -> bool:
     except errors.SetupError:
         return False
     return not path.is_dir() or (path / "model_index.json").is_file()
+
+
+def _remove_leftovers(folder: Path) -> None:
+    """What a worker left that was killed once the model was in its place: as much as the model."""
+    for path in folder.iterdir():
+        with contextlib.suppress(OSError):  # a cache may be read-only
+            if path.name == _UNPACKING:
+                shutil.rmtree(path)
+            elif path.name.endswith((".part", ".part.json")):
+                path.unlink()
 
 
 def _folder(settings: WorkerSettings, address: Address) -> Path:
