@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from imagefleet import concurrency, errors
 from imagefleet.job.message import ASIDE, CHECKS, DUPLICATES, SUSPECT, job_key
 from imagefleet.records import outcomes
 from imagefleet.storage.open import Storage
-from imagefleet.storage.protocol import BlobStore
+from imagefleet.storage.protocol import BlobRecord, BlobStore
 from imagefleet.storage.settings import SignerSettings, StorageSettings
 from loadgen import sources
 from worker.node import quarantine
@@ -35,8 +35,9 @@ _MAX_RECORD_BYTES = 2**24
 #: Images looked up at once.
 _CONCURRENCY = 16
 
-Images = dict[str, Mapping[str, str]]
-"""Images by name, each with its metadata."""
+_SECONDS_PER_HOUR = 3600
+
+Metadata = Mapping[str, str]
 
 
 class SuspectRecord(BaseModel):
@@ -44,6 +45,19 @@ class SuspectRecord(BaseModel):
 
     worker: str = Field(min_length=1, max_length=200)
     images: list[str] = Field(default_factory=list, max_length=100_000)
+
+
+@dataclass(slots=True)
+class Selection:
+    """Images by name, each with its metadata, and what drawing them cost where it is known."""
+
+    images: dict[str, Metadata] = field(default_factory=dict)
+    dollars: float | None = None
+    damaged_records: int = 0
+
+    @property
+    def by_worker(self) -> Counter[str]:
+        return Counter(each.get("worker", "") for each in self.images.values())
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,30 +152,32 @@ async def _run(
         for journal in () if dry_run else journals:
             await replace.finish(storage, journal, replace.Replaced())
         with console.counting("listed", None, quiet=quiet) as on_listed:
-            found, damaged = await select(storage, which, on_listed)
-        workers = Counter(metadata.get("worker", "") for metadata in found.values())
+            found = await select(storage, which, on_listed)
         result: dict[str, Any] = {
-            "images": len(found),
-            "workers": dict(workers.most_common()),
-            "damaged_records": damaged,
+            "images": len(found.images),
+            "workers": dict(found.by_worker.most_common()),
+            "dollars": found.dollars,
+            "damaged_records": found.damaged_records,
             "unfinished_runs": len(journals),
         }
-        if dry_run or not found:
+        if dry_run or not found.images:
             return result
-        await _warn_of_nodes_at_work(storage, workers)
-        console.confirm(f"Have {console.counted(len(found), 'image')} drawn again?", yes=yes)
+        await _warn_of_nodes_at_work(storage, found)
+        cost = "" if found.dollars is None else f", which took about ${found.dollars:,.2f}"
+        images = console.counted(len(found.images), "image")
+        console.confirm(f"Have {images} drawn again{cost}?", yes=yes)
         finder = replace.JobFinder(storage.blobs, given, fleet.keys.trusted)
         await finder.list_duplicates(which.named.prefix)
-        with console.counting("replaced", len(found), quiet=quiet) as on_image:
-            replaced = await replace.replace(storage, found, finder, on_image)
+        with console.counting("replaced", len(found.images), quiet=quiet) as on_image:
+            replaced = await replace.replace(storage, found.images, finder, on_image)
     refused = [{"image": name, "reason": why} for name, why in replaced.refused.items()]
     return result | {"replaced": replaced.images, "jobs": replaced.jobs, "not_redone": refused}
 
 
-async def _warn_of_nodes_at_work(storage: Storage, workers: Iterable[str]) -> None:
+async def _warn_of_nodes_at_work(storage: Storage, found: Selection) -> None:
     """A worker that may draw its own images again, as wrong as before."""
     known = {node.name for node in (await quarantine.read(storage.files))[0].nodes}
-    for worker in sorted({*workers} - {""}):
+    for worker in sorted(set(found.by_worker) - {""}):
         if known.isdisjoint({worker, quarantine.node_of(worker)}):
             console.print_warning(
                 f"{worker} is not in the quarantine and may draw its images again; `imagefleet"
@@ -182,7 +198,9 @@ def _show(result: dict[str, Any], *, dry_run: bool) -> None:
         columns = console.name_column("worker"), console.number_column("images")
         rows = ((worker or "(none)", count) for worker, count in result["workers"].items())
         console.print_tables(console.table(*columns, rows=itertools.islice(rows, _SHOWN)))
-        console.print_plain(f"{images} would be drawn again")
+        dollars = result["dollars"]
+        cost = "" if dollars is None else f"; drawing them took about ${dollars:,.2f}"
+        console.print_plain(f"{images} would be drawn again{cost}")
     else:
         replaced = console.counted(result["replaced"], "image")
         jobs = console.counted(result["jobs"], "job")
@@ -194,20 +212,15 @@ def _show(result: dict[str, Any], *, dry_run: bool) -> None:
             console.print_plain(f"and {len(refused) - _SHOWN:,} others stay (--json lists them)")
 
 
-async def select(
-    storage: Storage, which: Which, on_listed: Callable[[], None]
-) -> tuple[Images, int]:
-    """Reads which images are wanted, and counts damaged records.
-
-    *on_listed* is called for each image that is looked at.
-    """
+async def select(storage: Storage, which: Which, on_listed: Callable[[], None]) -> Selection:
+    """Reads which images are wanted; *on_listed* is called for each that is looked at."""
     named = which.named
     if named.campaign is not None and named.id is not None:
-        return await _of_job(storage, named.campaign, named.id), 0
+        return await _of_job(storage, named.campaign, named.id)
     await check_campaign(storage, named.campaign)
     if which.suspect:
         return await _by_records(storage.blobs, named.campaign, on_listed)
-    return await _by_worker(storage.blobs, which, on_listed), 0
+    return await _by_worker(storage.blobs, which, on_listed)
 
 
 def is_image(name: str) -> bool:
@@ -215,43 +228,53 @@ def is_image(name: str) -> bool:
     return name.startswith(CHECKS) or not name.startswith(ASIDE)
 
 
-async def _of_job(storage: Storage, campaign: str, job_id: str) -> Images:
+async def _of_job(storage: Storage, campaign: str, job_id: str) -> Selection:
     """The images of a job, or the one image of that name."""
     name = job_key(campaign, job_id)
     if (metadata := await storage.blobs.metadata(name)) is not None:
-        return {name: metadata}
+        return Selection({name: metadata})
     job = outcomes.JobFacts(job_id, campaign)
     stored = [each.blob for each in await outcomes.stored_images(storage, job) if each.blob]
     known = {blob: await storage.blobs.metadata(blob) for blob in stored}
     found = {blob: metadata for blob, metadata in known.items() if metadata is not None}
     if not found:
         raise await unknown_job(storage, Target(campaign, job_id))
-    return found
+    return Selection(found)
 
 
-async def _by_worker(blobs: BlobStore, which: Which, on_listed: Callable[[], None]) -> Images:
-    found: Images = {}
+async def _by_worker(blobs: BlobStore, which: Which, on_listed: Callable[[], None]) -> Selection:
+    found = Selection()
     since, until = which.moments()
-    places = [""]
-    if which.named.campaign is not None:
-        places = [f"{folder}{which.named.campaign}/" for folder in ("", CHECKS, DUPLICATES)]
-    for place in places:
-        async for record in blobs.records(place):
-            if not is_image(record.name) and not record.name.startswith(DUPLICATES):
-                continue
-            on_listed()
-            worker = record.metadata.get("worker", "")
-            is_theirs = which.worker in {worker, quarantine.node_of(worker)}
-            if is_theirs and since <= record.created_at <= until:
-                found[record.name] = record.metadata
+    runs: dict[tuple[float, str], list[datetime]] = {}
+    async for record in _records(blobs, which.named.campaign):
+        on_listed()
+        worker = record.metadata.get("worker", "")
+        is_theirs = which.worker in {worker, quarantine.node_of(worker)}
+        if not is_theirs or not since <= record.created_at <= until:
+            continue
+        found.images[record.name] = record.metadata
+        if price := _price(record.metadata):
+            run = price, record.metadata.get("started_at", "")
+            runs.setdefault(run, []).append(record.created_at)
+    costs = [_dollars(price, stored) for (price, _), stored in runs.items() if len(stored) > 1]
+    found.dollars = sum(costs) if costs else None
     return found
+
+
+async def _records(blobs: BlobStore, campaign: str | None) -> AsyncIterator[BlobRecord]:
+    prefixes = (
+        [""] if campaign is None else [f"{each}{campaign}/" for each in ("", CHECKS, DUPLICATES)]
+    )
+    for prefix in prefixes:
+        async for record in blobs.records(prefix):
+            if is_image(record.name) or record.name.startswith(DUPLICATES):
+                yield record
 
 
 async def _by_records(
     blobs: BlobStore, campaign: str | None, on_listed: Callable[[], None]
-) -> tuple[Images, int]:
-    found: Images = {}
-    damaged = 0
+) -> Selection:
+    found = Selection()
     suspects: dict[str, str] = {}
     async for name in blobs.names(SUSPECT):
         if not name.endswith(".json"):
@@ -260,7 +283,7 @@ async def _by_records(
             data = await blobs.read(name, _MAX_RECORD_BYTES)
             record = SuspectRecord.model_validate_json(data or b"")
         except (ValidationError, errors.UnusableFileError):
-            damaged += 1
+            found.damaged_records += 1
             continue
         start = "" if campaign is None else f"{campaign}/"
         for image in record.images:
@@ -275,7 +298,21 @@ async def _by_records(
             return
         # Another worker's: it was replaced already.
         if metadata is not None and metadata.get("worker") == suspects[name]:
-            found[name] = metadata
+            found.images[name] = metadata
 
     await concurrency.for_each(suspects, look_up, _CONCURRENCY)
-    return found, damaged
+    return found
+
+
+def _price(metadata: Metadata) -> float | None:
+    try:
+        dollars_per_hour = float(metadata["price_per_hour"])
+    except (KeyError, ValueError):
+        return None
+    return dollars_per_hour if 0 < dollars_per_hour < 1000 else None  # noqa: PLR2004 - $/h, or noise
+
+
+def _dollars(price_per_hour: float, stored: Iterable[datetime]) -> float:
+    moments = sorted(stored)
+    hours = (moments[-1] - moments[0]).total_seconds() / _SECONDS_PER_HOUR
+    return price_per_hour * hours * len(moments) / (len(moments) - 1)

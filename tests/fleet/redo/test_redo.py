@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Callable
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any, Self
 
@@ -413,12 +413,18 @@ async def test_a_machine_is_all_its_workers_and_no_other(storage: Storage) -> No
 
     async def selected(worker: str) -> list[str]:
         which = command.Which(worker=worker)
-        found, _ = await command.select(storage, which, lambda: None)
-        return sorted({metadata["worker"] for metadata in found.values()})
+        found = await command.select(storage, which, lambda: None)
+        return sorted(found.by_worker)
 
     assert await selected(machine) == sorted(names[:3])
     assert await selected("a") == ["a"]
     assert await selected("a-7") == ["a-7"]
+
+
+def test_the_cost_is_that_of_the_drawing() -> None:
+    began_at = datetime(2026, 12, 1, tzinfo=UTC)
+    stored = [began_at + timedelta(minutes=10 * number) for number in range(7)]
+    assert command._dollars(0.6, stored) == pytest.approx(0.7)
 
 
 def test_a_picture_has_no_job_that_is_not_valid() -> None:
