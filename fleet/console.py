@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import hashlib
 import json
-import logging
 import os
 import signal
 import sys
@@ -42,7 +41,7 @@ if TYPE_CHECKING:
     from imagefleet import aio
     from imagefleet.storage.settings import StorageSettings
 
-log = logging.getLogger(__name__)
+log = logs.EventLog(__name__)
 
 EXIT_DONE = 0
 
@@ -140,7 +139,7 @@ async def until_stopped(work: Coroutine[Any, Any, Any] | asyncio.Task[Any]) -> N
 def report_error(message: str, code: int) -> None:
     """Says why the process ends: in its log where that is JSON lines, else in red on stderr."""
     if logs.are_json():
-        log.error("%s", message, extra={"action": _ACTIONS[code], "exit_code": code})
+        log.error(message, action=_ACTIONS[code], exit_code=code)
     else:
         print_error(message)
 
@@ -164,7 +163,7 @@ def print_error(message: str) -> None:
 def print_warning(message: str) -> None:
     """Prints one yellow line on stderr; logs it where the log is JSON lines."""
     if logs.are_json():
-        log.warning("%s", message, extra={"action": "warning"})
+        log.warning(message, action="warning")
         return
     with _LOSES_NOTES:
         stderr.print(untrusted(f"warning: {redaction.message(message)}", "yellow"), soft_wrap=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import logging
 import math
 import random
 import time
@@ -15,8 +14,9 @@ from email.utils import parsedate_to_datetime
 from typing import TypeVar
 
 from imagefleet import errors
+from imagefleet.telemetry import logs
 
-_LOGGER = logging.getLogger(__name__)
+log = logs.EventLog(__name__)
 
 _Result = TypeVar("_Result")
 
@@ -52,7 +52,7 @@ def _moment(text: str | None) -> datetime | None:
 
 
 def log_retry(error: errors.TransientError) -> None:
-    _LOGGER.info("retrying: %s", error.message, extra={"action": "storage_retry"})
+    log.info(f"retrying: {error.message}", action="storage_retry")
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import logging
 import time
 from datetime import UTC, datetime
 from pathlib import Path
@@ -19,8 +18,9 @@ from imagefleet.records.reader import Counts
 from imagefleet.records.record import Record
 from imagefleet.records.stored import Damaged
 from imagefleet.storage.open import Storage
+from imagefleet.telemetry import logs
 
-log = logging.getLogger(__name__)
+log = logs.EventLog(__name__)
 
 #: The most images that an event names: with all of a large job it would be too large.
 MAX_IMAGES = 64
@@ -205,7 +205,7 @@ class Source:
         before = self._damaged.count
         records = await self._follower.poll()
         if self._damaged.count > before:
-            log.warning("%s", self._damaged, extra={"action": "record_damaged"})
+            log.warning(f"{self._damaged}", action="record_damaged")
         for record in records:
             is_end = record.outcome in {"completed", "failed", "cancelled"}  # or an operator's note
             if not is_end or (self._since and record.at < self._since):

@@ -14,8 +14,9 @@ from fleet import console
 from fleet.webhooks.endpoint import Answer, Endpoint
 from fleet.webhooks.events import Event, Source
 from imagefleet import errors, retry
+from imagefleet.telemetry import logs
 
-log = logging.getLogger(__name__)
+log = logs.EventLog(__name__)
 
 #: Seconds to wait after each failed attempt, by the specification's advice: three days in all.
 RETRY_SECONDS = (5, 300, 1_800, 7_200, 18_000, 36_000, 50_400, 72_000, 86_400)
@@ -124,7 +125,7 @@ class Service:
             except errors.TransientError as error:
                 if once:
                     raise
-                log.warning("trying again: %s", error, extra={"action": "storage_unavailable"})
+                log.warning(f"trying again: {error}", action="storage_unavailable")
             self._poll_at = time.monotonic() + POLL_SECONDS
 
     def _retry_now(self) -> None:
@@ -164,13 +165,13 @@ class Service:
         self._attempts.labels("delivered").inc()
         del self._state.waiting[event.id]
         if len(self._failing) >= DOWN_FROM:
-            log.info("%s answers again", self._endpoint.address, extra={"action": "recovered"})
+            log.info(f"{self._endpoint.address} answers again", action="recovered")
             self._retry_now()
         self._failing.clear()
         log.info(
-            "delivered %s of %s",
-            *(event.type, event.subject),
-            extra={"action": "webhook_delivered", "webhook_id": event.id},
+            f"delivered {event.type} of {event.subject}",
+            action="webhook_delivered",
+            webhook_id=event.id,
         )
 
     def _failed(self, event: Event, answer: Answer) -> None:
@@ -192,9 +193,11 @@ class Service:
             level, then = logging.WARNING, f"the next follows in {event.due_at - now:.0f} s"
         log.log(
             level,
-            "%s of %s is not delivered, attempt %d: %s; %s",
-            *(event.type, event.subject, event.attempts, answer.failure, then),
-            extra={"action": action, "webhook_id": event.id, "attempts": event.attempts},
+            f"{event.type} of {event.subject} is not delivered, attempt {event.attempts}:"
+            f" {answer.failure}; {then}",
+            action=action,
+            webhook_id=event.id,
+            attempts=event.attempts,
         )
 
     def _save(self) -> None:

@@ -10,7 +10,6 @@ import contextlib
 import dataclasses
 import itertools
 import json
-import logging
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from dataclasses import dataclass
@@ -26,8 +25,9 @@ from imagefleet.storage import protocol
 from imagefleet.storage.dead_letter import Check, Chosen, Entry, FailedJob, Refused, Selection
 from imagefleet.storage.open import Storage
 from imagefleet.storage.settings import Priority
+from imagefleet.telemetry import logs
 
-log = logging.getLogger(__name__)
+log = logs.EventLog(__name__)
 
 #: Lease of the messages during a sweep; after a crash they stay invisible for so long.
 LEASE_SECONDS = 60.0
@@ -301,9 +301,8 @@ async def _sweep(
             await _settle(poison.release, leased.values())
         except errors.TransientError as error:
             log.warning(
-                "failed jobs stay invisible until their leases expire: %s",
-                error.message,
-                extra={"action": "hand_back_failed"},
+                f"failed jobs stay invisible until their leases expire: {error.message}",
+                action="hand_back_failed",
             )
 
 

@@ -7,7 +7,6 @@ found before, from the header alone (`worker.files.kinds`).
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,7 +40,7 @@ from worker.engine.files import safetensors
 from worker.engine.lora.file import Network
 from worker.engine.slots import memory
 
-log = logging.getLogger(__name__)
+log = logs.EventLog(__name__)
 
 #: An average of the UNet's weights during training, which some files have beside the weights.
 _AVERAGE_PREFIX = "model_ema."
@@ -182,7 +181,7 @@ def _placements(
         }
         text_bytes = sum(weights[each] for each in family.networks)
         if memory.has_no_room_for_text(device, text_bytes, sum(weights.values()) - text_bytes):
-            log.info("the text encoders stay on the CPU", extra={"action": "text_on_cpu"})
+            log.info("the text encoders stay on the CPU", action="text_on_cpu")
             placed |= dict.fromkeys(family.networks, (torch.device("cpu"), torch.float32))
     return placed
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -14,12 +13,13 @@ from diffusers import AutoencoderKL
 from torch import nn
 
 from imagefleet import errors
+from imagefleet.telemetry import logs
 from worker.engine import contract
 from worker.engine import errors as engine_errors
 from worker.engine.kernels.compile import Compiled, GraphPool
 from worker.engine.kernels.layers import time_convolutions
 
-log = logging.getLogger(__name__)
+log = logs.EventLog(__name__)
 
 #: Pixels per VAE call: it needs far more memory per pixel than the UNet.
 _SLICE_PIXELS = 1024 * 1024
@@ -143,8 +143,7 @@ class Decoder:
             if not engine_errors.is_out_of_memory(error):
                 raise
             log.warning(
-                "the VAE runs uncompiled: not enough memory to compile it",
-                extra={"action": "compile_failed"},
+                "the VAE runs uncompiled: not enough memory to compile it", action="compile_failed"
             )
         else:
             self._compiled[shape] = (latents, compiled)
@@ -169,7 +168,7 @@ class Decoder:
     def decode(self, latents: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Decodes latents [images, 4, height, width] at once, uncompiled."""
         is_striped = self.is_striped or latents.shape[1:] in self._striped_shapes
-        return to_pixels(to_images(self._vae, latents, in_stripes=is_striped))
+        return decode(self._vae, latents, in_stripes=is_striped)
 
     def collect(self, *, wait: bool) -> list[contract.Finished]:
         """The images that have reached the host; *wait* blocks for at least one slice, if any.
@@ -215,11 +214,9 @@ class Decoder:
             failure = engine_errors.classify(error)
             out_of_memory = engine_errors.is_out_of_memory(error)
             log.warning(
-                "decoding %d images at once failed: %s",
-                len(part),
-                failure.message,
+                f"decoding {len(part)} images at once failed: {failure.message}",
                 exc_info=True,
-                extra={"action": "decode_failed"},
+                action="decode_failed",
             )
         # Outside the handler, where the error's traceback no longer holds any tensors.
         shape = part[0].latents.shape
@@ -257,7 +254,7 @@ class Decoder:
         if self._vae.dtype == torch.float16 and drawn.latents.isfinite().all():
             log.warning(
                 "the VAE overflows in float16: it decodes in float32 from now on",
-                extra={"action": "vae_widened"},
+                action="vae_widened",
             )
             self._vae.float()
             self.forget_compiled()
@@ -269,9 +266,11 @@ class Decoder:
         return errors.TransientError("the image is NaN")
 
 
-def decode(vae: AutoencoderKL | None, latents: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def decode(
+    vae: AutoencoderKL | None, latents: torch.Tensor, *, in_stripes: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Decodes latents [images, 4, height, width]; see `to_pixels`."""
-    return to_pixels(to_images(vae, latents))
+    return to_pixels(to_images(vae, latents, in_stripes=in_stripes))
 
 
 def to_images(

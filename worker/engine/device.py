@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import re
 import sys
@@ -12,9 +11,10 @@ import pynvml
 import torch
 
 from imagefleet import concurrency, errors
+from imagefleet.telemetry import logs
 from worker.engine.files import safetensors
 
-log = logging.getLogger(__name__)
+log = logs.EventLog(__name__)
 
 Precision = Literal["auto", "float16", "bfloat16", "float32"]
 
@@ -64,9 +64,11 @@ def find_device(name: str) -> torch.device:
     if needed := _needed_driver():
         found = find_driver()
         log.info(
-            "torch %s for CUDA %s needs NVIDIA driver %d or newer; found %s",
-            *(torch.__version__, torch.version.cuda, needed, found),
-            extra={"action": "driver", "needed": needed, "found": found},
+            f"torch {torch.__version__} for CUDA {torch.version.cuda} needs NVIDIA driver {needed}"
+            f" or newer; found {found}",
+            action="driver",
+            needed=needed,
+            found=found,
         )
     # The allocator is set up before its first memory; users' own settings stay.
     until_torch_2_9, since = "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from imagefleet import errors
+from imagefleet.telemetry import logs
 
 if TYPE_CHECKING:
     import torch
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from worker.engine.slots.memory import SlotWeights, WeightMode
     from worker.engine.slots.parts import Parts, Settings
 
-log = logging.getLogger(__name__)
+log = logs.EventLog(__name__)
 
 Compile = Literal["auto", "background", "off"]
 
@@ -85,16 +85,11 @@ def load_engine(settings: EngineSettings) -> SlotEngine:
     )
     engine = slot_engine.SlotEngine(made)
     log.info(
-        "loaded in %.1f s, libraries in %.1f",
-        time.monotonic() - began_at,
-        imported_at - began_at,
-        extra={"action": "loaded"},
+        f"loaded in {time.monotonic() - began_at:.1f} s, libraries in {imported_at - began_at:.1f}",
+        action="loaded",
     )
-    log.info(
-        "draws %s",
-        memory.describe(engine.slots, engine.savings),
-        extra={"action": "fits", "slots": engine.slots, **engine.savings._asdict()},
-    )
+    how = memory.describe(engine.slots, engine.savings)
+    log.info(f"draws {how}", action="fits", slots=engine.slots, **engine.savings._asdict())
     if is_compiled and settings.compile == "background":
         engine.compile_in_background(settings.around_compiling)
     elif is_compiled:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import inspect
 import itertools
-import logging
 import re
 import threading
 import weakref
@@ -26,6 +25,7 @@ from diffusers.loaders.single_file_utils import convert_controlnet_checkpoint
 from torch import nn
 
 from imagefleet import errors
+from imagefleet.telemetry import logs
 from worker.engine import contract
 from worker.engine import errors as engine_errors
 from worker.engine.control.network import SlotControlNet
@@ -34,7 +34,7 @@ from worker.engine.files.safetensors import Identity, ReadOnce, UnusableError
 from worker.engine.kernels import layers
 from worker.engine.passes.begin import PreparedControl
 
-log = logging.getLogger(__name__)
+log = logs.EventLog(__name__)
 
 #: Bytes of unused ControlNets kept on the device, if it has room; the last one may be larger.
 KEPT_BYTES = 4 * 2**30
@@ -154,9 +154,8 @@ class ControlNets:
             dropped = before - set(self._alive)
         if dropped:
             log.info(
-                "out of memory: %d ControlNets that no job needs now were dropped",
-                len(dropped),
-                extra={"action": "controlnets_dropped"},
+                f"out of memory: {len(dropped)} ControlNets that no job needs now were dropped",
+                action="controlnets_dropped",
             )
         return bool(dropped)
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import logging
 import math
 import mmap
 import os
@@ -32,9 +31,9 @@ import numpy.typing as npt
 import torch
 
 from imagefleet import errors
-from imagefleet.telemetry import host
+from imagefleet.telemetry import host, logs
 
-log = logging.getLogger(__name__)
+log = logs.EventLog(__name__)
 
 #: Unused memory that is kept: a share of the machine's, up to what a round of 16 jobs gives back
 #: at once with LoRAs of rank 256.
@@ -113,11 +112,9 @@ class Buffers:
                 self._locked_bytes -= size
             self.locks_pages = False
             log.info(
-                "copies to the GPU are from pageable memory: this system locks no more than %d MB"
-                " (CUDA error %d)",
-                self._locked_bytes // 10**6,
-                error,
-                extra={"action": "pages_not_locked"},
+                "copies to the GPU are from pageable memory: this system locks no more than"
+                f" {self._locked_bytes // 10**6} MB (CUDA error {error})",
+                action="pages_not_locked",
             )
 
     def _unlock_pages(self, memory: _Memory) -> None:

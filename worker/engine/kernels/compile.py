@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -18,9 +17,10 @@ from typing import Any
 
 import torch
 
+from imagefleet.telemetry import logs
 from worker.engine import errors as engine_errors
 
-log = logging.getLogger(__name__)
+log = logs.EventLog(__name__)
 
 #: Runs before recording: libraries select kernels and allocate memory in the first ones.
 _WARM_UP_RUNS = 3
@@ -127,10 +127,9 @@ class Compiled:
         share = launching_seconds / (time.perf_counter() - began_at)
         self.has_room_for_next = share < _LAUNCHING_SHARE
         log.info(
-            "the driver takes two runs of %s in %.0f %% of the time that they take",
-            self.name,
-            100 * share,
-            extra={"action": "launch_timed"},
+            f"the driver takes two runs of {self.name} in {100 * share:.0f} % of the time that"
+            " they take",
+            action="launch_timed",
         )
 
     def abandon(self) -> None:
@@ -215,8 +214,7 @@ class Compiled:
                 # permitted.
                 torch.cuda.synchronize()
             brief = f"{type(error).__name__}: {str(error).strip()[:300]}"
-            args = self.name, without, brief
-            log.warning("%s runs %s: %s", *args, exc_info=error, extra={"action": action})
+            log.warning(f"{self.name} runs {without}: {brief}", exc_info=error, action=action)
             if action == "compile_failed":
                 self._function, self._backend = self._plain, None
 
@@ -321,7 +319,9 @@ def _with_own_code(function: Callable[..., Any]) -> Callable[..., Any]:
     if not isinstance(function, FunctionType):
         raise TypeError(f"{function} is not a plain function")
     code = function.__code__.replace(co_name=f"{function.__name__}_copy")
-    return FunctionType(code, function.__globals__)
+    copy = FunctionType(code, function.__globals__, argdefs=function.__defaults__)
+    copy.__kwdefaults__ = function.__kwdefaults__
+    return copy
 
 
 @contextlib.contextmanager

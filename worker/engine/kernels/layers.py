@@ -14,7 +14,6 @@ the four output pixels per input pixel needs a 2x2 kernel of sums of the nine we
 from __future__ import annotations
 
 import functools
-import logging
 import math
 import time
 from collections.abc import Callable, Mapping
@@ -24,7 +23,9 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - its name everywhere
 from torch import nn
 
-log = logging.getLogger(__name__)
+from imagefleet.telemetry import logs
+
+log = logs.EventLog(__name__)
 
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
@@ -83,11 +84,9 @@ class KernelSelector:
         milliseconds = {name: _time(kernel, q, k, v) for name, kernel in KERNELS.items()}
         name = min(milliseconds, key=milliseconds.__getitem__)
         log.info(
-            "self-attention of %s by %s (milliseconds: %s)",
-            "x".join(map(str, q.shape)),
-            name,
-            ", ".join(f"{each} {taken:.3f}" for each, taken in milliseconds.items()),
-            extra={"action": "attention_chosen"},
+            f"self-attention of {'x'.join(map(str, q.shape))} by {name} (milliseconds:"
+            f" {', '.join(f'{each} {taken:.3f}' for each, taken in milliseconds.items())})",
+            action="attention_chosen",
         )
         return KERNELS[name]
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 import functools
 import itertools
 import json
-import logging
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -27,13 +26,14 @@ from torch import nn
 
 from imagefleet.files import contents
 from imagefleet.files.safetensors import Header
+from imagefleet.telemetry import logs
 from worker.engine import contract
 from worker.engine.files import safetensors
 from worker.engine.files.safetensors import Identity, Place, ReadOnce, UnusableError
 from worker.engine.lora import kinds
 from worker.engine.lora.original_names import original_names
 
-log = logging.getLogger(__name__)
+log = logs.EventLog(__name__)
 
 Network = Literal["unet", "text_encoder", "text_encoder_2"]
 LayerId = tuple[Network, str]
@@ -402,8 +402,8 @@ class LoraCache:
             self._without_effect.add(identity)
             self.lookups["no_effect"] = len(self._without_effect)
             log.warning(
-                "the LoRA %r changes nothing: all its deltas are zero",
-                lora.name,
-                extra={"action": "lora_without_effect", "lora": lora.name},
+                f"the LoRA {lora.name!r} changes nothing: all its deltas are zero",
+                action="lora_without_effect",
+                lora=lora.name,
             )
         return file

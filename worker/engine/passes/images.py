@@ -7,7 +7,6 @@ torch's generator is in. Here they are its mean, so that the same job gives the 
 from __future__ import annotations
 
 import copy
-import logging
 from collections.abc import Callable
 
 import torch
@@ -16,11 +15,12 @@ from cachetools import LRUCache
 from diffusers import AutoencoderKL
 
 from imagefleet import errors
+from imagefleet.telemetry import logs
 from worker.engine import contract, decoder
 from worker.engine import errors as engine_errors
 from worker.engine.passes.begin import PreparedImage
 
-log = logging.getLogger(__name__)
+log = logs.EventLog(__name__)
 
 #: Images whose latents are remembered: those of a job begin with the same one.
 _REMEMBERED = 16
@@ -110,9 +110,9 @@ class ImageCoder:
             return self._vae
         if self._wide is None:
             log.warning(
-                "the VAE overflows in %s: between passes it computes in float32 from now on",
-                self._vae.dtype,
-                extra={"action": "vae_widened"},
+                f"the VAE overflows in {self._vae.dtype}: between passes it computes in float32"
+                " from now on",
+                action="vae_widened",
             )
             self._wide = copy.deepcopy(self._vae).float()
         return self._wide

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
-import logging
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -28,12 +27,13 @@ import torch.nn.functional as F  # noqa: N812 - its name everywhere
 from PIL import Image
 
 from imagefleet import errors
+from imagefleet.telemetry import logs
 from worker.engine import contract
 from worker.engine import errors as engine_errors
 from worker.engine.files import safetensors
 from worker.engine.files.safetensors import ReadOnce, UnusableError
 
-log = logging.getLogger(__name__)
+log = logs.EventLog(__name__)
 
 Enlarge = Callable[[contract.Pixels, float], contract.Pixels]
 """Enlarges an RGB image by a factor, or by its own if it has one. Called on the stager's thread."""
@@ -302,10 +302,9 @@ class Upscaler:
             if self._tile < self._least_tile:
                 self._least_tile = self._tile
                 log.warning(
-                    "the upscaler %s ran out of memory: it goes on in tiles of %d pixels",
-                    self.name,
-                    self._tile,
-                    extra={"action": "upscaler_tiles"},
+                    f"the upscaler {self.name} ran out of memory: it goes on in tiles of"
+                    f" {self._tile} pixels",
+                    action="upscaler_tiles",
                 )
         self._tile = min(2 * self._tile, TILE)  # others' need of memory comes and goes
         levels = enlarged.clamp_(0, 1).mul_(255).round_().to(torch.uint8)

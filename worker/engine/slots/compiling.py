@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable, Iterator
 from concurrent import futures
@@ -10,6 +9,7 @@ from concurrent.futures import Future
 
 import torch
 
+from imagefleet.telemetry import logs
 from worker.engine import errors as engine_errors
 from worker.engine.kernels.compile import (
     Around,
@@ -23,7 +23,7 @@ from worker.engine.slots.parts import Parts
 from worker.engine.slots.queue import BatchKey
 from worker.engine.slots.step import Step, StepRunner
 
-log = logging.getLogger(__name__)
+log = logs.EventLog(__name__)
 
 #: The first images after the start are drawn before compiling begins, which slows them down; if
 #: there are no jobs, it does not wait for longer.
@@ -118,10 +118,9 @@ class Compilation:
             if not lacks_memory:
                 self._runner.give_up()
                 log.warning(
-                    "compilation is off from now on: %s",
-                    failure.message,
+                    f"compilation is off from now on: {failure.message}",
                     exc_info=True,
-                    extra={"action": "compile_failed"},
+                    action="compile_failed",
                 )
         if lacks_memory and batch_key is not None:
             self._save_memory(batch_key)
@@ -196,10 +195,8 @@ class Compilation:
         A size with fewer slots is to be compiled again.
         """
         log.warning(
-            "not enough memory to compile %dx%d",
-            batch_key.width,
-            batch_key.height,
-            extra={"action": "compile_failed"},
+            f"not enough memory to compile {batch_key.width}x{batch_key.height}",
+            action="compile_failed",
         )
         torch.cuda.empty_cache()
         is_first = not any(each.step and each.step.compiled for each in self._lanes)
@@ -222,13 +219,10 @@ class Compilation:
             exempt_from_collection()
         seconds = ((mode, getattr(self._runner.costs, f"{mode}_seconds")) for mode in step.compiled)
         log.info(
-            "%d slots of %dx%d ready after %.0f s; a step of all slots takes %s",
-            lane.slots,
-            lane.batch_key.width,
-            lane.batch_key.height,
-            time.monotonic() - began_at,
-            ", ".join(f"{1000 * each:.1f} ms ({mode})" for mode, each in seconds),
-            extra={"action": "warm"},
+            f"{lane.slots} slots of {lane.batch_key.width}x{lane.batch_key.height} ready after"
+            f" {time.monotonic() - began_at:.0f} s; a step of all slots takes"
+            f" {', '.join(f'{1000 * each:.1f} ms ({mode})' for mode, each in seconds)}",
+            action="warm",
         )
 
     def _compile_tick(self, lane: Lane, step: Step, mode: WeightMode) -> Iterator[Compiled]:

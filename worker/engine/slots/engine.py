@@ -11,13 +11,13 @@ from __future__ import annotations
 import functools
 import gc
 import itertools
-import logging
 from collections.abc import Collection, Iterable, Sequence
 
 import torch
 
 from imagefleet import errors
 from imagefleet.job.prompt import Prompt
+from imagefleet.telemetry import logs
 from worker.engine import contract, sampler
 from worker.engine import errors as engine_errors
 from worker.engine.checkpoint import Checkpoint
@@ -35,7 +35,7 @@ from worker.engine.slots.queue import BatchKey, FirstPass, SlotJob
 from worker.engine.slots.recovery import Recovery
 from worker.engine.slots.step import Step, StepRunner
 
-log = logging.getLogger(__name__)
+log = logs.EventLog(__name__)
 
 #: Younger jobs per slot that may overtake one with other LoRAs, while theirs are merged for all.
 _OVERTAKES_PER_SLOT = 6
@@ -160,11 +160,9 @@ class SlotEngine:
             failure = engine_errors.classify(error)
             out_of_memory = engine_errors.is_out_of_memory(error)
             log.warning(
-                "a tick of %d images failed: %s",
-                len(lane.active) if lane else 0,
-                failure.message,
+                f"a tick of {len(lane.active) if lane else 0} images failed: {failure.message}",
                 exc_info=True,
-                extra={"action": "tick_failed"},
+                action="tick_failed",
             )
         if failure is not None and lane is not None:
             # Outside the handler, where the error's traceback no longer holds any tensors.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 import time
 from collections.abc import Callable
@@ -11,10 +10,10 @@ from typing import Literal, NamedTuple
 import torch
 
 from imagefleet import errors
-from imagefleet.telemetry import host
+from imagefleet.telemetry import host, logs
 from worker.engine.files import safetensors
 
-log = logging.getLogger(__name__)
+log = logs.EventLog(__name__)
 
 SlotWeights = Literal["merged", "factors", "reloaded"]
 """How slots hold LoRAs of the transformers' layers: merged into a copy of the layers in each slot;
@@ -159,14 +158,13 @@ def fit(
     blocks = 1
     if weights != "reloaded":
         blocks += max(0, int(left // (_LANE_SHARE * slots * slot_bytes)))
+    gib = 2**30
     log.info(
-        "%d slots, %d images per VAE call, weights for %d sizes: %.2f GiB free; a slot takes"
-        " %.2f GiB, its tick %.2f GiB, decoding an image %.2f GiB",
-        slots,
-        decoded,
-        blocks,
-        *(size / 2**30 for size in (free, slot_bytes, tick_bytes, decode_bytes)),
-        extra={"action": "slots_chosen", "slots": slots},
+        f"{slots} slots, {decoded} images per VAE call, weights for {blocks} sizes:"
+        f" {free / gib:.2f} GiB free; a slot takes {slot_bytes / gib:.2f} GiB, its tick"
+        f" {tick_bytes / gib:.2f} GiB, decoding an image {decode_bytes / gib:.2f} GiB",
+        action="slots_chosen",
+        slots=slots,
     )
     return Fit(slots, decoded, blocks, staged_bytes, int(_TEMPORARY_SHARE * _MARGIN * free))
 
@@ -211,8 +209,8 @@ def choose_weights(
     if (slots or 1) > 1 or host.free_memory_bytes() < layer_bytes + _HOST_BYTES:
         return "factors"
     rate = copy_rate(device)
-    measured = "the host's memory is copied to the GPU at %.1f GB/s"
-    log.info(measured, rate / 1e9, extra={"action": "copy_timed"})
+    measured = f"the host's memory is copied to the GPU at {rate / 1e9:.1f} GB/s"
+    log.info(measured, action="copy_timed")
     return "reloaded" if rate >= _LEAST_COPY_RATE else "factors"
 
 

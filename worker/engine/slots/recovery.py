@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import logging
 import math
 
 import torch
 
 from imagefleet import errors
+from imagefleet.telemetry import logs
 from worker.engine import contract
 from worker.engine.files.safetensors import Identity
 from worker.engine.slots import memory
@@ -17,7 +17,7 @@ from worker.engine.slots.queue import BatchKey, SlotJob
 from worker.engine.slots.step import StepRunner
 from worker.engine.slots.weights import Weights
 
-log = logging.getLogger(__name__)
+log = logs.EventLog(__name__)
 
 
 class Recovery:
@@ -55,8 +55,7 @@ class Recovery:
             again = self._with_more_memory(lane, jobs, in_call, has_others=others > 0)
         elif compiled and lane.step is not None:
             log.warning(
-                "compilation is off from now on: a compiled tick failed",
-                extra={"action": "compile_dropped"},
+                "compilation is off from now on: a compiled tick failed", action="compile_dropped"
             )
             self._runner.drop(lane.step)
             again = jobs
@@ -132,9 +131,7 @@ class Recovery:
         else:
             self._runner.give_up()
             until = "from now on"
-        log.warning(
-            "out of memory: compilation is off %s", until, extra={"action": "compile_dropped"}
-        )
+        log.warning(f"out of memory: compilation is off {until}", action="compile_dropped")
         self.restart_all()
         self._decoder.forget_compiled()
         torch.cuda.empty_cache()
@@ -152,8 +149,7 @@ class Recovery:
 
     def _share_block(self) -> None:
         log.warning(
-            "out of memory: all sizes share the slots' weights from now on",
-            extra={"action": "blocks_dropped"},
+            "out of memory: all sizes share the slots' weights from now on", action="blocks_dropped"
         )
         self._lanes.blocks = 1
         self._stager.room_bytes = self._unet.slot_bytes
@@ -161,7 +157,7 @@ class Recovery:
         self._resize(self._lanes.slots)
 
     def _shrink(self, slots: int) -> None:
-        log.warning("out of memory: reduced to %d slots", slots, extra={"action": "slots_shrunk"})
+        log.warning(f"out of memory: reduced to {slots} slots", action="slots_shrunk")
         self._runner.slots = self._lanes.slots = self._decoder.max_images = slots
         self._resize(slots)
 

@@ -268,11 +268,11 @@ def test_out_of_memory_while_decoding_reduces_the_slices(
     sizes = []
     original = decoder.decode
 
-    def decode(vae: Any, latents: torch.Tensor) -> Any:
+    def decode(vae: Any, latents: torch.Tensor, **how: Any) -> Any:
         sizes.append(len(latents))
         if len(latents) > 1:
             raise torch.cuda.OutOfMemoryError("CUDA out of memory")
-        return original(vae, latents)
+        return original(vae, latents, **how)
 
     monkeypatch.setattr(decoder, "decode", decode)
     images = draw(engine, *requests)
@@ -291,8 +291,8 @@ def test_a_vae_that_overflows_in_float16_decodes_in_float32_from_then_on(
     sound = draw(engine, make_request())
     original = decoder.decode
 
-    def decode(vae: Any, latents: torch.Tensor) -> Any:
-        pixels, is_sound = original(vae, latents)
+    def decode(vae: Any, latents: torch.Tensor, **how: Any) -> Any:
+        pixels, is_sound = original(vae, latents, **how)
         return pixels, is_sound & (vae.dtype == torch.float32)
 
     monkeypatch.setattr(decoder, "decode", decode)
@@ -311,10 +311,10 @@ def test_an_image_without_memory_to_decode_it_whole_is_decoded_in_stripes(
     sound = draw(engine, *requests)
     original = decoder.decode
 
-    def decode(vae: Any, latents: torch.Tensor) -> Any:
-        if latents.shape[2] > latents.shape[3]:
+    def decode(vae: Any, latents: torch.Tensor, *, in_stripes: bool = False) -> Any:
+        if latents.shape[2] > latents.shape[3] and not in_stripes:
             raise torch.cuda.OutOfMemoryError("CUDA out of memory")
-        return original(vae, latents)
+        return original(vae, latents, in_stripes=in_stripes)
 
     monkeypatch.setattr(decoder, "decode", decode)
     images = draw(engine, *requests)
