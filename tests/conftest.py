@@ -89,7 +89,7 @@ SLOW = (
     "worker/engine/kernels",
     "worker/engine/passes/test_beside.py",
     "worker/engine/passes/test_tiles.py",
-    "worker/engine/passes/test_upscaler.py",
+    "worker/engine/passes/test_upscaler_files.py",
     "worker/engine/pixel",
     "worker/engine/slots/test_batch_mates.py",
     "worker/engine/slots/test_convolution.py",
