@@ -208,9 +208,9 @@ def _print(name: str, reading: dict[str, Any], tokenizer: tokenizers.Tokenizer) 
         named = {each["at"]: each for each in reading["embeddings"] if each["chunk"] == number}
         for weight, words in _words(chunk, named, tokenizer):
             console.print_plain(f"    {weight:<6.4g} {words}")
-        for each in named.values():
-            tokens = console.counted(each["tokens"], "token")
-            console.print_plain(f"    embedding {each['name']} ({each['family']}): {tokens}")
+        for found in named.values():
+            tokens = console.counted(found["tokens"], "token")
+            console.print_plain(f"    embedding {found['name']} ({found['family']}): {tokens}")
     if reading["weight"] != 1:
         console.print_plain(f"  weight of the prompt as a whole: {reading['weight']:g}")
     for lora in reading["loras"]:

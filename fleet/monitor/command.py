@@ -173,9 +173,9 @@ async def read_status(
 async def _without_worker(client: aio.Fleet, depth: QueueDepth) -> dict[str, int]:
     """Models with jobs but no worker, by what workers note every ten minutes."""
     waiting: Counter[str] = Counter()
-    for each in depth.by_queue.values():
-        if each.model is not None and each.messages:
-            waiting[each.model] += each.messages
+    for queue_depth in depth.by_queue.values():
+        if queue_depth.model is not None and queue_depth.messages:
+            waiting[queue_depth.model] += queue_depth.messages
 
     models = client.storage.models
     asked = (client.run(models.is_served(model)) for model in waiting)
@@ -200,12 +200,12 @@ def _status_screen(status: FleetStatus, count: int = 20) -> Group:
     headings = ("messages", "visible", "leased", "oldest")
     table = console.table(console.name_column("queue"), *map(console.number_column, headings))
     shown_queues = [each for each in status.queues if each.model is None or each.messages]
-    for each in (*(shown_queues or [status.queue]), status.failed):
-        counts = [each.messages, each.visible, each.leased]
+    for queue in (*(shown_queues or [status.queue]), status.failed):
+        counts = [queue.messages, queue.visible, queue.leased]
         shown = ["?" if count is None else f"{count:,}" for count in counts]
-        shards = f" ({each.shards} shards)" if each.shards > 1 else ""
-        age = "-" if each.oldest_age_seconds is None else duration(each.oldest_age_seconds)
-        table.add_row(each.name + shards, *shown, age)
+        shards = f" ({queue.shards} shards)" if queue.shards > 1 else ""
+        age = "-" if queue.oldest_age_seconds is None else duration(queue.oldest_age_seconds)
+        table.add_row(queue.name + shards, *shown, age)
     parts: list[Text | Table] = [console.untrusted(status.storage, "bold"), table]
     for model, messages in status.without_worker.items():
         jobs = console.counted(messages, "job")

@@ -140,15 +140,15 @@ def make_plan(
 def _model_costs(mix: Sequence[Part], hours: float) -> list[ModelCost]:
     """Every GPU draws each model's images in the same proportions."""
     costs = []
-    for at, each in enumerate(mix[0].models):
+    for at, priced in enumerate(mix[0].models):
         gpu_hours = gpu_dollars = 0.0
         for part in mix:
             seconds = [model.seconds for model in part.models]
             share = hours * part.replicas * seconds[at] / sum(seconds)
             gpu_hours += share
             gpu_dollars += share * part.dollars_per_hour.value
-        per_dollar = each.images / gpu_dollars
-        facts = each.model, each.family, each.images
+        per_dollar = priced.images / gpu_dollars
+        facts = priced.model, priced.family, priced.images
         costs.append(ModelCost(*facts, gpu_hours, gpu_dollars, per_dollar))
     return costs
 

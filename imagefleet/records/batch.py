@@ -73,8 +73,8 @@ class SentJobs:
                 raise
             known.noted = jobs
         too_many = max(0, len(self._campaigns) - _MAX_CAMPAIGNS)
-        for name, each in list(itertools.islice(self._campaigns.items(), too_many)):
-            if each.noted == each.sent and not each.writing.locked():
+        for name, oldest in list(itertools.islice(self._campaigns.items(), too_many)):
+            if oldest.noted == oldest.sent and not oldest.writing.locked():
                 del self._campaigns[name]
 
 

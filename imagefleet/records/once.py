@@ -47,9 +47,9 @@ class Replaced:
         """How often each drawing was replaced, less its records that were left out."""
 
     def add(self, notes: Iterable[Record]) -> None:
-        for each in notes:
-            drawing = _drawing(each)
-            if (noted := hashed(f"{each.source} {drawing}")) not in self._noted:
+        for note in notes:
+            drawing = _drawing(note)
+            if (noted := hashed(f"{note.source} {drawing}")) not in self._noted:
                 self._noted.add(noted)
                 self._left[hashed(drawing)] += 1
 

@@ -209,15 +209,15 @@ class Follower:
         found: list[Record] = []
         before = dict(self.position)
         try:
-            for each in await stored.shards_of(self._blobs, self._campaign):
-                name, size = each.blob.name, each.blob.size_bytes
-                if each.kind in {"sent", "replaced"} or name in self._given_up:
+            for shard in await stored.shards_of(self._blobs, self._campaign):
+                name, size = shard.blob.name, shard.blob.size_bytes
+                if shard.kind in {"sent", "replaced"} or name in self._given_up:
                     continue
                 if size <= (offset := self.position.get(name, 0)):
                     continue
                 if len(found) >= self._most:
                     break
-                found += await self._read(each, offset)
+                found += await self._read(shard, offset)
         except BaseException:  # what was read is not handed over, so it is read again
             self.position = before
             raise
@@ -339,11 +339,11 @@ async def _totals_again(
     missing, completed = await _read_again(blobs, again, damaged)
     images = jobs = 0
     async with aclosing(stored.lines_of_all(blobs, drawn, Damaged())) as parts:
-        async for each, lines in parts:
+        async for shard, lines in parts:
             names = await asyncio.to_thread(missing.found_in, lines)
             if completed:
                 last = [line for line, name in zip(lines, names, strict=True) if name in completed]
-                records = stored.parsed(last, each, Damaged())
+                records = stored.parsed(last, shard, Damaged())
                 jobs += sum(not record.completes_job for record in records)
     async for part in stored.records(blobs, again, Damaged()):
         for record in part:

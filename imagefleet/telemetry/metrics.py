@@ -99,10 +99,10 @@ class QueueGauges:
     def _update_models(self, depth: QueueDepth) -> None:
         messages: Counter[str] = Counter()
         ages: dict[str, float] = {}
-        for each in depth.by_queue.values():
-            model = self._label(each.model)
-            messages[model] += each.messages
-            ages[model] = max(ages.get(model, 0), each.oldest_age_seconds or 0)
+        for queue_depth in depth.by_queue.values():
+            model = self._label(queue_depth.model)
+            messages[model] += queue_depth.messages
+            ages[model] = max(ages.get(model, 0), queue_depth.oldest_age_seconds or 0)
         for model, count in messages.items():
             self._model_messages.labels(model).set(count)
             self._model_age.labels(model).set(ages[model])

@@ -146,10 +146,10 @@ def _inserted(reader: Reader, chunks: Sequence[Chunk]) -> Iterator[None]:
         """*found* are the tokens' vectors, [chunks, 77, width]."""
         found = found.clone()
         for row, chunk in zip(found, chunks, strict=True):
-            for each in chunk.inserts:
-                assert isinstance(each.embedding, Embedding)  # noqa: S101 - of this engine
-                begin = 1 + each.at  # after the start token
-                row[begin : begin + each.embedding.length] = each.embedding.vectors[reader.name]
+            for insert in chunk.inserts:
+                assert isinstance(insert.embedding, Embedding)  # noqa: S101 - of this engine
+                begin = 1 + insert.at  # after the start token
+                row[begin : begin + insert.embedding.length] = insert.embedding.vectors[reader.name]
         return found
 
     hook = reader.network.get_input_embeddings().register_forward_hook(insert)

@@ -167,9 +167,9 @@ def find_fetched(folder: Path, address: Address) -> Path | None:
     if address.file_name is not None:
         path = folder / address.file_name.removesuffix(".tar")
         return path if path.exists() else None
-    for each in sorted(folder.iterdir()) if folder.is_dir() else ():  # its name is the server's
-        if each.suffix == SUFFIX or (each.is_dir() and each.name != _UNPACKING):
-            return each
+    for path in sorted(folder.iterdir()) if folder.is_dir() else ():  # its name is the server's
+        if path.suffix == SUFFIX or (path.is_dir() and path.name != _UNPACKING):
+            return path
     return None
 
 

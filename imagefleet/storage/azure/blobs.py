@@ -236,9 +236,9 @@ class AzureBlobs(protocol.BlobStore):
 
     async def folders(self, prefix: str) -> AsyncIterator[str]:
         blobs = self._client.walk_blobs(name_starts_with=prefix, results_per_page=_NAMES_PAGE)
-        async for each in self._listed(blobs):
-            if each.name.endswith("/"):
-                yield each.name.removeprefix(prefix).removesuffix("/")
+        async for blob in self._listed(blobs):
+            if blob.name.endswith("/"):
+                yield blob.name.removeprefix(prefix).removesuffix("/")
 
     async def _listed(self, blobs: AsyncItemPaged[_Result]) -> AsyncIterator[_Result]:
         pages = aiter(blobs.by_page())
