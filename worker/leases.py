@@ -142,9 +142,17 @@ class LeaseKeeper:
 
     def _warn(self, error: errors.TransientError) -> None:
         if self._warning.is_due():
-            log.warning(f"leases cannot be renewed, retrying: {error}", action="lease_unknown")
+            log.warning(
+                f"leases cannot be renewed, retrying: {error}",
+                action="lease_unknown",
+                in_flight=len(self._leases),
+            )
 
     def _mark_lost(self, lease: Lease) -> None:
         lease.state = LeaseState.LOST
         self._leases.pop(lease, None)
-        log.warning(f"the lease on message {lease.message.id} is lost", action="lease_lost")
+        log.warning(
+            f"the lease on message {lease.message.id} is lost",
+            action="lease_lost",
+            message_id=lease.message.id,
+        )

@@ -308,7 +308,7 @@ class Settler:
             await self._not_sent(entry, error, "asks for another model and")
         else:
             text = f"asks for the model {model} and is moved to its queue"
-            entry.log(logging.INFO, text, "job_moved")
+            entry.log(logging.INFO, text, "job_moved", model=model)
             await self._end(entry, "moved")
 
     async def unverified(self, entry: InFlightJob, reason: str) -> None:
@@ -323,7 +323,12 @@ class Settler:
         if await self._ended_earlier(entry):
             return
         reason = entry.reason(error)
-        entry.log(logging.WARNING, f"failed permanently: {reason}", "job_failed")
+        entry.log(
+            logging.WARNING,
+            f"failed permanently: {reason}",
+            "job_failed",
+            error=type(error).__name__,
+        )
 
         async def add() -> FailedJob:
             async with entry.lease.lock:
@@ -352,8 +357,9 @@ class Settler:
 
     async def _retry(self, entry: InFlightJob, error: errors.FleetError, attempts: int) -> None:
         delay_seconds = retry.backoff(attempts - 1, FIRST_RETRY_SECONDS, LONGEST_RETRY_SECONDS)
-        text = f"failed, attempt {attempts} of {self.settings.max_attempts}: {error}"
-        entry.log(logging.WARNING, text, "job_retried")
+        attempt = f"attempt {attempts} of {self.settings.max_attempts}"
+        text = f"failed, {attempt}, retrying in {delay_seconds:.0f} s: {error}"
+        entry.log(logging.WARNING, text, "job_retried", error=type(error).__name__)
         release = partial(self._release, entry, delay_seconds, failed=True)
         await self._end_after_records(entry, "retried", release)
 

@@ -158,7 +158,7 @@ class Submission:
                 if isinstance(error, errors.SetupError):
                     self._refused.add(campaign)
                 why = f"the counts of {campaign} lack jobs that were sent: {error.message}"
-                log.warning(why, action="sent_not_recorded")
+                log.warning(why, action="sent_not_recorded", campaign=campaign)
 
 
 class Watch:

@@ -158,7 +158,7 @@ def test_a_file_of_jobs_that_changes_while_it_is_loaded_is_an_error_not_a_shorte
     else:
         lines = content.splitlines(keepends=True)
         path.write_text("".join(lines[:1500] if change == "cut off" else lines * 2))
-    with pytest.raises(errors.SetupError, match="has changed while it was being loaded"):
+    with pytest.raises(errors.SetupError, match="has changed while it was being read"):
         list(bodies)
 
 

@@ -299,7 +299,12 @@ class Download:
             return
         parts = f"{size / 1e6:.0f} of {'?' if total is None else f'{total / 1e6:.0f}'} MB"
         speed = f"{bytes_per_second / 1e6:.0f} MB/s"
-        log.info(f"fetching {self.source.label}: {parts}, {speed}", action="model_progress")
+        log.info(
+            f"fetching {self.source.label}: {parts}, {speed}",
+            action="model_progress",
+            bytes=size,
+            total_bytes=total,
+        )
 
     def _find_sha256(self) -> str:
         with self.cache.errors(), self.part.open("rb") as file:

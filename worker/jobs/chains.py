@@ -43,4 +43,4 @@ async def send_next(models: ModelQueues, entry: InFlightJob, cancelled: Cancelle
         raise errors.JobCancelled
     await models.send([body], priority)
     stage = f"{following.stage} of {following.stages}"
-    entry.log(logging.DEBUG, f"goes on with stage {stage}", "stage_sent")
+    entry.log(logging.DEBUG, f"goes on with stage {stage}", "stage_sent", stage=stage)

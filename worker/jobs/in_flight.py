@@ -16,7 +16,7 @@ from collections.abc import Awaitable, Callable, Iterable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from imagefleet import concurrency, errors
 from imagefleet.cancelled import CancelledCampaigns
@@ -204,10 +204,9 @@ class InFlightJob:
         self.log(logging.ERROR, "hit a bug", "job_defect", exc_info=error)
         return errors.TransientError(f"{type(error).__name__}: {error}")
 
-    def log(self, level: int, text: str, action: str, exc_info: Exception | None = None) -> None:
+    def log(self, level: int, text: str, action: str, **fields: Any) -> None:
         """Logs what becomes of it."""
-        text = f"job {self.id} {text}"
-        log.log(level, text, action=action, job_id=self.id, exc_info=exc_info)
+        log.log(level, f"job {self.id} {text}", action=action, job_id=self.id, **fields)
 
     def reason(self, error: errors.FleetError) -> str:
         """Why it failed; of a job of several images also which one failed, and what is stored."""

@@ -183,7 +183,11 @@ class WorkerModels:
             if name := first_to_serve(waiting, share):
                 chosen = self._checkpoints[name]
                 jobs = waiting[name].jobs
-                log.info(f"{jobs} jobs wait for {name}: beginning with it", action="first_model")
+                log.info(
+                    f"{jobs} jobs wait for {name}: beginning with it",
+                    action="first_model",
+                    model=name,
+                )
         try:
             fetched = await self._fetch(chosen)
         except (errors.SetupError, errors.NodeError) as error:
@@ -218,14 +222,22 @@ class WorkerModels:
         """Waits until another model is to be served, and has been prepared."""
         while True:
             checkpoint = await self._choose(queue, is_idle, seconds_per_job)
-            log.info(f"the model {checkpoint.name} is next", action="model_chosen")
+            log.info(
+                f"the model {checkpoint.name} is next: its jobs have waited longest",
+                action="model_chosen",
+                model=checkpoint.name,
+            )
             try:
                 load, take = await self.prepare(checkpoint)
                 found = self._checkpoints[checkpoint.name]
                 return Following(found, load, take, time.monotonic())
             except errors.TransientError as error:
                 name = checkpoint.name
-                log.warning(f"the model {name} is not there: {error}", action="model_not_fetched")
+                log.warning(
+                    f"the model {name} is not there: {error}",
+                    action="model_not_fetched",
+                    model=checkpoint.name,
+                )
             except (errors.SetupError, errors.NodeError, OSError) as error:
                 self.drop(checkpoint, error, queue)
 
@@ -293,7 +305,7 @@ class WorkerModels:
         metrics.model_switches.labels(name).inc()
         metrics.model_switch_seconds.inc(seconds)
         text = f"the model {name} is loaded in place of {before}, in {seconds:.1f} s"
-        log.info(text, action="model_switched", model=name)
+        log.info(text, action="model_switched", seconds=round(seconds, 3), model=name)
 
     def drop(self, checkpoint: Checkpoint, error: Exception, queue: RoutedQueue) -> None:
         """Serves a model no more that cannot be loaded here; its jobs are for other workers."""
@@ -302,7 +314,11 @@ class WorkerModels:
 
     def _forget(self, checkpoint: Checkpoint, error: Exception) -> None:
         name = checkpoint.name
-        log.error(f"the model {name} is not served here: {error}", action="model_unusable")
+        log.error(
+            f"the model {name} is not served here: {error}",
+            action="model_unusable",
+            model=checkpoint.name,
+        )
         del self._checkpoints[checkpoint.name]
 
 

@@ -104,12 +104,18 @@ class SaladMetadata:
             await self.reallocate(reason)
         except errors.TransientError as error:
             requests.labels("refused").inc()
-            log.warning(f"requesting another node failed: {error}", action="reallocation_failed")
+            log.warning(
+                f"requesting another node failed: {error}",
+                action="reallocation_failed",
+                reason=reason,
+            )
             return False
         self._is_leaving = True
         requests.labels("granted").inc()
         log.warning(
-            f"requested another node, waiting to be stopped: {reason}", action="reallocation"
+            f"requested another node, waiting to be stopped: {reason}",
+            action="reallocation",
+            reason=reason,
         )
         return True
 
@@ -227,6 +233,7 @@ async def retry_until_fixed(
             log.error(  # noqa: TRY400
                 f"no node could work like this, retrying in {seconds:.0f} s: {error}",
                 action="setup_awaited",
+                error=type(error).__name__,
             )
         set_waiting(True)
         await tasks.first_of(stop.wait(), timeout_seconds=seconds)

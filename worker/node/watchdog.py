@@ -377,7 +377,7 @@ class Suspects:
                 images=names[:1000],
             )
             return
-        log.warning(f"{what}: {blob}", action="suspects_recorded")
+        log.warning(f"{what}: {blob}", action="suspects_recorded", blob=blob)
 
 
 def _text(time_: datetime) -> str:

@@ -143,7 +143,7 @@ class Shard:
         is_usual = isinstance(error, errors.MissingResourceError)  # made by the next load
         level = logging.INFO if is_usual else logging.WARNING
         text = f"no jobs are taken from the queue {self.queue.name}: {error.message}"
-        log.log(level, text, action="queue_missing")
+        log.log(level, text, action="queue_missing", queue=self.queue.name)
 
 
 @dataclass(eq=False)
@@ -294,7 +294,12 @@ class Route:
         if shards == self._shards:
             return
         if self._shards is not None or shards.made > 1:
-            log.info(f"the queue {self.name} has {shards.used} shards", action="shards")
+            log.info(
+                f"the queue {self.name} has {shards.used} shards",
+                action="shards",
+                queue=self.name,
+                shards=shards.used,
+            )
         self._shards = shards
         self._put_in_order()
 

@@ -181,7 +181,12 @@ class KernelCache:
             if origin == "compiled"
             else ""
         )
-        log.info(f"kernels={origin} for {self.key.name}{advice}", action="kernels")
+        log.info(
+            f"kernels={origin} for {self.key.name}{advice}",
+            action="kernels",
+            kernels=origin,
+            key=self.key.name,
+        )
         self.origin = origin
         self._on_origin(origin)
 
