@@ -160,6 +160,10 @@ class Storm:
             process.terminate()
         for process in self.workers:
             await asyncio.to_thread(process.wait, 60)
+        # A killed replay may hold failed jobs, which are not seen until its leases end.
+        poison = storage.poison
+        while len([1 async for _ in poison.browse()]) < (await poison.depth()).messages:
+            await asyncio.sleep(LOOK_SECONDS)
 
     def kill_all(self) -> None:
         for process in self.workers:

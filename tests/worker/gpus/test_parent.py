@@ -185,18 +185,18 @@ hang()
 
 
 @pytest.fixture
-def _three_looks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A worker hangs if it has not answered to three probes: a clock of its own."""
+def _ten_looks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker hangs if it has not answered to ten probes: a clock of its own."""
     looks = itertools.count()
     monkeypatch.setattr(child, "time", SimpleNamespace(monotonic=lambda: next(looks)))
-    monkeypatch.setattr(child, "HUNG_SECONDS", 3 * 2 - 1)  # each looks at it, for both GPUs
+    monkeypatch.setattr(child, "HUNG_SECONDS", 10 * 2 - 1)  # each looks at it, for both GPUs
     monkeypatch.setattr(child, "FIRST_ANSWER_SECONDS", 100_000)
 
 
-@pytest.mark.usefixtures("_three_looks")
+@pytest.mark.usefixtures("_ten_looks")
 @pytest.mark.parametrize(
     ("answer", "work", "code", "times"),
-    [("pass", "until(lambda: len(answers) > 20)", 0, (1, 1)), ("hang()", "hang()", 1, (3, 3))],
+    [("pass", "until(lambda: len(answers) > 40)", 0, (1, 1)), ("hang()", "hang()", 1, (3, 3))],
 )
 async def test_a_worker_that_does_not_answer_is_started_again(
     run: Callable[..., Any],
@@ -209,7 +209,7 @@ async def test_a_worker_that_does_not_answer_is_started_again(
 ) -> None:
     monkeypatch.setattr(child, "ANSWER_SECONDS", 0.1 if code else 10)
     serves = SERVES.format(answer=answer)
-    assert await run(f"{serves}\n{work}\nsys.exit(0)") == code
+    assert await run(f"{serves}\n{work}\nos._exit(0)") == code
     assert runs(tmp_path) == times
 
 
@@ -236,7 +236,7 @@ async def test_a_worker_that_hangs_before_it_serves_anything_is_started_again(
         assert f"the worker of GPU {gpu} has not answered" in caplog.text
 
 
-@pytest.mark.usefixtures("_three_looks")
+@pytest.mark.usefixtures("_ten_looks")
 async def test_a_worker_that_cannot_be_killed_counts_as_down_and_does_not_keep_the_parent(
     run: Callable[..., Any],
     tmp_path: Path,

@@ -365,15 +365,16 @@ async def test_a_chain_whose_next_stage_cannot_be_sent_is_delivered_again(
     chained: Message,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    stop = asyncio.Event()
+
     async def refuse(*_: object) -> None:
+        stop.set()
         raise errors.MissingResourceError("there is no token for the queue")
 
     monkeypatch.setattr("worker.settle.NOT_MOVED_SECONDS", 0.0)
-    stop = asyncio.Event()
     with monkeypatch.context() as refusing:
         refusing.setattr(storage.models, "send", refuse)
         await storage.queue.send([chained()])
-        asyncio.get_running_loop().call_later(1.0, stop.set)
         await run_pipeline(Drawing(), stop=stop)
     assert await stored(storage) == IMAGES[:1]
     engine = Drawing()
