@@ -47,6 +47,10 @@ class UnusableFileError(JobError):
     """The job names a LoRA, an embedding or a model that cannot be used."""
 
 
+class NameTakenError(JobError):
+    """The name of the job's image is taken by another job."""
+
+
 class TransientError(FleetError):
     """The storage or the engine failed temporarily."""
 

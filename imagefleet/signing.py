@@ -166,4 +166,9 @@ def check_job(fields: Mapping[str, Any], signature: object, trusted: TrustedKeys
 
 
 def _signed_bytes(purpose: str, fields: Mapping[str, Any]) -> bytes:
-    return f"imagefleet {purpose} 1\n{_CANONICAL.encode(fields)}".encode("ascii")
+    return f"imagefleet {purpose} 1\n".encode() + canonical(fields)
+
+
+def canonical(fields: Mapping[str, Any]) -> bytes:
+    """The one text, in ASCII, of what has the same content."""
+    return _CANONICAL.encode(fields).encode("ascii")

@@ -16,6 +16,7 @@ from imagefleet.job.chain import THEN_FIELD
 from imagefleet.job.message import (
     COMPARABLE_STEPS,
     DEFAULT_CAMPAIGN,
+    DIGEST_FIELD,
     SIGNATURE_FIELD,
     message_fields,
 )
@@ -127,7 +128,8 @@ class Sample:
         if fields.get("verify") or fields.get("steps", COMPARABLE_STEPS) < COMPARABLE_STEPS:
             return None
         fields["verify"] = True
-        fields.pop(THEN_FIELD, None)
+        for name in (THEN_FIELD, DIGEST_FIELD):
+            fields.pop(name, None)
         if self._signing_key is not None:
             fields[SIGNATURE_FIELD] = self._signing_key.sign(OF_JOBS, fields)
         elif is_signed:  # with somebody else's key

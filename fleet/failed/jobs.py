@@ -18,6 +18,7 @@ from imagefleet.aio import Fleet
 from imagefleet.job.message import (
     DEFAULT_CAMPAIGN,
     DELIVERIES_FIELD,
+    DIGEST_FIELD,
     FAILURE_FIELD,
     SIGNATURE_FIELD,
     fields_if_any,
@@ -132,7 +133,7 @@ async def exported(entry: Entry, blobs: BlobStore) -> dict[str, Any]:
     if not (fields := fields_if_any(await entry.record.message(blobs))):
         raise errors.JobError("its message is no job in JSON")
     # A signature is of the fields as they were: a load signs the mended job.
-    for name in (DELIVERIES_FIELD, SIGNATURE_FIELD, FAILURE_FIELD):
+    for name in (DELIVERIES_FIELD, DIGEST_FIELD, SIGNATURE_FIELD, FAILURE_FIELD):
         fields.pop(name, None)
     named = {"id": entry.id}
     if entry.record.campaign != DEFAULT_CAMPAIGN:

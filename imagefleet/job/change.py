@@ -13,6 +13,7 @@ from imagefleet import errors, validation
 from imagefleet.job import chain, override_settings, sizes
 from imagefleet.job.message import (
     DELIVERIES_FIELD,
+    DIGEST_FIELD,
     SIGNATURE_FIELD,
     Job,
     fields_if_any,
@@ -73,7 +74,7 @@ class Change:
             raise errors.JobError(
                 "it is signed, and changed it has to be signed again: give your signing key"
             )
-        for name in (DELIVERIES_FIELD, SIGNATURE_FIELD):
+        for name in (DELIVERIES_FIELD, DIGEST_FIELD, SIGNATURE_FIELD):
             fields.pop(name, None)
         place = fields.pop(chain.STAGE_FIELD, None)
         before = "its job is not valid even with the change: "

@@ -41,6 +41,12 @@ DELIVERIES_FIELD = "deliveries"
 #: A message's signature over all its other fields except the record of its deliveries.
 SIGNATURE_FIELD = "signature"
 
+#: A message's digest of its job, `Job.digest`: one that was changed on its way is refused.
+DIGEST_FIELD = "digest"
+
+#: Names of a job, and what is only handed through: two that differ in these draw the same pictures.
+_NOT_IN_DIGEST = {"id", "campaign", "metadata", "verify", chain.THEN_FIELD}
+
 #: The field of an exported failed job that says why it failed, which is no part of the job.
 FAILURE_FIELD = "failure"
 
@@ -246,9 +252,33 @@ class Job(PassFields, extra="forbid", frozen=True, allow_inf_nan=False, hide_inp
     def images_to_draw(self) -> int:
         return 1 if self.verify else self.images
 
+    @property
+    def digest(self) -> str:
+        """SHA-256 (hex) of all that decides a job's images, those of every stage.
+
+        A job's id stands for it: two jobs of one id with other digests are an error wherever they
+        meet.
+        """
+        whole = self.whole if self.id is None else self.whole.identified(self.id)
+        return whole.last_stage.stage_digest
+
+    @property
+    def stage_digest(self) -> str:
+        """SHA-256 (hex) of all that decides this stage's images, the stages before it included."""
+        job = self if self.id is None else self.identified(self.id)
+        fields = job.model_dump(mode="json", exclude_defaults=True, exclude=_NOT_IN_DIGEST)
+        if self.place is not None:
+            fields[chain.INPUT_FIELD] = self.whole.at_stage(self.stage - 1).stage_digest
+        return hashlib.sha256(signing.canonical(fields)).hexdigest()
+
     def blob_name(self, index: int) -> str:
-        """The name of image *index*: it follows from the job alone, so a retry finds it taken."""
-        number = f"-{index}" if self.images > 1 else self._stage_suffix
+        """The name of image *index*: it follows from the job alone, so a retry finds it taken.
+
+        The first has the job's own, whatever the job, so that two jobs of one id always meet.
+        """
+        number = f"{chain.SEPARATOR}{index}" if index else ""
+        if self.stage > 1:
+            number = f"{chain.SEPARATOR}s{self.stage}"
         folder = CHECKS if self.verify else ""
         suffix = SUFFIXES[self.output.format]
         return f"{folder}{job_key(self.campaign, self.id)}{number}.{suffix}"
@@ -257,6 +287,8 @@ class Job(PassFields, extra="forbid", frozen=True, allow_inf_nan=False, hide_inp
         """The whole job in a line of JSON, with the stage's number; signed with *key*."""
         job = self.whole
         fields = job.model_dump(mode="json", exclude_defaults=True)
+        if job.id is not None:
+            fields[DIGEST_FIELD] = job.digest
         if key is not None:
             if job.id is None:
                 raise ValueError("a signed job needs an id")
@@ -296,6 +328,7 @@ def read_job(body: str, message_id: str, trusted: TrustedKeys | None = None) -> 
     stage = fields.pop(chain.STAGE_FIELD, None)
     if trusted is not None:
         signing.check_job(fields, signature, trusted)
+    digest = fields.pop(DIGEST_FIELD, None)
     try:
         job = Job.model_validate(fields)
     except ValidationError as error:
@@ -304,6 +337,11 @@ def read_job(body: str, message_id: str, trusted: TrustedKeys | None = None) -> 
         signed = {} if signature is None else {SIGNATURE_FIELD: signature}
         chain.check_size(message_text(fields | signed))
     job = job.identified(message_id)
+    if digest is not None and digest != job.digest:
+        raise errors.InvalidMessageError(
+            f"{DIGEST_FIELD}: it is of another job than this one; a job that was changed goes"
+            " without it"
+        )
     return job if stage is None else job.stage_of_message(stage)
 
 
@@ -331,6 +369,7 @@ def text_for_image(body: str, job: Job) -> str:
         fields["id"] = job.id
     if job.place is not None:
         fields[chain.STAGE_FIELD] = job.stage_field
+    fields.setdefault(DIGEST_FIELD, job.digest)
     return json.dumps(fields, separators=(",", ":"))
 
 

@@ -49,6 +49,7 @@ _Number = Annotated[int, Field(ge=0, lt=2**53)]
 _Moment = Annotated[
     AwareDatetime, Field(ge=datetime(1970, 1, 1, tzinfo=UTC), lt=datetime(3000, 1, 1, tzinfo=UTC))
 ]
+_Sha256 = Annotated[str, StringConstraints(pattern="^[0-9a-f]{64}$")]
 _Seconds = Annotated[float, Field(ge=0, le=_LONGEST_SECONDS)]
 
 Outcome = Literal["completed", "failed", "cancelled", "replayed", "discarded", "replaced"]
@@ -58,7 +59,7 @@ Outcome = Literal["completed", "failed", "cancelled", "replayed", "discarded", "
 #: What the metadata of an image's blob have by the same names.
 _OF_BLOB = (
     *("worker", "gpu", "price_per_hour", "start_up_seconds", "seconds"),
-    *("images", "stage", "stages", "seed"),
+    *("images", "stage", "stages", "seed", "digest", "sha256"),
 )
 
 #: What a job has by the same names; the second are of how it is drawn.
@@ -117,6 +118,8 @@ class Record(BaseModel, frozen=True, allow_inf_nan=False, hide_input_in_errors=T
     blob: Annotated[str, StringConstraints(max_length=MAX_BLOB_NAME)] | None = None
     id: SafeId
     """The job's id; that of its message where the job could not be read."""
+    digest: _Sha256 | None = None
+    """`Job.stage_digest` of an image, else `Job.digest`; None of what could not be read."""
     campaign: SafeId = DEFAULT_CAMPAIGN
     at: _Moment
     """The time at which the image was stored, or the job ended; by the clock of the worker."""
@@ -132,6 +135,8 @@ class Record(BaseModel, frozen=True, allow_inf_nan=False, hide_input_in_errors=T
     """US dollars."""
 
     size_bytes: _Number | None = None
+    sha256: _Sha256 | None = None
+    """SHA-256 (hex) of the image's file."""
     index: int = Field(default=0, ge=0, lt=MAX_IMAGES_PER_JOB)
     """The image's position among the job's images, from 0."""
     images: int = Field(default=1, ge=1, le=MAX_IMAGES_PER_JOB)
@@ -208,6 +213,7 @@ def of_job(job: Job) -> dict[str, object]:
     is_drawn = not job.only_upscales or job.stage > 1
     return {
         "campaign": job.campaign or DEFAULT_CAMPAIGN,
+        "digest": job.stage_digest,
         "loras": tuple(Lora(each.name, each.unet_weight) for each in job.parsed_prompt.loras),
         **{name: getattr(job, name) for name in (_OF_JOB + _OF_DRAWING if is_drawn else _OF_JOB)},
     }
