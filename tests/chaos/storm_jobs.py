@@ -77,15 +77,13 @@ def images_of(job: Mapping[str, object]) -> set[str]:
         return {f"default/{job['id']}.png"} | later
     if is_bad(job):
         return set()
-    if "n_iter" not in job:
-        return {f"default/{job['id']}.png"}
-    later = {f"default/{job['id']}~{index}.png" for index in range(1, IMAGES)}
-    return {f"default/{job['id']}.png"} | later
+    count = IMAGES if "n_iter" in job else 1
+    return {f"default/{job['id']}{f'~{index}' if index else ''}.png" for index in range(count)}
 
 
 def seeds_of(image: str) -> list[int]:
     """The seeds of an image and of those it began with, by its name."""
-    number, _, place = image.partition("/j")[2].removesuffix(".png").partition("~")
-    if place.startswith("s"):
-        return [int(number) + before * STAGE_SEEDS for before in range(int(place[1:]))]
-    return [int(number) + int(place or 0)]  # each image of a job adds one
+    number, _, part = image.partition("/j")[2].removesuffix(".png").partition("~")
+    if part.startswith("s"):
+        return [int(number) + before * STAGE_SEEDS for before in range(int(part[1:]))]
+    return [int(number) + int(part or 0)]  # each image of a job adds one
