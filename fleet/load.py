@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import sys
+import json
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -192,5 +192,4 @@ def _print_jobs(source: sources.Source, *, quiet: bool) -> None:
     if not quiet and (what := source.describe()):
         console.print_note(what)
     for body in source.examples(DRY_RUN_JOBS):
-        sys.stdout.write(body + "\n")
-    sys.stdout.flush()
+        console.print_json_line(json.loads(body))

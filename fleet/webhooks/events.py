@@ -12,7 +12,7 @@ from typing import Self
 from pydantic import BaseModel, Field, JsonValue, ValidationError
 
 from imagefleet import errors
-from imagefleet.job.sizes import MAX_METADATA_BYTES
+from imagefleet.job.sizes import MAX_METADATA_BYTES, metadata_json
 from imagefleet.records import reader
 from imagefleet.records.reader import Counts
 from imagefleet.records.record import Record
@@ -70,7 +70,7 @@ class Event(BaseModel, extra="forbid"):
 def job_ended(fleet: str, record: Record) -> Event | None:
     """The event of a record; None if the record ends no job."""
     # A record may be made up, and no job has more.
-    is_real = len(json.dumps(record.metadata)) <= MAX_METADATA_BYTES
+    is_real = len(metadata_json(record.metadata)) <= MAX_METADATA_BYTES
     data: dict[str, JsonValue] = {
         "campaign": record.campaign,
         "id": record.id,

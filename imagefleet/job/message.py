@@ -48,6 +48,11 @@ _NOT_IN_DIGEST = {"id", "campaign", "metadata", "verify", chain.THEN_FIELD}
 #: The field of an exported failed job that says why it failed, which is no part of the job.
 FAILURE_FIELD = "failure"
 
+BYTE_ORDER_MARK = "\ufeff"
+
+#: The two digits of base64 that are others in addresses.
+_URL_SAFE = str.maketrans("-_", "+/")
+
 #: More than any image of a job has: its pixels, and its file, of which pure noise has 12 MiB.
 MAX_IMAGE_PIXELS = MAX_SIDE**2
 MAX_IMAGE_BYTES = 32 * 2**20
@@ -344,11 +349,17 @@ def read_job(body: str, message_id: str, trusted: TrustedJobs | None = None) -> 
 
 
 def message_fields(body: str) -> Any:
-    """The JSON of a message, plain or in base64; raises ValueError or RecursionError for others."""
-    if body.lstrip()[:1] not in {"{", "["}:
+    """The JSON of a message, plain or in base64; raises ValueError or RecursionError for others.
+
+    Base64 may be in lines, url-safe or without padding; either may begin with a byte order mark.
+    """
+    text = body.strip().removeprefix(BYTE_ORDER_MARK)
+    if text.lstrip()[:1] not in {"{", "["}:
+        digits = "".join(text.split()).translate(_URL_SAFE).rstrip("=")
         with contextlib.suppress(ValueError):
-            body = base64.b64decode(body.strip(), validate=True).decode()
-    return json.loads(body)
+            padded = digits + "=" * (-len(digits) % 4)
+            text = base64.b64decode(padded, validate=True).decode("utf-8-sig")
+    return json.loads(text)
 
 
 def message_text(fields: Mapping[str, Any]) -> str:

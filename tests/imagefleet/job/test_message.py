@@ -25,7 +25,7 @@ json_values = st.recursive(
 
 names = st.from_regex(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}", fullmatch=True)
 
-words = st.text(alphabet=st.characters(exclude_categories=["Cs"], exclude_characters="<>"))
+words = st.text(alphabet=st.characters(exclude_categories=["Cs"], exclude_characters="\0<>"))
 
 jobs = st.builds(
     Job,
