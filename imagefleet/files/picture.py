@@ -20,7 +20,7 @@ from imagefleet import errors, likeness
 from imagefleet.job import sizes
 from imagefleet.job.message import DIGEST_FIELD, MAX_IMAGE_BYTES, MAX_IMAGE_PIXELS, Job, read_job
 from imagefleet.redaction import printable
-from imagefleet.signing import TrustedKeys
+from imagefleet.signing import TrustedJobs
 
 #: Formats that workers store; Pillow reads dozens of formats, some through other programs.
 _FORMATS = ("PNG", "JPEG", "WEBP")
@@ -97,8 +97,8 @@ def read(data: bytes) -> Picture | None:
     return Picture(image.size, likeness.fingerprint(np.asarray(image)))
 
 
-def job_in(data: bytes, trusted: TrustedKeys | None = None) -> tuple[str, Job] | None:
-    """The valid message in an image's file, signed by one of the *trusted* keys, and its job."""
+def job_in(data: bytes, trusted: TrustedJobs | None = None) -> tuple[str, Job] | None:
+    """The valid message in an image's file, one of the *trusted* jobs, and its job."""
     message = message_in(data)
     try:
         return None if message is None else (message, read_job(message, "none", trusted))

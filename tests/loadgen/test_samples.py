@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
+import signers
 from imagefleet.job.message import read_job
 from imagefleet.job.sizes import MAX_MESSAGE_BYTES
-from imagefleet.signing import SigningKey, TrustedKeys
+from imagefleet.signing import SigningKey
 from imagefleet.storage.open import open_storage
 from imagefleet.storage.settings import StorageSettings
 from loadgen.campaigns import Sample
@@ -53,13 +54,13 @@ def test_a_second_drawing_of_a_job_in_stages_is_of_the_first() -> None:
 
 def test_a_second_drawing_is_signed_where_jobs_are(tmp_path: Path) -> None:
     key = SigningKey.create(tmp_path / "key.pem")
-    trusted = TrustedKeys.read(key.public)
-    signed = read_job('{"prompt": "a cat", "id": "a"}', "").to_message(key)
+    signer = signers.signer(key)
+    signed = read_job('{"prompt": "a cat", "id": "a"}', "").to_message(signer)
 
-    message = Sample(1, "k", key).second_drawing(signed)
+    message = Sample(1, "k", signer).second_drawing(signed)
 
     assert message is not None
-    assert read_job(message, "", trusted).verify
+    assert read_job(message, "", signers.trusted(key)).verify
     assert Sample(1, "k").second_drawing(signed) is None, "nobody could sign it"
 
 

@@ -66,6 +66,7 @@ class LocalBlobs(protocol.BlobStore):
 
     def __init__(self, folder: Path, operations: protocol.Operations) -> None:
         self.folder = folder
+        self.clock = protocol.Clock()
         self._address = folder.absolute().as_uri()
         self._operations = operations
         self._new = NewBlobs(folder)

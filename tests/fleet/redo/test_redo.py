@@ -12,6 +12,7 @@ from typing import Any, Self
 import pytest
 
 import polling
+import signers
 from fleet import console
 from fleet.campaigns import target
 from fleet.redo import command, replace
@@ -19,7 +20,7 @@ from fleet.verify import pairs
 from imagefleet.files import picture
 from imagefleet.job.message import read_job
 from imagefleet.records import reader
-from imagefleet.signing import SigningKey, TrustedKeys
+from imagefleet.signing import JobSigner, SigningKey
 from imagefleet.storage import open as opening
 from imagefleet.storage.open import Storage, open_storage
 from imagefleet.storage.settings import SignerSettings, StorageSettings
@@ -301,7 +302,7 @@ async def test_a_forged_job_is_not_drawn_where_jobs_are_signed(
     storage: Storage, storage_settings: StorageSettings, run_worker: RunWorker, tmp_path: Path
 ) -> None:
     key = SigningKey.create(tmp_path / "key.pem")
-    signed = read_job(messages(1)[0], "").to_message(key)
+    signed = read_job(messages(1)[0], "").to_message(JobSigner(key, storage.scope))
     for name, body in (("thief", '{"prompt": "another", "id": "j0"}'), ("good", signed)):
         await storage.queue.send([body])
         await run_worker(name)
@@ -311,7 +312,7 @@ async def test_a_forged_job_is_not_drawn_where_jobs_are_signed(
 
     assert (result["not_redone"], result["images"], result["jobs"]) == ([], 1, 1)
     (message,) = await storage.queue.receive(1, 30)
-    assert read_job(message.body, "", TrustedKeys.read(key.public)).prompt == "a cat"
+    assert read_job(message.body, "", signers.trusted(key, storage.scope)).prompt == "a cat"
 
 
 async def test_suspect_images_are_those_of_their_records_that_are_still_the_workers(

@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 
+import signers
 from imagefleet import errors
 from imagefleet.job import chain, sizes
 from imagefleet.job.message import Job, is_signed, read_job
-from imagefleet.signing import SigningKey, TrustedKeys
+from imagefleet.signing import SigningKey
 from imagefleet.storage.routing.models import model_of, models_of
 
 
@@ -148,8 +149,8 @@ def test_a_stage_written_again_is_the_same_stage_of_the_same_job() -> None:
 
 def test_a_worker_sends_the_next_stage_of_a_signed_job_without_the_key(tmp_path: Path) -> None:
     key = SigningKey.create(tmp_path / "key.pem")
-    trusted = TrustedKeys.read(key.public)
-    body = Job(prompt="a house", id="a", then=({"steps": 5}, {"steps": 6})).to_message(key)
+    trusted, signer = signers.trusted(key), signers.signer(key)
+    body = Job(prompt="a house", id="a", then=({"steps": 5}, {"steps": 6})).to_message(signer)
     for number in (2, 3):
         fields = json.loads(body) | {"stage": {"number": number, "message": "m"}}
         assert read_job(json.dumps(fields), "m", trusted).steps == 3 + number
@@ -157,8 +158,8 @@ def test_a_worker_sends_the_next_stage_of_a_signed_job_without_the_key(tmp_path:
         with pytest.raises(errors.UntrustedJobError):
             read_job(json.dumps(fields), "m", trusted)
     stage = at(body, 2)
-    assert is_signed(stage.to_message(key))
-    assert read_job(stage.to_message(key), "m", trusted).model_dump() == stage.model_dump()
+    assert is_signed(stage.to_message(signer))
+    assert read_job(stage.to_message(signer), "m", trusted).model_dump() == stage.model_dump()
 
 
 def test_the_first_message_leaves_room_for_those_of_later_stages() -> None:

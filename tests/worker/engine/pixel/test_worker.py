@@ -15,7 +15,7 @@ from PIL import Image
 
 from imagefleet.files.kinds import TEXT
 from imagefleet.job.message import read_job
-from imagefleet.signing import SigningKey
+from imagefleet.signing import JobSigner, SigningKey
 from imagefleet.storage import dead_letter
 from imagefleet.storage.open import Storage
 from pixel import tiny_cascade
@@ -217,7 +217,7 @@ async def test_with_a_trusted_key_only_listed_text_states_are_used(
     fields: dict[str, Any] = {"seed": 1, "steps": 2, "cfg_scale": 7, "sampler_name": "DDPM"}
     for job_id, prompt in (("good", "a red house"), ("unlisted", "a blue house")):
         job = read_job(message(**fields, prompt=prompt, id=job_id), job_id)
-        await storage.queue.send([job.to_message(key)])
+        await storage.queue.send([job.to_message(JobSigner(key, storage.scope))])
     await run_pipeline(make_engine(folder=small_cascade["base"]), trusted_key=key.public)
     failed = [dead_letter.FailedJob.parse(each.body) async for each in storage.poison.browse()]
     ((job_id, reason),) = ((each.id, each.reason) for each in failed if each is not None)
