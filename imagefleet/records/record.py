@@ -21,7 +21,6 @@ from datetime import UTC, datetime
 from functools import partial
 from typing import Annotated, Any, Literal, NamedTuple, Self, get_args
 
-import pydantic_core
 from pydantic import (
     AwareDatetime,
     BaseModel,
@@ -42,7 +41,7 @@ from imagefleet.job.message import (
     job_key,
 )
 from imagefleet.job.samplers import MAX_IMAGES_PER_JOB
-from imagefleet.job.sizes import MAX_BLOB_NAME, MAX_MESSAGE_BYTES
+from imagefleet.job.sizes import MAX_BLOB_NAME, MAX_MESSAGE_BYTES, read_metadata_header
 from imagefleet.storage.protocol import BlobStore
 
 #: No job waits longer in a worker, and no worker starts for longer.
@@ -241,7 +240,7 @@ class Record(BaseModel, frozen=True, allow_inf_nan=False, hide_input_in_errors=T
             if "attempt" in metadata:
                 told["attempts"] = metadata["attempt"]
             if "metadata" in metadata:
-                told["metadata"] = pydantic_core.from_json(metadata["metadata"])
+                told["metadata"] = read_metadata_header(metadata["metadata"])
             return cls.model_validate({**told, **known})
         except ValueError:  # JSON that is none, or pydantic's ValidationError
             return cls.model_validate(known)
