@@ -92,8 +92,8 @@ class Campaigns:
         pending = sum(counts.pending or 0 for _, counts in self.rows)
         if pending > messages:
             found.append(
-                f"of {console.counted(pending, 'pending job')} {messages:,} at most in a queue or in"
-                f" flight, {pending - messages:,} in none: deleted with `cancel --all` or by"
+                f"of {console.counted(pending, 'pending job')} {messages:,} at most in a queue or"
+                f" in flight, {pending - messages:,} in none: deleted with `cancel --all` or by"
                 " somebody, or their records are written in a moment; `imagefleet load FILE"
                 " --new-only` sends what is missing again"
             )
