@@ -15,6 +15,7 @@ from fleet.campaigns import target
 from fleet.files import missing
 from fleet.options import argument, option
 from imagefleet import errors
+from imagefleet.storage.open import signer_of
 from imagefleet.storage.settings import MAX_SHARDS, checked_priority
 from loadgen import sources
 from loadgen.load import default_path
@@ -117,7 +118,7 @@ def command(
             count=jobs.count,
             seed=jobs.seed,
             on_invalid=skipped if jobs.skip_invalid else None,
-            key=settings.keys().signing,
+            signer=None if checking.dry_run else signer_of(settings),
             campaign=jobs.campaign,
         )
     if checking.check:
