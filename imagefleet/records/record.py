@@ -21,7 +21,6 @@ from datetime import UTC, datetime
 from functools import partial
 from typing import Annotated, Any, Literal, NamedTuple, Self
 
-import pydantic_core
 from pydantic import (
     AwareDatetime,
     BaseModel,
@@ -35,7 +34,7 @@ from imagefleet import concurrency, errors, retry, validation
 from imagefleet.job.chain import MAX_STAGES
 from imagefleet.job.message import DEFAULT_CAMPAIGN, RECORDS, Job, SafeId, job_key
 from imagefleet.job.samplers import MAX_IMAGES_PER_JOB
-from imagefleet.job.sizes import MAX_BLOB_NAME, MAX_MESSAGE_BYTES
+from imagefleet.job.sizes import MAX_BLOB_NAME, MAX_MESSAGE_BYTES, read_metadata_header
 from imagefleet.storage.protocol import BlobStore
 
 #: No job waits longer in a worker, and no worker starts for longer.
@@ -193,7 +192,7 @@ class Record(BaseModel, frozen=True, allow_inf_nan=False, hide_input_in_errors=T
             if "attempt" in metadata:
                 told["attempts"] = metadata["attempt"]
             if "metadata" in metadata:
-                told["metadata"] = pydantic_core.from_json(metadata["metadata"])
+                told["metadata"] = read_metadata_header(metadata["metadata"])
             return cls.model_validate({**told, **known})
         except ValueError:  # JSON that is none, or pydantic's ValidationError
             return cls.model_validate(known)

@@ -19,7 +19,7 @@ from imagefleet.files import kinds
 from imagefleet.job.message import MAX_IMAGE_BYTES, Job
 from imagefleet.job.passes import extras, hires
 from imagefleet.job.passes import img2img as given
-from imagefleet.signing import TrustedKeys, trusted_keys
+from imagefleet.signing import TrustedJobs, TrustedKeys, trusted_keys
 from imagefleet.storage import protocol
 from imagefleet.storage.open import Storage
 from worker.engine import contract
@@ -242,8 +242,8 @@ class JobFiles:
     embeddings: EmbeddingLibrary
     inputs: InputReader
     hashes: FileHashes
-    trusted: TrustedKeys | None
-    """The keys that sign jobs and lists of files; None: they need no signature."""
+    trusted: TrustedJobs | None
+    """The jobs that are taken; None: they need no signature."""
 
     @classmethod
     def of(cls, storage: Storage, settings: WorkerSettings) -> JobFiles:
@@ -269,5 +269,5 @@ class JobFiles:
                 storage.files, storage.blobs, cache=cache, cache_bytes=cache_bytes, trusted=trusted
             ),
             hashes=FileHashes(cache),
-            trusted=trusted,
+            trusted=None if trusted is None else TrustedJobs(trusted, storage.scope),
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import fcntl
 import os
 import time
 import uuid
@@ -65,6 +66,7 @@ class LocalBlobs(protocol.BlobStore):
 
     def __init__(self, folder: Path, operations: protocol.Operations) -> None:
         self.folder = folder
+        self.clock = protocol.Clock()
         self._address = folder.absolute().as_uri()
         self._operations = operations
         self._new = NewBlobs(folder)
@@ -149,7 +151,8 @@ class LocalBlobs(protocol.BlobStore):
             elif not path.is_file():
                 return False
             with path.open("ab") as file:
-                if file.tell() != position:
+                fcntl.flock(file, fcntl.LOCK_EX)  # others may append at the same time
+                if file.seek(0, os.SEEK_END) != position:
                     return False
                 try:
                     _write_durably(file, data)
