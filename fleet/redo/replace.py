@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import re
 import uuid
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
@@ -20,6 +19,7 @@ from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from imagefleet import concurrency, errors
 from imagefleet.files import picture
+from imagefleet.job.chain import SEPARATOR
 from imagefleet.job.message import DUPLICATES, MAX_IMAGE_BYTES, REPLACED, Job, job_key, read_job
 from imagefleet.records import once
 from imagefleet.records.record import RecordLog
@@ -27,9 +27,6 @@ from imagefleet.storage.dead_letter import Check
 from imagefleet.storage.dead_letter_queue import NO_CHECK
 from imagefleet.storage.open import Storage
 from imagefleet.storage.protocol import BlobStore
-
-#: The number of an image of a job that has several.
-_NUMBER = re.compile(r"-\d+$")
 
 
 class JobFinder:
@@ -51,10 +48,9 @@ class JobFinder:
 
     async def message(self, name: str, data: bytes) -> str:
         """The message of the job that draws image *name*; raises JobError unless it is one."""
-        key = name.rpartition(".")[0]
-        for given in map(self._given.get, (key, _NUMBER.sub("", key))):
-            if given is not None and draws(read_job(given, "none"), name):
-                return given
+        given = self._given.get(name.rpartition(".")[0].partition(SEPARATOR)[0])
+        if given is not None and draws(read_job(given, "none"), name):
+            return given
         files = [data]
         for duplicate in self._duplicates.get(name, ()):
             with contextlib.suppress(errors.UnusableFileError):

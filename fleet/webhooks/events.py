@@ -12,7 +12,12 @@ from typing import Self
 from pydantic import BaseModel, Field, JsonValue, ValidationError
 
 from imagefleet import errors
+<<<<<<< HEAD
+from imagefleet.job.message import image_stem
+from imagefleet.job.sizes import MAX_METADATA_BYTES
+=======
 from imagefleet.job.sizes import MAX_METADATA_BYTES, metadata_json
+>>>>>>> main
 from imagefleet.records import reader
 from imagefleet.records.reader import Counts
 from imagefleet.records.record import Record
@@ -119,9 +124,8 @@ def campaign_completed(fleet: str, campaign: str, counts: Counts) -> Event:
 
 def _all_images(last: Record) -> list[str]:
     """The names of a job's images, by that of one: they differ by their numbers."""
-    stem, _, suffix = (last.blob or "").rpartition(".")
-    start = stem.removesuffix(f"-{last.index}")
-    return [f"{start}-{index}.{suffix}" for index in range(last.images)]
+    suffix = (last.blob or "").rpartition(".")[2]
+    return [f"{image_stem(last.key, index)}.{suffix}" for index in range(last.images)]
 
 
 def _event_id(*parts: str) -> str:

@@ -18,7 +18,7 @@ from PIL import ExifTags, Image, UnidentifiedImageError
 
 from imagefleet import errors, likeness
 from imagefleet.job import sizes
-from imagefleet.job.message import MAX_IMAGE_BYTES, MAX_IMAGE_PIXELS, Job, read_job
+from imagefleet.job.message import DIGEST_FIELD, MAX_IMAGE_BYTES, MAX_IMAGE_PIXELS, Job, read_job
 from imagefleet.redaction import printable
 from imagefleet.signing import TrustedJobs
 
@@ -117,8 +117,10 @@ def message_in(data: bytes) -> str | None:
         return None
     if not isinstance(fields, dict):
         return None
-    for ascii_only in (True, False):
-        text = json.dumps(fields, ensure_ascii=ascii_only, separators=(",", ":"))
+    # The largest message has no room for a digest that it was sent without.
+    shorter = {name: value for name, value in fields.items() if name != DIGEST_FIELD}
+    for some, ascii_only in ((fields, True), (fields, False), (shorter, False)):
+        text = json.dumps(some, ensure_ascii=ascii_only, separators=(",", ":"))
         if sizes.fits(text):
             return text
     return None

@@ -279,12 +279,9 @@ class Job(PassFields, extra="forbid", frozen=True, allow_inf_nan=False, hide_inp
 
         The first has the job's own, whatever the job, so that two jobs of one id always meet.
         """
-        number = f"{chain.SEPARATOR}{index}" if index else ""
-        if self.stage > 1:
-            number = f"{chain.SEPARATOR}s{self.stage}"
         folder = CHECKS if self.verify else ""
-        suffix = SUFFIXES[self.output.format]
-        return f"{folder}{job_key(self.campaign, self.id)}{number}.{suffix}"
+        stem = image_stem(job_key(self.campaign, self.id), index, self.stage)
+        return f"{folder}{stem}.{SUFFIXES[self.output.format]}"
 
     def to_message(self, signer: JobSigner | None = None) -> str:
         """The whole job in a line of JSON, with the stage's number; signed by *signer*."""
@@ -378,7 +375,8 @@ def text_for_image(body: str, job: Job) -> str:
         fields["id"] = job.id
     if job.place is not None:
         fields[chain.STAGE_FIELD] = job.stage_field
-    fields.setdefault(DIGEST_FIELD, job.digest)
+    if SIGNATURE_FIELD not in fields:  # which is of what was sent alone
+        fields.setdefault(DIGEST_FIELD, job.digest)
     return json.dumps(fields, separators=(",", ":"))
 
 
@@ -420,6 +418,15 @@ def fields_if_any(body: str) -> dict[str, Any]:
 def job_key(campaign: str | None, job_id: str | None) -> str:
     """Identifies a job within its storage."""
     return f"{campaign or DEFAULT_CAMPAIGN}/{job_id}"
+
+
+def image_stem(key: str, index: int = 0, stage: int = 1) -> str:
+    """The name, without its suffix, of an image of the job *key* (`campaign/id`).
+
+    No other job has it, since no id contains the separator.
+    """
+    number = f"s{stage}" if stage > 1 else f"{index}" if index else ""
+    return f"{key}{chain.SEPARATOR}{number}" if number else key
 
 
 def split_job_key(name: str, campaign: str | None = None) -> tuple[str, str]:

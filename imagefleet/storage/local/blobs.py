@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import fcntl
 import os
 import time
 import uuid
@@ -150,7 +151,8 @@ class LocalBlobs(protocol.BlobStore):
             elif not path.is_file():
                 return False
             with path.open("ab") as file:
-                if file.tell() != position:
+                fcntl.flock(file, fcntl.LOCK_EX)  # others may append at the same time
+                if file.seek(0, os.SEEK_END) != position:
                     return False
                 try:
                     _write_durably(file, data)

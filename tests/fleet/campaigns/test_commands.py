@@ -148,7 +148,7 @@ def test_a_job_in_flight_and_one_of_several_images(
     async def lease(storage: Storage) -> None:
         await storage.queue.send([job("flying"), job("flying-1")])
         await storage.queue.receive(1, 600)
-        await store(storage, "spring", "flying-0", job="flying", images="2")
+        await store(storage, "spring", "flying", job="flying", images="2")
 
     on(local_settings, lease)
     found = json.loads(in_process("job", "spring/flying", "--json", *flags(local_settings)).stdout)

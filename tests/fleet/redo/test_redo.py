@@ -132,7 +132,7 @@ async def test_a_bad_workers_images_since_a_moment_are_replaced_and_no_others(
     assert found.pop("before/j0.png") == "bad"
     assert {name for name, worker in found.items() if worker == "third"} == {
         *(f"default/j{number}.webp" for number in range(3)),
-        *(f"-checks/b/j{number}-0.png" for number in range(3)),
+        *(f"-checks/b/j{number}.png" for number in range(3)),
     }
     assert set(found.values()) == {"good", "third"}
     assert len(found) == 3 + 6 + 6
@@ -150,8 +150,8 @@ async def test_a_bad_workers_images_since_a_moment_are_replaced_and_no_others(
 @pytest.mark.parametrize(
     ("fields", "image"),
     [
-        ({"id": "a", "then": [{"steps": 12}]}, "default/a~2.png"),
-        ({"id": "a" * 128, "batch_size": 2}, f"default/{'a' * 128}-1.png"),
+        ({"id": "a", "then": [{"steps": 12}]}, "default/a~s2.png"),
+        ({"id": "a" * 128, "batch_size": 2}, f"default/{'a' * 128}~1.png"),
     ],
 )
 async def test_an_image_whose_name_is_no_jobs_id_counts_once_when_it_is_replaced(
@@ -253,7 +253,7 @@ async def test_images_without_their_job_stay_unless_it_is_given(
     storage: Storage, storage_settings: StorageSettings
 ) -> None:
     record = {"worker": "bad", "job": "j0"}
-    for name in ("default/j0.png", "default/j1-1.png", "default/j2.png"):
+    for name in ("default/j0.png", "default/j1~1.png", "default/j2.png"):
         await storage.blobs.create(name, b"garbage", "image/png", record)
     batch = json.dumps({"prompt": "b", "id": "j1", "batch_size": 2})
     given = {"default/j0": messages(1)[0], "default/j1": batch}

@@ -67,7 +67,7 @@ def test_fields_of_one_image_are_a_stages_own() -> None:
     assert [each.enable_hr for each in (first, second, third)] == [True, False, False]
     assert first.init_images == ()
     assert second.init_images == ("images/default/0001.png",)
-    assert third.init_images == ("images/default/0001~2.png",)
+    assert third.init_images == ("images/default/0001~s2.png",)
 
 
 def test_a_stage_with_another_sampler_does_not_take_over_the_options_of_the_first() -> None:
@@ -88,7 +88,7 @@ def test_a_stage_that_asks_for_a_random_seed_gets_one_of_its_own_the_same_each_t
 def test_the_images_of_all_stages_have_names_that_no_other_job_can_have() -> None:
     body = text({}, {"output": {"format": "jpeg"}}, campaign="c")
     names = [each.blob_name(0) for each in read_job(body, "m").stages_left()]
-    assert names == ["c/0001.png", "c/0001~2.png", "c/0001~3.jpg"]
+    assert names == ["c/0001.png", "c/0001~s2.png", "c/0001~s3.jpg"]
     assert sorted(names) == names
     with pytest.raises(errors.InvalidMessageError):
         read_job(text(id="0001~2"), "m")

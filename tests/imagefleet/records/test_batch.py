@@ -23,9 +23,13 @@ def image(job_id: str, **fields: Any) -> Record:
     return Record.model_validate({**known, "blob": f"spring/{job_id}.png", **fields})
 
 
+def name(job_id: str, index: int) -> str:
+    return f"spring/{job_id}~{index}.png" if index else f"spring/{job_id}.png"
+
+
 def images(job_id: str, *indices: int, of: int) -> list[Record]:
     return [
-        image(job_id, blob=f"spring/{job_id}-{index}.png", index=index, images=of, seed=9 + index)
+        image(job_id, blob=name(job_id, index), index=index, images=of, seed=9 + index)
         for index in indices
     ]
 
@@ -151,8 +155,8 @@ async def test_a_job_of_several_images_needs_them_all_and_a_failed_one_keeps_wha
 
     for results in (batch.results(0), fleet.results("spring")):
         found = {result.id: result async for result in results}
-        assert found["a"].blobs == tuple(f"spring/a-{index}.png" for index in range(3))
-        assert (found["b"].status, found["b"].blobs) == ("failed", ("spring/b-1.png",))
+        assert found["a"].blobs == tuple(name("a", index) for index in range(3))
+        assert (found["b"].status, found["b"].blobs) == ("failed", ("spring/b~1.png",))
     assert found["a"].seed == 9
 
 
@@ -248,7 +252,7 @@ async def test_one_job_is_looked_up_without_its_neighbours(
 ) -> None:
     await submit(fleet, "a")
     for number in range(50):
-        await fleet.storage.blobs.create(f"spring/a-{number}0.png", b"x", "image/png", {})
+        await fleet.storage.blobs.create(f"spring/a~{number + 1}.png", b"x", "image/png", {})
     await log.add([end("a", "failed"), image("b")])
     listed: list[str] = []
     records = fleet.storage.blobs.records
@@ -266,11 +270,11 @@ async def test_a_failed_job_that_is_looked_up_keeps_the_images_that_it_has(
     fleet: aio.Fleet, log: RecordLog
 ) -> None:
     facts = {"job": "a", "images": "3", "seconds": "1"}
-    for name in ("a-0", "a-2", "a-20"):
-        await fleet.storage.blobs.create(f"spring/{name}.png", b"x", "image/png", facts)
+    for stem in ("a", "a~2", "a-1"):
+        await fleet.storage.blobs.create(f"spring/{stem}.png", b"x", "image/png", facts)
     await log.add([end("a", "failed")])
     found = await fleet.job("spring/a").result(1)
-    assert (found.status, found.blobs) == ("failed", ("spring/a-0.png", "spring/a-2.png"))
+    assert (found.status, found.blobs) == ("failed", ("spring/a.png", "spring/a~2.png"))
 
 
 async def test_only_jobs_that_are_in_the_queue_count_as_sent(fleet: aio.Fleet) -> None:

@@ -63,7 +63,7 @@ async def test_a_job_of_several_images_is_counted_once_all_are_stored(
     storage: Storage, log: RecordLog
 ) -> None:
     def of_several(index: int, **fields: Any) -> Record:
-        return image(1, blob=f"spring/job-1-{index}.png", images=3, index=index, **fields)
+        return image(1, blob=f"spring/job-1~{index}.png", images=3, index=index, **fields)
 
     await log.add([of_several(index, completes=False) for index in (0, 2)])
     assert (await reader.counts(storage, "spring")).completed == 0

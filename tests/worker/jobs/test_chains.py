@@ -46,7 +46,7 @@ local_only = pytest.mark.parametrize("storage_settings", ["local"], indirect=Tru
 
 pytestmark = pytest.mark.usefixtures("soon")
 
-IMAGES = ["default/a.png", "default/a~2.png", "default/a~3.png"]
+IMAGES = ["default/a.png", "default/a~s2.png", "default/a~s3.png"]
 
 
 class Drawing(StandInEngine):
@@ -410,7 +410,7 @@ async def test_a_stage_whose_input_is_gone_fails_by_name(
     await run_pipeline(Drawing())
     (record,) = await failed(storage)
     assert (record.error, record.stage) == ("MissingFileError", 3)
-    assert "'default/a~2.png'" in record.reason
+    assert "'default/a~s2.png'" in record.reason
 
 
 @local_only

@@ -69,7 +69,7 @@ async def test_the_second_stage_enlarges_the_stored_image_of_the_first(
     await storage.models.send([job])
     for engine in (base, upscaler):
         await run_pipeline(engine)
-    names = ("default/one.png", "default/one~2.png")
+    names = ("default/one.png", "default/one~s2.png")
     small, large = [await read(storage, name) for name in names]
     assert small.shape[:2] == (tiny_cascade.BASE_SIDE, tiny_cascade.BASE_SIDE)
     init = contract.InitImage(small, 0.25)
@@ -154,7 +154,7 @@ async def test_stages_without_a_text_encoder_draw_the_images_of_those_with_one(
         await storage.models.send([message(**fields, id=name, model=model, then=[enlarge])])
         for engine in engines:
             await run_pipeline(engine)
-        drawn[name] = [await read(storage, f"default/{name}{end}.png") for end in ("", "~2")]
+        drawn[name] = [await read(storage, f"default/{name}{end}.png") for end in ("", "~s2")]
     for small, whole in zip(drawn["small"], drawn["whole"], strict=True):
         assert difference(small, whole) == 0
     cache = tmp_path / "cache" / TEXT.folder
