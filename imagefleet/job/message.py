@@ -405,6 +405,16 @@ def job_key(campaign: str | None, job_id: str | None) -> str:
     return f"{campaign or DEFAULT_CAMPAIGN}/{job_id}"
 
 
+def worker_file_name(worker: str) -> str:
+    """A worker's name as part of a blob's."""
+    return re.sub(r"[^A-Za-z0-9._-]", "_", worker).lstrip(".") or "_"
+
+
+def duplicate_name(image: str, worker: str) -> str:
+    """The blob of a drawing of *image* that its worker keeps aside, as the name was taken."""
+    return f"{DUPLICATES}{image}/{worker_file_name(worker)}.{image.rpartition('.')[2]}"
+
+
 def split_job_key(name: str, campaign: str | None = None) -> tuple[str, str]:
     """Campaign and id of a job that somebody names by `campaign/id`, or by its id alone."""
     if campaign is None and "/" in name:

@@ -110,6 +110,13 @@ async def results(
                 yield [record for record in records if record.outcome in outcomes]
 
 
+def drawings(
+    storage: Storage, campaign: str, damaged: Damaged
+) -> AsyncGenerator[list[Record]]:
+    """All records of a campaign's images; last those of drawings whose names were taken."""
+    return _images(storage, campaign, damaged, once=False)
+
+
 async def end(storage: Storage, campaign: str) -> dict[str, int]:
     """The position of a follower that has read all there is now; a listing."""
     return {
@@ -266,7 +273,7 @@ async def follow(
 
 
 async def _images(
-    storage: Storage, campaign: str, damaged: Damaged
+    storage: Storage, campaign: str, damaged: Damaged, *, once: bool = True
 ) -> AsyncGenerator[list[Record]]:
     blobs = storage.blobs
     shards = await stored.shards_of(blobs, campaign)
@@ -285,11 +292,11 @@ async def _images(
             missing.found(record.blob for record in records if record.blob)
             yield records
     # A worker that died in between has stored these images, and written no record.
-    if missing.any:
+    if missing.any or not once:
         async with aclosing(stored.records(blobs, again, Damaged())) as parts:
             async for part in parts:
                 records = replaced.without(part, once=False)
-                yield [each for each in records if each.blob and missing.take(each.blob)]
+                yield [each for each in records if not once or missing.take(each.blob or "")]
 
 
 async def _ended(
