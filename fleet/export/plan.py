@@ -42,14 +42,14 @@ _SORT = (
 )
 
 #: What fits comes first, then the latest: nobody pushes it out with records of his own.
-_RECORDS = f"""
+_RECORDS = """
 SELECT place, line FROM (
     SELECT place, line, row_number() OVER (
         PARTITION BY place ORDER BY listed.sha256 IS stored.sha256 DESC, at DESC
     ) AS rank
     FROM images JOIN listed USING (blob) LEFT JOIN stored USING (blob)
     WHERE place > ? AND place <= ?
-) WHERE rank <= {_MOST_RECORDS} ORDER BY place, rank
+) WHERE rank <= ? ORDER BY place, rank
 """
 
 Format = Literal["webdataset", "parquet", "imagefolder"]
@@ -126,7 +126,7 @@ class Work:
     def records(self, number: int, shard_size: int) -> Iterator[list[Record]]:
         """The records of each image of a shard, by the images' names."""
         places = number * shard_size, (number + 1) * shard_size
-        found = self._db.execute(_RECORDS, places)
+        found = self._db.execute(_RECORDS, [*places, _MOST_RECORDS])
         for _, rows in itertools.groupby(found, key=lambda row: row[0]):
             yield [Record.read(line) for _, line in rows]
 

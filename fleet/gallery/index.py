@@ -89,7 +89,7 @@ class Index:
 
     def _add(self, record: Record, counts: Counter[tuple[str, str]], *, at_end: bool) -> None:
         is_image = record.outcome == "completed"
-        # An image whose name was taken has several records. The message tells two failures of a job apart.
+        # An image may have several records. The message tells two failures of a job apart.
         key = f"i{record.blob}" if is_image else f"e{record.source or record.key}"
         place = max(record.at.timestamp(), self._latest if at_end else 0.0)
         loras = {lora.name for lora in record.loras} if is_image else set()

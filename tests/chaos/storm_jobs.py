@@ -73,18 +73,17 @@ def images_of(job: Mapping[str, object]) -> set[str]:
     """The names of a job's images; of a bad one, those before its bad stage."""
     if then := _then(job):
         good = 1 if is_bad(job) else 1 + len(then)
-        later = {f"default/{job['id']}~{stage}.png" for stage in range(2, good + 1)}
+        later = {f"default/{job['id']}~s{stage}.png" for stage in range(2, good + 1)}
         return {f"default/{job['id']}.png"} | later
     if is_bad(job):
         return set()
-    if "n_iter" not in job:
-        return {f"default/{job['id']}.png"}
-    return {f"default/{job['id']}-{index}.png" for index in range(IMAGES)}
+    count = IMAGES if "n_iter" in job else 1
+    return {f"default/{job['id']}{f'~{index}' if index else ''}.png" for index in range(count)}
 
 
 def seeds_of(image: str) -> list[int]:
     """The seeds of an image and of those it began with, by its name."""
-    stem, _, stage = image.partition("/j")[2].removesuffix(".png").partition("~")
-    number, _, index = stem.partition("-")  # each image of a job adds one
-    first = int(number) + int(index or 0)
-    return [first + before * STAGE_SEEDS for before in range(int(stage or 1))]
+    number, _, part = image.partition("/j")[2].removesuffix(".png").partition("~")
+    if part.startswith("s"):
+        return [int(number) + before * STAGE_SEEDS for before in range(int(part[1:]))]
+    return [int(number) + int(part or 0)]  # each image of a job adds one
