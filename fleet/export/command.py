@@ -64,7 +64,7 @@ def command(
     with console.only_one(folder, f"{folder} is being exported to"):
         made = console.run(_export(settings, folder, plan, quiet=as_json))
     _report(made, folder, as_json=as_json)
-    if made.missing or made.changed or made.left_out:
+    if made.missing or made.changed:
         raise typer.Exit(console.EXIT_IMAGES_WRONG)
 
 
@@ -184,9 +184,7 @@ def _report(made: Manifest, folder: Path, *, as_json: bool) -> None:
         }
     )
     if made.misfits:
-        console.print_warning(download.misfits(made.misfits))
-    if made.left_out:
-        console.print_error(f"{console.counted(made.left_out, 'damaged record')} left out")
+        console.print_warning(f"{console.counted(made.misfits, 'record')} did not fit: left out")
     if as_json:
         console.print_json({**made.model_dump(exclude={"shards"}), "folder": str(folder)})
         return

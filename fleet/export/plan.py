@@ -66,8 +66,8 @@ class Plan(BaseModel, extra="forbid", frozen=True):
     stored: int = 0
     """Images that are there under their names: records may tell of others."""
     bytes: int = 0
-    left_out: int = 0
-    """Records that are damaged, or whose image is none of the campaign's."""
+    misfits: int = 0
+    """Records that are of no picture of the campaign, as far as they were looked at."""
 
     @property
     def shard_count(self) -> int:
@@ -100,7 +100,7 @@ class Work:
     ) -> Plan:
         """Writes the plan, whole or not at all; *plan* has no numbers yet.
 
-        *damaged* counts what is left out while *records* are read.
+        *damaged* counts what does not fit while *records* are read.
         """
         with self._db:  # commits, or rolls back
             self._db.execute("BEGIN")
@@ -118,7 +118,7 @@ class Work:
                 " FROM images LEFT JOIN stored USING (blob)"
             ).fetchone()
             numbers = {"images": images, "stored": found, "bytes": size}
-            numbers["left_out"] = damaged.count
+            numbers["misfits"] = damaged.count
             plan = plan.model_copy(update=numbers)
             self._db.execute("INSERT INTO plan VALUES(?)", [plan.model_dump_json()])
         return plan
@@ -178,7 +178,6 @@ class Manifest(Plan):
     imagefleet: str
     missing: int
     changed: int
-    misfits: int
     first_missing: list[str]
     first_changed: list[str]
     shards: list[Shard]
@@ -189,13 +188,13 @@ class Manifest(Plan):
         missing = [name for shard in shards for name in shard.missing]
         changed = [name for shard in shards for name in shard.changed]
         return cls(
-            **plan.model_dump(exclude={"images", "stored", "bytes"}),
+            **plan.model_dump(exclude={"images", "bytes", "misfits"}),
             imagefleet=metadata.version("imagefleet"),
             images=sum(shard.images for shard in shards),
             bytes=sum(shard.bytes for shard in shards),
             missing=len(missing),
             changed=len(changed),
-            misfits=sum(shard.misfits for shard in shards),
+            misfits=plan.misfits + sum(shard.misfits for shard in shards),
             first_missing=missing[:_NAMED],
             first_changed=changed[:_NAMED],
             shards=[shard.model_copy(update={"missing": [], "changed": []}) for shard in shards],

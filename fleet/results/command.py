@@ -192,27 +192,27 @@ async def _write(results: _Results, writing: forms.Writing) -> None:
 async def _download(results: _Results, folder: Path) -> bool:
     to = results.to
     total = None if to.follow else min(await results.total(), to.limit or sys.maxsize)
-    with download.opened(folder, results.storage.blobs) as running:
+    with download.opened(folder, results.storage.blobs, results.damaged) as running:
         try:
             with console.counting("downloaded", total) as on_image:
                 async for records in results.drawings():
                     await running.run(records, on_image)
         finally:
-            _report_download(running.done, folder, as_json=to.as_json)
+            _report_download(running, as_json=to.as_json)
     return not running.done.undelivered
 
 
-def _report_download(done: download.Downloaded, folder: Path, *, as_json: bool) -> None:
+def _report_download(running: download.Download, *, as_json: bool) -> None:
+    done, folder = running.done, running.folder
     missing, changed = done.named("missing"), done.named("misfit")
     download.report_undelivered(
         {"missing": (len(missing), missing), "not as recorded": (len(changed), changed)}
     )
-    if done.misfits:
-        console.print_warning(download.misfits(done.misfits))
     if as_json:
         facts = {name: value for name, value in asdict(done).items() if name != "undelivered"}
         for name, names in (("missing", missing), ("changed", changed)):
             facts |= {name: len(names), f"first_{name}": names[: download.SHOWN]}
+        facts["misfits"] = running.unfit.count
         console.print_json_line({"folder": str(folder), **facts})
         return
     there = f"; {done.already_there:,} were there already" if done.already_there else ""

@@ -13,6 +13,7 @@ from fleet.results import files
 from imagefleet import concurrency
 from imagefleet.records import pictures
 from imagefleet.records.record import Record, hashed
+from imagefleet.records.stored import Damaged
 from imagefleet.storage.protocol import BlobStore
 from imagefleet.submit import RETRIES
 
@@ -32,11 +33,6 @@ def report_undelivered(names_by_fault: Mapping[str, tuple[int, Sequence[str]]]) 
             console.print_error(f"{console.counted(count, 'image')} {what}: {shown}")
 
 
-def misfits(count: int) -> str:
-    """Says that so many records are of other pictures than those that are stored."""
-    return f"{console.counted(count, 'record')} {'does' if count == 1 else 'do'} not fit"
-
-
 @dataclass(slots=True)
 class Downloaded:
     """What a download has done."""
@@ -44,8 +40,6 @@ class Downloaded:
     images: int = 0
     bytes: int = 0
     already_there: int = 0
-    misfits: int = 0
-    """Records that fit neither the stored image nor a drawing kept aside."""
     undelivered: dict[str, pictures.Fault] = field(default_factory=dict)
     """Images by name that none of their records fits."""
 
@@ -55,11 +49,11 @@ class Downloaded:
 
 
 @contextmanager
-def opened(folder: Path, blobs: BlobStore) -> Iterator[Download]:
-    """A download into *folder*, which no other process writes to meanwhile."""
+def opened(folder: Path, blobs: BlobStore, unfit: Damaged) -> Iterator[Download]:
+    """A download into *folder*, which no other process writes to; counts what is *unfit*."""
     with files.writing(folder), console.only_one(folder, f"{folder} is being downloaded to"):
         folder.mkdir(parents=True, exist_ok=True)
-        yield Download(folder, blobs, files.ignores_case(folder))
+        yield Download(folder, blobs, unfit, files.ignores_case(folder))
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +62,7 @@ class Download:
 
     folder: Path
     blobs: BlobStore
+    unfit: Damaged
     ignores_case: bool
     done: Downloaded = field(default_factory=Downloaded)
     _delivered: set[int] = field(default_factory=set)
@@ -96,7 +91,8 @@ class Download:
         else:
             found = await RETRIES.call(lambda: pictures.find(self.blobs, [record]))
             if isinstance(found, str):
-                done.misfits += found == "misfit"
+                if found == "misfit":
+                    self.unfit.add(image, pictures.MISFIT)
                 if is_new:
                     done.undelivered[image] = found
                 return

@@ -16,6 +16,9 @@ from imagefleet.storage.protocol import BlobStore
 Fault = Literal["missing", "misfit"]
 """Why an image is not delivered: it is not stored, or its records are of other pictures."""
 
+#: Why a record is left out.
+MISFIT = "a record of another picture than the one that is stored"
+
 #: Drawings kept aside that are looked for: records that nobody can check name their workers.
 _MOST_ASIDE = 4
 
