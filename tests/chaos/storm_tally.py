@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from imagefleet.records import reader
 from imagefleet.storage import dead_letter
 from imagefleet.storage.open import Storage
-from storm_jobs import STOPPED, StormJob, images_of, is_bad, seeds_of
+from storm_jobs import STOPPED, StormJob, drawings, images_of, is_bad
 from storm_worker import is_image_of
 
 
@@ -38,6 +38,8 @@ class Tally:
     images_without_record: int = 0
     records_without_image: int = 0  # and second records of one image
     failed_jobs_without_record: int = 0
+    names_taken: int = 0  # jobs that failed for it
+    untruths: list[str] = field(default_factory=list)  # of ids that clash
     cancelled_jobs: int = 0
     stopped_jobs_lost: int = 0  # neither drawn nor cancelled
     miscounted_jobs: int = 0  # as completed, by their records
@@ -58,6 +60,7 @@ class Tally:
             or self.stopped_jobs_lost
             or self.miscounted_jobs
             or self.workers_ended_by_themselves
+            or self.untruths
             or self.scaler_errors
         )
 
@@ -69,12 +72,14 @@ async def count_up(
     good_jobs = [job for job in jobs if not is_bad(job)]
     good = {name for job in jobs for name in images_of(job)}
     bad = {str(job["id"]) for job in jobs if is_bad(job)}
+    drawn_as = drawings(jobs)
     stored = Counter[str]()
     async for record in storage.blobs.records("default/"):
         stored[record.name] += 1
         tally.redeliveries += int(record.metadata.get("attempt", 1)) - 1
         data = await storage.blobs.read(record.name) or b""
-        tally.wrong_images += not is_image_of(seeds_of(record.name), data)
+        for drawing in drawn_as[record.name].values():
+            tally.wrong_images += not is_image_of(*drawing, data)
     failed: dict[str, str] = {}
     async for message in storage.poison.browse():
         record = dead_letter.FailedJob.parse(message.body)
