@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
+import io
 import json
 import os
 import signal
@@ -84,6 +85,13 @@ Result = TypeVar("Result")
 
 #: What is said on the way must not end the work: the disk of a log may be full.
 _LOSES_NOTES = contextlib.suppress(OSError)
+
+if isinstance(sys.stdout, io.TextIOWrapper):
+    # As Python has it for stderr: a locale without a letter of a prompt must not end a command.
+    sys.stdout.reconfigure(errors="backslashreplace")
+
+#: Whether standard output can hold any JSON as it is; else it is written in ASCII.
+_IS_UNICODE = (sys.stdout.encoding or "").lower().startswith("utf")
 
 stdout = Console()
 stderr = Console(stderr=True)
@@ -243,12 +251,14 @@ def untrusted(text: str, style: str = "") -> Text:
 
 def json_text(record: Any, indent: int | None = 2) -> str:
     """*record* as JSON with its end, times as ISO 8601; no string controls a terminal."""
-    text = json.dumps(record, ensure_ascii=False, indent=indent, default=datetime.isoformat)
+    text = json.dumps(
+        record, ensure_ascii=not _IS_UNICODE, indent=indent, default=datetime.isoformat
+    )
     return redaction.CONTROLS.sub(lambda found: json.dumps(found[0])[1:-1], text) + "\n"
 
 
 def print_json(record: Mapping[str, Any] | Sequence[Any], indent: int | None = 2) -> None:
-    """Prints one JSON object (or list), whatever the terminal's width and colours."""
+    """Prints one JSON object (or list), whatever the terminal's width, colours and encoding."""
     sys.stdout.write(json_text(record, indent))
     # A closed pipe (`| head`) must show here, not as noise when Python exits.
     sys.stdout.flush()

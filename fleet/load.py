@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import sys
+import json
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,6 +15,7 @@ from fleet.campaigns import target
 from fleet.files import missing
 from fleet.options import argument, option
 from imagefleet import errors
+from imagefleet.storage.open import signer_of
 from imagefleet.storage.settings import MAX_SHARDS, checked_priority
 from loadgen import sources
 from loadgen.load import default_path
@@ -117,7 +118,7 @@ def command(
             count=jobs.count,
             seed=jobs.seed,
             on_invalid=skipped if jobs.skip_invalid else None,
-            key=settings.keys().signing,
+            signer=None if checking.dry_run else signer_of(settings),
             campaign=jobs.campaign,
         )
     if checking.check:
@@ -191,5 +192,4 @@ def _print_jobs(source: sources.Source, *, quiet: bool) -> None:
     if not quiet and (what := source.describe()):
         console.print_note(what)
     for body in source.examples(DRY_RUN_JOBS):
-        sys.stdout.write(body + "\n")
-    sys.stdout.flush()
+        console.print_json_line(json.loads(body))

@@ -107,6 +107,7 @@ class Fleet:
     def __init__(self, storage: Storage, keys: signing.Keys = signing.NO_KEYS) -> None:
         self.storage = storage
         self.keys = keys
+        self.signer = keys.signer(storage.scope)
         self._sent = SentJobs(storage.blobs)
         self._created = False
         self._closed = False
@@ -171,7 +172,7 @@ class Fleet:
         submission = Submission(self.storage, self._sent)
         sender = BulkSender(
             enqueue.JobSender(self.storage, priority, elsewhere=models),
-            submission.messages(jobs, campaign, self.keys.signing),
+            submission.messages(jobs, campaign, self.signer),
             before_send=submission.before_send,
         )
 
@@ -265,8 +266,13 @@ class Fleet:
         )
 
     def _replay_check(self, changes: Mapping[str, Any] | None, *, takes_invalid: bool) -> Check:
-        change = Change(changes, self.keys.signing) if changes else None
-        return Check(self.keys.trusted, takes_invalid, change)
+        change = Change(changes, self.signer) if changes else None
+        return self.check(takes_invalid, change)
+
+    def check(self, takes_invalid: bool = False, change: Change | None = None) -> Check:
+        """What failed jobs must be to be sent again; signed, where there is a key."""
+        trusted = self.keys.trusted_jobs(self.storage.scope, at_any_time=True)
+        return Check(trusted, takes_invalid, change, self.signer)
 
     async def discard(
         self,
@@ -293,7 +299,7 @@ class Fleet:
                 "which jobs are signed is not known without a key: set IMAGEFLEET_SIGNING_KEY or"
                 " IMAGEFLEET_TRUSTED_KEY"
             )
-        return Check(self.keys.trusted)
+        return self.check()
 
 
 class Results:

@@ -38,6 +38,9 @@ class InvalidMessageError(JobError):
 class UntrustedJobError(JobError):
     """The job is not signed with the trusted key."""
 
+    #: It is, and for this fleet and queue, but its date has passed.
+    is_expired = False
+
 
 class MissingFileError(JobError):
     """The job names a LoRA, an embedding or a model that does not exist."""
@@ -63,6 +66,10 @@ class TransientError(FleetError):
 
 class NoAccessError(TransientError):
     """The credentials of the storage have expired; waiting for new ones."""
+
+
+class UnsettledFileError(TransientError):
+    """A file is being written; the job waits until it is whole."""
 
 
 class BusyError(TransientError):

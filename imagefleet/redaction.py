@@ -26,7 +26,11 @@ _SECRETS = (
     (re.compile(r"(?i)\b(AccountKey|SharedAccessSignature)=[^;\s'\"]+"), rf"\1={MASKED}"),
     # Bounded: a hostile text must not take quadratic time.
     (re.compile(r"(:/{1,2})[^\s/'\"][^\s'\"]{0,300}@(?!sha256:)"), r"\1"),
-    (re.compile(r"(?<![\w/.-])[\w.-]{1,100}:[^\s'\"@/]{1,200}@(?!sha256:)"), ""),
+    # Before a host only: a sentence may say `user:password@`.
+    (
+        re.compile(r"(?<![\w/.-])[\w.-]{1,100}:[^\s'\"@/]{1,200}@(?!sha256:)(?=[\w\[])"),
+        f"{MASKED}@",
+    ),
     (re.compile(r"(?i)(\w://[^\s?'\"]{0,300})\?[^\s'\"]+"), rf"\1?{MASKED}"),
     (
         re.compile(
@@ -35,7 +39,7 @@ _SECRETS = (
         rf"\1{MASKED}",
     ),
     (re.compile(r"(?i)\bsig=[^&;\s'\"]+"), f"sig={MASKED}"),
-    (re.compile(r"(?i)\b(Bearer|Basic)\s+[\w.~+/=-]{8,}"), rf"\1 {MASKED}"),
+    (re.compile(r"(?i)\b(Bearer|Basic)\s+(?!auth|realm=)[\w.~+/=-]{8,}"), rf"\1 {MASKED}"),
     (re.compile(r"(?<![\w-])eyJ[\w-]+\.[\w-]+\.[\w-]+"), MASKED),
 )
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import base64
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
@@ -22,9 +23,23 @@ if TYPE_CHECKING:
 #: Keys that a worker trusts at the same time: each may cost a check of each job.
 MAX_TRUSTED_KEYS = 8
 
-#: The purpose of a job's signature, which is valid for nothing else; and its characters.
+#: The purpose of a job's signature, which is valid for nothing else.
 OF_JOBS = "job"
+
+#: Characters of a signature in base64.
 SIGNATURE_CHARACTERS = 88
+
+#: A message's field with its job's signature: its terms, and the signature itself as `ed25519`.
+SIGNATURE_FIELD = "signature"
+_ED25519 = "ed25519"
+_TERMS = {"fleet", "queue", "until"}
+
+#: The most bytes of a message that the field takes.
+MAX_SIGNATURE_BYTES = 400
+
+#: How long a job's signature holds, and the longest that workers accept from other programs.
+SIGNED_FOR = timedelta(days=30)
+LONGEST = timedelta(days=366)
 
 #: Far more than a key; whatever file is named by mistake.
 _MAX_FILE_BYTES = 2**16
@@ -138,31 +153,112 @@ def trusted_keys(text: str | None) -> TrustedKeys | None:
 
 
 @dataclass(frozen=True, slots=True)
+class Scope:
+    """Where and when a job is signed, or taken: a fleet's storage, a queue of it, and its clock."""
+
+    fleet: Callable[[], str]
+    """The storage's name, the same for all who use it, whatever address they reach it by."""
+    queue: str
+    """The queue of normal priority of jobs without a model: jobs move between it and the others."""
+    now: Callable[[], datetime]
+
+
+@dataclass(frozen=True, slots=True)
+class JobSigner:
+    """Signs jobs for one queue of one fleet, until a date."""
+
+    key: SigningKey
+    scope: Scope
+
+    def sign(self, fields: Mapping[str, Any]) -> dict[str, str]:
+        """The field `signature` of the job with these *fields*."""
+        until = self.scope.now() + SIGNED_FOR
+        terms = {
+            "fleet": self.scope.fleet(),
+            "queue": self.scope.queue,
+            "until": f"{until:%Y-%m-%dT%H:%M:%SZ}",
+        }
+        return {**terms, _ED25519: self.key.sign(OF_JOBS, {**fields, SIGNATURE_FIELD: terms})}
+
+
+@dataclass(frozen=True, slots=True)
+class TrustedJobs:
+    """The jobs that are taken: signed with one of the *keys* for this fleet, queue and time."""
+
+    keys: TrustedKeys
+    scope: Scope
+    at_any_time: bool = False
+    """Also those whose date has passed, for who signs them again."""
+
+    def check(self, fields: Mapping[str, Any], signature: object) -> None:
+        """Raises UntrustedJobError; reads nothing else of a job that is not signed."""
+        if signature is None:
+            why = "is not signed with the trusted key: it carries no signature"
+        elif (terms := self._terms(fields, signature)) is None:
+            why = (
+                "is not signed with the trusted key: it was changed after it was signed, or another"
+                " key signed it"
+            )
+        elif fields.get("id") is None:
+            # Its message's id would take the place: sent again, it would be another job.
+            why = "has no `id`, which a signed job needs"
+        elif (fleet := self.scope.fleet()) != terms["fleet"]:
+            why = f"is signed for the fleet {terms['fleet'][:200]}, and this one is {fleet}"
+        elif self.scope.queue != terms["queue"]:
+            why = f"is signed for the queue {terms['queue'][:200]}, not for {self.scope.queue}"
+        elif (until := _moment(terms["until"])) is None:
+            why = "is signed until no date: `until` should be like 2026-12-31T00:00:00Z"
+        elif until > self.scope.now() + LONGEST:
+            why = f"is signed until {terms['until'][:40]}: {LONGEST.days} days are the most"
+        elif until <= self.scope.now() and not self.at_any_time:
+            error = errors.UntrustedJobError(
+                f"the job's signature held until {terms['until'][:40]}: `imagefleet replay` with"
+                " IMAGEFLEET_SIGNING_KEY signs it again"
+            )
+            error.is_expired = True
+            raise error
+        else:
+            return
+        raise errors.UntrustedJobError(
+            f"the job {why}. If it is yours, send it again with IMAGEFLEET_SIGNING_KEY; else"
+            " discard it"
+        )
+
+    def _terms(self, fields: Mapping[str, Any], signature: object) -> dict[str, str] | None:
+        """The terms that one of the keys has signed *fields* with; None: none has."""
+        if not isinstance(signature, dict) or signature.keys() != _TERMS | {_ED25519}:
+            return None
+        terms = {name: signature[name] for name in _TERMS}
+        if not all(isinstance(term, str) for term in terms.values()):
+            return None
+        signed = {**fields, SIGNATURE_FIELD: terms}
+        return terms if self.keys.accept(OF_JOBS, signed, signature[_ED25519]) else None
+
+
+@dataclass(frozen=True, slots=True)
 class Keys:
     """The keys of a command or program: one to sign with, and those whose signatures count."""
 
     signing: SigningKey | None = None
     trusted: TrustedKeys | None = None
 
+    def signer(self, scope: Scope) -> JobSigner | None:
+        return None if self.signing is None else JobSigner(self.signing, scope)
+
+    def trusted_jobs(self, scope: Scope, *, at_any_time: bool = False) -> TrustedJobs | None:
+        return None if self.trusted is None else TrustedJobs(self.trusted, scope, at_any_time)
+
 
 NO_KEYS = Keys()
 
 
-def check_job(fields: Mapping[str, Any], signature: object, trusted: TrustedKeys) -> None:
-    """Raises UntrustedJobError; reads nothing else of a job that is not signed."""
-    if signature is None:
-        why = "it carries no signature"
-    elif not trusted.accept(OF_JOBS, fields, signature):
-        why = "it was changed after it was signed, or another key signed it"
-    elif fields.get("id") is None:
-        # Its message's id would take the place: sent again, it would be another job.
-        why = "it has no `id`, which a signed job needs"
-    else:
-        return
-    raise errors.UntrustedJobError(
-        f"the job is not signed with the trusted key: {why}. If it is yours, send it again with"
-        " IMAGEFLEET_SIGNING_KEY; else discard it"
-    )
+def _moment(text: str) -> datetime | None:
+    """A time in ISO 8601 with its zone; None for any other text."""
+    try:
+        moment = datetime.fromisoformat(text)
+        return None if moment.tzinfo is None else moment.astimezone(UTC)
+    except (ValueError, OverflowError):
+        return None
 
 
 def _signed_bytes(purpose: str, fields: Mapping[str, Any]) -> bytes:

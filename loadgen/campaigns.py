@@ -17,11 +17,10 @@ from imagefleet.job.message import (
     COMPARABLE_STEPS,
     DEFAULT_CAMPAIGN,
     DIGEST_FIELD,
-    SIGNATURE_FIELD,
     message_fields,
 )
 from imagefleet.records.record import RecordLog
-from imagefleet.signing import OF_JOBS, SigningKey
+from imagefleet.signing import SIGNATURE_FIELD, JobSigner
 
 #: Campaigns of one load whose jobs are counted: each has a record of its own.
 MAX_CAMPAIGNS = 1_000
@@ -111,16 +110,18 @@ class LoadedCampaigns:
 class Sample:
     """Chooses a share of the messages: the same ones again, by a key that no worker knows."""
 
-    def __init__(self, share: float, key: str, signing_key: SigningKey | None = None) -> None:
+    def __init__(self, share: float, key: str, signer: JobSigner | None = None) -> None:
         self._below = round(share * 2**64)
         own_key = key.encode()[: hashlib.blake2b.MAX_KEY_SIZE]
         self._hash = hashlib.blake2b(key=own_key, digest_size=8)
-        self._signing_key = signing_key
+        self._signer = signer
 
     def second_drawing(self, body: str) -> str | None:
         """The message for the second drawing of a job of `Job.to_message`; None: not chosen."""
         hashed = self._hash.copy()
-        hashed.update(body.encode(errors="surrogatepass"))
+        # A load that resumes signs its jobs with another date.
+        unsigned = body.partition(f',"{SIGNATURE_FIELD}":')[0]
+        hashed.update(unsigned.encode(errors="surrogatepass"))
         if int.from_bytes(hashed.digest()) >= self._below:
             return None
         fields = json.loads(body)
@@ -130,8 +131,8 @@ class Sample:
         fields["verify"] = True
         for name in (THEN_FIELD, DIGEST_FIELD):
             fields.pop(name, None)
-        if self._signing_key is not None:
-            fields[SIGNATURE_FIELD] = self._signing_key.sign(OF_JOBS, fields)
+        if self._signer is not None:
+            fields[SIGNATURE_FIELD] = self._signer.sign(fields)
         elif is_signed:  # with somebody else's key
             return None
         message = json.dumps(fields, separators=(",", ":"))

@@ -17,7 +17,7 @@ from imagefleet.job import samplers, sizes
 from imagefleet.job.message import Job
 from imagefleet.records import sweep
 from imagefleet.records.sweep import Group, Sweep
-from imagefleet.signing import SigningKey
+from imagefleet.signing import JobSigner
 from loadgen import file_source
 from loadgen.file_source import UnchangedFile, digest
 from loadgen.formats.json_array import CocoCaptions
@@ -77,13 +77,13 @@ class CaptionFile:
 
     def _captions(self, entries: Iterable[Entry]) -> Iterator[str]:
         seen: set[object] = set()
-        for place, text, problem in entries:
-            if not (text or problem):
+        for entry in entries:
+            if not (entry.text or entry.problem):
                 continue
             try:
-                caption, image = self._caption(text, problem)
+                caption, image = self._caption(entry.text, entry.problem)
             except ValueError as error:
-                raise FormatError(f"{place}: {error}") from None
+                raise FormatError(f"{entry.place}: {error}") from None
             if self._one_per_image:
                 if image in seen:
                     continue
@@ -170,7 +170,7 @@ class SweepSource:
         *,
         seed: int = 0,
         job: Mapping[str, JsonValue] | None = None,
-        key: SigningKey | None = None,
+        signer: JobSigner | None = None,
     ) -> None:
         """*job*: what all jobs share besides."""
         self.sweep = Sweep(
@@ -187,7 +187,7 @@ class SweepSource:
         self.sent_before: Collection[str] = frozenset()
         """Ids of jobs to leave out, since they are in the queue or drawn already."""
         self._captions = captions
-        self._key = key
+        self._signer = signer
         for _ in self.first_jobs():
             pass
 
@@ -250,7 +250,7 @@ class SweepSource:
             return Job.model_validate(fields)
 
     def _body(self, group: Group, number: int, caption: str) -> str:
-        body = self._job(group, number, caption).to_message(self._key)
+        body = self._job(group, number, caption).to_message(self._signer)
         try:
             sizes.checked_messages([body])
         except errors.JobError as error:

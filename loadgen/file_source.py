@@ -21,13 +21,12 @@ from imagefleet import errors
 from imagefleet.job import sizes
 from imagefleet.job.message import (
     FAILURE_FIELD,
-    SIGNATURE_FIELD,
     Job,
     is_signed,
     message_fields,
     read_job,
 )
-from imagefleet.signing import SIGNATURE_CHARACTERS, SigningKey
+from imagefleet.signing import MAX_SIGNATURE_BYTES, JobSigner
 from imagefleet.storage.deliveries import without_deliveries
 from loadgen.formats.json_array import JsonArray
 from loadgen.formats.lines import Entry, Format, FormatError, JsonLines, PromptLines
@@ -48,8 +47,6 @@ OnInvalid = Callable[[str, str], None]
 
 #: Called with the place and the job of each entry.
 OnJob = Callable[[str, Job], None]
-
-SIGNATURE_BYTES = len(f',"{SIGNATURE_FIELD}":""') + SIGNATURE_CHARACTERS
 
 
 def find_format(
@@ -112,7 +109,7 @@ class UnchangedFile:
 
 
 class _EntrySource(abc.ABC):
-    """Jobs from the entries of a format: signed with *key*, of *campaign* where a job has none."""
+    """Jobs from the entries of a format: signed by *signer*, of *campaign* where a job has none."""
 
     identity: str
     count: int | None
@@ -123,13 +120,13 @@ class _EntrySource(abc.ABC):
         name: str,
         form: Format,
         on_invalid: OnInvalid | None,
-        key: SigningKey | None,
+        signer: JobSigner | None,
         campaign: str | None,
     ) -> None:
         self._name = name
         self._form = form
         self._on_invalid = on_invalid
-        self._key = key
+        self._signer = signer
         self._campaign = campaign
         self.mended = 0
         """Jobs of the messages so far that had failed, as `imagefleet failed --export` notes it."""
@@ -186,10 +183,10 @@ class _EntrySource(abc.ABC):
         if self._campaign is not None:
             job = job.identified(job_id, self._campaign)
         # Only checked, it has spaces for a signature: to sign takes as long as to read.
-        key, room = (None, SIGNATURE_BYTES) if on_job and self._key else (self._key, 0)
-        # Without a key, a job that somebody has signed stays as it was signed.
-        is_theirs = self._key is None and is_signed(text)
-        body = without_deliveries(text) if is_theirs else job.to_message(key)
+        signer, room = (None, MAX_SIGNATURE_BYTES) if on_job and self._signer else (self._signer, 0)
+        # Without one, a job that somebody has signed stays as it was signed.
+        is_theirs = self._signer is None and is_signed(text)
+        body = without_deliveries(text) if is_theirs else job.to_message(signer)
         sizes.checked_messages([body + " " * room])
         if on_job is not None:
             on_job(entry.place, job)
@@ -213,10 +210,10 @@ class FileSource(_EntrySource):
         *,
         count: int | None = None,
         on_invalid: OnInvalid | None = None,
-        key: SigningKey | None = None,
+        signer: JobSigner | None = None,
         campaign: str | None = None,
     ) -> None:
-        super().__init__(str(path), form, on_invalid, key, campaign)
+        super().__init__(str(path), form, on_invalid, signer, campaign)
         # The same bytes are other jobs in another format.
         person = b"" if form.name == "jsonl" else form.name.encode()
         self._file = UnchangedFile(path, form)
@@ -250,10 +247,10 @@ class StreamSource(_EntrySource):
         *,
         count: int | None = None,
         on_invalid: OnInvalid | None = None,
-        key: SigningKey | None = None,
+        signer: JobSigner | None = None,
         campaign: str | None = None,
     ) -> None:
-        super().__init__("standard input", form, on_invalid, key, campaign)
+        super().__init__("standard input", form, on_invalid, signer, campaign)
         self._stream = stream
         self.identity = uuid.uuid4().hex
         self.count = count

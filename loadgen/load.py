@@ -180,8 +180,8 @@ class Load:
         self._processes = (
             SenderProcesses(settings, priority, count, self.refusals) if count > 1 else None
         )
-        signing_key = settings.keys().signing
-        sample = Sample(settings.second_drawings, self._start.sample_key, signing_key)
+        signer = settings.keys().signer(storage.scope)
+        sample = Sample(settings.second_drawings, self._start.sample_key, signer)
         send = self._processes.send if self._processes else None
         self._to = enqueue.JobSender(storage, priority, elsewhere=models, send=send)
         self._sender = BulkSender(

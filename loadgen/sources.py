@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import cast
 
 from imagefleet import errors
-from imagefleet.signing import SigningKey
+from imagefleet.signing import JobSigner
 from loadgen import template
 from loadgen.file_source import FORMATS, FileSource, OnInvalid, StreamSource, find_format
 from loadgen.template_source import TemplateSource
@@ -26,10 +26,10 @@ def open_source(
     count: int | None = None,
     seed: int | None = None,
     on_invalid: OnInvalid | None = None,
-    key: SigningKey | None = None,
+    signer: JobSigner | None = None,
     campaign: str | None = None,
 ) -> Source:
-    """The source for a file's name, of jobs signed with *key*; `-` is standard input.
+    """The source for a file's name, of jobs signed by *signer*; `-` is standard input.
 
     *campaign* is for jobs without one. *form* overrides what the name tells. *on_invalid* gets the
     place of each invalid job, which is skipped; without it, the first is a SetupError.
@@ -38,7 +38,7 @@ def open_source(
     if form is None and path.suffix in template.SUFFIXES:
         if on_invalid is not None:
             raise errors.SetupError("--skip-invalid is for files of jobs, not for templates")
-        return TemplateSource(path, count=count, seed=seed, key=key, campaign=campaign)
+        return TemplateSource(path, count=count, seed=seed, signer=signer, campaign=campaign)
     if seed is not None:
         raise errors.SetupError("--seed is for templates, not for files of jobs")
     if name == "-":
@@ -47,8 +47,10 @@ def open_source(
             find_format(path, form or "jsonl", _STREAMED),
             count=count,
             on_invalid=on_invalid,
-            key=key,
+            signer=signer,
             campaign=campaign,
         )
     found = find_format(path, form, other_suffixes=template.SUFFIXES)
-    return FileSource(path, found, count=count, on_invalid=on_invalid, key=key, campaign=campaign)
+    return FileSource(
+        path, found, count=count, on_invalid=on_invalid, signer=signer, campaign=campaign
+    )

@@ -16,7 +16,7 @@ from pydantic import ValidationError
 from imagefleet import errors, validation
 from imagefleet.job import sizes
 from imagefleet.job.message import DEFAULT_CAMPAIGN, Job
-from imagefleet.signing import SigningKey
+from imagefleet.signing import JobSigner
 from loadgen import sweep, template
 from loadgen.file_source import ID_BYTES, OnJob, digest
 from loadgen.sweep import Sweep
@@ -36,11 +36,11 @@ class TemplateSource:
         *,
         count: int | None = None,
         seed: int | None = None,
-        key: SigningKey | None = None,
+        signer: JobSigner | None = None,
         campaign: str | None = None,
     ) -> None:
         self._path = path
-        self._key = key
+        self._signer = signer
         read, content = template.read_template(path)
         self._seed = read.seed if seed is None else seed
         self._fixed, fields = sweep.read(read.job)
@@ -188,7 +188,7 @@ class TemplateSource:
     def _body(self, index: int, draws: list[Draw]) -> str:
         job = self._job(index, draws)
         try:
-            body = job.to_message(self._key)
+            body = job.to_message(self._signer)
             sizes.checked_messages([body])
         except errors.JobError as error:
             raise self._invalid(job.prompt, error.message) from None

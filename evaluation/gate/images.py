@@ -14,6 +14,7 @@ import numpy.typing as npt
 from evaluation.score import plan
 from imagefleet import errors
 from imagefleet.files import picture
+from imagefleet.job.chain import SEPARATOR
 from imagefleet.job.message import MAX_IMAGE_BYTES, Job
 from imagefleet.storage.protocol import BlobStore
 
@@ -154,7 +155,7 @@ def job_in(data: bytes) -> Job | None:
 
 def _index(name: str, job: Job) -> int:
     """An image's number among those of its job, which its name ends in if there are several."""
-    number = name.rpartition(".")[0].rpartition("-")[2]
+    number = name.rpartition(".")[0].partition(SEPARATOR)[2]
     return int(number) if job.images > 1 and number.isdecimal() else 0
 
 

@@ -8,6 +8,7 @@ import typer
 from pydantic import TypeAdapter
 
 from imagefleet import errors, validation
+from imagefleet.job.chain import SEPARATOR
 from imagefleet.job.message import DEFAULT_CAMPAIGN, SafeId, fields_if_any, job_key
 from imagefleet.records import reader
 from imagefleet.storage.open import Storage
@@ -125,7 +126,7 @@ async def unknown_job(storage: Storage, named: Target) -> errors.SetupError:
     await check_campaign(storage, named.campaign)
     ids: set[str] = set()
     async for name in storage.blobs.names(f"{named.campaign}/"):
-        ids.add(name.partition("/")[2].rpartition(".")[0])
+        ids.add(name.partition("/")[2].rpartition(".")[0].partition(SEPARATOR)[0])
         if len(ids) >= _MOST_NAMES:
             break
     hint = validation.suggestion(named.id or "", ids)

@@ -15,6 +15,7 @@ from imagefleet.job.change import Change
 from imagefleet.storage import dead_letter_queue
 from imagefleet.storage.dead_letter import Check, Selection
 from imagefleet.storage.dead_letter_queue import Discard, Swept
+from imagefleet.storage.open import signer_of
 from imagefleet.storage.settings import SignerSettings, checked_priority
 
 
@@ -101,8 +102,7 @@ async def replay_command(
     how: How,
     priority: options.JobPriority = "normal",
     set_: list[str] | None = option(
-        "Change a field of each job, steps=20 say; repeatable. Signed jobs are signed"
-        " again, for which it needs --signing-key.",
+        "Change a field of each job, steps=20 say; repeatable. Signed jobs need --signing-key.",
         None,
         "--set",
         metavar="NAME=VALUE",
@@ -125,9 +125,9 @@ async def replay_command(
     """
     chosen = checked_priority(priority)
     selection = _chosen(which, how)
-    keys = settings.keys()
-    check = Check(keys.trusted, invalid, Change.read(set_, keys.signing) if set_ else None)
+    change = Change.read(set_, signer_of(settings)) if set_ else None
     async with console.connected(settings) as fleet:
+        check = fleet.check(invalid, change)
         if await _may_begin(fleet, selection, check, how, "replayed"):
             with console.counting("replayed", None) as move:
                 swept = await dead_letter_queue.replay(

@@ -20,10 +20,10 @@ from imagefleet.job.message import (
     DELIVERIES_FIELD,
     DIGEST_FIELD,
     FAILURE_FIELD,
-    SIGNATURE_FIELD,
     fields_if_any,
     job_key,
 )
+from imagefleet.signing import SIGNATURE_FIELD
 from imagefleet.storage import dead_letter_queue
 from imagefleet.storage.dead_letter import Entry, Refused, Selection
 from imagefleet.storage.dead_letter_queue import Preview, Swept

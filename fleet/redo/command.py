@@ -20,7 +20,7 @@ from fleet.redo import replace
 from imagefleet import concurrency, errors
 from imagefleet.job.message import ASIDE, CHECKS, DUPLICATES, SUSPECT, job_key
 from imagefleet.records import outcomes
-from imagefleet.storage.open import Storage
+from imagefleet.storage.open import Storage, signer_of
 from imagefleet.storage.protocol import BlobRecord, BlobStore
 from imagefleet.storage.settings import SignerSettings, StorageSettings
 from loadgen import sources
@@ -124,7 +124,7 @@ def command(
     """
     given = {}
     if jobs is not None:
-        source = sources.open_source(str(jobs), key=settings.keys().signing)
+        source = sources.open_source(str(jobs), signer=signer_of(settings))
         given = replace.by_key(source.bodies(0))
     result = console.run(_run(settings, which, given, dry_run=dry_run, yes=yes, quiet=as_json))
     if as_json:
@@ -166,7 +166,7 @@ async def _run(
         cost = "" if found.dollars is None else f", which took about ${found.dollars:,.2f}"
         images = console.counted(len(found.images), "image")
         console.confirm(f"Have {images} drawn again{cost}?", yes=yes)
-        finder = replace.JobFinder(storage.blobs, given, fleet.keys.trusted)
+        finder = replace.JobFinder(storage.blobs, given, fleet.check())
         await finder.list_duplicates(which.named.prefix)
         with console.counting("replaced", len(found.images), quiet=quiet) as on_image:
             replaced = await replace.replace(storage, found.images, finder, on_image)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import re
 import uuid
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
@@ -20,30 +19,26 @@ from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from imagefleet import concurrency, errors
 from imagefleet.files import picture
+from imagefleet.job.chain import SEPARATOR
 from imagefleet.job.message import DUPLICATES, MAX_IMAGE_BYTES, REPLACED, Job, job_key, read_job
 from imagefleet.records import once
 from imagefleet.records.record import RecordLog
-from imagefleet.signing import TrustedKeys
+from imagefleet.storage.dead_letter import Check
+from imagefleet.storage.dead_letter_queue import NO_CHECK
 from imagefleet.storage.open import Storage
 from imagefleet.storage.protocol import BlobStore
-
-#: The number of an image of a job that has several.
-_NUMBER = re.compile(r"-\d+$")
 
 
 class JobFinder:
     """The messages that draw images again; *given* by their job's key.
 
-    With *trusted* keys, a job that is not signed with one of them counts as none: no worker takes
-    it.
+    A job that *check* would not send again counts as none: no worker takes it.
     """
 
-    def __init__(
-        self, blobs: BlobStore, given: Mapping[str, str], trusted: TrustedKeys | None = None
-    ) -> None:
+    def __init__(self, blobs: BlobStore, given: Mapping[str, str], check: Check = NO_CHECK) -> None:
         self._blobs = blobs
         self._given = given
-        self._trusted = trusted
+        self._check = check
         self._duplicates: dict[str, list[str]] = defaultdict(list)
 
     async def list_duplicates(self, prefix: str) -> None:
@@ -53,24 +48,25 @@ class JobFinder:
 
     async def message(self, name: str, data: bytes) -> str:
         """The message of the job that draws image *name*; raises JobError unless it is one."""
-        key = name.rpartition(".")[0]
-        for given in map(self._given.get, (key, _NUMBER.sub("", key))):
-            if given is not None and draws(read_job(given, "none"), name):
-                return given
+        given = self._given.get(name.rpartition(".")[0].partition(SEPARATOR)[0])
+        if given is not None and draws(read_job(given, "none"), name):
+            return given
         files = [data]
         for duplicate in self._duplicates.get(name, ()):
             with contextlib.suppress(errors.UnusableFileError):
                 files.append(await self._blobs.read(duplicate, MAX_IMAGE_BYTES) or b"")
-        jobs = filter(None, (picture.job_in(file, self._trusted) for file in files))
+        jobs = filter(None, (picture.job_in(file, self._check.sendable) for file in files))
         found = {job.to_message(): message for message, job in jobs if draws(job, name)}
         if len(found) > 1:
             raise errors.JobError(
                 "the image and its duplicates have different jobs: give the right one with --jobs"
             )
         if not found:
-            signed = "" if self._trusted is None else " that is signed with a trusted key"
+            signed = ""
+            if self._check.trusted is not None:
+                signed = " whose signature with a trusted key still holds"
             raise errors.JobError(f"it has no job in it{signed}: give its job with --jobs")
-        return found.popitem()[1]
+        return self._check.dated(found.popitem()[1])
 
 
 def draws(job: Job, name: str) -> bool:
@@ -140,10 +136,10 @@ async def replace(
 ) -> Replaced:
     """Replaces *images*, given with their metadata."""
     replaced = Replaced()
-    log = RecordLog(storage.blobs, _WRITER)
+    log = RecordLog(storage.files, _WRITER)
     notes = (once.note(name, metadata, "") for name, metadata in images.items())
     if first := next(filter(None, notes), None):
-        await log.check(first.campaign, "replaced")
+        await log.open(first.campaign, "replaced")
     # In this order a job's images are together, so that it is sent once.
     names = sorted(images, key=lambda name: (images[name].get("job", ""), name))
     for start in range(0, len(names), BATCH):
@@ -179,7 +175,7 @@ async def finish(
         ) from None
     gone = await concurrency.gather(*(_delete(storage, entry) for entry in entries))
     missing = [entry for entry, is_gone in zip(entries, gone, strict=True) if is_gone]
-    log = log or RecordLog(storage.blobs, _WRITER)
+    log = log or RecordLog(storage.files, _WRITER)
     notes = (once.note(entry.name, entry.metadata, journal) for entry in missing)
     await log.add([note for note in notes if note is not None])
     messages = list(dict.fromkeys(entry.message for entry in missing if entry.message))

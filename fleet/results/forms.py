@@ -17,7 +17,7 @@ from rich.table import Column, Table
 from fleet import console
 from fleet.results import files
 from imagefleet import errors
-from imagefleet.job.chain import SEPARATOR
+from imagefleet.job.message import image_stem
 from imagefleet.records import columns
 from imagefleet.records.reader import Counts
 from imagefleet.records.record import Record
@@ -64,9 +64,7 @@ def _cells(record: Record) -> list[str]:
     if record.outcome != "completed":
         ended = (record.outcome, record.error or "", str(record.attempts))
         return [record.id, *ended, _short(record.reason)]
-    name = record.id if record.images == 1 else f"{record.id} {record.index}"
-    if record.stage > 1:
-        name += f"{SEPARATOR}{record.stage}"
+    name = image_stem(record.id, record.index, record.stage)
     size = f"{record.width}x{record.height}" if record.width and record.height else ""
     seconds = "" if record.seconds is None else f"{record.seconds:.1f}"
     seed, steps = ("" if each is None else str(each) for each in (record.seed, record.steps))

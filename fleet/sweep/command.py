@@ -20,6 +20,7 @@ from imagefleet import errors
 from imagefleet.job.change import Change
 from imagefleet.pricing import families, prices
 from imagefleet.records.sweep import Group
+from imagefleet.storage.open import signer_of
 from imagefleet.storage.settings import checked_priority
 from loadgen import caption_sweep, sweep
 from loadgen.caption_sweep import CaptionFile, SweepSource
@@ -143,7 +144,7 @@ def command(
         captions.campaign,
         seed=captions.seed,
         job=shared,
-        key=settings.keys().signing,
+        signer=signer_of(settings),
     )
     with reading("checking"):
         source.check(0)

@@ -12,7 +12,8 @@ from typing import Self
 from pydantic import BaseModel, Field, JsonValue, ValidationError
 
 from imagefleet import errors
-from imagefleet.job.sizes import MAX_METADATA_BYTES
+from imagefleet.job.message import image_stem
+from imagefleet.job.sizes import MAX_METADATA_BYTES, metadata_json
 from imagefleet.records import reader
 from imagefleet.records.reader import Counts
 from imagefleet.records.record import Record
@@ -70,7 +71,7 @@ class Event(BaseModel, extra="forbid"):
 def job_ended(fleet: str, record: Record) -> Event | None:
     """The event of a record; None if the record ends no job."""
     # A record may be made up, and no job has more.
-    is_real = len(json.dumps(record.metadata)) <= MAX_METADATA_BYTES
+    is_real = len(metadata_json(record.metadata)) <= MAX_METADATA_BYTES
     data: dict[str, JsonValue] = {
         "campaign": record.campaign,
         "id": record.id,
@@ -100,7 +101,7 @@ def job_ended(fleet: str, record: Record) -> Event | None:
 
 def campaign_completed(fleet: str, campaign: str, counts: Counts) -> Event:
     """The end of a campaign; one that goes on and ends again has another id."""
-    names = ("sent", "images", "completed", "failed", "cancelled", "pending")
+    names = ("sent", "images", "completed", "failed", "cancelled", "discarded", "pending")
     figures: dict[str, JsonValue] = {name: getattr(counts, name) for name in names}
     kind = "campaign.completed"
     data: dict[str, JsonValue] = {
@@ -119,9 +120,8 @@ def campaign_completed(fleet: str, campaign: str, counts: Counts) -> Event:
 
 def _all_images(last: Record) -> list[str]:
     """The names of a job's images, by that of one: they differ by their numbers."""
-    stem, _, suffix = (last.blob or "").rpartition(".")
-    start = stem.removesuffix(f"-{last.index}")
-    return [f"{start}-{index}.{suffix}" for index in range(last.images)]
+    suffix = (last.blob or "").rpartition(".")[2]
+    return [f"{image_stem(last.key, index)}.{suffix}" for index in range(last.images)]
 
 
 def _event_id(*parts: str) -> str:

@@ -18,9 +18,9 @@ from PIL import ExifTags, Image, UnidentifiedImageError
 
 from imagefleet import errors, likeness
 from imagefleet.job import sizes
-from imagefleet.job.message import MAX_IMAGE_BYTES, MAX_IMAGE_PIXELS, Job, read_job
+from imagefleet.job.message import DIGEST_FIELD, MAX_IMAGE_BYTES, MAX_IMAGE_PIXELS, Job, read_job
 from imagefleet.redaction import printable
-from imagefleet.signing import TrustedKeys
+from imagefleet.signing import TrustedJobs
 
 #: Formats that workers store; Pillow reads dozens of formats, some through other programs.
 _FORMATS = ("PNG", "JPEG", "WEBP")
@@ -97,8 +97,8 @@ def read(data: bytes) -> Picture | None:
     return Picture(image.size, likeness.fingerprint(np.asarray(image)))
 
 
-def job_in(data: bytes, trusted: TrustedKeys | None = None) -> tuple[str, Job] | None:
-    """The valid message in an image's file, signed by one of the *trusted* keys, and its job."""
+def job_in(data: bytes, trusted: TrustedJobs | None = None) -> tuple[str, Job] | None:
+    """The valid message in an image's file, one of the *trusted* jobs, and its job."""
     message = message_in(data)
     try:
         return None if message is None else (message, read_job(message, "none", trusted))
@@ -117,8 +117,10 @@ def message_in(data: bytes) -> str | None:
         return None
     if not isinstance(fields, dict):
         return None
-    for ascii_only in (True, False):
-        text = json.dumps(fields, ensure_ascii=ascii_only, separators=(",", ":"))
+    # The largest message has no room for a digest that it was sent without.
+    shorter = {name: value for name, value in fields.items() if name != DIGEST_FIELD}
+    for some, ascii_only in ((fields, True), (fields, False), (shorter, False)):
+        text = json.dumps(some, ensure_ascii=ascii_only, separators=(",", ":"))
         if sizes.fits(text):
             return text
     return None

@@ -23,7 +23,7 @@ THEN_FIELD = "then"
 #: One digit, so that the names of a job's images sort by stage.
 MAX_STAGES = 9
 
-#: Separates a job's id, which never contains it, from the number of the stage in images' names.
+#: Separates a job's id, which never contains it, from an image's number or stage in names.
 SEPARATOR = "~"
 
 #: The blob that a stage begins with, in a list of one.

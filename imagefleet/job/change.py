@@ -14,13 +14,12 @@ from imagefleet.job import chain, override_settings, sizes
 from imagefleet.job.message import (
     DELIVERIES_FIELD,
     DIGEST_FIELD,
-    SIGNATURE_FIELD,
     Job,
     fields_if_any,
     is_signed,
     read_job,
 )
-from imagefleet.signing import SigningKey
+from imagefleet.signing import SIGNATURE_FIELD, JobSigner
 
 #: A job of another id is another job; and a second drawing is none of an operator's.
 _FIXED = frozenset({"id", "verify"})
@@ -44,10 +43,10 @@ class Change:
     """New values of some fields, for each job."""
 
     def __init__(
-        self, values: Mapping[str, Any], key: SigningKey | None = None, option: str = "set"
+        self, values: Mapping[str, Any], signer: JobSigner | None = None, option: str = "set"
     ) -> None:
-        """Signs with *key*; a SetupError begins with *option* and names what no job can have."""
-        self._key = key
+        """Signed by *signer*; a SetupError begins with *option* and names what no job can have."""
+        self._signer = signer
         for name in values:
             _check_name(name, option)
         faults = [*filter(None, (_fault({**fields, **values}) for fields in _JOBS))]
@@ -56,7 +55,7 @@ class Change:
         self.values: dict[str, Any] = to_jsonable_python(dict(values))
 
     @classmethod
-    def read(cls, texts: Iterable[str], key: SigningKey | None = None) -> Self:
+    def read(cls, texts: Iterable[str], signer: JobSigner | None = None) -> Self:
         """Reads NAME=VALUE, each value by the type of its field; raises SetupError for others."""
         values: dict[str, Any] = {}
         for text in texts:
@@ -65,12 +64,12 @@ class Change:
                 raise errors.SetupError(f"--set {text[:80]}: should be NAME=VALUE, say steps=20")
             _check_name(name, "--set")
             values[name] = _value(name, value)
-        return cls(values, key, "--set")
+        return cls(values, signer, "--set")
 
     def apply(self, body: str, job_id: str) -> tuple[str, Job]:
         """The changed job's message, and the job; JobError says why it cannot be."""
         fields = _fields(body)
-        if is_signed(body) and self._key is None:
+        if is_signed(body) and self._signer is None:
             raise errors.JobError(
                 "it is signed, and changed it has to be signed again: give your signing key"
             )
@@ -83,7 +82,7 @@ class Change:
         job = job.identified(job_id)
         if place is not None:
             job = job.stage_of_message(place)
-        (message,) = sizes.checked_messages([job.to_message(self._key)])
+        (message,) = sizes.checked_messages([job.to_message(self._signer)])
         return message, job
 
     def _changed(self, fields: dict[str, Any], place: object) -> dict[str, Any]:

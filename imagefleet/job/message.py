@@ -31,15 +31,13 @@ from imagefleet.job.passes.fields import PassFields
 from imagefleet.job.prompt import SAFE_NAME
 from imagefleet.job.samplers import MAX_IMAGES_PER_JOB, MAX_SIDE
 from imagefleet.job.sizes import Metadata
+from imagefleet.signing import SIGNATURE_FIELD
 
 if TYPE_CHECKING:
-    from imagefleet.signing import SigningKey, TrustedKeys
+    from imagefleet.signing import JobSigner, TrustedJobs
 
 #: A message's record of its earlier deliveries (`imagefleet.storage.deliveries`), not of the job.
 DELIVERIES_FIELD = "deliveries"
-
-#: A message's signature over all its other fields except the record of its deliveries.
-SIGNATURE_FIELD = "signature"
 
 #: A message's digest of its job, `Job.digest`: one that was changed on its way is refused.
 DIGEST_FIELD = "digest"
@@ -49,6 +47,11 @@ _NOT_IN_DIGEST = {"id", "campaign", "metadata", "verify", chain.THEN_FIELD}
 
 #: The field of an exported failed job that says why it failed, which is no part of the job.
 FAILURE_FIELD = "failure"
+
+BYTE_ORDER_MARK = "\ufeff"
+
+#: The two digits of base64 that are others in addresses.
+_URL_SAFE = str.maketrans("-_", "+/")
 
 #: More than any image of a job has: its pixels, and its file, of which pure noise has 12 MiB.
 MAX_IMAGE_PIXELS = MAX_SIDE**2
@@ -276,23 +279,20 @@ class Job(PassFields, extra="forbid", frozen=True, allow_inf_nan=False, hide_inp
 
         The first has the job's own, whatever the job, so that two jobs of one id always meet.
         """
-        number = f"{chain.SEPARATOR}{index}" if index else ""
-        if self.stage > 1:
-            number = f"{chain.SEPARATOR}s{self.stage}"
         folder = CHECKS if self.verify else ""
-        suffix = SUFFIXES[self.output.format]
-        return f"{folder}{job_key(self.campaign, self.id)}{number}.{suffix}"
+        stem = image_stem(job_key(self.campaign, self.id), index, self.stage)
+        return f"{folder}{stem}.{SUFFIXES[self.output.format]}"
 
-    def to_message(self, key: SigningKey | None = None) -> str:
-        """The whole job in a line of JSON, with the stage's number; signed with *key*."""
+    def to_message(self, signer: JobSigner | None = None) -> str:
+        """The whole job in a line of JSON, with the stage's number; signed by *signer*."""
         job = self.whole
         fields = job.model_dump(mode="json", exclude_defaults=True)
         if job.id is not None:
             fields[DIGEST_FIELD] = job.digest
-        if key is not None:
+        if signer is not None:
             if job.id is None:
                 raise ValueError("a signed job needs an id")
-            fields[SIGNATURE_FIELD] = key.sign(signing.OF_JOBS, fields)
+            fields[SIGNATURE_FIELD] = signer.sign(fields)
         if self.place is not None:
             fields[chain.STAGE_FIELD] = self.stage_field
         return message_text(fields)
@@ -310,11 +310,11 @@ class Place:
     """Width and height of the image of the stage before, as far as the job tells."""
 
 
-def read_job(body: str, message_id: str, trusted: TrustedKeys | None = None) -> Job:
+def read_job(body: str, message_id: str, trusted: TrustedJobs | None = None) -> Job:
     """Reads a job from a message: plain JSON, or JSON in base64 as Azure Functions send it.
 
     A job without an id takes the message's; a seed follows from its id, so that a retry draws the
-    same. Raises InvalidMessageError, which says why, or UntrustedJobError without a *trusted* key.
+    same. Raises InvalidMessageError, which says why, or UntrustedJobError if not *trusted*.
     """
     try:
         fields = message_fields(body)
@@ -327,7 +327,7 @@ def read_job(body: str, message_id: str, trusted: TrustedKeys | None = None) -> 
     signature = fields.pop(SIGNATURE_FIELD, None)
     stage = fields.pop(chain.STAGE_FIELD, None)
     if trusted is not None:
-        signing.check_job(fields, signature, trusted)
+        trusted.check(fields, signature)
     digest = fields.pop(DIGEST_FIELD, None)
     try:
         job = Job.model_validate(fields)
@@ -346,11 +346,17 @@ def read_job(body: str, message_id: str, trusted: TrustedKeys | None = None) -> 
 
 
 def message_fields(body: str) -> Any:
-    """The JSON of a message, plain or in base64; raises ValueError or RecursionError for others."""
-    if body.lstrip()[:1] not in {"{", "["}:
+    """The JSON of a message, plain or in base64; raises ValueError or RecursionError for others.
+
+    Base64 may be in lines, url-safe or without padding; either may begin with a byte order mark.
+    """
+    text = body.strip().removeprefix(BYTE_ORDER_MARK)
+    if text.lstrip()[:1] not in {"{", "["}:
+        digits = "".join(text.split()).translate(_URL_SAFE).rstrip("=")
         with contextlib.suppress(ValueError):
-            body = base64.b64decode(body.strip(), validate=True).decode()
-    return json.loads(body)
+            padded = digits + "=" * (-len(digits) % 4)
+            text = base64.b64decode(padded, validate=True).decode("utf-8-sig")
+    return json.loads(text)
 
 
 def message_text(fields: Mapping[str, Any]) -> str:
@@ -369,7 +375,8 @@ def text_for_image(body: str, job: Job) -> str:
         fields["id"] = job.id
     if job.place is not None:
         fields[chain.STAGE_FIELD] = job.stage_field
-    fields.setdefault(DIGEST_FIELD, job.digest)
+    if SIGNATURE_FIELD not in fields:  # which is of what was sent alone
+        fields.setdefault(DIGEST_FIELD, job.digest)
     return json.dumps(fields, separators=(",", ":"))
 
 
@@ -391,6 +398,14 @@ def is_signed(body: str) -> bool:
     return SIGNATURE_FIELD in fields_if_any(body)
 
 
+def signed_again(body: str, signer: JobSigner) -> str:
+    """The message of a job that was signed, with a signature of now; it may be no valid job."""
+    fields = message_fields(body)
+    unsigned = {DELIVERIES_FIELD, chain.STAGE_FIELD, SIGNATURE_FIELD}
+    signed = {name: value for name, value in fields.items() if name not in unsigned}
+    return message_text(fields | {SIGNATURE_FIELD: signer.sign(signed)})
+
+
 def fields_if_any(body: str) -> dict[str, Any]:
     """The fields of a message, none if they cannot be read."""
     try:
@@ -403,6 +418,15 @@ def fields_if_any(body: str) -> dict[str, Any]:
 def job_key(campaign: str | None, job_id: str | None) -> str:
     """Identifies a job within its storage."""
     return f"{campaign or DEFAULT_CAMPAIGN}/{job_id}"
+
+
+def image_stem(key: str, index: int = 0, stage: int = 1) -> str:
+    """The name, without its suffix, of an image of the job *key* (`campaign/id`).
+
+    No other job has it, since no id contains the separator.
+    """
+    number = f"s{stage}" if stage > 1 else f"{index}" if index else ""
+    return f"{key}{chain.SEPARATOR}{number}" if number else key
 
 
 def split_job_key(name: str, campaign: str | None = None) -> tuple[str, str]:

@@ -167,7 +167,13 @@ class Noise:
 DEFAULT_NOISE = Noise()
 
 
-PromptText = Annotated[str, StringConstraints(max_length=65_536)]
+def _without_nul(prompt: str) -> str:
+    if "\0" in prompt:
+        raise ValueError("holds the character U+0000, which no image's text can hold: remove it")
+    return prompt
+
+
+PromptText = Annotated[str, StringConstraints(max_length=65_536), AfterValidator(_without_nul)]
 
 
 def _known_sampler(name: str) -> str:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import re
-from collections.abc import Iterable
-from typing import Annotated
+from collections.abc import Iterable, Mapping
+from typing import Annotated, Any
 from xml.sax.saxutils import escape
 
+import pydantic_core
 from pydantic import AfterValidator, JsonValue
 
 from imagefleet import errors
@@ -24,7 +26,8 @@ STAGE_BYTES = 512
 #: Azure's limit for a blob name, in characters.
 MAX_BLOB_NAME = 1024
 
-#: Stored as a header of the image's blob; Azure allows 8 KiB for all headers.
+#: Of JSON in UTF-8. The header of the image's blob that holds it has a third more at most
+#: (`metadata_header`); Azure allows 8 KiB for all headers.
 MAX_METADATA_BYTES = 4096
 
 #: Characters that XML 1.0, in which Azure transfers messages, does not allow.
@@ -67,15 +70,30 @@ def checked_messages(bodies: Iterable[str]) -> list[str]:
     return checked
 
 
+def metadata_json(metadata: Mapping[str, JsonValue]) -> bytes:
+    """A job's metadata as its size is counted; UnicodeEncodeError for half a surrogate pair."""
+    return json.dumps(metadata, ensure_ascii=False).encode()
+
+
+def metadata_header(metadata: Mapping[str, JsonValue]) -> str:
+    """A job's metadata as the header of its image's blob: JSON in ASCII, or base64 if shorter."""
+    text, encoded = json.dumps(metadata), base64.b64encode(metadata_json(metadata)).decode()
+    return text if text.isprintable() and len(text) <= len(encoded) else encoded
+
+
+def read_metadata_header(header: str) -> Any:
+    """The JSON of a header of `metadata_header`; raises ValueError for any other."""
+    is_plain = header.startswith("{")
+    return pydantic_core.from_json(header if is_plain else base64.b64decode(header, validate=True))
+
+
 def _is_small(metadata: dict[str, JsonValue]) -> dict[str, JsonValue]:
-    text = json.dumps(metadata)  # in ASCII, as the header has it
-    if len(text) > MAX_METADATA_BYTES:
-        raise ValueError(f"is {len(text):,} bytes of JSON; {MAX_METADATA_BYTES:,} are allowed")
-    if "\\ud" in text:
-        try:
-            json.dumps(metadata, ensure_ascii=False).encode()
-        except UnicodeEncodeError:
-            raise ValueError("contains half of a surrogate pair") from None
+    try:
+        size = len(metadata_json(metadata))
+    except UnicodeEncodeError:
+        raise ValueError("contains half of a surrogate pair") from None
+    if size > MAX_METADATA_BYTES:
+        raise ValueError(f"is {size:,} bytes of JSON; {MAX_METADATA_BYTES:,} are allowed")
     return metadata
 
 

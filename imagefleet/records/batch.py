@@ -21,7 +21,7 @@ from imagefleet.storage.protocol import BlobStore
 from imagefleet.telemetry import logs
 
 if TYPE_CHECKING:
-    from imagefleet.signing import SigningKey
+    from imagefleet.signing import JobSigner
 
 log = logs.EventLog(__name__)
 
@@ -96,7 +96,7 @@ class Submission:
         self._refused: set[str] = set()
 
     def messages(
-        self, jobs: Iterable[Job], campaign: str | None, key: SigningKey | None = None
+        self, jobs: Iterable[Job], campaign: str | None, signer: JobSigner | None = None
     ) -> Iterator[str]:
         """The jobs' messages; adds each job to `jobs`. Raises JobError for two with one id."""
         for number, given in enumerate(jobs, start=1):
@@ -117,7 +117,7 @@ class Submission:
             if facts.key in self.jobs:
                 raise errors.JobError(f"two jobs have the id {facts.key}")
             try:
-                (body,) = sizes.checked_messages([job.to_message(key)])
+                (body,) = sizes.checked_messages([job.to_message(signer)])
             except errors.JobError as error:
                 raise errors.JobError(f"job {facts.key}: {error.message}") from None
             self.jobs[facts.key] = facts

@@ -10,14 +10,15 @@ from typing import Any, Literal
 from pydantic import JsonValue
 
 from imagefleet import concurrency
-from imagefleet.job.chain import SEPARATOR
-from imagefleet.job.message import SUFFIXES, job_key
+from imagefleet.job.message import SUFFIXES, image_stem, job_key
 from imagefleet.records import reader
 from imagefleet.records.record import Record
 from imagefleet.storage.open import Storage
 
 #: Names of one job's images.
 _LOOKED_UP_AT_ONCE = 64
+
+_SUFFIXES = tuple(SUFFIXES.values())
 
 Status = Literal["pending", "completed", "failed", "cancelled", "unknown"]
 
@@ -100,23 +101,22 @@ async def look_up(storage: Storage, job: JobFacts) -> JobFacts:
 async def stored_images(storage: Storage, job: JobFacts) -> list[Record]:
     """A job's images, as their metadata tells; none as long as the first one is missing.
 
-    `a-1.png` is image 1 of job `a`, or the only one of `a-1`. Nothing is listed: it may be much.
+    Nothing is listed: it may be much.
     """
-    if (only := await _image(storage, job, job.key)) is not None:
-        names = (f"{job.key}{SEPARATOR}{number}" for number in range(2, only.stages + 1))
-        later = await concurrency.gather(*(_image(storage, job, name) for name in names))
-        return [only, *filter(None, later)]
-    if (first := await _image(storage, job, f"{job.key}-0")) is None:
+    if (first := await _image(storage, job)) is None:
         return []
     found = [first]
-    suffix = [(first.blob or "").rpartition(".")[2]]
 
-    async def look(index: int) -> None:
-        if (record := await _image(storage, job, f"{job.key}-{index}", suffix)) is not None:
+    async def look(place: tuple[int, int]) -> None:
+        # Images of one stage have one format.
+        suffixes = [(first.blob or "").rpartition(".")[2]] if place[0] else _SUFFIXES
+        if (record := await _image(storage, job, *place, suffixes)) is not None:
             found.append(record)
 
-    await concurrency.for_each(range(1, first.images), look, _LOOKED_UP_AT_ONCE)
-    return sorted(found, key=lambda record: record.index)
+    images = [(index, 1) for index in range(1, first.images)]
+    stages = [(0, stage) for stage in range(2, first.stages + 1)]
+    await concurrency.for_each([*images, *stages], look, _LOOKED_UP_AT_ONCE)
+    return sorted(found, key=lambda record: (record.stage, record.index))
 
 
 def are_all(images: Sequence[Record]) -> bool:
@@ -151,19 +151,20 @@ def _blobs(records: Iterable[Record]) -> tuple[str, ...]:
 def _is_of_its_job(record: Record) -> bool:
     """Records are untrusted: one may name another job's image."""
     name = (record.blob or "").rpartition(".")[0]
-    number = f"-{record.index}" if record.images > 1 else ""
-    stage = f"{SEPARATOR}{record.stage}" if record.stage > 1 else ""
-    return name == record.key + number + stage
+    return name == image_stem(record.key, record.index, record.stage)
 
 
 async def _image(
-    storage: Storage, job: JobFacts, name: str, suffixes: Iterable[str] = tuple(SUFFIXES.values())
+    storage: Storage,
+    job: JobFacts,
+    index: int = 0,
+    stage: int = 1,
+    suffixes: Iterable[str] = _SUFFIXES,
 ) -> Record | None:
-    """The record of the image that has this name in any format; a read for each."""
-    is_only = name.partition(SEPARATOR)[0] == job.key
-    index = 0 if is_only else int(name.rpartition("-")[2])
+    """The record of a job's image, in any format; a read for each."""
+    stem = image_stem(job.key, index, stage)
     for suffix in suffixes:
-        blob = await storage.blobs.record(f"{name}.{suffix}")
+        blob = await storage.blobs.record(f"{stem}.{suffix}")
         if blob is None or blob.metadata.get("job", job.id) != job.id:
             continue
         known = {
@@ -176,7 +177,10 @@ async def _image(
             "index": index,
         }
         found = Record.of_blob(known, blob.metadata)
-        images = 1 if is_only else max(found.images, index + 1)
-        stages = max(found.stage, found.stages)
-        return found.model_copy(update={"images": images, "stages": stages})
+        counts = {
+            "images": 1 if stage > 1 else max(found.images, index + 1),
+            "stage": stage,
+            "stages": max(stage, found.stages),
+        }
+        return found.model_copy(update=counts)
     return None

@@ -7,6 +7,7 @@ takes before it is sent again, and with trusted keys it must be signed as well.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import hashlib
 import json
 from collections.abc import Collection
@@ -19,9 +20,17 @@ from pydantic import Field, StringConstraints, TypeAdapter, ValidationError
 from imagefleet import errors
 from imagefleet.job import sizes
 from imagefleet.job.change import Change
-from imagefleet.job.message import DEFAULT_CAMPAIGN, Job, SafeId, fields_if_any, is_signed, read_job
+from imagefleet.job.message import (
+    DEFAULT_CAMPAIGN,
+    Job,
+    SafeId,
+    fields_if_any,
+    is_signed,
+    read_job,
+    signed_again,
+)
 from imagefleet.records.record import MAX_NAME_CHARACTERS, Record
-from imagefleet.signing import TrustedKeys
+from imagefleet.signing import JobSigner, TrustedJobs
 from imagefleet.storage import protocol
 from imagefleet.storage.deliveries import Deliveries, sent_again, without_deliveries
 from imagefleet.storage.open import Storage
@@ -164,9 +173,22 @@ class Chosen(NamedTuple):
 class Check:
     """What a failed job must be to be sent again; *takes_invalid*, since workers may be newer."""
 
-    trusted: TrustedKeys | None = None
+    trusted: TrustedJobs | None = None
     takes_invalid: bool = False
     change: Change | None = None
+    signer: JobSigner | None = None
+    """Signs what was signed anew; without it, a job whose date has passed stays."""
+
+    @property
+    def sendable(self) -> TrustedJobs | None:
+        """Those of the trusted that can be sent: without a signer, their date must not be past."""
+        if self.trusted is None or self.signer is not None:
+            return self.trusted
+        return dataclasses.replace(self.trusted, at_any_time=False)
+
+    def dated(self, body: str) -> str:
+        """The message of a job of `sendable`, with a signature of now where it can be signed."""
+        return body if self.signer is None else signed_again(body, self.signer)
 
     async def job(self, entry: Entry, blobs: protocol.BlobStore) -> tuple[str, Job | None]:
         """The message that replays a job, and the job: None if it is invalid, and taken anyway.
@@ -180,15 +202,17 @@ class Check:
         if self.trusted is not None and not is_signed(body):
             raise errors.UntrustedJobError(_UNSIGNED)
         try:
-            job = read_job(body, entry.message.id, self.trusted)
-            return self.change.apply(body, entry.id) if self.change else (body, job)
-        except errors.UntrustedJobError:
+            job = read_job(body, entry.message.id, self.sendable)
+            return self.change.apply(body, entry.id) if self.change else (self.dated(body), job)
+        except errors.UntrustedJobError as error:
+            if error.is_expired:
+                raise errors.JobError(error.message) from None
             raise errors.UntrustedJobError(_UNSIGNED) from None
         except errors.InvalidMessageError as error:
             if self.change is not None:  # which may make it valid
                 return self.change.apply(body, entry.id)
             if self.takes_invalid:  # but signed: that is checked first
-                return body, None
+                return self.dated(body), None
             raise errors.InvalidMessageError(
                 f"its job is not valid for this version: {error.message}"
             ) from None
@@ -246,7 +270,8 @@ async def add(
         known = {"id": job.id, "campaign": job.campaign, "stage": job.stage, "stages": job.stages}
     else:
         # Who has not signed a job may name any campaign.
-        known = {} if isinstance(error, errors.UntrustedJobError) else _named(body)
+        is_forged = isinstance(error, errors.UntrustedJobError) and not error.is_expired
+        known = {} if is_forged else _named(body)
     record = FailedJob(
         outcome="failed",
         **{"id": message.id} | {name: each for name, each in known.items() if each},

@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import uuid
 from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Protocol, Self
 
 from imagefleet import errors, retry
+from imagefleet.signing import JobSigner, Scope
 from imagefleet.storage.local.blobs import LocalBlobs
 from imagefleet.storage.local.queue import LocalQueue, QueueFile
 from imagefleet.storage.protocol import BlobStore, JobQueue, Operations
 from imagefleet.storage.routing.models import ModelQueues
 from imagefleet.storage.routing.queue import RoutedQueue
-from imagefleet.storage.settings import Priority, StorageSettings
+from imagefleet.storage.settings import Priority, SignerSettings, StorageSettings
 
 LOCAL_SCHEME = "local:"
 
 QUEUE_FILE = "queue.sqlite"
+
+#: Names the storage in signatures, wherever its folder is; no queue or container has a dot.
+FLEET_FILE = "fleet.id"
 
 
 class Storage(Protocol):
@@ -25,6 +32,10 @@ class Storage(Protocol):
     @property
     def url(self) -> str:
         """The address without secrets, for messages."""
+
+    @property
+    def scope(self) -> Scope:
+        """What jobs of this storage's queues are signed for."""
 
     @property
     def queue(self) -> RoutedQueue:
@@ -82,6 +93,9 @@ class LocalStorage:
         self.models = ModelQueues(shard, self.blobs)
         self.queues = self.models.default
         self.queue = self.models.all
+        self.scope = Scope(
+            lambda: f"{_fleet_id(folder)}/{names.container}", names.queue, self.blobs.clock.now
+        )
 
     async def create(self) -> None:
         await self.models.create()
@@ -99,6 +113,29 @@ class LocalStorage:
 
     async def __aexit__(self, *_: object) -> None:
         await self._file.close()
+
+
+def _fleet_id(folder: Path) -> str:
+    """The id of a local storage, which the first one makes who asks for it."""
+    path = folder / FLEET_FILE
+    try:
+        with contextlib.suppress(FileNotFoundError):
+            return path.read_text(encoding="ascii")
+        folder.mkdir(parents=True, exist_ok=True)
+        draft = path.with_suffix(f".{uuid.uuid4().hex}")
+        draft.write_text(uuid.uuid4().hex, encoding="ascii")
+        with contextlib.suppress(FileExistsError):
+            os.link(draft, path)
+        draft.unlink()
+        return path.read_text(encoding="ascii")
+    except (OSError, ValueError) as error:
+        raise errors.SetupError(f"cannot read {path}: {error}") from None
+
+
+def signer_of(settings: SignerSettings) -> JobSigner | None:
+    """What signs the jobs for the storage of *settings*, if they have a key to sign with."""
+    keys = settings.keys()
+    return None if keys.signing is None else keys.signer(open_storage(settings).scope)
 
 
 def open_storage(

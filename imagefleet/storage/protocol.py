@@ -8,9 +8,10 @@ receive on an empty queue returns at once. `test_contract.py` tests every implem
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from datetime import datetime
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import NamedTuple, Protocol, TypeVar
 
@@ -87,6 +88,41 @@ class Stamps(NamedTuple):
 
     earliest: datetime
     latest: datetime
+
+
+#: A clock that is off by more is named: a job's times, and those of its node, are compared.
+NOTABLE_OFFSET_SECONDS = 60.0
+
+_SECOND = 1.0
+
+
+class Clock:
+    """The storage's clock, which all who use it share, as its answers tell it.
+
+    An answer's date is a whole second, and the moment at which it was written is one between the
+    request and its answer: each narrows how far this machine's clock may be ahead.
+    """
+
+    def __init__(self, machine: Callable[[], float] = time.time) -> None:
+        """*machine* tells this machine's time, in Unix seconds."""
+        self.machine = machine
+        self._least = self._most = 0.0
+
+    @property
+    def offset_seconds(self) -> float:
+        """How far this machine's clock is ahead of the storage's; 0 before its first answer."""
+        return (self._least + self._most) / 2
+
+    def now(self) -> datetime:
+        return datetime.fromtimestamp(self.machine() - self.offset_seconds, UTC)
+
+    def answered(self, date: datetime, asked_at: float) -> None:
+        """Learns from an answer's *date*; it was asked for at *asked_at* of `machine`."""
+        second = date.timestamp()
+        least, most = asked_at - second - _SECOND, self.machine() - second
+        self._least, self._most = max(least, self._least), min(most, self._most)
+        if self._least > self._most:  # the first answer; or one of the clocks was set
+            self._least, self._most = least, most
 
 
 class Shards(NamedTuple):
@@ -202,6 +238,9 @@ class BlobPart:
 
 class BlobStore(Protocol):
     """A store of blobs, which only `replace` overwrites. Every method may raise TransientError."""
+
+    clock: Clock
+    """The clock of the storage: times that others compare are read from it."""
 
     @property
     def name(self) -> str: ...

@@ -37,7 +37,7 @@ def test_both_stages_of_a_sweep_are_drawn_and_the_second_is_scored(
         f"cfg-{scale}_{number:06}{stage}.png"
         for scale in ("1.0", "6.0")
         for number in range(len(CAPTIONS))
-        for stage in ("", "~2")
+        for stage in ("", "~s2")
     }
     groups = json.loads((tmp_path / "scores.json").read_text())["groups"]
     found = [(each["cfg_scale"], each["images"], each["left_out"]) for each in groups]

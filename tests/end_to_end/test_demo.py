@@ -114,10 +114,10 @@ entry.main()
     with (
         Image.open(tmp_path / report["contact_sheet"]) as sheet,
         Image.open(folder / "01.png") as small,
-        Image.open(folder / "01~2.png") as large,
+        Image.open(folder / "01~s2.png") as large,
     ):
         assert (small.size, large.size) == ((16, 16), (32, 32))
-        for left, name in ((12, "01.png"), (12 + 188, "01~2.png")):
+        for left, name in ((12, "01.png"), (12 + 188, "01~s2.png")):
             shown = sheet.crop((left, 12, left + 176, 12 + 176))
             tile = contact_sheet.read_tile((folder / name).read_bytes())
             assert shown.tobytes() == tile.tobytes()

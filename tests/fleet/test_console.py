@@ -4,7 +4,10 @@ import asyncio
 import json
 import os
 import signal
+import subprocess
+import sys
 import threading
+from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
@@ -12,6 +15,11 @@ import typer
 
 from fleet import console
 from imagefleet import errors
+from imagefleet.records.record import Record, RecordLog
+from imagefleet.storage.open import open_storage
+from imagefleet.storage.settings import StorageSettings
+
+ROOT = Path(__file__).parents[2]
 
 
 async def _raise(error: BaseException) -> None:
@@ -75,6 +83,43 @@ def test_json_is_neither_wrapped_nor_styled(capsys: pytest.CaptureFixture[str]) 
     out = capsys.readouterr().out
     assert json.loads(out) == record
     assert "ü" in out
+
+
+@pytest.mark.parametrize("encoding", ["latin-1", "ascii", "utf-8"])
+def test_a_locale_without_a_prompts_letters_ends_no_command(tmp_path: Path, encoding: str) -> None:
+    prompt = "caf\u00e9 \u2192 \u732b \U0001f98a"
+    (tmp_path / "a.jsonl").write_text(json.dumps({"prompt": prompt, "metadata": {"n": prompt}}))
+    storage = open_storage(StorageSettings(storage=f"local:{tmp_path / 'data'}"))
+    blob = "default/a.png"
+    record = Record(outcome="completed", id="a", blob=blob, prompt=prompt, at=datetime.now(UTC))
+
+    async def store() -> None:
+        async with storage:
+            await storage.create()
+            await RecordLog(storage.blobs, "w").add(
+                [record.model_copy(update={"blob": "default/a.png"})]
+            )
+            await storage.blobs.create(blob, b"x", "image/png", {})
+
+    asyncio.run(store())
+
+    def output(*arguments: str) -> str:
+        result = subprocess.run(
+            [sys.executable, "-m", "fleet.main", *arguments, f"--storage={storage.url}"],
+            env={**os.environ, "PYTHONPATH": str(ROOT), "PYTHONIOENCODING": encoding},
+            cwd=tmp_path,
+            capture_output=True,
+            check=False,
+        )
+        assert result.returncode == console.EXIT_DONE, result.stderr
+        return result.stdout.decode(encoding)
+
+    for form in ([], ["--format", "csv"]):
+        assert "caf" in output("results", "default", *form)
+    (line,) = output("results", "default", "--json").splitlines()
+    assert json.loads(line)["prompt"] == prompt
+    (line,) = output("load", "a.jsonl", "--dry-run").splitlines()
+    assert json.loads(line)["metadata"] == {"n": prompt}
 
 
 def test_half_a_surrogate_pair_in_a_record_is_escaped(capsys: pytest.CaptureFixture[str]) -> None:

@@ -15,9 +15,10 @@ from typing import IO
 import pytest
 
 import polling
+import signers
 from fleet import console, options
-from imagefleet.job.message import read_job
-from imagefleet.signing import SigningKey, TrustedKeys
+from imagefleet.job.message import Job, read_job
+from imagefleet.signing import SigningKey
 from imagefleet.storage.open import open_storage
 from imagefleet.storage.protocol import MAX_RECEIVE
 from imagefleet.storage.settings import StorageSettings, job_queue
@@ -81,12 +82,13 @@ def test_with_a_signing_key_every_job_is_signed(
     result = in_process("load", "t.yaml")
     assert result.returncode == console.EXIT_DONE, result.stderr
 
-    async def bodies() -> list[str]:
+    async def jobs() -> list[Job]:
         async with open_storage(settings_for(tmp_path)) as storage:
-            return [each.body async for each in storage.queue.browse()]
+            trusted = signers.trusted(key, storage.scope)
+            bodies = [each.body async for each in storage.queue.browse()]
+            return [read_job(body, "m", trusted) for body in bodies]
 
-    trusted = TrustedKeys.read(key.public)
-    read = [read_job(body, "m", trusted) for body in asyncio.run(bodies())]
+    read = asyncio.run(jobs())
     assert {job.id for job in read} == set(ids_in(settings_for(tmp_path)))
     assert len(read) == 250
 

@@ -195,14 +195,14 @@ async def test_a_job_of_several_images_is_completed_when_all_are_there(
     batch = await fleet.submit([Job(prompt="a house", id="a", seed=3, batch_size=3)])
     blobs = fleet.storage.blobs
     facts = {"job": "a", "seed": "4", "images": "3"}
-    await blobs.create("default/a-1.png", b"by a worker that died", "image/png", facts)
+    await blobs.create("default/a~1.png", b"by a worker that died", "image/png", facts)
     with pytest.raises(TimeoutError):
         await collect(batch, 0.1)
     assert await fleet.job("a").status() == "pending"
 
     await work()
     result = (await collect(batch))["a"]
-    assert result.blobs == tuple(f"default/a-{index}.png" for index in range(3))
+    assert result.blobs == ("default/a.png", "default/a~1.png", "default/a~2.png")
     assert await result.data(1) == b"by a worker that died"
     found = await fleet.job("a").result()
     assert (found.status, found.seed, found.blobs) == ("completed", 3, result.blobs)

@@ -52,10 +52,16 @@ def test_a_librarys_text_is_shown_without_the_secrets_in_it(text: str) -> None:
         "registry.example.com/acme/imagefleet:1.2@sha256:0123",
         "--push-url must be an address (.../api/v1/import/prometheus)",
         "fetching https://h/x: 5 of 10 MB",
+        "give --push-token or user:password@ in --push-url, not both",
+        "the server asks for Basic authentication, or a bearer authorization",
     ],
 )
 def test_a_text_without_secrets_stays_as_it_is(text: str) -> None:
     assert redaction.message(text) == text
+
+
+def test_words_around_a_password_say_that_one_was_there() -> None:
+    assert redaction.message("'u:secret@h:90' is no URL") == f"'{redaction.MASKED}@h:90' is no URL"
 
 
 @pytest.mark.parametrize("text", ["a:@", "://", "http://a?", "eyJ-.", "sig=", "@", "?token="])

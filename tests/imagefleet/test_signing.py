@@ -10,9 +10,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import imagefleet
+import signers
 from imagefleet import Job, aio, errors, signing
 from imagefleet.job.message import read_job
-from imagefleet.signing import SigningKey, TrustedKeys
+from imagefleet.signing import JobSigner, SigningKey, TrustedKeys
 from imagefleet.storage import dead_letter
 from imagefleet.storage.settings import SignerSettings, StorageSettings
 
@@ -155,10 +156,11 @@ async def test_what_the_client_submits_is_signed_with_its_id_and_campaign(
     async with aio.connect(**options) as fleet:
         batch = await fleet.submit([Job(prompt="a"), Job(prompt="b", id="b")], campaign="spring")
         bodies = [each.body async for each in fleet.storage.queue.browse()]
-        jobs = [read_job(body, "m", TrustedKeys.read(own.public)) for body in bodies]
+        trusted = signers.trusted(own, fleet.storage.scope)
+        jobs = [read_job(body, "m", trusted) for body in bodies]
         assert [(job.id, job.campaign) for job in jobs] == [(each, "spring") for each in batch.ids]
         with pytest.raises(errors.UntrustedJobError):
-            read_job(bodies[0], "m", TrustedKeys.read(key.public))
+            read_job(bodies[0], "m", signers.trusted(key, fleet.storage.scope))
 
 
 def test_a_wrong_key_of_the_client_is_a_sentence(local_settings: StorageSettings) -> None:
@@ -173,7 +175,8 @@ async def test_the_client_replays_signed_jobs_alone(
 ) -> None:
     async with aio.connect(local_settings.storage, trusted_key=key.public) as fleet:
         await fleet.storage.create()
-        bodies = [Job(prompt="a", id="a").to_message(key), Job(prompt="b", id="b").to_message()]
+        signer = JobSigner(key, fleet.storage.scope)
+        bodies = [Job(prompt="a", id="a").to_message(signer), Job(prompt="b", id="b").to_message()]
         await fleet.storage.queue.send(bodies)
         for message in await fleet.storage.queue.receive(2, 60):
             error = errors.JobError("too large")

@@ -11,10 +11,11 @@ from typing import Any
 
 import pytest
 
+import signers
 from imagefleet import errors
 from imagefleet.job.message import Job, read_job
 from imagefleet.records import sweep
-from imagefleet.signing import SigningKey, TrustedKeys
+from imagefleet.signing import SigningKey
 from loadgen.caption_sweep import CaptionFile, SweepSource, groups
 
 
@@ -148,9 +149,9 @@ def test_a_later_position_gives_what_follows_without_the_jobs_sent_before(path: 
 
 def test_jobs_are_signed_where_there_is_a_key(path: Path, tmp_path: Path) -> None:
     key = SigningKey.create(tmp_path / "key.pem")
-    bodies = list(source_of(path, key=key).bodies(0))
+    bodies = list(source_of(path, signer=signers.signer(key)).bodies(0))
 
-    trusted = TrustedKeys.read(key.public)
+    trusted = signers.trusted(key)
     assert len([read_job(str(body), "unused", trusted) for body in bodies]) == 6
 
 

@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
+import signers
 from imagefleet.job.message import read_job
 from imagefleet.job.sizes import MAX_MESSAGE_BYTES
-from imagefleet.signing import SigningKey, TrustedKeys
+from imagefleet.signing import SigningKey
 from imagefleet.storage.open import open_storage
 from imagefleet.storage.settings import StorageSettings
 from loadgen.campaigns import Sample
@@ -39,7 +40,7 @@ def test_a_second_drawing_is_the_same_job_stored_apart() -> None:
     first, second = read_job(body, ""), read_job(message, "")
     assert second.model_copy(update={"verify": False}) == first
     assert (first.images_to_draw, second.images_to_draw) == (4, 1)
-    assert (first.blob_name(0), second.blob_name(0)) == ("c/a-0.png", "-checks/c/a-0.png")
+    assert (first.blob_name(0), second.blob_name(0)) == ("c/a.png", "-checks/c/a.png")
     assert Sample(1, "k").second_drawing(message) is None
 
 
@@ -53,14 +54,26 @@ def test_a_second_drawing_of_a_job_in_stages_is_of_the_first() -> None:
 
 def test_a_second_drawing_is_signed_where_jobs_are(tmp_path: Path) -> None:
     key = SigningKey.create(tmp_path / "key.pem")
-    trusted = TrustedKeys.read(key.public)
-    signed = read_job('{"prompt": "a cat", "id": "a"}', "").to_message(key)
+    signer = signers.signer(key)
+    signed = read_job('{"prompt": "a cat", "id": "a"}', "").to_message(signer)
 
-    message = Sample(1, "k", key).second_drawing(signed)
+    message = Sample(1, "k", signer).second_drawing(signed)
 
     assert message is not None
-    assert read_job(message, "", trusted).verify
+    assert read_job(message, "", signers.trusted(key)).verify
     assert Sample(1, "k").second_drawing(signed) is None, "nobody could sign it"
+
+
+def test_a_load_that_resumes_a_day_later_compares_the_same_signed_jobs(tmp_path: Path) -> None:
+    key = SigningKey.create(tmp_path / "key.pem")
+    jobs = [read_job(f'{{"prompt": "a", "id": "{number}"}}', "") for number in range(40)]
+
+    def chosen_on(day: int) -> list[bool]:
+        signer = signers.signer(key, signers.scope(days=day))
+        sample = Sample(0.5, "k", signer)
+        return [sample.second_drawing(job.to_message(signer)) is not None for job in jobs]
+
+    assert chosen_on(0) == chosen_on(1)
 
 
 def test_jobs_of_few_steps_are_not_compared() -> None:

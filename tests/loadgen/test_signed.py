@@ -8,11 +8,12 @@ from pathlib import Path
 
 import pytest
 
+import signers
 from imagefleet import errors
 from imagefleet.job.message import Job, read_job
 from imagefleet.job.sizes import MAX_MESSAGE_BYTES, message_bytes
-from imagefleet.signing import SigningKey, TrustedKeys
-from loadgen.file_source import SIGNATURE_BYTES, FileSource, StreamSource
+from imagefleet.signing import MAX_SIGNATURE_BYTES, JobSigner, SigningKey, TrustedJobs
+from loadgen.file_source import FileSource, StreamSource
 from loadgen.template_source import TemplateSource
 
 TEMPLATE = """
@@ -30,68 +31,77 @@ def key(tmp_path: Path) -> SigningKey:
 
 
 @pytest.fixture
-def trusted(key: SigningKey) -> TrustedKeys:
-    return TrustedKeys.read(key.public)
+def signer(key: SigningKey) -> JobSigner:
+    return signers.signer(key)
+
+
+@pytest.fixture
+def trusted(key: SigningKey) -> TrustedJobs:
+    return signers.trusted(key)
 
 
 def test_a_templates_jobs_are_signed_and_the_same_after_a_resume(
-    key: SigningKey, trusted: TrustedKeys, tmp_path: Path
+    signer: JobSigner, trusted: TrustedJobs, tmp_path: Path
 ) -> None:
     path = tmp_path / "t.yaml"
     path.write_text(TEMPLATE)
-    signed = TemplateSource(path, key=key)
+    signed = TemplateSource(path, signer=signer)
     bodies = list(signed.bodies(0))
-    assert list(TemplateSource(path, key=key).bodies(200)) == bodies[200:], "to the byte"
+    resumed = TemplateSource(path, signer=signer).bodies(200)
+    digests = [[read_job(body, "m", trusted).digest for body in some] for some in (bodies, resumed)]
+    assert digests[1] == digests[0][200:]
     for body, plain in zip(bodies, TemplateSource(path).bodies(0), strict=True):
         assert read_job(body, "m", trusted) == read_job(plain, "m")
 
 
 def test_a_files_jobs_get_ids_and_are_signed(
-    key: SigningKey, trusted: TrustedKeys, tmp_path: Path
+    signer: JobSigner, trusted: TrustedJobs, tmp_path: Path
 ) -> None:
     path = tmp_path / "jobs.jsonl"
     path.write_text('{"prompt": "a"}\n\n{"prompt": "b", "id": "own", "save_images": true}\n')
-    with_key = FileSource(path, key=key)
+    with_key = FileSource(path, signer=signer)
     with_key.check(0)
     bodies = [body for body in with_key.bodies(0) if body]
     jobs = [read_job(body, "m", trusted) for body in bodies]
     assert [job.id for job in jobs][1:] == ["own"]
     plain = [read_job(body, "m") for body in FileSource(path).bodies(0) if body]
     assert jobs == plain
-    assert list(FileSource(path, key=key).bodies(2)) == bodies[1:]
+    assert list(FileSource(path, signer=signer).bodies(2)) == bodies[1:]
 
 
-def test_a_stream_is_signed(key: SigningKey, trusted: TrustedKeys) -> None:
-    source = StreamSource(io.BufferedReader(io.BytesIO(b'{"prompt": "a"}\n')), key=key)
+def test_a_stream_is_signed(signer: JobSigner, trusted: TrustedJobs) -> None:
+    source = StreamSource(io.BufferedReader(io.BytesIO(b'{"prompt": "a"}\n')), signer=signer)
     (body,) = source.bodies(0)
     assert read_job(body or "", "m", trusted).prompt == "a"
 
 
 def test_a_job_without_room_for_its_signature_stops_the_load_before_it_begins(
-    key: SigningKey, tmp_path: Path
+    signer: JobSigner, trusted: TrustedJobs, tmp_path: Path
 ) -> None:
     def file_of(prompt_length: int) -> FileSource:
         path = tmp_path / "jobs.jsonl"
         path.write_text(Job(prompt="x" * prompt_length, id="a", seed=1).to_message())
-        return FileSource(path, key=key)
+        return FileSource(path, signer=signer)
 
     plain = Job(prompt="", id="a", seed=1).to_message()
-    room = MAX_MESSAGE_BYTES - message_bytes(plain) - SIGNATURE_BYTES
+    room = MAX_MESSAGE_BYTES - message_bytes(plain) - MAX_SIGNATURE_BYTES
     full = file_of(room)
     full.check(0)
     (body,) = full.bodies(0)
-    assert message_bytes(body or "") == MAX_MESSAGE_BYTES
+    assert message_bytes(body or "") <= MAX_MESSAGE_BYTES
     with pytest.raises(errors.SetupError, match="line 1: the message has 65,537 bytes"):
         file_of(room + 1).check(0)
 
 
 def test_a_line_that_somebody_signed_is_sent_as_it_is_or_signed_anew(
-    key: SigningKey, tmp_path: Path
+    signer: JobSigner, trusted: TrustedJobs, tmp_path: Path
 ) -> None:
     other = SigningKey.create(tmp_path / "other.pem")
-    theirs = json.dumps(json.loads(Job(prompt="a", id="a", cfg_scale=7).to_message(other)))
+    theirs = json.dumps(
+        json.loads(Job(prompt="a", id="a", cfg_scale=7).to_message(signers.signer(other)))
+    )
     path = tmp_path / "jobs.jsonl"
     path.write_text(theirs)
     assert list(FileSource(path).bodies(0)) == [theirs]
-    (body,) = FileSource(path, key=key).bodies(0)
-    assert read_job(body or "", "m", TrustedKeys.read(key.public)).id == "a"
+    (body,) = FileSource(path, signer=signer).bodies(0)
+    assert read_job(body or "", "m", trusted).id == "a"

@@ -67,7 +67,7 @@ async def test_a_job_of_several_images_is_acknowledged_with_its_last(
 ) -> None:
     await storage.queue.send([message(id="j", seed=7, batch_size=2, n_iter=3, campaign="c")])
     pipeline = await run_pipeline(StandInEngine(capacity=4))
-    assert await blob_names(storage) == {f"c/j-{index}.png" for index in range(6)}
+    assert await blob_names(storage) == {"c/j.png", *(f"c/j~{index}.png" for index in range(1, 6))}
     assert dict(pipeline.metrics.outcomes) == {"completed": 1}
     assert pipeline.metrics.images_stored == 6
 

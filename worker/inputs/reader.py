@@ -19,12 +19,12 @@ from imagefleet.files import kinds
 from imagefleet.job.message import MAX_IMAGE_BYTES, Job
 from imagefleet.job.passes import extras, hires
 from imagefleet.job.passes import img2img as given
-from imagefleet.signing import TrustedKeys, trusted_keys
+from imagefleet.signing import TrustedJobs, TrustedKeys, trusted_keys
 from imagefleet.storage import protocol
 from imagefleet.storage.open import Storage
 from worker.engine import contract
 from worker.engine.pixel import text_states
-from worker.files.library import EmbeddingLibrary, FileLibrary
+from worker.files.library import EmbeddingLibrary, FileLibrary, read_whole
 from worker.files.manifest import FileHashes
 from worker.inputs import img2img, pictures
 from worker.inputs.img2img import Begin, Overlay
@@ -211,8 +211,9 @@ class InputReader:
             return given.content(source)
         blobs = self._containers[place.container]
         try:
-            read = partial(blobs.read, place.blob, max_bytes=MAX_IMAGE_BYTES)
-            data = await retry.UNTIL_ACCESS.call(read)
+            # Images are never overwritten; inputs may be half-copied.
+            read = blobs.read if place.container == "images" else partial(read_whole, blobs)
+            data = await retry.UNTIL_ACCESS.call(partial(read, place.blob, MAX_IMAGE_BYTES))
             if data is None:
                 await blobs.check()  # without its container, the job is not at fault
         except errors.UnusableFileError as error:
@@ -241,8 +242,8 @@ class JobFiles:
     embeddings: EmbeddingLibrary
     inputs: InputReader
     hashes: FileHashes
-    trusted: TrustedKeys | None
-    """The keys that sign jobs and lists of files; None: they need no signature."""
+    trusted: TrustedJobs | None
+    """The jobs that are taken; None: they need no signature."""
 
     @classmethod
     def of(cls, storage: Storage, settings: WorkerSettings) -> JobFiles:
@@ -268,5 +269,5 @@ class JobFiles:
                 storage.files, storage.blobs, cache=cache, cache_bytes=cache_bytes, trusted=trusted
             ),
             hashes=FileHashes(cache),
-            trusted=trusted,
+            trusted=None if trusted is None else TrustedJobs(trusted, storage.scope),
         )

@@ -240,6 +240,7 @@ def encode(pixels: Pixels, output: Output, parameters: str, job: str = "") -> En
     are a JobError. Raises as `refuse_one_colour`.
     """
     refuse_one_colour(pixels)
+    parameters = parameters.replace("\0", "")  # from another's picture: no text of a PNG holds it
     if output.format == "png":
         data = _png(pixels, parameters, job)
     else:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import json
 import time
 from collections import Counter, deque
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -19,6 +18,7 @@ from typing import NoReturn
 from imagefleet import concurrency, errors, retry
 from imagefleet.job.message import DUPLICATES, Output, text_for_image
 from imagefleet.job.passes.fields import Pass
+from imagefleet.job.sizes import metadata_header
 from imagefleet.pricing import families
 from imagefleet.records.record import MAX_NAME_CHARACTERS, Embedding, Record
 from imagefleet.telemetry import logs
@@ -195,7 +195,7 @@ class UploadStage:
         if image.job.campaign:
             facts["campaign"] = image.job.campaign
         if image.job.metadata:
-            facts["metadata"] = json.dumps(image.job.metadata)
+            facts["metadata"] = metadata_header(image.job.metadata)
         return facts
 
 

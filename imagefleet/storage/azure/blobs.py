@@ -51,7 +51,8 @@ _Result = TypeVar("_Result")
 class AzureBlobs(protocol.BlobStore):
     """The blobs of one container."""
 
-    def __init__(self, client: ContainerClient, access: Access) -> None:
+    def __init__(self, client: ContainerClient, access: Access, clock: protocol.Clock) -> None:
+        self.clock = clock
         self._client = client
         self._address = client.url.partition("?")[0]
         self._access = access

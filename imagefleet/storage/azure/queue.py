@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import math
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
-from datetime import UTC, datetime, timedelta
+from datetime import datetime, timedelta
 from email.utils import parsedate_to_datetime
 from functools import partial
 from typing import Any, TypeVar
@@ -97,8 +97,11 @@ class AzureQueue:
 
     finds_all = False
 
-    def __init__(self, client: QueueClient, access: Access, sender: MessageSender) -> None:
+    def __init__(
+        self, client: QueueClient, access: Access, sender: MessageSender, clock: protocol.Clock
+    ) -> None:
         self.name = client.queue_name
+        self._clock = clock
         self._client = client
         self._access = access
         self._call = access.call
@@ -225,7 +228,7 @@ class AzureQueue:
         front = await self._peek(1) if count else []
         age_seconds = None
         if front:
-            age_seconds = max(0.0, (datetime.now(UTC) - front[0].enqueued_at).total_seconds())
+            age_seconds = max(0.0, (self._clock.now() - front[0].enqueued_at).total_seconds())
         return protocol.QueueDepth(count, None, age_seconds)
 
     async def clear(self) -> None:

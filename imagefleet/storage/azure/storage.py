@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import urllib.request
+from email.utils import parsedate_to_datetime
 from typing import Any, Self
+from urllib.parse import urlsplit
 
 import aiohttp
 from azure.core.pipeline import PipelineRequest
 from azure.core.pipeline.transport import AioHttpTransport
 
 from imagefleet import retry
+from imagefleet.signing import Scope
 from imagefleet.storage.azure import account, sas
 from imagefleet.storage.azure.blobs import AzureBlobs
 from imagefleet.storage.azure.credentials import Credentials
 from imagefleet.storage.azure.queue import MOST_SENDS, AzureQueue
 from imagefleet.storage.azure.roles import JOB_QUEUES, name_of
 from imagefleet.storage.azure.sender import MessageSender
-from imagefleet.storage.protocol import Operations
+from imagefleet.storage.protocol import Clock, Operations
 from imagefleet.storage.routing.models import ModelQueues
 from imagefleet.storage.settings import Resource, StorageSettings
 
@@ -53,6 +57,27 @@ async def surface_lost_replies(
         raise aiohttp.ClientConnectionError(str(error) or type(error).__name__) from error
 
 
+class _ClockReader:
+    """Middleware that tells a clock the date of Azure's answers, once for each second."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._last: str | None = None
+
+    async def __call__(
+        self, request: aiohttp.ClientRequest, handler: aiohttp.ClientHandlerType
+    ) -> aiohttp.ClientResponse:
+        asked_at = self._clock.machine()
+        response = await handler(request)
+        date = response.headers.get("Date")
+        # What a proxy answers in Azure's place lacks the id.
+        if date != self._last and "x-ms-request-id" in response.headers:
+            self._last = date
+            with contextlib.suppress(ValueError):
+                self._clock.answered(parsedate_to_datetime(date or ""), asked_at)
+        return response
+
+
 class AzureStorage:
     """The queues and the containers of one storage account. Connects on first use.
 
@@ -75,6 +100,7 @@ class AzureStorage:
             use_env_settings=self._through_proxy,
         )
         self.operations = Operations()
+        self._clock = Clock()
         options: dict[str, Any] = {
             "transport": self._transport,
             "api_version": API_VERSION,
@@ -93,7 +119,7 @@ class AzureStorage:
             )
             count = self._count_queue_operation
             sender = MessageSender(client, self._transport, API_VERSION, count)
-            return AzureQueue(client, of, sender)
+            return AzureQueue(client, of, sender, self._clock)
 
         def container(resource: Resource) -> AzureBlobs:
             of = access.of(resource)
@@ -103,7 +129,7 @@ class AzureStorage:
                 raw_request_hook=self._count_blob_operation,
                 **options,
             )
-            return AzureBlobs(client, of)
+            return AzureBlobs(client, of, self._clock)
 
         self.poison = queue("poison")
         self.blobs = container("blob")
@@ -116,6 +142,11 @@ class AzureStorage:
         self.queues = self.models.default
         self.queue = self.models.all
         self.url = self.blobs.address("").rpartition(f"/{settings.container}/")[0]
+        of_account = urlsplit(self.url)
+        # Also behind a private link, or an emulator's address, which has the account in its path.
+        account_name = of_account.path.strip("/") or (of_account.hostname or "").partition(".")[0]
+        fleet = f"{account_name}/{settings.container}"
+        self.scope = Scope(lambda: fleet, settings.queue, self._clock.now)
 
     async def create(self) -> None:
         if not await self.models.create():
@@ -135,7 +166,7 @@ class AzureStorage:
             cookie_jar=aiohttp.DummyCookieJar(),
             auto_decompress=False,
             trust_env=self._through_proxy,
-            middlewares=[surface_lost_replies],
+            middlewares=[surface_lost_replies, _ClockReader(self._clock)],
         )
         return self
 

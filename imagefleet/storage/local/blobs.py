@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import fcntl
 import os
 import time
 import uuid
@@ -65,6 +66,7 @@ class LocalBlobs(protocol.BlobStore):
 
     def __init__(self, folder: Path, operations: protocol.Operations) -> None:
         self.folder = folder
+        self.clock = protocol.Clock()
         self._address = folder.absolute().as_uri()
         self._operations = operations
         self._new = NewBlobs(folder)
@@ -149,7 +151,8 @@ class LocalBlobs(protocol.BlobStore):
             elif not path.is_file():
                 return False
             with path.open("ab") as file:
-                if file.tell() != position:
+                fcntl.flock(file, fcntl.LOCK_EX)  # others may append at the same time
+                if file.seek(0, os.SEEK_END) != position:
                     return False
                 try:
                     _write_durably(file, data)
@@ -264,7 +267,9 @@ class LocalBlobs(protocol.BlobStore):
 
     async def _pages(self, prefix: str) -> AsyncIterator[list[str]]:
         self._operations.blob_writes += 1
-        names = self._walk("", prefix)
+        # From the prefix's own folder: beside it may be ten thousand campaigns.
+        folder, slash, _ = prefix.rpartition("/")
+        names = self._walk(folder + slash, prefix)
         try:
             while page := await self._in_thread(lambda: list(islice(names, _NAMES_PAGE))):
                 yield page
@@ -275,7 +280,13 @@ class LocalBlobs(protocol.BlobStore):
 
     def _walk(self, folder: str, prefix: str) -> Generator[str]:
         """The names below *folder* ("" or ending in a slash) that start with *prefix*."""
-        with os.scandir(self.folder / folder) as entries:
+        try:
+            entries = os.scandir(self.folder / folder)
+        except _NOT_THERE:
+            if folder:
+                return
+            raise
+        with entries:
             for entry in entries:
                 name = folder + entry.name
                 if entry.name.startswith("."):

@@ -274,13 +274,13 @@ async def test_images_of_one_job_have_its_seeds_in_turn_and_are_drawn_together(
     for folder in ("a", "b"):
         (tmp_path / folder).mkdir()
         for index in (0, 1):
-            path = tmp_path / folder / f"cat-{index}.png"
+            path = tmp_path / folder / ("cat~1.png" if index else "cat.png")
             path.write_bytes(encoded("cat", batch_size=2))
-    noisy(tmp_path / "b" / "cat-1.png", 9)
+    noisy(tmp_path / "b" / "cat~1.png", 9)
 
     ended = await asyncio.to_thread(in_process, "gate", "./a", "./b", *BY_PIXELS, "--json")
 
     worst = json.loads(ended.stdout)["worst"]
-    assert [(pair["key"], pair["seed"]) for pair in worst] == [("cat-1", 4), ("cat-0", 3)]
-    found = await jobs.of_images(FolderImages(tmp_path / "a"), ["cat-0.png", "cat-1.png"])
+    assert [(pair["key"], pair["seed"]) for pair in worst] == [("cat~1", 4), ("cat", 3)]
+    found = await jobs.of_images(FolderImages(tmp_path / "a"), ["cat.png", "cat~1.png"])
     assert [(job.id, job.images) for job in found] == [("cat", 2)]

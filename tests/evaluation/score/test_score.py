@@ -348,7 +348,7 @@ def test_a_reference_of_damaged_pictures_is_refused(
 
 async def test_a_chains_image_is_that_of_its_last_stage(storage: Storage, tmp_path: Path) -> None:
     def record(name: str, stage: int, **changes: Any) -> Record:
-        suffix = f"~{stage}" if stage > 1 else ""
+        suffix = f"~s{stage}" if stage > 1 else ""
         known = {"campaign": "chained", "blob": f"chained/{name}{suffix}.png", "prompt": "a house"}
         return Record(
             outcome="completed",
@@ -372,5 +372,5 @@ async def test_a_chains_image_is_that_of_its_last_stage(storage: Storage, tmp_pa
 
     assert made.images == {"cfg-3.0": 1}
     rows = [row for chunk in made.chunks["cfg-3.0"] for row in chunk.rows()]
-    assert [row.name for row in rows] == ["chained/cfg-3.0_000000~2.png"]
+    assert [row.name for row in rows] == ["chained/cfg-3.0_000000~s2.png"]
     assert made.guidance == {"cfg-3.0": 3}

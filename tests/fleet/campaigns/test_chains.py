@@ -91,7 +91,7 @@ async def test_a_job_of_stages_is_loaded_shown_failed_and_completed_as_one_job(
     assert (counts.completed, counts.failed, counts.pending, counts.images) == (1, 0, 0, 3)
     (shown,) = await run("job", "spring/0001")
     assert (shown["state"], shown["stage"]) == ("completed", 3)
-    names = ["spring/0001.png", "spring/0001~2.png", "spring/0001~3.png"]
+    names = ["spring/0001.png", "spring/0001~s2.png", "spring/0001~s3.png"]
     assert [each["blob"] for each in shown["images"]] == names
     rows = await run("results", "spring")
     assert sorted((each["stage"], each["blob"]) for each in rows) == [*enumerate(names, 1)]
@@ -107,7 +107,7 @@ async def test_downloads_and_exports_have_the_images_of_all_stages(
 ) -> None:
     await storage.queue.send([json.dumps(CHAIN)])
     await run_worker("w1")
-    names = ["0001.png", "0001~2.png", "0001~3.png"]
+    names = ["0001.png", "0001~s2.png", "0001~s3.png"]
     command = ["results", "spring", "--download", "found"]
     done = await asyncio.to_thread(imagefleet, *command, *flags(storage_settings))
     assert done.returncode == 0, done.stderr
@@ -156,7 +156,7 @@ async def test_a_webhook_tells_of_a_job_of_stages_once(
     found = [events.job_ended("acme/jobs", each) async for each in drawn]
     (completed,) = [each for each in found if each is not None]
     assert completed.type == "job.completed"
-    assert completed.data["images"] == ["spring/0001~3.png"]
+    assert completed.data["images"] == ["spring/0001~s3.png"]
 
 
 async def test_the_clients_result_is_the_image_of_the_last_stage(
@@ -168,7 +168,7 @@ async def test_the_clients_result_is_the_image_of_the_last_stage(
         batch = await fleet.submit([Job.model_validate(CHAIN)])
         await run_worker("w1")
         (result,) = [each async for each in batch.results(20)]
-        assert (result.status, result.blobs) == ("completed", ("spring/0001~3.png",))
+        assert (result.status, result.blobs) == ("completed", ("spring/0001~s3.png",))
         assert (await result.image()).size == (64, 64)
         (job,) = [each async for each in fleet.results("spring")]
         assert job.blobs == result.blobs

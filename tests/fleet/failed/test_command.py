@@ -15,7 +15,7 @@ from fleet import console
 from imagefleet import errors
 from imagefleet.job.message import Job, read_job
 from imagefleet.records.record import RecordLog
-from imagefleet.signing import SigningKey
+from imagefleet.signing import JobSigner, SigningKey
 from imagefleet.storage import dead_letter
 from imagefleet.storage.open import Storage, open_storage
 from imagefleet.storage.settings import PRIORITIES, StorageSettings
@@ -249,8 +249,11 @@ def signed_jobs(failed_jobs: StorageSettings, tmp_path: Path) -> tuple[StorageSe
 
     async def prepare() -> None:
         async with open_storage(failed_jobs) as storage:
+            signer = JobSigner(key, storage.scope)
+            other = JobSigner(SigningKey.create(tmp_path / "x"), storage.scope)
             for name in ("fox", "owl"):
-                await add(storage, Job(prompt=f"a {name}", id=name, campaign="c").to_message(key))
+                body = Job(prompt=f"a {name}", id=name, campaign="c").to_message(signer)
+                await add(storage, body)
             [real] = [
                 record.model_dump(mode="json", exclude_none=True)
                 async for each in storage.poison.browse()
@@ -265,7 +268,7 @@ def signed_jobs(failed_jobs: StorageSettings, tmp_path: Path) -> tuple[StorageSe
                 {"body": Job(prompt=THIEFS, id="unsigned").to_message()},
                 {"body": json.dumps({**signed, "prompt": THIEFS})},
                 {"body": json.dumps({**signed, "id": "another"})},
-                {"body": Job(prompt=THIEFS, id="x").to_message(SigningKey.create(tmp_path / "x"))},
+                {"body": Job(prompt=THIEFS, id="x").to_message(other)},
                 {"body_blob": f"failed/{digest}.txt"},
                 {"body_blob": f"failed/{'0' * 32}.txt"},
                 {"body_blob": f"failed/{'1' * 32}.txt"},

@@ -12,12 +12,13 @@ from typing import Any, TypeVar
 
 import pytest
 
+import signers
 from fleet import console
 from imagefleet import errors
 from imagefleet.job.message import Job, read_job
 from imagefleet.records import reader
 from imagefleet.records.record import RecordLog
-from imagefleet.signing import SigningKey, TrustedKeys
+from imagefleet.signing import JobSigner, SigningKey
 from imagefleet.storage import dead_letter
 from imagefleet.storage.open import Storage, open_storage
 from imagefleet.storage.settings import StorageSettings
@@ -160,11 +161,16 @@ def test_a_loaded_and_discarded_job_is_not_pending_for_ever(within: Within[Any])
         log = RecordLog(storage.blobs, "load")
         await log.sent("spring", 1)
         (failed,) = [each async for each in reader.ended(storage)]
-        await log.add([failed.model_copy(update={"outcome": "discarded"})])
+        discarded = failed.model_copy(update={"outcome": "discarded"})
+        await RecordLog(storage.files, "operator").add([discarded])
         return await reader.counts(storage, "spring")
 
     counted = within(counts)
     assert (counted.failed, counted.discarded, counted.pending) == (0, 1, 0)
+
+
+def signed(storage: Storage, job: Job, key: SigningKey) -> str:
+    return job.to_message(JobSigner(key, storage.scope))
 
 
 def test_only_signed_jobs_are_exported_to_be_signed_again(
@@ -174,7 +180,7 @@ def test_only_signed_jobs_are_exported_to_be_signed_again(
     key = SigningKey.create(tmp_path / "key.pem")
     job = Job(prompt="a cat", id="cat")
     forged = Job(prompt="a thief's house", id="x").to_message()
-    within(lambda storage: fail(storage, job.to_message(key), forged))
+    within(lambda storage: fail(storage, signed(storage, job, key), forged))
     monkeypatch.setenv("IMAGEFLEET_SIGNING_KEY", str(tmp_path / "key.pem"))
     ended = in_process("failed", "--export")
     (line,) = ended.stdout.splitlines()
@@ -269,7 +275,8 @@ def test_a_changed_job_is_signed_again_or_stays(
     in_process: Imagefleet, within: Within[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     key = SigningKey.create(tmp_path / "key.pem")
-    within(lambda storage: fail(storage, Job(prompt="a cat", id="cat").to_message(key)))
+    job = Job(prompt="a cat", id="cat")
+    within(lambda storage: fail(storage, signed(storage, job, key)))
     arguments = ("replay", "--all", "--yes", "--set", "steps=30")
     unsigned = "it is signed, and changed it has to be signed again: give your signing key"
     assert unsigned in in_process(*arguments).stdout
@@ -281,7 +288,7 @@ def test_a_changed_job_is_signed_again_or_stays(
 
     async def read_signed(storage: Storage) -> Job:
         (message,) = [each async for each in storage.queue.browse()]
-        return read_job(message.body, message.id, TrustedKeys.read(key.public))
+        return read_job(message.body, message.id, signers.trusted(key, storage.scope))
 
     assert within(read_signed).steps == 30
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
@@ -12,6 +13,7 @@ from typing import Any, Self
 import pytest
 
 import polling
+import signers
 from fleet import console
 from fleet.campaigns import target
 from fleet.redo import command, replace
@@ -19,7 +21,7 @@ from fleet.verify import pairs
 from imagefleet.files import picture
 from imagefleet.job.message import read_job
 from imagefleet.records import reader
-from imagefleet.signing import SigningKey, TrustedKeys
+from imagefleet.signing import JobSigner, SigningKey
 from imagefleet.storage import open as opening
 from imagefleet.storage.open import Storage, open_storage
 from imagefleet.storage.settings import SignerSettings, StorageSettings
@@ -130,7 +132,7 @@ async def test_a_bad_workers_images_since_a_moment_are_replaced_and_no_others(
     assert found.pop("before/j0.png") == "bad"
     assert {name for name, worker in found.items() if worker == "third"} == {
         *(f"default/j{number}.webp" for number in range(3)),
-        *(f"-checks/b/j{number}-0.png" for number in range(3)),
+        *(f"-checks/b/j{number}.png" for number in range(3)),
     }
     assert set(found.values()) == {"good", "third"}
     assert len(found) == 3 + 6 + 6
@@ -148,8 +150,8 @@ async def test_a_bad_workers_images_since_a_moment_are_replaced_and_no_others(
 @pytest.mark.parametrize(
     ("fields", "image"),
     [
-        ({"id": "a", "then": [{"steps": 12}]}, "default/a~2.png"),
-        ({"id": "a" * 128, "batch_size": 2}, f"default/{'a' * 128}-1.png"),
+        ({"id": "a", "then": [{"steps": 12}]}, "default/a~s2.png"),
+        ({"id": "a" * 128, "batch_size": 2}, f"default/{'a' * 128}~1.png"),
     ],
 )
 async def test_an_image_whose_name_is_no_jobs_id_counts_once_when_it_is_replaced(
@@ -251,7 +253,7 @@ async def test_images_without_their_job_stay_unless_it_is_given(
     storage: Storage, storage_settings: StorageSettings
 ) -> None:
     record = {"worker": "bad", "job": "j0"}
-    for name in ("default/j0.png", "default/j1-1.png", "default/j2.png"):
+    for name in ("default/j0.png", "default/j1~1.png", "default/j2.png"):
         await storage.blobs.create(name, b"garbage", "image/png", record)
     batch = json.dumps({"prompt": "b", "id": "j1", "batch_size": 2})
     given = {"default/j0": messages(1)[0], "default/j1": batch}
@@ -301,7 +303,7 @@ async def test_a_forged_job_is_not_drawn_where_jobs_are_signed(
     storage: Storage, storage_settings: StorageSettings, run_worker: RunWorker, tmp_path: Path
 ) -> None:
     key = SigningKey.create(tmp_path / "key.pem")
-    signed = read_job(messages(1)[0], "").to_message(key)
+    signed = read_job(messages(1)[0], "").to_message(JobSigner(key, storage.scope))
     for name, body in (("thief", '{"prompt": "another", "id": "j0"}'), ("good", signed)):
         await storage.queue.send([body])
         await run_worker(name)
@@ -311,7 +313,25 @@ async def test_a_forged_job_is_not_drawn_where_jobs_are_signed(
 
     assert (result["not_redone"], result["images"], result["jobs"]) == ([], 1, 1)
     (message,) = await storage.queue.receive(1, 30)
-    assert read_job(message.body, "", TrustedKeys.read(key.public)).prompt == "a cat"
+    assert read_job(message.body, "", signers.trusted(key, storage.scope)).prompt == "a cat"
+
+
+async def test_an_image_of_long_ago_is_drawn_again_with_a_new_signature(
+    storage: Storage, storage_settings: StorageSettings, run_worker: RunWorker, tmp_path: Path
+) -> None:
+    key = SigningKey.create(tmp_path / "key.pem")
+    then = dataclasses.replace(storage.scope, now=signers.ahead(-31))
+    await storage.queue.send([read_job(messages(1)[0], "").to_message(JobSigner(key, then))])
+    await run_worker("bad")
+    settings = SignerSettings(**dict(storage_settings), trusted_key=key.public)
+    (refused,) = (await redo(settings, worker="bad"))["not_redone"]
+    assert "whose signature with a trusted key still holds" in refused["reason"]
+
+    settings = SignerSettings(**dict(storage_settings), signing_key=tmp_path / "key.pem")
+    assert (await redo(settings, worker="bad"))["jobs"] == 1
+
+    (message,) = await storage.queue.receive(1, 30)
+    assert read_job(message.body, "", signers.trusted(key, storage.scope)).prompt == "a cat"
 
 
 async def test_suspect_images_are_those_of_their_records_that_are_still_the_workers(

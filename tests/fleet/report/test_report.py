@@ -92,11 +92,12 @@ def figures_of(records: report_records.Records) -> report_figures.Figures:
 
 
 async def test_a_campaign_is_separated_from_others_on_every_storage(storage: Storage) -> None:
-    for name in ("spring/j1.png", "spring/j2-0.png", "spring/j2-1.png", "springtime/j3.png"):
-        job = re.sub(r"(-\d)?\.png$", "", name.rpartition("/")[2])
+    for name in ("spring/j1.png", "spring/j2.png", "spring/j2~1.png", "springtime/j3.png"):
+        job = re.sub(r"(~\d)?\.png$", "", name.rpartition("/")[2])
         facts = record(job=job, attempt="2")
-        if "-" in name:
-            facts |= {"index": name[-5], "images": "2", "completes": str(name[-5] == "1")}
+        if job == "j2":
+            index = "~" in name
+            facts |= {"index": str(int(index)), "images": "2", "completes": str(index)}
         await keep(storage, name, b"12345", **facts)
     error = errors.MissingFileError("there is no LoRA x")
     await add(storage, Job(prompt="x", id="a", campaign="spring"), error)

@@ -36,6 +36,11 @@ def log(storage: Storage) -> RecordLog:
 
 
 @pytest.fixture
+def operator(storage: Storage) -> RecordLog:
+    return RecordLog(storage.files, "operator")
+
+
+@pytest.fixture
 def times(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     """Nothing waits long; a test may set some of them otherwise."""
     monkeypatch.setattr(events, "SETTLE_SECONDS", 0.0)
@@ -82,6 +87,10 @@ def run(storage: Storage, receiver: Any, tmp_path: Path, times: pytest.MonkeyPat
     return run
 
 
+def name(job_id: str, index: int) -> str:
+    return f"spring/{job_id}~{index}.png" if index else f"spring/{job_id}.png"
+
+
 def record(number: int, outcome: str = "completed", **fields: Any) -> Record:
     known: dict[str, Any] = {
         "outcome": outcome,
@@ -97,12 +106,13 @@ def record(number: int, outcome: str = "completed", **fields: Any) -> Record:
 
 
 async def test_a_campaign_that_has_an_end_of_every_job_is_reported_once(
-    log: RecordLog, receiver: Any, run: Run
+    log: RecordLog, operator: RecordLog, receiver: Any, run: Run
 ) -> None:
     await log.sent("spring", 3)
     await log.add([record(1), record(2, "failed", error="JobError", reason="no")])
     await run()
     assert receiver.events == [], "one job is pending"
+    await operator.open("spring", "cancelled")
     await log.add([record(3, "cancelled")])
     await run()
     await run()
@@ -132,12 +142,12 @@ async def test_what_a_worker_has_done_is_reported(
 
 
 async def test_a_campaign_that_goes_on_ends_again_with_another_id(
-    log: RecordLog, receiver: Any, run: Run
+    log: RecordLog, operator: RecordLog, receiver: Any, run: Run
 ) -> None:
     await log.sent("spring", 2)
     await log.add([record(1), record(2, "failed", error="JobError", reason="no")])
     await run()
-    await log.add([record(2, "replayed")])
+    await operator.add([record(2, "replayed")])
     await run()
     await log.add([record(2, source="message-3")])
     await run()
@@ -159,10 +169,14 @@ async def test_without_a_filler_that_counts_a_campaign_ends_with_the_queue(
     assert receiver.told("campaign.completed")[0]["pending"] is None
 
 
-async def test_each_job_is_reported_if_asked(log: RecordLog, receiver: Any, run: Run) -> None:
+async def test_each_job_is_reported_if_asked(
+    log: RecordLog, operator: RecordLog, receiver: Any, run: Run
+) -> None:
     await log.add([record(1, metadata={"order": 7})])
     await log.add([record(2, "failed", error="MissingFileError", reason="r" * 900, attempts=5)])
-    await log.add([record(3, "cancelled"), record(4, "discarded")])
+    await operator.open("spring", "cancelled")
+    await operator.add([record(4, "discarded")])
+    await log.add([record(3, "cancelled")])
     await run(each_job=True)
     (completed,), (failed,) = receiver.told("job.completed"), receiver.told("job.failed")
     assert completed["metadata"] == {"order": 7}
@@ -182,13 +196,13 @@ async def test_a_job_of_several_images_is_complete_with_the_last_of_them(
     image = {"images": 3, "id": "set"}
     for index in (2, 0):
         early = {"index": index, "seed": 7 + index, "completes": False}
-        await log.add([record(1, **image, **early, blob=f"spring/set-{index}.png")])
+        await log.add([record(1, **image, **early, blob=name("set", index))])
     await run(each_job=True)
     assert receiver.events == []
-    await log.add([record(1, **image, index=1, seed=8, blob="spring/set-1.png", completes=True)])
+    await log.add([record(1, **image, index=1, seed=8, blob=name("set", 1), completes=True)])
     await run(each_job=True)
     (event,) = receiver.told("job.completed")
-    assert event["images"] == [f"spring/set-{index}.png" for index in range(3)]
+    assert event["images"] == [name("set", index) for index in range(3)]
     assert event["seed"] == 7
 
 
@@ -349,13 +363,13 @@ def test_no_event_is_larger_than_receivers_take() -> None:
 def test_a_job_whose_images_are_recorded_one_by_one_is_complete_once() -> None:
     images = {"images": 200, "completes": False}
     for index in range(199):
-        image = record(1, **images, index=index, blob=f"c/job-1-{index}.png")
+        image = record(1, **images, index=index, blob=name("job-1", index))
         assert events.job_ended("acme/jobs", image) is None
-    last = images | {"completes": True, "index": 199, "blob": "c/job-1-199.png", "seed": 200}
+    last = images | {"completes": True, "index": 199, "blob": name("job-1", 199), "seed": 200}
     found, again = (events.job_ended("acme/jobs", record(1, **last)) for _ in range(2))
     assert found is not None
     assert again is not None
     assert found.id == again.id, "a second worker that finds it complete sends the same event"
     data = found.data
-    assert data["images"] == [f"c/job-1-{index}.png" for index in range(events.MAX_IMAGES)]
+    assert data["images"] == [name("job-1", index) for index in range(events.MAX_IMAGES)]
     assert (data["image_count"], data["seed"]) == (200, 1)

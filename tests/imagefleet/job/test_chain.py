@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 
+import signers
 from imagefleet import errors
 from imagefleet.job import chain, sizes
 from imagefleet.job.message import Job, is_signed, read_job
-from imagefleet.signing import SigningKey, TrustedKeys
+from imagefleet.signing import SigningKey
 from imagefleet.storage.routing.models import model_of, models_of
 
 
@@ -66,7 +67,7 @@ def test_fields_of_one_image_are_a_stages_own() -> None:
     assert [each.enable_hr for each in (first, second, third)] == [True, False, False]
     assert first.init_images == ()
     assert second.init_images == ("images/default/0001.png",)
-    assert third.init_images == ("images/default/0001~2.png",)
+    assert third.init_images == ("images/default/0001~s2.png",)
 
 
 def test_a_stage_with_another_sampler_does_not_take_over_the_options_of_the_first() -> None:
@@ -87,7 +88,7 @@ def test_a_stage_that_asks_for_a_random_seed_gets_one_of_its_own_the_same_each_t
 def test_the_images_of_all_stages_have_names_that_no_other_job_can_have() -> None:
     body = text({}, {"output": {"format": "jpeg"}}, campaign="c")
     names = [each.blob_name(0) for each in read_job(body, "m").stages_left()]
-    assert names == ["c/0001.png", "c/0001~2.png", "c/0001~3.jpg"]
+    assert names == ["c/0001.png", "c/0001~s2.png", "c/0001~s3.jpg"]
     assert sorted(names) == names
     with pytest.raises(errors.InvalidMessageError):
         read_job(text(id="0001~2"), "m")
@@ -148,8 +149,8 @@ def test_a_stage_written_again_is_the_same_stage_of_the_same_job() -> None:
 
 def test_a_worker_sends_the_next_stage_of_a_signed_job_without_the_key(tmp_path: Path) -> None:
     key = SigningKey.create(tmp_path / "key.pem")
-    trusted = TrustedKeys.read(key.public)
-    body = Job(prompt="a house", id="a", then=({"steps": 5}, {"steps": 6})).to_message(key)
+    trusted, signer = signers.trusted(key), signers.signer(key)
+    body = Job(prompt="a house", id="a", then=({"steps": 5}, {"steps": 6})).to_message(signer)
     for number in (2, 3):
         fields = json.loads(body) | {"stage": {"number": number, "message": "m"}}
         assert read_job(json.dumps(fields), "m", trusted).steps == 3 + number
@@ -157,8 +158,8 @@ def test_a_worker_sends_the_next_stage_of_a_signed_job_without_the_key(tmp_path:
         with pytest.raises(errors.UntrustedJobError):
             read_job(json.dumps(fields), "m", trusted)
     stage = at(body, 2)
-    assert is_signed(stage.to_message(key))
-    assert read_job(stage.to_message(key), "m", trusted).model_dump() == stage.model_dump()
+    assert is_signed(stage.to_message(signer))
+    assert read_job(stage.to_message(signer), "m", trusted).model_dump() == stage.model_dump()
 
 
 def test_the_first_message_leaves_room_for_those_of_later_stages() -> None:

@@ -25,7 +25,7 @@ json_values = st.recursive(
 
 names = st.from_regex(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}", fullmatch=True)
 
-words = st.text(alphabet=st.characters(exclude_categories=["Cs"], exclude_characters="<>"))
+words = st.text(alphabet=st.characters(exclude_categories=["Cs"], exclude_characters="\0<>"))
 
 jobs = st.builds(
     Job,
@@ -183,7 +183,7 @@ def test_seeds_count_up_by_image_and_wrap_at_32_bits() -> None:
 
 def test_blob_names_follow_from_the_job_alone() -> None:
     assert read(id="a").blob_name(0) == "default/a.png"
-    assert read(id="a", campaign="spring", n_iter=2).blob_name(1) == "spring/a-1.png"
+    assert read(id="a", campaign="spring", n_iter=2).blob_name(1) == "spring/a~1.png"
     assert read(id="a", output={"format": "jpeg"}).blob_name(0) == "default/a.jpg"
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,10 @@ import pytest
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ed25519
 
+import signers
 from imagefleet import errors
 from imagefleet.job.message import Job, is_signed, read_job
-from imagefleet.signing import SigningKey, TrustedKeys
+from imagefleet.signing import JobSigner, SigningKey, TrustedJobs
 from imagefleet.storage.deliveries import Deliveries, without_deliveries
 
 JOB = Job(
@@ -31,30 +33,35 @@ def key(tmp_path: Path) -> SigningKey:
 
 
 @pytest.fixture
-def trusted(key: SigningKey) -> TrustedKeys:
-    return TrustedKeys.read(key.public)
+def signer(key: SigningKey) -> JobSigner:
+    return signers.signer(key)
+
+
+@pytest.fixture
+def trusted(key: SigningKey) -> TrustedJobs:
+    return signers.trusted(key)
 
 
 def changed(body: str, **fields: Any) -> str:
     return json.dumps({**json.loads(body), **fields})
 
 
-def test_a_signed_job_is_the_same_job(key: SigningKey, trusted: TrustedKeys) -> None:
-    body = JOB.to_message(key)
+def test_a_signed_job_is_the_same_job(signer: JobSigner, trusted: TrustedJobs) -> None:
+    body = JOB.to_message(signer)
     assert read_job(body, "m", trusted) == read_job(JOB.to_message(), "m")
     assert read_job(body, "m") == read_job(JOB.to_message(), "m"), "without a trusted key"
     assert is_signed(body)
     assert not is_signed(JOB.to_message())
 
 
-def test_the_same_job_is_signed_with_the_same_bytes(key: SigningKey) -> None:
-    assert JOB.to_message(key) == JOB.to_message(key)
+def test_the_same_job_is_signed_with_the_same_bytes(signer: JobSigner) -> None:
+    assert JOB.to_message(signer) == JOB.to_message(signer)
 
 
 def test_a_signature_outlasts_deliveries_base64_and_another_order_of_the_fields(
-    key: SigningKey, trusted: TrustedKeys
+    signer: JobSigner, trusted: TrustedJobs
 ) -> None:
-    body = JOB.to_message(key)
+    body = JOB.to_message(signer)
     released = Deliveries(known=3, lost=1).write_to(body)
     assert released is not None
     texts = [
@@ -93,14 +100,14 @@ def test_a_signature_outlasts_deliveries_base64_and_another_order_of_the_fields(
     ],
 )
 def test_what_was_changed_after_it_was_signed_is_refused(
-    key: SigningKey, trusted: TrustedKeys, fields: dict[str, Any]
+    signer: JobSigner, trusted: TrustedJobs, fields: dict[str, Any]
 ) -> None:
     with pytest.raises(errors.UntrustedJobError, match="it was changed after it was signed"):
-        read_job(changed(JOB.to_message(key), **fields), "m", trusted)
+        read_job(changed(JOB.to_message(signer), **fields), "m", trusted)
 
 
-def test_a_field_taken_away_is_a_change(key: SigningKey, trusted: TrustedKeys) -> None:
-    fields = json.loads(JOB.to_message(key))
+def test_a_field_taken_away_is_a_change(signer: JobSigner, trusted: TrustedJobs) -> None:
+    fields = json.loads(JOB.to_message(signer))
     for name in fields.keys() - {"signature"}:
         rest = {other: value for other, value in fields.items() if other != name}
         with pytest.raises(errors.UntrustedJobError):
@@ -109,7 +116,7 @@ def test_a_field_taken_away_is_a_change(key: SigningKey, trusted: TrustedKeys) -
 
 @pytest.mark.parametrize("fields", [{}, {"signature": None}])
 def test_an_unsigned_job_is_refused_with_what_to_do(
-    trusted: TrustedKeys, fields: dict[str, Any]
+    trusted: TrustedJobs, fields: dict[str, Any]
 ) -> None:
     with pytest.raises(
         errors.UntrustedJobError,
@@ -118,7 +125,7 @@ def test_an_unsigned_job_is_refused_with_what_to_do(
         read_job(changed(JOB.to_message(), **fields), "m", trusted)
 
 
-def test_nothing_of_an_unsigned_job_is_looked_at(trusted: TrustedKeys) -> None:
+def test_nothing_of_an_unsigned_job_is_looked_at(trusted: TrustedJobs) -> None:
     with pytest.raises(errors.UntrustedJobError):
         read_job('{"no_such_field": 1, "prompt": [[[]]]}', "m", trusted)
     with pytest.raises(errors.InvalidMessageError, match="is not JSON"):
@@ -126,35 +133,51 @@ def test_nothing_of_an_unsigned_job_is_looked_at(trusted: TrustedKeys) -> None:
 
 
 def test_another_keys_signature_and_one_for_something_else_are_refused(
-    key: SigningKey, trusted: TrustedKeys, tmp_path: Path
+    signer: JobSigner, trusted: TrustedJobs, tmp_path: Path
 ) -> None:
     other = SigningKey.create(tmp_path / "other.pem")
     with pytest.raises(errors.UntrustedJobError, match="another key signed it"):
-        read_job(JOB.to_message(other), "m", trusted)
+        read_job(JOB.to_message(signers.signer(other)), "m", trusted)
     fields = json.loads(JOB.to_message())
-    fields["signature"] = key.sign("manifest of loras", dict(fields))
+    terms = {name: text for name, text in signer.sign(fields).items() if name != "ed25519"}
+    signature = signer.key.sign("manifest of loras", {**fields, "signature": terms})
+    fields["signature"] = {**terms, "ed25519": signature}
     with pytest.raises(errors.UntrustedJobError):
         read_job(json.dumps(fields), "m", trusted)
 
 
 def test_a_signed_job_has_an_id_or_it_could_be_sent_again_as_another(
-    key: SigningKey, trusted: TrustedKeys
+    signer: JobSigner, trusted: TrustedJobs
 ) -> None:
     with pytest.raises(ValueError, match="a signed job needs an id"):
-        Job(prompt="a hut").to_message(key)
+        Job(prompt="a hut").to_message(signer)
     for fields in ({"prompt": "a hut"}, {"prompt": "a hut", "id": None}):
-        body = json.dumps({**fields, "signature": key.sign("job", fields)})
-        with pytest.raises(errors.UntrustedJobError, match="it has no `id`"):
+        body = json.dumps({**fields, "signature": signer.sign(fields)})
+        with pytest.raises(errors.UntrustedJobError, match="has no `id`"):
             read_job(body, "m", trusted)
 
 
 def test_a_field_written_twice_means_the_one_that_is_checked(
-    key: SigningKey, trusted: TrustedKeys
+    signer: JobSigner, trusted: TrustedJobs
 ) -> None:
-    body = JOB.to_message(key)
+    body = JOB.to_message(signer)
     with pytest.raises(errors.UntrustedJobError):
         read_job(body[:-1] + ',"prompt":"another"}', "m", trusted)
     assert read_job('{"prompt":"another",' + body[1:], "m", trusted).prompt == JOB.prompt
+
+
+@pytest.mark.parametrize(
+    "until",
+    ["", "soon", "2026-12-31", "2026-12-31T00:00:00", "0001-01-01T00:00:00+14:00", "9" * 60],
+)
+def test_a_signature_until_no_date_is_refused(
+    signer: JobSigner, trusted: TrustedJobs, until: str
+) -> None:
+    terms = {"fleet": "acme/images", "queue": "jobs", "until": until}
+    signature = signer.key.sign("job", {"id": "a", "prompt": "", "signature": terms})
+    body = json.dumps({"id": "a", "prompt": "", "signature": {**terms, "ed25519": signature}})
+    with pytest.raises(errors.UntrustedJobError, match="is signed until no date"):
+        read_job(body, "m", trusted)
 
 
 def test_another_program_signs_as_the_documentation_says(tmp_path: Path) -> None:
@@ -162,8 +185,11 @@ def test_another_program_signs_as_the_documentation_says(tmp_path: Path) -> None
     private = serialization.load_pem_private_key((tmp_path / "key.pem").read_bytes(), None)
     assert isinstance(private, ed25519.Ed25519PrivateKey)
     fields = {"prompt": "a hut, é", "id": "hut", "steps": 15, "cfg_scale": 7.5}
-    text = "imagefleet job 1\n" + json.dumps(fields, sort_keys=True, separators=(",", ":"))
+    until = f"{datetime.now(UTC) + timedelta(days=90):%Y-%m-%dT%H:%M:%S+00:00}"
+    terms = {"fleet": "acme/images", "queue": "jobs", "until": until}
+    signed = {**fields, "signature": terms}
+    text = "imagefleet job 1\n" + json.dumps(signed, sort_keys=True, separators=(",", ":"))
     signature = base64.b64encode(private.sign(text.encode("ascii"))).decode()
     public = base64.b64encode(private.public_key().public_bytes_raw()).decode()
-    body = json.dumps({**fields, "signature": signature}, ensure_ascii=False)
-    assert read_job(body, "m", TrustedKeys.read(public)).id == "hut"
+    body = json.dumps({**fields, "signature": {**terms, "ed25519": signature}}, ensure_ascii=False)
+    assert read_job(body, "m", signers.trusted(public)).id == "hut"

@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 
 from imagefleet import errors
+from imagefleet.job import sizes
+from imagefleet.records.record import Record
 from imagefleet.storage.open import Storage
 
 
@@ -126,6 +128,23 @@ async def test_names_are_listed_by_prefix(storage: Storage) -> None:
     for prefix in ("", "a", "a/", "a/b", "a/b/3", "ab/4.png", "nothing"):
         listed = {name async for name in storage.blobs.names(prefix)}
         assert listed == {name for name in names if name.startswith(prefix)}
+
+
+@pytest.mark.parametrize("letter", ["a", "\u0436", "\u4e00"])
+async def test_a_jobs_metadata_of_any_script_come_back_from_a_blob(
+    storage: Storage, letter: str
+) -> None:
+    """4 KiB of any script fit the header, beside what else a worker says."""
+    count = (sizes.MAX_METADATA_BYTES - len('{"a": ""}')) // len(letter.encode())
+    metadata = {"a": letter * count}
+    facts = {"worker": "w" * 200, "metadata": sizes.metadata_header(metadata)}
+
+    await storage.blobs.create("s/1.png", b"x", "image/png", facts)
+
+    (found,) = [each async for each in storage.blobs.records("s/")]
+    known = {"outcome": "completed", "id": "1", "at": datetime.now(UTC)}
+    assert Record.of_blob(known, found.metadata).metadata == metadata
+    assert await storage.blobs.metadata("s/1.png") == facts
 
 
 async def test_records_have_size_metadata_and_time_of_each_blob(storage: Storage) -> None:

@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
+import signers
 from imagefleet import errors
 from imagefleet.job.message import Job, read_job
-from imagefleet.signing import SigningKey, TrustedKeys
+from imagefleet.signing import JobSigner, SigningKey
 from imagefleet.storage import dead_letter, dead_letter_queue
 from imagefleet.storage.dead_letter import Check, Entry, FailedJob, Selection
 from imagefleet.storage.open import Storage
@@ -72,17 +73,17 @@ async def test_with_a_key_even_an_invalid_job_must_be_signed(
 ) -> None:
     """As workers of another version take it, or took it."""
     fields = {"prompt": "newer", "id": "n", "no_such_field": 1}
-    signed = {**fields, "signature": key.sign("job", fields)}
+    signed = {**fields, "signature": JobSigner(key, storage.scope).sign(fields)}
     for body in (json.dumps(signed), json.dumps(fields), "no job", '["signature"]'):
         await fail(storage, body)
-    check = Check(TrustedKeys.read(key.public), takes_invalid=True)
+    check = Check(signers.trusted(key, storage.scope), takes_invalid=True)
     preview = await dead_letter_queue.preview(storage, Selection(), check)
     assert (preview.count, preview.unsigned, preview.refused) == (1, 3, 0)
     assert [await check.is_signed(each, storage.blobs) for each in await entries(storage)] == [
         True,
         *[False] * 3,
     ]
-    strict = Check(TrustedKeys.read(key.public))
+    strict = Check(signers.trusted(key, storage.scope))
     refused = (await dead_letter_queue.replay(storage, Selection(), check=strict)).refused
     assert [each.is_unsigned for each in refused] == [False, True, True, True]
     assert "no_such_field: unknown key" in refused[0].reason

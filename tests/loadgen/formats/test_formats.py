@@ -15,9 +15,10 @@ import pyarrow as pa
 import pytest
 from pyarrow import parquet
 
+import signers
 from imagefleet import errors
 from imagefleet.job.message import Job, read_job
-from imagefleet.signing import SigningKey, TrustedKeys
+from imagefleet.signing import SigningKey
 from loadgen import file_source, sources
 from loadgen.file_source import FileSource, StreamSource
 from loadgen.formats import json_array
@@ -213,10 +214,12 @@ def test_what_failed_export_noted_is_dropped(tmp_path: Path, name: str) -> None:
 
 def test_a_signed_job_is_valid_without_what_failed_export_noted(tmp_path: Path) -> None:
     key = SigningKey.create(tmp_path / "key.pem")
-    signed = json.loads(Job(prompt="a", id="a").to_message(key)) | {"failure": {"error": "X"}}
+    signed = json.loads(Job(prompt="a", id="a").to_message(signers.signer(key))) | {
+        "failure": {"error": "X"}
+    }
     (body,) = source_of(tmp_path, "fix.jsonl", json.dumps(signed)).bodies(0)
 
-    assert read_job(body or "", "m", TrustedKeys.read(key.public)).id == "a"
+    assert read_job(body or "", "m", signers.trusted(key)).id == "a"
 
 
 @pytest.mark.parametrize(

@@ -99,7 +99,7 @@ async def test_a_chain_ends_with_what_the_network_makes_of_its_image(
     pipeline = await run_pipeline(load=lambda: load_engine(EngineSettings(model, "cpu", slots=2)))
     assert dict(pipeline.metrics.outcomes) == {"completed": 3}
     drawn, enlarged, cut = [
-        await stored(storage, f"default/{name}.png") for name in ("a", "a~2", "a~3")
+        await stored(storage, f"default/{name}.png") for name in ("a", "a~s2", "a~s3")
     ]
     expected = esrgan.enlarge(network[1], np.asarray(drawn))
     assert np.array_equal(np.asarray(enlarged), expected)
@@ -234,8 +234,8 @@ async def test_a_stage_that_failed_enlarges_once_it_is_replayed(
     assert (await dead_letter_queue.replay(storage, Selection())).done == 1
     await run_pipeline(StandInEngine(size=(64, 64), draw=draw))
     names = sorted([name async for name in storage.blobs.names("default/")])
-    assert names == [f"default/{name}.png" for name in ("a", "a~2", "b", "b~2")]
-    assert (await stored(storage, "default/a~2.png")).size == (128, 128)
+    assert names == [f"default/{name}.png" for name in ("a", "a~s2", "b", "b~s2")]
+    assert (await stored(storage, "default/a~s2.png")).size == (128, 128)
 
 
 async def test_another_worker_confirms_an_enlarged_image(

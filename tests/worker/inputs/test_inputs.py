@@ -96,7 +96,7 @@ async def test_an_image_may_be_a_file_a_result_or_in_the_message(
         assert init is not None
         assert np.array_equal(init.pixels, np.asarray(images[str(request.prompt)]))
         assert (init.denoising_strength, init.mask) == (0.4, None)
-    found = await stored(storage, "default/own-1.png")
+    found = await stored(storage, "default/own~1.png")
     assert "Denoising strength: 0.4, RNG: CPU" in found.info["parameters"]
 
 

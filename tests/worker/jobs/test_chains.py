@@ -25,7 +25,7 @@ from imagefleet.job.change import Change
 from imagefleet.job.message import Job, Output, read_job
 from imagefleet.records import outcomes, reader
 from imagefleet.records.record import Record
-from imagefleet.signing import SigningKey
+from imagefleet.signing import JobSigner, SigningKey
 from imagefleet.storage import dead_letter, dead_letter_queue
 from imagefleet.storage.azure.roles import ROLES
 from imagefleet.storage.azure.storage import AzureStorage
@@ -46,7 +46,7 @@ local_only = pytest.mark.parametrize("storage_settings", ["local"], indirect=Tru
 
 pytestmark = pytest.mark.usefixtures("soon")
 
-IMAGES = ["default/a.png", "default/a~2.png", "default/a~3.png"]
+IMAGES = ["default/a.png", "default/a~s2.png", "default/a~s3.png"]
 
 
 class Drawing(StandInEngine):
@@ -389,7 +389,7 @@ async def test_a_signed_chain_goes_on_at_workers_without_the_signing_key(
     key = SigningKey.create(tmp_path / "key.pem")
     then = ({"steps": 12}, {"steps": 13})
     job = Job(prompt="a house", id="a", steps=11, then=then)
-    await storage.queue.send([job.to_message(key)])
+    await storage.queue.send([job.to_message(JobSigner(key, storage.scope))])
     engine = Drawing(fails=lambda steps: errors.UnusableFileError("x") if steps == 13 else None)
     await run_pipeline(engine, trusted_key=key.public)
     assert engine.drawn == [11, 12, 13]
@@ -410,7 +410,7 @@ async def test_a_stage_whose_input_is_gone_fails_by_name(
     await run_pipeline(Drawing())
     (record,) = await failed(storage)
     assert (record.error, record.stage) == ("MissingFileError", 3)
-    assert "'default/a~2.png'" in record.reason
+    assert "'default/a~s2.png'" in record.reason
 
 
 @local_only

@@ -149,7 +149,7 @@ async def test_an_image_that_is_being_stored_while_another_of_its_job_fails_has_
     pipeline = await run_pipeline(StandInEngine(capacity=1, draw=draw))
     assert pipeline.metrics.outcomes == {"failed": 1}
     assert [record.blob for record in await recorded(storage)] == await stored_images(storage)
-    assert await stored_images(storage) == ["default/j-0.png"]
+    assert await stored_images(storage) == ["default/j.png"]
 
 
 async def test_a_job_whose_record_cannot_be_stored_is_delivered_again(

@@ -79,8 +79,12 @@ async def kept_aside(storage: Storage) -> list[str]:
     return [name async for name in storage.blobs.names("-duplicates/")]
 
 
+def name(index: int, job: str = "j") -> str:
+    return f"default/{job}~{index}.png" if index else f"default/{job}.png"
+
+
 def names(images: int, job: str = "j") -> set[str]:
-    return {f"default/{job}-{index}.png" for index in range(images)}
+    return {name(index, job) for index in range(images)}
 
 
 async def until(condition: Callable[[], bool]) -> None:
@@ -139,7 +143,7 @@ async def test_a_worker_that_was_killed_leaves_only_what_is_missing(
     await storage.queue.send([message(id="j", seed=0, n_iter=8), message(id="k", seed=100)])
     for leased in await storage.queue.receive(2, 60):  # it dies after it has stored these
         await storage.queue.release(leased)
-    for name in ("default/j-1.png", "default/j-4.png", "default/k.png"):
+    for name in ("default/j~1.png", "default/j~4.png", "default/k.png"):
         await storage.blobs.create(name, b"image", "image/png", {})
     engine = Drawing()
     pipeline = await run_pipeline(engine)
@@ -177,7 +181,7 @@ async def test_a_drain_waits_for_the_images_in_slots_and_leaves_the_others_to_th
     pipeline = await interrupted(run_pipeline, first, 5)
     assert pipeline.metrics.outcomes == {"handed_back": 1}
     assert 5 <= len(first.drawn) < 30, "it has drawn on after it was told to stop"
-    assert await stored(storage) == {f"default/j-{seed}.png" for seed in first.drawn}
+    assert await stored(storage) == {name(seed) for seed in first.drawn}
     counts = await reader.counts(storage, "default")
     assert (counts.images, counts.completed) == (len(first.drawn), 0)
 
@@ -202,7 +206,7 @@ async def test_a_worker_that_has_to_hurry_leaves_the_next_one_to_look(
     recorded = (await reader.counts(storage, "default")).images
     second = Drawing()
     await run_pipeline(second)
-    assert {f"default/j-{seed}.png" for seed in second.drawn} == names(20) - before
+    assert {name(seed) for seed in second.drawn} == names(20) - before
     assert looked_for or recorded == len(before)
     assert await kept_aside(storage) == []
     counts = await reader.counts(storage, "default")
@@ -221,7 +225,7 @@ async def test_a_failed_image_fails_its_job_once_and_says_what_is_stored(
     assert pipeline.metrics.outcomes == {"failed": 1}
     assert len(engine.drawn) < 30, "drawn on after it had failed"
     done = sorted(set(engine.drawn) - {6})
-    assert await stored(storage) == {f"default/j-{index}.png" for index in done}
+    assert await stored(storage) == {name(index) for index in done}
     (entry,) = [each async for each in storage.poison.browse()]
     failed = dead_letter.FailedJob.parse(entry.body)
     assert failed is not None

@@ -74,6 +74,13 @@ def test_prompts_too_long_for_a_jpegs_exif_are_the_jobs_fault_and_fit_other_form
     assert comment[8:].decode("utf-16-be") == long
 
 
+@pytest.mark.parametrize("text", ["a\0b", "\u4e00a\0b"])
+def test_a_nul_in_another_pictures_text_is_in_no_chunk(text: str) -> None:
+    file = encode.encode(NOISE, Output(), text)
+
+    assert opened(file).info["parameters"] == text.replace("\0", "")
+
+
 def test_a_lower_quality_makes_a_smaller_file() -> None:
     sizes = [
         len(encode.encode(NOISE, Output(format="jpeg", quality=quality), "").data)

@@ -54,11 +54,11 @@ async def test_the_second_drawing_is_another_workers_and_no_image_of_the_jobs(
     first, second = await asyncio.gather(run_pipeline(name="a"), run_pipeline(name="b"))
 
     found = await workers_of(storage)
-    assert set(found) == {"c/j-0.png", "c/j-1.png", "-checks/c/j-0.png"}
-    assert found["c/j-0.png"] != found["-checks/c/j-0.png"]
+    assert set(found) == {"c/j.png", "c/j~1.png", "-checks/c/j.png"}
+    assert found["c/j.png"] != found["-checks/c/j.png"]
     pixels = [
         np.asarray(Image.open(io.BytesIO(await storage.blobs.read(name) or b"")))
-        for name in ("c/j-0.png", "-checks/c/j-0.png")
+        for name in ("c/j.png", "-checks/c/j.png")
     ]
     assert np.array_equal(*pixels)
     assert first.metrics.images_stored + second.metrics.images_stored == 2
@@ -173,10 +173,11 @@ async def test_every_image_of_a_job_has_the_job_with_it(
     (leased,) = await storage.queue.receive(1, 30)
     await storage.queue.release(leased, body=json.dumps({**json.loads(body), "deliveries": {}}))
     await run_pipeline()
-    for index in range(2):
-        data = await storage.blobs.read(f"default/j-{index}.webp")
+    for name in ("j", "j~1"):
+        data = await storage.blobs.read(f"default/{name}.webp")
         assert data is not None
         found = picture.message_in(data)
         assert found is not None
-        assert json.loads(found) == json.loads(body)
+        digest = read_job(body, "").digest
+        assert json.loads(found) == json.loads(body) | {"digest": digest}
         assert read_job(found, "").images == 2 <= MAX_IMAGES_PER_JOB

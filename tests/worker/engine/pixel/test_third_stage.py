@@ -122,7 +122,7 @@ async def test_a_cascade_of_three_stages_ends_with_the_x4_upscaler(
     await storage.models.send([message(**fields, id="one", model=base.model_name, then=then)])
     for engine in (base, middle, upscaler):
         await run_pipeline(engine)
-    (small, _), (large, _) = [await read(storage, f"default/one~{at}.png") for at in (2, 3)]
+    (small, _), (large, _) = [await read(storage, f"default/one~s{at}.png") for at in (2, 3)]
     assert small.shape[:2] == (tiny_cascade.SR_SIDE, tiny_cascade.SR_SIDE)
     assert large.shape[:2] == (4 * tiny_cascade.SR_SIDE, 4 * tiny_cascade.SR_SIDE)
     again = load.load_engine(load.EngineSettings(folder, "cpu", slots=3))

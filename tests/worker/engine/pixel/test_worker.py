@@ -15,7 +15,7 @@ from PIL import Image
 
 from imagefleet.files.kinds import TEXT
 from imagefleet.job.message import read_job
-from imagefleet.signing import SigningKey
+from imagefleet.signing import JobSigner, SigningKey
 from imagefleet.storage import dead_letter
 from imagefleet.storage.open import Storage
 from pixel import tiny_cascade
@@ -69,7 +69,7 @@ async def test_the_second_stage_enlarges_the_stored_image_of_the_first(
     await storage.models.send([job])
     for engine in (base, upscaler):
         await run_pipeline(engine)
-    names = ("default/one.png", "default/one~2.png")
+    names = ("default/one.png", "default/one~s2.png")
     small, large = [await read(storage, name) for name in names]
     assert small.shape[:2] == (tiny_cascade.BASE_SIDE, tiny_cascade.BASE_SIDE)
     init = contract.InitImage(small, 0.25)
@@ -154,7 +154,7 @@ async def test_stages_without_a_text_encoder_draw_the_images_of_those_with_one(
         await storage.models.send([message(**fields, id=name, model=model, then=[enlarge])])
         for engine in engines:
             await run_pipeline(engine)
-        drawn[name] = [await read(storage, f"default/{name}{end}.png") for end in ("", "~2")]
+        drawn[name] = [await read(storage, f"default/{name}{end}.png") for end in ("", "~s2")]
     for small, whole in zip(drawn["small"], drawn["whole"], strict=True):
         assert difference(small, whole) == 0
     cache = tmp_path / "cache" / TEXT.folder
@@ -217,7 +217,7 @@ async def test_with_a_trusted_key_only_listed_text_states_are_used(
     fields: dict[str, Any] = {"seed": 1, "steps": 2, "cfg_scale": 7, "sampler_name": "DDPM"}
     for job_id, prompt in (("good", "a red house"), ("unlisted", "a blue house")):
         job = read_job(message(**fields, prompt=prompt, id=job_id), job_id)
-        await storage.queue.send([job.to_message(key)])
+        await storage.queue.send([job.to_message(JobSigner(key, storage.scope))])
     await run_pipeline(make_engine(folder=small_cascade["base"]), trusted_key=key.public)
     failed = [dead_letter.FailedJob.parse(each.body) async for each in storage.poison.browse()]
     ((job_id, reason),) = ((each.id, each.reason) for each in failed if each is not None)

@@ -1,0 +1,350 @@
+"""The ledger of what was sent: which jobs of each campaign, and of which digest.
+
+It is among the files, where workers only read, so that none can make up or hide a job. Everybody
+who sends appends to it: a frame is a header and 16 bytes for each job, the hashes of its id and of
+its digest. The last entry of an id counts; a frame's header has the number of ids so far.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import itertools
+import struct
+import zlib
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator
+from functools import partial
+from typing import NamedTuple
+
+from imagefleet import concurrency, errors
+from imagefleet.job.message import DEFAULT_CAMPAIGN, fields_if_any, read_job
+from imagefleet.records.record import RETRIES
+from imagefleet.records.stored import PART_BYTES, Damaged
+from imagefleet.storage.open import Storage
+from imagefleet.storage.protocol import BlobPart, BlobStore
+
+#: The folder of the ledgers, in the container of files.
+SENT = "-sent/"
+
+HASH_BYTES = 8
+_ENTRY_BYTES = 2 * HASH_BYTES
+
+#: A frame's header: what it begins with, entries, CRC-32 of these, the frame's number in its blob,
+#: and the campaign's ids so far.
+_HEADER = struct.Struct("<8sIIIQ")
+_MAGIC = b"IF-SENT1"
+_MAX_ENTRIES = 8_192
+
+#: A blob's end in which there is a whole frame, if there is one.
+_MAX_FRAME_BYTES = _HEADER.size + _MAX_ENTRIES * _ENTRY_BYTES
+_END_BYTES = 2 * _MAX_FRAME_BYTES
+
+#: A full blob is followed by the next: Azure appends 50,000 times to one.
+_MAX_FRAMES = 40_000
+_MAX_BYTES = 64 * 2**20
+
+#: Others who append between a look at the end and the own append, before it is given up.
+_TRIES = 50
+_CONCURRENT_APPENDS = 16
+
+#: Ledgers that one process remembers; others are read again.
+MAX_LEDGERS = 4_000
+
+_BUCKET_BYTES = 2
+
+_ID, _DIGEST, _CAMPAIGN = ('"id":"', '"digest":"', '"campaign":"')
+
+
+class SentJob(NamedTuple):
+    """What the ledger knows of a message's job: *entry* is the hashes of its id and its digest."""
+
+    campaign: str
+    id: str
+    entry: bytes
+
+
+class Digests:
+    """A hash of 8 bytes for each hash of 8 bytes: some 20 bytes of memory for a job."""
+
+    def __init__(self) -> None:
+        self._buckets: dict[bytes, bytearray] = {}
+        self._count = 0
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __iter__(self) -> Iterator[bytes]:
+        """The entries: key and value in one."""
+        return itertools.chain.from_iterable(map(_entries, self._buckets.values()))
+
+    def get(self, key: bytes) -> bytes | None:
+        bucket = self._buckets.get(key[:_BUCKET_BYTES])
+        at = -1 if bucket is None else _find(bucket, key)
+        return None if bucket is None or at < 0 else bytes(bucket[at + HASH_BYTES :][:HASH_BYTES])
+
+    def put(self, entry: bytes) -> None:
+        """Takes in a key and its value, in place of an earlier one."""
+        bucket = self._buckets.setdefault(entry[:_BUCKET_BYTES], bytearray())
+        if (at := _find(bucket, entry[:HASH_BYTES])) < 0:
+            bucket += entry
+            self._count += 1
+        else:
+            bucket[at : at + _ENTRY_BYTES] = entry
+
+
+def _find(bucket: bytearray, key: bytes) -> int:
+    """Where the entry of *key* is; -1 if there is none."""
+    at = bucket.find(key)
+    while at > 0 and at % _ENTRY_BYTES:  # inside of another
+        at = bucket.find(key, at + 1)
+    return at
+
+
+def id_hash(job_id: str) -> bytes:
+    return hashlib.blake2b(job_id.encode(), digest_size=HASH_BYTES).digest()
+
+
+def entry_of(job_id: str, digest: str) -> bytes:
+    return id_hash(job_id) + bytes.fromhex(digest[: 2 * HASH_BYTES])
+
+
+def job_of(body: str) -> SentJob | None:
+    """The job of a message that was checked; None for a second drawing, which is no job."""
+    if body.count(_ID) == body.count(_DIGEST) == 1 and body.count(_CAMPAIGN) <= 1:
+        # As `Job.to_message` writes most of them: to parse each would take as long as to make it.
+        if '"verify":true' not in body:
+            job_id, digest = _text(body, _ID), _text(body, _DIGEST)
+            return SentJob(_text(body, _CAMPAIGN), job_id, entry_of(job_id, digest))
+    job = read_job(body, "none").whole
+    if job.verify:
+        return None
+    job_id = str(fields_if_any(body).get("id", job.id))
+    return SentJob(job.campaign or DEFAULT_CAMPAIGN, job_id, entry_of(job_id, job.digest))
+
+
+def _text(body: str, before: str) -> str:
+    """The text between *before* and the next quote."""
+    if (start := body.find(before)) < 0:
+        return DEFAULT_CAMPAIGN
+    start += len(before)
+    return body[start : body.index('"', start)]
+
+
+class _End(NamedTuple):
+    """The end of a ledger: its last blob, that one's bytes and frames, and the campaign's ids."""
+
+    number: int = 0
+    size_bytes: int = 0
+    frames: int = 0
+    jobs: int = 0
+
+    @property
+    def is_full(self) -> bool:
+        return self.frames >= _MAX_FRAMES or self.size_bytes >= _MAX_BYTES
+
+    def next_blob(self) -> _End:
+        return _End(self.number + 1, jobs=self.jobs)
+
+
+class Ledger:
+    """One campaign's ledger: `known` is what `read` has found, and what was noted since.
+
+    Several may append to it at the same time, other processes and machines too.
+    """
+
+    def __init__(self, files: BlobStore, campaign: str) -> None:
+        self.known = Digests()
+        self.is_read = False
+        self.pending = bytearray()
+        """Entries of jobs in the queue that `note` is still to append."""
+        self._files = files
+        self._folder = f"{SENT}{campaign}/"
+        self._end: _End | None = None
+        self._read_until = _End()
+        self._lock = asyncio.Lock()
+
+    async def read(self, damaged: Damaged | None = None) -> Digests:
+        """Reads what was appended since, 4 MiB at once; returns `known`."""
+        async with self._lock:
+            self._end = await self._read(damaged or Damaged())
+            self.is_read = True
+        return self.known
+
+    @property
+    def is_in_use(self) -> bool:
+        return bool(self.pending) or self._lock.locked()
+
+    async def note(self) -> None:
+        """Appends what is pending; those who ask at once share an append. Raises FleetError."""
+        async with self._lock:
+            while self.pending:
+                entries = bytes(self.pending[: _MAX_ENTRIES * _ENTRY_BYTES])
+                await self._append(entries)
+                del self.pending[: len(entries)]
+
+    async def end(self) -> _End:
+        """The end as the last whole frame tells it: one read of a short ledger."""
+        end = _End()
+        while (part := await self._part(end.number, 0, _END_BYTES)) is not None:
+            total, data = part.total_bytes, part.data
+            if total > len(data):
+                part = await self._part(end.number, total - _END_BYTES, _END_BYTES)
+                data = b"" if part is None else part.data
+            at = data.rfind(_MAGIC)
+            while at >= 0 and _frame_end(data, at) is None:
+                at = data.rfind(_MAGIC, 0, at)
+            if at >= 0:
+                _, _, _, frames, jobs = _HEADER.unpack_from(data, at)
+                end = end._replace(frames=frames, jobs=jobs)
+            end = end._replace(size_bytes=total)
+            if not end.is_full:
+                break
+            end = end.next_blob()
+        return end
+
+    async def _append(self, entries: bytes) -> None:
+        ids = {entry[:HASH_BYTES] for entry in _entries(entries)}
+        for _ in range(_TRIES):
+            if self._end is None:
+                self._end = await (self._read(Damaged()) if self.is_read else self.end())
+            end = self._end.next_blob() if self._end.is_full else self._end
+            jobs = end.jobs + sum(self.known.get(each) is None for each in ids)
+            frame = _frame(entries, end.frames + 1, jobs)
+            append = partial(self._files.append, self._name(end.number), frame, end.size_bytes)
+            if await RETRIES.call(append) or await self._is_there(frame, end):
+                new = end._replace(
+                    size_bytes=end.size_bytes + len(frame), frames=end.frames + 1, jobs=jobs
+                )
+                if self.is_read:
+                    self._take(entries)
+                    if self._read_until[:2] == end[:2]:
+                        self._read_until = new
+                self._end = new
+                return
+            self._end = None  # somebody else has appended
+        raise errors.TransientError(f"others append to {self._folder} all the time")
+
+    async def _is_there(self, frame: bytes, end: _End) -> bool:
+        """Whether the reply to an append was lost."""
+        part = await self._part(end.number, end.size_bytes, len(frame))
+        return part is not None and part.data == frame
+
+    async def _read(self, damaged: Damaged) -> _End:
+        end = self._read_until
+        while True:
+            part = await self._part(end.number, end.size_bytes, PART_BYTES)
+            if part is None:
+                break
+            read_bytes = end.size_bytes + len(part.data)
+            end = await asyncio.to_thread(self._take_frames, part.data, end, damaged)
+            if read_bytes < part.total_bytes:
+                continue
+            # What is left is no whole frame; the next one begins behind it.
+            self._read_until, end = end, end._replace(size_bytes=part.total_bytes)
+            if not end.is_full:
+                break
+            self._read_until = end = end.next_blob()
+        return end
+
+    def _take_frames(self, data: bytes, end: _End, damaged: Damaged) -> _End:
+        """Takes in the whole frames; returns the end of the last one."""
+        at = taken = 0
+        while (found := data.find(_MAGIC, at)) >= 0:
+            stop = _frame_end(data, found)
+            if stop is not None:
+                _, _, _, frames, jobs = _HEADER.unpack_from(data, found)
+                end = end._replace(frames=frames, jobs=jobs)
+                self._take(data[found + _HEADER.size : stop])
+                taken += stop - found
+                at = stop
+            elif data.find(_MAGIC, found + 1) < 0 and len(data) - found < _MAX_FRAME_BYTES:
+                at = found  # it goes on in the next part
+                break
+            else:
+                at = found + 1
+        if found < 0 and len(data) - at > _MAX_FRAME_BYTES:
+            at = len(data) - len(_MAGIC)
+        if at > taken:
+            damaged.add(self._name(end.number), f"{at - taken:,} bytes of it are damaged")
+        return end._replace(size_bytes=end.size_bytes + at)
+
+    def _take(self, entries: bytes) -> None:
+        for entry in _entries(entries):
+            self.known.put(entry)
+
+    async def _part(self, number: int, offset: int, size: int) -> BlobPart | None:
+        return await self._files.read_part(self._name(number), offset, size)
+
+    def _name(self, number: int) -> str:
+        return f"{self._folder}{number:04}"
+
+
+class Ledgers:
+    """The ledgers that one process appends to, by campaign."""
+
+    def __init__(self, files: BlobStore) -> None:
+        self._files = files
+        self._ledgers: OrderedDict[str, Ledger] = OrderedDict()
+
+    def of(self, campaign: str) -> Ledger:
+        """A campaign's ledger, as far as it was read."""
+        if campaign not in self._ledgers:
+            self._ledgers[campaign] = Ledger(self._files, campaign)
+            self._drop_some()
+        self._ledgers.move_to_end(campaign)
+        return self._ledgers[campaign]
+
+    async def note(self, campaigns: Iterable[str] | None = None) -> None:
+        """Appends what is pending, of all campaigns or of these; raises FleetError."""
+        names = self._ledgers if campaigns is None else campaigns
+        ledgers = [self.of(name) for name in names if self.of(name).pending]
+        await concurrency.for_each(ledgers, Ledger.note, _CONCURRENT_APPENDS)
+
+    def _drop_some(self) -> None:
+        too_many = max(0, len(self._ledgers) - MAX_LEDGERS)
+        for name in list(itertools.islice(self._ledgers, too_many)):
+            if not self._ledgers[name].is_in_use:
+                del self._ledgers[name]
+
+
+async def campaigns(storage: Storage) -> list[str]:
+    """The campaigns that have a ledger; one listing of folders."""
+    return [name async for name in storage.files.folders(SENT)]
+
+
+async def counts(storage: Storage, campaign: str) -> int | None:
+    """How many jobs were sent, each id once; None if nobody has noted any. Mostly one read."""
+    end = await Ledger(storage.files, campaign).end()
+    return None if end == _End() else end.jobs
+
+
+async def entries(storage: Storage, campaign: str, damaged: Damaged | None = None) -> Digests:
+    """The hash of the digest of each job that was sent, by the hash of its id."""
+    return await Ledger(storage.files, campaign).read(damaged)
+
+
+async def note(storage: Storage, bodies: Iterable[str]) -> None:
+    """Notes messages that are in the queue."""
+    ledgers = Ledgers(storage.files)
+    for job in filter(None, map(job_of, bodies)):
+        ledgers.of(job.campaign).pending += job.entry
+    await ledgers.note()
+
+
+def _frame(entries: bytes, number: int, jobs: int) -> bytes:
+    count, crc = len(entries) // _ENTRY_BYTES, zlib.crc32(entries)
+    return _HEADER.pack(_MAGIC, count, crc, number, jobs) + entries
+
+
+def _frame_end(data: bytes, at: int) -> int | None:
+    """Where the frame that begins at *at* ends; None if it is not whole."""
+    if len(data) < (start := at + _HEADER.size):
+        return None
+    _, count, crc, _, _ = _HEADER.unpack_from(data, at)
+    end = start + count * _ENTRY_BYTES
+    return end if end <= len(data) and zlib.crc32(data[start:end]) == crc else None
+
+
+def _entries(data: bytes | bytearray) -> Iterator[bytes]:
+    return (bytes(data[at : at + _ENTRY_BYTES]) for at in range(0, len(data), _ENTRY_BYTES))
