@@ -40,7 +40,7 @@ from imagefleet.storage.settings import StorageSettings
 from proxy import Fault, FaultProxy
 from scaler import KilledScaler
 from storm_jobs import MODELS, STOPPED, StormJob, all_jobs, chains, drawings, stopped_jobs
-from storm_tally import Tally, count_up
+from storm_tally import Tally, compare_outcomes, count_up
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -196,26 +196,7 @@ class Storm:
         while len([1 async for _ in poison.browse()]) < (await poison.depth()).messages:
             await asyncio.sleep(LOOK_SECONDS)
 
-    async def check_clashes(self, storage: Storage) -> None:
-        """Each job has one outcome and all commands say so; then gives names to those without."""
-        sent = self.all_jobs()
-        truth = await storm_clashes.outcomes_of(storage, sent)
-        storm_clashes.check_reasons(truth)
-        await storm_clashes.compare_counts(self.settings, self._console, truth)
-        self.tally.names_taken = len(truth.taken)
-        again = await storm_clashes.renamed(self._console, truth)
-        jobs, failed = self.folder / "renamed.jsonl", len(truth.failed)
-        jobs.write_text("".join(f"{json.dumps(job)}\n" for job in again))
-        await self._console("load", jobs)
-        await self.calm(storage)
-        again = [{name: job[name] for name in job if name != "failure"} for job in again]
-        then = await storm_clashes.outcomes_of(storage, [*sent, *again])
-        if len(then.failed) != failed:
-            then.errors.append(f"{len(then.failed) - failed} renamed jobs failed")
-        await storm_clashes.compare_counts(self.settings, self._console, then)
-        self.tally.untruths = [*truth.errors, *then.errors]
-
-    async def _console(self, *arguments: str | Path) -> str:
+    async def console(self, *arguments: str | Path) -> str:
         """Runs the console to its end; returns what it prints."""
         ended = await asyncio.to_thread(
             self.server.run, *map(str, arguments), cwd=self.folder, variables=self._environment()
@@ -439,12 +420,14 @@ async def weather(
                 if kind == "clashes":
                     await storm.send_rivals(storage)
                     await storm.calm(storage)
-                    await storm.check_clashes(storage)
+                    tally.untruths, tally.names_taken = await storm_clashes.untruths(
+                        settings, storage, storm.all_jobs(), storm.console, storm.calm
+                    )
+                else:
+                    await compare_outcomes(tally, storage, storm.jobs())
             finally:
                 storm.kill_all()
-            await count_up(
-                tally, storage, storm.jobs(), storm.stopped_jobs(), storm.events.read_text()
-            )
+            await count_up(tally, storage, storm.stopped_jobs(), storm.events.read_text())
             if not tally.is_clean:
                 sys.stderr.write(storm.log.read_text()[-20_000:])
     return tally
@@ -486,7 +469,10 @@ def main() -> None:
     tallies = [run_on(kind, given) for kind in kinds]
     rows = [asdict(tally) for tally in tallies]
     for name in rows[0]:
-        print(f"{name.replace('_', ' '):30}", *(f"{row[name]!s:>10}" for row in rows))
+        shown = (len(row[name]) if isinstance(row[name], list) else row[name] for row in rows)
+        print(f"{name.replace('_', ' '):30}", *(f"{each!s:>10}" for each in shown))
+    for wrong in (each for tally in tallies for each in (*tally.untruths, *tally.scaler_errors)):
+        print(wrong)
     print(json.dumps({"seed": arguments.seed, "storms": rows}))
     sys.exit(not all(tally.is_clean for tally in tallies))
 

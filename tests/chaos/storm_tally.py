@@ -65,10 +65,28 @@ class Tally:
         )
 
 
-async def count_up(
-    tally: Tally, storage: Storage, jobs: list[StormJob], stopped: list[StormJob], events: str
-) -> None:
-    """Compares what is stored and what failed with the jobs; *events* are those of the workers."""
+async def count_up(tally: Tally, storage: Storage, stopped: list[StormJob], events: str) -> None:
+    """Counts what the workers did, by their *events*, and what became of the cancelled campaign."""
+    images = 0
+    async for record in storage.blobs.records("default/"):
+        images += 1
+        tally.redeliveries += int(record.metadata.get("attempt", 1)) - 1
+    for campaign in ("default", STOPPED):
+        await compare_records(tally, storage, campaign)
+    drawn = [each async for each in reader.images(storage, STOPPED)]
+    done = {each.id for each in drawn if each.stage == each.stages}
+    cancelled = {each.id async for each in reader.ended(storage, STOPPED)}
+    tally.cancelled_jobs = len(cancelled)
+    ids = {str(job["id"]) for job in stopped}
+    tally.stopped_jobs_lost = len(ids - done - cancelled)
+    counted = Counter(line.split()[0] for line in events.splitlines())
+    tally.images_generated = counted["drawn"]
+    tally.images_wasted = counted["drawn"] - images - len(drawn)
+    tally.duplicates_suppressed = counted["duplicate"]
+
+
+async def compare_outcomes(tally: Tally, storage: Storage, jobs: list[StormJob]) -> None:
+    """Compares what is stored and what failed with the jobs, whose ids are all different."""
     good_jobs = [job for job in jobs if not is_bad(job)]
     good = {name for job in jobs for name in images_of(job)}
     bad = {str(job["id"]) for job in jobs if is_bad(job)}
@@ -76,7 +94,6 @@ async def count_up(
     stored = Counter[str]()
     async for record in storage.blobs.records("default/"):
         stored[record.name] += 1
-        tally.redeliveries += int(record.metadata.get("attempt", 1)) - 1
         data = await storage.blobs.read(record.name) or b""
         for drawing in drawn_as[record.name].values():
             tally.wrong_images += not is_image_of(*drawing, data)
@@ -90,22 +107,10 @@ async def count_up(
     tally.visible_duplicates = stored.total() - len(stored) + len(stored.keys() - good)
     tally.good_jobs_failed = len(failed.keys() - bad)
     tally.bad_jobs_missing = len(bad - failed.keys())
-    for campaign in ("default", STOPPED):
-        await compare_records(tally, storage, campaign)
     ended = {each.id async for each in reader.ended(storage, "default")}
     tally.failed_jobs_without_record = len(set(failed) - ended)
     completed = (await reader.counts(storage, "default")).completed
     tally.miscounted_jobs = abs(completed - len(good_jobs))
-    drawn = [each async for each in reader.images(storage, STOPPED)]
-    done = {each.id for each in drawn if each.stage == each.stages}
-    cancelled = {each.id async for each in reader.ended(storage, STOPPED)}
-    tally.cancelled_jobs = len(cancelled)
-    ids = {str(job["id"]) for job in stopped}
-    tally.stopped_jobs_lost = len(ids - done - cancelled)
-    counted = Counter(line.split()[0] for line in events.splitlines())
-    tally.images_generated = counted["drawn"]
-    tally.images_wasted = counted["drawn"] - len(stored) - len(drawn)
-    tally.duplicates_suppressed = counted["duplicate"]
 
 
 async def compare_records(tally: Tally, storage: Storage, campaign: str) -> None:
