@@ -126,7 +126,7 @@ class Storm:
     async def run(self, storage: Storage) -> None:
         began_at = time.monotonic()
         early = await self.send_rivals(storage, len(self._unsent) // 4)
-        await self._fill()
+        await self._fill(storage)
         sent = len(self.jobs()) + len(self.stopped_jobs()) + early
         self.tally.sent_twice = (await storage.queue.depth()).messages - sent
         self._start_missing_workers()
@@ -270,10 +270,17 @@ class Storm:
         self.models[worker] = model
         self.workers.append(worker)
 
-    async def _fill(self) -> None:
-        """`imagefleet load`, killed twice before it may end."""
+    async def _fill(self, storage: Storage) -> None:
+        """`imagefleet load`, killed twice before it may end.
+
+        Jobs that clash with others are a foreign producer's.
+        """
         jobs = self.folder / "jobs.jsonl"
-        both = [*self.jobs(), *self.stopped_jobs()]
+        both = self.stopped_jobs()
+        if self.kind == "clashes":
+            await storage.queue.send(storm_clashes.messages(self.jobs(), self.random))
+        else:
+            both += self.jobs()
         self.random.shuffle(both)
         jobs.write_text("".join(f"{json.dumps(job)}\n" for job in both))
         checkpoint = self.folder / "load.checkpoint"
