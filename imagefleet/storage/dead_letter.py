@@ -268,6 +268,7 @@ async def add(
     known: dict[str, Any]
     if job is not None:
         known = {"id": job.id, "campaign": job.campaign, "stage": job.stage, "stages": job.stages}
+        known["digest"] = job.digest
     else:
         # Who has not signed a job may name any campaign.
         is_forged = isinstance(error, errors.UntrustedJobError) and not error.is_expired
