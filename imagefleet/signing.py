@@ -256,9 +256,9 @@ def _moment(text: str) -> datetime | None:
     """A time in ISO 8601 with its zone; None for any other text."""
     try:
         moment = datetime.fromisoformat(text)
-    except ValueError:
+        return None if moment.tzinfo is None else moment.astimezone(UTC)
+    except (ValueError, OverflowError):
         return None
-    return None if moment.tzinfo is None else moment.astimezone(UTC)
 
 
 def _signed_bytes(purpose: str, fields: Mapping[str, Any]) -> bytes:
