@@ -378,6 +378,7 @@ async def test_what_workers_have_stored_is_listed_and_exported(
     await run_worker("w1")
     common = ("spring", "--storage", storage_settings.storage)
     common += ("--queue", storage_settings.queue, "--container", storage_settings.container)
+    common += ("--files-container", storage_settings.files_container)
 
     listed = await asyncio.to_thread(in_process, "results", *common, "--json")
     done = await asyncio.to_thread(in_process, "export", *common, str(tmp_path / "out"))
