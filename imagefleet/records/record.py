@@ -196,8 +196,8 @@ class Record(BaseModel, frozen=True, allow_inf_nan=False, hide_input_in_errors=T
 
     @property
     def job(self) -> int:
-        """A hash of its job: of its name and digest. Each stage of a chain has another digest."""
-        return hashed(self.key if self.stages > 1 else f"{self.key} {self.digest}")
+        """A hash of its job: of its name and its digest."""
+        return hashed(f"{self.key} {self.digest}")
 
     @property
     def failure(self) -> int:
