@@ -6,7 +6,6 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
 from functools import partial
 from typing import Any
 
@@ -98,7 +97,7 @@ class Settler:
         known: dict[str, Any] = {"id": message.id} if entry.job is None else of_job(entry.job)
         known |= {
             "outcome": outcome,
-            "at": datetime.now(UTC),
+            "at": self.storage.blobs.clock.now(),
             "source": entry.source,
             "attempts": message.delivery_count,
             "worker": self.settings.name[:MAX_NAME_CHARACTERS],
@@ -163,7 +162,7 @@ class Settler:
                 outcome = "verified"
             await self._end(entry, outcome, error)
 
-        entry.mark_completed()
+        entry.mark_completed(self.storage.blobs.clock.now())
         await self.pending.put(finish, entry.records, entry.again)
 
     async def _go_on(self, entry: InFlightJob) -> None:
@@ -228,7 +227,7 @@ class Settler:
                 return False
             await self._not_sent(entry, fault)
             return True
-        entry.mark_completed()
+        entry.mark_completed(self.storage.blobs.clock.now())
         end = partial(self._end, entry, "duplicate")
         await self.pending.put(end, entry.records, entry.again)
         return True

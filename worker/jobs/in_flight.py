@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
+from datetime import datetime
 from typing import Any, NoReturn
 
 from imagefleet import concurrency, errors
@@ -230,14 +230,14 @@ class InFlightJob:
             kept[:] = [each for each in kept if self._is_last(each)]
         return taken
 
-    def mark_completed(self) -> None:
-        """Every image is stored: the record of the last says so."""
+    def mark_completed(self, at: datetime) -> None:
+        """Every image is stored, which is known *at* that time: the record of the last says so."""
         if self.job is None or self.job.images_to_draw == 1:
             return
         last = self.job.images - 1
         if not any(map(self._is_last, (*self.records, *self.again))):
             # An earlier delivery has recorded it, while others were missing.
-            self.again.append(stored_record(self.job, self.source, last))
+            self.again.append(stored_record(self.job, self.source, last, at))
         for kept in (self.records, self.again):
             for place, record in enumerate(kept):
                 if self._is_last(record):
@@ -274,20 +274,20 @@ async def find_stored(
 
     async def look(index: int) -> None:
         if await blobs.exists(job.blob_name(index)):
-            found[index] = stored_record(job, source, index)
+            found[index] = stored_record(job, source, index, blobs.clock.now())
 
     await concurrency.for_each(images, look, _LOOKS_AT_ONCE)
     return [found[index] for index in sorted(found)]
 
 
-def stored_record(job: Job, source: str, index: int) -> Record:
-    """The record of an image that is stored; who has drawn it, and when, is not known."""
+def stored_record(job: Job, source: str, index: int, at: datetime) -> Record:
+    """The record of an image that is stored *at* that time; by whom, and when, is not known."""
     width, height = job.final_size
     return Record.model_validate(
         {
             **of_job(job),
             "outcome": "completed",
-            "at": datetime.now(UTC),
+            "at": at,
             "source": source,
             "blob": job.blob_name(index),
             "index": index,
