@@ -60,11 +60,15 @@ async def find(blobs: BlobStore, records: Sequence[Record]) -> Picture | Fault:
 def _fitting(records: Sequence[Record], data: bytes) -> Record | None:
     """The record that has the file's SHA-256, and tells of the job that is in the file."""
     digest = hashlib.sha256(data).hexdigest()
-    if not (same := [record for record in records if record.sha256 == digest]):
+    if not (same := [record for record in records if record.sha256 in {None, digest}]):
         return None
     found = picture.job_in(data)  # where it is none, or too large for a JPEG, nothing denies it
     told = {} if found is None else of_job(found[1])
     for record in same:
-        if all(getattr(record, name) == told[name] for name in _IN_FILE if told):
+        # A worker that may not read images has only found it stored.
+        is_hashed = record.sha256 is not None
+        names = _IN_FILE if is_hashed else (*_IN_FILE, "digest")
+        fits = all(getattr(record, name) == told[name] for name in names if told)
+        if fits and (told or is_hashed):
             return record
     return None
