@@ -35,6 +35,10 @@ class InvalidMessageError(JobError):
     """The message is not a valid job."""
 
 
+class UnknownStageError(InvalidMessageError):
+    """The message asks for a stage of a job whose stage before is not stored."""
+
+
 class UntrustedJobError(JobError):
     """The job is not signed with the trusted key."""
 

@@ -352,7 +352,7 @@ class Suspects:
         if not names:
             return
         self.metrics.suspect_images.inc(len(names))
-        now = datetime.now(UTC)
+        now = self.blobs.clock.now()
         content = {
             "worker": self.worker,
             "machine": machine_name(),

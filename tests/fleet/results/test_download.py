@@ -47,7 +47,8 @@ async def fetch(
         in_process,
         *("results", "spring", "--download", "images", "--json"),
         *("--storage", settings.storage, "--queue", settings.queue),
-        *("--container", settings.container, *arguments),
+        *("--container", settings.container, "--files-container", settings.files_container),
+        *arguments,
     )
     assert result.returncode == code, result.stderr
     return {**json.loads(result.stdout), "stderr": result.stderr}
@@ -240,6 +241,7 @@ async def test_the_tokens_of_a_monitor_suffice(
     assert (await fetch(in_process, reader))["images"] == 2
     common = ("spring", "--storage", minted.storage)
     common += ("--queue", reader.queue, "--container", reader.container)
+    common += ("--files-container", reader.files_container)
     exported = await asyncio.to_thread(in_process, "export", *common, "shards")
 
     assert exported.returncode == 0, exported.stderr
