@@ -68,6 +68,10 @@ class NoAccessError(TransientError):
     """The credentials of the storage have expired; waiting for new ones."""
 
 
+class UnsettledFileError(TransientError):
+    """A file is being written; the job waits until it is whole."""
+
+
 class BusyError(TransientError):
     """The storage asks to slow down: it has done nothing."""
 

@@ -44,6 +44,7 @@ LONGEST = timedelta(days=366)
 #: Far more than a key; whatever file is named by mistake.
 _MAX_FILE_BYTES = 2**16
 
+
 #: The text that is signed has one form for one content.
 _CANONICAL = json.JSONEncoder(sort_keys=True, separators=(",", ":"))
 
@@ -262,9 +263,4 @@ def _moment(text: str) -> datetime | None:
 
 
 def _signed_bytes(purpose: str, fields: Mapping[str, Any]) -> bytes:
-    return f"imagefleet {purpose} 1\n".encode() + canonical(fields)
-
-
-def canonical(fields: Mapping[str, Any]) -> bytes:
-    """The one text, in ASCII, of what has the same content."""
-    return _CANONICAL.encode(fields).encode("ascii")
+    return f"imagefleet {purpose} 1\n".encode() + _CANONICAL.encode(fields).encode("ascii")

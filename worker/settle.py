@@ -11,6 +11,7 @@ from typing import Any
 
 from imagefleet import errors, retry
 from imagefleet.cancelled import CancelledCampaigns
+from imagefleet.files import safetensors
 from imagefleet.records.record import MAX_NAME_CHARACTERS, Record, RecordLog, of_job
 from imagefleet.records.record import Outcome as RecordOutcome
 from imagefleet.storage import dead_letter
@@ -28,6 +29,9 @@ from worker.settings import WorkerSettings
 #: The pause before a failed job's next attempt, doubled with each.
 FIRST_RETRY_SECONDS = 2.0
 LONGEST_RETRY_SECONDS = 120.0
+
+#: The longest pause of a job whose file is being written.
+LONGEST_REST_SECONDS = 10.0
 
 #: Seconds until a job that could not be moved to its model's queue is delivered again.
 NOT_MOVED_SECONDS = 300.0
@@ -256,7 +260,9 @@ class Settler:
         found = [each.error for each in failures]
         error = next((each for each in found if isinstance(each, errors.JobError)), found[0])
         attempts = entry.deliveries.failed + 1
-        is_final = isinstance(error, errors.JobError) or attempts >= self.settings.max_attempts
+        waits = isinstance(error, errors.UnsettledFileError)
+        is_bad = isinstance(error, errors.JobError)
+        is_final = is_bad or (attempts >= self.settings.max_attempts and not waits)
         if is_final and entry.is_second_drawing:
             # Not a failed job: whoever waits for the job must not be told that it failed.
             await self.unverified(entry, error.message)
@@ -264,6 +270,8 @@ class Settler:
             return
         elif is_final:
             await self._dead_letter(entry, error)
+        elif waits:
+            await self._wait_for_file(entry, error)
         else:
             await self._retry(entry, error, attempts)
 
@@ -361,6 +369,13 @@ class Settler:
         entry.log(logging.WARNING, text, "job_retried", error=type(error).__name__)
         release = partial(self._release, entry, delay_seconds, failed=True)
         await self._end_after_records(entry, "retried", release)
+
+    async def _wait_for_file(self, entry: InFlightJob, error: errors.FleetError) -> None:
+        """Hands back a job whose file is being written, which is no attempt of the job's."""
+        deliveries = entry.lease.message.delivery_count
+        seconds = retry.backoff(deliveries - 1, safetensors.REST_SECONDS, LONGEST_REST_SECONDS)
+        entry.log(logging.INFO, f"waits {seconds:.0f} s: {error}", "job_waits_for_file")
+        await self._end_after_records(entry, "handed_back", partial(self._release, entry, seconds))
 
     async def _release(
         self, entry: InFlightJob, delay_seconds: float = 0, *, failed: bool = False

@@ -109,7 +109,7 @@ class Gallery:
         """The preferred campaign, else the one that began last; None if there is none."""
         if self._preferred:
             return self._preferred
-        shards = await stored.shards_of(self._storage.blobs, None)
+        shards = await stored.shards_of(self._storage, None)
         return max(shards, key=stored.began_at).campaign if shards else None
 
     async def _state(self, request: web.Request) -> web.Response:

@@ -136,11 +136,11 @@ async def replace(
 ) -> Replaced:
     """Replaces *images*, given with their metadata."""
     replaced = Replaced()
-    log = RecordLog(storage.blobs, _WRITER)
+    log = RecordLog(storage.files, _WRITER)
     now = storage.blobs.clock.now()
     notes = (once.note(name, metadata, "", now) for name, metadata in images.items())
     if first := next(filter(None, notes), None):
-        await log.check(first.campaign, "replaced")
+        await log.open(first.campaign, "replaced")
     # In this order a job's images are together, so that it is sent once.
     names = sorted(images, key=lambda name: (images[name].get("job", ""), name))
     for start in range(0, len(names), BATCH):
@@ -176,7 +176,7 @@ async def finish(
         ) from None
     gone = await concurrency.gather(*(_delete(storage, entry) for entry in entries))
     missing = [entry for entry, is_gone in zip(entries, gone, strict=True) if is_gone]
-    log = log or RecordLog(storage.blobs, _WRITER)
+    log = log or RecordLog(storage.files, _WRITER)
     now = storage.blobs.clock.now()
     notes = (once.note(entry.name, entry.metadata, journal, now) for entry in missing)
     await log.add([note for note in notes if note is not None])

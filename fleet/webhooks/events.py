@@ -101,7 +101,7 @@ def job_ended(fleet: str, record: Record) -> Event | None:
 
 def campaign_completed(fleet: str, campaign: str, counts: Counts, now: datetime) -> Event:
     """The end of a campaign; one that goes on and ends again has another id."""
-    names = ("sent", "images", "completed", "failed", "cancelled", "pending")
+    names = ("sent", "images", "completed", "failed", "cancelled", "discarded", "pending")
     figures: dict[str, JsonValue] = {name: getattr(counts, name) for name in names}
     kind = "campaign.completed"
     data: dict[str, JsonValue] = {

@@ -23,7 +23,7 @@ from pydantic import (
     model_validator,
 )
 
-from imagefleet import errors, signing, validation
+from imagefleet import errors, validation
 from imagefleet.job import chain
 from imagefleet.job.passes import fields as passes
 from imagefleet.job.passes import img2img
@@ -41,6 +41,9 @@ DELIVERIES_FIELD = "deliveries"
 
 #: A message's digest of its job, `Job.digest`: one that was changed on its way is refused.
 DIGEST_FIELD = "digest"
+
+#: The text whose hash is a job's digest has one form for one content.
+_CANONICAL = json.JSONEncoder(sort_keys=True, separators=(",", ":"))
 
 #: Names of a job, and what is only handed through: two that differ in these draw the same pictures.
 _NOT_IN_DIGEST = {"id", "campaign", "metadata", "verify", chain.THEN_FIELD}
@@ -272,7 +275,7 @@ class Job(PassFields, extra="forbid", frozen=True, allow_inf_nan=False, hide_inp
         fields = job.model_dump(mode="json", exclude_defaults=True, exclude=_NOT_IN_DIGEST)
         if self.place is not None:
             fields[chain.INPUT_FIELD] = self.whole.at_stage(self.stage - 1).stage_digest
-        return hashlib.sha256(signing.canonical(fields)).hexdigest()
+        return hashlib.sha256(_CANONICAL.encode(fields).encode()).hexdigest()
 
     def blob_name(self, index: int) -> str:
         """The name of image *index*: it follows from the job alone, so a retry finds it taken.

@@ -1,7 +1,7 @@
 """Failed jobs for the operator: list, replay and discard them.
 
 They are listed by their records beside the images, since to read those hides none from other
-readers. Notes there say what became of them, so that lists and counts leave them out.
+readers. Notes among the files say what became of them, so that lists and counts leave them out.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ MAX_CHANGES = 500
 
 NO_CHECK = Check()
 
-_NOTED = {"id", "campaign", "source"}
+_NOTED = {"id", "campaign", "source", "digest", "stage", "stages"}
 
 _CAMPAIGN: TypeAdapter[str | None] = TypeAdapter(SafeId | None)
 
@@ -191,7 +191,7 @@ async def replay(
     and loses none.
     """
     swept = Swept()
-    records = RecordLog(storage.blobs, "operator")
+    records = RecordLog(storage.files, "operator")
     began_at = storage.blobs.clock.now()
 
     async def send(entries: list[Entry]) -> list[Entry]:
@@ -221,7 +221,7 @@ async def discard(
     same call deletes. Failed jobs of which only the records are left are noted as well.
     """
     swept = Swept()
-    records = RecordLog(storage.blobs, "operator")
+    records = RecordLog(storage.files, "operator")
     noted: set[str | None] = set()
     began_at = storage.blobs.clock.now()
 
@@ -284,7 +284,7 @@ async def _sweep(
                 seen.add(entry.source)
             if not is_allowed and (notes := _notes(chosen, "discarded", storage.blobs.clock.now())):
                 # Raises SetupError, before a change, if the credentials do not allow notes.
-                await records.check(notes[0].campaign)
+                await records.open(notes[0].campaign, "settled")
                 is_allowed = True
             done = await handle(chosen)
             settled += done

@@ -208,7 +208,10 @@ def add_job() -> Callable[..., Awaitable[Record]]:
             "reason": "there is no LoRA fox",
         }
         record = Record.model_validate(known | fields)
-        await RecordLog(storage.blobs, "w1").add([record])
+        by_worker = outcome in {"failed", "cancelled"}
+        if outcome == "cancelled":
+            await RecordLog(storage.files, "operator").open("spring", "cancelled")
+        await RecordLog(storage.blobs if by_worker else storage.files, "w1").add([record])
         return record
 
     return add

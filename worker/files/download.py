@@ -22,6 +22,7 @@ from imagefleet.files.kinds import BY_FOLDER, MODEL
 from imagefleet.storage import protocol
 from imagefleet.telemetry import logs
 from worker.files.disk_cache import DiskCache
+from worker.files.library import rested_blob
 
 log = logs.EventLog(__name__)
 
@@ -130,6 +131,7 @@ class BlobSource:
 
     @contextlib.asynccontextmanager
     async def opened(self, offset: int, version: str | None) -> AsyncIterator[Opened]:
+        await asyncio.to_thread(rested_blob, self._blobs, self._blob)
         first = await self._part(offset)
         if offset and first.version != version:
             offset, first = 0, await self._part(0)

@@ -24,7 +24,7 @@ from imagefleet.storage import protocol
 from imagefleet.storage.open import Storage
 from worker.engine import contract
 from worker.engine.pixel import text_states
-from worker.files.library import EmbeddingLibrary, FileLibrary
+from worker.files.library import EmbeddingLibrary, FileLibrary, read_whole
 from worker.files.manifest import FileHashes
 from worker.inputs import img2img, pictures
 from worker.inputs.img2img import Begin, Overlay
@@ -211,8 +211,9 @@ class InputReader:
             return given.content(source)
         blobs = self._containers[place.container]
         try:
-            read = partial(blobs.read, place.blob, max_bytes=MAX_IMAGE_BYTES)
-            data = await retry.UNTIL_ACCESS.call(read)
+            # Images are never overwritten; inputs may be half-copied.
+            read = blobs.read if place.container == "images" else partial(read_whole, blobs)
+            data = await retry.UNTIL_ACCESS.call(partial(read, place.blob, MAX_IMAGE_BYTES))
             if data is None:
                 await blobs.check()  # without its container, the job is not at fault
         except errors.UnusableFileError as error:

@@ -322,11 +322,14 @@ class PrepareStage:
                 path=path,
                 text_encoder_weight=tag.text_encoder_weight,
                 unet_weight=tag.unet_weight,
+                identity=self.files.loras.identity(path),
             )
             for tag, path in zip(prompt.loras, paths, strict=True)
         ]
         embeddings = await self._find_embeddings(job)
-        entry.lora_hashes = {lora.name: self.files.hashes.of_lora(lora.path) for lora in loras}
+        entry.lora_hashes = {
+            lora.name: self.files.hashes.of_lora(lora.path, lora.identity) for lora in loras
+        }
         inputs = NO_INPUTS
         text_encoder = self.engine.text_encoder
         if job.has_inputs or text_encoder is not None:

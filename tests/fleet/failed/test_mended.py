@@ -161,7 +161,8 @@ def test_a_loaded_and_discarded_job_is_not_pending_for_ever(within: Within[Any])
         log = RecordLog(storage.blobs, "load")
         await log.sent("spring", 1)
         (failed,) = [each async for each in reader.ended(storage)]
-        await log.add([failed.model_copy(update={"outcome": "discarded"})])
+        discarded = failed.model_copy(update={"outcome": "discarded"})
+        await RecordLog(storage.files, "operator").add([discarded])
         return await reader.counts(storage, "spring")
 
     counted = within(counts)

@@ -138,7 +138,8 @@ async def test_a_failed_job_is_sent_again_and_leaves_the_list(
         async with served.client.post(again, headers=headers) as answer:
             assert answer.status == 409
             assert "poison queue" in (await answer.json())["error"]
-        await log.add([record.model_copy(update={"outcome": "replayed"})])
+        replayed = record.model_copy(update={"outcome": "replayed"})
+        await RecordLog(storage.files, "operator").add([replayed])
         await served.state_when(lambda state: state["total"] == 0, **failed)
 
 
