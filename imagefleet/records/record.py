@@ -196,8 +196,8 @@ class Record(BaseModel, frozen=True, allow_inf_nan=False, hide_input_in_errors=T
 
     @property
     def job(self) -> int:
-        """A hash of its job: of its name and digest. Each stage of a chain has another digest."""
-        return hashed(self.key if self.stages > 1 else f"{self.key} {self.digest}")
+        """A hash of its job: of its name and its digest."""
+        return hashed(f"{self.key} {self.digest}")
 
     @property
     def failure(self) -> int:
@@ -209,11 +209,13 @@ class Record(BaseModel, frozen=True, allow_inf_nan=False, hide_input_in_errors=T
         """Whether this image is the one by which its job is counted as completed."""
         return self.stage == self.stages and (self.images == 1 or bool(self.completes))
 
-    def fits(self, metadata: Mapping[str, str]) -> bool:
-        """Whether it is of the image that is stored with this *metadata*, as far as that tells."""
-        return all(
-            metadata.get(name) in {None, getattr(self, name)} for name in ("digest", "sha256")
-        )
+    def fits(self, metadata: Mapping[str, str], *, of_any_drawing: bool = False) -> bool:
+        """Whether it is of the image that is stored with this *metadata*, as far as that tells.
+
+        *of_any_drawing*: another drawing of its job may have the name, of other bytes.
+        """
+        names = ("digest",) if of_any_drawing else ("digest", "sha256")
+        return all(metadata.get(name) in {None, getattr(self, name)} for name in names)
 
     def name_taken(self) -> Record:
         """The end of its job instead, where the stored image is another job's of that name."""

@@ -266,10 +266,12 @@ async def add(
         body = Deliveries().with_images(stored, is_unsure=False).write_to(body) or body
     known: dict[str, Any]
     if job is not None:
-        known = {"id": job.id, "campaign": job.campaign, "stage": job.stage, "stages": job.stages}
+        known = {"id": job.id, "campaign": job.campaign, "digest": job.digest}
+        known |= {"stage": job.stage, "stages": job.stages}
     else:
-        # Who has not signed a job may name any campaign.
+        # Who has not signed a job may name any campaign, and anybody numbers a job's stage.
         is_forged = isinstance(error, errors.UntrustedJobError) and not error.is_expired
+        is_forged = is_forged or isinstance(error, errors.UnknownStageError)
         known = {} if is_forged else _named(body)
     record = FailedJob(
         outcome="failed",

@@ -43,7 +43,7 @@ MAX_CHANGES = 500
 
 NO_CHECK = Check()
 
-_NOTED = {"id", "campaign", "source", "digest", "stage", "stages"}
+_NOTED = {"id", "campaign", "source", "digest"}
 
 _CAMPAIGN: TypeAdapter[str | None] = TypeAdapter(SafeId | None)
 

@@ -283,9 +283,9 @@ class LocalBlobs(protocol.BlobStore):
         try:
             entries = os.scandir(self.folder / folder)
         except _NOT_THERE:
-            if folder:
-                return
-            raise
+            if not folder or not self.folder.is_dir():
+                raise
+            return
         with entries:
             for entry in entries:
                 name = folder + entry.name
