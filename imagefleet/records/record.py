@@ -211,9 +211,11 @@ class Record(BaseModel, frozen=True, allow_inf_nan=False, hide_input_in_errors=T
 
     def fits(self, metadata: Mapping[str, str]) -> bool:
         """Whether it is of the image that is stored with this *metadata*, as far as that tells."""
-        return all(
-            metadata.get(name) in {None, getattr(self, name)} for name in ("digest", "sha256")
-        )
+        return self.is_of(metadata) and metadata.get("sha256") in {None, self.sha256}
+
+    def is_of(self, metadata: Mapping[str, str]) -> bool:
+        """Whether the image that is stored with this *metadata* is its job's, whoever drew it."""
+        return metadata.get("digest") in {None, self.digest}
 
     def name_taken(self) -> Record:
         """The end of its job instead, where the stored image is another job's of that name."""

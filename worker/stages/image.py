@@ -138,7 +138,7 @@ class UploadStage:
         elif written:
             # In doubt another worker may have a record of it, too.
             records = entry.records if is_surely_own else entry.again
-            records.append(self._record(encoded, name))
+            records.append(self._record(encoded, name, is_own=is_surely_own))
             entry.images_written += 1
             metrics = self.settler.metrics
             metrics.images_stored += 1
@@ -149,7 +149,7 @@ class UploadStage:
         else:
             self.suspects.not_stored(name)
             self.settler.cost.lost("duplicate")
-            entry.again.append(self._record(encoded, name))
+            entry.again.append(self._record(encoded, name, is_own=False))
             await self._keep_aside(name, encoded, metadata)
 
     async def _check_taken(self, image: InFlightImage, *, is_in_doubt: bool) -> None:
@@ -181,15 +181,16 @@ class UploadStage:
 
         await self.settler.retry_policy.call(create)
 
-    def _record(self, encoded: _EncodedImage, name: str) -> Record:
+    def _record(self, encoded: _EncodedImage, name: str, *, is_own: bool) -> Record:
+        """The record of an image; where another drawing may be stored, without the own file's."""
         image = encoded.image
         width, height = image.final_size
         return self.settler.record(
             image.owner,
             "completed",
             blob=name,
-            size_bytes=len(encoded.file.data),
-            sha256=encoded.file.sha256,
+            size_bytes=len(encoded.file.data) if is_own else None,
+            sha256=encoded.file.sha256 if is_own else None,
             index=image.index,
             completes=False if image.job.images > 1 else None,
             seed=image.job.image_seed(image.index),
