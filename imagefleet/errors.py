@@ -58,6 +58,10 @@ class NameTakenError(JobError):
     """The name of the job's image is taken by another job."""
 
 
+class MisfitError(JobError):
+    """What is stored under an image's name is not what its record is of."""
+
+
 class TransientError(FleetError):
     """The storage or the engine failed temporarily."""
 

@@ -7,7 +7,6 @@ import contextlib
 import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
 from functools import partial
 from typing import Any
 
@@ -101,7 +100,7 @@ class Settler:
             known["digest"] = entry.job.digest
         known |= {
             "outcome": outcome,
-            "at": datetime.now(UTC),
+            "at": self.storage.blobs.clock.now(),
             "source": entry.source,
             "attempts": message.delivery_count,
             "worker": self.settings.name[:MAX_NAME_CHARACTERS],
@@ -170,7 +169,7 @@ class Settler:
                 outcome = "verified"
             await self._end(entry, outcome, error)
 
-        entry.mark_completed()
+        entry.mark_completed(self.storage.blobs.clock.now())
         await self.pending.put(finish, entry.records, entry.again)
 
     async def _go_on(self, entry: InFlightJob) -> None:
@@ -236,7 +235,7 @@ class Settler:
                 return False
             await self._not_sent(entry, fault)
             return True
-        entry.mark_completed()
+        entry.mark_completed(self.storage.blobs.clock.now())
         end = partial(self._end, entry, "duplicate")
         await self.pending.put(end, entry.records, entry.again)
         return True

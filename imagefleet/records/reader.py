@@ -132,6 +132,19 @@ async def results(
                 yield [record for record in records if record.outcome in outcomes]
 
 
+async def drawings(
+    storage: Storage, campaign: str, damaged: Damaged
+) -> AsyncGenerator[list[Record]]:
+    """All that workers recorded of images; last of those whose names were taken."""
+    shards = await stored.shards_of(storage, campaign, damaged)
+    _, replaced = await drawn.again(shards, damaged)
+    each_once: dict[Kind, Damaged] = {"images": damaged, "again": Damaged()}
+    for kind, unfit in each_once.items():
+        async with aclosing(stored.records(stored.of_kind(shards, kind), unfit)) as parts:
+            async for records in parts:
+                yield replaced.without(records, once=kind == "images")
+
+
 async def end(storage: Storage, campaign: str) -> dict[str, int]:
     """The position of a follower that has read all there is now; a listing."""
     return {

@@ -12,7 +12,6 @@ import hashlib
 import json
 from collections.abc import Collection
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from typing import Annotated, Any, Literal, NamedTuple, Self
 
 from pydantic import Field, StringConstraints, TypeAdapter, ValidationError
@@ -281,7 +280,7 @@ async def add(
         reason=_truncated(reason or error.message, MAX_REASON_CHARACTERS),
         attempts=Deliveries.of(message).failed + 1,
         worker=_truncated(worker, MAX_NAME_CHARACTERS),
-        at=datetime.now(UTC),
+        at=storage.blobs.clock.now(),
         source=job.source(message.id) if job is not None else message.id,
         body=body,
     )

@@ -188,6 +188,7 @@ async def test_images_of_a_worker_that_died_get_records_when_their_jobs_end_othe
     await cancelled.cancel(storage, "spring")
     pipeline = await run_pipeline()
 
+    assert len(looked_for) == 3 + 1 + 2 + 1, "only of jobs that were delivered before"
     assert pipeline.metrics.outcomes == {"cancelled": 2, "failed": 1, "duplicate": 2}
     found = {
         str(record.blob).removesuffix(".png"): record
@@ -203,7 +204,6 @@ async def test_images_of_a_worker_that_died_get_records_when_their_jobs_end_othe
     ended = {(record.id, record.outcome) async for record in reader.ended(storage)}
     assert ended == {("stopped", "cancelled"), ("once", "cancelled"), ("failing", "failed")}
     assert (await storage.poison.depth()).messages == 1
-    assert len(looked_for) == 3 + 1 + 2 + 1, "only of jobs that were delivered before"
 
 
 async def test_a_second_drawing_of_a_cancelled_job_leaves_no_record_of_its_own(

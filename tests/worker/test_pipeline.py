@@ -190,7 +190,7 @@ class FaultyBlobs:
     """Blobs whose first writes fail."""
 
     def __init__(self, blobs: BlobStore, faults: int) -> None:
-        self.name = blobs.name
+        self.name, self.clock = blobs.name, blobs.clock
         self._blobs = blobs
         self.faults = faults
 

@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from datetime import datetime
 from typing import Any, NoReturn
 
 from imagefleet import errors
@@ -226,14 +227,14 @@ class InFlightJob:
             kept[:] = [each for each in kept if self._is_last(each)]
         return taken
 
-    def mark_completed(self) -> None:
-        """Every image is stored: the record of the last says so."""
+    def mark_completed(self, at: datetime) -> None:
+        """Every image is stored, which is known *at* that time: the record of the last says so."""
         if self.job is None or self.job.images_to_draw == 1:
             return
         last = self.job.images - 1
         if not any(map(self._is_last, (*self.records, *self.again))):
             # An earlier delivery has recorded it, while others were missing.
-            self.again.append(stored_record(self.job, self.source, last))
+            self.again.append(stored_record(self.job, self.source, last, at))
         for kept in (self.records, self.again):
             for place, record in enumerate(kept):
                 if self._is_last(record):

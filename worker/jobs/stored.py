@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from datetime import UTC, datetime
+from datetime import datetime
 
 from imagefleet import concurrency, errors
 from imagefleet.job.message import Job
@@ -80,7 +80,7 @@ async def find_stored(
     async def look(index: int) -> None:
         try:
             if await is_stored(blobs, job, index) is not False:
-                found[index] = stored_record(job, source, index)
+                found[index] = stored_record(job, source, index, blobs.clock.now())
         except errors.NameTakenError as error:
             taken.append(error)
 
@@ -88,14 +88,14 @@ async def find_stored(
     return [found[index] for index in sorted(found)], next(iter(taken), None)
 
 
-def stored_record(job: Job, source: str, index: int) -> Record:
-    """The record of an image that is stored; who has drawn it, and when, is not known."""
+def stored_record(job: Job, source: str, index: int, at: datetime) -> Record:
+    """The record of an image that is stored *at* that time; by whom, and when, is not known."""
     width, height = job.final_size
     return Record.model_validate(
         {
             **of_job(job),
             "outcome": "completed",
-            "at": datetime.now(UTC),
+            "at": at,
             "source": source,
             "blob": job.blob_name(index),
             "index": index,

@@ -16,7 +16,7 @@ from functools import partial
 from typing import NoReturn
 
 from imagefleet import concurrency, errors, retry
-from imagefleet.job.message import DUPLICATES, Output, text_for_image
+from imagefleet.job.message import Output, duplicate_name, text_for_image
 from imagefleet.job.passes.fields import Pass
 from imagefleet.job.sizes import metadata_header
 from imagefleet.pricing import families
@@ -29,7 +29,7 @@ from worker.jobs import stored
 from worker.jobs.in_flight import InFlightImage, InFlightJob
 from worker.node.canary import Canary
 from worker.node.self_check import NodeSelfCheck
-from worker.node.watchdog import NodeWatchdog, Suspects, file_name
+from worker.node.watchdog import NodeWatchdog, Suspects
 from worker.pull import Puller
 from worker.settle import Settler
 from worker.stages import encode
@@ -170,8 +170,7 @@ class UploadStage:
         self, name: str, encoded: _EncodedImage, metadata: dict[str, str]
     ) -> None:
         """Stores a duplicate, so that what took its name first can be compared with it."""
-        suffix = name.rpartition(".")[2]
-        aside = f"{DUPLICATES}{name}/{file_name(self.settler.settings.name)}.{suffix}"
+        aside = duplicate_name(name, self.settler.settings.name)
         file, lease = encoded.file, encoded.image.owner.lease
         blobs = self.settler.storage.blobs
 
@@ -182,14 +181,14 @@ class UploadStage:
         await self.settler.retry_policy.call(create)
 
     def _record(self, encoded: _EncodedImage, name: str, *, is_own: bool) -> Record:
-        """The record of an image; where another drawing may be stored, without the own file's."""
+        """The record of an image; *is_own*: the file that is stored is surely this drawing."""
         image = encoded.image
         width, height = image.final_size
         return self.settler.record(
             image.owner,
             "completed",
             blob=name,
-            size_bytes=len(encoded.file.data) if is_own else None,
+            size_bytes=len(encoded.file.data),
             sha256=encoded.file.sha256 if is_own else None,
             index=image.index,
             completes=False if image.job.images > 1 else None,
