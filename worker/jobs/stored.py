@@ -37,18 +37,24 @@ async def look_up(blobs: BlobStore, job: Job, index: int) -> Mapping[str, str] |
         return NOT_READ if await blobs.exists(name) else None
     if found is None:
         return None
-    if found.metadata.get("digest") != job.stage_digest:
+    # A job of fewer stages draws the same images as another does on its way.
+    if _digest_and_stages(found) != (job.stage_digest, str(job.stages)):
         raise errors.NameTakenError(_taken_by(job, found))
     return found.metadata
 
 
+def _digest_and_stages(image: BlobRecord) -> tuple[str, str]:
+    return image.metadata.get("digest", "none"), image.metadata.get("stages", "1")
+
+
 def _taken_by(job: Job, other: BlobRecord) -> str:
-    digest = other.metadata.get("digest", "none")[:_DIGEST_CHARACTERS]
+    digest, stages = _digest_and_stages(other)
+    of_stages = f" and {stages[:1]} stages" if stages != str(job.stages) else ""
     worker = other.metadata.get("worker", "an unknown worker")[:_QUOTED_CHARACTERS]
     return (
-        f"the name {other.name} is taken by the image of another job, of digest {digest}, that"
-        f" {worker} stored at {other.created_at:%Y-%m-%dT%H:%M:%SZ}; this job is {_shown(job)}:"
-        f" {_HOW_TO_MEND}"
+        f"the name {other.name} is taken by the image of another job, of digest"
+        f" {digest[:_DIGEST_CHARACTERS]}{of_stages}, that {worker} stored at"
+        f" {other.created_at:%Y-%m-%dT%H:%M:%SZ}; this job is {_shown(job)}: {_HOW_TO_MEND}"
     )
 
 
