@@ -217,11 +217,12 @@ class Record(BaseModel, frozen=True, allow_inf_nan=False, hide_input_in_errors=T
         names = ("digest",) if of_any_drawing else ("digest", "sha256")
         return all(metadata.get(name) in {None, getattr(self, name)} for name in names)
 
-    def name_taken(self) -> Record:
-        """The end of its job instead, where the stored image is another job's of that name."""
+    def name_taken(self, metadata: Mapping[str, str]) -> Record:
+        """The end of its job instead, where the image with this *metadata* is another job's."""
         reason = (
-            f"its name is taken: {self.blob} is the image of another job of that id, whose digest"
-            f" is not {self.digest}; give one of them another id"
+            f"its name is taken: {self.blob} is the image of the job {self.key} with the digest"
+            f" {metadata.get('digest', 'unknown')[:64]}, and this job's is {self.digest}; give one"
+            " of them another id"
         )
         failed = {"outcome": "failed", "blob": None, "error": errors.NameTakenError.__name__}
         return self.model_copy(update={**failed, "reason": reason})
