@@ -45,6 +45,9 @@ MAX_REPORTED = 10
 #: Called with the place of an invalid entry, and why it is none.
 OnInvalid = Callable[[str, str], None]
 
+#: Called with the position and the message of each job.
+OnBody = Callable[[int, str], None]
+
 #: Called with the place and the job of each entry.
 OnJob = Callable[[str, Job], None]
 
@@ -108,10 +111,18 @@ class UnchangedFile:
             )
 
 
+class MendedMessage(str):
+    """The message of a job that had failed, as `imagefleet failed --export` notes it."""
+
+    __slots__ = ()
+
+
 class _EntrySource(abc.ABC):
     """Jobs from the entries of a format: signed by *signer*, of *campaign* where a job has none."""
 
     identity: str
+    ids: str
+    """What ids are made of where a job has none: the identity, or that of an earlier content."""
     count: int | None
     _can_be_read_again = True
 
@@ -131,19 +142,26 @@ class _EntrySource(abc.ABC):
         self.mended = 0
         """Jobs of the messages so far that had failed, as `imagefleet failed --export` notes it."""
 
-    def check(self, start: int, on_job: OnJob | None = None) -> None:
+    def check(self, start: int, on_job: OnJob | None = None, on_body: OnBody | None = None) -> None:
         """Checks each entry that is to be sent, for *on_job*; a SetupError has the first ten.
 
-        Without *on_job*, not where it is of no use: what is invalid is skipped, or read only once.
+        *on_body* gets the position and the message of each, unsigned. Without *on_job*, nothing is
+        checked that can be read only once.
         """
-        if on_job is None and (self._on_invalid is not None or not self._can_be_read_again):
+        if on_job is None and not self._can_be_read_again:
             return
+        skips: OnInvalid | None = self._on_invalid
+        if skips is not None and on_job is None:
+            skips = lambda *_: None  # noqa: E731 - told as they are sent
         invalid: list[str] = []
 
         def note(place: str, reason: str) -> None:
             invalid.append(f"{place}: {reason}")
 
-        for _ in self._read(start, self._on_invalid or note, on_job or (lambda *_: None)):
+        read = self._read(start, skips or note, on_job or (lambda *_: None))
+        for position, body in enumerate(read, start):
+            if body is not None and on_body is not None:
+                on_body(position, body)
             if len(invalid) == MAX_REPORTED:
                 break
         if invalid:
@@ -154,6 +172,11 @@ class _EntrySource(abc.ABC):
 
     def bodies(self, start: int) -> Iterator[str | None]:
         return self._read(start, self._on_invalid or _refuse)
+
+    def place(self, position: int) -> str:
+        """Where the entry at *position* is in the file: its line or its row."""
+        with self._opened() as stream:
+            return next(iter(self._form.entries(stream, position))).place
 
     def examples(self, most: int) -> Iterator[str]:
         return itertools.islice((body for body in self.bodies(0) if body is not None), most)
@@ -169,7 +192,7 @@ class _EntrySource(abc.ABC):
                 problem, body = entry.problem, None
                 try:
                     if entry.text:
-                        body = self._message(entry, f"{self.identity}:{number}", on_job)
+                        body = self._message(entry, f"{self.ids}:{number}", on_job)
                 except errors.JobError as error:
                     problem = error.message
                 if problem:
@@ -191,7 +214,7 @@ class _EntrySource(abc.ABC):
         if on_job is not None:
             on_job(entry.place, job)
         self.mended += on_job is None and text is not entry.text
-        return body
+        return body if text is entry.text else MendedMessage(body)
 
     @abc.abstractmethod
     def _opened(self) -> AbstractContextManager[io.BufferedReader]:
@@ -224,7 +247,7 @@ class FileSource(_EntrySource):
             entries = form.count(stream)
         if campaign is not None:
             hasher.update(f" campaign={campaign}".encode())
-        self.identity = hasher.hexdigest()
+        self.identity = self.ids = hasher.hexdigest()
         self.count = entries if count is None else min(count, entries)
 
     def describe(self) -> str:
@@ -252,7 +275,7 @@ class StreamSource(_EntrySource):
     ) -> None:
         super().__init__("standard input", form, on_invalid, signer, campaign)
         self._stream = stream
-        self.identity = uuid.uuid4().hex
+        self.identity = self.ids = uuid.uuid4().hex
         self.count = count
 
     def describe(self) -> str:

@@ -12,12 +12,8 @@ from typing import Self
 from pydantic import BaseModel, Field, JsonValue, ValidationError
 
 from imagefleet import errors
-<<<<<<< HEAD
 from imagefleet.job.message import image_stem
-from imagefleet.job.sizes import MAX_METADATA_BYTES
-=======
 from imagefleet.job.sizes import MAX_METADATA_BYTES, metadata_json
->>>>>>> main
 from imagefleet.records import reader
 from imagefleet.records.reader import Counts
 from imagefleet.records.record import Record

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Iterable
 from contextlib import aclosing
 from dataclasses import dataclass
 from datetime import datetime
 
-from pydantic import BaseModel, Field, ValidationError
-
 from imagefleet import concurrency, errors
 from imagefleet.job.message import RECORDS
+from imagefleet.records import sent as ledger
 from imagefleet.records import stored
 from imagefleet.records.once import MissingRecords, Replaced
 from imagefleet.records.record import NOTHING, Outcome, Record, ShardName, Totals, hashed
@@ -40,7 +38,7 @@ _BY_OPERATOR: Collection[Outcome] = ("replayed", "discarded")
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """A campaign in numbers. *sent* is None where no filler has noted it."""
+    """A campaign in numbers. *sent* is None where nobody has noted it."""
 
     sent: int | None
     images: int
@@ -62,14 +60,10 @@ class Counts:
         return max(0, self.sent - ended)
 
 
-class _Sent(BaseModel, hide_input_in_errors=True):
-    load: str = Field(max_length=200)
-    jobs: int = Field(ge=0, lt=2**53)
-
-
 async def campaigns(storage: Storage) -> AsyncIterator[str]:
-    """The campaigns that have records, by name; one listing of folders."""
-    async for name in storage.blobs.folders(RECORDS):
+    """The campaigns that have records or jobs that were sent, by name; two listings of folders."""
+    found = {name async for name in storage.blobs.folders(RECORDS)}
+    for name in sorted(found.union(await ledger.campaigns(storage))):
         if ShardName.read(f"{RECORDS}{name}/-.jobs.jsonl.gz"):
             yield name
 
@@ -118,18 +112,6 @@ async def end(storage: Storage, campaign: str) -> dict[str, int]:
     }
 
 
-async def sent(storage: Storage, campaign: str) -> int | None:
-    """Counts its jobs, as far as fillers noted them; a listing, and a read for each filler."""
-    by_filler = await sent_by_filler(storage, campaign)
-    return sum(by_filler.values()) if by_filler else None
-
-
-async def sent_by_filler(storage: Storage, campaign: str) -> dict[str, int]:
-    """The jobs that each filler has noted, by what names the filler across its restarts."""
-    shards = await stored.shards_of(storage.blobs, campaign)
-    return await _sent(storage.blobs, stored.of_kind(shards, "sent"), Damaged())
-
-
 async def newest(storage: Storage, campaign: str, most: int) -> list[Record]:
     """The latest images and jobs, oldest first: a listing, and the ends of 32 shards at most."""
     shards = await stored.shards_of(storage.blobs, campaign)
@@ -169,9 +151,8 @@ async def counts(storage: Storage, campaign: str, damaged: Damaged | None = None
             total = Totals(total.records + more.records, total.jobs + more.jobs)
     others = await _count_ended(blobs, stored.of_kind(shards, "jobs"), damaged)
     changed = [each.blob.modified_at or each.blob.created_at for each in shards]
-    by_filler = await _sent(blobs, stored.of_kind(shards, "sent"), damaged)
     return Counts(
-        sent=sum(by_filler.values()) if by_filler else None,
+        sent=await ledger.counts(storage, campaign),
         images=total.records,
         completed=total.jobs,
         failed=others["failed"],
@@ -211,7 +192,7 @@ class Follower:
         try:
             for shard in await stored.shards_of(self._blobs, self._campaign):
                 name, size = shard.blob.name, shard.blob.size_bytes
-                if shard.kind in {"sent", "replaced"} or name in self._given_up:
+                if shard.kind == "replaced" or name in self._given_up:
                     continue
                 if size <= (offset := self.position.get(name, 0)):
                     continue
@@ -380,25 +361,6 @@ async def _count_ended(
     counted = Counter(outcome for failure, outcome in ends.items() if failure not in all_settled)
     counted["discarded"] = len(settled["discarded"])
     return counted
-
-
-async def _sent(
-    blobs: BlobStore, shards: Collection[StoredShard], damaged: Damaged
-) -> dict[str, int]:
-    """The jobs sent by each filler: a shard is of one, and its last line has the sum."""
-    latest: dict[str, int] = {}
-
-    async def add(each: StoredShard) -> None:
-        for line in await stored.last_lines(blobs, each, damaged):
-            try:
-                note = _Sent.model_validate(json.loads(line))
-            except (ValidationError, ValueError, RecursionError):
-                damaged.add(each.blob.name, "a count of jobs that is not valid")
-            else:
-                latest[note.load] = max(note.jobs, latest.get(note.load, 0))
-
-    await concurrency.for_each(shards, add, stored.CONCURRENT_READS)
-    return latest
 
 
 def _failure(record: Record) -> int:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import json
 import re
 import secrets
 import struct
@@ -66,13 +65,13 @@ _OF_JOB = ("id", "images", "stage", "stages", "prompt", "negative_prompt", "meta
 _OF_DRAWING = ("sampler", "steps", "cfg_scale", "clip_skip")
 
 #: `again` are images whose names were taken; most of them have a record in `images`.
-Kind = Literal["again", "images", "jobs", "replaced", "sent"]
+Kind = Literal["again", "images", "jobs", "replaced"]
 
 #: The most bytes in a member's lines. Azure appends 4 MiB at once; a record has 200 KiB at most.
 MAX_MEMBER_BYTES = 3 * 2**20
 
 _NAME = re.compile(
-    rf"{re.escape(RECORDS)}(?P<campaign>[^/]+)/[^/]+\.(?P<kind>again|images|jobs|replaced|sent)\.jsonl\.gz"
+    rf"{re.escape(RECORDS)}(?P<campaign>[^/]+)/[^/]+\.(?P<kind>again|images|jobs|replaced)\.jsonl\.gz"
 )
 
 #: An empty gzip member whose header has one extra field, `IF`: lines, and completed jobs.
@@ -301,7 +300,6 @@ class RecordLog:
         self._writer = re.sub(r"[^A-Za-z0-9._-]", "_", writer)[:100] or "_"
         self._retry_policy = retry_policy
         self._shards: OrderedDict[tuple[str, Kind], _Shard] = OrderedDict()
-        self._load = secrets.token_hex(8)
 
     async def add(self, records: Iterable[Record], *, again: bool = False) -> None:
         """Adds records, those of images as `images`, or *again* if their names were taken."""
@@ -327,11 +325,6 @@ class RecordLog:
     async def check(self, campaign: str, kind: Kind = "jobs") -> None:
         """Raises SetupError if records may not be written; adds none."""
         await self._append(campaign, kind, [], jobs=0)
-
-    async def sent(self, campaign: str, jobs: int, load: str | None = None) -> None:
-        """Notes how many jobs *load* (across restarts) or this object has sent so far."""
-        line = json.dumps({"load": load or self._load, "jobs": jobs}).encode() + b"\n"
-        await self._append(campaign, "sent", [line], jobs=0)
 
     async def _append(self, campaign: str, kind: Kind, lines: list[bytes], *, jobs: int) -> None:
         open_shard = self._shard(campaign, kind)

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 import pytest
 
+import sent_jobs
 import signers
 from fleet import console
 from imagefleet import errors
@@ -159,7 +160,7 @@ def test_a_loaded_and_discarded_job_is_not_pending_for_ever(within: Within[Any])
     async def counts(storage: Storage) -> reader.Counts:
         await fail(storage, TOO_MANY_STEPS)
         log = RecordLog(storage.blobs, "load")
-        await log.sent("spring", 1)
+        await sent_jobs.note(storage, "spring", 1)
         (failed,) = [each async for each in reader.ended(storage)]
         await log.add([failed.model_copy(update={"outcome": "discarded"})])
         return await reader.counts(storage, "spring")
