@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import io
 import signal
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import typer
 from rich import progress
@@ -17,6 +18,7 @@ from rich import progress
 from fleet import console
 from imagefleet import errors
 from imagefleet.storage.open import Storage, open_storage
+from loadgen import file_source
 from loadgen.campaigns import changes_of
 from loadgen.caption_sweep import SweepSource
 from loadgen.file_source import FileSource, StreamSource
@@ -29,19 +31,38 @@ from worker.progress import duration
 #: Seconds between two lines of progress where there is no terminal.
 SECONDS_BETWEEN_LINES = 5.0
 
+#: Bytes of a file that is read at once, and shown.
+_BUFFER_BYTES = 2**18
+
 Reading = Callable[[str], contextlib.AbstractContextManager[None]]
 
 
 @contextlib.contextmanager
 def reading(path: Path, doing: str, *, is_shown: bool) -> Iterator[None]:
-    """Says on a terminal that a file is being read; Ctrl-C ends it with a note."""
-    what = console.untrusted(f"{doing} {path.name}")
+    """Shows on a terminal how much of a file is read, in bytes; Ctrl-C ends it with a note."""
+    columns = (
+        progress.TextColumn("{task.description}", markup=False),
+        *(progress.BarColumn(), progress.DownloadColumn(), progress.TimeRemainingColumn()),
+    )
+    is_shown = is_shown and console.stderr.is_terminal
+    bar = progress.Progress(*columns, console=console.stderr, transient=True, disable=not is_shown)
+    task = bar.add_task(console.untrusted(f"{doing} {path.name}").plain, total=None)
+
+    def shown(file: BinaryIO, size: int) -> BinaryIO:
+        bar.reset(task, total=size)
+        through: Any = bar.wrap_file(file, task_id=task)
+        return io.BufferedReader(through, _BUFFER_BYTES)
+
+    token = file_source.shown_by.set(shown) if is_shown else None
     try:
-        with console.stderr.status(what) if is_shown else contextlib.nullcontext():
+        with bar:
             yield
     except KeyboardInterrupt:
         console.print_note(f"stopped while {doing} {path}; nothing was sent")
         raise
+    finally:
+        if token is not None:
+            file_source.shown_by.reset(token)
 
 
 def fill(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,17 +16,16 @@ from fleet.campaigns import target
 from fleet.files import missing
 from fleet.options import argument, option
 from fleet.redo import replace
+from fleet.results import files
 from imagefleet import errors
 from imagefleet.storage.open import signer_of
 from imagefleet.storage.settings import MAX_SHARDS, checked_priority
 from loadgen import sources
 from loadgen.load import default_path
+from loadgen.rejects import MOST_SHOWN, Rejected, Report
 from loadgen.settings import LoadSettings
 
 DRY_RUN_JOBS = 10
-
-#: Skipped lines that are reported one by one.
-_SHOWN_SKIPPED = 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +46,10 @@ class Jobs:
         "Campaign of the jobs without one: the folder of their images.", metavar="NAME"
     )
     skip_invalid: bool = option("Skip what is not a valid job.", default=False)
+    rejects: Path | None = option(
+        "Write what is not a valid job there, with what is wrong, to be mended and loaded.",
+        metavar="FILE",
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,42 +125,78 @@ def command(
         raise errors.SetupError("--replace reads its file twice: give a name, not standard input")
     priority = checked_priority(sending.priority)
     target.check_name("--campaign", jobs.campaign)
-    skipped = _Skipped()
     read = functools.partial(filling.reading, Path(jobs.file), is_shown=not (quiet or as_json))
-    with read("reading"):
-        source = sources.open_source(
-            jobs.file,
-            form=jobs.form,
-            count=jobs.count,
-            seed=jobs.seed,
-            on_invalid=skipped if jobs.skip_invalid else None,
-            signer=None if checking.dry_run else signer_of(settings),
-            campaign=jobs.campaign,
-        )
-    if checking.check:
-        elsewhere = missing.Elsewhere(checking.lora_directory, sending.model or ())
-        _check(settings, source, skipped, elsewhere, read, as_json=as_json)
-    elif checking.dry_run:
-        with read("checking"):
-            changes = filling.preview(settings, source, _checkpoint(settings, jobs.file, sending))
-        _print_jobs(source, changes, quiet=quiet)
-    else:
-        path = _checkpoint(settings, jobs.file, sending)
-        in_use = f"another `imagefleet load` is at work with the checkpoint {path}"
-        with console.only_one(path, in_use) if path else contextlib.nullcontext():
-            filling.fill(
-                *(settings, source, jobs.file, path, read),
-                quiet=quiet,
-                as_json=as_json,
-                # A template has no failed jobs.
-                facts=lambda: {"invalid": skipped.count, "mended": getattr(source, "mended", 0)},
-                restart=sending.restart,
-                new_only=sending.new_only,
-                replace=replace.replace_jobs if sending.replace else None,
-                priority=priority,
-                models=sending.model or (),
-                shards=sending.shards,
+    with _report(jobs) as report:
+        with read("reading"):
+            source = sources.open_source(
+                jobs.file,
+                form=jobs.form,
+                count=jobs.count,
+                seed=jobs.seed,
+                report=report,
+                signer=None if checking.dry_run else signer_of(settings),
+                campaign=jobs.campaign,
             )
+        if jobs.rejects and jobs.file != "-":
+            with read("checking"):
+                source.check(0, lambda *_: None)  # all of it, whatever was sent before
+        if checking.check:
+            elsewhere = missing.Elsewhere(checking.lora_directory, sending.model or ())
+            _check(settings, source, report, elsewhere, read, as_json=as_json)
+        elif checking.dry_run:
+            with read("checking"):
+                changes = filling.preview(
+                    settings, source, _checkpoint(settings, jobs.file, sending)
+                )
+            _print_jobs(source, changes, quiet=quiet)
+        else:
+            path = _checkpoint(settings, jobs.file, sending)
+            in_use = f"another `imagefleet load` is at work with the checkpoint {path}"
+            with console.only_one(path, in_use) if path else contextlib.nullcontext():
+                filling.fill(
+                    *(settings, source, jobs.file, path, read),
+                    quiet=quiet,
+                    as_json=as_json,
+                    facts=lambda: {"invalid": report.count, **_facts(source)},
+                    restart=sending.restart,
+                    new_only=sending.new_only,
+                    replace=replace.replace_jobs if sending.replace else None,
+                    priority=priority,
+                    models=sending.model or (),
+                    shards=sending.shards,
+                )
+
+
+def _facts(source: sources.Source) -> dict[str, int]:
+    """What a file has besides its jobs; a template has no more."""
+    return {name: getattr(source, name, 0) for name in ("empty", "mended")}
+
+
+@contextlib.contextmanager
+def _report(jobs: Jobs) -> Iterator[Report]:
+    """Shows the first rows that are refused, if the others are sent, and writes all to a file."""
+    path, skips = jobs.rejects, jobs.skip_invalid
+    console.check_writable(path)
+    if path is not None and path.resolve() == Path(jobs.file).resolve():
+        raise errors.SetupError(f"--rejects {path}: is the file of jobs itself")
+    with contextlib.ExitStack() as stack:
+        file = None
+        if path is not None:
+            stack.enter_context(files.writing(path))
+            file = stack.enter_context(path.open("w", encoding="utf-8"))
+
+        def note(rejected: Rejected) -> None:
+            if file is not None:
+                file.write(console.json_text(rejected.as_job(), indent=None))
+            if skips and report.count <= MOST_SHOWN:
+                console.print_note(f"{rejected.place} is skipped: {rejected.why}")
+
+        report = Report(skips, note, console.print_warning, str(path or ""))
+        try:
+            yield report
+        finally:
+            if skips and report.count:
+                console.print_note(f"rows that are no jobs: {report.summary}")
 
 
 def _checkpoint(settings: LoadSettings, file: str, sending: Sending) -> Path | None:
@@ -167,23 +207,10 @@ def _checkpoint(settings: LoadSettings, file: str, sending: Sending) -> Path | N
     return None
 
 
-class _Skipped:
-    """Counts the skipped lines and reports the first of them."""
-
-    count = 0
-
-    def __call__(self, place: str, reason: str) -> None:
-        self.count += 1
-        if self.count <= _SHOWN_SKIPPED:
-            console.print_note(f"{place} is skipped: {reason}")
-        elif self.count == _SHOWN_SKIPPED + 1:
-            console.print_note("more jobs are skipped; the summary counts them")
-
-
 def _check(
     settings: LoadSettings,
     source: sources.Source,
-    skipped: _Skipped,
+    report: Report,
     elsewhere: missing.Elsewhere,
     read: filling.Reading,
     *,
@@ -195,7 +222,7 @@ def _check(
         source.check(0, uses.add)
     found = console.run(missing.look(settings, uses, elsewhere))
     if as_json:
-        console.print_json(missing.summary(uses, found) | {"invalid": skipped.count})
+        console.print_json(missing.summary(uses, found) | {"invalid": report.count})
     else:
         missing.show(uses, found)
     if found:

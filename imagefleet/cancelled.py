@@ -15,6 +15,7 @@ from pydantic import AwareDatetime, BaseModel, Field
 
 from imagefleet import errors, retry, validation
 from imagefleet.job.message import DEFAULT_CAMPAIGN, SafeId
+from imagefleet.records.record import RecordLog
 from imagefleet.storage.open import Storage
 from imagefleet.storage.protocol import BlobStore
 from imagefleet.telemetry import logs
@@ -134,6 +135,8 @@ async def cancel(storage: Storage, campaign: str) -> datetime:
     Takes some twelve seconds: a load that begins then runs. Raises TransientError or SetupError.
     """
     at = (await storage.queue.stamps()).latest + timedelta(seconds=LOAD_SECONDS)
+    # The list forgets it; by this a worker's record that a job was cancelled is believed for good.
+    await RecordLog(storage.files, "operator").open(campaign, "cancelled")
     new = Cancellation(queue=storage.queue.name, campaign=campaign, at=at)
     # Messages in flight count: without any, no message is older than this call.
     is_empty = (await storage.queue.depth()).messages == 0

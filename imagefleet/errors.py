@@ -35,6 +35,10 @@ class InvalidMessageError(JobError):
     """The message is not a valid job."""
 
 
+class UnknownStageError(InvalidMessageError):
+    """The message asks for a stage of a job whose stage before is not stored."""
+
+
 class UntrustedJobError(JobError):
     """The job is not signed with the trusted key."""
 
@@ -54,6 +58,10 @@ class NameTakenError(JobError):
     """The name of the job's image is taken by another job."""
 
 
+class MisfitError(JobError):
+    """What is stored under an image's name is not what its record is of."""
+
+
 class TransientError(FleetError):
     """The storage or the engine failed temporarily."""
 
@@ -66,6 +74,10 @@ class TransientError(FleetError):
 
 class NoAccessError(TransientError):
     """The credentials of the storage have expired; waiting for new ones."""
+
+
+class UnsettledFileError(TransientError):
+    """A file is being written; the job waits until it is whole."""
 
 
 class BusyError(TransientError):

@@ -77,13 +77,13 @@ class CaptionFile:
 
     def _captions(self, entries: Iterable[Entry]) -> Iterator[str]:
         seen: set[object] = set()
-        for place, text, problem in entries:
-            if not (text or problem):
+        for entry in entries:
+            if not (entry.text or entry.problem):
                 continue
             try:
-                caption, image = self._caption(text, problem)
+                caption, image = self._caption(entry.text, entry.problem)
             except ValueError as error:
-                raise FormatError(f"{place}: {error}") from None
+                raise FormatError(f"{entry.place}: {error}") from None
             if self._one_per_image:
                 if image in seen:
                     continue

@@ -13,9 +13,10 @@ import uuid
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
+from contextvars import ContextVar
 from functools import partial
 from pathlib import Path
-from typing import cast
+from typing import BinaryIO, cast
 
 from imagefleet import errors
 from imagefleet.job import sizes
@@ -31,6 +32,7 @@ from imagefleet.storage.deliveries import without_deliveries
 from loadgen.formats.json_array import JsonArray
 from loadgen.formats.lines import Entry, Format, FormatError, JsonLines, PromptLines
 from loadgen.formats.tables import CsvRows, ParquetRows
+from loadgen.rejects import Rejected, Report, is_rejected
 
 FORMATS: Mapping[str, Format] = {
     each.name: each for each in (JsonLines(), JsonArray(), CsvRows(), PromptLines(), ParquetRows())
@@ -40,10 +42,8 @@ _GZIP_MAGIC = b"\x1f\x8b"
 
 #: 96 bits: a collision among a hundred million jobs has a chance of 10^-13.
 ID_BYTES = 12
-MAX_REPORTED = 10
 
-#: Called with the place of an invalid entry, and why it is none.
-OnInvalid = Callable[[str, str], None]
+OnRejected = Callable[[Rejected], None]
 
 #: Called with the position and the message of each job.
 OnBody = Callable[[int, str], None]
@@ -85,6 +85,13 @@ def digest(data: bytes) -> str:
     return hashlib.blake2b(data, digest_size=ID_BYTES).hexdigest()
 
 
+#: What shows how much of a file is read: takes it and its size, and returns it.
+Wrap = Callable[[BinaryIO, int], BinaryIO]
+
+#: That of the files which are opened in a context.
+shown_by: ContextVar[Wrap] = ContextVar("shown_by", default=lambda file, _: file)
+
+
 class UnchangedFile:
     """A file that is read several times; raises SetupError if it is written in between."""
 
@@ -98,7 +105,8 @@ class UnchangedFile:
         """Its content, decompressed if its format can be; errors of reading it name it."""
         with _explained(str(self._path), self._form), self._path.open("rb") as file:
             self._check_version(file)
-            yield decompressed(file) if self._form.is_stream else file
+            shown = cast("io.BufferedReader", shown_by.get()(file, os.fstat(file.fileno()).st_size))
+            yield decompressed(shown) if self._form.is_stream else shown
             self._check_version(file)
 
     def _check_version(self, file: io.BufferedReader) -> None:
@@ -130,48 +138,44 @@ class _EntrySource(abc.ABC):
         self,
         name: str,
         form: Format,
-        on_invalid: OnInvalid | None,
+        report: Report | None,
         signer: JobSigner | None,
         campaign: str | None,
     ) -> None:
         self._name = name
         self._form = form
-        self._on_invalid = on_invalid
+        self.report = report or Report()
         self._signer = signer
         self._campaign = campaign
         self.mended = 0
         """Jobs of the messages so far that had failed, as `imagefleet failed --export` notes it."""
+        self.empty = 0
+        """Positions so far that hold no job, an empty line say."""
 
     def check(self, start: int, on_job: OnJob | None = None, on_body: OnBody | None = None) -> None:
-        """Checks each entry that is to be sent, for *on_job*; a SetupError has the first ten.
+        """Checks each entry that is to be sent, for *on_job*; or raises SetupError.
 
         *on_body* gets the position and the message of each, unsigned. Without *on_job*, nothing is
         checked that can be read only once.
         """
         if on_job is None and not self._can_be_read_again:
             return
-        skips: OnInvalid | None = self._on_invalid
-        if skips is not None and on_job is None:
-            skips = lambda *_: None  # noqa: E731 - told as they are sent
-        invalid: list[str] = []
-
-        def note(place: str, reason: str) -> None:
-            invalid.append(f"{place}: {reason}")
-
-        read = self._read(start, skips or note, on_job or (lambda *_: None))
+        read = self._read(start, self.report.reject, on_job or (lambda *_: None))
         for position, body in enumerate(read, start):
             if body is not None and on_body is not None:
                 on_body(position, body)
-            if len(invalid) == MAX_REPORTED:
-                break
-        if invalid:
-            raise errors.SetupError(
-                f"{self._name} has invalid jobs; nothing was sent. Correct them or skip them with"
-                " --skip-invalid:\n" + "\n".join(invalid)
-            )
+        if self.report.count and not self.report.skips:
+            raise errors.SetupError(self.report.sentence(self._name))
 
     def bodies(self, start: int) -> Iterator[str | None]:
-        return self._read(start, self._on_invalid or _refuse)
+        return self._read(start, self.report.reject if self.report.skips else self._refuse)
+
+    def _refuse(self, rejected: Rejected) -> None:
+        self.report.reject(rejected)
+        raise errors.SetupError(
+            f"{rejected.place} is not a valid job: {rejected.reason}; the jobs before it are sent"
+            " (--skip-invalid skips such jobs)"
+        )
 
     def place(self, position: int) -> str:
         """Where the entry at *position* is in the file: its line or its row."""
@@ -182,7 +186,7 @@ class _EntrySource(abc.ABC):
         return itertools.islice((body for body in self.bodies(0) if body is not None), most)
 
     def _read(
-        self, start: int, on_invalid: OnInvalid, on_job: OnJob | None = None
+        self, start: int, on_rejected: OnRejected, on_job: OnJob | None = None
     ) -> Iterator[str | None]:
         """The messages from position *start* on; with *on_job* they are only checked."""
         with self._opened() as stream:
@@ -196,11 +200,14 @@ class _EntrySource(abc.ABC):
                 except errors.JobError as error:
                     problem = error.message
                 if problem:
-                    on_invalid(entry.place, problem)
+                    on_rejected(Rejected.of(entry, problem))
+                elif entry.notice:
+                    self.report.notice(entry.place, entry.notice)
+                self.empty += on_job is None and not (problem or entry.text)
                 yield body
 
     def _message(self, entry: Entry, id_text: str, on_job: OnJob | None) -> str:
-        text = _without_failure(entry.text)
+        text, has_failed = _without_failure(entry.text)
         job_id = digest(id_text.encode())
         job = read_job(text, job_id)
         if self._campaign is not None:
@@ -213,8 +220,8 @@ class _EntrySource(abc.ABC):
         sizes.checked_messages([body + " " * room])
         if on_job is not None:
             on_job(entry.place, job)
-        self.mended += on_job is None and text is not entry.text
-        return body if text is entry.text else MendedMessage(body)
+        self.mended += on_job is None and has_failed
+        return MendedMessage(body) if has_failed else body
 
     @abc.abstractmethod
     def _opened(self) -> AbstractContextManager[io.BufferedReader]:
@@ -232,11 +239,11 @@ class FileSource(_EntrySource):
         form: Format = FORMATS["jsonl"],
         *,
         count: int | None = None,
-        on_invalid: OnInvalid | None = None,
+        report: Report | None = None,
         signer: JobSigner | None = None,
         campaign: str | None = None,
     ) -> None:
-        super().__init__(str(path), form, on_invalid, signer, campaign)
+        super().__init__(str(path), form, report, signer, campaign)
         # The same bytes are other jobs in another format.
         person = b"" if form.name == "jsonl" else form.name.encode()
         self._file = UnchangedFile(path, form)
@@ -269,11 +276,11 @@ class StreamSource(_EntrySource):
         form: Format = FORMATS["jsonl"],
         *,
         count: int | None = None,
-        on_invalid: OnInvalid | None = None,
+        report: Report | None = None,
         signer: JobSigner | None = None,
         campaign: str | None = None,
     ) -> None:
-        super().__init__("standard input", form, on_invalid, signer, campaign)
+        super().__init__("standard input", form, report, signer, campaign)
         self._stream = stream
         self.identity = self.ids = uuid.uuid4().hex
         self.count = count
@@ -288,18 +295,21 @@ class StreamSource(_EntrySource):
             yield decompressed(self._stream)
 
 
-def _without_failure(text: str) -> str:
-    """A job as it was before `imagefleet failed --export` noted its failure in it."""
+def _without_failure(text: str) -> tuple[str, bool]:
+    """A job as it was before somebody noted in it why it failed or was refused; whether it failed.
+
+    `imagefleet failed --export` notes the one, `imagefleet load --rejects` the other.
+    """
     if f'"{FAILURE_FIELD}"' not in text:
-        return text  # the most common case, without parsing it
+        return text, False  # the most common case, without parsing it
     try:
         fields = message_fields(text)
     except (ValueError, RecursionError):
-        return text  # not JSON, which `read_job` says
+        return text, False  # not JSON, which `read_job` says
     if isinstance(fields, dict) and FAILURE_FIELD in fields:
-        del fields[FAILURE_FIELD]
-        return json.dumps(fields)
-    return text
+        failure = fields.pop(FAILURE_FIELD)
+        return json.dumps(fields), not is_rejected(failure)
+    return text, False
 
 
 @contextmanager
@@ -315,10 +325,3 @@ def _explained(name: str, form: Format) -> Iterator[None]:
         raise errors.SetupError(f"{name} cannot be read: {error.strerror or error}") from None
     except FormatError as error:
         raise errors.SetupError(f"{name} as {form.name}: {error}") from None
-
-
-def _refuse(place: str, reason: str) -> None:
-    raise errors.SetupError(
-        f"{place} is not a valid job: {reason}; the jobs before it are sent (--skip-invalid skips"
-        " such jobs)"
-    )

@@ -348,7 +348,7 @@ class Load:
         if self._path is not None:
             # Fails before anything is sent, if the path is not writable.
             self._file = CheckpointFile(self._path, self._start)
-        noted = self._start.noted
+        noted = min(self._start.noted, self.confirmed)
         sent = itertools.islice(self._source.bodies(noted), self.confirmed - noted)
         await self._campaigns.begin(sent, noted, self.confirmed)
         watching = self._cancelled.watch(lambda: True)

@@ -35,6 +35,7 @@ from prometheus_client import CollectorRegistry
 
 import azurite
 from imagefleet import cancelled
+from imagefleet.files import safetensors
 from imagefleet.storage.azure.storage import API_VERSION
 from imagefleet.storage.open import Storage, open_storage
 from imagefleet.storage.settings import StorageSettings
@@ -301,6 +302,11 @@ def _no_settings_from_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in list(os.environ):
         if name.startswith(("IMAGEFLEET_", "SALAD_")):
             monkeypatch.delenv(name)
+
+
+@pytest.fixture(autouse=True)
+def _files_need_no_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(safetensors, "REST_SECONDS", 0.0)
 
 
 @pytest.fixture(scope="session")

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
 from functools import partial
 from typing import Any
 
 from imagefleet import errors, retry
 from imagefleet.cancelled import CancelledCampaigns
+from imagefleet.files import safetensors
 from imagefleet.records.record import MAX_NAME_CHARACTERS, Record, RecordLog, of_job
 from imagefleet.records.record import Outcome as RecordOutcome
 from imagefleet.storage import dead_letter
@@ -20,7 +21,7 @@ from imagefleet.storage.deliveries import without_deliveries
 from imagefleet.storage.open import Storage
 from imagefleet.storage.routing.models import named
 from imagefleet.storage.settings import priority_of
-from worker.jobs import chains, in_flight
+from worker.jobs import chains, in_flight, stored
 from worker.jobs.in_flight import FailedImage, InFlightImage, InFlightJob, PendingRecords
 from worker.leases import LeaseKeeper
 from worker.metrics import CostMeter, Outcome, WorkerMetrics
@@ -29,6 +30,9 @@ from worker.settings import WorkerSettings
 #: The pause before a failed job's next attempt, doubled with each.
 FIRST_RETRY_SECONDS = 2.0
 LONGEST_RETRY_SECONDS = 120.0
+
+#: The longest pause of a job whose file is being written.
+LONGEST_REST_SECONDS = 10.0
 
 #: Seconds until a job that could not be moved to its model's queue is delivered again.
 NOT_MOVED_SECONDS = 300.0
@@ -92,9 +96,11 @@ class Settler:
         """The record of an image, or of a job that ended without; *facts* besides its own."""
         message = entry.lease.message
         known: dict[str, Any] = {"id": message.id} if entry.job is None else of_job(entry.job)
+        if entry.job is not None and outcome != "completed":
+            known["digest"] = entry.job.digest
         known |= {
             "outcome": outcome,
-            "at": datetime.now(UTC),
+            "at": self.storage.blobs.clock.now(),
             "source": entry.source,
             "attempts": message.delivery_count,
             "worker": self.settings.name[:MAX_NAME_CHARACTERS],
@@ -130,7 +136,8 @@ class Settler:
     async def look_up(self, entry: InFlightJob) -> None:
         """Notes which images of a job earlier deliveries have stored, as far as that is in doubt.
 
-        It is where a worker was lost, or left in a hurry: it has perhaps written no records.
+        It is where a worker was lost, or left in a hurry: it has perhaps written no records. Raises
+        NameTakenError if another job's image has the name of one.
         """
         job = entry.job
         if job is None or entry.is_looked_up:
@@ -142,10 +149,13 @@ class Settler:
         entry.recorded |= known
         if earlier.is_unsure or job.stage > 1:  # which may have been sent twice
             unknown = sorted(images - entry.stored)
-            look = partial(in_flight.find_stored, self.storage.blobs, job, entry.source, unknown)
-            found = await self.retry_policy.call(look)
+            look = partial(stored.find_stored, self.storage.blobs, job, entry.source, unknown)
+            found, taken = await self.retry_policy.call(look)
             entry.again += found
             entry.stored.update(each.index for each in found)
+            entry.is_looked_up = True
+            if taken is not None:
+                raise taken
         entry.is_looked_up = True
 
     async def _completed(self, entry: InFlightJob) -> None:
@@ -159,7 +169,7 @@ class Settler:
                 outcome = "verified"
             await self._end(entry, outcome, error)
 
-        entry.mark_completed()
+        entry.mark_completed(self.storage.blobs.clock.now())
         await self.pending.put(finish, entry.records, entry.again)
 
     async def _go_on(self, entry: InFlightJob) -> None:
@@ -208,7 +218,8 @@ class Settler:
         If some of them are, by a worker that died, their records are in `again` from here on.
         """
         try:
-            await self.look_up(entry)
+            with contextlib.suppress(errors.NameTakenError):
+                await self.look_up(entry)
         except errors.TransientError as error:
             self._lost(entry, error)
             return True
@@ -224,7 +235,7 @@ class Settler:
                 return False
             await self._not_sent(entry, fault)
             return True
-        entry.mark_completed()
+        entry.mark_completed(self.storage.blobs.clock.now())
         end = partial(self._end, entry, "duplicate")
         await self.pending.put(end, entry.records, entry.again)
         return True
@@ -257,7 +268,9 @@ class Settler:
         found = [each.error for each in failures]
         error = next((each for each in found if isinstance(each, errors.JobError)), found[0])
         attempts = entry.deliveries.failed + 1
-        is_final = isinstance(error, errors.JobError) or attempts >= self.settings.max_attempts
+        waits = isinstance(error, errors.UnsettledFileError)
+        is_bad = isinstance(error, errors.JobError)
+        is_final = is_bad or (attempts >= self.settings.max_attempts and not waits)
         if is_final and entry.is_second_drawing:
             # Not a failed job: whoever waits for the job must not be told that it failed.
             await self.unverified(entry, error.message)
@@ -265,6 +278,8 @@ class Settler:
             return
         elif is_final:
             await self._dead_letter(entry, error)
+        elif waits:
+            await self._wait_for_file(entry, error)
         else:
             await self._retry(entry, error, attempts)
 
@@ -362,6 +377,13 @@ class Settler:
         entry.log(logging.WARNING, text, "job_retried", error=type(error).__name__)
         release = partial(self._release, entry, delay_seconds, failed=True)
         await self._end_after_records(entry, "retried", release)
+
+    async def _wait_for_file(self, entry: InFlightJob, error: errors.FleetError) -> None:
+        """Hands back a job whose file is being written, which is no attempt of the job's."""
+        deliveries = entry.lease.message.delivery_count
+        seconds = retry.backoff(deliveries - 1, safetensors.REST_SECONDS, LONGEST_REST_SECONDS)
+        entry.log(logging.INFO, f"waits {seconds:.0f} s: {error}", "job_waits_for_file")
+        await self._end_after_records(entry, "handed_back", partial(self._release, entry, seconds))
 
     async def _release(
         self, entry: InFlightJob, delay_seconds: float = 0, *, failed: bool = False

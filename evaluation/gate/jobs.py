@@ -21,7 +21,8 @@ _CONCURRENT_READS = 16
 def of_file(path: Path | None, count: int | None, steps: int | None) -> list[Job]:
     """The first jobs of a file, or of the demo's; raises SetupError if one is not valid."""
     name = path or demo.find_checkpoint() / "demo_jobs.jsonl"
-    source = open_source(str(name), count=count or COUNT, on_invalid=_refuse)
+    source = open_source(str(name), count=count or COUNT)
+    source.check(0)
     jobs = [
         read_job(body, f"{number:06}")
         for number, body in enumerate(source.bodies(0), 1)
@@ -48,10 +49,6 @@ async def of_images(side: images.Images, names: Collection[str]) -> list[Job]:
 
     await concurrency.for_each(names, read, _CONCURRENT_READS)
     return [_to_draw(found[each], None) for each in sorted(found)]
-
-
-def _refuse(place: str, reason: str) -> None:
-    raise errors.SetupError(f"{place} is not a valid job: {reason}")
 
 
 def _to_draw(job: Job, steps: int | None) -> Job:

@@ -12,14 +12,11 @@ from typing import Any
 from rich.table import Table
 
 from fleet import console
-from imagefleet import concurrency, errors
+from imagefleet import errors
 from imagefleet.records import reader
 from imagefleet.records.reader import Counts
 from imagefleet.records.stored import Damaged
 from imagefleet.storage.open import Storage
-
-#: Campaigns that are counted at the same time.
-_AT_ONCE = 8
 
 #: A watch counts all campaigns no more often: that takes a listing and some reads for each.
 _FRESH_SECONDS = 30.0
@@ -28,12 +25,15 @@ _LONG_AGO = datetime.min.replace(tzinfo=UTC)
 
 
 class Campaigns:
-    """The campaigns of *storage* in numbers, the latest first, or the one named *only*."""
+    """The campaigns of *storage* in numbers, or the one named *only*.
+
+    The latest are first; after those that somebody is known to have sent, the others.
+    """
 
     def __init__(self, storage: Storage, only: str | None = None) -> None:
         self.rows: Sequence[tuple[str, Counts]] = ()
-        self.damaged_files = 0
-        """Files of records that are damaged, in part at least, and so not in the figures."""
+        self.unfit_records = 0
+        """Records that are damaged or forged, and so not in the figures."""
         self._refusal: str | None = None
         self._storage = storage
         self._only = only
@@ -54,15 +54,12 @@ class Campaigns:
 
     async def _count(self) -> None:
         damaged = Damaged()
-        names = [self._only] if self._only else [n async for n in reader.campaigns(self._storage)]
-        rows: list[tuple[str, Counts]] = []
-
-        async def count(name: str) -> None:
-            rows.append((name, await reader.counts(self._storage, name, damaged)))
-
-        await concurrency.for_each(names, count, _AT_ONCE)
-        self.rows = sorted(rows, key=lambda row: row[1].last_at or _LONG_AGO, reverse=True)
-        self.damaged_files = len(damaged.shards)
+        if self._only is None:
+            found = await reader.all_counts(self._storage, damaged)
+        else:
+            found = {self._only: await reader.counts(self._storage, self._only, damaged)}
+        self.rows = sorted(found.items(), key=_by_last, reverse=True)
+        self.unfit_records = damaged.count + sum(counts.unfit for counts in found.values())
         self._refusal = None
 
     def records(self) -> list[dict[str, Any]]:
@@ -73,7 +70,7 @@ class Campaigns:
 
     def table(self, count: int) -> Table:
         """The first *count* campaigns."""
-        figures = ("sent", "completed", "failed", "cancelled", "pending", "images")
+        figures = ("sent", "completed", "failed", "cancelled", "discarded", "pending", "images")
         rows = []
         for campaign, counts in self.rows[:count]:
             numbers = (getattr(counts, figure) for figure in figures)
@@ -95,13 +92,21 @@ class Campaigns:
         pending = sum(counts.pending or 0 for _, counts in self.rows)
         if pending > messages:
             found.append(
-                f"{console.counted(pending - messages, 'pending job')} in no queue: deleted with"
-                " `cancel --all` or by somebody, or their records are written in a moment"
+                f"of {console.counted(pending, 'pending job')} {messages:,} at most in a queue or"
+                f" in flight, {pending - messages:,} in none: deleted with `cancel --all` or by"
+                " somebody, or their records are written in a moment; `imagefleet load FILE"
+                " --new-only` sends what is missing again"
             )
-        if self.damaged_files:
-            files = console.counted(self.damaged_files, "damaged file")
-            found.append(f"{files} of records: what is damaged is not in these figures")
+        if self.unfit_records:
+            records = console.counted(self.unfit_records, "record")
+            found.append(f"{records} not in these figures: they do not fit what was sent or stored")
         return found
+
+
+def _by_last(row: tuple[str, Counts]) -> tuple[bool, datetime]:
+    """Whoever stores images may make up campaigns, but not that their jobs were sent."""
+    _, counts = row
+    return counts.sent is not None, counts.last_at or _LONG_AGO
 
 
 def _moment(at: datetime | None) -> str:

@@ -60,7 +60,7 @@ class FleetStatus(BaseModel, frozen=True, arbitrary_types_allowed=True):
         return self.model_dump() | {
             "without_worker": [{"model": model, "messages": count} for model, count in waiting],
             "campaigns": self.campaigns.records() if self.campaigns else [],
-            "damaged_files": self.campaigns.damaged_files if self.campaigns else 0,
+            "unfit_records": self.campaigns.unfit_records if self.campaigns else 0,
         }
 
 

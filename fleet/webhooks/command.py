@@ -78,7 +78,8 @@ async def command(
                 each_job=events.each_job,
                 since=moment,
             )
-            running = Service(source, endpoint.Endpoint(session, url, secrets), registry, state)
+            receiver = endpoint.Endpoint(session, url, secrets, client.storage.blobs.clock)
+            running = Service(source, receiver, registry, state)
             if dry_run:
                 await _preview(source)
             elif once:

@@ -1,13 +1,32 @@
-"""The header of a safetensors file, which is untrusted: names and shapes, without the weights."""
+"""Files that others write: whether one is whole, and the header of a safetensors file.
+
+The header is untrusted: names and shapes, without the weights.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Mapping
+import time
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, BinaryIO
 
+from cachetools import LRUCache
 from pydantic import BaseModel, Field, StrictInt, TypeAdapter
+
+from imagefleet import errors
+
+#: Seconds for which nobody must have written a file before it is read: whoever copies one pauses
+#: for less.
+REST_SECONDS = 3.0
+
+Identity = tuple[str, int, int, int]
+"""Path, modification time in ns, size in bytes and inode: a replaced file is another file."""
+
+#: Files that had not rested when they were first seen, and when that was.
+_unrested: LRUCache[str, tuple[Identity, float]] = LRUCache(1_000)
 
 #: The largest have a few MB. Without a limit, eight stray bytes could ask for all memory.
 MAX_HEADER_BYTES = 32 * 2**20
@@ -41,6 +60,55 @@ class _Tensor(BaseModel):
 
 
 _TENSORS = TypeAdapter(Annotated[dict[str, _Tensor], Field(max_length=MAX_TENSORS)])
+
+
+def identify(path: Path) -> Identity:
+    """Identifies a file's content; raises OSError if it cannot be read."""
+    status = path.stat()
+    return (str(path), status.st_mtime_ns, status.st_size, status.st_ino)
+
+
+def rested(path: Path) -> Identity:
+    """Identifies a file in a folder that others write; UnsettledFileError: it may be half-written.
+
+    A time that a clock set elsewhere has put into the future does not count: such a file has rested
+    once this process has seen it unchanged for as long.
+    """
+    found, now = identify(path), time.monotonic()
+    if time.time() - found[1] / 1e9 >= REST_SECONDS:
+        return found
+    seen, since = _unrested.get(found[0], (None, now))
+    if seen != found:
+        _unrested[found[0]] = found, now
+    elif now - since >= REST_SECONDS:
+        return found
+    raise errors.UnsettledFileError(
+        f"{path} was written within the last {REST_SECONDS:g} seconds: it is read once it has"
+        " rested for as long"
+    )
+
+
+@contextlib.contextmanager
+def whole(identity: Identity) -> Iterator[None]:
+    """Reads a file in the block that has this *identity* before and after; for any kind of file.
+
+    Raises UnsettledFileError if it has not, in place of whatever the block made of such a file.
+    """
+    check_still(identity)
+    try:
+        yield
+    except Exception:
+        check_still(identity)
+        raise
+    check_still(identity)
+
+
+def check_still(identity: Identity) -> None:
+    """Raises UnsettledFileError if a file is no longer what it was."""
+    with contextlib.suppress(OSError):
+        if identify(Path(identity[0])) == identity:
+            return
+    raise errors.UnsettledFileError(f"{identity[0]} was written or removed while it was read")
 
 
 def read_header(file: BinaryIO) -> Header:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from datetime import UTC, datetime
+from collections.abc import Iterable, Mapping
+from datetime import datetime
 
 from pydantic import ValidationError
 
@@ -16,7 +16,7 @@ from imagefleet.records.record import Record, hashed
 _BEFORE_NAME = b'{"outcome":"completed","blob":"'
 
 
-def note(name: str, metadata: Mapping[str, str], journal: str) -> Record | None:
+def note(name: str, metadata: Mapping[str, str], journal: str, at: datetime) -> Record | None:
     """The note, once for each *journal*, that a drawing with this *metadata* was replaced."""
     if name.startswith(ASIDE):
         return None
@@ -28,7 +28,7 @@ def note(name: str, metadata: Mapping[str, str], journal: str) -> Record | None:
                 "blob": name,
                 "id": metadata.get("job"),
                 "campaign": campaign,
-                "at": datetime.now(UTC),
+                "at": at,
                 "source": journal,
                 "worker": metadata.get("worker", "?"),
                 "started_at": metadata.get("started_at"),
@@ -74,35 +74,93 @@ def _drawing(record: Record) -> str:
     return f"{record.blob} {worker} {started}"
 
 
-class MissingRecords:
-    """Images without a record, should their worker have died before: 60 bytes for each name."""
+class Again:
+    """Images whose names were taken; some 100 bytes for each.
+
+    Most are copies of what is stored. The others are images whose worker died before it wrote their
+    records, and jobs of another digest than the stored image's, which have failed.
+    """
 
     def __init__(self) -> None:
-        self._hashes: set[int] = set()
+        self._names: set[int] = set()
+        self._missing: set[int] = set()
+        self._drawings: set[int] = set()
+        self._completed: set[int] = set()
 
-    @property
-    def any(self) -> bool:
-        return bool(self._hashes)
+    def __bool__(self) -> bool:
+        return bool(self._drawings)
 
-    def add(self, names: Iterable[str]) -> None:
-        self._hashes.update(map(hashed, names))
+    def add(self, records: Iterable[Record]) -> None:
+        for record in records:
+            self._names.add(name := hashed(record.blob or ""))
+            self._missing.add(name)
+            self._drawings.add(drawing := _of_digest(record.blob, record.digest))
+            if record.completes:
+                self._completed.add(drawing)
 
-    def found(self, names: Iterable[str]) -> None:
-        """Notes that these names have records."""
-        if self._hashes:
-            self._hashes.difference_update(map(hashed, names))
+    def completes(self, record: Record) -> bool:
+        """Whether a job is complete with this image, as its worker says, or who found it stored."""
+        return record.completes_job or _of_digest(record.blob, record.digest) in self._completed
 
-    def found_in(self, lines: Sequence[bytes]) -> list[int]:
-        """Notes the records in these lines; returns the hash of each one's name."""
-        hashes = [hashed(_name(line)) for line in lines]
-        self._hashes.difference_update(hashes)
-        return hashes
+    def found(self, records: Iterable[Record]) -> None:
+        """Notes that these images have records."""
+        if self._drawings:
+            for record in records:
+                self._missing.discard(hashed(record.blob or ""))
+                self._drawings.discard(_of_digest(record.blob, record.digest))
 
-    def take(self, name: str) -> bool:
-        """True for the first who asks for a name that is missing."""
-        is_missing = hashed(name) in self._hashes
-        self._hashes.discard(hashed(name))
-        return is_missing
+    def find(self, lines: Iterable[bytes]) -> list[bytes]:
+        """The lines of records of images whose names were taken, perhaps."""
+        return [line for line in lines if hashed(_name(line)) in self._names]
+
+    def is_missing(self, record: Record) -> bool:
+        """Whether no image of that name has a record."""
+        return hashed(record.blob or "") in self._missing
+
+    def take(self, record: Record) -> bool:
+        """True for the first record of a job whose digest no image of that name has."""
+        drawing = _of_digest(record.blob, record.digest)
+        is_left = drawing in self._drawings
+        self._drawings.discard(drawing)
+        return is_left
+
+
+class Rivals:
+    """Finds names that several records have, in 32 MiB; of ten million a few thousand are none."""
+
+    _BITS = 2**28
+
+    def __init__(self) -> None:
+        self._seen = bytearray(self._BITS // 8)
+        self._names: set[int] = set()
+        self._taken: set[int] = set()
+
+    def __bool__(self) -> bool:
+        return bool(self._names)
+
+    def note(self, lines: Iterable[bytes]) -> None:
+        seen, bits = self._seen, self._BITS
+        for line in lines:
+            name = hashed(_name(line))
+            one, two = name % bits, (name >> 32) % bits
+            if seen[one >> 3] >> (one & 7) & seen[two >> 3] >> (two & 7) & 1:
+                self._names.add(name)
+            seen[one >> 3] |= 1 << (one & 7)
+            seen[two >> 3] |= 1 << (two & 7)
+
+    def include(self, record: Record) -> bool:
+        """Whether another record has its name, too."""
+        return hashed(record.blob or "") in self._names
+
+    def take(self, record: Record) -> bool:
+        """True for the first who asks for a name."""
+        is_first = (name := hashed(record.blob or "")) not in self._taken
+        self._taken.add(name)
+        return is_first
+
+
+def _of_digest(blob: str | None, digest: str | None) -> int:
+    return hashed(f"{blob} {digest}")
 
 
 def _name(line: bytes) -> str:

@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Iterable
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterator,
+    Callable,
+    Collection,
+)
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
+from typing import Any
 
 from imagefleet import concurrency, errors
 from imagefleet.job.message import RECORDS
+from imagefleet.records import drawn, stored
 from imagefleet.records import sent as ledger
-from imagefleet.records import stored
-from imagefleet.records.once import MissingRecords, Replaced
-from imagefleet.records.record import NOTHING, Outcome, Record, ShardName, Totals, hashed
+from imagefleet.records.record import Kind, Record, ShardName, Totals
 from imagefleet.records.stored import Damaged, StoredShard
 from imagefleet.storage.open import Storage
-from imagefleet.storage.protocol import BlobStore
 
 #: A follower's records at once, about.
 _POLLED = 20_000
@@ -33,7 +37,10 @@ _QUIET_POLLS = 3
 #: The newest records are looked for in the ends of so many shards, those that grew last.
 _NEWEST_SHARDS = 16
 
-_BY_OPERATOR: Collection[Outcome] = ("replayed", "discarded")
+_FOLLOWED: Collection[Kind] = ("again", "images", "jobs", "settled")
+
+#: Campaigns that are counted at the same time.
+_COUNTED_AT_ONCE = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,20 +57,35 @@ class Counts:
     """The time at which the first process began to write records."""
     last_at: datetime | None
     discarded: int = 0
+    unfit: int = 0
+    """Records that do not fit: more ends than jobs were sent."""
 
     @property
     def pending(self) -> int | None:
-        """Jobs that are queued or in flight."""
-        if self.sent is None:
-            return None
-        ended = self.completed + self.failed + self.cancelled + self.discarded
-        return max(0, self.sent - ended)
+        """Jobs without an end: queued, in flight, or lost with their messages."""
+        return None if self.sent is None else self.sent - self.ended
+
+    @property
+    def ended(self) -> int:
+        return self.completed + self.failed + self.cancelled + self.discarded
+
+    def within_sent(self) -> Counts:
+        """The same where no more jobs have ended than were sent; what is more does not fit."""
+        surplus = 0 if self.sent is None else max(0, self.ended - self.sent)
+        figures: dict[str, Any] = {"unfit": self.unfit + surplus}
+        left = surplus
+        for name in ("discarded", "cancelled", "failed", "completed"):
+            left -= (less := min(left, getattr(self, name)))
+            figures[name] = getattr(self, name) - less
+        return replace(self, **figures)
 
 
 async def campaigns(storage: Storage) -> AsyncIterator[str]:
-    """The campaigns that have records or jobs that were sent, by name; two listings of folders."""
+    """The campaigns that have records, by name; listings of folders."""
     found = {name async for name in storage.blobs.folders(RECORDS)}
-    for name in sorted(found.union(await ledger.campaigns(storage))):
+    found |= {name async for name in storage.files.folders(RECORDS)}
+    found.update(await ledger.campaigns(storage))
+    for name in sorted(found):
         if ShardName.read(f"{RECORDS}{name}/-.jobs.jsonl.gz"):
             yield name
 
@@ -104,63 +126,92 @@ async def results(
                 yield [record for record in records if record.outcome in outcomes]
 
 
+async def drawings(
+    storage: Storage, campaign: str, damaged: Damaged
+) -> AsyncGenerator[list[Record]]:
+    """All that workers recorded of images; last of those whose names were taken."""
+    shards = await stored.shards_of(storage, campaign, damaged)
+    _, replaced = await drawn.again(shards, damaged)
+    each_once: dict[Kind, Damaged] = {"images": damaged, "again": Damaged()}
+    for kind, unfit in each_once.items():
+        async with aclosing(stored.records(stored.of_kind(shards, kind), unfit)) as parts:
+            async for records in parts:
+                yield replaced.without(records, once=kind == "images")
+
+
 async def end(storage: Storage, campaign: str) -> dict[str, int]:
     """The position of a follower that has read all there is now; a listing."""
     return {
-        each.blob.name: each.blob.size_bytes
-        for each in await stored.shards_of(storage.blobs, campaign)
+        each.blob.name: each.blob.size_bytes for each in await stored.shards_of(storage, campaign)
     }
 
 
 async def newest(storage: Storage, campaign: str, most: int) -> list[Record]:
     """The latest images and jobs, oldest first: a listing, and the ends of 32 shards at most."""
-    shards = await stored.shards_of(storage.blobs, campaign)
+    shards = await stored.shards_of(storage, campaign)
     shards.sort(key=lambda each: each.blob.modified_at or each.blob.created_at)
     ends = (
         stored.of_kind(shards, "images")[-_NEWEST_SHARDS:]
         + stored.of_kind(shards, "jobs")[-_NEWEST_SHARDS:]
     )
-    found = await concurrency.gather(*(_end(storage.blobs, each, most) for each in ends))
+    found = await concurrency.gather(*(_end(each, most) for each in ends))
     records = sorted((each for some in found for each in some), key=lambda each: each.at)
     return records[-most:]
 
 
-async def _end(blobs: BlobStore, each: StoredShard, most: int) -> list[Record]:
-    lines = await stored.last_lines(blobs, each, Damaged())
+async def _end(each: StoredShard, most: int) -> list[Record]:
+    lines = await stored.last_lines(each, Damaged())
     return await asyncio.to_thread(stored.parsed, lines[-most:], each, Damaged())
 
 
 async def counts(storage: Storage, campaign: str, damaged: Damaged | None = None) -> Counts:
     """A campaign's numbers: a listing, and the ends of its shards of images; all of the other ones.
 
-    Also the names of all images where some were taken, and all records where some were replaced.
+    Also the names of all images where some were taken, and all records where some were replaced, or
+    more jobs have ended than were sent.
     """
-    blobs, damaged = storage.blobs, damaged or Damaged()
-    shards = await stored.shards_of(blobs, campaign)
-    drawn, again = stored.of_kind(shards, "images"), stored.of_kind(shards, "again")
-    if stored.of_kind(shards, "replaced"):
-        total = NOTHING
-        _, completed = await _read_again(blobs, again, Damaged())
-        async for record in images(storage, campaign, damaged):
-            is_complete = record.completes_job or hashed(record.blob or "") in completed
-            total = Totals(total.records + 1, total.jobs + is_complete)
-    else:
-        total = await _totals(blobs, drawn, damaged)
-        if again:
-            more = await _totals_again(blobs, drawn, again, damaged)
-            total = Totals(total.records + more.records, total.jobs + more.jobs)
-    others = await _count_ended(blobs, stored.of_kind(shards, "jobs"), damaged)
-    changed = [each.blob.modified_at or each.blob.created_at for each in shards]
+    damaged = damaged or Damaged()
+    shards = await stored.shards_of(storage, campaign, damaged)
+    return await _counts(shards, await ledger.counts(storage, campaign), damaged)
+
+
+async def all_counts(storage: Storage, damaged: Damaged) -> dict[str, Counts]:
+    """The numbers of all campaigns: of `counts`, with three listings for them all."""
+    with_ledger = await ledger.campaigns(storage)
+    by_campaign: dict[str, list[StoredShard]] = {name: [] for name in with_ledger}
+    for shard in await stored.shards_of(storage, None, damaged):
+        by_campaign.setdefault(shard.campaign, []).append(shard)
+    found: dict[str, Counts] = {}
+
+    async def count(campaign: str) -> None:
+        sent = await ledger.counts(storage, campaign) if campaign in with_ledger else None
+        found[campaign] = await _counts(by_campaign[campaign], sent, damaged)
+
+    await concurrency.for_each(by_campaign, count, _COUNTED_AT_ONCE)
+    return found
+
+
+async def _counts(shards: Collection[StoredShard], sent: int | None, damaged: Damaged) -> Counts:
+    ends = await drawn.Ends.open(shards, damaged)
+    async for records in stored.records(stored.of_kind(shards, "jobs"), damaged):
+        ends.add(records)
+    is_replaced = bool(stored.of_kind(shards, "replaced"))
+    total = await (_recounted if is_replaced else _counted)(shards, ends, unfit := Damaged())
+    if not is_replaced and sent is not None and total.jobs + len(ends.outcomes) > sent:
+        total = await _recounted(shards, ends, unfit := Damaged())
+    damaged.include(unfit)
+    by_outcome = Counter(ends.outcomes.values())
+    changed = [shard.blob.modified_at or shard.blob.created_at for shard in shards]
     return Counts(
-        sent=await ledger.counts(storage, campaign),
+        sent=sent,
         images=total.records,
         completed=total.jobs,
-        failed=others["failed"],
-        cancelled=others["cancelled"],
-        discarded=others["discarded"],
+        failed=by_outcome["failed"],
+        cancelled=by_outcome["cancelled"],
+        discarded=by_outcome["discarded"],
         first_at=min(map(stored.began_at, shards), default=None),
         last_at=max(changed, default=None),
-    )
+    ).within_sent()
 
 
 class Follower:
@@ -178,7 +229,7 @@ class Follower:
     ) -> None:
         """A poll returns some *most* records, and reads a shard by *part_bytes*."""
         self.position: dict[str, int] = dict(position or {})
-        self._blobs = storage.blobs
+        self._storage = storage
         self._campaign = campaign
         self._damaged = damaged or Damaged()
         self._most = most or _POLLED
@@ -190,9 +241,9 @@ class Follower:
         found: list[Record] = []
         before = dict(self.position)
         try:
-            for shard in await stored.shards_of(self._blobs, self._campaign):
+            for shard in await stored.shards_of(self._storage, self._campaign):
                 name, size = shard.blob.name, shard.blob.size_bytes
-                if shard.kind == "replaced" or name in self._given_up:
+                if shard.kind not in _FOLLOWED or name in self._given_up:
                     continue
                 if size <= (offset := self.position.get(name, 0)):
                     continue
@@ -207,10 +258,9 @@ class Follower:
     async def _read(self, each: StoredShard, offset: int) -> list[Record]:
         name, found = each.blob.name, list[Record]()
         decoder = stored.ShardDecoder(offset)
-        async for lines in stored.lines(
-            self._blobs, each, decoder, self._damaged, part_bytes=self._part_bytes
-        ):
-            found += await asyncio.to_thread(stored.parsed, lines, each, self._damaged)
+        async for lines in stored.lines(each, decoder, self._damaged, part_bytes=self._part_bytes):
+            records = await asyncio.to_thread(stored.parsed, lines, each, self._damaged)
+            found += await drawn.told_apart(each, records) if each.kind == "again" else records
             if len(found) >= self._most:
                 break
         if decoder.is_damaged and decoder.position == offset > 0:
@@ -249,60 +299,44 @@ async def follow(
 async def _images(
     storage: Storage, campaign: str, damaged: Damaged
 ) -> AsyncGenerator[list[Record]]:
-    blobs = storage.blobs
-    shards = await stored.shards_of(blobs, campaign)
-    replaced = Replaced()
-    async for notes in stored.records(blobs, stored.of_kind(shards, "replaced"), damaged):
-        replaced.add(notes)
-    again = stored.of_kind(shards, "again")
-    missing = MissingRecords()
-    async for part in stored.records(blobs, again, damaged):
-        records = replaced.without(part, once=False)
-        missing.add(record.blob for record in records if record.blob)
-    drawn = stored.of_kind(shards, "images")
-    async with aclosing(stored.records(blobs, drawn, damaged)) as parts:
-        async for part in parts:
-            records = replaced.without(part, once=True)
-            missing.found(record.blob for record in records if record.blob)
-            yield records
-    # A worker that died in between has stored these images, and written no record.
-    if missing.any:
-        async with aclosing(stored.records(blobs, again, Damaged())) as parts:
-            async for part in parts:
-                records = replaced.without(part, once=False)
-                yield [each for each in records if each.blob and missing.take(each.blob)]
+    shards = await stored.shards_of(storage, campaign, damaged)
+    async with aclosing(
+        drawn.images(shards, *await drawn.again(shards, damaged), damaged)
+    ) as parts:
+        async for records in parts:
+            yield [record for record in records if record.outcome == "completed"]
 
 
 async def _ended(
     storage: Storage, campaign: str | None, damaged: Damaged
 ) -> AsyncGenerator[list[Record]]:
-    shards = stored.of_kind(await stored.shards_of(storage.blobs, campaign), "jobs")
-    settled: set[int] = set()
-    async for records in stored.records(storage.blobs, shards, damaged):
-        settled.update(_failure(record) for record in records if record.outcome in _BY_OPERATOR)
-    # What is damaged was counted the first time.
-    async with aclosing(stored.records(storage.blobs, shards, Damaged())) as parts:
+    shards = await stored.shards_of(storage, campaign, damaged)
+    ends = await drawn.Ends.open(shards, damaged)
+    jobs = stored.of_kind(shards, "jobs")
+    async with aclosing(stored.records(jobs, damaged)) as parts:
         async for records in parts:
-            new = []
-            for record in records:
-                if (failure := _failure(record)) not in settled:
-                    settled.add(failure)  # its message may have failed twice, after a crash
-                    new.append(record)
-            yield new
+            yield ends.add(records)
+    for named in sorted({shard.campaign for shard in stored.of_kind(shards, "again")}):
+        of_campaign = [shard for shard in shards if shard.campaign == named]
+        again, replaced = await drawn.again(of_campaign, damaged)
+        await drawn.find(of_campaign, again)
+        async with aclosing(drawn.left(of_campaign, again, replaced)) as parts:
+            async for records in parts:
+                yield ends.add(records)
 
 
-async def _totals(blobs: BlobStore, shards: Collection[StoredShard], damaged: Damaged) -> Totals:
+async def _totals(shards: Collection[StoredShard], damaged: Damaged) -> Totals:
     records = jobs = 0
 
-    async def add(each: StoredShard) -> None:
+    async def add(shard: StoredShard) -> None:
         nonlocal records, jobs
-        totals = await stored.totals(blobs, each)
+        totals = await stored.totals(shard)
         if totals is not None:
             records += totals.records
             jobs += totals.jobs
             return
-        # It has grown since, or lost its end in a power failure.
-        async for found in stored.records(blobs, [each], damaged):
+        # It has grown since, or lost its end in a power failure, or says more than it can hold.
+        async for found in stored.records([shard], damaged):
             records += len(found)
             jobs += sum(record.completes_job for record in found)
 
@@ -310,59 +344,28 @@ async def _totals(blobs: BlobStore, shards: Collection[StoredShard], damaged: Da
     return Totals(records, jobs)
 
 
-async def _totals_again(
-    blobs: BlobStore,
-    drawn: Collection[StoredShard],
-    again: Collection[StoredShard],
-    damaged: Damaged,
-) -> Totals:
-    """What *again* adds to the totals of *drawn*: images without a record there, and jobs' ends."""
-    missing, completed = await _read_again(blobs, again, damaged)
-    images = jobs = 0
-    async with aclosing(stored.lines_of_all(blobs, drawn, Damaged())) as parts:
-        async for shard, lines in parts:
-            names = await asyncio.to_thread(missing.found_in, lines)
-            if completed:
-                last = [line for line, name in zip(lines, names, strict=True) if name in completed]
-                records = stored.parsed(last, shard, Damaged())
-                jobs += sum(not record.completes_job for record in records)
-    async for part in stored.records(blobs, again, Damaged()):
-        for record in part:
-            if record.blob and missing.take(record.blob):
-                images += 1
-                jobs += record.completes_job or hashed(record.blob) in completed
+async def _counted(shards: Collection[StoredShard], ends: drawn.Ends, damaged: Damaged) -> Totals:
+    """The images and completed jobs by the ends of shards, and by the records of taken names."""
+    total = await _totals(stored.of_kind(shards, "images"), damaged)
+    again, replaced = await drawn.again(shards, damaged)
+    images, jobs = total.records, total.jobs + await drawn.find(shards, again)
+    async for records in drawn.left(shards, again, replaced):
+        ends.add(records)
+        stored_images = [record for record in records if record.outcome == "completed"]
+        images += len(stored_images)
+        jobs += sum(map(again.completes, stored_images))
     return Totals(images, jobs)
 
 
-async def _read_again(
-    blobs: BlobStore, shards: Collection[StoredShard], damaged: Damaged
-) -> tuple[MissingRecords, set[int]]:
-    """Images whose names were taken, and those that another worker than theirs found the last."""
-    missing, completed = MissingRecords(), set[int]()
-    async for part in stored.records(blobs, shards, damaged):
-        missing.add(record.blob for record in part if record.blob)
-        completed.update(hashed(record.blob or "") for record in part if record.completes)
-    return missing, completed
-
-
-async def _count_ended(
-    blobs: BlobStore, shards: Iterable[StoredShard], damaged: Damaged
-) -> Counter[Outcome]:
-    """How many jobs have failed or were cancelled, as `ended` has them, or were discarded."""
-    ends: dict[int, Outcome] = {}
-    settled: dict[Outcome, set[int]] = {outcome: set() for outcome in _BY_OPERATOR}
-    async for records in stored.records(blobs, shards, damaged):
-        for record in records:
-            if record.outcome in settled:
-                settled[record.outcome].add(_failure(record))
-            else:
-                ends.setdefault(_failure(record), record.outcome)
-    all_settled = set[int]().union(*settled.values())
-    counted = Counter(outcome for failure, outcome in ends.items() if failure not in all_settled)
-    counted["discarded"] = len(settled["discarded"])
-    return counted
-
-
-def _failure(record: Record) -> int:
-    """Identifies one end of one message."""
-    return hashed(record.source or record.key)
+async def _recounted(shards: Collection[StoredShard], ends: drawn.Ends, damaged: Damaged) -> Totals:
+    """The same by all records; a job that is complete has not ended otherwise."""
+    again, replaced = await drawn.again(shards, damaged)
+    images = 0
+    completed: set[int] = set()
+    async for records in drawn.images(shards, again, replaced, damaged):
+        ends.add(records)
+        stored_images = [record for record in records if record.outcome == "completed"]
+        images += len(stored_images)
+        completed.update(record.job for record in stored_images if again.completes(record))
+    ends.outcomes = {job: each for job, each in ends.outcomes.items() if job not in completed}
+    return Totals(images, len(completed))

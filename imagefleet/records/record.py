@@ -18,7 +18,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import partial
-from typing import Annotated, Any, Literal, NamedTuple, Self
+from typing import Annotated, Any, Literal, NamedTuple, Self, get_args
 
 from pydantic import (
     AwareDatetime,
@@ -31,7 +31,14 @@ from pydantic import (
 
 from imagefleet import concurrency, errors, retry, validation
 from imagefleet.job.chain import MAX_STAGES
-from imagefleet.job.message import DEFAULT_CAMPAIGN, RECORDS, Job, SafeId, job_key
+from imagefleet.job.message import (
+    DEFAULT_CAMPAIGN,
+    MAX_IMAGE_BYTES,
+    RECORDS,
+    Job,
+    SafeId,
+    job_key,
+)
 from imagefleet.job.samplers import MAX_IMAGES_PER_JOB
 from imagefleet.job.sizes import MAX_BLOB_NAME, MAX_MESSAGE_BYTES, read_metadata_header
 from imagefleet.storage.protocol import BlobStore
@@ -54,6 +61,9 @@ Outcome = Literal["completed", "failed", "cancelled", "replayed", "discarded", "
 """`completed` and `replaced` are of one image, the others of a job: the last two an operator's."""
 
 
+#: More than any image of a job has; a sum of many stays a number that every table holds.
+_Size = Annotated[int, Field(ge=0, le=MAX_IMAGE_BYTES)]
+
 #: What the metadata of an image's blob have by the same names.
 _OF_BLOB = (
     *("worker", "gpu", "price_per_hour", "start_up_seconds", "seconds"),
@@ -64,14 +74,27 @@ _OF_BLOB = (
 _OF_JOB = ("id", "images", "stage", "stages", "prompt", "negative_prompt", "metadata")
 _OF_DRAWING = ("sampler", "steps", "cfg_scale", "clip_skip")
 
-#: `again` are images whose names were taken; most of them have a record in `images`.
-Kind = Literal["again", "images", "jobs", "replaced"]
+#: `again` are images whose names were taken; most of them have a record in `images`. `settled` are
+#: failures that were replayed or discarded; an empty shard `cancelled` says that a campaign was.
+Kind = Literal["again", "cancelled", "images", "jobs", "replaced", "settled"]
+
+#: The kinds that only the operator writes. They lie among the files, where workers have no token.
+OPERATORS: frozenset[Kind] = frozenset({"cancelled", "replaced", "settled"})
+
+_KINDS: Mapping[Outcome, Kind] = {
+    "completed": "images",
+    "failed": "jobs",
+    "cancelled": "jobs",
+    "replayed": "settled",
+    "discarded": "settled",
+    "replaced": "replaced",
+}
 
 #: The most bytes in a member's lines. Azure appends 4 MiB at once; a record has 200 KiB at most.
 MAX_MEMBER_BYTES = 3 * 2**20
 
 _NAME = re.compile(
-    rf"{re.escape(RECORDS)}(?P<campaign>[^/]+)/[^/]+\.(?P<kind>again|images|jobs|replaced)\.jsonl\.gz"
+    rf"{re.escape(RECORDS)}(?P<campaign>[^/]+)/[^/]+\.(?P<kind>{'|'.join(get_args(Kind))})\.jsonl\.gz"
 )
 
 #: An empty gzip member whose header has one extra field, `IF`: lines, and completed jobs.
@@ -120,7 +143,7 @@ class Record(BaseModel, frozen=True, allow_inf_nan=False, hide_input_in_errors=T
     """`Job.stage_digest` of an image, else `Job.digest`; None of what could not be read."""
     campaign: SafeId = DEFAULT_CAMPAIGN
     at: _Moment
-    """The time at which the image was stored, or the job ended; by the clock of the worker."""
+    """The time at which the image was stored, or the job ended; by the storage's clock."""
     source: _Name | None = None
     """The id of the message that carried the job."""
     attempts: int = Field(default=1, ge=1, le=1_000_000)
@@ -132,7 +155,7 @@ class Record(BaseModel, frozen=True, allow_inf_nan=False, hide_input_in_errors=T
     price_per_hour: float | None = Field(default=None, ge=0, le=1_000)
     """US dollars."""
 
-    size_bytes: _Number | None = None
+    size_bytes: _Size | None = None
     sha256: _Sha256 | None = None
     """SHA-256 (hex) of the image's file."""
     index: int = Field(default=0, ge=0, lt=MAX_IMAGES_PER_JOB)
@@ -171,9 +194,36 @@ class Record(BaseModel, frozen=True, allow_inf_nan=False, hide_input_in_errors=T
         return job_key(self.campaign, self.id)
 
     @property
+    def job(self) -> int:
+        """A hash of its job: of its name and its digest."""
+        return hashed(f"{self.key} {self.digest}")
+
+    @property
+    def failure(self) -> int:
+        """A hash of one end of a job: of one message, however often a fault has it written."""
+        return hashed(f"{self.source} {self.job}")
+
+    @property
     def completes_job(self) -> bool:
         """Whether this image is the one by which its job is counted as completed."""
         return self.stage == self.stages and (self.images == 1 or bool(self.completes))
+
+    def fits(self, metadata: Mapping[str, str], *, of_any_drawing: bool = False) -> bool:
+        """Whether it is of the image that is stored with this *metadata*, as far as that tells.
+
+        *of_any_drawing*: another drawing of its job may have the name, of other bytes.
+        """
+        names = ("digest",) if of_any_drawing else ("digest", "sha256")
+        return all(metadata.get(name) in {None, getattr(self, name)} for name in names)
+
+    def name_taken(self) -> Record:
+        """The end of its job instead, where the stored image is another job's of that name."""
+        reason = (
+            f"its name is taken: {self.blob} is the image of another job of that id, whose digest"
+            f" is not {self.digest}; give one of them another id"
+        )
+        failed = {"outcome": "failed", "blob": None, "error": errors.NameTakenError.__name__}
+        return self.model_copy(update={**failed, "reason": reason})
 
     @classmethod
     def read(cls, line: bytes) -> Self:
@@ -280,9 +330,8 @@ class _Shard:
     appends: int = 0
     totals: Totals = NOTHING
 
-    def begin(self) -> None:
+    def begin(self, now: datetime) -> None:
         """The next append creates a new blob."""
-        now = datetime.now(UTC)
         start = f"{self.folder}{now:%Y%m%dT%H%M%SZ}-{self.writer}-{secrets.token_hex(4)}"
         self.name = f"{start}.{self.kind}.jsonl.gz"
         self.position = self.appends = 0
@@ -295,7 +344,10 @@ class RecordLog:
     def __init__(
         self, blobs: BlobStore, writer: str, retry_policy: retry.RetryPolicy = RETRIES
     ) -> None:
-        """*writer*, a worker's name say, becomes part of the shards' names."""
+        """*blobs*: the images of a worker's records, the files for the kinds of the operator.
+
+        *writer*, a worker's name say, becomes part of the shards' names.
+        """
         self._blobs = blobs
         self._writer = re.sub(r"[^A-Za-z0-9._-]", "_", writer)[:100] or "_"
         self._retry_policy = retry_policy
@@ -305,11 +357,8 @@ class RecordLog:
         """Adds records, those of images as `images`, or *again* if their names were taken."""
         grouped: dict[tuple[str, Kind], list[Record]] = {}
         for record in records:
-            kind: Kind = "jobs"
-            if record.outcome == "completed":
-                kind = "again" if again else "images"
-            elif record.outcome == "replaced":
-                kind = "replaced"
+            is_again = again and record.outcome == "completed"
+            kind: Kind = "again" if is_again else _KINDS[record.outcome]
             grouped.setdefault((record.campaign, kind), []).append(record)
         await concurrency.gather(
             *(
@@ -322,8 +371,8 @@ class RecordLog:
             )
         )
 
-    async def check(self, campaign: str, kind: Kind = "jobs") -> None:
-        """Raises SetupError if records may not be written; adds none."""
+    async def open(self, campaign: str, kind: Kind) -> None:
+        """Begins a shard, and adds no record; raises SetupError if none may be written."""
         await self._append(campaign, kind, [], jobs=0)
 
     async def _append(self, campaign: str, kind: Kind, lines: list[bytes], *, jobs: int) -> None:
@@ -345,7 +394,7 @@ class RecordLog:
 
     async def _append_part(self, to: _Shard, lines: list[bytes], jobs: int) -> None:
         if not to.name or to.appends >= _MAX_APPENDS or to.position >= _MAX_BYTES:
-            to.begin()
+            to.begin(self._blobs.clock.now())
         for _ in range(_TRIES):
             totals = Totals(to.totals.records + len(lines), to.totals.jobs + jobs)
             append = partial(self._append_once, to, data := shard_part(lines, totals))
@@ -359,7 +408,7 @@ class RecordLog:
                 to.appends += 1
                 to.totals = totals
                 return
-            to.begin()
+            to.begin(self._blobs.clock.now())
         raise errors.TransientError(f"somebody else writes to the records in {to.folder}")
 
     async def _append_once(self, to: _Shard, data: bytes, is_in_doubt: bool) -> bool:

@@ -328,12 +328,12 @@ class Ledgers:
                 del self._ledgers[name]
 
 
-async def campaigns(storage: Storage) -> list[str]:
+async def campaigns(storage: Storage) -> set[str]:
     """The campaigns that have a ledger; one listing of folders."""
     try:
-        return [name async for name in storage.files.folders(SENT)]
+        return {name async for name in storage.files.folders(SENT)}
     except errors.MissingResourceError:  # there are no files
-        return []
+        return set()
 
 
 async def counts(storage: Storage, campaign: str) -> int | None:

@@ -6,9 +6,9 @@ import asyncio
 import re
 import zlib
 from collections import deque
-from collections.abc import AsyncGenerator, Iterable
+from collections.abc import AsyncGenerator, Collection, Iterable, Mapping
 from contextlib import aclosing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from itertools import islice
 
@@ -18,8 +18,10 @@ from imagefleet.records.record import (
     GZIP,
     MAX_MEMBER_BYTES,
     NOTHING,
+    OPERATORS,
     TOTALS_BYTES,
     Kind,
+    Outcome,
     Record,
     ShardName,
     Totals,
@@ -28,6 +30,7 @@ from imagefleet.records.record import (
     totals_at,
 )
 from imagefleet.redaction import printable
+from imagefleet.storage.open import Storage
 from imagefleet.storage.protocol import BlobPart, BlobRecord, BlobStore
 
 #: Bytes read at once, of some 30,000 records; and records in memory at once, some 10 MB.
@@ -40,6 +43,18 @@ CONCURRENT_READS = 16
 
 #: Bytes that are read of the end of a shard: a worker adds 256 records at once, some 50 kB.
 _END_BYTES = 128 * 2**10
+
+#: The fewest bytes of a compressed record; totals that say more records than that are not believed.
+_LEAST_RECORD_BYTES = 4
+
+#: What the records of each kind say.
+_OUTCOMES: Mapping[Kind, Collection[Outcome]] = {
+    "images": {"completed"},
+    "again": {"completed"},
+    "jobs": {"failed", "cancelled"},
+    "settled": {"replayed", "discarded"},
+    "replaced": {"replaced"},
+}
 
 #: A name that a worker gives an image: that of its job, a number, a stage, and its format.
 _IMAGE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._~-]{0,199}")
@@ -84,7 +99,10 @@ class ShardDecoder:
 
 @dataclass(slots=True)
 class Damaged:
-    """What every reader of records counts: records and shards that cannot be read."""
+    """What every reader of records counts: records that do not fit, and shards that are none.
+
+    They cannot be read, say what their writer may not say, or not what is stored.
+    """
 
     count: int = 0
     shards: set[str] = field(default_factory=set)
@@ -96,32 +114,52 @@ class Damaged:
         if len(self.reasons) < _KEPT_REASONS:
             self.reasons.append(printable(f"{shard[:200]}: {reason[:300]}"))
 
+    def include(self, others: Damaged) -> None:
+        self.count += others.count
+        self.shards |= others.shards
+        self.reasons += others.reasons[: _KEPT_REASONS - len(self.reasons)]
+
     def __str__(self) -> str:
         shown = self.reasons[:_SHOWN_REASONS]
         more = self.count - len(shown)
-        return (
-            f"damaged records are left out: {'; '.join(shown)}"
-            f"{f'; and {more:,} more' if more else ''}"
-        )
+        which = "1 record does" if self.count == 1 else f"{self.count:,} records do"
+        return f"{which} not fit: {'; '.join(shown)}{f'; and {more:,} more' if more else ''}"
 
 
 @dataclass(frozen=True, slots=True)
 class StoredShard:
-    """A shard as listed, and what its name says."""
+    """A shard as listed, what its name says, and the store that it lies in."""
 
     blob: BlobRecord
     campaign: str
     kind: Kind
+    store: BlobStore
+    is_cancelled: bool = False
+    """Whether the operator has cancelled its campaign."""
 
 
-async def shards_of(blobs: BlobStore, campaign: str | None) -> list[StoredShard]:
+async def shards_of(
+    storage: Storage, campaign: str | None, damaged: Damaged | None = None
+) -> list[StoredShard]:
+    """A campaign's shards, or all; two listings. The operator's count among the files alone."""
     prefix = RECORDS if campaign is None else shard_folder(campaign)
-    found = [
-        StoredShard(blob, *name)
-        async for blob in blobs.records(prefix)
-        if (name := ShardName.read(blob.name))
-    ]
-    return sorted(found, key=lambda each: each.blob.name)
+    found: list[StoredShard] = []
+    # The images' first: a campaign is cancelled before a worker writes that a job was.
+    for store, are_operators in ((storage.blobs, False), (storage.files, True)):
+        async for blob in store.records(prefix):
+            name = ShardName.read(blob.name)
+            if name and (name.kind in OPERATORS) == are_operators:
+                found.append(StoredShard(blob, *name, store))
+            elif name and damaged:
+                damaged.add(blob.name, "a shard that only the operator writes, among the files")
+    cancelled = {shard.campaign for shard in found if shard.kind == "cancelled"}
+    return sorted(
+        (
+            replace(shard, is_cancelled=True) if shard.campaign in cancelled else shard
+            for shard in found
+        ),
+        key=lambda shard: shard.blob.name,
+    )
 
 
 def image_name(blob: str, campaign: str) -> str | None:
@@ -130,11 +168,12 @@ def image_name(blob: str, campaign: str) -> str | None:
     return name if folder == campaign and _IMAGE_NAME.fullmatch(name) else None
 
 
-async def totals(blobs: BlobStore, shard: StoredShard) -> Totals | None:
-    """What the end of a shard says of it; None if it says nothing."""
+async def totals(shard: StoredShard) -> Totals | None:
+    """What the end of a shard says of it; None if it says nothing, or more than there can be."""
     start = max(0, shard.blob.size_bytes - TOTALS_BYTES)
-    end = await blobs.read_part(shard.blob.name, start, TOTALS_BYTES)
-    return totals_at(end.data) if end else NOTHING
+    end = await shard.store.read_part(shard.blob.name, start, TOTALS_BYTES)
+    found = totals_at(end.data) if end else NOTHING
+    return found if found and found.records <= start // _LEAST_RECORD_BYTES else None
 
 
 def of_kind(shards: Iterable[StoredShard], kind: Kind) -> list[StoredShard]:
@@ -142,7 +181,9 @@ def of_kind(shards: Iterable[StoredShard], kind: Kind) -> list[StoredShard]:
 
 
 def began_at(each: StoredShard) -> datetime:
-    """Reads its start from its name: a local file tells only when it was last written."""
+    """When it was created; by its name if it is a local file, which tells only its last change."""
+    if each.blob.modified_at is not None:
+        return each.blob.created_at
     start = each.blob.name.rpartition("/")[2][:16]
     try:
         return datetime.strptime(start, "%Y%m%dT%H%M%SZ").replace(tzinfo=UTC)
@@ -151,7 +192,7 @@ def began_at(each: StoredShard) -> datetime:
 
 
 async def _starts(
-    blobs: BlobStore, shards: Iterable[StoredShard]
+    shards: Iterable[StoredShard],
 ) -> AsyncGenerator[tuple[StoredShard, BlobPart | None]]:
     """The first part of each shard, in order; those of the next shards are read meanwhile."""
     rest = iter(shards)
@@ -159,7 +200,7 @@ async def _starts(
     try:
         while True:
             for item in islice(rest, _READ_AHEAD - len(ahead)):
-                part = blobs.read_part(item.blob.name, 0, PART_BYTES)
+                part = item.store.read_part(item.blob.name, 0, PART_BYTES)
                 ahead.append((item, asyncio.ensure_future(part)))
             if not ahead:
                 return
@@ -177,7 +218,6 @@ async def _starts(
 
 
 async def lines(
-    blobs: BlobStore,
     each: StoredShard,
     decoder: ShardDecoder,
     damaged: Damaged,
@@ -185,7 +225,7 @@ async def lines(
     part_bytes: int = PART_BYTES,
 ) -> AsyncGenerator[list[bytes]]:
     """A shard's lines from the decoder's position on; *part*, if it was read, is the first."""
-    name, offset = each.blob.name, decoder.position
+    blobs, name, offset = each.store, each.blob.name, decoder.position
     part = part or await blobs.read_part(name, offset, part_bytes)
     while part and part.data:
         offset += len(part.data)
@@ -199,20 +239,18 @@ async def lines(
 
 
 async def lines_of_all(
-    blobs: BlobStore, shards: Iterable[StoredShard], damaged: Damaged
+    shards: Iterable[StoredShard], damaged: Damaged
 ) -> AsyncGenerator[tuple[StoredShard, list[bytes]]]:
-    async with aclosing(_starts(blobs, shards)) as starts:
+    async with aclosing(_starts(shards)) as starts:
         async for start, part in starts:
-            async with aclosing(lines(blobs, start, ShardDecoder(), damaged, part)) as parts:
+            async with aclosing(lines(start, ShardDecoder(), damaged, part)) as parts:
                 async for some in parts:
                     yield start, some
 
 
-async def records(
-    blobs: BlobStore, shards: Iterable[StoredShard], damaged: Damaged
-) -> AsyncGenerator[list[Record]]:
+async def records(shards: Iterable[StoredShard], damaged: Damaged) -> AsyncGenerator[list[Record]]:
     """The records of each shard, some at a time: they take ten times the memory of their lines."""
-    async with aclosing(lines_of_all(blobs, shards, damaged)) as parts:
+    async with aclosing(lines_of_all(shards, damaged)) as parts:
         async for part, found in parts:
             for first in range(0, len(found), _PARSED):
                 some = found[first : first + _PARSED]
@@ -222,26 +260,40 @@ async def records(
 def parsed(found: Iterable[bytes], each: StoredShard, damaged: Damaged) -> list[Record]:
     """The records of a shard's lines; those of another campaign or kind are not valid there."""
     valid = []
-    are_images = each.kind in {"images", "again"}
     for line in found:
         try:
             record = Record.read(line)
         except errors.JobError as error:
             damaged.add(each.blob.name, error.message)
             continue
-        is_image = record.outcome == "completed" and record.blob is not None
-        if record.campaign != each.campaign or is_image != are_images:
-            damaged.add(each.blob.name, "a record that does not belong there")
-        elif are_images and image_name(record.blob or "", each.campaign) is None:
-            damaged.add(each.blob.name, "a record of what is no image of this campaign")
+        if why := _misfit(record, each):
+            damaged.add(each.blob.name, why)
         else:
             valid.append(record)
     return valid
 
 
-async def last_lines(blobs: BlobStore, each: StoredShard, damaged: Damaged) -> list[bytes]:
+def _misfit(record: Record, shard: StoredShard) -> str | None:
+    """Why a record does not belong into its shard; None if it does."""
+    is_named = record.blob is not None or shard.kind not in {"images", "again"}
+    if (
+        record.campaign != shard.campaign
+        or record.outcome not in _OUTCOMES.get(shard.kind, ())
+        or not is_named
+    ):
+        return "a record that does not belong there"
+    if record.index >= record.images:
+        return "a record of an image that its job does not have"
+    if record.outcome == "completed" and image_name(record.blob or "", shard.campaign) is None:
+        return "a record of what is no image of this campaign"
+    if record.outcome == "cancelled" and not shard.is_cancelled:
+        return "a record of a cancelled job, though nobody has cancelled the campaign"
+    return None
+
+
+async def last_lines(each: StoredShard, damaged: Damaged) -> list[bytes]:
     start = max(0, each.blob.size_bytes - _END_BYTES)
-    part = await blobs.read_part(each.blob.name, start, _END_BYTES)
+    part = await each.store.read_part(each.blob.name, start, _END_BYTES)
     if part is None:
         return []
     decoder = ShardDecoder()

@@ -139,14 +139,16 @@ def _array(text: _Text, what: str) -> Iterator[Entry]:
         if separator == "]":
             return
         text.peek()
-        yield Entry(f"{what} {number}, line {text.line}", text.value())
+        line = text.line
+        yield Entry(f"{what} {number}, line {line}", text.value(), line=line)
         separator = text.take(",", "]")
 
 
 def _jobs(text: _Text) -> Iterator[Entry]:
     first = text.peek()
     if first == "{":
-        yield Entry(f"job 1, line {text.line}", text.value())
+        line = text.line
+        yield Entry(f"job 1, line {line}", text.value(), line=line)
     elif first == "[":
         yield from _array(text, "job")
     elif first:

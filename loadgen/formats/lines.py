@@ -18,6 +18,12 @@ class Entry(NamedTuple):
     place: str
     text: str = ""
     problem: str = ""
+    line: int | None = None
+    """The number of its first line, if it has one."""
+    source: str = ""
+    """The text that it was read from, where that is not the job."""
+    notice: str = ""
+    """What may be wrong with it."""
 
 
 class FormatError(Exception):
@@ -73,9 +79,10 @@ class JsonLines(Format):
             try:
                 text = line.decode("utf-8-sig" if number == 1 else "utf-8").strip()
             except UnicodeDecodeError:
-                yield Entry(place, problem="not UTF-8")
+                shown = line.decode(errors="replace")
+                yield Entry(place, problem="not UTF-8", line=number, source=shown)
             else:
-                yield Entry(place, self._job(text))
+                yield Entry(place, self._job(text), line=number)
 
     def _job(self, text: str) -> str:
         return text

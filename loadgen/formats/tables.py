@@ -10,8 +10,10 @@ import itertools
 import json
 import math
 import re
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, BinaryIO
+from functools import partial
+from typing import Any, BinaryIO, NamedTuple
 
 from imagefleet import errors, validation
 from imagefleet.job.chain import THEN_FIELD
@@ -130,12 +132,30 @@ def _value(field: str, cell: Any) -> Any:
 #: The one that the first row has most of, or else the first.
 DELIMITERS = ",;\t"
 
-#: A row's first line, its cells, and what is wrong with it.
-_Row = tuple[int, list[str], str]
+#: The longest cell whose end is looked for in further lines, as Python's csv has it.
+_MAX_CELL_CHARACTERS = 2**17
+
+_IN_QUOTES = re.compile(r'"((?:[^"]|"")*)"')
+
+#: Lines in the middle of a cell that may be rows: few if each has a row's separators, or many.
+_FEW_LINES, _MANY_LINES = 3, 100
+
+
+class _Row(NamedTuple):
+    """A row's first line and its text, its cells, and what is wrong with it or may be."""
+
+    line: int
+    text: str
+    cells: Sequence[str] = ()
+    problem: str = ""
+    notice: str = ""
 
 
 class CsvRows(Format):
-    """Rows as spreadsheets write them (RFC 4180): a quote within quotes is doubled."""
+    """Rows as spreadsheets write them (RFC 4180): a quote within quotes is doubled.
+
+    Between tabs, a quote that does not close in its cell is a letter, as most programs write it.
+    """
 
     name = "csv"
     suffixes = (".csv", ".tsv")
@@ -148,11 +168,12 @@ class CsvRows(Format):
     def entries(self, stream: BinaryIO, start: int) -> Iterator[Entry]:
         columns, rows = _open(stream)
         # The names are row 1.
-        for number, (line, cells, problem) in enumerate(
-            itertools.islice(rows, start, None), start + 2
-        ):
-            place = f"row {number}" if line == number else f"row {number}, line {line}"
-            yield Entry(place, problem=problem) if problem else columns.entry(place, cells)
+        for number, row in enumerate(itertools.islice(rows, start, None), start + 2):
+            place = f"row {number}" if row.line == number else f"row {number}, line {row.line}"
+            entry = Entry(place, problem=row.problem)
+            if not row.problem:
+                entry = columns.entry(place, row.cells)
+            yield entry._replace(line=row.line, source=row.text, notice=row.notice)
 
 
 def _open(stream: BinaryIO) -> tuple[Columns, Iterator[_Row]]:
@@ -168,28 +189,110 @@ def _open(stream: BinaryIO) -> tuple[Columns, Iterator[_Row]]:
     delimiter = max(DELIMITERS, key=header.count)
     # Bytes that are not UTF-8 become halves of surrogate pairs, which `_rows` finds in their row.
     others = (line.decode("utf-8", "surrogateescape") for line in given)
-    rows = _rows(itertools.chain([header], others), delimiter)
-    _, names, problem = next(rows)
-    if problem:
-        raise FormatError(f"the first row: {problem}")
-    return Columns(names), rows
+    rows = _rows(_Lines(itertools.chain([header], others)), delimiter)
+    names = next(rows)
+    if names.problem:
+        raise FormatError(f"the first row: {names.problem}")
+    return Columns(names.cells), rows
 
 
-def _rows(text: Iterable[str], delimiter: str) -> Iterator[_Row]:
-    reader = csv.reader(text, delimiter=delimiter, strict=True)
+class _Lines(Iterator[str]):
+    """The lines of a file, of which those that were read ahead can be given back."""
+
+    def __init__(self, given: Iterator[str]) -> None:
+        self._given = given
+        self._back: deque[str] = deque()
+        self.number = 0
+
+    def __next__(self) -> str:
+        line = self._back.popleft() if self._back else next(self._given)
+        self.number += 1
+        return line
+
+    def give_back(self, ahead: Sequence[str]) -> None:
+        self._back.extendleft(reversed(ahead))
+        self.number -= len(ahead)
+
+
+def _rows(text: _Lines, delimiter: str) -> Iterator[_Row]:
+    """The rows; after a line that begins none it goes on with the next line."""
+    read = _between_tabs if delimiter == "\t" else partial(_with_quotes, delimiter=delimiter)
+    columns = 0
     while True:
-        line = reader.line_num + 1
+        taken: list[str] = []
+        line = text.number + 1
         try:
-            cells = next(reader)
+            cells = read(text, taken)
             "".join(cells).encode()
         except StopIteration:
             return
         except csv.Error as error:
-            yield line, [], f"{error}; is a quote missing, or not doubled?"
+            text.give_back(taken[1:])
+            yield _Row(line, taken[0], (), f"{error}; is a quote missing, or not doubled?")
         except UnicodeEncodeError:
-            yield line, [], "not UTF-8"
+            yield _Row(line, "".join(taken), (), "not UTF-8")
         else:
-            yield line, cells, ""
+            columns = columns or len(cells)
+            yield _Row(line, "".join(taken), cells, "", _notice(taken[1:-1], delimiter, columns))
+
+
+def _with_quotes(text: _Lines, taken: list[str], *, delimiter: str) -> list[str]:
+    """The cells of the next row, whose lines are added to *taken*; or raises csv.Error."""
+
+    def take() -> Iterator[str]:
+        for line in text:
+            taken.append(line)
+            yield line
+
+    return next(csv.reader(take(), delimiter=delimiter, strict=True))
+
+
+def _between_tabs(text: _Lines, taken: list[str]) -> list[str]:
+    """The cells of the next row, whose lines are added to *taken*."""
+    taken.append(next(text))
+    cells = _split_at_tabs(taken[0])
+    while cells[-1].startswith('"') and cells[-1].count('"') % 2:
+        ending = taken[-1][len(taken[-1].rstrip("\r\n")) :]
+        if (rest := _rest_of_cell(text, cells[-1] + ending, taken)) is None:
+            break
+        cells[-1:] = rest
+    quoted = [_IN_QUOTES.fullmatch(cell) for cell in cells]
+    return [
+        cell if match is None else match[1].replace('""', '"')
+        for cell, match in zip(cells, quoted, strict=True)
+    ]
+
+
+def _rest_of_cell(text: _Lines, cell: str, taken: list[str]) -> list[str] | None:
+    """A cell that opens a quote, whole, and those after it; None if it closes in no line of it."""
+    ahead: list[str] = []
+    size = len(cell)
+    for line in text:
+        ahead.append(line)
+        end, tab, _ = line.partition("\t")
+        if end.count('"') % 2:
+            first, *others = _split_at_tabs(line)
+            whole = "".join([cell, *ahead[:-1], first])
+            if _IN_QUOTES.fullmatch(whole):
+                taken += ahead
+                return [whole, *others]
+        size += len(end)
+        if tab or end.count('"') % 2 or size > _MAX_CELL_CHARACTERS:
+            break
+    text.give_back(ahead)
+    return None
+
+
+def _split_at_tabs(line: str) -> list[str]:
+    return line.rstrip("\r\n").split("\t")
+
+
+def _notice(middle: Sequence[str], delimiter: str, columns: int) -> str:
+    """What is odd about a row with so many whole lines in the middle of its cells."""
+    look_like_rows = columns > 1 and {line.count(delimiter) for line in middle} == {columns - 1}
+    if len(middle) < (_FEW_LINES if look_like_rows else _MANY_LINES):
+        return ""
+    return f"a quoted cell holds {len(middle):,} lines that look like rows: is a quote missing?"
 
 
 #: Rows that are in memory as Python's values.

@@ -13,8 +13,9 @@ import pytest
 
 from imagefleet import errors
 from imagefleet.job.message import read_job
-from loadgen import file_source, sources
+from loadgen import rejects, sources
 from loadgen.file_source import FileSource, StreamSource
+from loadgen.rejects import Report
 from loadgen.template_source import TemplateSource
 
 TEMPLATE = """
@@ -253,7 +254,7 @@ def test_invalid_lines_are_skipped_on_request(tmp_path: Path) -> None:
     source = lines(
         tmp_path,
         'bad\n{"prompt":"a"}\n{"prompt":"' + "x" * 65_530 + '"}\n',
-        on_invalid=lambda place, _: reported.append(place),
+        report=Report(skips=True, on_rejected=lambda row: reported.append(row.place)),
     )
     source.check(0)
 
@@ -265,7 +266,8 @@ def test_ten_of_many_invalid_lines_are_reported(tmp_path: Path) -> None:
     with pytest.raises(errors.SetupError) as caught:
         lines(tmp_path, "bad\n" * 10_000).check(0)
 
-    assert len(caught.value.message.splitlines()) == 1 + file_source.MAX_REPORTED
+    assert len(caught.value.message.splitlines()) == 1 + rejects.MOST_SHOWN
+    assert "showing 10 of 10,000; --rejects FILE" in caught.value.message
 
 
 def test_a_changed_file_is_another_source(tmp_path: Path) -> None:
@@ -304,7 +306,7 @@ def test_an_invalid_line_ends_a_stream_with_its_number() -> None:
     [
         ("jobs.doc", {}, "must end in"),
         ("jobs.jsonl", {"seed": 1}, "--seed is for templates"),
-        ("t.yaml", {"on_invalid": lambda line, reason: None}, "--skip-invalid is for files"),
+        ("t.yaml", {"report": Report(skips=True)}, "--skip-invalid is for files"),
         ("none.jsonl", {}, "cannot be read"),
     ],
 )

@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from imagefleet import errors
+from imagefleet.files.safetensors import Identity
 from imagefleet.job.prompt import Prompt
 from imagefleet.job.samplers import DEFAULT_NOISE, DEFAULT_OPTIONS, Noise, Options
 
@@ -34,6 +35,8 @@ class Lora:
     path: Path
     text_encoder_weight: float
     unet_weight: float
+    identity: Identity | None = None
+    """What the file must be when it is read; None: as it is then."""
 
 
 @dataclass(frozen=True, slots=True)

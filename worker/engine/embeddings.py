@@ -46,13 +46,13 @@ class Embedding:
 def read(embedding: contract.Embedding, widths: Mapping[str, int], dtype: torch.dtype) -> Embedding:
     """Reads a file for text encoders whose tokens' vectors have these *widths*, as *dtype*.
 
-    Raises UnusableFileError if it is no embedding, or none for this model, and TransientError if it
-    could not be read, or has changed meanwhile.
+    Raises UnusableFileError if it is no embedding, or none for this model, TransientError if it
+    could not be read, and UnsettledFileError if it has changed meanwhile.
     """
     with named(f"the embedding {embedding.name!r}, which the prompt names,"):
         content = embedding.path.read_bytes()
         if hashlib.sha256(content).hexdigest() != embedding.sha256:
-            raise errors.TransientError(
+            raise errors.UnsettledFileError(
                 f"the file of the embedding {embedding.name!r} has just changed"
             )
         try:

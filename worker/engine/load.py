@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from imagefleet import errors
+from imagefleet.files.safetensors import REST_SECONDS, rested, whole
 from imagefleet.telemetry import logs
 
 if TYPE_CHECKING:
@@ -98,7 +100,27 @@ def load_engine(settings: EngineSettings) -> SlotEngine:
 
 
 def _parts(settings: EngineSettings, device: torch.device, how: Settings) -> Parts:
-    """Reads the checkpoint, of whatever kind."""
+    """Reads the checkpoint, of whatever kind, once nobody writes its files."""
+    while True:
+        try:
+            with _whole(settings.model):
+                return _read(settings, device, how)
+        except errors.UnsettledFileError as error:
+            log.info(f"the model waits: {error}", action="model_waits")
+            time.sleep(REST_SECONDS)
+
+
+@contextlib.contextmanager
+def _whole(model: Path) -> Iterator[None]:
+    """Reads a model in the block; UnsettledFileError: one of its files may be half-written."""
+    found = [model] if model.is_file() else sorted(model.rglob("*.safetensors"))
+    with contextlib.ExitStack() as files:
+        for file in found:
+            files.enter_context(whole(rested(file)))
+        yield
+
+
+def _read(settings: EngineSettings, device: torch.device, how: Settings) -> Parts:
     from worker.engine import checkpoint
     from worker.engine import device as devices
     from worker.engine.families import latents, table
@@ -139,15 +161,16 @@ def read_beside(engine: Engine, settings: EngineSettings) -> Callable[[], bool] 
         return None
     cpu, like = torch.device("cpu"), engine.checkpoint
     try:
-        other = checkpoint.load_checkpoint(
-            settings.model,
-            cpu,
-            torch.float32,
-            settings.config,
-            settings.prediction_type,
-            like=like,
-        )
-    except errors.SetupError:
+        with _whole(settings.model):
+            other = checkpoint.load_checkpoint(
+                settings.model,
+                cpu,
+                torch.float32,
+                settings.config,
+                settings.prediction_type,
+                like=like,
+            )
+    except (errors.SetupError, errors.UnsettledFileError):
         return None
     if not weights.is_alike(like, other):
         return None

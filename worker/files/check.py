@@ -5,6 +5,7 @@ The engine checks what only the weights tell.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import stat
@@ -74,12 +75,22 @@ _ONLY_THESE = (
 )
 
 
+class CutOffError(errors.SetupError):
+    """The file ends before its last tensor does."""
+
+
 def check(settings: WorkerSettings) -> None:
     """Raises SetupError if the worker could never load its model; no network is used."""
     if settings.config is not None and not settings.config.expanduser().is_dir():
         raise errors.SetupError(f"--config {str(settings.config)!r} is not a folder")
     if addresses.of_model(settings) is None:
-        check_path(Path(settings.model).expanduser())
+        path = Path(settings.model).expanduser()
+        try:
+            check_path(path)
+        except CutOffError:
+            with contextlib.suppress(errors.UnsettledFileError):  # the engine waits for it
+                safetensors.rested(path)
+                raise
 
 
 def check_path(path: Path) -> None:
@@ -173,7 +184,7 @@ def read_header(path: Path, name: str = "", *, is_whole: bool = True) -> safeten
             if not is_whole or size >= header.file_bytes:
                 return header
             expected = f" of {header.file_bytes:,}"
-    raise errors.SetupError(
+    raise CutOffError(
         f"{name!r} is cut off: it has {size:,}{expected} bytes; download or copy it again"
     )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import time
 from collections import Counter
@@ -19,6 +20,7 @@ from cachetools import LRUCache
 from imagefleet import errors
 from imagefleet.files import safetensors
 from imagefleet.files.kinds import EMBEDDING, FileKind
+from imagefleet.files.safetensors import Identity, identify, rested, whole
 from imagefleet.job.prompt import SAFE_NAME
 from imagefleet.signing import TrustedKeys
 from imagefleet.storage import protocol
@@ -75,6 +77,20 @@ def check_content(what: str, file: BufferedReader | BytesIO, size: int, sha256: 
         raise errors.TransientError(f"the SHA-256 of {what} is not the one in its manifest.json")
 
 
+async def read_whole(
+    blobs: protocol.BlobStore, name: str, max_bytes: int | None = None
+) -> bytes | None:
+    """A blob's bytes, as `BlobStore.read`; a local storage's folder is one that people copy into.
+
+    Raises UnsettledFileError for a file there that may be half-written.
+    """
+    identity = await asyncio.to_thread(rested_blob, blobs, name)
+    data = await blobs.read(name, max_bytes=max_bytes)
+    if identity is not None:
+        await asyncio.to_thread(safetensors.check_still, identity)
+    return data
+
+
 class FileLibrary:
     """Resolves names to files. A name is one safe path segment, checked with the prompt."""
 
@@ -97,8 +113,8 @@ class FileLibrary:
         self._fetches: dict[str, asyncio.Task[Path]] = {}
         self._room = asyncio.Semaphore(kind.fetched_at_once)
         self._storage_manifest = Manifest.stored(blobs, kind, trusted)
-        # What was checked in full, and against which hash: by path, modification time and size.
-        self._checked: LRUCache[Path, tuple[int, int, str | None]] = LRUCache(REMEMBERED)
+        # What was checked in full, and against which hash.
+        self._checked: LRUCache[Path, tuple[Identity, str | None]] = LRUCache(REMEMBERED)
 
     async def resolve(self, name: str) -> Path:
         """The file of that name, complete and matching its manifest.
@@ -107,6 +123,7 @@ class FileLibrary:
             MissingFileError: it does not exist, or a signed manifest does not list it.
             UnusableFileError: it is too large, or not a safetensors file.
             TransientError: the storage did not answer, or the file is truncated or does not match.
+            UnsettledFileError: the file may be half-written.
             NodeError, SetupError: as `DiskCache.errors` and `Manifest.sha256`.
         """
         path = await self._in_folders(name) or await self._in_cache(name)
@@ -121,6 +138,11 @@ class FileLibrary:
         # Shielded: several jobs wait for one fetch, and one of them may be cancelled.
         return await asyncio.shield(fetch)
 
+    def identity(self, path: Path) -> Identity | None:
+        """What a file that `resolve` has returned was when it was checked."""
+        checked = self._checked.get(path)
+        return checked and checked[0]
+
     async def _in_folders(self, name: str) -> Path | None:
         for folder in self._folders:
             path = folder.path / f"{name}{SUFFIX}"
@@ -129,7 +151,7 @@ class FileLibrary:
                     continue
             except OSError as error:
                 raise unreadable(self._kind, folder.path, error.strerror) from error
-            await self._verify(folder.manifest, name, partial(self._check, name, path))
+            await self._verify(folder.manifest, name, partial(self._check, name, path, rested))
             return path
         return None
 
@@ -138,7 +160,9 @@ class FileLibrary:
         if path is None:
             return None
         try:
-            await self._verify(self._storage_manifest, name, partial(self._check, name, path))
+            await self._verify(
+                self._storage_manifest, name, partial(self._check, name, path, identify)
+            )
         except (errors.TransientError, errors.UnusableFileError) as error:
             log.warning(f"fetching {path} again: {error}", action=f"{self._kind.name}_dropped")
             self._cache.drop(path)
@@ -158,7 +182,7 @@ class FileLibrary:
 
     async def _download(self, name: str) -> Path:
         kind = self._kind
-        data = await self._blobs.read(f"{kind.folder}/{name}{SUFFIX}", max_bytes=kind.max_bytes)
+        data = await read_whole(self._blobs, f"{kind.folder}/{name}{SUFFIX}", kind.max_bytes)
         if data is None:
             await self._blobs.check()  # without its container, the job is not at fault
             for folder in self._folders:
@@ -172,7 +196,14 @@ class FileLibrary:
             )
         check = partial(check_content, self._what(name), BytesIO(data), len(data))
         await self._verify(self._storage_manifest, name, check)
-        return await asyncio.to_thread(self._cache.store, name, data)
+
+        def store() -> Path:
+            path = self._cache.store(name, data)
+            self._checked[path] = identify(path), sha256
+            return path
+
+        sha256 = await self._storage_manifest.sha256(name)
+        return await asyncio.to_thread(store)
 
     def _what(self, name: str) -> str:
         return f"the {self._kind.noun} {name}{SUFFIX}"
@@ -187,20 +218,23 @@ class FileLibrary:
             listed.forget()  # one of the two may be old
             raise
 
-    def _check(self, name: str, path: Path, sha256: str | None) -> None:
+    def _check(
+        self, name: str, path: Path, find: Callable[[Path], Identity], sha256: str | None
+    ) -> None:
+        """Checks a file; *find* its identity, which of one that others write waits for its rest."""
         try:
-            status = path.stat()
-            seen = (status.st_mtime_ns, status.st_size, sha256)
-            if self._checked.get(path) == seen:
+            seen = find(path)
+            if self._checked.get(path) == (seen, sha256):
                 return
-            protocol.check_blob_size(path.name, status.st_size, self._kind.max_bytes)
-            with path.open("rb") as file:
-                check_content(self._what(name), file, status.st_size, sha256)
+            size = seen[2]
+            protocol.check_blob_size(path.name, size, self._kind.max_bytes)
+            with whole(seen), path.open("rb") as file:
+                check_content(self._what(name), file, size, sha256)
         except OSError as error:
             raise errors.TransientError(
                 f"the {self._kind.noun} {path.name} cannot be read: {error.strerror or error}"
             ) from error
-        self._checked[path] = seen
+        self._checked[path] = seen, sha256
 
 
 def own_folder(kind: FileKind, path: Path) -> Folder:
@@ -208,7 +242,8 @@ def own_folder(kind: FileKind, path: Path) -> Folder:
 
     def read() -> bytes | None:
         try:
-            with (path / manifest.NAME).open("rb") as file:
+            listed = path / manifest.NAME
+            with whole(rested(listed)), listed.open("rb") as file:
                 return file.read(manifest.MAX_BYTES + 1)
         except FileNotFoundError:
             return None
@@ -242,7 +277,7 @@ class EmbeddingLibrary(FileLibrary):
             directory=directory,
             trusted=trusted,
         )
-        if path := _local_path(blobs):
+        if path := local_path(blobs, EMBEDDING.folder):
             self._folders.append(Folder(path, self._storage_manifest, must_exist=False))
         self._own = directory
         # With a trusted key, only the manifest counts.
@@ -330,8 +365,7 @@ class EmbeddingLibrary(FileLibrary):
 
     def _sha256(self, path: Path) -> str:
         try:
-            status = path.stat()
-            return _hash(path, status.st_mtime_ns, status.st_size)
+            return _hash(self.identity(path) or identify(path))
         except OSError as error:
             raise errors.TransientError(
                 f"the embedding {path.name} cannot be read: {error.strerror or error}"
@@ -339,11 +373,20 @@ class EmbeddingLibrary(FileLibrary):
 
 
 @lru_cache(REMEMBERED)
-def _hash(path: Path, _modified_at: int, _size: int) -> str:
-    with path.open("rb") as file:
+def _hash(identity: Identity) -> str:
+    with whole(identity), Path(identity[0]).open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _local_path(blobs: protocol.BlobStore) -> Path | None:
-    address = urlparse(blobs.address(EMBEDDING.folder))
+def local_path(blobs: protocol.BlobStore, name: str) -> Path | None:
+    """A blob's file, on a local storage."""
+    address = urlparse(blobs.address(name))
     return Path(url2pathname(address.path)) if address.scheme == "file" else None
+
+
+def rested_blob(blobs: protocol.BlobStore, name: str) -> Identity | None:
+    """Identifies a blob's file on a local storage, if it exists; raises as `safetensors.rested`."""
+    if path := local_path(blobs, name):
+        with contextlib.suppress(OSError):  # its reader will say why
+            return rested(path)
+    return None

@@ -25,6 +25,7 @@ from cachetools import LRUCache
 from imagefleet import errors
 from imagefleet.files import safetensors
 from imagefleet.files.kinds import FileKind
+from imagefleet.files.safetensors import Identity, identify, whole
 from imagefleet.signing import SigningKey, TrustedKeys
 from imagefleet.storage import protocol
 from imagefleet.telemetry import logs
@@ -76,25 +77,29 @@ class FileHashes:
         known.set_result(sha256.lower()[:MODEL_CHARACTERS] if is_file and sha256 else None)
         return known
 
-    def of_lora(self, path: Path) -> Future[str | None]:
-        return self._start(path, _hash_lora)
+    def of_lora(self, path: Path, identity: Identity | None = None) -> Future[str | None]:
+        """The hash of a LoRA, which was *identity* when it was checked; raises as `_try`."""
+        return self._start(path, _hash_lora, identity)
 
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
-    def _start(self, path: Path, read: Callable[[Path], str | None]) -> Future[str | None]:
-        key: Hashable = path
-        with contextlib.suppress(OSError):  # its reader will say why
-            key = (path, (status := path.stat()).st_mtime_ns, status.st_size)
+    def _start(
+        self, path: Path, read: Callable[[Path], str], identity: Identity | None = None
+    ) -> Future[str | None]:
+        if identity is None:
+            with contextlib.suppress(OSError):  # its reader will say why
+                identity = identify(path)
+        key: Hashable = identity or path
         with self._lock:
             found = self._found.get(key)
             if found is None or found.cancelled():
-                found = self._found[key] = self._threads.submit(_try, read, path)
+                found = self._found[key] = self._threads.submit(_try, read, path, identity)
             return found
 
     def _hash_model(self, path: Path) -> str:
-        status = path.stat()
-        facts = f"{path.resolve()}\n{status.st_mtime_ns}\n{status.st_size}"
+        _, modified_at, size, _ = identify(path)
+        facts = f"{path.resolve()}\n{modified_at}\n{size}"
         name = hashlib.blake2b(facts.encode(), digest_size=16).hexdigest()
         note = self._folder / f"{name}.sha256"
         try:
@@ -112,10 +117,14 @@ class FileHashes:
         return noted[:MODEL_CHARACTERS]
 
 
-def _try(read: Callable[[Path], str | None], path: Path) -> str | None:
+def _try(read: Callable[[Path], str], path: Path, identity: Identity | None) -> str | None:
+    """A file's hash, or None; of a LoRA, UnsettledFileError if it is no longer that *identity*."""
     try:
-        return read(path)
-    except (OSError, safetensors.MalformedError) as error:
+        with whole(identity) if identity else contextlib.nullcontext():
+            return read(path)
+    except (OSError, safetensors.MalformedError, errors.UnsettledFileError) as error:
+        if isinstance(error, errors.UnsettledFileError) and read is _hash_lora:
+            raise  # its images are drawn anew, with the LoRA that is there then
         why = str(error) or "it is damaged"
         log.warning(
             f"the hash of {path.name} is left out of its images: {why}", action="hash_unknown"

@@ -14,6 +14,7 @@ from urllib.parse import quote
 from azure.core import MatchConditions
 from azure.core.async_paging import AsyncItemPaged
 from azure.core.exceptions import HttpResponseError
+from azure.core.pipeline import PipelineResponse
 from azure.storage.blob import BlobBlock, BlobProperties, ContentSettings
 from azure.storage.blob.aio import BlobClient, ContainerClient
 
@@ -206,13 +207,23 @@ class AzureBlobs(protocol.BlobStore):
 
     async def read_part(self, name: str, offset: int, max_bytes: int) -> protocol.BlobPart | None:
         blob = self._blob(name)
+        ranges: list[PipelineResponse[Any, Any]] = []
 
         async def request() -> protocol.BlobPart:
             with azure_errors.tolerated({"InvalidRange"}):  # the offset is past its end
-                part = await blob.download_blob(offset=offset, length=max_bytes)
-                # The SDK's `size` is that of the part.
+                part = await blob.download_blob(
+                    offset=offset, length=max_bytes, raw_response_hook=ranges.append
+                )
+                data = await part.readall()
+                # The SDK's `size` is that of the part, and its range the one that was asked for.
                 total = int((part.properties.content_range or "").rpartition("/")[2])
-                return protocol.BlobPart(await part.readall(), total, part.properties.etag)
+                sent = ranges[-1].http_response.headers.get("Content-Range", "")
+                end = min(offset + max_bytes, total)
+                if not sent.startswith(f"bytes {offset}-") or len(data) != end - offset:
+                    raise azure_errors.ReplyLostError(
+                        f"{self._access.what} sent another part of {name!r} than was asked for"
+                    )
+                return protocol.BlobPart(data, total, part.properties.etag)
             properties = await blob.get_blob_properties()
             return protocol.BlobPart(b"", properties.size, properties.etag)
 

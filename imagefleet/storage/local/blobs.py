@@ -267,7 +267,9 @@ class LocalBlobs(protocol.BlobStore):
 
     async def _pages(self, prefix: str) -> AsyncIterator[list[str]]:
         self._operations.blob_writes += 1
-        names = self._walk("", prefix)
+        # From the prefix's own folder: beside it may be ten thousand campaigns.
+        folder, slash, _ = prefix.rpartition("/")
+        names = self._walk(folder + slash, prefix)
         try:
             while page := await self._in_thread(lambda: list(islice(names, _NAMES_PAGE))):
                 yield page
@@ -278,7 +280,13 @@ class LocalBlobs(protocol.BlobStore):
 
     def _walk(self, folder: str, prefix: str) -> Generator[str]:
         """The names below *folder* ("" or ending in a slash) that start with *prefix*."""
-        with os.scandir(self.folder / folder) as entries:
+        try:
+            entries = os.scandir(self.folder / folder)
+        except _NOT_THERE:
+            if not folder or not self.folder.is_dir():
+                raise
+            return
+        with entries:
             for entry in entries:
                 name = folder + entry.name
                 if entry.name.startswith("."):

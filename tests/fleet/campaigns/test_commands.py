@@ -61,16 +61,17 @@ async def fill(storage: Storage) -> None:
     """Spring: 5 jobs sent, of which each ended otherwise and one is queued; autumn: all done."""
     await store(storage, "spring", "done")
     await store(storage, "autumn", "done")
-    log = RecordLog(storage.blobs, "w2")
+    log, operator = RecordLog(storage.blobs, "w2"), RecordLog(storage.files, "operator")
     ended: dict[str, Any] = {"campaign": "spring", "at": NOW, "worker": "w2"}
     await log.add(
         [
             Record(outcome="failed", id="bad", error="JobError", reason="no \x1b[31mred", **ended),
             Record(outcome="failed", id="again", error="JobError", source="m1", **ended),
-            Record(outcome="replayed", id="again", source="m1", **ended),
             Record(outcome="cancelled", id="late", **ended),
         ]
     )
+    await operator.open("spring", "cancelled")
+    await operator.add([Record(outcome="replayed", id="again", source="m1", **ended)])
     await sent_jobs.note(storage, "spring", 5)
     await sent_jobs.note(storage, "autumn", 1)
     await storage.queue.send([job("again"), job("flying"), job("waiting", "autumn")])
@@ -100,7 +101,7 @@ def test_campaigns_counts_each_outcome_and_lists_the_latest_first(
     assert "autumn" in plain
 
 
-def test_damaged_records_are_told_since_the_figures_lack_them(
+def test_records_that_do_not_fit_are_told_since_the_figures_lack_them(
     local_settings: StorageSettings, in_process: Imagefleet
 ) -> None:
     async def damage(storage: Storage) -> None:
@@ -110,10 +111,10 @@ def test_damaged_records_are_told_since_the_figures_lack_them(
 
     on(local_settings, damage)
     assert (
-        json.loads(in_process("status", "--json", *flags(local_settings)).stdout)["damaged_files"]
+        json.loads(in_process("status", "--json", *flags(local_settings)).stdout)["unfit_records"]
         == 2
     )
-    assert "2 damaged files of records" in in_process("status", *flags(local_settings)).stdout
+    assert "2 records not in these figures" in in_process("status", *flags(local_settings)).stdout
 
 
 def test_a_job_is_where_it_is(filled: StorageSettings, in_process: Imagefleet) -> None:
@@ -220,4 +221,4 @@ def test_purge_asks_with_the_count_and_keeps_failed_jobs(
     assert (found["messages"], found["deleted"]) == (3, True)
     assert on(filled, depths) == (0, 1)
     noted = in_process("status", *flags(filled))
-    assert "2 pending jobs in no queue: deleted" in noted.stdout
+    assert "of 2 pending jobs 0 at most in a queue or in flight, 2 in none: deleted" in noted.stdout

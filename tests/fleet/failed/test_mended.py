@@ -159,10 +159,10 @@ def test_a_file_without_failures_discards_nothing(
 def test_a_loaded_and_discarded_job_is_not_pending_for_ever(within: Within[Any]) -> None:
     async def counts(storage: Storage) -> reader.Counts:
         await fail(storage, TOO_MANY_STEPS)
-        log = RecordLog(storage.blobs, "load")
         await sent_jobs.note(storage, "spring", 1)
         (failed,) = [each async for each in reader.ended(storage)]
-        await log.add([failed.model_copy(update={"outcome": "discarded"})])
+        discarded = failed.model_copy(update={"outcome": "discarded"})
+        await RecordLog(storage.files, "operator").add([discarded])
         return await reader.counts(storage, "spring")
 
     counted = within(counts)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import io
 import json
 import re
@@ -44,6 +45,7 @@ async def store(storage: Storage, log: RecordLog, number: int, **fields: Any) ->
     blob = f"spring/{number}.png"
     await storage.blobs.create(blob, picture(), "image/png", {})
     known = {"outcome": "completed", "id": str(number), "campaign": "spring", "blob": blob}
+    known["sha256"] = hashlib.sha256(picture()).hexdigest()
     at = datetime(2026, 11, 22, 12, number % 60, tzinfo=UTC)
     await log.add([Record.model_validate(known | {"at": at} | fields)])
 
@@ -139,7 +141,8 @@ async def test_a_failed_job_is_sent_again_and_leaves_the_list(
         async with served.client.post(again, headers=headers) as answer:
             assert answer.status == 409
             assert "poison queue" in (await answer.json())["error"]
-        await log.add([record.model_copy(update={"outcome": "replayed"})])
+        replayed = record.model_copy(update={"outcome": "replayed"})
+        await RecordLog(storage.files, "operator").add([replayed])
         await served.state_when(lambda state: state["total"] == 0, **failed)
 
 
@@ -314,6 +317,7 @@ async def test_what_is_no_image_says_so_and_is_never_given_as_something_else(
                     Record(
                         outcome="completed",
                         id=str(number),
+                        sha256=hashlib.sha256(page).hexdigest(),
                         campaign="spring",
                         blob=f"spring/{number}.png",
                         at=at,

@@ -147,7 +147,7 @@ async def test_load_adds_messages_counts_them_and_reads_what_is_cancelled(
     noticed: list[str] = []
     storage = AzureStorage(with_role(azurite_settings, role), retry.NEVER)
     async with storage:
-        source = sources.open_source(str(jobs), count=None, seed=None, on_invalid=None)
+        source = sources.open_source(str(jobs), count=None, seed=None)
         checkpoint = tmp_path / "checkpoint.json"
         load = Load(
             storage, source, LoadSettings(), checkpoint, restart=False, on_notice=noticed.append

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
@@ -143,7 +144,7 @@ async def test_a_bad_workers_images_since_a_moment_are_replaced_and_no_others(
     copies = [each async for each in storage.blobs.records("-replaced/")]
     assert len(copies) == 6
     assert {each.metadata["worker"] for each in copies} == {"bad"}
-    assert [name async for name in storage.files.names()] == []
+    assert [name async for name in storage.files.names(replace.JOURNALS)] == []
 
 
 @pytest.mark.parametrize(
@@ -237,7 +238,7 @@ async def test_a_killed_redo_loses_nothing_at_any_step_and_the_next_one_finishes
         await run_worker("good")
         assert await workers(storage) == dict.fromkeys(names, "good")
         assert await recorded(storage) == dict.fromkeys(names, "good")
-        assert [name async for name in storage.files.names()] == []
+        assert [name async for name in storage.files.names(replace.JOURNALS)] == []
         for name in [*names, *await below(storage, "-")]:
             await storage.blobs.delete(name)
         step += 1 if "local:" in storage.url else 7
@@ -311,6 +312,24 @@ async def test_a_forged_job_is_not_drawn_where_jobs_are_signed(
     result = await redo(settings, worker="thief")
 
     assert (result["not_redone"], result["images"], result["jobs"]) == ([], 1, 1)
+    (message,) = await storage.queue.receive(1, 30)
+    assert read_job(message.body, "", signers.trusted(key, storage.scope)).prompt == "a cat"
+
+
+async def test_an_image_of_long_ago_is_drawn_again_with_a_new_signature(
+    storage: Storage, storage_settings: StorageSettings, run_worker: RunWorker, tmp_path: Path
+) -> None:
+    key = SigningKey.create(tmp_path / "key.pem")
+    then = dataclasses.replace(storage.scope, now=signers.ahead(-31))
+    await storage.queue.send([read_job(messages(1)[0], "").to_message(JobSigner(key, then))])
+    await run_worker("bad")
+    settings = SignerSettings(**dict(storage_settings), trusted_key=key.public)
+    (refused,) = (await redo(settings, worker="bad"))["not_redone"]
+    assert "whose signature with a trusted key still holds" in refused["reason"]
+
+    settings = SignerSettings(**dict(storage_settings), signing_key=tmp_path / "key.pem")
+    assert (await redo(settings, worker="bad"))["jobs"] == 1
+
     (message,) = await storage.queue.receive(1, 30)
     assert read_job(message.body, "", signers.trusted(key, storage.scope)).prompt == "a cat"
 

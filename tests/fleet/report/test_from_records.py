@@ -55,6 +55,7 @@ async def report(
         in_process,
         *("report", "spring", "--storage", settings.storage),
         *("--queue", settings.queue, "--container", settings.container),
+        *("--files-container", settings.files_container),
         *("--json-file", "figures.json", *arguments),
     )
     assert result.returncode == 0, result.stderr
@@ -170,7 +171,7 @@ async def test_hostile_records_are_left_out_with_their_number_and_reasons(
     assert figures["images"] == 1
     assert figures["damaged"] == 2 * len(lines) + 1, "each once"
     assert len(figures["damage"]) == 10
-    assert "damaged records are left out: " in warnings
+    assert f"{2 * len(lines) + 1} records do not fit: " in warnings
     assert f"; and {2 * len(lines) + 1 - 3} more" in warnings
     assert len(page) < 300_000
 

@@ -127,13 +127,14 @@ async def test_hostile_blobs_are_left_out_with_their_number_and_reasons(
         in_process,
         *("spring", "--storage", storage_settings.storage),
         *("--queue", storage_settings.queue, "--container", storage_settings.container),
+        *("--files-container", storage_settings.files_container),
         *("--limit", "200", "--price-per-hour", "1"),
     )
 
     grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
     assert grown < 300_000, "kilobytes of memory"
     unreadable = len(PICTURES) - 1  # the texts of the escapes are not read
-    assert result.stderr.startswith("warning: damaged records are left out: ")
+    assert result.stderr.startswith(f"warning: {unreadable} records do not fit: ")
     assert f"and {unreadable - 3:,} more" in result.stderr
     figures = json.loads(text, parse_constant=pytest.fail)
     assert figures["images"] == 2 + len(PICTURES)

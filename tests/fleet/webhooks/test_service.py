@@ -37,6 +37,11 @@ def log(storage: Storage) -> RecordLog:
 
 
 @pytest.fixture
+def operator(storage: Storage) -> RecordLog:
+    return RecordLog(storage.files, "operator")
+
+
+@pytest.fixture
 def times(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     """Nothing waits long; a test may set some of them otherwise."""
     monkeypatch.setattr(events, "SETTLE_SECONDS", 0.0)
@@ -63,7 +68,7 @@ def run(storage: Storage, receiver: Any, tmp_path: Path, times: pytest.MonkeyPat
         campaign = wanted.pop("campaign", None)
         state = State.read(file, "receiver", campaign)
         async with aiohttp.ClientSession() as session:
-            to = Endpoint(session, receiver.url, read_secrets(key))
+            to = Endpoint(session, receiver.url, read_secrets(key), storage.blobs.clock)
             running = service.Service(
                 Source(storage, state, "acme/jobs", **wanted), to, CollectorRegistry(), file
             )
@@ -102,12 +107,13 @@ def record(number: int, outcome: str = "completed", **fields: Any) -> Record:
 
 
 async def test_a_campaign_that_has_an_end_of_every_job_is_reported_once(
-    storage: Storage, log: RecordLog, receiver: Any, run: Run
+    storage: Storage, log: RecordLog, operator: RecordLog, receiver: Any, run: Run
 ) -> None:
     await sent_jobs.note(storage, "spring", 3)
     await log.add([record(1), record(2, "failed", error="JobError", reason="no")])
     await run()
     assert receiver.events == [], "one job is pending"
+    await operator.open("spring", "cancelled")
     await log.add([record(3, "cancelled")])
     await run()
     await run()
@@ -137,12 +143,12 @@ async def test_what_a_worker_has_done_is_reported(
 
 
 async def test_a_campaign_that_goes_on_ends_again_with_another_id(
-    storage: Storage, log: RecordLog, receiver: Any, run: Run
+    storage: Storage, log: RecordLog, operator: RecordLog, receiver: Any, run: Run
 ) -> None:
     await sent_jobs.note(storage, "spring", 2)
     await log.add([record(1), record(2, "failed", error="JobError", reason="no")])
     await run()
-    await log.add([record(2, "replayed")])
+    await operator.add([record(2, "replayed")])
     await run()
     await log.add([record(2, source="message-3")])
     await run()
@@ -164,10 +170,14 @@ async def test_without_a_filler_that_counts_a_campaign_ends_with_the_queue(
     assert receiver.told("campaign.completed")[0]["pending"] is None
 
 
-async def test_each_job_is_reported_if_asked(log: RecordLog, receiver: Any, run: Run) -> None:
+async def test_each_job_is_reported_if_asked(
+    log: RecordLog, operator: RecordLog, receiver: Any, run: Run
+) -> None:
     await log.add([record(1, metadata={"order": 7})])
     await log.add([record(2, "failed", error="MissingFileError", reason="r" * 900, attempts=5)])
-    await log.add([record(3, "cancelled"), record(4, "discarded")])
+    await operator.open("spring", "cancelled")
+    await operator.add([record(4, "discarded")])
+    await log.add([record(3, "cancelled")])
     await run(each_job=True)
     (completed,), (failed,) = receiver.told("job.completed"), receiver.told("job.failed")
     assert completed["metadata"] == {"order": 7}

@@ -166,6 +166,20 @@ def test_a_field_written_twice_means_the_one_that_is_checked(
     assert read_job('{"prompt":"another",' + body[1:], "m", trusted).prompt == JOB.prompt
 
 
+@pytest.mark.parametrize(
+    "until",
+    ["", "soon", "2026-12-31", "2026-12-31T00:00:00", "0001-01-01T00:00:00+14:00", "9" * 60],
+)
+def test_a_signature_until_no_date_is_refused(
+    signer: JobSigner, trusted: TrustedJobs, until: str
+) -> None:
+    terms = {"fleet": "acme/images", "queue": "jobs", "until": until}
+    signature = signer.key.sign("job", {"id": "a", "prompt": "", "signature": terms})
+    body = json.dumps({"id": "a", "prompt": "", "signature": {**terms, "ed25519": signature}})
+    with pytest.raises(errors.UntrustedJobError, match="is signed until no date"):
+        read_job(body, "m", trusted)
+
+
 def test_another_program_signs_as_the_documentation_says(tmp_path: Path) -> None:
     SigningKey.create(tmp_path / "key.pem")
     private = serialization.load_pem_private_key((tmp_path / "key.pem").read_bytes(), None)

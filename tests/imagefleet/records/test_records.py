@@ -60,6 +60,11 @@ def log(storage: Storage) -> RecordLog:
     return RecordLog(storage.blobs, "worker 1/é")
 
 
+@pytest.fixture
+def operator(storage: Storage) -> RecordLog:
+    return RecordLog(storage.files, "operator")
+
+
 async def test_a_job_of_several_images_is_counted_once_all_are_stored(
     storage: Storage, log: RecordLog
 ) -> None:
@@ -133,7 +138,7 @@ async def test_names_that_were_taken_do_not_make_a_count_read_every_record(
 
 
 async def test_a_replaced_drawing_is_left_out_and_the_next_one_of_its_worker_is_not(
-    storage: Storage, log: RecordLog
+    storage: Storage, log: RecordLog, operator: RecordLog
 ) -> None:
     async def listed() -> list[tuple[str, str]]:
         found = await everything(reader.images(storage, "spring"))
@@ -144,28 +149,31 @@ async def test_a_replaced_drawing_is_left_out_and_the_next_one_of_its_worker_is_
     facts = {"job": "job-1", "worker": "w?rker", "started_at": started}
     drawn = {"worker": "wörker", "started_at": started}
     await log.add([image(1, **drawn), image(2, **drawn)])
-    note = once.note("spring/job-1.png", facts, "redo/1.json")
+    note = once.note("spring/job-1.png", facts, "redo/1.json", datetime.now(UTC))
     assert note is not None
     for _ in range(2):  # it was killed after the first time
-        await log.add([note])
+        await operator.add([note])
     assert await listed() == [("job-2", "wörker")]
     await log.add([image(1, **drawn)])
     assert await listed() == [("job-1", "wörker"), ("job-2", "wörker")]
-    await log.add([note.model_copy(update={"source": "redo/2.json"})])
+    await operator.add([note.model_copy(update={"source": "redo/2.json"})])
     await log.add([image(1, worker="other")], again=True)
     assert await listed() == [("job-1", "other"), ("job-2", "wörker")]
-    assert once.note("-checks/spring/job-1.png", facts, "redo/1.json") is None
+    assert once.note("-checks/spring/job-1.png", facts, "redo/1.json", datetime.now(UTC)) is None
     followed = await reader.Follower(storage, "spring").poll()
     assert {each.outcome for each in followed} == {"completed"}
 
 
-async def test_counts_are_those_of_the_records(storage: Storage, log: RecordLog) -> None:
+async def test_counts_are_those_of_the_records(
+    storage: Storage, log: RecordLog, operator: RecordLog
+) -> None:
+    await operator.open("spring", "cancelled")
     await sent_jobs.note(storage, "spring", 70)
     await log.add(
         [image(1, images=2, completes=False), image(1, images=2, index=1, completes=True), image(2)]
     )
     await log.add([job(3, "failed"), job(4, "cancelled"), job(5, "failed")])
-    await log.add([job(5, "replayed")])
+    await operator.add([job(5, "replayed")])
     counted = await reader.counts(storage, "spring")
     assert (counted.sent, counted.images, counted.completed) == (70, 3, 2)
     assert (counted.failed, counted.cancelled, counted.pending) == (1, 1, 66)
@@ -181,10 +189,10 @@ async def test_a_campaign_without_records_has_zeros(storage: Storage) -> None:
 
 
 async def test_a_job_that_failed_is_listed_until_it_is_replayed_and_again_if_it_fails_again(
-    storage: Storage, log: RecordLog
+    storage: Storage, log: RecordLog, operator: RecordLog
 ) -> None:
     await log.add([job(1, "failed"), job(2, "failed"), job(2, "failed"), job(3, "failed")])
-    await log.add([job(1, "replayed"), job(3, "discarded")])
+    await operator.add([job(1, "replayed"), job(3, "discarded")])
     await log.add([job(1, "failed", source="message-of-the-replay")])
     found = await everything(reader.ended(storage, "spring"))
     assert [(record.id, record.source) for record in found] == [

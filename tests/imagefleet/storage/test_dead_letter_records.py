@@ -86,8 +86,8 @@ async def test_lists_at_the_same_time_count_every_failed_job(
         after = storage.operations
         # As docs/failed-jobs.md says, of one shard; a listing is billed as a write.
         assert after.queue - before.queue == 2
-        assert after.blob_writes - before.blob_writes == 2
-        assert after.blob_reads - before.blob_reads == 4
+        assert after.blob_writes - before.blob_writes == 4
+        assert after.blob_reads - before.blob_reads == 2
 
 
 async def test_an_invalid_job_fails_under_the_id_and_campaign_that_it_gives(
@@ -206,7 +206,7 @@ async def test_without_access_to_the_records_nothing_is_moved(
     async def refuse(*_: object) -> bool:
         raise errors.SetupError("the token may not append to records")
 
-    monkeypatch.setattr(storage.blobs, "append", refuse)
+    monkeypatch.setattr(storage.files, "append", refuse)
     for sweep in (dead_letter_queue.replay, dead_letter_queue.discard):
         with pytest.raises(errors.SetupError):
             await sweep(storage, Selection())

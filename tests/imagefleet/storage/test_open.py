@@ -123,3 +123,30 @@ def test_a_proxy_in_the_environment_is_used(monkeypatch: pytest.MonkeyPatch, var
     assert not settings_for(KEY)._through_proxy
     monkeypatch.setenv(variable, "http://proxy:3128")
     assert settings_for(KEY)._through_proxy
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        f"{KEY};BlobEndpoint=https://fleet.blob.core.windows.net",
+        f"{KEY};BlobEndpoint=https://fleet.privatelink.blob.core.windows.net",
+        f"{KEY};BlobEndpoint=http://127.0.0.1:10000/fleet",
+        f"{KEY};BlobEndpoint=http://azurite:10000/fleet",
+    ],
+)
+def test_a_fleet_has_one_name_whatever_address_it_is_reached_by(address: str) -> None:
+    opened = settings_for(f"{address};QueueEndpoint=https://fleet.queue.core.windows.net")
+    assert opened.scope.fleet() == settings_for(ACCOUNT, sas=SAS).scope.fleet() == "fleet/images"
+
+
+def test_a_local_fleet_keeps_its_name_where_its_folder_is_moved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def name(address: str) -> str:
+        return open_storage(StorageSettings(storage=address)).scope.fleet()
+
+    monkeypatch.chdir(tmp_path)
+    made = name("local:a")
+    assert made == name(f"local:{tmp_path / 'a'}") != name("local:b")
+    (tmp_path / "a").rename(tmp_path / "c")
+    assert name("local:c") == made

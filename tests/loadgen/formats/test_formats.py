@@ -22,6 +22,7 @@ from imagefleet.signing import SigningKey
 from loadgen import file_source, sources
 from loadgen.file_source import FileSource, StreamSource
 from loadgen.formats import json_array
+from loadgen.rejects import Report
 
 JOBS: list[dict[str, Any]] = [
     {"prompt": 'a "red" house, with a\nline break', "steps": 12, "id": "one", "cfg_scale": 7.5},
@@ -251,7 +252,8 @@ def test_an_invalid_job_is_reported_by_its_place_or_skipped(
         assert line.startswith(sentence)
 
     skipped: list[str] = []
-    source = source_of(tmp_path, name, content, on_invalid=lambda place, _: skipped.append(place))
+    report = Report(skips=True, on_rejected=lambda row: skipped.append(row.place))
+    source = source_of(tmp_path, name, content, report=report)
     bodies = list(source.bodies(0))
     assert [sentence.split(":")[0] for sentence in sentences] == skipped
     assert sum(body is None for body in bodies) == len(sentences)

@@ -23,6 +23,8 @@ from worker.files.library import FileLibrary
 
 class Blobs:
     name = "files"
+    def address(self, name):
+        return f"https://example.com/{name}"
     async def read(self, name, max_bytes=None):
         if name.endswith(".json"):
             return None

@@ -24,13 +24,13 @@ from diffusers import ControlNetModel
 from diffusers.loaders.single_file_utils import convert_controlnet_checkpoint
 from torch import nn
 
-from imagefleet import errors
+from imagefleet.files.safetensors import Identity, identify
 from imagefleet.telemetry import logs
 from worker.engine import contract
 from worker.engine import errors as engine_errors
 from worker.engine.control.network import SlotControlNet
 from worker.engine.files import safetensors
-from worker.engine.files.safetensors import Identity, ReadOnce, UnusableError
+from worker.engine.files.safetensors import ReadOnce, UnusableError
 from worker.engine.kernels import layers
 from worker.engine.passes.begin import PreparedControl
 
@@ -102,7 +102,7 @@ class ControlNets:
         Raises as `safetensors.named`.
         """
         with safetensors.named(f"the ControlNet {control.name!r}"):
-            identity = safetensors.identify(control.path)
+            identity = identify(control.path)
             if problem := self._problems.get(identity, lambda: self._find_problem(identity)):
                 raise UnusableError(problem)
             return identity
@@ -110,7 +110,7 @@ class ControlNets:
     def _find_problem(self, identity: Identity) -> str:
         with self._reading:
             try:
-                self._read[identity] = _load(Path(identity[0]), self._config, self._dtype)
+                self._read[identity] = _load(identity, self._config, self._dtype)
             except UnusableError as error:
                 return str(error)
         return ""
@@ -119,7 +119,7 @@ class ControlNets:
         """A checked ControlNet, on the device once this returns.
 
         Raises:
-            TransientError: its file is no longer there.
+            UnsettledFileError: its file is another by now.
             torch.cuda.OutOfMemoryError: see `keep_only`.
         """
         with self._lock:
@@ -185,11 +185,7 @@ class ControlNets:
         with safetensors.named(f"the ControlNet {path.stem!r}"), self._reading:
             original = self._read.pop(identity, None)
             if original is None:
-                if safetensors.identify(path) != identity:
-                    raise errors.TransientError(
-                        f"the file of the ControlNet {path.stem!r} has just changed"
-                    )
-                original = _load(path, self._config, self._dtype)
+                original = _load(identity, self._config, self._dtype)
         nn.Module.to(original, device=self._device)
         if self._device.type == "cuda":
             original.to(memory_format=torch.channels_last)
@@ -211,9 +207,11 @@ def _pools(path: Path) -> bool:
     return "shuffle" in path.stem.lower()
 
 
-def _load(path: Path, unet_config: Mapping[str, Any], dtype: torch.dtype) -> ControlNetModel:
+def _load(
+    identity: Identity, unet_config: Mapping[str, Any], dtype: torch.dtype
+) -> ControlNetModel:
     """Reads and checks one file, for a UNet of that configuration; on the CPU, in *dtype*."""
-    found = _in_diffusers_names(safetensors.tensors_of(path), unet_config)
+    found = _in_diffusers_names(safetensors.tensors_of(Path(identity[0]), identity), unet_config)
     _check_family(found, unet_config)
     with torch.device("meta"):
         network = ControlNetModel(**_config(found, unet_config))

@@ -31,6 +31,7 @@ import numpy.typing as npt
 import torch
 
 from imagefleet import errors
+from imagefleet.files.safetensors import Identity, identify, whole
 from imagefleet.telemetry import host, logs
 
 log = logs.EventLog(__name__)
@@ -169,10 +170,6 @@ _METADATA = re.compile(r'\{\s*"__metadata__"\s*:\s*')
 _DECODER = json.JSONDecoder()
 
 
-Identity = tuple[str, int, int]
-"""Path, modification time in ns and size in bytes: a replaced file is another file."""
-
-
 class UnusableError(Exception):
     """What is wrong with a file, as a sentence that lacks its subject."""
 
@@ -190,12 +187,6 @@ def named(file: str) -> Iterator[None]:
         raise errors.TransientError(f"{file} cannot be read: {error.strerror or error}") from error
     except UnusableError as error:
         raise errors.UnusableFileError(f"{file} {error}") from error
-
-
-def identify(path: Path) -> Identity:
-    """Identifies a file's content; raises OSError if it cannot be read."""
-    status = path.stat()
-    return (str(path), status.st_mtime_ns, status.st_size)
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,9 +217,13 @@ class Place:
         return part.view(self.dtype).view(self.shape)
 
 
-def read(path: Path) -> Content:
-    """Reads a whole file; `places` then reads its header. For `named`, as all that follows."""
-    with path.open("rb", buffering=0) as file:
+def read(path: Path, identity: Identity | None = None) -> Content:
+    """Reads a whole file; `places` then reads its header. For `named`, as all that follows.
+
+    *identity* is what the file must be; by default, what it is when it is opened. Raises
+    UnsettledFileError if it is another, or is written meanwhile.
+    """
+    with whole(identity or identify(path)), path.open("rb", buffering=0) as file:
         start = file.read(_LENGTH_BYTES)
         if len(start) < _LENGTH_BYTES:
             raise _incomplete("it ends within its first 8 bytes")
@@ -263,9 +258,9 @@ def places(header: str, data_bytes: int) -> dict[str, Place]:
     return found
 
 
-def tensors_of(path: Path) -> dict[str, torch.Tensor]:
+def tensors_of(path: Path, identity: Identity) -> dict[str, torch.Tensor]:
     """A file's tensors by name, as views of one buffer."""
-    content = read(path)
+    content = read(path, identity)
     return {
         name: place.of(content.data)
         for name, place in places(content.header, len(content.data)).items()

@@ -25,11 +25,11 @@ from pydantic import BaseModel, Field, FiniteFloat
 from torch import nn
 
 from imagefleet.files import contents
-from imagefleet.files.safetensors import Header
+from imagefleet.files.safetensors import Header, Identity, identify
 from imagefleet.telemetry import logs
 from worker.engine import contract
 from worker.engine.files import safetensors
-from worker.engine.files.safetensors import Identity, Place, ReadOnce, UnusableError
+from worker.engine.files.safetensors import Place, ReadOnce, UnusableError
 from worker.engine.lora import kinds
 from worker.engine.lora.original_names import original_names
 
@@ -353,7 +353,7 @@ class _PeftConfig(BaseModel):
 def read_lora(path: Path, identity: Identity, layers: Layers) -> LoraFile:
     """Reads and checks one file; for `safetensors.named`."""
     deltas: dict[Network, dict[str, WeightDelta]] = {network: {} for network in get_args(Network)}
-    content = safetensors.read(path)
+    content = safetensors.read(path, identity)
     configs = _peft_configs(content.metadata)
     for (network, layer), tensors, alpha in layers.layout_of(content).tensors(content.data):
         config = configs[network]
@@ -392,7 +392,7 @@ class LoraCache:
     def get(self, lora: contract.Lora) -> LoraFile:
         """Reads a file, unless it is cached or another thread is reading it; raises as `named`."""
         with safetensors.named(f"the LoRA {lora.name!r}"):
-            identity = safetensors.identify(lora.path)
+            identity = lora.identity or identify(lora.path)
             return self._files.get(identity, lambda: self._read(lora, identity))
 
     def _read(self, lora: contract.Lora, identity: Identity) -> LoraFile:

@@ -17,8 +17,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from imagefleet.files.safetensors import Identity
 from worker.engine.files import safetensors
-from worker.engine.files.safetensors import Identity, Place
+from worker.engine.files.safetensors import Place
 from worker.engine.lora import kinds
 from worker.engine.lora.file import WeightDelta, adaptable_layers
 from worker.engine.lora.kinds import Factors, Stack, StackedChange

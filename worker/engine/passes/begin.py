@@ -17,10 +17,10 @@ import torch
 from PIL import Image, ImageFilter, ImageOps
 
 from imagefleet import errors
+from imagefleet.files.safetensors import Identity
 from imagefleet.job.samplers import MAX_SIDE, MIN_SIDE, Noise
 from worker.engine import contract
 from worker.engine.families.reading import ImageNoise
-from worker.engine.files.safetensors import Identity
 from worker.engine.noise import NoiseStream
 
 #: AUTOMATIC1111's limit: at 1, img2img would take one step more than there are.

@@ -27,6 +27,7 @@ import torch.nn.functional as F  # noqa: N812 - its name everywhere
 from PIL import Image
 
 from imagefleet import errors
+from imagefleet.files.safetensors import Identity, identify
 from imagefleet.telemetry import logs
 from worker.engine import contract
 from worker.engine import errors as engine_errors
@@ -322,22 +323,23 @@ class UpscalerCache:
     def get(self, path: Path) -> Upscaler:
         """Reads a file, unless it is kept; raises as `read_upscaler`."""
         with safetensors.named(f"the upscaler {path.stem!r}"):
-            identity = safetensors.identify(path)
-            return self._kept.get(identity, lambda: read_upscaler(path, self._device))
+            identity = identify(path)
+            return self._kept.get(identity, lambda: read_upscaler(identity, self._device))
 
 
-def read_upscaler(path: Path, device: torch.device) -> Upscaler:
+def read_upscaler(identity: Identity, device: torch.device) -> Upscaler:
     """Reads and checks one file, of a network that enlarges RGB images; for `safetensors.named`.
 
     Raises JobError if this worker has no spandrel.
     """
+    path = Path(identity[0])
     try:
         spandrel = import_spandrel()
     except ImportError as error:
         raise errors.JobError(
             f"the upscaler {path.stem!r} needs what `pip install '.[upscalers]'` installs ({error})"
         ) from error
-    tensors = {key: each.float() for key, each in safetensors.tensors_of(path).items()}
+    tensors = {key: each.float() for key, each in safetensors.tensors_of(path, identity).items()}
     safetensors.refuse_damaged(tensors)
     tensors = spandrel.canonicalize_state_dict(tensors)
     try:

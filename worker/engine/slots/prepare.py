@@ -13,12 +13,13 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from imagefleet import errors
+from imagefleet.files.safetensors import Identity
 from imagefleet.job.clip import MAX_CHUNKS, Chunk
 from imagefleet.job.prompt import Prompt
 from worker.engine import contract, embeddings, sampler, text
 from worker.engine.checkpoint import Checkpoint
 from worker.engine.control.held import ControlNets
-from worker.engine.files.safetensors import Identity, ReadOnce
+from worker.engine.files.safetensors import ReadOnce
 from worker.engine.lora import file as lora_file
 from worker.engine.lora import merge
 from worker.engine.noise import NoiseStream

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-from worker.engine.files.safetensors import Identity
+from imagefleet.files.safetensors import Identity
 from worker.engine.lora.file import Network
 from worker.engine.lora.merge import NO_CHANGES, LoraChanges, LoraKey, Shape
 from worker.engine.noise import NoiseStream

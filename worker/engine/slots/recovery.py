@@ -7,9 +7,9 @@ import math
 import torch
 
 from imagefleet import errors
+from imagefleet.files.safetensors import Identity
 from imagefleet.telemetry import logs
 from worker.engine import contract
-from worker.engine.files.safetensors import Identity
 from worker.engine.slots import memory
 from worker.engine.slots.lane import Lane, Lanes
 from worker.engine.slots.parts import Parts

@@ -144,7 +144,7 @@ def test_a_worker_without_spandrel_says_what_to_install(
 ) -> None:
     monkeypatch.setitem(sys.modules, "spandrel", None)
     with pytest.raises(errors.JobError, match=r"pip install '\.\[upscalers\]'"):
-        model.read_upscaler(tmp_path / "x.safetensors", CPU)
+        model.read_upscaler((str(tmp_path / "x.safetensors"), 0, 0, 0), CPU)
 
 
 def test_nothing_is_left_that_others_would_take_for_torchvision() -> None:

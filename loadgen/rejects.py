@@ -1,0 +1,182 @@
+"""Rows of a file that are no jobs: what is wrong with each, and how many there are."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import ValidationError
+
+from imagefleet import redaction, validation
+from imagefleet.job.message import (
+    DELIVERIES_FIELD,
+    DIGEST_FIELD,
+    FAILURE_FIELD,
+    Job,
+    fields_if_any,
+)
+from imagefleet.signing import SIGNATURE_FIELD
+from loadgen.formats.lines import Entry
+
+#: Rows that are shown; the others are counted.
+MOST_SHOWN = 10
+
+_SHOWN_CHARACTERS = 80
+
+#: Names of pydantic's bounds, in words.
+_LIMITS = {
+    "ge": "at least {}",
+    "gt": "more than {}",
+    "le": "at most {}",
+    "lt": "less than {}",
+    "max_length": "at most {} characters or elements",
+    "multiple_of": "a multiple of {}",
+    "expected": "{}",
+}
+
+#: A reason of several fields, or of the job as a whole, begins with the first of them.
+_FIELD = re.compile(r"([a-z_][\w.\[\]]*): ")
+_LOOK_ALIKE = re.compile(r"did you mean '([^']+)'")
+_KNOWN = re.compile(r"known: ([^;]+)")
+
+
+@dataclass(frozen=True, slots=True)
+class Rejected:
+    """A row that is refused; of several fields that are wrong, the first."""
+
+    place: str
+    line: int | None
+    reason: str
+    job: Mapping[str, Any]
+    """The fields of the job, as far as it could be read; else the row is in `text`."""
+    text: str = ""
+    field: str | None = None
+    value: str | None = None
+    """What the field has, shortened and without secrets."""
+    limit: str | None = None
+    look_alike: str | None = None
+
+    @classmethod
+    def of(cls, entry: Entry, reason: str) -> Rejected:
+        job = fields_if_any(entry.text)
+        named, value, limit = _first_error(job) if job else (None, None, None)
+        if named is None and (match := _FIELD.match(reason)):
+            named = match[1]
+            value = job.get(named)
+        text = "" if job else entry.source or entry.text
+        if known := _KNOWN.search(reason):
+            reason += validation.suggestion(str(value), known[1].split(", "))
+        alike = _LOOK_ALIKE.search(reason)
+        shown = text if named is None and text else value
+        return cls(
+            entry.place,
+            entry.line,
+            reason,
+            job,
+            text,
+            named,
+            None if shown is None else _shown(shown),
+            limit,
+            alike[1] if alike else None,
+        )
+
+    @property
+    def why(self) -> str:
+        """The reason, with the job's id and the value that is wrong."""
+        named = {"id": self.job.get("id"), "value": self.value}
+        facts = ", ".join(f"{name} {_shown(each)}" for name, each in named.items() if each)
+        return f"{self.reason} ({facts})" if facts else self.reason
+
+    def as_job(self) -> dict[str, Any]:
+        """The job to be mended and loaded again, with what is wrong in a key that is left out."""
+        facts = {
+            "place": self.place,
+            "line": self.line,
+            "field": self.field,
+            "value": self.value,
+            "limit": self.limit,
+            "look_alike": self.look_alike,
+            "reason": self.reason,
+            "row": self.text or None,
+        }
+        told = {name: each for name, each in facts.items() if each is not None}
+        return {**self.job, FAILURE_FIELD: told}
+
+
+def is_rejected(failure: object) -> bool:
+    """Whether a job's key `failure` says that it was refused, so that it was never sent."""
+    return isinstance(failure, dict) and "place" in failure
+
+
+def _first_error(job: Mapping[str, Any]) -> tuple[str | None, Any, str | None]:
+    """The first field that is wrong, its value and its limit."""
+    besides = {DELIVERIES_FIELD, DIGEST_FIELD, FAILURE_FIELD, SIGNATURE_FIELD}
+    try:
+        Job.model_validate({name: each for name, each in job.items() if name not in besides})
+    except ValidationError as error:
+        detail = error.errors(include_url=False)[0]
+        if not detail["loc"]:
+            return None, None, None
+        context = detail.get("ctx", {})
+        limits = [text.format(context[key]) for key, text in _LIMITS.items() if key in context]
+        value = None if detail["type"] == "missing" else detail["input"]
+        return validation.location(detail["loc"]), value, limits[0] if limits else None
+    return None, None, None
+
+
+def _shown(value: object) -> str:
+    text = value if isinstance(value, str) else json.dumps(value, default=str)
+    text = redaction.printable(redaction.message(" ".join(text[:10_000].split())))
+    return text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]}..."
+
+
+@dataclass(eq=False)
+class Report:
+    """Counts the rows that are refused, each once however often the file is read."""
+
+    skips: bool = False
+    """Whether they are left out, so that the others are sent."""
+    on_rejected: Callable[[Rejected], object] = lambda _: None
+    on_notice: Callable[[str], object] = lambda _: None
+    """Is told of a row that is a job, but may not be meant as it is."""
+    rejects: str = ""
+    """The file that holds them all."""
+
+    def __post_init__(self) -> None:
+        self.shown: list[Rejected] = []
+        self._places: set[str] = set()
+        self._odd: set[str] = set()
+
+    @property
+    def count(self) -> int:
+        return len(self._places)
+
+    def reject(self, rejected: Rejected) -> None:
+        if rejected.place in self._places:
+            return
+        self._places.add(rejected.place)
+        if len(self.shown) < MOST_SHOWN:
+            self.shown.append(rejected)
+        self.on_rejected(rejected)
+
+    def notice(self, place: str, notice: str) -> None:
+        if place not in self._odd:
+            self._odd.add(place)
+            self.on_notice(f"{place}: {notice}")
+
+    @property
+    def summary(self) -> str:
+        """How many rows are refused, and where they are shown."""
+        where = f"all are in {self.rejects}" if self.rejects else "--rejects FILE holds them all"
+        return f"showing {len(self.shown)} of {self.count:,}; {where}"
+
+    def sentence(self, name: str) -> str:
+        """Why nothing of the file *name* is sent, with the first rows that are refused."""
+        first = (
+            f"{name} has invalid jobs; nothing was sent. Correct them or skip them with"
+            f" --skip-invalid; {self.summary}:"
+        )
+        return "\n".join([first, *(f"{each.place}: {each.why}" for each in self.shown)])

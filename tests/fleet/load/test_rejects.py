@@ -1,0 +1,162 @@
+"""`imagefleet load` and the rows that are no jobs: named, counted and kept to be mended."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fleet import console
+
+Imagefleet = Callable[..., "subprocess.CompletedProcess[str]"]
+
+ROWS = """\
+id,prompt,steps,sampler_name,metadata.note
+r1,a fox,20,,
+r2,a fox,many,,
+r3,a fox,900,,
+r4,a fox,20,Euler b,
+r5,"a fox
+r6,a (fox:900),,,
+r7,a fox,20,,
+,,,,
+r8,a fox,20,,secret
+r9,<lora:../x:1>,,,
+""".splitlines()
+
+
+def write(folder: Path, rows: list[str] = ROWS) -> None:
+    (folder / "jobs.csv").write_text("".join(f"{row}\n" for row in rows))
+
+
+def rejects(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "rejects.jsonl").read_text().splitlines()]
+
+
+def test_every_refused_row_is_kept_with_what_is_wrong_and_counts_add_up(
+    in_process: Imagefleet, tmp_path: Path
+) -> None:
+    write(tmp_path)
+    result = in_process(
+        *("load", "jobs.csv", "--skip-invalid", "--rejects", "rejects.jsonl", "--json")
+    )
+
+    assert result.returncode == console.EXIT_DONE, result.stderr
+    told = json.loads(result.stdout)
+    assert (told["total"], told["sent"], told["invalid"], told["empty"]) == (10, 3, 6, 1)
+    found = [job["failure"] for job in rejects(tmp_path)]
+    assert [(each["line"], each.get("field")) for each in found] == [
+        *((3, "steps"), (4, "steps"), (5, "sampler_name"), (6, None)),
+        *((7, "prompt"), (11, "prompt")),
+    ]
+    assert (found[0]["value"], found[1]["value"], found[1]["limit"]) == (
+        "many",
+        "900",
+        "at most 150",
+    )
+    assert found[2]["look_alike"] == "Euler a"
+    assert found[3]["row"] == 'r5,"a fox\n'
+    assert found[5]["value"] == "<lora:../x:1>"
+    assert "row 4 is skipped: steps: " in result.stderr
+    assert "(id r3, value 900)" in result.stderr
+    assert "showing 6 of 6; all are in rejects.jsonl" in result.stderr
+
+
+def test_refused_rows_that_are_mended_are_loaded_as_jobs_that_never_failed(
+    in_process: Imagefleet, tmp_path: Path
+) -> None:
+    write(tmp_path, [*ROWS[:5], *ROWS[6:7]])
+    in_process("load", "jobs.csv", "--skip-invalid", "--rejects", "rejects.jsonl")
+    mended = (tmp_path / "rejects.jsonl").read_text()
+    for wrong, right in {"many": "20", "900": "1", "Euler b": "Euler a"}.items():
+        mended = mended.replace(wrong, right)
+    (tmp_path / "mended.jsonl").write_text(mended)
+
+    told = json.loads(in_process("load", "mended.jsonl", "--json").stdout)
+    assert (told["sent"], told["mended"], told["total"]) == (4, 0, 4)
+
+
+def test_a_refused_file_keeps_its_rows_and_shows_ten_of_them(
+    in_process: Imagefleet, tmp_path: Path
+) -> None:
+    write(tmp_path, ["id,prompt,steps", *(f"i{number},a,x{number}" for number in range(16))])
+    result = in_process("load", "jobs.csv", "--rejects", "rejects.jsonl")
+
+    assert result.returncode == console.EXIT_OPERATOR_MUST_ACT
+    assert "nothing was sent" in result.stderr
+    assert "showing 10 of 16; all are in rejects.jsonl" in result.stderr
+    assert "error: row 11: steps: should be a valid integer" in result.stderr
+    assert "(id i9, value x9)" in result.stderr
+    assert "(id i10, " not in result.stderr
+    assert [job["id"] for job in rejects(tmp_path)] == [f"i{number}" for number in range(16)]
+
+
+@pytest.mark.parametrize("arguments", [["--check"], ["--dry-run"], ["--dry-run", "--skip-invalid"]])
+def test_a_load_that_is_only_tried_keeps_all_refused_rows_too(
+    in_process: Imagefleet, tmp_path: Path, arguments: list[str]
+) -> None:
+    write(tmp_path, ["prompt,steps", *("a,x" for _ in range(12))])
+    in_process("load", "jobs.csv", "--rejects", "rejects.jsonl", *arguments)
+
+    assert len(rejects(tmp_path)) == 12
+    assert not (tmp_path / "imagefleet-data").exists()
+
+
+def test_a_load_that_resumes_keeps_what_was_refused_before(
+    in_process: Imagefleet, tmp_path: Path
+) -> None:
+    write(tmp_path, ["prompt,steps", "a,x", "a,5", "a,y", "a,5"])
+    load = ("load", "jobs.csv", "--skip-invalid", "--rejects", "rejects.jsonl", "--json")
+    in_process(*load, "--count", "2")
+    told = json.loads(in_process(*load).stdout)
+
+    assert (told["sent"], told["invalid"]) == (1, 2)
+    assert [job["failure"]["line"] for job in rejects(tmp_path)] == [2, 4]
+
+
+def test_a_secret_in_a_refused_value_is_not_shown(in_process: Imagefleet, tmp_path: Path) -> None:
+    write(tmp_path, ["prompt,steps", "a,https://h/x?sig=0123456789"])
+    result = in_process("load", "jobs.csv", "--rejects", "rejects.jsonl")
+
+    assert "0123456789" not in result.stderr
+    assert "0123456789" not in json.dumps(rejects(tmp_path)[0]["failure"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["jobs.csv", "--rejects", "jobs.csv"], "is the file of jobs itself"),
+        (["t.yaml", "--rejects", "r.jsonl"], "--rejects is for files of jobs"),
+        (["jobs.csv", "--rejects", "."], "cannot write .: it is a folder"),
+    ],
+)
+def test_a_file_of_refused_rows_that_cannot_be_is_one_sentence(
+    in_process: Imagefleet, tmp_path: Path, arguments: list[str], sentence: str
+) -> None:
+    write(tmp_path)
+    (tmp_path / "t.yaml").write_text("prompt: a\ncount: 1")
+    result = in_process("load", *arguments)
+
+    assert result.returncode == console.EXIT_OPERATOR_MUST_ACT
+    assert sentence in result.stderr
+    assert (tmp_path / "jobs.csv").stat().st_size > 0
+
+
+def test_a_quote_that_opens_in_a_row_costs_that_row(in_process: Imagefleet, tmp_path: Path) -> None:
+    rows = [f"{n},{chr(34) if n == 12 else ''}a fish number {n}" for n in range(1, 2_001)]
+    write(tmp_path, ["id,prompt", *rows])
+    told = json.loads(in_process("load", "jobs.csv", "--skip-invalid", "--json").stdout)
+
+    assert (told["total"], told["sent"], told["invalid"]) == (2_000, 1_999, 1)
+
+
+def test_rows_in_a_quoted_cell_are_warned_of_once(in_process: Imagefleet, tmp_path: Path) -> None:
+    write(tmp_path, ["id,prompt", '1,"a', *(f"{n},a fish" for n in range(2, 9)), '9,b"', "10,c"])
+    result = in_process("load", "jobs.csv")
+
+    assert result.stderr.count("row 2: a quoted cell holds 7 lines that look like rows") == 1
+    assert "2 jobs sent" in result.stderr

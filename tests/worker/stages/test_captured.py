@@ -1,0 +1,155 @@
+"""Signed messages that somebody has kept, and sends again: later, elsewhere, or as they are."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import signers
+from imagefleet import errors
+from imagefleet.job.message import Job, read_job
+from imagefleet.signing import JobSigner, Scope, SigningKey
+from imagefleet.storage import dead_letter, dead_letter_queue
+from imagefleet.storage.dead_letter import Check, FailedJob, Selection
+from imagefleet.storage.open import Storage, open_storage
+from imagefleet.storage.settings import StorageSettings
+from worker.testing import StandInEngine
+
+RunPipeline = Callable[..., Any]  # the fixture of conftest.py
+
+JOB = Job(prompt="a house", id="hut", campaign="c")
+
+
+@pytest.fixture
+def key(tmp_path: Path) -> SigningKey:
+    return SigningKey.create(tmp_path / "key.pem")
+
+
+@pytest.fixture
+async def elsewhere(storage_settings: StorageSettings, tmp_path: Path) -> AsyncIterator[Storage]:
+    """Another fleet's storage: another folder, or another container of the same account."""
+    other = {"container": f"{storage_settings.container}-2"}
+    if storage_settings.storage.startswith("local:"):
+        other = {"storage": f"local:{tmp_path / 'elsewhere'}"}
+    async with open_storage(storage_settings.model_copy(update=other)) as storage:
+        yield storage
+
+
+async def failed(storage: Storage) -> FailedJob:
+    (message,) = [each async for each in storage.poison.browse()]
+    record = FailedJob.parse(message.body)
+    assert record is not None
+    assert record.error == "UntrustedJobError"
+    return record
+
+
+def scoped(key: SigningKey, scope: Scope, **changes: Any) -> JobSigner:
+    return JobSigner(key, dataclasses.replace(scope, **changes))
+
+
+async def test_a_captured_message_that_is_sent_again_is_a_duplicate(
+    storage: Storage, run_pipeline: RunPipeline, key: SigningKey
+) -> None:
+    body = JOB.to_message(JobSigner(key, storage.scope))
+    await storage.queue.send([body])
+    await run_pipeline(trusted_key=key.public)
+    stored = await storage.blobs.read("c/hut.png")
+
+    await storage.queue.send([body])
+    pipeline = await run_pipeline(trusted_key=key.public)
+
+    assert "failed" not in pipeline.metrics.outcomes
+    assert (await storage.poison.depth()).messages == 0
+    assert await storage.blobs.read("c/hut.png") == stored
+
+
+async def test_a_captured_message_of_another_fleet_of_the_same_key_is_not_drawn(
+    storage: Storage, elsewhere: Storage, run_pipeline: RunPipeline, key: SigningKey
+) -> None:
+    await storage.queue.send([JOB.to_message(JobSigner(key, elsewhere.scope))])
+
+    pipeline = await run_pipeline(trusted_key=key.public)
+
+    assert pipeline.engine_thread.clock.images == 0
+    assert "is signed for the fleet " + elsewhere.scope.fleet() in (await failed(storage)).reason
+
+
+async def test_a_captured_message_of_another_queue_of_the_fleet_is_not_drawn(
+    storage: Storage, run_pipeline: RunPipeline, key: SigningKey
+) -> None:
+    await storage.queue.send([JOB.to_message(scoped(key, storage.scope, queue="tests"))])
+
+    pipeline = await run_pipeline(trusted_key=key.public)
+
+    assert pipeline.engine_thread.clock.images == 0
+    assert "is signed for the queue tests, not for " in (await failed(storage)).reason
+
+
+async def test_a_message_is_not_drawn_after_its_date_until_a_replay_signs_it_again(
+    storage: Storage, run_pipeline: RunPipeline, key: SigningKey
+) -> None:
+    await storage.queue.send([JOB.to_message(scoped(key, storage.scope, now=signers.ahead(-31)))])
+    pipeline = await run_pipeline(trusted_key=key.public)
+    assert pipeline.engine_thread.clock.images == 0
+    record = await failed(storage)
+    assert "the job's signature held until " in record.reason
+    assert "`imagefleet replay`" in record.reason
+    assert (record.id, record.campaign) == ("hut", "c"), "who has signed it is trusted"
+
+    trusted = signers.trusted(key, storage.scope)
+    with_public_key = Check(dataclasses.replace(trusted, at_any_time=True))
+    preview = await dead_letter_queue.preview(storage, Selection(), with_public_key)
+    assert (preview.count, preview.refused, preview.unsigned) == (0, 1, 0)
+    swept = await dead_letter_queue.replay(storage, Selection(), check=with_public_key)
+    assert "held until" in swept.refused[0].reason
+
+    check = dataclasses.replace(with_public_key, signer=JobSigner(key, storage.scope))
+    (entry,) = [each async for each in dead_letter_queue.browse(storage, Selection())]
+    assert await check.is_signed(entry, storage.blobs), "not among the unsigned"
+    assert (await dead_letter_queue.replay(storage, Selection(), check=check)).done == 1
+    await run_pipeline(trusted_key=key.public)
+    assert await storage.blobs.exists("c/hut.png")
+
+
+async def test_a_replay_signs_nothing_that_was_captured_elsewhere(
+    storage: Storage, elsewhere: Storage, key: SigningKey
+) -> None:
+    """Whoever may write to the poison queue would have it signed for this fleet."""
+    body = JOB.to_message(JobSigner(key, elsewhere.scope))
+    await storage.queue.send([body])
+    (message,) = await storage.queue.receive(1, 60)
+    await dead_letter.add(storage, message, read_job(body, "m"), errors.JobError(), "w")
+    trusted = signers.trusted(key, storage.scope)
+    check = Check(trusted, signer=JobSigner(key, storage.scope))
+
+    swept = await dead_letter_queue.replay(storage, Selection(), check=check)
+
+    assert (swept.done, [each.is_unsigned for each in swept.refused]) == (0, [True])
+
+
+@pytest.mark.parametrize("days", [400, 40_000])
+async def test_a_signature_of_another_program_does_not_hold_for_ever(
+    storage: Storage, run_pipeline: RunPipeline, key: SigningKey, days: float
+) -> None:
+    await storage.queue.send([JOB.to_message(scoped(key, storage.scope, now=signers.ahead(days)))])
+    await run_pipeline(trusted_key=key.public)
+    assert "366 days are the most" in (await failed(storage)).reason
+
+
+async def test_a_signature_outlasts_priorities_and_moves_between_models_queues(
+    storage: Storage, run_pipeline: RunPipeline, key: SigningKey
+) -> None:
+    signer = JobSigner(key, storage.scope)
+    await storage.models.send([JOB.to_message(signer)], "high")
+    of_model = JOB.model_copy(update={"id": "b", "model": StandInEngine.model_name})
+    await storage.models.send([of_model.to_message(signer)], "low")
+    strays = [JOB.model_copy(update={"id": "c", "model": StandInEngine.model_name})]
+    await storage.queue.send([each.to_message(signer) for each in strays])
+
+    pipeline = await run_pipeline(trusted_key=key.public)
+
+    assert dict(pipeline.metrics.outcomes) == {"completed": 3}
