@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import json
 import re
 import secrets
 import struct
@@ -77,7 +76,7 @@ _OF_DRAWING = ("sampler", "steps", "cfg_scale", "clip_skip")
 
 #: `again` are images whose names were taken; most of them have a record in `images`. `settled` are
 #: failures that were replayed or discarded; an empty shard `cancelled` says that a campaign was.
-Kind = Literal["again", "cancelled", "images", "jobs", "replaced", "sent", "settled"]
+Kind = Literal["again", "cancelled", "images", "jobs", "replaced", "settled"]
 
 #: The kinds that only the operator writes. They lie among the files, where workers have no token.
 OPERATORS: frozenset[Kind] = frozenset({"cancelled", "replaced", "settled"})
@@ -354,7 +353,6 @@ class RecordLog:
         self._writer = re.sub(r"[^A-Za-z0-9._-]", "_", writer)[:100] or "_"
         self._retry_policy = retry_policy
         self._shards: OrderedDict[tuple[str, Kind], _Shard] = OrderedDict()
-        self._load = secrets.token_hex(8)
 
     async def add(self, records: Iterable[Record], *, again: bool = False) -> None:
         """Adds records, those of images as `images`, or *again* if their names were taken."""
@@ -377,11 +375,6 @@ class RecordLog:
     async def open(self, campaign: str, kind: Kind) -> None:
         """Begins a shard, and adds no record; raises SetupError if none may be written."""
         await self._append(campaign, kind, [], jobs=0)
-
-    async def sent(self, campaign: str, jobs: int, load: str | None = None) -> None:
-        """Notes how many jobs *load* (across restarts) or this object has sent so far."""
-        line = json.dumps({"load": load or self._load, "jobs": jobs}).encode() + b"\n"
-        await self._append(campaign, "sent", [line], jobs=0)
 
     async def _append(self, campaign: str, kind: Kind, lines: list[bytes], *, jobs: int) -> None:
         open_shard = self._shard(campaign, kind)
