@@ -19,6 +19,7 @@ import pyarrow.parquet as pq
 import pytest
 
 import polling
+import sent_jobs
 from fleet.export import plan, shards
 from imagefleet.storage.open import Storage, open_storage
 from imagefleet.storage.settings import StorageSettings
@@ -293,10 +294,9 @@ async def test_an_export_takes_no_more_than_the_disk_has(
 async def test_jobs_still_to_do_are_said(
     stored: list[Any], export: Run, local_settings: StorageSettings
 ) -> None:
-    from imagefleet.records.record import RecordLog
 
     async with open_storage(local_settings) as storage:
-        await RecordLog(storage.blobs, "filler").sent("spring", 7)
+        await sent_jobs.note(storage, "spring", 7)
 
     result = await export()
 
@@ -306,11 +306,10 @@ async def test_jobs_still_to_do_are_said(
 async def test_a_campaign_without_images_is_no_export_that_stays_empty(
     export: Run, local_settings: StorageSettings, tmp_path: Path
 ) -> None:
-    from imagefleet.records.record import RecordLog
 
     async with open_storage(local_settings) as storage:
         await storage.create()
-        await RecordLog(storage.blobs, "filler").sent("spring", 7)
+        await sent_jobs.note(storage, "spring", 7)
 
     assert "campaign spring has no images yet" in (await export(code=2)).stderr
     assert not (tmp_path / "out").exists()

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 import pytest
 
+import sent_jobs
 import signers
 from fleet import console
 from imagefleet import errors
@@ -158,8 +159,7 @@ def test_a_file_without_failures_discards_nothing(
 def test_a_loaded_and_discarded_job_is_not_pending_for_ever(within: Within[Any]) -> None:
     async def counts(storage: Storage) -> reader.Counts:
         await fail(storage, TOO_MANY_STEPS)
-        log = RecordLog(storage.blobs, "load")
-        await log.sent("spring", 1)
+        await sent_jobs.note(storage, "spring", 1)
         (failed,) = [each async for each in reader.ended(storage)]
         discarded = failed.model_copy(update={"outcome": "discarded"})
         await RecordLog(storage.files, "operator").add([discarded])
