@@ -25,7 +25,7 @@ from pydantic import TypeAdapter
 from imagefleet import cancelled, concurrency, errors, retry, signing, validation
 from imagefleet.job.change import Change
 from imagefleet.job.message import Job, SafeId, split_job_key
-from imagefleet.records import columns, outcomes, reader
+from imagefleet.records import columns, outcomes, pictures, reader
 from imagefleet.records.batch import SentJobs, Submission, Watch
 from imagefleet.records.outcomes import JobFacts, Status
 from imagefleet.records.reader import Counts
@@ -81,13 +81,22 @@ class Result(JobFacts):
     fleet: Fleet = field(kw_only=True, repr=False, compare=False)
 
     async def data(self, index: int = 0) -> bytes:
-        """The image's file: PNG, JPEG or WebP; raises JobError if there is none."""
+        """The image's file: PNG, JPEG or WebP; raises JobError if there is none.
+
+        MisfitError: what is stored under its name is another picture than the one recorded.
+        """
         if not self.blobs:
             raise errors.JobError(f"job {self.id} has no image: {self.reason or self.status}")
         name, storage = self.blobs[index], self.fleet.storage
-        if (data := await self.fleet.run(storage.blobs.read(name))) is None:
+        records = [record for record in self.records if record.blob == name]
+        found = await self.fleet.run(pictures.find(storage.blobs, records))
+        if found == "missing":
             raise errors.JobError(f"there is no image {name} in {storage.url}")
-        return data
+        if found == "misfit":
+            raise errors.MisfitError(
+                f"{name} in {storage.url} is not the picture that was recorded"
+            )
+        return found.data
 
     async def image(self, index: int = 0) -> Image.Image:
         return decode(await self.data(index))

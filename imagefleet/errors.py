@@ -35,6 +35,10 @@ class InvalidMessageError(JobError):
     """The message is not a valid job."""
 
 
+class UnknownStageError(InvalidMessageError):
+    """The message asks for a stage of a job whose stage before is not stored."""
+
+
 class UntrustedJobError(JobError):
     """The job is not signed with the trusted key."""
 
@@ -52,6 +56,10 @@ class UnusableFileError(JobError):
 
 class NameTakenError(JobError):
     """The name of the job's image is taken by another job."""
+
+
+class MisfitError(JobError):
+    """What is stored under an image's name is not what its record is of."""
 
 
 class TransientError(FleetError):
@@ -98,3 +106,7 @@ class SetupError(FleetError):
 
 class MissingResourceError(SetupError):
     """A queue or container does not exist, or there is no token for it."""
+
+
+class NoTokenError(MissingResourceError):
+    """There is no SAS token for the resource."""

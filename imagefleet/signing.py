@@ -44,8 +44,8 @@ LONGEST = timedelta(days=366)
 #: Far more than a key; whatever file is named by mistake.
 _MAX_FILE_BYTES = 2**16
 
-#: The text that is signed has one form for one content.
-_CANONICAL = json.JSONEncoder(sort_keys=True, separators=(",", ":"))
+#: The text that is signed, in ASCII, has one form for one content.
+CANONICAL = json.JSONEncoder(sort_keys=True, separators=(",", ":"))
 
 
 class SigningKey:
@@ -262,9 +262,4 @@ def _moment(text: str) -> datetime | None:
 
 
 def _signed_bytes(purpose: str, fields: Mapping[str, Any]) -> bytes:
-    return f"imagefleet {purpose} 1\n".encode() + canonical(fields)
-
-
-def canonical(fields: Mapping[str, Any]) -> bytes:
-    """The one text, in ASCII, of what has the same content."""
-    return _CANONICAL.encode(fields).encode("ascii")
+    return f"imagefleet {purpose} 1\n{CANONICAL.encode(fields)}".encode("ascii")

@@ -12,7 +12,7 @@ import time
 from collections import Counter as Counted
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from datetime import UTC, datetime
+from datetime import timedelta
 from functools import partial
 from typing import Literal, NoReturn, TypeVar, get_args
 
@@ -21,7 +21,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from imagefleet import errors, retry
-from imagefleet.storage.protocol import JobQueue, Operations
+from imagefleet.storage.protocol import Clock, JobQueue, Operations
 from imagefleet.storage.routing.queue import RoutedQueue
 from imagefleet.telemetry import logs, metrics
 from imagefleet.telemetry.metrics import QueueGauges
@@ -291,6 +291,7 @@ class CostMeter(Collector):
     _engine_thread: EngineThread
     _replica: Replica
     _operations: Operations
+    _clock: Clock
     began_at: float | None = None
 
     def __post_init__(self) -> None:
@@ -298,7 +299,6 @@ class CostMeter(Collector):
         self._began_at = time.monotonic() if self.began_at is None else self.began_at
         #: This replica's part of each image's metadata, in ASCII (`fleet.report.records`).
         self.record = {
-            "started_at": datetime.now(UTC).isoformat(timespec="milliseconds"),
             "gpu": replica.gpu.encode("ascii", "replace").decode(),
         }
         if replica.dollars_per_hour is not None:
@@ -325,7 +325,11 @@ class CostMeter(Collector):
     def ready(self) -> None:
         """The start-up is over: the engine is loaded."""
         self._ready_at = time.monotonic()
-        self.record["start_up_seconds"] = f"{self._ready_at - self._began_at:.3f}"
+        start_up_seconds = self._ready_at - self._began_at
+        self.record["start_up_seconds"] = f"{start_up_seconds:.3f}"
+        # Not before the storage has told its time.
+        started_at = self._clock.now() - timedelta(seconds=start_up_seconds)
+        self.record["started_at"] = started_at.isoformat(timespec="milliseconds")
 
     def lost(self, reason: LostImage) -> None:
         """A generated image is no job's: counts the mean time of one."""
@@ -377,6 +381,11 @@ class CostMeter(Collector):
         yield _filled(
             operations,
             {"queue": done.queue, "blob_write": done.blob_writes, "blob_read": done.blob_reads},
+        )
+        yield GaugeMetricFamily(
+            "imagefleet_clock_offset_seconds",
+            "How far the clock of this worker's machine is ahead of the storage's.",
+            value=self._clock.offset_seconds,
         )
         if self._ready_at is not None:
             yield GaugeMetricFamily(

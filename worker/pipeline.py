@@ -127,7 +127,11 @@ class Pipeline:
             backlog=ENCODE_BACKLOG,
         )
         self.cost = CostMeter(
-            self.engine_thread, machine.replica, storage.operations, machine.began_at
+            self.engine_thread,
+            machine.replica,
+            storage.operations,
+            storage.blobs.clock,
+            machine.began_at,
         )
         self._queue = storage.models.served([])
         self._keeper = leases.LeaseKeeper(

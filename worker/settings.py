@@ -27,8 +27,8 @@ SUBJECTS: dict[str, tuple[str, ...]] = {
     ),
     "GPU": ("gpus", "device", "slots", "compile", "kernels", "fp16_accumulate"),
     "Jobs and leases": (
-        *("trusted_key", "lease_seconds", "max_attempts", "prefetch_seconds", "grace_seconds"),
-        "until_empty",
+        *("trusted_key", "input_campaigns", "lease_seconds", "max_attempts", "prefetch_seconds"),
+        *("grace_seconds", "until_empty"),
     ),
     "Node": ("start_up_seconds", "min_images_per_second", "host", "port"),
     "Cost and labels": ("name", "group", "gpu", "priority", "price_per_hour", "price_file"),
@@ -149,6 +149,12 @@ class WorkerSettings(TelemetrySettings):
         description="Public key (`imagefleet keys mint signing`) with which each job, and the"
         " list of LoRAs and models, must be signed; several, separated by commas, during a change"
         " of keys. By default nothing need be signed.",
+    )
+    input_campaigns: str = Field(
+        default="own",
+        pattern=r"^(own|\*|[\w.-]+(\s*,\s*[\w.-]+)*)$",
+        description="Campaigns whose images jobs of any other may begin with, separated by commas;"
+        " * for all, own for none but the job's own.",
     )
     lease_seconds: float = Field(
         default=120,

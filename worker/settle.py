@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
 from functools import partial
 from typing import Any
 
@@ -21,7 +21,7 @@ from imagefleet.storage.deliveries import without_deliveries
 from imagefleet.storage.open import Storage
 from imagefleet.storage.routing.models import named
 from imagefleet.storage.settings import priority_of
-from worker.jobs import chains, in_flight
+from worker.jobs import chains, in_flight, stored
 from worker.jobs.in_flight import FailedImage, InFlightImage, InFlightJob, PendingRecords
 from worker.leases import LeaseKeeper
 from worker.metrics import CostMeter, Outcome, WorkerMetrics
@@ -96,9 +96,11 @@ class Settler:
         """The record of an image, or of a job that ended without; *facts* besides its own."""
         message = entry.lease.message
         known: dict[str, Any] = {"id": message.id} if entry.job is None else of_job(entry.job)
+        if entry.job is not None and outcome != "completed":
+            known["digest"] = entry.job.digest
         known |= {
             "outcome": outcome,
-            "at": datetime.now(UTC),
+            "at": self.storage.blobs.clock.now(),
             "source": entry.source,
             "attempts": message.delivery_count,
             "worker": self.settings.name[:MAX_NAME_CHARACTERS],
@@ -134,7 +136,8 @@ class Settler:
     async def look_up(self, entry: InFlightJob) -> None:
         """Notes which images of a job earlier deliveries have stored, as far as that is in doubt.
 
-        It is where a worker was lost, or left in a hurry: it has perhaps written no records.
+        It is where a worker was lost, or left in a hurry: it has perhaps written no records. Raises
+        NameTakenError if another job's image has the name of one.
         """
         job = entry.job
         if job is None or entry.is_looked_up:
@@ -146,10 +149,13 @@ class Settler:
         entry.recorded |= known
         if earlier.is_unsure or job.stage > 1:  # which may have been sent twice
             unknown = sorted(images - entry.stored)
-            look = partial(in_flight.find_stored, self.storage.blobs, job, entry.source, unknown)
-            found = await self.retry_policy.call(look)
+            look = partial(stored.find_stored, self.storage.blobs, job, entry.source, unknown)
+            found, taken = await self.retry_policy.call(look)
             entry.again += found
             entry.stored.update(each.index for each in found)
+            entry.is_looked_up = True
+            if taken is not None:
+                raise taken
         entry.is_looked_up = True
 
     async def _completed(self, entry: InFlightJob) -> None:
@@ -163,7 +169,7 @@ class Settler:
                 outcome = "verified"
             await self._end(entry, outcome, error)
 
-        entry.mark_completed()
+        entry.mark_completed(self.storage.blobs.clock.now())
         await self.pending.put(finish, entry.records, entry.again)
 
     async def _go_on(self, entry: InFlightJob) -> None:
@@ -212,7 +218,8 @@ class Settler:
         If some of them are, by a worker that died, their records are in `again` from here on.
         """
         try:
-            await self.look_up(entry)
+            with contextlib.suppress(errors.NameTakenError):
+                await self.look_up(entry)
         except errors.TransientError as error:
             self._lost(entry, error)
             return True
@@ -228,7 +235,7 @@ class Settler:
                 return False
             await self._not_sent(entry, fault)
             return True
-        entry.mark_completed()
+        entry.mark_completed(self.storage.blobs.clock.now())
         end = partial(self._end, entry, "duplicate")
         await self.pending.put(end, entry.records, entry.again)
         return True

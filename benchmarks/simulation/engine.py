@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
@@ -25,7 +26,8 @@ ENCODE_SECONDS = 0.002
 
 _PICTURE = np.arange(12, dtype=np.uint8).reshape(2, 2, 3)
 _BLACK = np.zeros((2, 2, 3), np.uint8)
-_FILE = EncodedImage(bytes(IMAGE_BYTES), "image/png")
+_BYTES = bytes(IMAGE_BYTES)
+_FILE = EncodedImage(_BYTES, "image/png", hashlib.sha256(_BYTES).hexdigest())
 
 
 def encode(pixels: contract.Pixels, *_: Any) -> EncodedImage:

@@ -15,7 +15,7 @@ from fleet.campaigns import target
 from fleet.export.plan import MANIFEST, WORK, Format, Manifest, Plan, Work
 from fleet.export.shards import Exporter
 from fleet.options import argument, option
-from fleet.results import files
+from fleet.results import download, files
 from fleet.results.forms import arrow
 from imagefleet import errors
 from imagefleet.records import reader
@@ -25,9 +25,6 @@ from imagefleet.storage.settings import StorageSettings
 
 #: Images of a shard, as many as by img2dataset's default.
 _SHARD_SIZE = 10_000
-
-#: The most names of missing or changed images that are shown.
-_SHOWN = 10
 
 #: Bytes of an image beyond its own file: its texts, parameters and the padding of a tar.
 _BYTES_BESIDE = 5_000
@@ -67,7 +64,7 @@ def command(
     with console.only_one(folder, f"{folder} is being exported to"):
         made = console.run(_export(settings, folder, plan, quiet=as_json))
     _report(made, folder, as_json=as_json)
-    if made.missing or made.changed or made.left_out:
+    if made.missing or made.changed:
         raise typer.Exit(console.EXIT_IMAGES_WRONG)
 
 
@@ -135,9 +132,10 @@ async def _check_images(storage: Storage, wanted: Plan) -> None:
 async def _plan(storage: Storage, work: Work, wanted: Plan, folder: Path | None = None) -> Plan:
     """Makes the plan; raises SetupError if *folder* has no space for it."""
     damaged = Damaged()
-    records = reader.results(storage, wanted.campaign, {"completed"}, damaged)
+    records = reader.drawings(storage, wanted.campaign, damaged)
+    stored = storage.blobs.records(f"{wanted.campaign}/")
     with console.counting("planned", None) as on_records:
-        made = await work.make(records, wanted, damaged, on_records)
+        made = await work.make(records, stored, wanted, damaged, on_records)
     if damaged.count:
         console.print_warning(str(damaged))
     if folder and _needed(made) > (free := shutil.disk_usage(folder).free):
@@ -160,7 +158,7 @@ def _check_same(begun: Plan | Manifest, wanted: Plan, folder: Path) -> None:
 
 
 def _needed(plan: Plan) -> int:
-    return plan.bytes + _BYTES_BESIDE * plan.images
+    return plan.bytes + _BYTES_BESIDE * plan.stored
 
 
 def _show_plan(plan: Plan, folder: Path, *, as_json: bool) -> None:
@@ -179,16 +177,14 @@ def _show_plan(plan: Plan, folder: Path, *, as_json: bool) -> None:
 
 
 def _report(made: Manifest, folder: Path, *, as_json: bool) -> None:
-    for what, count, names in (
-        ("missing", made.missing, made.first_missing),
-        ("not as recorded", made.changed, made.first_changed),
-    ):
-        if count:
-            more = f" and {count - _SHOWN:,} more" if count > _SHOWN else ""
-            shown = ", ".join(names[:_SHOWN])
-            console.print_error(f"{console.counted(count, 'image')} {what}: {shown}{more}")
-    if made.left_out:
-        console.print_error(f"{console.counted(made.left_out, 'damaged record')} left out")
+    download.report_undelivered(
+        {
+            "missing": (made.missing, made.first_missing),
+            "not as recorded": (made.changed, made.first_changed),
+        }
+    )
+    if made.misfits:
+        console.print_warning(f"{console.counted(made.misfits, 'record')} did not fit: left out")
     if as_json:
         console.print_json({**made.model_dump(exclude={"shards"}), "folder": str(folder)})
         return

@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fleet.results import files
-from fleet.results.download import Fault
 from fleet.results.forms import arrow, parquet_cells, parquet_schema
 from imagefleet import errors
 from imagefleet.job import prompt
 from imagefleet.records import columns
+from imagefleet.records.pictures import Fault
 from imagefleet.records.record import Record
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ SUCCESS, FAILED = "success", "failed_to_download"
 
 _FAULTS = {
     "missing": "the image is missing",
-    "changed": "the image is not as it was recorded",
+    "misfit": "the image is not as it was recorded",
 }
 
 #: What the columns of an export have from a result.
@@ -53,6 +53,8 @@ class Sample:
     record: Record
     data: bytes | None
     fault: Fault | None
+    misfits: int
+    """Its image's records that are of no picture that is stored."""
 
     @cached_property
     def sha256(self) -> str | None:
@@ -99,13 +101,15 @@ class ShardFiles(abc.ABC):
         self.shards = shards
         self.digests: list[str] = []
         self.bytes = 0
-        self.faulty: dict[Fault, list[str]] = {"missing": [], "changed": []}
+        self.faulty: dict[Fault, list[str]] = {"missing": [], "misfit": []}
+        self.misfits = 0
         self._address = address
         self._stack = contextlib.ExitStack()
 
     def add(self, samples: Sequence[Sample]) -> None:
         """Writes samples, in the order of the plan."""
         for sample in samples:
+            self.misfits += sample.misfits
             if sample.fault is not None:
                 self.faulty[sample.fault].append(sample.record.blob or "")
             elif sample.sha256 is not None:

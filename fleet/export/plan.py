@@ -7,6 +7,7 @@ whoever exports it. SQLite sorts them on the disk: memory is flat.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import sqlite3
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from importlib import metadata
@@ -19,24 +20,37 @@ from fleet.results import files
 from imagefleet import errors
 from imagefleet.records.record import Record
 from imagefleet.records.stored import Damaged
+from imagefleet.storage.protocol import BlobRecord
 
 #: The subfolder of an export until it is done.
 WORK = ".export"
 
+#: Records of one image that are tried: one that was drawn again has several.
+_MOST_RECORDS = 8
+
 _TABLES = """
 CREATE TABLE IF NOT EXISTS plan(json TEXT);
-CREATE TABLE IF NOT EXISTS listed(
-    id INTEGER PRIMARY KEY, blob TEXT, at REAL, size INTEGER, line BLOB
-);
-CREATE TABLE IF NOT EXISTS records(place INTEGER PRIMARY KEY, id INTEGER);
+CREATE TABLE IF NOT EXISTS listed(blob TEXT, at REAL, sha256 TEXT, line BLOB);
+CREATE TABLE IF NOT EXISTS stored(blob TEXT PRIMARY KEY, size INTEGER, sha256 TEXT);
+CREATE TABLE IF NOT EXISTS images(place INTEGER PRIMARY KEY, blob TEXT UNIQUE);
 CREATE TABLE IF NOT EXISTS done(shard INTEGER PRIMARY KEY, json TEXT);
 """
 
-#: The latest record of each image: one that was drawn again has several.
 _SORT = (
-    "INSERT INTO records(id) SELECT id FROM (SELECT id, blob, max(at) FROM listed GROUP BY blob)"
-    " ORDER BY blob"
+    "CREATE INDEX by_image ON listed(blob)",
+    "INSERT INTO images(blob) SELECT DISTINCT blob FROM listed ORDER BY blob",
 )
+
+#: What fits comes first, then the latest: nobody pushes it out with records of his own.
+_RECORDS = """
+SELECT place, line FROM (
+    SELECT place, line, row_number() OVER (
+        PARTITION BY place ORDER BY listed.sha256 IS stored.sha256 DESC, at DESC
+    ) AS rank
+    FROM images JOIN listed USING (blob) LEFT JOIN stored USING (blob)
+    WHERE place > ? AND place <= ?
+) WHERE rank <= ? ORDER BY place, rank
+"""
 
 Format = Literal["webdataset", "parquet", "imagefolder"]
 
@@ -49,9 +63,11 @@ class Plan(BaseModel, extra="forbid", frozen=True):
     format: Format
     shard_size: Annotated[int, Field(ge=1)]
     images: int = 0
+    stored: int = 0
+    """Images that are there under their names: records may tell of others."""
     bytes: int = 0
-    left_out: int = 0
-    """Records that are damaged, or whose image is none of the campaign's."""
+    misfits: int = 0
+    """Records that are of no picture of the campaign, as far as they were looked at."""
 
     @property
     def shard_count(self) -> int:
@@ -77,35 +93,42 @@ class Work:
     async def make(
         self,
         records: AsyncIterator[list[Record]],
+        stored: AsyncIterator[BlobRecord],
         plan: Plan,
         damaged: Damaged,
         on_records: Callable[[int], None],
     ) -> Plan:
         """Writes the plan, whole or not at all; *plan* has no numbers yet.
 
-        *damaged* counts what is left out while *records* are read.
+        *damaged* counts what does not fit while *records* are read.
         """
         with self._db:  # commits, or rolls back
             self._db.execute("BEGIN")
             async for batch in records:
                 await asyncio.to_thread(self._list, batch)
                 on_records(len(batch))
-            await asyncio.to_thread(self._db.execute, _SORT)
-            images, size = self._db.execute(
-                "SELECT count(*), coalesce(sum(size), 0) FROM records JOIN listed USING (id)"
+            # Records are untrusted: what an image takes is what the storage says.
+            async for blob in stored:
+                row = [blob.name, blob.size_bytes, blob.metadata.get("sha256")]
+                self._db.execute("INSERT OR REPLACE INTO stored VALUES(?, ?, ?)", row)
+            for statement in _SORT:
+                await asyncio.to_thread(self._db.execute, statement)
+            images, found, size = self._db.execute(
+                "SELECT count(*), count(size), coalesce(sum(size), 0)"
+                " FROM images LEFT JOIN stored USING (blob)"
             ).fetchone()
-            numbers = {"images": images, "bytes": size, "left_out": damaged.count}
+            numbers = {"images": images, "stored": found, "bytes": size}
+            numbers["misfits"] = damaged.count
             plan = plan.model_copy(update=numbers)
             self._db.execute("INSERT INTO plan VALUES(?)", [plan.model_dump_json()])
         return plan
 
-    def records(self, number: int, shard_size: int) -> Iterator[Record]:
-        """The records of a shard, by the names of their images."""
+    def records(self, number: int, shard_size: int) -> Iterator[list[Record]]:
+        """The records of each image of a shard, by the images' names."""
         places = number * shard_size, (number + 1) * shard_size
-        query = "SELECT line FROM records JOIN listed USING (id)"
-        query += " WHERE place > ? AND place <= ? ORDER BY place"
-        for (line,) in self._db.execute(query, places):
-            yield Record.read(line)
+        found = self._db.execute(_RECORDS, [*places, _MOST_RECORDS])
+        for _, rows in itertools.groupby(found, key=lambda row: row[0]):
+            yield [Record.read(line) for _, line in rows]
 
     def done(self, number: int) -> Shard | None:
         """A shard that is done."""
@@ -117,8 +140,8 @@ class Work:
         self._db.execute("INSERT OR REPLACE INTO done VALUES(?, ?)", row)
 
     def _list(self, records: Sequence[Record]) -> None:
-        rows = ((each.blob, each.at.timestamp(), each.size_bytes, each.line()) for each in records)
-        self._db.executemany("INSERT INTO listed(blob, at, size, line) VALUES(?, ?, ?, ?)", rows)
+        rows = ((each.blob, each.at.timestamp(), each.sha256, each.line()) for each in records)
+        self._db.executemany("INSERT INTO listed VALUES(?, ?, ?, ?)", rows)
 
 
 MANIFEST = "manifest.json"
@@ -145,6 +168,8 @@ class Shard(BaseModel, extra="forbid", frozen=True):
     """Files by their path in the folder; of an image folder, its metadata with all hashes."""
     missing: list[str]
     changed: list[str]
+    misfits: int
+    """Records that are of no picture that is stored."""
 
 
 class Manifest(Plan):
@@ -163,12 +188,13 @@ class Manifest(Plan):
         missing = [name for shard in shards for name in shard.missing]
         changed = [name for shard in shards for name in shard.changed]
         return cls(
-            **plan.model_dump(exclude={"images", "bytes"}),
+            **plan.model_dump(exclude={"images", "bytes", "misfits"}),
             imagefleet=metadata.version("imagefleet"),
             images=sum(shard.images for shard in shards),
             bytes=sum(shard.bytes for shard in shards),
             missing=len(missing),
             changed=len(changed),
+            misfits=plan.misfits + sum(shard.misfits for shard in shards),
             first_missing=missing[:_NAMED],
             first_changed=changed[:_NAMED],
             shards=[shard.model_copy(update={"missing": [], "changed": []}) for shard in shards],

@@ -18,8 +18,11 @@ from fleet.export.formats import METADATA, Imagefolder, Parquet, Sample, ShardFi
 from fleet.export.plan import WORK, File, Plan, Shard, Work
 from fleet.results import download, files
 from imagefleet import concurrency, errors
+from imagefleet.records import pictures
+from imagefleet.records.pictures import Fault, Picture
 from imagefleet.records.record import Record
 from imagefleet.storage.protocol import BlobStore
+from imagefleet.submit import RETRIES
 
 #: Images read while as many others are written, some 40 MB.
 _BATCH = 64
@@ -86,13 +89,20 @@ class Exporter:
         self.work.note(number, shard)
         return shard
 
-    async def _fetch(self, batch: Sequence[tuple[str, Record]]) -> list[Sample]:
+    async def _fetch(self, batch: Sequence[tuple[str, list[Record]]]) -> list[Sample]:
         turn = asyncio.Semaphore(download.CONCURRENCY)
 
-        async def read(key: str, record: Record) -> Sample:
+        async def find(records: Sequence[Record]) -> Picture | Fault:
+            return await RETRIES.call(lambda: pictures.find(self.blobs, records))
+
+        async def read(key: str, records: list[Record]) -> Sample:
             async with turn:
-                data, fault = await download.read(self.blobs, record)
-            return Sample(key, record, None if fault else data, fault)
+                found = await find(records)
+                if isinstance(found, str):
+                    count = len(records) if found == "misfit" else 0
+                    return Sample(key, records[0], None, found, count)
+                others = [await find([each]) for each in records if each is not found.record]
+                return Sample(key, found.record, found.data, None, others.count("misfit"))
 
         return list(await concurrency.gather(*(read(*each) for each in batch)))
 
@@ -117,7 +127,9 @@ class Exporter:
                 )
                 for path in written.listed
             },
-            **written.faulty,
+            missing=written.faulty["missing"],
+            changed=written.faulty["misfit"],
+            misfits=written.misfits,
         )
 
     def _move(self, written: ShardFiles) -> None:

@@ -14,7 +14,7 @@ from fleet import console
 from fleet.files.stored import Listing, read
 from imagefleet import errors, signing, validation
 from imagefleet.files.kinds import CONTROLNET, EMBEDDING, LORA, MODEL, UPSCALER, FileKind
-from imagefleet.job.message import Job
+from imagefleet.job.message import DEFAULT_CAMPAIGN, Job
 from imagefleet.job.passes import img2img
 from imagefleet.storage.open import LOCAL_SCHEME, Storage, open_storage
 from imagefleet.storage.settings import SignerSettings
@@ -53,9 +53,15 @@ class Uses:
     def __init__(self) -> None:
         self.jobs = 0
         self.by_kind: dict[str, dict[str, Use]] = {noun: {} for noun in NAMED}
+        self.other_campaigns: set[str] = set()
+        """Campaigns with images that jobs of others begin with."""
 
     def add(self, place: str, job: Job) -> None:
         self.jobs += 1
+        for stage in job.stages_left():
+            found = filter(None, map(img2img.place, stage.sources))
+            self.other_campaigns |= {image.campaign for image in found if image.campaign}
+        self.other_campaigns.discard(job.campaign or DEFAULT_CAMPAIGN)
         for kind, name in set[tuple[str, str]]().union(*map(named, job.stages_left())):
             use = self.by_kind[kind].setdefault(name, Use(kind, name))
             use.jobs += 1
@@ -144,6 +150,7 @@ def summary(uses: Uses, found: list[Use]) -> dict[str, Any]:
         "jobs": uses.jobs,
         "named": {NAMED[noun].folder: len(some) for noun, some in uses.by_kind.items()},
         "missing": [asdict(use) for use in found],
+        "input_campaigns": sorted(uses.other_campaigns),
     }
 
 
@@ -162,6 +169,12 @@ def show(uses: Uses, found: list[Use]) -> None:
     are = "none is missing" if not found else f"{len(found):,} of them missing"
     with_files = f" with {named}" if named else ""
     console.print_note(f"{console.counted(uses.jobs, 'job')}{with_files}: {are}; nothing was sent")
+    if uses.other_campaigns:
+        campaigns = ",".join(sorted(uses.other_campaigns))
+        console.print_warning(
+            "jobs name images of other campaigns, which fail unless workers have"
+            f" --input-campaigns {campaigns}"
+        )
     if uses.by_kind[EMBEDDING.noun]:
         console.print_warning(
             "`embedding:NAME` is how ComfyUI names an embedding; workers draw the word 'embedding'"

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import io
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from cachetools import LRUCache
 from PIL import Image
 
-from imagefleet import errors
 from imagefleet.files import picture
 from imagefleet.files.picture import DamagedImageError
-from imagefleet.job.message import MAX_IMAGE_BYTES
+from imagefleet.records import pictures
 from imagefleet.records.record import Record
 from imagefleet.storage.protocol import BlobStore
 
@@ -37,36 +36,43 @@ class Images:
         self._blobs = blobs
         self._reads = asyncio.Semaphore(_READS)
         self._kept: LRUCache[str, bytes] = LRUCache(_KEPT_BYTES, getsizeof=len)
+        self._misfits: set[str] = set()
 
-    async def thumbnail(self, record: Record, is_wanted: Callable[[], bool]) -> bytes:
+    async def thumbnail(self, records: Sequence[Record], is_wanted: Callable[[], bool]) -> bytes:
         """A JPEG, made once; raises DamagedImageError.
 
         Nothing is read for an image that is not wanted any more when it is its turn.
         """
-        key = f"{record.blob}?{record.size_bytes}"  # one that is replaced has another size
+        key = " ".join((records[0].blob or "", *(str(record.sha256) for record in records)))
         if key in self._kept:
             return self._kept[key]
         async with self._reads:
             if not is_wanted():
                 raise DamagedImageError("nobody waits for it any more")
-            made = await asyncio.to_thread(shrink, await self._read(record))
+            made = await asyncio.to_thread(shrink, (await self._find(records)).data)
         self._kept[key] = made
         return made
 
-    async def picture(self, record: Record) -> tuple[bytes, str]:
-        """The image's file as it is stored, and its type; raises DamagedImageError."""
+    async def picture(self, records: Sequence[Record]) -> tuple[Record, bytes, str]:
+        """The record that fits, the image's file and its type; raises DamagedImageError."""
         async with self._reads:
-            data = await self._read(record)
-        return data, await asyncio.to_thread(content_type, data)
+            found = await self._find(records)
+        return found.record, found.data, await asyncio.to_thread(content_type, found.data)
 
-    async def _read(self, record: Record) -> bytes:
-        try:
-            data = await self._blobs.read(record.blob or "", MAX_IMAGE_BYTES)
-        except (errors.JobError, errors.UnusableFileError) as error:
-            raise DamagedImageError(error.message) from None
-        if data is None:
+    def misfits(self, campaign: str) -> int:
+        """How many images of a campaign that were looked at have no record that fits."""
+        return sum(name.startswith(f"{campaign}/") for name in self._misfits)
+
+    async def _find(self, records: Sequence[Record]) -> pictures.Picture:
+        image = records[0].blob or ""
+        found = await pictures.find(self._blobs, records)
+        if found == "misfit":
+            self._misfits.add(image)
+            raise DamagedImageError("its record does not fit what is stored under its name")
+        self._misfits.discard(image)
+        if found == "missing":
             raise DamagedImageError("the image has been deleted")
-        return data
+        return found
 
 
 def shrink(data: bytes) -> bytes:

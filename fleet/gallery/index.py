@@ -36,8 +36,12 @@ CREATE TABLE rows(
     worker TEXT NOT NULL, loras TEXT NOT NULL, text TEXT NOT NULL
 );
 CREATE INDEX places ON rows(outcome, place);
-CREATE TABLE records(seq INTEGER PRIMARY KEY, record BLOB NOT NULL);
+CREATE TABLE records(seq INTEGER NOT NULL, record BLOB NOT NULL);
+CREATE INDEX by_row ON records(seq);
 """
+
+#: Records of one image that are kept: it was drawn twice, or somebody says so.
+_MOST_RECORDS = 16
 
 _Text = Annotated[str, StringConstraints(max_length=500)]
 
@@ -85,7 +89,7 @@ class Index:
 
     def _add(self, record: Record, counts: Counter[tuple[str, str]], *, at_end: bool) -> None:
         is_image = record.outcome == "completed"
-        # An image whose name was taken comes twice. The message tells two failures of a job apart.
+        # An image may have several records. The message tells two failures of a job apart.
         key = f"i{record.blob}" if is_image else f"e{record.source or record.key}"
         place = max(record.at.timestamp(), self._latest if at_end else 0.0)
         loras = {lora.name for lora in record.loras} if is_image else set()
@@ -100,18 +104,25 @@ class Index:
         )
         if inserted.rowcount:
             self._latest = max(self._latest, place)
-            packed = zlib.compress(record.line(), 1)
-            self._db.execute("INSERT INTO records VALUES(?, ?)", (inserted.lastrowid, packed))
+            self._keep(inserted.lastrowid, record)
             counts["outcome", record.outcome] += 1
             if is_image:
                 counts["job", ""] += record.completes_job
                 counts["worker", record.worker] += 1
                 counts.update(("lora", name) for name in loras)
+            return
+        find = "SELECT seq, outcome, (SELECT count(*) FROM records WHERE records.seq = rows.seq)"
+        seq, outcome, kept = self._db.execute(f"{find} FROM rows WHERE key = ?", [key]).fetchone()
+        if is_image and kept < _MOST_RECORDS:
+            self._keep(seq, record)
         elif record.outcome in _SETTLED:
-            found = self._db.execute("SELECT outcome FROM rows WHERE key = ?", [key]).fetchone()
             self._db.execute("UPDATE rows SET outcome = ? WHERE key = ?", [record.outcome, key])
-            counts["outcome", found[0]] -= 1
+            counts["outcome", outcome] -= 1
             counts["outcome", record.outcome] += 1
+
+    def _keep(self, seq: int | None, record: Record) -> None:
+        packed = zlib.compress(record.line(), 1)
+        self._db.execute("INSERT INTO records VALUES(?, ?)", (seq, packed))
 
     def counts(self) -> tuple[dict[Tab, int], int]:
         """The rows of each tab, and the jobs that have ended."""
@@ -138,10 +149,12 @@ class Index:
             found = self._db.execute(query, [value for _, value in conditions])
             return np.fromiter((seq for (seq,) in found), np.uint32)
 
-    def records(self, seqs: Sequence[int]) -> dict[int, Record]:
-        """The whole records of these rows, in this order."""
+    def records(self, seqs: Sequence[int]) -> dict[int, list[Record]]:
+        """The whole records of these rows, in this order; an image may have several."""
         marks = ",".join("?" * len(seqs))
         query = f"SELECT seq, record FROM records WHERE seq IN ({marks})"  # noqa: S608
+        found: dict[int, list[Record]] = {seq: [] for seq in seqs}
         with self._lock:
-            found = dict(self._db.execute(query, seqs).fetchall())
-        return {seq: Record.read(zlib.decompress(found[seq])) for seq in seqs if seq in found}
+            for seq, packed in self._db.execute(query, seqs).fetchall():
+                found[seq].append(Record.read(zlib.decompress(packed)))
+        return {seq: records for seq, records in found.items() if records}

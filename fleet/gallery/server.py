@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sqlite3
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -127,6 +128,7 @@ class Gallery:
                 "reading": not view.is_complete,
                 "read": shown.read_share,
                 "damaged": shown.damaged.count,
+                "misfits": self._images.misfits(request.query["campaign"]),
                 "problem": redaction.message(shown.problem),
             }
         )
@@ -142,15 +144,20 @@ class Gallery:
         found = await asyncio.to_thread(shown.index.records, seqs)
         rows = [
             [
-                *(seq, record.id, (record.prompt or "")[:_TILE_CHARACTERS]),
-                reason(record)[:_TILE_CHARACTERS] or None,
+                *(seq, records[0].id, _prompt(records)[:_TILE_CHARACTERS]),
+                reason(records[0])[:_TILE_CHARACTERS] or None,
             ]
-            for seq, record in found.items()
+            for seq, records in found.items()
         ]
         return _answer({"generation": view.generation, "rows": rows})
 
     async def _record(self, request: web.Request) -> web.Response:
-        record = await self._found(request)
+        record, *_ = records = await self._found(request)
+        if record.outcome == "completed":
+            try:
+                record, *_ = await self._images.picture(records)
+            except DamagedImageError:  # nothing says that the record is of this job
+                return _answer(record.model_dump(mode="json", include={"outcome", "id", "blob"}))
         shown = record.model_dump(mode="json", exclude_none=True)
         shown["text"] = console.json_text(_as_job(record)).rstrip()
         if record.outcome == "failed":
@@ -166,7 +173,7 @@ class Gallery:
 
     async def _replay(self, request: web.Request) -> web.Response:
         """Puts a failed job back into the queue, or says why it stays."""
-        record = await self._found(request)
+        record, *_ = await self._found(request)
         if record.outcome != "failed":
             raise errors.JobError("only a failed job can be sent again")
         if refusal := await self._find_refusal():
@@ -189,7 +196,7 @@ class Gallery:
         return web.Response(body=made, content_type="image/jpeg", headers=headers)
 
     async def _picture(self, request: web.Request) -> web.Response:
-        data, kind = await self._images.picture(await self._found(request))
+        _, data, kind = await self._images.picture(await self._found(request))
         headers = {"Cache-Control": _A_WHILE}
         return web.Response(body=data, content_type=kind, headers=headers)
 
@@ -208,13 +215,19 @@ class Gallery:
         chosen = Filter.model_validate(dict(request.query))
         return shown, await shown.view(chosen, is_new=is_new)
 
-    async def _found(self, request: web.Request) -> Record:
+    async def _found(self, request: web.Request) -> list[Record]:
         shown = await self._campaign(request)
         seq = _Place.model_validate(dict(request.query)).seq
         found = await asyncio.to_thread(shown.index.records, [seq])
         if seq not in found:
             raise web.HTTPNotFound(text="there is no such row\n")
         return found[seq]
+
+
+def _prompt(records: Sequence[Record]) -> str:
+    """The prompt of an image's records; none where they differ until it is known which one fits."""
+    prompts = {record.prompt or "" for record in records}
+    return prompts.pop() if len(prompts) == 1 else ""
 
 
 async def _refusal(settings: StorageSettings, host: str) -> str:

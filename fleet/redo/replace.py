@@ -137,7 +137,8 @@ async def replace(
     """Replaces *images*, given with their metadata."""
     replaced = Replaced()
     log = RecordLog(storage.files, _WRITER)
-    notes = (once.note(name, metadata, "") for name, metadata in images.items())
+    now = storage.blobs.clock.now()
+    notes = (once.note(name, metadata, "", now) for name, metadata in images.items())
     if first := next(filter(None, notes), None):
         await log.open(first.campaign, "replaced")
     # In this order a job's images are together, so that it is sent once.
@@ -176,7 +177,8 @@ async def finish(
     gone = await concurrency.gather(*(_delete(storage, entry) for entry in entries))
     missing = [entry for entry, is_gone in zip(entries, gone, strict=True) if is_gone]
     log = log or RecordLog(storage.files, _WRITER)
-    notes = (once.note(entry.name, entry.metadata, journal) for entry in missing)
+    now = storage.blobs.clock.now()
+    notes = (once.note(entry.name, entry.metadata, journal, now) for entry in missing)
     await log.add([note for note in notes if note is not None])
     messages = list(dict.fromkeys(entry.message for entry in missing if entry.message))
     await storage.models.send(messages)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from datetime import UTC, datetime
 from pathlib import Path
 
 from fleet import console, options
@@ -73,6 +72,7 @@ async def command(
                 f"campaign {campaign!r} has no images and no failed jobs in {storage.url}"
             )
         sampled = await report_page.read_samples(storage.blobs, records)
+        made_at = storage.blobs.clock.now()
     figures = report_figures.compute(records, storage.url, table, price_source)
     metrics, period = None, (figures["began_at"], figures["ended_at"])
     if settings.prometheus is not None and all(period):
@@ -82,7 +82,6 @@ async def command(
         console.print_warning(str(records.damaged))
     if metrics and metrics["left_out"]:
         console.print_warning(metrics["left_out"])
-    made_at = datetime.now(UTC)
     facts = {
         "made_at": made_at,
         **figures,

@@ -131,7 +131,7 @@ def _throughput(stored_in_second: Counter[int]) -> tuple[int, list[dict[str, flo
 def _notes(records: Records, workers: Sequence[Worker], table: prices.PriceTable) -> list[str]:
     """What the figures include and what they leave out."""
     notes = [
-        "Images, sizes and times come from the workers' records, by the workers' clocks.",
+        "Images, sizes and times come from the workers' records, by the storage's clock.",
         "A worker's time runs from its start-up to its last image of the campaign, in full.",
         "Workers that stored nothing, and idle time before and after, are not included.",
         "Wasted work leaves no record in storage; the metrics include it (--prometheus).",

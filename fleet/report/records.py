@@ -27,7 +27,7 @@ _MAX_WORKERS = 50_000
 _MAX_FAILURE_KINDS = 5_000
 _MAX_MODELS = 1_000
 
-#: The most seconds of a record, some two months; a record's time is what a worker's clock says.
+#: The most seconds of a record, some two months; a record's time is what a worker says.
 _MAX_SECONDS = 5_000_000
 
 

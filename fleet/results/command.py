@@ -118,6 +118,13 @@ class _Results:
             return self.followed(self.to.limit)
         return _limited(self.found(self.to.outcomes), self.to.limit)
 
+    def drawings(self) -> AsyncGenerator[list[Record]]:
+        """The records of images, with those of second drawings."""
+        if self.to.follow:
+            return self.records()
+        found = reader.drawings(self.storage, self.campaign, self.damaged)
+        return _limited(found, self.to.limit)
+
     def found(self, outcomes: Collection[str]) -> AsyncGenerator[list[Record]]:
         return reader.results(self.storage, self.campaign, outcomes, self.damaged)
 
@@ -185,28 +192,28 @@ async def _write(results: _Results, writing: forms.Writing) -> None:
 async def _download(results: _Results, folder: Path) -> bool:
     to = results.to
     total = None if to.follow else min(await results.total(), to.limit or sys.maxsize)
-    with download.opened(folder, results.storage.blobs) as running:
+    with download.opened(folder, results.storage.blobs, results.damaged) as running:
         try:
             with console.counting("downloaded", total) as on_image:
-                async for records in results.records():
+                async for records in results.drawings():
                     await running.run(records, on_image)
         finally:
-            _report_download(running.done, folder, as_json=to.as_json)
-    return not running.done.missing
+            _report_download(running, as_json=to.as_json)
+    return not running.done.undelivered
 
 
-def _report_download(done: download.Downloaded, folder: Path, *, as_json: bool) -> None:
-    if done.missing:
-        more = done.missing - len(done.first_missing)
-        names = ", ".join(done.first_missing) + (f" and {more:,} more" if more else "")
-        console.print_error(f"{console.counted(done.missing, 'image')} missing: {names}")
-    if done.changed:
-        console.print_warning(
-            f"{console.counted(done.changed, 'image')} of another size than recorded: drawn again,"
-            " or edited"
-        )
+def _report_download(running: download.Download, *, as_json: bool) -> None:
+    done, folder = running.done, running.folder
+    missing, changed = done.named("missing"), done.named("misfit")
+    download.report_undelivered(
+        {"missing": (len(missing), missing), "not as recorded": (len(changed), changed)}
+    )
     if as_json:
-        console.print_json_line({"folder": str(folder), **asdict(done)})
+        facts = {name: value for name, value in asdict(done).items() if name != "undelivered"}
+        for name, names in (("missing", missing), ("changed", changed)):
+            facts |= {name: len(names), f"first_{name}": names[: download.SHOWN]}
+        facts["misfits"] = running.unfit.count
+        console.print_json_line({"folder": str(folder), **facts})
         return
     there = f"; {done.already_there:,} were there already" if done.already_there else ""
     console.print_plain(

@@ -1,43 +1,36 @@
-"""Reads images by their records, and downloads them; what is there already is not read again."""
+"""Downloads the pictures of records; what is there already is not read again."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
 
 from fleet import console
 from fleet.results import files
-from imagefleet import concurrency, errors
-from imagefleet.job.message import MAX_IMAGE_BYTES
-from imagefleet.records.record import Record
+from imagefleet import concurrency
+from imagefleet.records import pictures
+from imagefleet.records.record import Record, hashed
+from imagefleet.records.stored import Damaged
 from imagefleet.storage.protocol import BlobStore
 from imagefleet.submit import RETRIES
 
 #: Reads at the same time: an image has some 400 KB.
 CONCURRENCY = 32
 
-Fault = Literal["missing", "changed"]
+#: The most names of images without a picture which are shown.
+SHOWN = 10
 
 
-async def read(blobs: BlobStore, record: Record) -> tuple[bytes | None, Fault | None]:
-    """The image of a record; with a fault, None or not what a worker has stored."""
-    assert record.blob is not None  # noqa: S101 - every record of an image names it
-    name = record.blob
-    try:
-        data = await RETRIES.call(lambda: blobs.read(name, MAX_IMAGE_BYTES))
-    except errors.UnusableFileError:  # larger than any image
-        return None, "changed"
-    if data is None:
-        return None, "missing"
-    return data, None if record.size_bytes in {None, len(data)} else "changed"
-
-
-#: The most names of images that are not there which are shown.
-_SHOWN = 10
+def report_undelivered(names_by_fault: Mapping[str, tuple[int, Sequence[str]]]) -> None:
+    """Prints how many images have which fault, and the first of their names."""
+    for what, (count, names) in names_by_fault.items():
+        if count:
+            more = f" and {count - SHOWN:,} more" if count > SHOWN else ""
+            shown = f"{', '.join(names[:SHOWN])}{more}"
+            console.print_error(f"{console.counted(count, 'image')} {what}: {shown}")
 
 
 @dataclass(slots=True)
@@ -47,18 +40,20 @@ class Downloaded:
     images: int = 0
     bytes: int = 0
     already_there: int = 0
-    changed: int = 0
-    """Images of another size than recorded: drawn again since, or edited."""
-    missing: int = 0
-    first_missing: list[str] = field(default_factory=list)
+    undelivered: dict[str, pictures.Fault] = field(default_factory=dict)
+    """Images by name that none of their records fits."""
+
+    def named(self, fault: pictures.Fault) -> list[str]:
+        """The images that were not delivered for this reason."""
+        return [name for name, why in self.undelivered.items() if why == fault]
 
 
 @contextmanager
-def opened(folder: Path, blobs: BlobStore) -> Iterator[Download]:
-    """A download into *folder*, which no other process writes to meanwhile."""
+def opened(folder: Path, blobs: BlobStore, unfit: Damaged) -> Iterator[Download]:
+    """A download into *folder*, which no other process writes to; counts what is *unfit*."""
     with files.writing(folder), console.only_one(folder, f"{folder} is being downloaded to"):
         folder.mkdir(parents=True, exist_ok=True)
-        yield Download(folder, blobs, files.ignores_case(folder))
+        yield Download(folder, blobs, unfit, files.ignores_case(folder))
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,35 +62,52 @@ class Download:
 
     folder: Path
     blobs: BlobStore
+    unfit: Damaged
     ignores_case: bool
     done: Downloaded = field(default_factory=Downloaded)
+    _delivered: set[int] = field(default_factory=set)
+    """Images that are in the folder as a record has them: 60 bytes for each name."""
 
     async def run(self, records: Iterable[Record], on_image: Callable[[], None]) -> None:
-        """Downloads the images of *records*."""
+        """Downloads the images of *records*, each of which may have several."""
+        images: dict[str, list[Record]] = {}
+        for record in records:
+            images.setdefault(record.blob or "", []).append(record)
 
-        async def fetch(record: Record) -> None:
-            await self._fetch(record)
-            on_image()
+        async def fetch(of_one: list[Record]) -> None:
+            for record in of_one:
+                await self._fetch(record)
+                on_image()
 
-        await concurrency.for_each(records, fetch, CONCURRENCY)
+        await concurrency.for_each(images.values(), fetch, CONCURRENCY)
 
     async def _fetch(self, record: Record) -> None:
-        blob = record.blob or ""
-        name = blob.rpartition("/")[2]
+        image, done = record.blob or "", self.done
+        name = image.rpartition("/")[2]
         path = self.folder / (files.without_case(name) if self.ignores_case else name)
-        if record.size_bytes is not None and files.size_of(path) == record.size_bytes:
-            self.done.already_there += 1
-            return
-        data, fault = await read(self.blobs, record)
-        if data is None:
-            self.done.missing += 1
-            if len(self.done.first_missing) < _SHOWN:
-                self.done.first_missing.append(blob)
-            return
-        await asyncio.to_thread(_write, path, data)
-        self.done.images += 1
-        self.done.bytes += len(data)
-        self.done.changed += fault == "changed"
+        is_new = hashed(image) not in self._delivered
+        if is_new and await asyncio.to_thread(_is_of, path, record):
+            done.already_there += 1
+        else:
+            found = await RETRIES.call(lambda: pictures.find(self.blobs, [record]))
+            if isinstance(found, str):
+                if found == "misfit":
+                    self.unfit.add(image, pictures.MISFIT)
+                if is_new:
+                    done.undelivered[image] = found
+                return
+            if found.is_kept_aside and not is_new:
+                return  # a second drawing
+            await asyncio.to_thread(_write, path, found.data)
+            done.images += is_new
+            done.bytes += len(found.data)
+        self._delivered.add(hashed(image))
+        done.undelivered.pop(image, None)
+
+
+def _is_of(path: Path, record: Record) -> bool:
+    """Whether a file is the picture of a record."""
+    return files.size_of(path) == record.size_bytes and files.sha256(path) == record.sha256
 
 
 def _write(path: Path, data: bytes) -> None:

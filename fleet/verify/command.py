@@ -28,7 +28,7 @@ async def command(
     job: target.OnlyJobs = None,
     since: Since = None,
     quarantine: bool = option(
-        "Add the workers that draw wrong to quarantine.json: they lease no more jobs.",
+        "Add those of which no drawing is alike to quarantine.json: they lease no more jobs.",
         default=False,
     ),
     yes: options.Yes = False,
@@ -56,10 +56,11 @@ async def command(
         records = pairs.judge(compared)
         wrong = [record.worker for record in records if record.draws_wrong]
         undecided = pairs.undecided(compared, records)
-        if quarantine and wrong:
-            console.confirm(f"Quarantine {console.counted(len(wrong), 'worker')}?", yes=yes)
+        guilty = [record.worker for record in records if record.is_for_quarantine]
+        if quarantine and guilty:
+            console.confirm(f"Quarantine {console.counted(len(guilty), 'worker')}?", yes=yes)
             reason = "its images differ from those of other workers (imagefleet verify)"
-            new = await quarantining.add(storage.files, wrong, reason)
+            new = await quarantining.add(storage.files, guilty, reason)
     counts = Counter(pair.result for pair in compared)
     different = [pair for pair in compared if pair.result == "different"]
     if as_json:
@@ -82,12 +83,18 @@ async def command(
             console.print_note(
                 "`imagefleet redo --worker WORKER --since TIME` replaces what such a worker drew"
             )
+        if others := counts["other_job"]:
+            console.print_note(f"not comparable: {console.counted(others, 'pair')} of other jobs")
         if undecided:
             console.print_note(
                 "undecided: `imagefleet redo IMAGE` has it drawn a third time; then run this again"
             )
         if quarantine:
             console.print_note(f"{console.counted(len(new), 'worker')} added to the quarantine")
+            if kept := len(wrong) - len(guilty):
+                console.print_note(
+                    f"{console.counted(kept, 'worker')} not added: others draw some images alike"
+                )
     if different:
         raise typer.Exit(console.EXIT_IMAGES_WRONG)
 

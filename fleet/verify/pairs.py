@@ -22,7 +22,9 @@ CONCURRENCY = 16
 #: An image without a worker's record: no worker stored it.
 NO_RECORD = ""
 
-Result = Literal["alike", "different", "same_worker", "not_there", "unreadable", "few_steps"]
+Result = Literal[
+    "alike", "different", "same_worker", "not_there", "unreadable", "few_steps", "other_job"
+]
 """`not_there`: the image is not drawn yet; `few_steps`: it may come out different rightly."""
 
 RESULTS: Mapping[Result, str] = {
@@ -32,6 +34,7 @@ RESULTS: Mapping[Result, str] = {
     "not_there": "without their image",
     "unreadable": "no readable image",
     "few_steps": "of too few steps",
+    "other_job": "of other jobs",
 }
 
 
@@ -48,6 +51,8 @@ class Pair:
     result: Result = "not_there"
     distance: float | None = None
     note: str | None = None
+    digest: str | None = None
+    """The second drawing's job, of which the image must be, too."""
 
 
 async def listed(storage: Storage, named: Target, since: datetime | None) -> AsyncIterator[Pair]:
@@ -60,7 +65,8 @@ async def listed(storage: Storage, named: Target, since: datetime | None) -> Asy
                 name = record.name.removeprefix(prefix)
                 image = name if prefix == CHECKS else name.rpartition("/")[0]
                 workers = NO_RECORD, record.metadata.get("worker", NO_RECORD)
-                yield Pair(image, record.name, workers, record.created_at)
+                digest = record.metadata.get("digest")
+                yield Pair(image, record.name, workers, record.created_at, digest=digest)
 
 
 async def compare(storage: Storage, pairs: Iterable[Pair], on_pair: Callable[[], None]) -> None:
@@ -78,6 +84,9 @@ async def _compare(storage: Storage, pair: Pair) -> None:
     if facts is None:
         return
     pair.workers = facts.get("worker", NO_RECORD), pair.workers[1]
+    if pair.digest is None or facts.get("digest") != pair.digest:
+        pair.result = "other_job"
+        return
     if len(set(pair.workers)) == 1:
         pair.result = "same_worker"
         return
@@ -130,6 +139,15 @@ class Record:
     @property
     def draws_wrong(self) -> bool:
         return self.worker != NO_RECORD and self.witnesses >= ENOUGH_WITNESSES
+
+    @property
+    def is_for_quarantine(self) -> bool:
+        """Whether nothing speaks for it, either.
+
+        Who stores a drawing writes the worker's name beside it, so false drawings can speak against
+        anybody. But who may not read images makes none alike without drawing it.
+        """
+        return self.draws_wrong and self.compared == self.different
 
 
 def judge(pairs: Sequence[Pair]) -> list[Record]:

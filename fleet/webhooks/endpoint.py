@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import binascii
 import hmac
-import time
 from collections.abc import Iterable, Sequence
 from http import HTTPStatus
 from pathlib import Path
@@ -16,6 +15,7 @@ import aiohttp
 
 from fleet.webhooks.events import Event
 from imagefleet import errors, redaction, retry
+from imagefleet.storage.protocol import Clock
 
 #: The specification recommends 15 to 30 seconds.
 TIMEOUT_SECONDS = 20.0
@@ -105,16 +105,20 @@ def check_url(url: str) -> None:
 class Endpoint:
     """One receiver."""
 
-    def __init__(self, session: aiohttp.ClientSession, url: str, secrets: Sequence[bytes]) -> None:
+    def __init__(
+        self, session: aiohttp.ClientSession, url: str, secrets: Sequence[bytes], clock: Clock
+    ) -> None:
+        """The *clock* tells the time of each attempt, which receivers compare with theirs."""
         self.address = redaction.address(url)
         self._session = session
         self._url = url
         self._secrets = secrets
+        self._clock = clock
 
     async def send(self, event: Event) -> Answer:
         """Makes one attempt, with a signature of its own."""
         body = event.body()
-        headers = signed_headers(self._secrets, event.id, body, int(time.time()))
+        headers = signed_headers(self._secrets, event.id, body, int(self._clock.now().timestamp()))
         headers["Content-Type"] = "application/json"
         try:
             async with self._session.post(

@@ -99,7 +99,7 @@ def job_ended(fleet: str, record: Record) -> Event | None:
     return Event(id=event_id, type=kind, timestamp=record.at, data=data)
 
 
-def campaign_completed(fleet: str, campaign: str, counts: Counts) -> Event:
+def campaign_completed(fleet: str, campaign: str, counts: Counts, now: datetime) -> Event:
     """The end of a campaign; one that goes on and ends again has another id."""
     names = ("sent", "images", "completed", "failed", "cancelled", "discarded", "pending")
     figures: dict[str, JsonValue] = {name: getattr(counts, name) for name in names}
@@ -113,7 +113,7 @@ def campaign_completed(fleet: str, campaign: str, counts: Counts) -> Event:
     return Event(
         id=_event_id(fleet, kind, campaign, json.dumps(figures)),
         type=kind,
-        timestamp=counts.last_at or datetime.now(UTC),
+        timestamp=counts.last_at or now,
         data=data,
     )
 
@@ -224,18 +224,19 @@ class Source:
             if is_patient and time.monotonic() < due_at:
                 continue
             counts = await reader.counts(self._storage, campaign)
-            if await self._has_ended(counts):
-                self.state.add(campaign_completed(self._fleet, campaign, counts))
+            now = self._storage.blobs.clock.now()
+            if await self._has_ended(counts, now):
+                self.state.add(campaign_completed(self._fleet, campaign, counts, now))
                 self.state.open_campaigns.discard(campaign)
                 self._counts.pop(campaign, None)
             else:
                 longer = min(2 * pause, _LONGEST_PAUSE_SECONDS)
                 self._counts[campaign] = time.monotonic() + pause, longer
 
-    async def _has_ended(self, counts: Counts) -> bool:
+    async def _has_ended(self, counts: Counts, now: datetime) -> bool:
         if counts.last_at is None:
             return False
-        quiet_seconds = (datetime.now(UTC) - counts.last_at).total_seconds()
+        quiet_seconds = (now - counts.last_at).total_seconds()
         if counts.pending == 0:
             return quiet_seconds >= SETTLE_SECONDS
         if quiet_seconds < QUIET_SECONDS:

@@ -171,10 +171,17 @@ class Job(PassFields, extra="forbid", frozen=True, allow_inf_nan=False, hide_inp
         subseed = self.subseed
         if subseed < 0 and self.subseed_strength:
             subseed = _seed_from(f"{known_id}/subseed")
-        campaign = self.campaign or campaign
-        return self.model_copy(
-            update={"id": known_id, "seed": seed, "subseed": subseed, "campaign": campaign}
-        )
+        known = {"id": known_id, "seed": seed, "subseed": subseed}
+        known["campaign"] = self.campaign or campaign
+        if all(getattr(self, name) == value for name, value in known.items()):
+            return self
+        return self.model_copy(update=known)
+
+    def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
+        copy = super().model_copy(update=update, deep=deep)
+        for name in ("digest", "stage_digest"):
+            copy.__dict__.pop(name, None)
+        return copy
 
     def at_stage(self, number: int, message: str | None = None) -> Job:
         """The job of stage *number* of this job, from 1; raises ValueError if there is none."""
@@ -264,7 +271,7 @@ class Job(PassFields, extra="forbid", frozen=True, allow_inf_nan=False, hide_inp
     def images_to_draw(self) -> int:
         return 1 if self.verify else self.images
 
-    @property
+    @functools.cached_property
     def digest(self) -> str:
         """SHA-256 (hex) of all that decides a job's images, those of every stage.
 
@@ -274,14 +281,14 @@ class Job(PassFields, extra="forbid", frozen=True, allow_inf_nan=False, hide_inp
         whole = self.whole if self.id is None else self.whole.identified(self.id)
         return whole.last_stage.stage_digest
 
-    @property
+    @functools.cached_property
     def stage_digest(self) -> str:
         """SHA-256 (hex) of all that decides this stage's images, the stages before it included."""
         job = self if self.id is None else self.identified(self.id)
         fields = job.model_dump(mode="json", exclude_defaults=True, exclude=_NOT_IN_DIGEST)
         if self.place is not None:
             fields[chain.INPUT_FIELD] = self.whole.at_stage(self.stage - 1).stage_digest
-        return hashlib.sha256(signing.canonical(fields)).hexdigest()
+        return hashlib.sha256(signing.CANONICAL.encode(fields).encode()).hexdigest()
 
     def blob_name(self, index: int) -> str:
         """The name of image *index*: it follows from the job alone, so a retry finds it taken.
@@ -436,6 +443,16 @@ def image_stem(key: str, index: int = 0, stage: int = 1) -> str:
     """
     number = f"s{stage}" if stage > 1 else f"{index}" if index else ""
     return f"{key}{chain.SEPARATOR}{number}" if number else key
+
+
+def worker_file_name(worker: str) -> str:
+    """A worker's name as part of a blob's."""
+    return re.sub(r"[^A-Za-z0-9._-]", "_", worker).lstrip(".") or "_"
+
+
+def duplicate_name(image: str, worker: str) -> str:
+    """The blob of a drawing of *image* that its worker keeps aside, as the name was taken."""
+    return f"{DUPLICATES}{image}/{worker_file_name(worker)}.{image.rpartition('.')[2]}"
 
 
 def split_job_key(name: str, campaign: str | None = None) -> tuple[str, str]:

@@ -46,7 +46,10 @@ async def again(shards: Collection[StoredShard], damaged: Damaged) -> tuple[Agai
 async def told_apart(shard: StoredShard, records: list[Record]) -> list[Record]:
     """Records of taken names; those of another job than the stored image's are failed jobs."""
     found = await _metadata([shard], records)
-    return [each if each.fits(found.get(each.blob, {})) else each.name_taken() for each in records]
+    return [
+        each if each.fits(found.get(each.blob, {}), of_any_drawing=True) else each.name_taken()
+        for each in records
+    ]
 
 
 async def find(shards: Collection[StoredShard], again: Again) -> int:
@@ -74,7 +77,8 @@ async def left(
             found = await _metadata(shards, filter(again.is_missing, records))
             left = []
             for record in records:
-                if again.is_missing(record) and record.fits(found.get(record.blob, {})):
+                metadata = found.get(record.blob, {})
+                if again.is_missing(record) and record.fits(metadata, of_any_drawing=True):
                     again.found([record])
                     left.append(record)
                 elif again.take(record):

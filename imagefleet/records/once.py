@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from datetime import UTC, datetime
+from datetime import datetime
 
 from pydantic import ValidationError
 
@@ -16,7 +16,7 @@ from imagefleet.records.record import Record, hashed
 _BEFORE_NAME = b'{"outcome":"completed","blob":"'
 
 
-def note(name: str, metadata: Mapping[str, str], journal: str) -> Record | None:
+def note(name: str, metadata: Mapping[str, str], journal: str, at: datetime) -> Record | None:
     """The note, once for each *journal*, that a drawing with this *metadata* was replaced."""
     if name.startswith(ASIDE):
         return None
@@ -28,7 +28,7 @@ def note(name: str, metadata: Mapping[str, str], journal: str) -> Record | None:
                 "blob": name,
                 "id": metadata.get("job"),
                 "campaign": campaign,
-                "at": datetime.now(UTC),
+                "at": at,
                 "source": journal,
                 "worker": metadata.get("worker", "?"),
                 "started_at": metadata.get("started_at"),

@@ -42,7 +42,7 @@ _NEWEST_SHARDS = 16
 _FOLLOWED: Collection[Kind] = ("again", "images", "jobs", "settled")
 
 #: Campaigns that are counted at the same time.
-_COUNTED_AT_ONCE = 16
+_COUNTED_AT_ONCE = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +130,19 @@ async def results(
         async with aclosing(parts):
             async for records in parts:
                 yield [record for record in records if record.outcome in outcomes]
+
+
+async def drawings(
+    storage: Storage, campaign: str, damaged: Damaged
+) -> AsyncGenerator[list[Record]]:
+    """All that workers recorded of images; last of those whose names were taken."""
+    shards = await stored.shards_of(storage, campaign, damaged)
+    _, replaced = await drawn.again(shards, damaged)
+    each_once: dict[Kind, Damaged] = {"images": damaged, "again": Damaged()}
+    for kind, unfit in each_once.items():
+        async with aclosing(stored.records(stored.of_kind(shards, kind), unfit)) as parts:
+            async for records in parts:
+                yield replaced.without(records, once=kind == "images")
 
 
 async def end(storage: Storage, campaign: str) -> dict[str, int]:

@@ -144,7 +144,7 @@ class Record(BaseModel, frozen=True, allow_inf_nan=False, hide_input_in_errors=T
     """`Job.stage_digest` of an image, else `Job.digest`; None of what could not be read."""
     campaign: SafeId = DEFAULT_CAMPAIGN
     at: _Moment
-    """The time at which the image was stored, or the job ended; by the clock of the worker."""
+    """The time at which the image was stored, or the job ended; by the storage's clock."""
     source: _Name | None = None
     """The id of the message that carried the job."""
     attempts: int = Field(default=1, ge=1, le=1_000_000)
@@ -196,8 +196,8 @@ class Record(BaseModel, frozen=True, allow_inf_nan=False, hide_input_in_errors=T
 
     @property
     def job(self) -> int:
-        """A hash of its job: of its name and digest. Each stage of a chain has another digest."""
-        return hashed(self.key if self.stages > 1 else f"{self.key} {self.digest}")
+        """A hash of its job: of its name and its digest."""
+        return hashed(f"{self.key} {self.digest}")
 
     @property
     def failure(self) -> int:
@@ -209,11 +209,13 @@ class Record(BaseModel, frozen=True, allow_inf_nan=False, hide_input_in_errors=T
         """Whether this image is the one by which its job is counted as completed."""
         return self.stage == self.stages and (self.images == 1 or bool(self.completes))
 
-    def fits(self, metadata: Mapping[str, str]) -> bool:
-        """Whether it is of the image that is stored with this *metadata*, as far as that tells."""
-        return all(
-            metadata.get(name) in {None, getattr(self, name)} for name in ("digest", "sha256")
-        )
+    def fits(self, metadata: Mapping[str, str], *, of_any_drawing: bool = False) -> bool:
+        """Whether it is of the image that is stored with this *metadata*, as far as that tells.
+
+        *of_any_drawing*: another drawing of its job may have the name, of other bytes.
+        """
+        names = ("digest",) if of_any_drawing else ("digest", "sha256")
+        return all(metadata.get(name) in {None, getattr(self, name)} for name in names)
 
     def name_taken(self) -> Record:
         """The end of its job instead, where the stored image is another job's of that name."""
@@ -329,9 +331,8 @@ class _Shard:
     appends: int = 0
     totals: Totals = NOTHING
 
-    def begin(self) -> None:
+    def begin(self, now: datetime) -> None:
         """The next append creates a new blob."""
-        now = datetime.now(UTC)
         start = f"{self.folder}{now:%Y%m%dT%H%M%SZ}-{self.writer}-{secrets.token_hex(4)}"
         self.name = f"{start}.{self.kind}.jsonl.gz"
         self.position = self.appends = 0
@@ -400,7 +401,7 @@ class RecordLog:
 
     async def _append_part(self, to: _Shard, lines: list[bytes], jobs: int) -> None:
         if not to.name or to.appends >= _MAX_APPENDS or to.position >= _MAX_BYTES:
-            to.begin()
+            to.begin(self._blobs.clock.now())
         for _ in range(_TRIES):
             totals = Totals(to.totals.records + len(lines), to.totals.jobs + jobs)
             append = partial(self._append_once, to, data := shard_part(lines, totals))
@@ -414,7 +415,7 @@ class RecordLog:
                 to.appends += 1
                 to.totals = totals
                 return
-            to.begin()
+            to.begin(self._blobs.clock.now())
         raise errors.TransientError(f"somebody else writes to the records in {to.folder}")
 
     async def _append_once(self, to: _Shard, data: bytes, is_in_doubt: bool) -> bool:

@@ -45,7 +45,7 @@ CONCURRENT_READS = 16
 _END_BYTES = 128 * 2**10
 
 #: The fewest bytes of a compressed record; totals that say more records than that are not believed.
-_LEAST_RECORD_BYTES = 8
+_LEAST_RECORD_BYTES = 4
 
 #: What the records of each kind say.
 _OUTCOMES: Mapping[Kind, Collection[Outcome]] = {
@@ -122,12 +122,8 @@ class Damaged:
     def __str__(self) -> str:
         shown = self.reasons[:_SHOWN_REASONS]
         more = self.count - len(shown)
-        which = (
-            "1 record does not fit, and is"
-            if self.count == 1
-            else f"{self.count:,} records do not fit, and are"
-        )
-        return f"{which} left out: {'; '.join(shown)}{f'; and {more:,} more' if more else ''}"
+        which = "1 record does" if self.count == 1 else f"{self.count:,} records do"
+        return f"{which} not fit: {'; '.join(shown)}{f'; and {more:,} more' if more else ''}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,6 @@ import hashlib
 import json
 from collections.abc import Collection
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from typing import Annotated, Any, Literal, NamedTuple, Self
 
 from pydantic import Field, StringConstraints, TypeAdapter, ValidationError
@@ -267,10 +266,12 @@ async def add(
         body = Deliveries().with_images(stored, is_unsure=False).write_to(body) or body
     known: dict[str, Any]
     if job is not None:
-        known = {"id": job.id, "campaign": job.campaign, "stage": job.stage, "stages": job.stages}
+        known = {"id": job.id, "campaign": job.campaign, "digest": job.digest}
+        known |= {"stage": job.stage, "stages": job.stages}
     else:
-        # Who has not signed a job may name any campaign.
+        # Who has not signed a job may name any campaign, and anybody numbers a job's stage.
         is_forged = isinstance(error, errors.UntrustedJobError) and not error.is_expired
+        is_forged = is_forged or isinstance(error, errors.UnknownStageError)
         known = {} if is_forged else _named(body)
     record = FailedJob(
         outcome="failed",
@@ -279,7 +280,7 @@ async def add(
         reason=_truncated(reason or error.message, MAX_REASON_CHARACTERS),
         attempts=Deliveries.of(message).failed + 1,
         worker=_truncated(worker, MAX_NAME_CHARACTERS),
-        at=datetime.now(UTC),
+        at=storage.blobs.clock.now(),
         source=job.source(message.id) if job is not None else message.id,
         body=body,
     )

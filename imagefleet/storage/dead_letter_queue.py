@@ -13,7 +13,7 @@ import json
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from dataclasses import dataclass
-from datetime import UTC, datetime
+from datetime import datetime
 from typing import Literal
 
 from pydantic import TypeAdapter, ValidationError
@@ -43,7 +43,7 @@ MAX_CHANGES = 500
 
 NO_CHECK = Check()
 
-_NOTED = {"id", "campaign", "source", "digest", "stage", "stages"}
+_NOTED = {"id", "campaign", "source", "digest"}
 
 _CAMPAIGN: TypeAdapter[str | None] = TypeAdapter(SafeId | None)
 
@@ -192,14 +192,14 @@ async def replay(
     """
     swept = Swept()
     records = RecordLog(storage.files, "operator")
-    began_at = datetime.now(UTC)
+    began_at = storage.blobs.clock.now()
 
     async def send(entries: list[Entry]) -> list[Entry]:
         chosen, refused = await check.choose(storage, entries, selection)
         swept.refused += refused
         await storage.models.send([body for _, body, _ in chosen], priority)
         sent = [entry for entry, _, _ in chosen]
-        await records.add(_notes(sent, "replayed"))
+        await records.add(_notes(sent, "replayed", storage.blobs.clock.now()))
         return sent
 
     await _sweep(storage, selection, records, send, swept, on_progress)
@@ -223,7 +223,7 @@ async def discard(
     swept = Swept()
     records = RecordLog(storage.files, "operator")
     noted: set[str | None] = set()
-    began_at = datetime.now(UTC)
+    began_at = storage.blobs.clock.now()
 
     async def choose(entries: list[Entry]) -> list[Entry]:
         found, refused = await choice.choose(storage, entries, selection)
@@ -231,7 +231,7 @@ async def discard(
         chosen = [entry for entry, _, _ in found]
         noted.update(entry.record.source for entry in chosen if entry.record)
         if choice.keep_signed is None:  # else one that is made up may pass for one that stays
-            await records.add(_notes(chosen, "discarded"))
+            await records.add(_notes(chosen, "discarded", storage.blobs.clock.now()))
         return chosen
 
     is_hidden = not await _sweep(storage, selection, records, choose, swept, on_progress)
@@ -240,7 +240,7 @@ async def discard(
         if choice.keep_signed is None:
             gone = [each for each in some if not is_hidden and each.message.enqueued_at < began_at]
         left = [entry for entry, _, _ in (await choice.choose(storage, gone, selection))[0]]
-        await records.add(_notes(left, "discarded"))
+        await records.add(_notes(left, "discarded", storage.blobs.clock.now()))
         swept.done += sum(entry.message.id not in noted for entry in left)
     return swept
 
@@ -282,7 +282,7 @@ async def _sweep(
             for entry in filter(selection.matches, entries):
                 (settled if entry.source in seen else chosen).append(entry)
                 seen.add(entry.source)
-            if not is_allowed and (notes := _notes(chosen, "discarded")):
+            if not is_allowed and (notes := _notes(chosen, "discarded", storage.blobs.clock.now())):
                 # Raises SetupError, before a change, if the credentials do not allow notes.
                 await records.open(notes[0].campaign, "settled")
                 is_allowed = True
@@ -328,9 +328,10 @@ async def is_completed(storage: Storage, failed: Entry) -> bool:
     return outcomes.are_all(await outcomes.stored_images(storage, job))
 
 
-def _notes(entries: Iterable[Entry], outcome: Literal["replayed", "discarded"]) -> list[Record]:
+def _notes(
+    entries: Iterable[Entry], outcome: Literal["replayed", "discarded"], now: datetime
+) -> list[Record]:
     """What became of each failure; a failure of the same job that comes later is another."""
-    now = datetime.now(UTC)
     return [
         Record(outcome=outcome, at=now, **each.record.model_dump(include=_NOTED))
         for each in entries

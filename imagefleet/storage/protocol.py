@@ -17,6 +17,9 @@ from typing import NamedTuple, Protocol, TypeVar
 
 from imagefleet import errors
 from imagefleet.job import sizes
+from imagefleet.telemetry import logs
+
+log = logs.EventLog(__name__)
 
 #: Azure's limit for one receive.
 MAX_RECEIVE = 32
@@ -99,14 +102,15 @@ _SECOND = 1.0
 class Clock:
     """The storage's clock, which all who use it share, as its answers tell it.
 
-    An answer's date is a whole second, and the moment at which it was written is one between the
-    request and its answer: each narrows how far this machine's clock may be ahead.
+    An answer's date is a whole second, and it was written between the request and the answer: each
+    narrows how far this machine's clock may be ahead. One that is far off is named in the log.
     """
 
     def __init__(self, machine: Callable[[], float] = time.time) -> None:
         """*machine* tells this machine's time, in Unix seconds."""
         self.machine = machine
         self._least = self._most = 0.0
+        self._is_named = False
 
     @property
     def offset_seconds(self) -> float:
@@ -123,6 +127,16 @@ class Clock:
         self._least, self._most = max(least, self._least), min(most, self._most)
         if self._least > self._most:  # the first answer; or one of the clocks was set
             self._least, self._most = least, most
+        ahead = self.offset_seconds
+        if abs(ahead) > NOTABLE_OFFSET_SECONDS and not self._is_named:
+            self._is_named = True
+            side = "ahead of" if ahead > 0 else "behind"
+            log.warning(
+                f"this machine's clock is {abs(ahead):,.0f} seconds {side} the storage's, whose"
+                " time is used: set it",
+                action="clock_off",
+                seconds=round(ahead),
+            )
 
 
 class Shards(NamedTuple):
@@ -238,6 +252,9 @@ class BlobPart:
 
 class BlobStore(Protocol):
     """A store of blobs, which only `replace` overwrites. Every method may raise TransientError."""
+
+    may_be_missing: bool = False
+    """Whether a container that does not exist is one without blobs to whoever checks or reads."""
 
     clock: Clock
     """The clock of the storage: times that others compare are read from it."""

@@ -27,4 +27,24 @@ require.extensions[".js"] = (module, path) => {
   load(module, path);
 };
 
+// A clock that differs from this machine's by so many seconds.
+const ahead = 1000 * Number(process.env.CLOCK_AHEAD_SECONDS ?? 0);
+if (ahead) {
+  const Machine = Date;
+  globalThis.Date = class extends Machine {
+    constructor(...time) {
+      time.length ? super(...time) : super(Machine.now() + ahead);
+    }
+    static now() {
+      return Machine.now() + ahead;
+    }
+  };
+  const { ServerResponse } = require("http");
+  const { writeHead } = ServerResponse.prototype;
+  ServerResponse.prototype.writeHead = function (...head) {
+    this.setHeader("Date", new Date().toUTCString()); // else Node's own, of this machine
+    return writeHead.apply(this, head);
+  };
+}
+
 require("./node_modules/azurite/dist/src/azurite.js");

@@ -34,7 +34,7 @@ def why_missing() -> str | None:
 
 
 @contextlib.contextmanager
-def running() -> Iterator[str]:
+def running(clock_ahead_seconds: float = 0) -> Iterator[str]:
     """Azurite during the block; gives its connection string."""
     blob_port, queue_port, table_port = free_ports(3)
     command = [
@@ -49,6 +49,7 @@ def running() -> Iterator[str]:
     with subprocess.Popen(
         [*command, "--silent"],
         cwd=AZURITE,
+        env={**os.environ, "CLOCK_AHEAD_SECONDS": str(clock_ahead_seconds)},
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

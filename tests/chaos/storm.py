@@ -2,6 +2,7 @@
 
     python tests/chaos/storm.py --storage both --jobs 2000 --kills 100 --faults 1000
     python tests/chaos/storm.py --chains --jobs 300 --kills 60
+    python tests/chaos/storm.py --clashes
 
 It fills a queue with `imagefleet load`, killed and resumed; runs workers with a stand-in engine;
 kills (SIGKILL), freezes beyond the lease (SIGSTOP, SIGCONT) and stops (SIGTERM) them at random
@@ -9,7 +10,8 @@ moments; replays failed jobs, cancels a second campaign and scales a fleet on a 
 killed as well. Then the faults end, the rest is done, and it prints the tally: a table, and one
 JSON object on the last line. Exit code 1 if a job was lost, an image is visible twice or wrong, a
 good job failed, or the scaler counted less than the fleet cost. With --chains, each job has three
-stages for workers of two models, and only SIGKILLs count as kills.
+stages for workers of two models, and only SIGKILLs count as kills. With --clashes, a tenth of the
+jobs share their ids with others: each has to have one outcome, and all commands have to say so.
 """
 
 from __future__ import annotations
@@ -29,15 +31,16 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import forks
+import storm_clashes
 from imagefleet.storage.open import Storage, open_storage
 from imagefleet.storage.settings import StorageSettings
 from proxy import Fault, FaultProxy
 from scaler import KilledScaler
-from storm_jobs import MODELS, STOPPED, StormJob, all_jobs, chains, images_of, stopped_jobs
-from storm_tally import Tally, count_up
+from storm_jobs import MODELS, STOPPED, StormJob, all_jobs, chains, drawings, stopped_jobs
+from storm_tally import Tally, compare_outcomes, count_up
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -77,6 +80,10 @@ FILL_SECONDS = 2.0
 STUCK_SECONDS = 120.0
 
 
+Kind = Literal["jobs", "chains", "clashes"]
+"""Single images and batches, jobs of several stages, or jobs of which some have one id."""
+
+
 @dataclass
 class Storm:
     """One storm on one storage."""
@@ -93,8 +100,7 @@ class Storm:
     tick_seconds: float
     fault_share: float
     """Of the workers' calls; 0 where the proxy makes the faults."""
-    chains: bool
-    """Jobs of several stages."""
+    kind: Kind
     server: forks.Forks
     """Of all commands, which it starts without their imports."""
     log: Path = field(init=False)
@@ -103,16 +109,25 @@ class Storm:
     workers: list[forks.Fork] = field(default_factory=list)
     frozen: set[forks.Fork] = field(default_factory=set)
     models: dict[forks.Fork, str] = field(default_factory=dict)
+    rivals: list[StormJob] = field(default_factory=list)
+    _unsent: list[str] = field(default_factory=list)
+    """Messages of rivals, and copies."""
 
     def __post_init__(self) -> None:
+        if self.kind == "clashes":
+            self.rivals = storm_clashes.rivals(self.tally.jobs, self.random)
+            jobs = [*self.rivals, *storm_clashes.copies(self.all_jobs(), self.random)]
+            self.random.shuffle(jobs)
+            self._unsent = storm_clashes.messages(jobs, self.random)
         self.events = self.folder / "events"
         self.events.touch()
         self.log = self.folder / "workers.log"
 
     async def run(self, storage: Storage) -> None:
         began_at = time.monotonic()
-        await self._fill()
-        sent = len(self.jobs()) + len(self.stopped_jobs())
+        early = await self.send_rivals(storage, len(self._unsent) // 4)
+        await self._fill(storage)
+        sent = len(self.jobs()) + len(self.stopped_jobs()) + early
         self.tally.sent_twice = (await storage.queue.depth()).messages - sent
         self._start_missing_workers()
         scaler = KilledScaler(self.folder, self.random, self._command)
@@ -124,8 +139,13 @@ class Storm:
                     (6.0, "cancel", STOPPED, "--yes"),
                 )
             ]
+            late = len(self._unsent) // 3
             try:
-                while not self._is_enough():
+                while not self._is_enough() or len(self._unsent) > late:
+                    share = 1 - min(1, self._blows() / self.kills)
+                    await self.send_rivals(
+                        storage, len(self._unsent) - late - int(2 * late * share)
+                    )
                     await asyncio.sleep(self.random.uniform(0.05, 2.0 / len(self.workers)))
                     if self._blows() < self.kills:
                         self._blow()
@@ -137,13 +157,24 @@ class Storm:
         self.tally.scaler_errors = scaler.errors
         self.tally.seconds = round(time.monotonic() - began_at, 1)
 
+    async def send_rivals(self, storage: Storage, count: int | None = None) -> int:
+        """Sends some of the messages that clash with others, or are copies; all by default."""
+        sent, self._unsent = self._unsent[:count], self._unsent[len(self._unsent[:count]) :]
+        await storage.queue.send(sent)
+        return len(sent)
+
     def jobs(self) -> list[StormJob]:
-        return [*(chains if self.chains else all_jobs)(self.tally.jobs)]
+        """The jobs that are loaded from a file."""
+        makers = {"jobs": all_jobs, "chains": chains, "clashes": storm_clashes.named_jobs}
+        return [*makers[self.kind](self.tally.jobs)]
+
+    def all_jobs(self) -> list[StormJob]:
+        return [*self.jobs(), *self.rivals]
 
     def stopped_jobs(self) -> list[StormJob]:
         """Of the campaign that is cancelled."""
         count = self.tally.jobs
-        return [*(chains(count, STOPPED) if self.chains else stopped_jobs(count))]
+        return [*(chains(count, STOPPED) if self.kind == "chains" else stopped_jobs(count))]
 
     async def calm(self, storage: Storage) -> None:
         """Without faults, until nothing is left in the queue."""
@@ -165,6 +196,15 @@ class Storm:
         while len([1 async for _ in poison.browse()]) < (await poison.depth()).messages:
             await asyncio.sleep(LOOK_SECONDS)
 
+    async def console(self, *arguments: str | Path) -> str:
+        """Runs the console to its end; returns what it prints."""
+        ended = await asyncio.to_thread(
+            self.server.run, *map(str, arguments), cwd=self.folder, variables=self._environment()
+        )
+        if ended.returncode not in {0, 4}:
+            raise RuntimeError(f"imagefleet {arguments} failed: {ended.stderr}")
+        return ended.stdout
+
     def kill_all(self) -> None:
         for process in self.workers:
             process.kill()
@@ -175,7 +215,7 @@ class Storm:
         return self._blows() >= self.kills and self.tally.faults >= self.faults
 
     def _blows(self) -> int:
-        if self.chains:
+        if self.kind == "chains":
             return self.tally.kills
         return self.tally.kills + self.tally.freezes + self.tally.terms
 
@@ -230,10 +270,17 @@ class Storm:
         self.models[worker] = model
         self.workers.append(worker)
 
-    async def _fill(self) -> None:
-        """`imagefleet load`, killed twice before it may end."""
+    async def _fill(self, storage: Storage) -> None:
+        """`imagefleet load`, killed twice before it may end.
+
+        Jobs that clash with others are a foreign producer's.
+        """
         jobs = self.folder / "jobs.jsonl"
-        both = [*self.jobs(), *self.stopped_jobs()]
+        both = self.stopped_jobs()
+        if self.kind == "clashes":
+            await storage.queue.send(storm_clashes.messages(self.jobs(), self.random))
+        else:
+            both += self.jobs()
         self.random.shuffle(both)
         jobs.write_text("".join(f"{json.dumps(job)}\n" for job in both))
         checkpoint = self.folder / "load.checkpoint"
@@ -338,13 +385,13 @@ async def weather(
     faults: int,
     seconds: float,
     seed: int,
-    chains: bool = False,
+    kind: Kind = "jobs",
 ) -> Tally:
     """One storm of about *seconds*, and the calm after it; returns the tally."""
-    kind = "local" if settings.storage.startswith("local:") else "azurite"
-    tally = Tally(kind, jobs)
+    where = "local" if settings.storage.startswith("local:") else "azurite"
+    tally = Tally(where, jobs)
     variables = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(HERE)])}
-    prelude = "import storm_worker" if kind == "local" else f"import storm_worker; {forks.AZURE}"
+    prelude = "import storm_worker" if where == "local" else f"import storm_worker; {forks.AZURE}"
     with (
         tempfile.TemporaryDirectory(prefix="imagefleet-storm-") as folder,
         forks.running(Path(sys.executable), Path(folder), variables, prelude) as server,
@@ -364,10 +411,10 @@ async def weather(
                 faults=faults,
                 tick_seconds=0.0,
                 fault_share=0.0 if proxy else FAULT_SHARE,
-                chains=chains,
+                kind=kind,
                 server=server,
             )
-            images = sum(len(images_of(job)) for job in storm.jobs())
+            images = sum(map(len, drawings(storm.all_jobs()).values()))
             storm.tick_seconds = seconds * WORKERS * CAPACITY / images
             try:
                 await storm.run(storage)
@@ -377,11 +424,17 @@ async def weather(
                 storm.fault_share = 0.0
                 storm.tick_seconds = 0.0
                 await storm.calm(storage)
+                if kind == "clashes":
+                    await storm.send_rivals(storage)
+                    await storm.calm(storage)
+                    tally.untruths, tally.names_taken = await storm_clashes.untruths(
+                        settings, storage, storm.all_jobs(), storm.console, storm.calm
+                    )
+                else:
+                    await compare_outcomes(tally, storage, storm.jobs())
             finally:
                 storm.kill_all()
-            await count_up(
-                tally, storage, storm.jobs(), storm.stopped_jobs(), storm.events.read_text()
-            )
+            await count_up(tally, storage, storm.stopped_jobs(), storm.events.read_text())
             if not tally.is_clean:
                 sys.stderr.write(storm.log.read_text()[-20_000:])
     return tally
@@ -396,20 +449,37 @@ def main() -> None:
     parser.add_argument(
         "--seconds", type=float, default=150, help="of work for undisturbed workers"
     )
-    parser.add_argument("--chains", action="store_true", help="jobs of three stages")
+    parser.add_argument(
+        "--chains",
+        dest="kind",
+        action="store_const",
+        const="chains",
+        default="jobs",
+        help="jobs of three stages",
+    )
+    parser.add_argument(
+        "--clashes",
+        dest="kind",
+        action="store_const",
+        const="clashes",
+        help="a tenth of the jobs share ids",
+    )
     parser.add_argument("--seed", type=int, default=int(time.time()))
     arguments = parser.parse_args()
     if arguments.faults is None:
-        arguments.faults = 200 if arguments.chains else 1000
+        arguments.faults = 200 if arguments.kind == "chains" else 1000
     kinds = ["local", "azurite"] if arguments.storage == "both" else [arguments.storage]
     given = {
         name: getattr(arguments, name)
-        for name in ("jobs", "kills", "faults", "seconds", "seed", "chains")
+        for name in ("jobs", "kills", "faults", "seconds", "seed", "kind")
     }
     tallies = [run_on(kind, given) for kind in kinds]
     rows = [asdict(tally) for tally in tallies]
     for name in rows[0]:
-        print(f"{name.replace('_', ' '):30}", *(f"{row[name]!s:>10}" for row in rows))
+        shown = (len(row[name]) if isinstance(row[name], list) else row[name] for row in rows)
+        print(f"{name.replace('_', ' '):30}", *(f"{each!s:>10}" for each in shown))
+    for wrong in (each for tally in tallies for each in (*tally.untruths, *tally.scaler_errors)):
+        print(wrong)
     print(json.dumps({"seed": arguments.seed, "storms": rows}))
     sys.exit(not all(tally.is_clean for tally in tallies))
 

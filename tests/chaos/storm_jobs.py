@@ -5,12 +5,23 @@ Or jobs of three stages, of which the second and the third are for one of two mo
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import cast
+import json
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from typing import NamedTuple, cast
 
+from imagefleet.job.message import Job, read_job
 from storm_worker import BAD_STEPS
 
 StormJob = dict[str, object]
+
+
+class Drawing(NamedTuple):
+    """An image as a stage of a job draws it."""
+
+    stage: Job
+    index: int
+
 
 #: One job in so many is bad: it fails for good, however often it is replayed.
 BAD_EVERY = 50
@@ -81,9 +92,11 @@ def images_of(job: Mapping[str, object]) -> set[str]:
     return {f"default/{job['id']}{f'~{index}' if index else ''}.png" for index in range(count)}
 
 
-def seeds_of(image: str) -> list[int]:
-    """The seeds of an image and of those it began with, by its name."""
-    number, _, part = image.partition("/j")[2].removesuffix(".png").partition("~")
-    if part.startswith("s"):
-        return [int(number) + before * STAGE_SEEDS for before in range(int(part[1:]))]
-    return [int(number) + int(part or 0)]  # each image of a job adds one
+def drawings(jobs: Iterable[StormJob]) -> dict[str, dict[str, Drawing]]:
+    """What may be stored by each name, by the digests of the stages."""
+    found = defaultdict[str, dict[str, Drawing]](dict)
+    for job in jobs:
+        for stage in read_job(json.dumps(job), "none").stages_left():
+            for index in range(stage.images):
+                found[stage.blob_name(index)][stage.stage_digest] = Drawing(stage, index)
+    return found

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from imagefleet.records import reader
 from imagefleet.storage import dead_letter
 from imagefleet.storage.open import Storage
-from storm_jobs import STOPPED, StormJob, images_of, is_bad, seeds_of
+from storm_jobs import STOPPED, StormJob, drawings, images_of, is_bad
 from storm_worker import is_image_of
 
 
@@ -38,6 +38,8 @@ class Tally:
     images_without_record: int = 0
     records_without_image: int = 0  # and second records of one image
     failed_jobs_without_record: int = 0
+    names_taken: int = 0  # jobs that failed for it
+    untruths: list[str] = field(default_factory=list)  # of ids that clash
     cancelled_jobs: int = 0
     stopped_jobs_lost: int = 0  # neither drawn nor cancelled
     miscounted_jobs: int = 0  # as completed, by their records
@@ -58,23 +60,43 @@ class Tally:
             or self.stopped_jobs_lost
             or self.miscounted_jobs
             or self.workers_ended_by_themselves
+            or self.untruths
             or self.scaler_errors
         )
 
 
-async def count_up(
-    tally: Tally, storage: Storage, jobs: list[StormJob], stopped: list[StormJob], events: str
-) -> None:
-    """Compares what is stored and what failed with the jobs; *events* are those of the workers."""
+async def count_up(tally: Tally, storage: Storage, stopped: list[StormJob], events: str) -> None:
+    """Counts what the workers did, by their *events*, and what became of the cancelled campaign."""
+    images = 0
+    async for record in storage.blobs.records("default/"):
+        images += 1
+        tally.redeliveries += int(record.metadata.get("attempt", 1)) - 1
+    for campaign in ("default", STOPPED):
+        await compare_records(tally, storage, campaign)
+    drawn = [each async for each in reader.images(storage, STOPPED)]
+    done = {each.id for each in drawn if each.stage == each.stages}
+    cancelled = {each.id async for each in reader.ended(storage, STOPPED)}
+    tally.cancelled_jobs = len(cancelled)
+    ids = {str(job["id"]) for job in stopped}
+    tally.stopped_jobs_lost = len(ids - done - cancelled)
+    counted = Counter(line.split()[0] for line in events.splitlines())
+    tally.images_generated = counted["drawn"]
+    tally.images_wasted = counted["drawn"] - images - len(drawn)
+    tally.duplicates_suppressed = counted["duplicate"]
+
+
+async def compare_outcomes(tally: Tally, storage: Storage, jobs: list[StormJob]) -> None:
+    """Compares what is stored and what failed with the jobs, whose ids are all different."""
     good_jobs = [job for job in jobs if not is_bad(job)]
     good = {name for job in jobs for name in images_of(job)}
     bad = {str(job["id"]) for job in jobs if is_bad(job)}
+    drawn_as = drawings(jobs)
     stored = Counter[str]()
     async for record in storage.blobs.records("default/"):
         stored[record.name] += 1
-        tally.redeliveries += int(record.metadata.get("attempt", 1)) - 1
         data = await storage.blobs.read(record.name) or b""
-        tally.wrong_images += not is_image_of(seeds_of(record.name), data)
+        for drawing in drawn_as[record.name].values():
+            tally.wrong_images += not is_image_of(*drawing, data)
     failed: dict[str, str] = {}
     async for message in storage.poison.browse():
         record = dead_letter.FailedJob.parse(message.body)
@@ -85,22 +107,10 @@ async def count_up(
     tally.visible_duplicates = stored.total() - len(stored) + len(stored.keys() - good)
     tally.good_jobs_failed = len(failed.keys() - bad)
     tally.bad_jobs_missing = len(bad - failed.keys())
-    for campaign in ("default", STOPPED):
-        await compare_records(tally, storage, campaign)
     ended = {each.id async for each in reader.ended(storage, "default")}
     tally.failed_jobs_without_record = len(set(failed) - ended)
     completed = (await reader.counts(storage, "default")).completed
     tally.miscounted_jobs = abs(completed - len(good_jobs))
-    drawn = [each async for each in reader.images(storage, STOPPED)]
-    done = {each.id for each in drawn if each.stage == each.stages}
-    cancelled = {each.id async for each in reader.ended(storage, STOPPED)}
-    tally.cancelled_jobs = len(cancelled)
-    ids = {str(job["id"]) for job in stopped}
-    tally.stopped_jobs_lost = len(ids - done - cancelled)
-    counted = Counter(line.split()[0] for line in events.splitlines())
-    tally.images_generated = counted["drawn"]
-    tally.images_wasted = counted["drawn"] - len(stored) - len(drawn)
-    tally.duplicates_suppressed = counted["duplicate"]
 
 
 async def compare_records(tally: Tally, storage: Storage, campaign: str) -> None:

@@ -13,6 +13,7 @@ import io
 import os
 import random
 import sys
+import zlib
 from collections.abc import Iterable
 from typing import Any
 
@@ -21,13 +22,15 @@ from PIL import Image
 
 from fleet import console, options
 from imagefleet import errors
+from imagefleet.job.message import Job
 from imagefleet.storage import open as storage_open
 from imagefleet.storage.open import Storage
 from imagefleet.telemetry import logs
 from worker import process
 from worker.engine import contract
 from worker.settings import WorkerSettings
-from worker.testing import StandInEngine, draw_noise
+from worker.stages import encode
+from worker.testing import StandInEngine
 
 #: Jobs with this many steps are bad: they fail for good.
 BAD_STEPS = 13
@@ -85,7 +88,8 @@ def main() -> None:
         if request.steps == BAD_STEPS:
             raise errors.UnusableFileError("a bad job")
         events.write(f"drawn {request.seed}")
-        return image_of([draw_noise(request), *([request.init.pixels] if request.init else [])])
+        noise = noise_of(str(request.prompt), request.steps, request.seed)
+        return image_of([noise, *([request.init.pixels] if request.init else [])])
 
     def opened(settings: Any, *arguments: Any, **named: Any) -> Storage:
         storage: Any = storage_open.open_storage(settings, *arguments, **named)
@@ -118,19 +122,28 @@ def main() -> None:
     console.leave(code)
 
 
+def noise_of(prompt: str, steps: int, seed: int) -> contract.Pixels:
+    """What a request alone decides: another for each prompt, number of steps and seed."""
+    random = np.random.default_rng([zlib.crc32(prompt.encode()), steps, seed])
+    return random.integers(0, 256, (SIDE, SIDE, 3), np.uint8)
+
+
 def image_of(pixels: Iterable[contract.Pixels]) -> contract.Pixels:
     """A stage's noise on the image that it begins with, which cannot be told from it alone."""
     return sum(pixels, np.zeros((), np.uint8))
 
 
-def is_image_of(seeds: Iterable[int], data: bytes) -> bool:
-    """Whether a file is what workers draw of the seeds of a stage and of those before it."""
-    noise = (
-        draw_noise(contract.ImageRequest("", "", (), "", 1, 1.0, seed, SIDE, SIDE))
-        for seed in seeds
+def is_image_of(job: Job, index: int, data: bytes) -> bool:
+    """Whether a file is what workers draw as image *index* of a job's stage."""
+    whole = job.whole
+    before = [whole, *(whole.at_stage(number) for number in range(2, job.stage + 1))]
+    pixels = image_of(
+        noise_of(stage.prompt, stage.steps, stage.image_seed(index)) for stage in before
     )
+    file = encode.encode(pixels, job.output, "")
     try:
-        image = Image.open(io.BytesIO(data))
-        return bool(np.array_equal(np.asarray(image), image_of(noise)))
-    except OSError:
+        return np.array_equal(
+            *(np.asarray(Image.open(io.BytesIO(each))) for each in (data, file.data))
+        )
+    except (OSError, ValueError):
         return False

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import hashlib
 import json
 import os
 import subprocess
@@ -171,6 +172,7 @@ def store_images() -> StoreImages:
                 "worker": "w1",
                 "blob": f"spring/{name}.png",
                 "size_bytes": len(data),
+                "sha256": hashlib.sha256(data).hexdigest(),
                 "seconds": 1.5,
                 "prompt": f"a house {name}, <lora:outline-style:0.8>",
                 "negative_prompt": "blurry",
@@ -184,7 +186,8 @@ def store_images() -> StoreImages:
                 "loras": [("outline-style", 0.8)],
             }
             record = Record.model_validate(known | fields)
-            await storage.blobs.create(str(record.blob), data, "image/png", {"job": name})
+            told = {"job": name, "sha256": str(record.sha256)}
+            await storage.blobs.create(str(record.blob), data, "image/png", told)
             records.append(record)
         await RecordLog(storage.blobs, "w1").add(records)
         return records

@@ -194,7 +194,8 @@ async def test_a_job_of_several_images_is_completed_when_all_are_there(
 ) -> None:
     batch = await fleet.submit([Job(prompt="a house", id="a", seed=3, batch_size=3)])
     blobs = fleet.storage.blobs
-    facts = {"job": "a", "seed": "4", "images": "3"}
+    (sent,) = [message.body async for message in fleet.storage.queue.browse()]
+    facts = {"job": "a", "seed": "4", "images": "3", "digest": read_job(sent, "m").digest}
     await blobs.create("default/a~1.png", b"by a worker that died", "image/png", facts)
     with pytest.raises(TimeoutError):
         await collect(batch, 0.1)

@@ -13,6 +13,7 @@ import pytest
 
 from imagefleet import retry
 from imagefleet.cancelled import CancelledCampaigns
+from imagefleet.job.message import read_job
 from imagefleet.storage.open import Storage
 from imagefleet.storage.settings import StorageSettings
 from worker.engine import contract
@@ -65,6 +66,32 @@ def worker_settings(
         return WorkerSettings(**fields)
 
     return make
+
+
+@pytest.fixture
+def one_hand_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("worker.stages.prepare.HAND_BACKS", 1)
+
+
+class StoreImages(Protocol):
+    """Stores images of a message's job, by default all, without records of them."""
+
+    async def __call__(self, body: str, *indices: int, data: bytes = b"image") -> None: ...
+
+
+@pytest.fixture
+def store_images(storage: Storage) -> StoreImages:
+    """As a worker does that dies before it has written a record."""
+
+    async def store(body: str, *indices: int, data: bytes = b"image") -> None:
+        job = read_job(body, "message")
+        for index in indices or range(job.images):
+            facts = {"job": str(job.id), "digest": job.stage_digest}
+            if job.stages > 1:
+                facts["stages"] = str(job.stages)
+            await storage.blobs.create(job.blob_name(index), data, "image/png", facts)
+
+    return store
 
 
 @pytest.fixture

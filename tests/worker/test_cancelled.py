@@ -15,6 +15,7 @@ import polling
 from imagefleet import cancelled
 from imagefleet.records import reader
 from imagefleet.storage.open import Storage
+from imagefleet.storage.protocol import BlobRecord
 from worker.engine import contract
 from worker.testing import StandInEngine
 
@@ -158,35 +159,36 @@ async def test_images_of_a_worker_that_died_get_records_when_their_jobs_end_othe
     storage: Storage,
     run_pipeline: RunPipeline,
     message: Message,
+    store_images: Callable[..., Any],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     of_spring = {"campaign": "spring", "batch_size": 3, "seed": 1}
     of_autumn = {"campaign": "autumn", "prompt": "a <lora:nowhere:1>"}
-    await storage.queue.send(
-        [
-            message(id="stopped", **of_spring),
-            message(id="done", campaign="spring"),
-            message(id="failing", batch_size=2, **of_autumn),
-            message(id="fine", **of_autumn),
-        ]
-    )
+    bodies = [
+        message(id="stopped", **of_spring),
+        message(id="done", campaign="spring"),
+        message(id="failing", batch_size=2, **of_autumn),
+        message(id="fine", **of_autumn),
+    ]
+    await storage.queue.send(bodies)
     for leased in await storage.queue.receive(4, 60):  # they die after they have stored these
         await storage.queue.release(leased)
     await storage.queue.send([message(id="once", **of_spring)])
-    stored = ("spring/stopped-1", "spring/done", "autumn/failing-1", "autumn/fine")
-    for name in stored:
-        await storage.blobs.create(f"{name}.png", b"image", "image/png", {})
+    stored = ("spring/stopped~1", "spring/done", "autumn/failing~1", "autumn/fine")
+    for body, index in zip(bodies, (1, 0, 1, 0), strict=True):
+        await store_images(body, index)
     looked_for: list[str] = []
-    exists = storage.blobs.exists
+    record = storage.blobs.record
 
-    async def noted(name: str) -> bool:
+    async def noted(name: str) -> BlobRecord | None:
         looked_for.append(name)
-        return await exists(name)
+        return await record(name)
 
-    monkeypatch.setattr(storage.blobs, "exists", noted)
+    monkeypatch.setattr(storage.blobs, "record", noted)
     await cancelled.cancel(storage, "spring")
     pipeline = await run_pipeline()
 
+    assert len(looked_for) == 3 + 1 + 2 + 1, "only of jobs that were delivered before"
     assert pipeline.metrics.outcomes == {"cancelled": 2, "failed": 1, "duplicate": 2}
     found = {
         str(record.blob).removesuffix(".png"): record
@@ -194,7 +196,7 @@ async def test_images_of_a_worker_that_died_get_records_when_their_jobs_end_othe
         async for record in reader.images(storage, campaign)
     }
     assert found.keys() == set(stored)
-    image = found["spring/stopped-1"]
+    image = found["spring/stopped~1"]
     assert (image.id, image.index, image.images, image.seed) == ("stopped", 1, 3, 2)
     assert (image.worker, image.seconds) == ("?", None), "who has drawn it is not known"
     counts = await reader.counts(storage, "spring")
@@ -202,7 +204,6 @@ async def test_images_of_a_worker_that_died_get_records_when_their_jobs_end_othe
     ended = {(record.id, record.outcome) async for record in reader.ended(storage)}
     assert ended == {("stopped", "cancelled"), ("once", "cancelled"), ("failing", "failed")}
     assert (await storage.poison.depth()).messages == 1
-    assert len(looked_for) == 3 + 1 + 2 + 1, "only of jobs that were delivered before"
 
 
 async def test_a_second_drawing_of_a_cancelled_job_leaves_no_record_of_its_own(

@@ -17,7 +17,7 @@ import polling
 from imagefleet import errors
 from imagefleet.pricing import prices
 from imagefleet.storage.open import Storage
-from imagefleet.storage.protocol import Operations
+from imagefleet.storage.protocol import Clock, Operations
 from worker import metrics, process
 from worker.engine import contract
 from worker.metrics import CostMeter
@@ -193,7 +193,10 @@ def test_wasted_dollars_never_decrease() -> None:
     # The engine's thread books a tick only at its end; seen in between, idle must not shrink.
     engine_thread = FakeEngineThread()
     meter = CostMeter(
-        engine_thread, Replica("x", 3600 * DOLLARS_PER_SECOND, prices.FREE_STORAGE), Operations()
+        engine_thread,
+        Replica("x", 3600 * DOLLARS_PER_SECOND, prices.FREE_STORAGE),
+        Operations(),
+        Clock(),
     )  # type: ignore[arg-type]
     meter.ready()
     before = polling.until_in_thread(lambda: meter.wasted_seconds()["idle"])
@@ -204,7 +207,8 @@ def test_wasted_dollars_never_decrease() -> None:
 
 def test_without_a_price_no_cost_is_reported() -> None:
     replica = Replica("none", None, prices.BUILT_IN.storage)
-    seen = values(CostMeter(FakeEngineThread(), replica, Operations(blob_writes=10_000)))  # type: ignore[arg-type]
+    operations = Operations(blob_writes=10_000)
+    seen = values(CostMeter(FakeEngineThread(), replica, operations, Clock()))  # type: ignore[arg-type]
 
     assert seen["imagefleet_cost_dollars_total:storage"] == pytest.approx(0.055)
     assert "imagefleet_cost_dollars_total:gpu" not in seen

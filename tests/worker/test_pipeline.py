@@ -18,7 +18,7 @@ import polling
 from imagefleet import errors, retry
 from imagefleet.storage import dead_letter
 from imagefleet.storage.open import Storage
-from imagefleet.storage.protocol import BlobPart, BlobStore
+from imagefleet.storage.protocol import BlobPart, BlobRecord, BlobStore
 from worker import gpu_thread
 from worker.engine import contract
 from worker.testing import StandInEngine, draw_noise
@@ -176,9 +176,9 @@ async def test_a_broken_engine_hands_everything_back_for_another_worker(
 
 
 async def test_a_blob_that_exists_already_completes_the_job_as_a_duplicate(
-    storage: Storage, run_pipeline: RunPipeline, message: Callable[..., str]
+    storage: Storage, run_pipeline: RunPipeline, message: Callable[..., str], store_images: Any
 ) -> None:
-    await storage.blobs.create("default/j.png", b"the first", "image/png", {})
+    await store_images(message(id="j"), data=b"the first")
     await storage.queue.send([message(id="j"), message(id="k")])
     pipeline = await run_pipeline()
     assert pipeline.metrics.outcomes == {"duplicate": 1, "completed": 1}
@@ -190,7 +190,7 @@ class FaultyBlobs:
     """Blobs whose first writes fail."""
 
     def __init__(self, blobs: BlobStore, faults: int) -> None:
-        self.name = blobs.name
+        self.name, self.clock = blobs.name, blobs.clock
         self._blobs = blobs
         self.faults = faults
 
@@ -204,6 +204,9 @@ class FaultyBlobs:
 
     async def append(self, name: str, data: bytes, position: int) -> bool:
         return await self._blobs.append(name, data, position)
+
+    async def record(self, name: str) -> BlobRecord | None:
+        return await self._blobs.record(name)
 
     async def read(self, name: str, max_bytes: int | None = None) -> bytes | None:
         return await self._blobs.read(name, max_bytes)
@@ -265,9 +268,9 @@ class LostReplies(FaultyBlobs):
 
 
 async def test_an_image_whose_reply_was_lost_is_the_workers_own_not_a_duplicate(
-    storage: Storage, run_pipeline: RunPipeline, message: Callable[..., str]
+    storage: Storage, run_pipeline: RunPipeline, message: Callable[..., str], store_images: Any
 ) -> None:
-    await storage.blobs.create("default/j2.png", b"another worker's", "image/png", {"job": "j2"})
+    await store_images(message(id="j2"), data=b"another worker's")
     await storage.queue.send(message(id=f"j{number}") for number in range(3))
     opened = FaultyStorage(storage, faults=0)
     opened.blobs = LostReplies(storage.blobs, faults=3)

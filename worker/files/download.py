@@ -7,7 +7,6 @@ import contextlib
 import hashlib
 import re
 import time
-import urllib.request
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from io import FileIO
@@ -20,7 +19,7 @@ from yarl import URL
 from imagefleet import errors, redaction, retry
 from imagefleet.files.kinds import BY_FOLDER, MODEL
 from imagefleet.storage import protocol
-from imagefleet.telemetry import logs
+from imagefleet.telemetry import logs, proxies
 from worker.files.disk_cache import DiskCache
 from worker.files.library import rested_blob
 
@@ -32,13 +31,16 @@ STALL_SECONDS = 30.0
 #: Large enough for the pauses between requests not to matter, small enough for any memory.
 _PART_BYTES = 16 * 2**20
 
-_CONTENT_RANGE = re.compile(r"bytes (\d+)-\d+/(\d+)")
+_CONTENT_RANGE = re.compile(r"bytes (\d+)-(\d+)/(\d+)")
+
+#: Times that a file which came in parts, and is not what it should be, is fetched anew.
+_MOST_RESTARTS = 3
 
 #: The format and the kind of a file are known by then.
 HEAD_BYTES = 2**20
 
-#: A connection that brought this much resets the count of tries: over a bad line, a large file
-#: takes many.
+#: So much more than was ever there resets the count of tries: over a bad line, a large file takes
+#: many.
 PROGRESS_BYTES = 2**20
 
 
@@ -58,7 +60,7 @@ class Opened:
 
 
 class FileChangedError(errors.TransientError):
-    """The file has changed since its download began."""
+    """The file has changed since its download began, or its rest cannot be had: begin anew."""
 
 
 class HttpSource:
@@ -79,13 +81,14 @@ class HttpSource:
             if version is not None:
                 headers["If-Range"] = version
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=10, sock_read=STALL_SECONDS)
-        through_proxy = bool(urllib.request.getproxies_environment())
         try:
             async with (
-                aiohttp.ClientSession(timeout=timeout, trust_env=through_proxy) as session,
+                proxies.session(timeout=timeout) as session,
                 session.get(self._url, headers=headers) as response,
             ):
                 yield self._answer(response, offset)
+        except aiohttp.ClientConnectorCertificateError as error:
+            raise proxies.unreachable(f"{self.label} cannot be fetched", error) from None
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             # Without its cause, whose text may contain the address with its token.
             raise errors.TransientError(
@@ -104,20 +107,33 @@ class HttpSource:
         chunks = response.content.iter_chunked(2**20)
         answer = f"{self.label} answers HTTP {response.status}"
         match response.status:
-            case 200:  # all of it, whatever was requested
+            case 200 if "Content-Range" not in response.headers:  # all of it, whatever was asked
                 disposition = response.content_disposition
                 file_name = disposition.filename if disposition else None
+                if response.headers.get("Content-Encoding", "identity") != "identity":
+                    # The bytes that are counted are not the file's, of which there are no parts.
+                    return Opened(0, None, None, chunks, file_name)
                 return Opened(0, response.content_length, version, chunks, file_name)
-            case 206:
+            case 200 | 206:
                 found = _CONTENT_RANGE.fullmatch(response.headers.get("Content-Range", ""))
-                if not found or int(found[1]) != offset:
-                    raise errors.TransientError(f"{answer} with another part of the file")
-                return Opened(offset, int(found[2]), version, chunks)
-            case 416:  # Range Not Satisfiable: it is shorter than before
+                begin, end, total = map(int, found.groups()) if found else (0, 0, 0)
+                # It may begin earlier, and end earlier, than was asked.
+                if begin <= offset and begin <= end < total:
+                    return Opened(begin, total, version, chunks)
+                another = FileChangedError if offset else errors.TransientError
+                raise another(f"{answer} with another part of the file than was asked for")
+            case 416 if offset and response.headers.get("Content-Range") == f"bytes */{offset}":
+                return Opened(offset, offset, version, _nothing())  # its length was not known
+            case 412 | 416 if offset:  # it is another, or shorter than before
                 raise FileChangedError(f"{answer}: the file has changed")
             case status if status in {408, 429} or status >= 500:  # noqa: PLR2004
                 raise errors.TransientError(answer)
         raise errors.SetupError(f"{answer}: check the address, and its token if it has one")
+
+
+async def _nothing() -> AsyncIterator[bytes]:
+    for chunk in list[bytes]():
+        yield chunk
 
 
 class BlobSource:
@@ -189,6 +205,8 @@ class Download:
     file_name: str | None = field(default=None, init=False)
     _is_head_checked: bool = False
     _is_resumed: bool = False
+    _restarts: int = 0
+    _furthest_bytes: int = 0
     _occasion: logs.Occasion = field(default_factory=lambda: logs.Occasion(seconds=10))
 
     def __post_init__(self) -> None:
@@ -197,6 +215,7 @@ class Download:
 
     async def run(self, retry_policy: retry.RetryPolicy) -> None:
         """Raises SetupError if the file is another; TransientError after the last try."""
+        self._furthest_bytes = self._size()
         while True:
             while not await retry_policy.call(self._advance):
                 pass
@@ -208,13 +227,11 @@ class Download:
             if self.sha256 in {None, found}:
                 return
             self.forget()
-            if not self._is_resumed:
+            if not self._may_be_mixed():
                 raise errors.SetupError(
                     f"{self.source.label} has the SHA-256 {found}, not {self.sha256} as in"
                     f" {self.stated_in}: one of the two is wrong"
                 )
-            # It came in parts, perhaps of two versions.
-            self._is_resumed = False
 
     def forget(self) -> None:
         """Removes the partial file, so that the next try starts anew."""
@@ -229,17 +246,24 @@ class Download:
             return True
         try:
             async with self.source.opened(size, version) as opened:
-                size = opened.offset
+                self._refuse_another(opened, total, version)
                 await self._receive(opened)
                 return True
         except FileChangedError:
             self.forget()
             raise
         except errors.TransientError as error:
-            if self._size() - size < PROGRESS_BYTES:
+            if self._size() - self._furthest_bytes < PROGRESS_BYTES:
                 raise
+            self._furthest_bytes = self._size()
             retry.log_retry(error)
             return False
+
+    def _refuse_another(self, opened: Opened, total: int | None, version: str | None) -> None:
+        """Raises FileChangedError for the rest of another file than that which is there."""
+        is_another = opened.version not in {None, version}
+        if opened.offset and (is_another or total not in {None, opened.total_bytes}):
+            raise FileChangedError(f"{self.source.label} was replaced meanwhile")
 
     def _resume_point(self) -> tuple[int, int | None, str | None]:
         """Bytes on the disk, of how many, and of which version."""
@@ -280,8 +304,14 @@ class Download:
                 self._log_progress(size, total, bytes_per_second)
             with self.cache.errors():
                 file.truncate()
+        if total is not None and size > total:
+            raise FileChangedError(f"{self.source.label} sent more than the {total:,} bytes it has")
         if total not in {None, size}:
-            raise errors.TransientError(f"the connection to {self.source.label} broke off")
+            received = size - opened.offset
+            raise errors.TransientError(
+                f"{self.source.label} sent {received:,} bytes and no more over one connection:"
+                f" {total - size:,} are missing"
+            )
 
     def _check_content(self, *, is_whole: bool) -> None:
         self._is_head_checked = True
@@ -290,11 +320,15 @@ class Download:
                 self.check(self.part, is_whole)
             except errors.SetupError as error:
                 self.forget()
-                if not self._is_resumed:
+                if not self._may_be_mixed():
                     raise
-                # It came in parts, perhaps of two versions.
-                self._is_resumed = False
                 raise FileChangedError(error.message) from error
+
+    def _may_be_mixed(self) -> bool:
+        """Whether a wrong file came in parts, perhaps of two versions: it is fetched anew."""
+        came_in_parts, self._is_resumed = self._is_resumed, False
+        self._restarts += came_in_parts
+        return came_in_parts and self._restarts <= _MOST_RESTARTS
 
     def _log_progress(self, size: int, total: int | None, bytes_per_second: float) -> None:
         if not self._occasion.is_due() and size != total:

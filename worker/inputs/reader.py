@@ -16,7 +16,7 @@ from PIL import Image
 
 from imagefleet import concurrency, errors, retry
 from imagefleet.files import kinds
-from imagefleet.job.message import MAX_IMAGE_BYTES, Job
+from imagefleet.job.message import DEFAULT_CAMPAIGN, MAX_IMAGE_BYTES, Job
 from imagefleet.job.passes import extras, hires
 from imagefleet.job.passes import img2img as given
 from imagefleet.signing import TrustedJobs, TrustedKeys, trusted_keys
@@ -67,8 +67,15 @@ class InputReader:
         cache: Path,
         cache_bytes: int,
         trusted: TrustedKeys | None = None,
+        campaigns: str = "own",
     ) -> None:
-        """*cache_bytes* for each kind of file, which one of the *trusted* keys must list."""
+        """*cache_bytes* for each kind of file, which one of the *trusted* keys must list.
+
+        *campaigns* is the setting `input_campaigns`.
+        """
+        # A campaign may be called "own".
+        opened = "" if campaigns == "own" else campaigns
+        self._campaigns = {name.strip() for name in opened.split(",")}
         self._containers = {"files": files_of_jobs, "images": images}
 
         def library(kind: kinds.FileKind, most: int = cache_bytes) -> FileLibrary:
@@ -101,7 +108,7 @@ class InputReader:
 
     async def read_upscale(self, job: Job) -> Inputs:
         """The image of a job that only enlarges it, and how; raises as `read`."""
-        data = await self._file("init_images", job.init_images[0])
+        data = await self._file(job, "init_images", job.init_images[0])
 
         def prepare() -> tuple[contract.Pixels, str]:
             image = pictures.read("init_images: the image", data).convert("RGB")
@@ -132,8 +139,8 @@ class InputReader:
     async def _begin(self, job: Job, size: Size | None) -> Begin | None:
         if not job.init_images:
             return None
-        image = await self._file("init_images", job.init_images[0])
-        mask = None if job.mask is None else await self._file("mask", job.mask)
+        image = await self._file(job, "init_images", job.init_images[0])
+        mask = None if job.mask is None else await self._file(job, "mask", job.mask)
 
         def prepare() -> Begin:
             return img2img.begin(
@@ -172,7 +179,7 @@ class InputReader:
         unit = job.controls[at]
         what = f"alwayson_scripts.controlnet.args[{at}].image"
         path = await self._resolve(self._controlnets, unit.model)
-        image = await self._file(what, unit.image)
+        image = await self._file(job, what, unit.image)
 
         def prepare() -> contract.Pixels:
             read: Image.Image = pictures.read(f"{what}: the image", image)
@@ -204,11 +211,22 @@ class InputReader:
             find("negative prompt", str(job.parsed_negative_prompt)),
         )
 
-    async def _file(self, field: str, source: str) -> bytes:
-        """The file of an image that a field names, or has in it."""
+    def _refuse_others(self, job: Job, field: str, source: str, campaign: str) -> None:
+        own = job.campaign or DEFAULT_CAMPAIGN
+        if campaign != own and self._campaigns.isdisjoint({campaign, "*"}):
+            raise errors.JobError(
+                f"{field}: {source!r} is an image of the campaign {campaign!r}, and the job is of"
+                f" {own!r}: give workers --input-campaigns {campaign}, or store the image in"
+                f" {given.INPUTS} of the container of files"
+            )
+
+    async def _file(self, job: Job, field: str, source: str) -> bytes:
+        """The file of an image that a field of a job names, or has in it."""
         place = given.place(source)
         if place is None:
             return given.content(source)
+        if place.campaign is not None:
+            self._refuse_others(job, field, source, place.campaign)
         blobs = self._containers[place.container]
         try:
             # Images are never overwritten; inputs may be half-copied.
@@ -266,7 +284,12 @@ class JobFiles:
                 trusted=trusted,
             ),
             inputs=InputReader(
-                storage.files, storage.blobs, cache=cache, cache_bytes=cache_bytes, trusted=trusted
+                storage.files,
+                storage.blobs,
+                cache=cache,
+                cache_bytes=cache_bytes,
+                trusted=trusted,
+                campaigns=settings.input_campaigns,
             ),
             hashes=FileHashes(cache),
             trusted=None if trusted is None else TrustedJobs(trusted, storage.scope),

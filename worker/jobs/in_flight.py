@@ -12,23 +12,23 @@ import contextlib
 import logging
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
+from datetime import datetime
 from typing import Any, NoReturn
 
-from imagefleet import concurrency, errors
+from imagefleet import errors
 from imagefleet.cancelled import CancelledCampaigns
 from imagefleet.job.message import Job
-from imagefleet.records.record import Record, RecordLog, of_job
+from imagefleet.records.record import Record, RecordLog
 from imagefleet.storage.deliveries import SUSPECT_AFTER, Deliveries, shown_images
 from imagefleet.storage.open import LOCAL_SCHEME
-from imagefleet.storage.protocol import BlobStore
 from imagefleet.telemetry import logs
 from worker import tasks
 from worker.engine import contract
 from worker.inputs.img2img import Overlay
+from worker.jobs.stored import stored_record
 from worker.leases import Lease
 from worker.metrics import WorkerMetrics
 
@@ -38,9 +38,6 @@ log = logs.EventLog(__name__)
 #: stored: what the job, or the node, gets wrong each time is not tried a thousand times.
 FAILED_IMAGES = 2
 STORED_PER_FAILED = 10
-
-#: Images of one job that are looked for at the same time.
-_LOOKS_AT_ONCE = 16
 
 #: Records are written at least so often while others are in the making. On Azure each time is a
 #: billed write: some for a hundred images, where every image is one itself.
@@ -230,14 +227,14 @@ class InFlightJob:
             kept[:] = [each for each in kept if self._is_last(each)]
         return taken
 
-    def mark_completed(self) -> None:
-        """Every image is stored: the record of the last says so."""
+    def mark_completed(self, at: datetime) -> None:
+        """Every image is stored, which is known *at* that time: the record of the last says so."""
         if self.job is None or self.job.images_to_draw == 1:
             return
         last = self.job.images - 1
         if not any(map(self._is_last, (*self.records, *self.again))):
             # An earlier delivery has recorded it, while others were missing.
-            self.again.append(stored_record(self.job, self.source, last))
+            self.again.append(stored_record(self.job, self.source, last, at))
         for kept in (self.records, self.again):
             for place, record in enumerate(kept):
                 if self._is_last(record):
@@ -264,40 +261,6 @@ class InFlightImage:
     """The embeddings that the job's prompts name."""
     ready_at: float = field(default_factory=time.monotonic)
     generated_at: float = 0.0
-
-
-async def find_stored(
-    blobs: BlobStore, job: Job, source: str, images: Iterable[int]
-) -> list[Record]:
-    """Records of those *images* whose names are taken; *source* is the job's message."""
-    found: dict[int, Record] = {}
-
-    async def look(index: int) -> None:
-        if await blobs.exists(job.blob_name(index)):
-            found[index] = stored_record(job, source, index)
-
-    await concurrency.for_each(images, look, _LOOKS_AT_ONCE)
-    return [found[index] for index in sorted(found)]
-
-
-def stored_record(job: Job, source: str, index: int) -> Record:
-    """The record of an image that is stored; who has drawn it, and when, is not known."""
-    width, height = job.final_size
-    return Record.model_validate(
-        {
-            **of_job(job),
-            "outcome": "completed",
-            "at": datetime.now(UTC),
-            "source": source,
-            "blob": job.blob_name(index),
-            "index": index,
-            "completes": False if job.images > 1 else None,
-            "seed": job.image_seed(index),
-            "model": job.model,
-            "width": width,
-            "height": height,
-        }
-    )
 
 
 def flush_seconds(storage_url: str, lease_seconds: float) -> float:

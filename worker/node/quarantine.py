@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Callable, Iterable
-from datetime import UTC, datetime
 from typing import NoReturn
 
 from pydantic import BaseModel, Field
@@ -67,7 +66,7 @@ async def add(files: protocol.BlobStore, workers: Iterable[str], reason: str) ->
     for _ in range(_TRIES):
         found, version = await read(files)
         known = {node.name for node in found.nodes}
-        now = f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ}"
+        now = f"{files.clock.now():%Y-%m-%dT%H:%M:%SZ}"
         new = [Node(name=each, reason=reason, at=now) for each in wanted if each not in known]
         if not new:
             return []

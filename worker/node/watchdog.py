@@ -17,7 +17,6 @@ import asyncio
 import contextlib
 import functools
 import json
-import re
 import time
 from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Iterable, Iterator
@@ -26,7 +25,7 @@ from datetime import UTC, datetime
 from typing import Literal, NoReturn
 
 from imagefleet import errors, retry
-from imagefleet.job.message import ASIDE, SUSPECT
+from imagefleet.job.message import ASIDE, SUSPECT, worker_file_name
 from imagefleet.job.passes.fields import Pass
 from imagefleet.pricing import families, prices
 from imagefleet.storage import protocol
@@ -353,7 +352,7 @@ class Suspects:
         if not names:
             return
         self.metrics.suspect_images.inc(len(names))
-        now = datetime.now(UTC)
+        now = self.blobs.clock.now()
         content = {
             "worker": self.worker,
             "machine": machine_name(),
@@ -362,7 +361,7 @@ class Suspects:
             "reason": reason,
             "images": names,
         }
-        blob = f"{SUSPECT}{file_name(self.worker)}/{now:%Y%m%dT%H%M%SZ}.json"
+        blob = f"{SUSPECT}{worker_file_name(self.worker)}/{now:%Y%m%dT%H%M%SZ}.json"
         data = json.dumps(content).encode()
         what = f"{len(names)} images since {content['since']} are suspect"
         try:
@@ -382,7 +381,3 @@ class Suspects:
 
 def _text(time_: datetime) -> str:
     return time_.strftime("%Y-%m-%dT%H:%M:%SZ")
-
-
-def file_name(worker: str) -> str:
-    return re.sub(r"[^A-Za-z0-9._-]", "_", worker).lstrip(".") or "_"

@@ -10,6 +10,7 @@ hundred times as large to install, and write no text; fpng (0.7 ms) has no licen
 
 from __future__ import annotations
 
+import hashlib
 import io
 import json
 import re
@@ -224,10 +225,11 @@ FILTER_UP = 2
 
 @dataclass(frozen=True, slots=True)
 class EncodedImage:
-    """A file's bytes and its media type."""
+    """A file's bytes, its media type, and the SHA-256 (hex) of its bytes."""
 
     data: bytes
     content_type: str
+    sha256: str
 
 
 def encode(pixels: Pixels, output: Output, parameters: str, job: str = "") -> EncodedImage:
@@ -242,7 +244,7 @@ def encode(pixels: Pixels, output: Output, parameters: str, job: str = "") -> En
         data = _png(pixels, parameters, job)
     else:
         data = _with_pillow(pixels, output, parameters, job)
-    return EncodedImage(data, f"image/{output.format}")
+    return EncodedImage(data, f"image/{output.format}", hashlib.sha256(data).hexdigest())
 
 
 def refuse_one_colour(pixels: Pixels) -> None:

@@ -16,7 +16,7 @@ from functools import partial
 from typing import NoReturn
 
 from imagefleet import concurrency, errors, retry
-from imagefleet.job.message import DUPLICATES, Output, text_for_image
+from imagefleet.job.message import Output, duplicate_name, text_for_image
 from imagefleet.job.passes.fields import Pass
 from imagefleet.job.sizes import metadata_header
 from imagefleet.pricing import families
@@ -25,10 +25,11 @@ from imagefleet.telemetry import logs
 from worker import tasks
 from worker.engine import contract
 from worker.gpu_thread import Delivery
+from worker.jobs import stored
 from worker.jobs.in_flight import InFlightImage, InFlightJob
 from worker.node.canary import Canary
 from worker.node.self_check import NodeSelfCheck
-from worker.node.watchdog import NodeWatchdog, Suspects, file_name
+from worker.node.watchdog import NodeWatchdog, Suspects
 from worker.pull import Puller
 from worker.settle import Settler
 from worker.stages import encode
@@ -104,7 +105,7 @@ class UploadStage:
         image, file = encoded.image, encoded.file
         entry = image.owner
         name = image.job.blob_name(image.index)
-        metadata = self._metadata(image)
+        metadata = self._metadata(image, file)
 
         is_surely_own = True
 
@@ -126,12 +127,18 @@ class UploadStage:
         self.suspects.storing(name, image.generated_at)
         with self.settler.metrics.stage_seconds["upload"].time():
             written = await self.settler.retry_policy.call_in_doubt(create)
+        if not is_surely_own:
+            try:
+                await self._check_taken(image, is_in_doubt=written)
+            except errors.FleetError:
+                self.suspects.not_stored(name)
+                raise
         if image.job.verify:
             self.settler.cost.lost("second_drawing")
         elif written:
             # In doubt another worker may have a record of it, too.
             records = entry.records if is_surely_own else entry.again
-            records.append(self._record(encoded, name))
+            records.append(self._record(encoded, name, is_own=is_surely_own))
             entry.images_written += 1
             metrics = self.settler.metrics
             metrics.images_stored += 1
@@ -142,15 +149,28 @@ class UploadStage:
         else:
             self.suspects.not_stored(name)
             self.settler.cost.lost("duplicate")
-            entry.again.append(self._record(encoded, name))
+            entry.again.append(self._record(encoded, name, is_own=False))
             await self._keep_aside(name, encoded, metadata)
+
+    async def _check_taken(self, image: InFlightImage, *, is_in_doubt: bool) -> None:
+        """Raises NameTakenError if the image that has an image's name is another job's.
+
+        *is_in_doubt*: it is this very image, perhaps.
+        """
+        entry, job = image.owner, image.job
+        look = partial(stored.is_stored, self.settler.storage.blobs, job, image.index)
+        found = await self.settler.retry_policy.call(look)
+        if found is False:
+            raise errors.TransientError("an image that had its name was removed meanwhile")
+        is_first = entry.lease.message.delivery_count == 1 and not entry.deliveries.is_unsure
+        if found is None and is_first and not is_in_doubt:
+            raise stored.taken_unseen(job, image.index)
 
     async def _keep_aside(
         self, name: str, encoded: _EncodedImage, metadata: dict[str, str]
     ) -> None:
         """Stores a duplicate, so that what took its name first can be compared with it."""
-        suffix = name.rpartition(".")[2]
-        aside = f"{DUPLICATES}{name}/{file_name(self.settler.settings.name)}.{suffix}"
+        aside = duplicate_name(name, self.settler.settings.name)
         file, lease = encoded.file, encoded.image.owner.lease
         blobs = self.settler.storage.blobs
 
@@ -160,7 +180,8 @@ class UploadStage:
 
         await self.settler.retry_policy.call(create)
 
-    def _record(self, encoded: _EncodedImage, name: str) -> Record:
+    def _record(self, encoded: _EncodedImage, name: str, *, is_own: bool) -> Record:
+        """The record of an image; *is_own*: the file that is stored is surely this drawing."""
         image = encoded.image
         width, height = image.final_size
         return self.settler.record(
@@ -168,6 +189,7 @@ class UploadStage:
             "completed",
             blob=name,
             size_bytes=len(encoded.file.data),
+            sha256=encoded.file.sha256 if is_own else None,
             index=image.index,
             completes=False if image.job.images > 1 else None,
             seed=image.job.image_seed(image.index),
@@ -178,10 +200,12 @@ class UploadStage:
             seconds=round(time.monotonic() - image.owner.pulled_at, 3),
         )
 
-    def _metadata(self, image: InFlightImage) -> dict[str, str]:
+    def _metadata(self, image: InFlightImage, file: encode.EncodedImage) -> dict[str, str]:
         """The blob's metadata; Azure requires ASCII values."""
         facts = {
             "job": str(image.job.id),
+            "digest": image.job.stage_digest,
+            "sha256": file.sha256,
             "seed": str(image.job.image_seed(image.index)),
             "worker": self.settler.settings.name.encode("ascii", "replace").decode(),
             "attempt": str(image.owner.lease.message.delivery_count),

@@ -23,6 +23,7 @@ from imagefleet.storage import protocol
 from worker import tasks
 from worker.engine import contract
 from worker.inputs.reader import NO_INPUTS, Inputs, JobFiles
+from worker.jobs import stored
 from worker.jobs.in_flight import InFlightImage, InFlightJob
 from worker.node.watchdog import NodeWatchdog, Suspects
 from worker.pull import Puller
@@ -32,8 +33,9 @@ from worker.stages.image import ENCODING, UPLOADS, EncodeStage, GenerateStage, U
 #: what it holds, since a job and its second drawing are sent together.
 REMEMBERED = 10_000
 
-#: A second drawing that comes to the worker of the first is handed back so many times: with five
-#: other workers it reaches one of them but for one time in eight thousand.
+#: A second drawing that comes to the worker of the first, or a stage before its input, is handed
+#: back so many times: with five other workers a drawing reaches one of them but for one time in
+#: eight thousand.
 HAND_BACKS = 5
 
 #: Seconds until others may have a job that is handed back. With --until-empty, where somebody waits
@@ -237,6 +239,8 @@ class PrepareStage:
             if not images:
                 await self.settler.images_ended(entry)
                 return None
+            if job.stage > 1 and await self._is_too_early(entry, job):
+                return None
             requests = await self._requests(entry, job, self._size(job), images)
             first = await self._prepared(requests[0])
         if entry.settled:
@@ -270,12 +274,36 @@ class PrepareStage:
         """Hands a second drawing back if the first is this worker's: it would prove nothing."""
         if job_key(job.campaign, job.id) not in self._drawn_here:
             return False
-        if entry.lease.message.delivery_count - entry.deliveries.failed <= HAND_BACKS:
-            until_empty = self.settler.settings.until_empty
-            seconds = HAND_BACK_SECONDS_UNTIL_EMPTY if until_empty else HAND_BACK_SECONDS
-            await self.settler.hand_back(entry, retry.jitter(seconds))
-        else:
+        if not await self._hand_back(entry):
             await self.settler.unverified(entry, "no other worker has taken it")
+        return True
+
+    async def _is_too_early(self, entry: InFlightJob, job: Job) -> bool:
+        """Hands a stage back unless its input, the image of the stage before, is stored.
+
+        Workers send a stage once that is; but its number is not signed, and anybody may write it.
+        """
+        before = job.whole.at_stage(job.stage - 1)
+        look = partial(stored.is_stored, self.settler.storage.blobs, before, 0)
+        with contextlib.suppress(errors.NameTakenError):  # by another job's image
+            if await self.settler.retry_policy.call(look) is not False:
+                return False
+        if not await self._hand_back(entry):
+            entry.job = None  # which has its end by a message of its own
+            raise errors.UnknownStageError(
+                f"stage {job.stage} of job {job_key(job.campaign, job.id)} begins with the image"
+                f" {before.blob_name(0)!r}, which is not stored as that job's: if it was deleted,"
+                " send the job again"
+            )
+        return True
+
+    async def _hand_back(self, entry: InFlightJob) -> bool:
+        """Leaves a job to others, or to later; False: that was done often enough."""
+        if entry.lease.message.delivery_count - entry.deliveries.failed > HAND_BACKS:
+            return False
+        until_empty = self.settler.settings.until_empty
+        seconds = HAND_BACK_SECONDS_UNTIL_EMPTY if until_empty else HAND_BACK_SECONDS
+        await self.settler.hand_back(entry, retry.jitter(seconds))
         return True
 
     def _remember(self, job: Job) -> None:

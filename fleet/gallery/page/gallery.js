@@ -147,7 +147,10 @@ function showState(state) {
   else if (state.reading) showStatus("live", `reading the records, ${Math.floor(100 * state.read)} %`);
   else if (isDone) showStatus("done", `${number.format(state.sent)} jobs, all ended`);
   else showStatus("live", state.sent ? `${number.format(ended)} of ${number.format(state.sent)} jobs` : "live");
-  if (state.damaged) byId("status").title = `${number.format(state.damaged)} damaged records are left out`;
+  const { damaged, misfits } = state, told = [];
+  if (damaged) told.push(`${number.format(damaged)} damaged records are left out`);
+  if (misfits) told.push(`${number.format(misfits)} of the records that were looked at do not fit`);
+  byId("status").title = told.join("; ");
   showEmpty(state);
 }
 

@@ -275,6 +275,8 @@ export class Grid {
 
   arrived(tile, how) {
     tile.classList.add(how);
+    // Only now it is known that the record, and so its prompt, is of this picture.
+    if (how === "loaded") this.name(tile, tile.row[2] || tile.row[1]);
     this.loading.delete(tile);
     if (this.loading.size < FAR_AT_ONCE) this.fill();
   }
@@ -283,17 +285,22 @@ export class Grid {
     tile.row = row;
     tile.isOutdated = false;
     const [, job, prompt, reason] = row;
-    tile.setAttribute("aria-label", [reason, prompt || job].filter(Boolean).join(", "));
     if (this.kind === "images") {
-      tile.words.textContent = prompt || job;
+      this.name(tile, job);
       tile.classList.remove("loaded", "broken");
       tile.imgPart.src = this.picture(row);
       this.loading.add(tile);
     } else {
+      tile.setAttribute("aria-label", [reason, prompt || job].filter(Boolean).join(", "));
       tile.whyPart.textContent = reason || "cancelled";
       tile.whatPart.textContent = prompt || "no prompt";
       tile.idPart.textContent = job;
     }
+  }
+
+  name(tile, words) {
+    tile.words.textContent = words;
+    tile.setAttribute("aria-label", words);
   }
 
   known_row(rank) {

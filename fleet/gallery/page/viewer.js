@@ -148,7 +148,7 @@ export class Viewer {
   // The thumbnail at once, then the picture itself.
   showPicture(row, where) {
     const shown = this.shown, preview = byId("picture"), full = new Image();
-    preview.alt = full.alt = row[2];
+    preview.alt = full.alt = row[1];
     preview.className = "preview";
     preview.hidden = false;
     preview.src = url("/thumbnail", where);

@@ -33,6 +33,11 @@ class Named(NamedTuple):
     container: Literal["files", "images"]
     blob: str
 
+    @property
+    def campaign(self) -> str | None:
+        """The campaign that an image is of; None for a file, which all campaigns share."""
+        return self.blob.partition("/")[0] if self.container == "images" else None
+
 
 def place(source: str) -> Named | None:
     """The place of a named image; None for one within the message."""

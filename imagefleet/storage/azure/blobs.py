@@ -14,6 +14,7 @@ from urllib.parse import quote
 from azure.core import MatchConditions
 from azure.core.async_paging import AsyncItemPaged
 from azure.core.exceptions import HttpResponseError
+from azure.core.pipeline import PipelineResponse
 from azure.storage.blob import BlobBlock, BlobProperties, ContentSettings
 from azure.storage.blob.aio import BlobClient, ContainerClient
 
@@ -77,7 +78,7 @@ class AzureBlobs(protocol.BlobStore):
         async def request() -> None:
             # By a blob that does not exist: a container's SAS token may not read the properties of
             # the container itself, and the error code would be that of Azure's firewall.
-            with azure_errors.tolerated({"BlobNotFound"}):
+            with azure_errors.tolerated(self._not_there):
                 with azure_errors.tolerated(azure_errors.LESS_PERMISSION):
                     await self._client.get_blob_client(_NO_BLOB).get_blob_properties()
                 await self._may_create()
@@ -111,7 +112,7 @@ class AzureBlobs(protocol.BlobStore):
         protocol.check_metadata(metadata)
         if await self.record(name) is not None:
             return False
-        earlier = {"BlobNotFound", *azure_errors.LESS_PERMISSION}
+        earlier = azure_errors.LESS_PERMISSION
         lists = await self._found("c", lambda: blob.get_block_list("uncommitted"), earlier)
         there = {block.id for block in lists[1]} if lists else set()
         blocks, reading = _blocks(file), asyncio.Lock()
@@ -151,7 +152,7 @@ class AzureBlobs(protocol.BlobStore):
             match_condition=MatchConditions.IfNotModified,
             **_properties(content_type, {}),
         )
-        return await self._found("w", request, {"ConditionNotMet", "BlobNotFound"}) is not None
+        return await self._found("w", request, {"ConditionNotMet"}) is not None
 
     async def append(self, name: str, data: bytes, position: int) -> bool:
         blob = self._blob(name)
@@ -206,13 +207,23 @@ class AzureBlobs(protocol.BlobStore):
 
     async def read_part(self, name: str, offset: int, max_bytes: int) -> protocol.BlobPart | None:
         blob = self._blob(name)
+        ranges: list[PipelineResponse[Any, Any]] = []
 
         async def request() -> protocol.BlobPart:
             with azure_errors.tolerated({"InvalidRange"}):  # the offset is past its end
-                part = await blob.download_blob(offset=offset, length=max_bytes)
-                # The SDK's `size` is that of the part.
+                part = await blob.download_blob(
+                    offset=offset, length=max_bytes, raw_response_hook=ranges.append
+                )
+                data = await part.readall()
+                # The SDK's `size` is that of the part, and its range the one that was asked for.
                 total = int((part.properties.content_range or "").rpartition("/")[2])
-                return protocol.BlobPart(await part.readall(), total, part.properties.etag)
+                sent = ranges[-1].http_response.headers.get("Content-Range", "")
+                end = min(offset + max_bytes, total)
+                if not sent.startswith(f"bytes {offset}-") or len(data) != end - offset:
+                    raise azure_errors.ReplyLostError(
+                        f"{self._access.what} sent another part of {name!r} than was asked for"
+                    )
+                return protocol.BlobPart(data, total, part.properties.etag)
             properties = await blob.get_blob_properties()
             return protocol.BlobPart(b"", properties.size, properties.etag)
 
@@ -246,6 +257,11 @@ class AzureBlobs(protocol.BlobStore):
         while (page := await self._call("l", lambda: anext(pages, None))) is not None:
             async for blob in page:
                 yield blob
+
+    @property
+    def _not_there(self) -> Collection[str]:
+        """The error codes that say that there is no blob."""
+        return {"BlobNotFound", *(azure_errors.MISSING if self.may_be_missing else ())}
 
     def _blob(self, name: str) -> BlobClient:
         protocol.check_blob_name(name)
@@ -294,12 +310,12 @@ class AzureBlobs(protocol.BlobStore):
         self,
         permission: str,
         request: Callable[[], Awaitable[_Result]],
-        codes: Collection[str] = frozenset({"BlobNotFound"}),
+        codes: Collection[str] = (),
     ) -> _Result | None:
-        """What *request* returns; None if the answer has one of the error *codes*."""
+        """What *request* returns; None if there is no blob, or for one of the error *codes*."""
 
         async def tolerant() -> _Result | None:
-            with azure_errors.tolerated(codes):
+            with azure_errors.tolerated({*self._not_there, *codes}):
                 return await request()
             return None
 

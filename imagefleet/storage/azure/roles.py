@@ -98,6 +98,8 @@ ROLES: Mapping[str, Role] = {
             queue="r",
             poison="r",
             blob="rl",
+            # What was sent, and what the operator has replayed, discarded and replaced.
+            files="rl",
         ),
         Role(
             "operator",

@@ -93,7 +93,7 @@ class LocalBlobs(protocol.BlobStore):
 
     async def check(self) -> None:
         """Raises SetupError if there is no such folder."""
-        if not self.folder.is_dir():
+        if not self.may_be_missing and not self.folder.is_dir():
             raise no_folder(self.folder)
 
     async def create(
@@ -283,9 +283,9 @@ class LocalBlobs(protocol.BlobStore):
         try:
             entries = os.scandir(self.folder / folder)
         except _NOT_THERE:
-            if folder:
-                return
-            raise
+            if not folder or not self.folder.is_dir():
+                raise
+            return
         with entries:
             for entry in entries:
                 name = folder + entry.name

@@ -131,13 +131,13 @@ class ModelQueues:
     async def note_served(self, model: str, now: datetime | None = None) -> None:
         """A worker serves the model, for `status` and those who send jobs, up to ten minutes on."""
         if SAFE_NAME.fullmatch(model):
-            now = now or datetime.now(UTC)
+            now = now or self.blobs.clock.now()
             await self.blobs.create(_note(model, now), b"", "text/plain", {})
             await self.blobs.delete(_note(model, now - _KEPT))
 
     async def is_served(self, model: str, now: datetime | None = None) -> bool:
         """Whether a worker has noted it in this span, or in the one before."""
-        now = now or datetime.now(UTC)
+        now = now or self.blobs.clock.now()
         exists = self.blobs.exists
         return await exists(_note(model, now)) or await exists(_note(model, now - SERVED_SPAN))
 

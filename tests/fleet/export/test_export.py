@@ -353,8 +353,9 @@ async def test_the_plan_is_sorted(store_images: Add, storage: Storage) -> None:
 
     wanted = plan.Plan(campaign="spring", format="webdataset", shard_size=40)
     with contextlib.closing(plan.Work("")) as work:
-        made = await work.make(records(), wanted, Damaged(), lambda _: None)
-        planned = [record.id for number in range(3) for record in work.records(number, 40)]
+        blobs = storage.blobs.records("spring/")
+        made = await work.make(records(), blobs, wanted, Damaged(), lambda _: None)
+        planned = [record.id for number in range(3) for (record,) in work.records(number, 40)]
 
     assert (made.images, made.shard_count) == (100, 3)
     assert planned == sorted(names)
@@ -378,6 +379,7 @@ async def test_what_workers_have_stored_is_listed_and_exported(
     await run_worker("w1")
     common = ("spring", "--storage", storage_settings.storage)
     common += ("--queue", storage_settings.queue, "--container", storage_settings.container)
+    common += ("--files-container", storage_settings.files_container)
 
     listed = await asyncio.to_thread(in_process, "results", *common, "--json")
     done = await asyncio.to_thread(in_process, "export", *common, str(tmp_path / "out"))

@@ -267,3 +267,4 @@ def test_images_and_files_of_their_passes_are_looked_for_as_well(
         ("upscaler", "5x"): "not in upscalers/",
         ("ControlNet", "canny"): "not in controlnets/",
     }
+    assert json.loads(result.stdout)["input_campaigns"] == ["spring"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import io
 import struct
 import zlib
@@ -116,5 +117,7 @@ async def test_an_image_that_was_scrolled_away_is_not_read(tmp_path: Path) -> No
         assert await images.thumbnail(record("spring/1.png"), lambda: False) == made
 
 
-def record(blob: str) -> Record:
-    return Record(outcome="completed", id="1", at="2026-11-22T12:00:00Z", blob=blob)
+def record(blob: str, data: bytes | None = None) -> list[Record]:
+    digest = hashlib.sha256(file_of() if data is None else data).hexdigest()
+    at = "2026-11-22T12:00:00Z"
+    return [Record(outcome="completed", id="1", at=at, blob=blob, sha256=digest)]

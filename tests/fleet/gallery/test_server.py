@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import io
 import json
 import re
@@ -43,6 +44,7 @@ async def store(storage: Storage, log: RecordLog, number: int, **fields: Any) ->
     blob = f"spring/{number}.png"
     await storage.blobs.create(blob, picture(), "image/png", {})
     known = {"outcome": "completed", "id": str(number), "campaign": "spring", "blob": blob}
+    known["sha256"] = hashlib.sha256(picture()).hexdigest()
     at = datetime(2026, 11, 22, 12, number % 60, tzinfo=UTC)
     await log.add([Record.model_validate(known | {"at": at} | fields)])
 
@@ -314,6 +316,7 @@ async def test_what_is_no_image_says_so_and_is_never_given_as_something_else(
                     Record(
                         outcome="completed",
                         id=str(number),
+                        sha256=hashlib.sha256(page).hexdigest(),
                         campaign="spring",
                         blob=f"spring/{number}.png",
                         at=at,

@@ -34,7 +34,7 @@ FAILED_JOB = FailedJob(
 #: Commands, and the roles whose tokens suffice.
 COMMANDS: dict[tuple[str, ...], set[str]] = {
     ("load", "jobs.jsonl", "--restart"): {"load", "operator"},
-    ("load", "loras.txt", "--check"): {"files", "operator"},
+    ("load", "loras.txt", "--check"): {"files", "monitor", "operator"},
     ("status",): {"monitor", "operator"},
     ("failed",): {"monitor", "operator"},
     ("failed", "default/j1"): {"monitor", "operator"},
@@ -43,7 +43,7 @@ COMMANDS: dict[tuple[str, ...], set[str]] = {
     ("report", "spring", "--json"): {"monitor", "operator"},
     ("verify",): {"monitor", "operator"},
     ("redo", "--worker", "nobody"): {"operator"},
-    ("files", "list", "lora"): {"files", "operator"},
+    ("files", "list", "lora"): {"files", "monitor", "operator"},
 }
 
 

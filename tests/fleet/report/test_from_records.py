@@ -55,6 +55,7 @@ async def report(
         in_process,
         *("report", "spring", "--storage", settings.storage),
         *("--queue", settings.queue, "--container", settings.container),
+        *("--files-container", settings.files_container),
         *("--json-file", "figures.json", *arguments),
     )
     assert result.returncode == 0, result.stderr

@@ -127,6 +127,7 @@ async def test_hostile_blobs_are_left_out_with_their_number_and_reasons(
         in_process,
         *("spring", "--storage", storage_settings.storage),
         *("--queue", storage_settings.queue, "--container", storage_settings.container),
+        *("--files-container", storage_settings.files_container),
         *("--limit", "200", "--price-per-hour", "1"),
     )
 

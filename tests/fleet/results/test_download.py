@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Awaitable, Callable
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +17,19 @@ import pytest
 import polling
 from fleet.keys import mint
 from fleet.results import download, files
+from imagefleet.job.message import duplicate_name
 from imagefleet.records import stored
+from imagefleet.records.record import RecordLog
+from imagefleet.records.stored import Damaged
 from imagefleet.storage.azure.roles import ROLES
 from imagefleet.storage.open import Storage, open_storage
 from imagefleet.storage.settings import StorageSettings
 
 Imagefleet = Callable[..., "subprocess.CompletedProcess[str]"]  # the fixture of conftest.py
 Add = Callable[..., Awaitable[Any]]
+
+
+NOON = datetime(2026, 11, 1, 12, tzinfo=UTC)
 
 
 def names_in(folder: Path) -> list[str]:
@@ -41,7 +47,8 @@ async def fetch(
         in_process,
         *("results", "spring", "--download", "images", "--json"),
         *("--storage", settings.storage, "--queue", settings.queue),
-        *("--container", settings.container, *arguments),
+        *("--container", settings.container, "--files-container", settings.files_container),
+        *arguments,
     )
     assert result.returncode == code, result.stderr
     return {**json.loads(result.stdout), "stderr": result.stderr}
@@ -96,18 +103,41 @@ async def test_a_missing_image_is_named_and_the_exit_code_says_so(
     assert "error: 1 image missing: spring/0002.png" in done["stderr"]
 
 
-async def test_an_image_that_was_drawn_again_is_downloaded_as_it_is(
-    local_settings: StorageSettings, in_process: Imagefleet, store_images: Add
+async def test_what_took_an_images_name_is_not_delivered_as_its_picture(
+    storage: Storage,
+    storage_settings: StorageSettings,
+    in_process: Imagefleet,
+    store_images: Add,
+    tmp_path: Path,
 ) -> None:
-    async with open_storage(local_settings) as storage:
-        await store_images(storage, "0001")
-        await storage.blobs.delete("spring/0001.png")
-        await storage.blobs.create("spring/0001.png", b"another", "image/png", {})
+    first, _ = await store_images(storage, "0001", "0002")
+    drawing = await storage.blobs.read("spring/0001.png") or b""
+    for name in ("0001", "0002"):
+        await storage.blobs.delete(f"spring/{name}.png")
+        await storage.blobs.create(f"spring/{name}.png", b"garbage", "image/png", {})
+    await storage.blobs.create(duplicate_name(first.blob, "w1"), drawing, "image/png", {})
 
-    done = await fetch(in_process, local_settings)
+    done = await fetch(in_process, storage_settings, code=4)
 
-    assert (done["images"], done["changed"]) == (1, 1)
-    assert "1 image of another size than recorded" in done["stderr"]
+    assert (done["images"], done["changed"], done["misfits"]) == (1, 1, 1)
+    assert done["first_changed"] == ["spring/0002.png"]
+    assert "1 record does not fit" in done["stderr"]
+    assert names_in(tmp_path / "images") == ["0001.png"]
+    assert (tmp_path / "images" / "0001.png").read_bytes() == drawing, "as it was kept aside"
+
+
+async def test_a_second_record_of_an_image_loses_to_the_one_that_fits(
+    storage: Storage, storage_settings: StorageSettings, in_process: Imagefleet, store_images: Add
+) -> None:
+    (record,) = await store_images(storage, "0001")
+    forged = {"sha256": "0" * 64, "prompt": "forged", "at": NOON - timedelta(days=1)}
+    await RecordLog(storage.blobs, "a").add([record.model_copy(update=forged)])
+
+    first = await fetch(in_process, storage_settings)
+    second = await fetch(in_process, storage_settings)
+
+    assert (first["images"], first["changed"], first["misfits"]) == (1, 0, 1)
+    assert (second["images"], second["already_there"], second["misfits"]) == (0, 1, 1)
 
 
 async def test_no_record_writes_outside_of_the_folder(
@@ -141,7 +171,7 @@ async def test_names_that_differ_in_capitals_are_two_files_on_every_disk(
     async with open_storage(local_settings) as storage:
         first, second = await store_images(storage, "cat", "Cat")
         monkeypatch.setattr(files, "ignores_case", lambda _: True)
-        with download.opened(tmp_path / "images", storage.blobs) as running:
+        with download.opened(tmp_path / "images", storage.blobs, Damaged()) as running:
             await running.run([first, second], lambda: None)
 
     (other,) = matching(tmp_path / "images", "Cat~*.png")
@@ -158,7 +188,7 @@ async def test_only_one_process_downloads_to_a_folder(
 ) -> None:
     async with open_storage(local_settings) as storage:
         await store_images(storage, "0001")
-        with download.opened(tmp_path / "images", storage.blobs):
+        with download.opened(tmp_path / "images", storage.blobs, Damaged()):
             result = await asyncio.to_thread(
                 in_process,
                 *("results", "spring", "--storage", local_settings.storage),
@@ -211,6 +241,7 @@ async def test_the_tokens_of_a_monitor_suffice(
     assert (await fetch(in_process, reader))["images"] == 2
     common = ("spring", "--storage", minted.storage)
     common += ("--queue", reader.queue, "--container", reader.container)
+    common += ("--files-container", reader.files_container)
     exported = await asyncio.to_thread(in_process, "export", *common, "shards")
 
     assert exported.returncode == 0, exported.stderr

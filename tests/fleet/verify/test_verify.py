@@ -17,6 +17,7 @@ from fleet.campaigns import target
 from fleet.verify import pairs
 from imagefleet import errors
 from imagefleet.files import picture
+from imagefleet.job.message import read_job
 from imagefleet.storage.open import Storage, open_storage
 from imagefleet.storage.settings import StorageSettings
 from worker.engine import contract
@@ -26,6 +27,7 @@ RunWorker = Callable[..., Any]  # the fixtures of conftest.py
 Imagefleet = Callable[..., Any]
 
 SIZE = 64
+DIGEST = "d" * 64
 
 
 def jobs(numbers: range, **fields: object) -> list[str]:
@@ -102,8 +104,10 @@ async def test_a_worker_that_draws_wrong_is_named_and_no_good_one(
 async def test_garbage_under_a_jobs_name_is_found_by_the_duplicate_kept_aside(
     storage: Storage, run_worker: RunWorker
 ) -> None:
-    await storage.blobs.create("default/j0.png", b"garbage", "image/png", {})
-    await storage.queue.send(jobs(range(2)))
+    sent = jobs(range(2))
+    digest = read_job(sent[0], "none").stage_digest
+    await storage.blobs.create("default/j0.png", b"garbage", "image/png", {"digest": digest})
+    await storage.queue.send(sent)
     await run_worker("good")
 
     (pair,) = await compared(storage)
@@ -122,7 +126,7 @@ async def test_images_of_many_good_workers_give_no_false_alarm(
             for place, prefix in enumerate(("", "-checks/")):
                 file = io.BytesIO()
                 Image.fromarray(draw_good(number)).save(file, "WEBP", quality=90)
-                worker = {"worker": f"w{(number + place) % workers}"}
+                worker = {"worker": f"w{(number + place) % workers}", "digest": DIGEST}
                 await storage.blobs.create(
                     f"{prefix}default/j{number}.webp", file.getvalue(), "image/webp", worker
                 )
@@ -131,7 +135,8 @@ async def test_images_of_many_good_workers_give_no_false_alarm(
 
 async def test_pairs_that_prove_nothing_are_counted_apart(storage: Storage) -> None:
     async def put(name: str, worker: str, data: bytes = b"no image") -> None:
-        await storage.blobs.create(name, data, "image/png", {"worker": worker})
+        told = {"worker": worker, "digest": DIGEST}
+        await storage.blobs.create(name, data, "image/png", told)
 
     await put("-checks/default/none.png", "a")
     await put("default/same.png", "a")
@@ -144,6 +149,46 @@ async def test_pairs_that_prove_nothing_are_counted_apart(storage: Storage) -> N
         "default/same.png": "same_worker",
         "default/unreadable.png": "unreadable",
     }
+
+
+async def test_drawings_of_unlike_jobs_that_share_an_id_are_not_held_against_a_worker(
+    drawn_by_three: Storage,
+    storage_settings: StorageSettings,
+    run_worker: RunWorker,
+    in_process: Imagefleet,
+) -> None:
+    """`monday` and `tuesday` of the same ids, each drawn right."""
+    honest = drawn_by_three
+    await honest.queue.send(jobs(range(4, 12), verify=True, steps=30, cfg_scale=2))
+    for check in [name async for name in honest.blobs.names("-checks/")]:
+        await honest.blobs.delete(check)
+    await run_worker("tuesday", _other)
+
+    code, found = await asyncio.to_thread(verify, in_process, storage_settings, "--quarantine")
+
+    assert (code, found["other_job"], found["different"]) == (0, 8, 0)
+    assert found["quarantined"] == []
+
+
+@pytest.mark.parametrize("victim", ["good", "second"])
+async def test_false_drawings_bring_no_worker_whose_drawings_are_alike_into_quarantine(
+    drawn_by_three: Storage, storage_settings: StorageSettings, in_process: Imagefleet, victim: str
+) -> None:
+    """Whoever stores a drawing writes the worker's name beside it, and any digest."""
+    honest = drawn_by_three
+    for number in range(4, 12):
+        image = f"default/j{number}.png"
+        told = {"digest": (await honest.blobs.metadata(image) or {})["digest"]}
+        for name in ("a", "b", "c", "good", "second"):
+            aside = f"-duplicates/{image}/{name}.png"
+            data = str(name).encode()
+            await honest.blobs.create(aside, data, "image/png", told | {"worker": name})
+
+    _, found = await asyncio.to_thread(
+        verify, in_process, storage_settings, "--quarantine", "--yes"
+    )
+
+    assert victim not in found["quarantined"]
 
 
 async def test_a_campaigns_pairs_since_a_moment(storage: Storage) -> None:

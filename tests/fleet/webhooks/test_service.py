@@ -67,7 +67,7 @@ def run(storage: Storage, receiver: Any, tmp_path: Path, times: pytest.MonkeyPat
         campaign = wanted.pop("campaign", None)
         state = State.read(file, "receiver", campaign)
         async with aiohttp.ClientSession() as session:
-            to = Endpoint(session, receiver.url, read_secrets(key))
+            to = Endpoint(session, receiver.url, read_secrets(key), storage.blobs.clock)
             running = service.Service(
                 Source(storage, state, "acme/jobs", **wanted), to, CollectorRegistry(), file
             )

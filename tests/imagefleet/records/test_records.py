@@ -148,7 +148,7 @@ async def test_a_replaced_drawing_is_left_out_and_the_next_one_of_its_worker_is_
     facts = {"job": "job-1", "worker": "w?rker", "started_at": started}
     drawn = {"worker": "wörker", "started_at": started}
     await log.add([image(1, **drawn), image(2, **drawn)])
-    note = once.note("spring/job-1.png", facts, "redo/1.json")
+    note = once.note("spring/job-1.png", facts, "redo/1.json", datetime.now(UTC))
     assert note is not None
     for _ in range(2):  # it was killed after the first time
         await operator.add([note])
@@ -158,7 +158,7 @@ async def test_a_replaced_drawing_is_left_out_and_the_next_one_of_its_worker_is_
     await operator.add([note.model_copy(update={"source": "redo/2.json"})])
     await log.add([image(1, worker="other")], again=True)
     assert await listed() == [("job-1", "other"), ("job-2", "wörker")]
-    assert once.note("-checks/spring/job-1.png", facts, "redo/1.json") is None
+    assert once.note("-checks/spring/job-1.png", facts, "redo/1.json", datetime.now(UTC)) is None
     followed = await reader.Follower(storage, "spring").poll()
     assert {each.outcome for each in followed} == {"completed"}
 

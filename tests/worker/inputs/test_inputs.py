@@ -77,10 +77,10 @@ async def test_an_image_may_be_a_file_a_result_or_in_the_message(
 ) -> None:
     images = {"file": picture(64, 64, 1), "result": picture(64, 64, 2), "own": picture(64, 64, 3)}
     await put(storage, "inputs/cats/a.png", png(images["file"]))
-    await put(storage, "spring/0001.png", png(images["result"]), "images")
+    await put(storage, "default/0001.png", png(images["result"]), "images")
     sources = {
         "file": "cats/a.png",
-        "result": "images/spring/0001.png",
+        "result": "images/default/0001.png",
         "own": "data:image/png;base64," + in_base64(images["own"]),
     }
     await storage.queue.send(
@@ -98,6 +98,33 @@ async def test_an_image_may_be_a_file_a_result_or_in_the_message(
         assert (init.denoising_strength, init.mask) == (0.4, None)
     found = await stored(storage, "default/own~1.png")
     assert "Denoising strength: 0.4, RNG: CPU" in found.info["parameters"]
+
+
+@pytest.mark.parametrize("opened", ["own", "*", "winter, secret"])
+async def test_an_image_of_another_campaign_is_read_only_where_a_setting_opens_it(
+    storage: Storage, run_pipeline: RunPipeline, message: Callable[..., str], opened: str
+) -> None:
+    await put(storage, "secret/s.png", png(picture(64, 64)), "images")
+    await put(storage, "spring/a.png", png(picture(64, 64)), "images")
+    named = "images/secret/s.png"
+    own = {"init_images": ["images/spring/a.png"], "denoising_strength": 0.05}
+    jobs = {
+        "picture": {"init_images": [named], "denoising_strength": 0.05},
+        "mask": own | {"mask": named},
+        "enlarged": {"upscaler_1": "Lanczos", "upscaling_resize": 2, "init_images": [named]},
+    }
+    await storage.queue.send(
+        message(id=name, campaign="spring", **fields) for name, fields in jobs.items()
+    )
+    await storage.queue.send([message(id="own", campaign="spring", **own)])
+    recorder = Recorder()
+    await run_pipeline(recorder.engine, input_campaigns=opened)
+    found = await failures(storage)
+    assert len(recorder.requests) == (1 if opened == "own" else 4)
+    assert found.keys() == (jobs.keys() if opened == "own" else set())
+    for failed in found.values():
+        assert "is an image of the campaign 'secret', and the job is of 'spring'" in failed.reason
+        assert "--input-campaigns secret" in failed.reason
 
 
 async def test_a_masked_part_is_put_back_into_its_image_of_another_size(
@@ -205,8 +232,8 @@ async def test_what_is_wrong_with_an_input_is_the_jobs_fault_and_says_which(
             "init_images: there is no 'inputs/nowhere/a.png' in the container",
         ),
         "missing-result": (
-            {"init_images": ["images/spring/a.png"]},
-            f"init_images: there is no 'spring/a.png' in the container {storage.blobs.name!r}",
+            {"init_images": ["images/default/a.png"]},
+            f"init_images: there is no 'default/a.png' in the container {storage.blobs.name!r}",
         ),
         "missing-mask": (
             {"init_images": [in_base64(picture(64, 64))], "mask": "m.png"},
@@ -275,12 +302,12 @@ async def test_a_worker_that_may_not_read_images_fails_the_job_and_goes_on(
     read = type(storage.blobs).read
 
     async def refused(self: Any, name: str, max_bytes: int | None = None) -> bytes | None:
-        if name == "spring/a.png":
+        if name == "default/a.png":
             raise errors.SetupError("the token does not allow to read blobs")
         return await read(self, name, max_bytes)
 
     monkeypatch.setattr(type(storage.blobs), "read", refused)
-    jobs = [message(id="j", init_images=["images/spring/a.png"]), message(id="good")]
+    jobs = [message(id="j", init_images=["images/default/a.png"]), message(id="good")]
     await storage.queue.send(jobs)
     pipeline = await run_pipeline(StandInEngine(size=(64, 64)))
     assert pipeline.metrics.outcomes == {"failed": 1, "completed": 1}

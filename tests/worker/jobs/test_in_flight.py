@@ -20,10 +20,13 @@ def entry() -> InFlightJob:
     return InFlightJob(Lease(message, 0.0), job=read_job(body, "m"))
 
 
+NOW = datetime.now(UTC)
+
+
 def store(entry: InFlightJob, *images: int) -> None:
     assert entry.job is not None
     entry.stored.update(images)
-    entry.records += [stored_record(entry.job, "m", each) for each in images]
+    entry.records += [stored_record(entry.job, "m", each, NOW) for each in images]
 
 
 def test_images_without_records_leave_the_next_worker_in_doubt(entry: InFlightJob) -> None:
@@ -46,7 +49,7 @@ def test_the_record_that_completes_a_job_is_the_last_to_be_written(entry: InFlig
     taken, _ = entry.take_records()
     assert [each.index for each in taken] == [0, 1]
     store(entry, *range(2, 9))
-    entry.mark_completed()
+    entry.mark_completed(NOW)
     assert [each.index for each in entry.records if each.completes] == [9]
 
 
@@ -54,7 +57,7 @@ def test_a_job_whose_last_image_was_recorded_earlier_is_completed_all_the_same(
     entry: InFlightJob,
 ) -> None:
     store(entry, 3)
-    entry.mark_completed()
+    entry.mark_completed(NOW)
     assert [(each.index, each.completes) for each in entry.again] == [(9, True)]
 
 

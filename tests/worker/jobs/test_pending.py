@@ -72,9 +72,9 @@ class WithBlobs:
 
 
 async def test_each_image_has_a_record_and_each_record_an_image(
-    storage: Storage, run_pipeline: RunPipeline, message: Message
+    storage: Storage, run_pipeline: RunPipeline, message: Message, store_images: Callable[..., Any]
 ) -> None:
-    await storage.blobs.create("default/taken.png", b"another's", "image/png", {})
+    await store_images(message(id="taken"), data=b"another's")
     await storage.queue.send(
         [
             message(id="one", prompt="a house", seed=7, metadata={"order": 5}),

@@ -16,6 +16,7 @@ from imagefleet import errors
 from imagefleet.records import reader
 from imagefleet.storage import dead_letter
 from imagefleet.storage.open import Storage
+from imagefleet.storage.protocol import BlobRecord
 from worker.engine import contract
 from worker.jobs.in_flight import InFlightImage
 from worker.testing import StandInEngine, draw_noise
@@ -61,13 +62,13 @@ class Drawing(StandInEngine):
 def looked_for(storage: Storage, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The names that workers ask the storage for."""
     names: list[str] = []
-    exists = storage.blobs.exists
+    record = storage.blobs.record
 
-    async def noted(name: str) -> bool:
+    async def noted(name: str) -> BlobRecord | None:
         names.append(name)
-        return await exists(name)
+        return await record(name)
 
-    monkeypatch.setattr(storage.blobs, "exists", noted)
+    monkeypatch.setattr(storage.blobs, "record", noted)
     return names
 
 
@@ -138,13 +139,18 @@ async def test_images_and_their_records_are_there_while_the_job_goes_on(
 
 
 async def test_a_worker_that_was_killed_leaves_only_what_is_missing(
-    storage: Storage, run_pipeline: RunPipeline, message: Message, looked_for: list[str]
+    storage: Storage,
+    run_pipeline: RunPipeline,
+    message: Message,
+    store_images: Callable[..., Any],
+    looked_for: list[str],
 ) -> None:
-    await storage.queue.send([message(id="j", seed=0, n_iter=8), message(id="k", seed=100)])
+    bodies = [message(id="j", seed=0, n_iter=8), message(id="k", seed=100)]
+    await storage.queue.send(bodies)
     for leased in await storage.queue.receive(2, 60):  # it dies after it has stored these
         await storage.queue.release(leased)
-    for name in ("default/j~1.png", "default/j~4.png", "default/k.png"):
-        await storage.blobs.create(name, b"image", "image/png", {})
+    await store_images(bodies[0], 1, 4)
+    await store_images(bodies[1])
     engine = Drawing()
     pipeline = await run_pipeline(engine)
 
@@ -159,13 +165,12 @@ async def test_a_worker_that_was_killed_leaves_only_what_is_missing(
 
 @local_only
 async def test_a_job_whose_images_were_all_stored_is_counted_once_and_not_drawn(
-    storage: Storage, run_pipeline: RunPipeline, message: Message
+    storage: Storage, run_pipeline: RunPipeline, message: Message, store_images: Callable[..., Any]
 ) -> None:
-    await storage.queue.send([message(id="j", seed=0, n_iter=3)])
+    await storage.queue.send([body := message(id="j", seed=0, n_iter=3)])
     (leased,) = await storage.queue.receive(1, 60)
     await storage.queue.release(leased)
-    for name in names(3):
-        await storage.blobs.create(name, b"image", "image/png", {})
+    await store_images(body)
     engine = Drawing()
     pipeline = await run_pipeline(engine)
     counts = await reader.counts(storage, "default")

@@ -27,11 +27,6 @@ NOTES = ("-records/", "-models/", "-serving/")
 RunPipeline = Callable[..., Any]  # the fixture of conftest.py
 
 
-@pytest.fixture
-def one_hand_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("worker.stages.prepare.HAND_BACKS", 1)
-
-
 async def workers_of(storage: Storage) -> dict[str, str]:
     """The worker of each blob."""
     return {
@@ -130,9 +125,12 @@ async def test_second_drawings_cost_time_but_are_no_images(
 
 
 async def test_what_took_an_images_name_has_the_workers_drawing_kept_beside_it(
-    storage: Storage, run_pipeline: RunPipeline, message: Callable[..., str]
+    storage: Storage,
+    run_pipeline: RunPipeline,
+    message: Callable[..., str],
+    store_images: Callable[..., Any],
 ) -> None:
-    await storage.blobs.create("default/victim.png", b"garbage", "image/png", {})
+    await store_images(message(id="victim", seed=3), data=b"garbage")
     await storage.queue.send([message(id="victim", seed=3)])
     pipeline = await run_pipeline(name="../we/ird")
 
@@ -150,10 +148,13 @@ async def workers_of_any(storage: Storage) -> list[str]:
 
 
 async def test_a_worker_keeps_one_duplicate_of_an_image_and_none_of_a_second_drawing(
-    storage: Storage, run_pipeline: RunPipeline, message: Callable[..., str]
+    storage: Storage,
+    run_pipeline: RunPipeline,
+    message: Callable[..., str],
+    store_images: Callable[..., Any],
 ) -> None:
-    await storage.blobs.create("default/j.png", b"garbage", "image/png", {})
-    await storage.blobs.create("-checks/default/j.png", b"garbage", "image/png", {})
+    for each in (message(id="j"), message(id="j", verify=True)):
+        await store_images(each, data=b"garbage")
     await storage.queue.send([message(id="j"), message(id="j")])
     await run_pipeline()
     await storage.queue.send([message(id="j", verify=True)])

@@ -1,0 +1,70 @@
+"""Delivers the picture that a record is of: the file whose SHA-256 it has, or none."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import Sequence
+from typing import Literal, NamedTuple
+
+from imagefleet import errors
+from imagefleet.files import picture
+from imagefleet.job.message import MAX_IMAGE_BYTES, duplicate_name
+from imagefleet.records.record import Record, of_job
+from imagefleet.storage.protocol import BlobStore
+
+Fault = Literal["missing", "misfit"]
+"""Why an image is not delivered: it is not stored, or its records are of other pictures."""
+
+#: Why a record is left out.
+MISFIT = "a record of another picture than the one that is stored"
+
+#: Drawings kept aside that are looked for: records that nobody can check name their workers.
+_MOST_ASIDE = 4
+
+
+#: Fields of a record that its image's file denies, if they are of another job.
+_IN_FILE = ("campaign", "id", "prompt", "negative_prompt", "stage")
+
+
+class Picture(NamedTuple):
+    """A file, which of the records it fits, and whether it is a drawing that was kept aside."""
+
+    data: bytes
+    record: Record
+    is_kept_aside: bool
+
+
+async def find(blobs: BlobStore, records: Sequence[Record]) -> Picture | Fault:
+    """The picture that one of an image's *records* fits: the stored one, if there is any.
+
+    Else somebody has taken its name: then it is what its worker has kept aside.
+    """
+    image = records[0].blob or ""
+    asides = (duplicate_name(image, record.worker) for record in records[:_MOST_ASIDE])
+    fault: Fault = "missing"
+    for name in dict.fromkeys([image, *asides]):
+        try:
+            data = await blobs.read(name, MAX_IMAGE_BYTES)
+        except errors.JobError:  # larger than any image, or a name of none
+            fault = "misfit"
+            continue
+        if data is None:
+            continue
+        if (record := await asyncio.to_thread(_fitting, records, data)) is not None:
+            return Picture(data, record, name != image)
+        fault = "misfit"
+    return fault
+
+
+def _fitting(records: Sequence[Record], data: bytes) -> Record | None:
+    """The record that has the file's SHA-256, and tells of the job that is in the file."""
+    digest = hashlib.sha256(data).hexdigest()
+    if not (same := [record for record in records if record.sha256 == digest]):
+        return None
+    found = picture.job_in(data)  # where it is none, or too large for a JPEG, nothing denies it
+    told = {} if found is None else of_job(found[1])
+    for record in same:
+        if all(getattr(record, name) == told[name] for name in _IN_FILE if told):
+            return record
+    return None

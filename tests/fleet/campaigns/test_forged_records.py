@@ -1,0 +1,264 @@
+"""What a worker's token can write says nothing of others: on Azurite, it is written with one."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import pytest
+from pydantic import SecretStr
+
+from fleet.campaigns.table import Campaigns
+from fleet.keys import mint
+from imagefleet.job.message import MAX_IMAGE_BYTES
+from imagefleet.records import reader
+from imagefleet.records.record import Record, RecordLog, Totals, shard_part
+from imagefleet.records.stored import Damaged
+from imagefleet.storage import dead_letter_queue
+from imagefleet.storage.azure.roles import ROLES
+from imagefleet.storage.dead_letter import Selection
+from imagefleet.storage.open import Storage, open_storage
+from imagefleet.storage.settings import StorageSettings
+
+NOON = datetime(2026, 11, 22, 12, tzinfo=UTC)
+SHARD = "-records/spring/20261122T120000Z-thief-0.{}.jsonl.gz"
+ONE, OTHER = "1" * 64, "2" * 64
+
+
+def image(number: int, **fields: Any) -> Record:
+    known = {"outcome": "completed", "id": f"job-{number}", "campaign": "spring", "at": NOON}
+    known |= {"blob": f"spring/job-{number}.png", "digest": ONE}
+    return Record.model_validate(known | fields)
+
+
+def ended(number: int, outcome: str = "failed", **fields: Any) -> Record:
+    known = {"outcome": outcome, "id": f"job-{number}", "campaign": "spring", "at": NOON}
+    known |= {"source": f"message-{number}", "digest": ONE, "error": "JobError", "reason": "no"}
+    return Record.model_validate(known | fields)
+
+
+@pytest.fixture
+async def storage(storage: Storage) -> Storage:
+    await storage.create()
+    return storage
+
+
+@pytest.fixture
+async def worker(storage: Storage, storage_settings: StorageSettings) -> AsyncIterator[RecordLog]:
+    """The records as a worker may write them."""
+    if storage_settings.storage.startswith("local:"):
+        yield RecordLog(storage.blobs, "worker")
+        return
+    minted = mint.Minter(storage_settings).mint(ROLES["worker"], timedelta(hours=1))
+    given = {"storage": minted.storage, "sas": SecretStr(minted.sas)}
+    async with open_storage(storage_settings.model_copy(update=given)) as theirs:
+        yield RecordLog(theirs.blobs, "worker")
+
+
+async def images(storage: Storage, damaged: Damaged | None = None) -> list[str | None]:
+    return [each.sha256 or each.id async for each in reader.images(storage, "spring", damaged)]
+
+
+async def failures(storage: Storage) -> list[str]:
+    return [each.id async for each in reader.ended(storage, "spring")]
+
+
+async def append(worker: RecordLog, kind: Any, *records: Record) -> None:
+    """Into a shard of any kind, whatever the records are."""
+    await worker._append("spring", kind, [each.line() for each in records], jobs=0)
+
+
+async def test_what_only_the_operator_says_is_not_believed_of_a_worker(
+    storage: Storage, worker: RecordLog
+) -> None:
+    await worker.add([image(1), ended(2), ended(3)])
+    await append(worker, "settled", ended(2, "discarded"), ended(3, "replayed"))
+    await append(worker, "jobs", ended(2, "discarded"), ended(3, "replayed"))
+    replaced = {"blob": "spring/job-1.png", "source": "redo/1.json"}
+    await append(worker, "replaced", ended(1, "replaced", **replaced))
+    damaged = Damaged()
+
+    assert await images(storage, damaged) == ["job-1"]
+    assert damaged.count == 2, "the shards"
+    assert await failures(storage) == ["job-2", "job-3"]
+    counted = await reader.counts(storage, "spring")
+    assert (counted.images, counted.failed, counted.discarded) == (1, 2, 0)
+    listed = [each.id async for each in dead_letter_queue.recorded(storage, Selection())]
+    assert listed == ["job-2", "job-3"]
+    assert {each.outcome for each in await reader.Follower(storage).poll()} == {
+        "completed",
+        "failed",
+    }
+
+
+async def test_a_job_is_cancelled_only_if_the_operator_has_cancelled_its_campaign(
+    storage: Storage, worker: RecordLog
+) -> None:
+    await worker.add([ended(1, "cancelled")])
+    await worker.open("spring", "cancelled")
+    follower = reader.Follower(storage)
+
+    assert await failures(storage) == []
+    assert (await reader.counts(storage, "spring")).cancelled == 0
+    assert await follower.poll() == []
+    await RecordLog(storage.files, "operator").open("spring", "cancelled")
+    assert await failures(storage) == ["job-1"]
+    assert (await reader.counts(storage, "spring")).cancelled == 1
+
+
+@pytest.mark.parametrize("totals", [Totals(10**9, 10**9), Totals(2**60, 0)])
+async def test_a_short_shard_cannot_say_that_it_holds_a_billion_records(
+    storage: Storage, worker: RecordLog, totals: Totals
+) -> None:
+    await worker.add([image(1)])
+    part = shard_part([], totals)
+    assert await worker._blobs.append(SHARD.format("images"), part, 0)
+
+    counted = await reader.counts(storage, "spring")
+
+    assert (counted.images, counted.completed) == (1, 1)
+
+
+async def test_sizes_and_numbers_that_no_image_has_do_not_fit(
+    storage: Storage, worker: RecordLog
+) -> None:
+    good = image(1, size_bytes=MAX_IMAGE_BYTES)
+    lines = [
+        good.model_copy(update={"size_bytes": MAX_IMAGE_BYTES + 1}),
+        image(2, index=1, images=1),
+        good,
+    ]
+    await worker.add(lines)
+    damaged = Damaged()
+
+    assert await images(storage, damaged) == ["job-1"]
+    assert damaged.count == 2
+    assert "size_bytes" in str(damaged)
+
+
+async def test_no_more_jobs_have_ended_than_were_sent(storage: Storage, worker: RecordLog) -> None:
+    await send(storage, 3)
+    await worker.add([image(1), ended(2)])
+    await worker.add(image(number) for number in range(10, 20))
+    await worker.add(ended(number) for number in range(20, 30))
+
+    counted = await reader.counts(storage, "spring")
+
+    assert counted.sent == 3
+    assert counted.pending is not None
+    assert counted.sent == counted.ended + counted.pending
+    assert counted.unfit == 22 - 3
+
+
+async def test_of_two_records_of_an_image_the_one_of_the_stored_image_counts(
+    storage: Storage, worker: RecordLog
+) -> None:
+    metadata = {"digest": ONE, "sha256": ONE}
+    for number in (1, 2):
+        await storage.blobs.create(f"spring/job-{number}.png", b"pixels", "image/png", metadata)
+    await worker.add([image(1, sha256=OTHER), image(2, sha256=ONE), image(3)])
+    await worker.add([image(1, sha256=ONE), image(2, sha256=OTHER), image(3)])
+    damaged = Damaged()
+    before = storage.operations.blob_reads
+
+    assert await images(storage, damaged) == [ONE, "job-3", ONE]
+    assert damaged.count == 2
+    reads = storage.operations.blob_reads - before
+    assert reads == 2 + 3, "one shard twice, and the metadata where two records compete"
+
+
+async def test_a_job_whose_name_another_job_took_has_failed_and_is_no_duplicate(
+    storage: Storage, worker: RecordLog
+) -> None:
+    await storage.blobs.create("spring/job-2.png", b"pixels", "image/png", {"digest": ONE})
+    await worker.add([image(1)])
+    again = [image(1), image(1, digest=OTHER, source="m1"), image(1, digest=OTHER, source="m1")]
+    # A worker stored the second one, and died before it wrote its record.
+    again += [image(2, digest=OTHER, source="m2"), image(2, source="m3")]
+    await worker.add(again, again=True)
+    await send(storage, 4)
+
+    assert await images(storage) == ["job-1", "job-2"]
+    failed = [each async for each in reader.ended(storage, "spring")]
+    assert [(each.id, each.digest, each.error) for each in failed] == [
+        ("job-1", OTHER, "NameTakenError"),
+        ("job-2", OTHER, "NameTakenError"),
+    ]
+    assert "spring/job-1.png" in str(failed[0].reason)
+    counted = await reader.counts(storage, "spring")
+    assert (counted.images, counted.completed, counted.failed, counted.pending) == (2, 2, 2, 0)
+    followed = await reader.Follower(storage).poll()
+    assert sum(each.outcome == "failed" for each in followed) >= 1
+    await RecordLog(storage.files, "operator").add(
+        [each.model_copy(update={"outcome": "discarded"}) for each in failed]
+    )
+    assert await failures(storage) == []
+    assert (await reader.counts(storage, "spring")).discarded == 2
+
+
+async def test_a_failure_that_a_fault_had_written_twice_is_one(
+    storage: Storage, worker: RecordLog
+) -> None:
+    await worker.add([ended(1, attempts=5), ended(2, attempts=5)])
+    await RecordLog(worker._blobs, "another worker").add([ended(1, attempts=6)])
+    # Its message was sent twice by a load that was killed, and both have failed.
+    await worker.add([ended(2, source="its second message")])
+
+    assert await failures(storage) == ["job-1", "job-2"]
+    assert (await reader.counts(storage, "spring")).failed == 2
+
+
+async def test_another_jobs_failure_of_a_known_message_hides_none(
+    storage: Storage, worker: RecordLog
+) -> None:
+    await worker.add([ended(7, source="message-1")])
+    await worker.add([ended(1)])
+    assert sorted(await failures(storage)) == ["job-1", "job-7"]
+
+
+async def test_a_job_that_was_sent_again_after_its_failure_has_one_outcome(
+    storage: Storage, worker: RecordLog
+) -> None:
+    await send(storage, 1)
+    await worker.add([ended(1)])
+    await worker.add([image(1)])
+
+    counted = await reader.counts(storage, "spring")
+
+    assert (counted.completed, counted.failed, counted.pending, counted.unfit) == (1, 0, 0, 0)
+
+
+async def test_campaigns_that_nobody_has_sent_do_not_push_the_others_off_the_screen(
+    storage: Storage, worker: RecordLog
+) -> None:
+    await send(storage, 1)
+    await worker.add([image(1)])
+    await worker.add(image(1, campaign=f"made-up-{n}", blob=f"made-up-{n}/a.png") for n in range(9))
+    campaigns = Campaigns(storage)
+
+    await campaigns.refresh()
+
+    assert len(campaigns.rows) == 10
+    assert campaigns.rows[0][0] == "spring"
+
+
+async def test_all_campaigns_are_counted_with_one_listing_of_each_store(
+    storage: Storage, worker: RecordLog
+) -> None:
+    many = 60
+    await worker.add(
+        image(1, campaign=f"campaign-{n}", blob=f"campaign-{n}/a.png") for n in range(many)
+    )
+    before = storage.operations.blob_writes, storage.operations.blob_reads
+
+    found = await reader.all_counts(storage, Damaged())
+
+    assert {each.images for each in found.values()} == {1}
+    assert len(found) == many
+    assert storage.operations.blob_writes - before[0] <= 3, "listings"
+    assert storage.operations.blob_reads - before[1] == many
+
+
+async def send(storage: Storage, jobs: int) -> None:
+    await RecordLog(storage.blobs, "load").sent("spring", jobs)

@@ -1,0 +1,108 @@
+"""Whose image has the name of a job's: the job's own, of an earlier delivery, or another job's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from datetime import datetime
+
+from imagefleet import concurrency, errors
+from imagefleet.job.message import Job
+from imagefleet.records.record import Record, of_job
+from imagefleet.storage.protocol import BlobRecord, BlobStore
+
+#: Images of one job that are looked for at the same time.
+_LOOKS_AT_ONCE = 16
+
+#: Characters that a reason shows of a digest, and of what it quotes.
+_DIGEST_CHARACTERS = 12
+_QUOTED_CHARACTERS = 80
+
+_HOW_TO_MEND = "send this one again with another id (`imagefleet failed --export`)"
+
+
+async def is_stored(blobs: BlobStore, job: Job, index: int) -> bool | None:
+    """Whether an image of a job is stored; None: its name is taken, and nobody may see by whom.
+
+    Raises NameTakenError if another job's image has its name.
+    """
+    name = job.blob_name(index)
+    try:
+        found = await blobs.record(name)
+    except errors.SetupError:  # a worker's token allows to create images, not to read them
+        return None if await blobs.exists(name) else False
+    if found is None:
+        return False
+    # A job of fewer stages draws the same images as another does on its way.
+    if _digest_and_stages(found) != (job.stage_digest, str(job.stages)):
+        raise errors.NameTakenError(_taken_by(job, found))
+    return True
+
+
+def _digest_and_stages(image: BlobRecord) -> tuple[str, str]:
+    return image.metadata.get("digest", "none"), image.metadata.get("stages", "1")
+
+
+def _taken_by(job: Job, other: BlobRecord) -> str:
+    digest, stages = _digest_and_stages(other)
+    of_stages = f" and {stages[:1]} stages" if stages != str(job.stages) else ""
+    worker = other.metadata.get("worker", "an unknown worker")[:_QUOTED_CHARACTERS]
+    return (
+        f"the name {other.name} is taken by the image of another job, of digest"
+        f" {digest[:_DIGEST_CHARACTERS]}{of_stages}, that {worker} stored at"
+        f" {other.created_at:%Y-%m-%dT%H:%M:%SZ}; this job is {_shown(job)}: {_HOW_TO_MEND}"
+    )
+
+
+def taken_unseen(job: Job, index: int) -> errors.NameTakenError:
+    """The error of a job that is new, where nobody may see whose image has its name."""
+    return errors.NameTakenError(
+        f"the name {job.blob_name(index)} is taken, and this worker's token cannot read by which"
+        f" job; this job is {_shown(job)}. If it is the same, `imagefleet replay` settles it; else"
+        f" {_HOW_TO_MEND}"
+    )
+
+
+def _shown(job: Job) -> str:
+    return f"{job.prompt[:_QUOTED_CHARACTERS]!r}, of digest {job.stage_digest[:_DIGEST_CHARACTERS]}"
+
+
+async def find_stored(
+    blobs: BlobStore, job: Job, source: str, images: Iterable[int]
+) -> tuple[list[Record], errors.NameTakenError | None]:
+    """Records of those *images* that are stored, and the error of a name that another job's has.
+
+    *source* is the job's message. A name that is taken by nobody may see whom counts as stored: by
+    an earlier delivery of that message.
+    """
+    found: dict[int, Record] = {}
+    taken: list[errors.NameTakenError] = []
+
+    async def look(index: int) -> None:
+        try:
+            if await is_stored(blobs, job, index) is not False:
+                found[index] = stored_record(job, source, index, blobs.clock.now())
+        except errors.NameTakenError as error:
+            taken.append(error)
+
+    await concurrency.for_each(images, look, _LOOKS_AT_ONCE)
+    return [found[index] for index in sorted(found)], next(iter(taken), None)
+
+
+def stored_record(job: Job, source: str, index: int, at: datetime) -> Record:
+    """The record of an image that is stored *at* that time; by whom, and when, is not known."""
+    width, height = job.final_size
+    return Record.model_validate(
+        {
+            **of_job(job),
+            "outcome": "completed",
+            "at": at,
+            "source": source,
+            "blob": job.blob_name(index),
+            "index": index,
+            "completes": False if job.images > 1 else None,
+            "seed": job.image_seed(index),
+            "model": job.model,
+            "width": width,
+            "height": height,
+        }
+    )
