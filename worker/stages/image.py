@@ -149,7 +149,8 @@ class UploadStage:
         else:
             self.suspects.not_stored(name)
             self.settler.cost.lost("duplicate")
-            entry.again.append(self._record(encoded, name, is_own=False))
+            # Its own drawing is not stored, but kept aside.
+            entry.again.append(self._record(encoded, name, is_own=True))
             await self._keep_aside(name, encoded, metadata)
 
     async def _check_taken(self, image: InFlightImage, *, is_in_doubt: bool) -> None:
@@ -181,7 +182,7 @@ class UploadStage:
         await self.settler.retry_policy.call(create)
 
     def _record(self, encoded: _EncodedImage, name: str, *, is_own: bool) -> Record:
-        """The record of an image; *is_own*: the file that is stored is surely this drawing."""
+        """The record of an image; *is_own*: what is stored, or kept aside, is this drawing."""
         image = encoded.image
         width, height = image.final_size
         return self.settler.record(

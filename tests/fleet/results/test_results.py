@@ -231,7 +231,7 @@ async def test_numbers_that_no_column_holds_are_a_damaged_record(
 
     assert pq.read_table(tmp_path / "spring.parquet").num_rows == 5
     assert "and 3 more" in result.stderr
-    assert result.stderr.startswith(f"warning: 6 records do not fit, and are left out: {name}: ")
+    assert result.stderr.startswith(f"warning: 6 records do not fit: {name}: ")
 
 
 async def test_a_campaign_with_a_typing_error_is_named(
