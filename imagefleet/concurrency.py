@@ -12,6 +12,7 @@ from collections import defaultdict, deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any, Generic, NamedTuple, TypeVar, overload
 
@@ -78,11 +79,13 @@ async def for_each(
     """Awaits *work* for each item, some at the same time; the first error ends them all."""
     left = iter(items)
 
-    async def run() -> None:
+    async def run(first: Item) -> None:
+        await work(first)
         for item in left:
             await work(item)
 
-    await gather(*(run() for _ in range(at_once)))
+    # No more tasks than items: most callers have few.
+    await gather(*map(run, list(islice(left, at_once))))
 
 
 @contextlib.asynccontextmanager

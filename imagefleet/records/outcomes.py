@@ -64,24 +64,24 @@ class JobFacts:
 
 async def of_campaign(storage: Storage, campaign: str) -> AsyncIterator[JobFacts]:
     """The jobs of a campaign that have ended, each once; 60 bytes of memory for each failed one."""
-    ended = {hash(record.key) async for record in reader.ended(storage, campaign)}
-    partial: dict[str, dict[int, Record]] = {}
+    ended = {record.job async for record in reader.ended(storage, campaign)}
+    partial: dict[int, dict[int, Record]] = {}
     async for record in reader.images(storage, campaign):
         if not _is_of_its_job(record) or record.stage < record.stages:
             continue
         images = {record.index: record}
         if record.images > 1:
-            images = partial.setdefault(record.key, {})
+            images = partial.setdefault(record.job, {})
             images[record.index] = record
             if len(images) < record.images:
                 continue
-            del partial[record.key]
-        ended.discard(hash(record.key))  # it failed once, and was sent again
+            del partial[record.job]
+        ended.discard(record.job)  # it failed once, and was sent again
         yield known(images[min(images)]).completed(images.values())
     async for record in reader.ended(storage, campaign):
-        if hash(record.key) in ended:
-            ended.remove(hash(record.key))
-            images = partial.get(record.key, {})
+        if record.job in ended:
+            ended.remove(record.job)
+            images = partial.get(record.job, {})
             yield known(record).ended(record, images.values())
 
 

@@ -42,7 +42,7 @@ _NEWEST_SHARDS = 16
 _FOLLOWED: Collection[Kind] = ("again", "images", "jobs", "settled")
 
 #: Campaigns that are counted at the same time.
-_COUNTED_AT_ONCE = 16
+_COUNTED_AT_ONCE = 64
 
 
 @dataclass(frozen=True, slots=True)

@@ -154,7 +154,8 @@ async def outcomes_of(storage: Storage, sent: list[StormJob], campaign: str) -> 
     failed = await _failed(storage, campaign, wrong)
     completed = set[Key]()
     for key, job in jobs.items():
-        own = {(name, digest) for name, each in drawings([sent_as[key]]).items() for digest in each}
+        names = drawings([sent_as[key]])
+        own = {(name, digest, job.stages) for name in names for digest in names[name]}
         if own <= owners:
             completed.add(key)
         is_bad = BAD_STEPS in {stage.steps for stage in job.stages_left()}
@@ -176,10 +177,10 @@ async def outcomes_of(storage: Storage, sent: list[StormJob], campaign: str) -> 
 
 async def _owners(
     storage: Storage, jobs: Iterable[StormJob], campaign: str, wrong: list[str]
-) -> set[tuple[str, str]]:
-    """The stored images, each with the digest of the stage that it is, by its pixels."""
+) -> set[tuple[str, str, int]]:
+    """The stored images, each with the digest of its stage, by its pixels, and its job's stages."""
     candidates = drawings(jobs)
-    found = set[tuple[str, str]]()
+    found = set[tuple[str, str, int]]()
     async for blob in storage.blobs.records(f"{campaign}/"):
         data = await storage.blobs.read(blob.name) or b""
         of = candidates[blob.name].items()
@@ -187,7 +188,7 @@ async def _owners(
         # A batch's first image may be drawn as another job's of that id: its pixels tell no more.
         if (owner := blob.metadata.get("digest", "?")) not in drawn:
             wrong.append(f"{blob.name} of {owner[:8]} is the picture of {drawn}")
-        found.add((blob.name, owner))
+        found.add((blob.name, owner, int(blob.metadata.get("stages", "1"))))
     return found
 
 
@@ -306,7 +307,7 @@ async def untruths(
     again = [{name: job[name] for name in job if name != "failure"} for job in again]
     then = await outcomes_of(storage, again, RENAMED)
     await compare_counts(settings, console, then, RENAMED)
-    wrong = [f"{_shown(key)} of another name failed" for key in then.failed]
+    wrong = [f"the name of {_shown(key)} is taken as well" for key in then.taken]
     return [*truth.errors, *then.errors, *wrong], len(truth.taken)
 
 

@@ -30,18 +30,26 @@ async def is_stored(blobs: BlobStore, job: Job, index: int) -> bool | None:
         found = await blobs.record(name)
     except errors.SetupError:  # a worker's token allows to create images, not to read them
         return None if await blobs.exists(name) else False
-    if found is not None and found.metadata.get("digest") != job.stage_digest:
+    if found is None:
+        return False
+    # A job of fewer stages draws the same images as another does on its way.
+    if _digest_and_stages(found) != (job.stage_digest, str(job.stages)):
         raise errors.NameTakenError(_taken_by(job, found))
-    return found is not None
+    return True
+
+
+def _digest_and_stages(image: BlobRecord) -> tuple[str, str]:
+    return image.metadata.get("digest", "none"), image.metadata.get("stages", "1")
 
 
 def _taken_by(job: Job, other: BlobRecord) -> str:
-    digest = other.metadata.get("digest", "none")[:_DIGEST_CHARACTERS]
+    digest, stages = _digest_and_stages(other)
+    of_stages = f" and {stages[:1]} stages" if stages != str(job.stages) else ""
     worker = other.metadata.get("worker", "an unknown worker")[:_QUOTED_CHARACTERS]
     return (
-        f"the name {other.name} is taken by the image of another job, of digest {digest}, that"
-        f" {worker} stored at {other.created_at:%Y-%m-%dT%H:%M:%SZ}; this job is {_shown(job)}:"
-        f" {_HOW_TO_MEND}"
+        f"the name {other.name} is taken by the image of another job, of digest"
+        f" {digest[:_DIGEST_CHARACTERS]}{of_stages}, that {worker} stored at"
+        f" {other.created_at:%Y-%m-%dT%H:%M:%SZ}; this job is {_shown(job)}: {_HOW_TO_MEND}"
     )
 
 
