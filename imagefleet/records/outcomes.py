@@ -31,6 +31,8 @@ class JobFacts:
     campaign: str
     status: Status = "pending"
     seed: int | None = None
+    digest: str | None = dataclasses.field(default=None, kw_only=True)
+    """`Job.digest`, where the whole job is known."""
     reason: str | None = None
     blobs: tuple[str, ...] = ()
     metadata: Mapping[str, JsonValue] = dataclasses.field(default_factory=dict)
