@@ -106,3 +106,7 @@ class SetupError(FleetError):
 
 class MissingResourceError(SetupError):
     """A queue or container does not exist, or there is no token for it."""
+
+
+class NoTokenError(MissingResourceError):
+    """There is no SAS token for the resource."""

@@ -65,6 +65,13 @@ def message(text: str) -> str:
 
 def reason(error: BaseException) -> str:
     """Why a request failed, in a few words; the text of some errors has the whole address."""
+    if refused := getattr(error, "certificate_error", None):  # aiohttp's
+        why = getattr(refused, "verify_message", "") or type(refused).__name__
+        return (
+            f"the certificate of {getattr(error, 'host', 'the server')} is not trusted"
+            f" ({printable(message(why))[:100]}): if your own authority signed it, name the file"
+            " with the authority's certificate in SSL_CERT_FILE"
+        )
     text = " ".join(str(error).split())
     return printable(message(text))[:300] if text else type(error).__name__
 

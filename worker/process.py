@@ -14,6 +14,7 @@ from typing import NoReturn
 from imagefleet import errors
 from imagefleet.pricing import families
 from imagefleet.storage.open import Storage, open_storage
+from imagefleet.storage.protocol import BlobStore
 from imagefleet.telemetry import logs, probes, push
 from worker import progress, replica, tasks
 from worker.engine import contract, load
@@ -80,6 +81,17 @@ async def run_worker(
         worker = _Worker(settings, load, on_settled, on_progress, metadata, stop, hurry, member)
         report = await worker.run()
     return replace(report, stopped_by=received[0]) if received and settings.until_empty else report
+
+
+async def _check_files(files: BlobStore) -> None:
+    """Goes on without a container of files, which jobs need only for what they name in it."""
+    try:
+        await files.check()
+    except errors.NoTokenError:
+        raise
+    except errors.MissingResourceError as error:
+        files.may_be_missing = True
+        log.warning(f"no files, and no list of what is cancelled: {error}", action="no_files")
 
 
 @dataclass
@@ -186,12 +198,12 @@ class _Worker:
             # After the pipeline, whose metrics name this worker also while it waits.
             if not (
                 await tasks.run_until(self._stop, storage.check())
-                and await tasks.run_until(self._stop, storage.files.check())
+                and await tasks.run_until(self._stop, _check_files(storage.files))
             ):
                 return
             key = self._settings.trusted_key
             signed = f"jobs signed with {key} " if key else ""
-            address = f"http://{self._settings.host}:{self._port}/metrics"
+            address = f"http://{probes.authority(self._settings.host, self._port)}/metrics"
             source = f"{signed}from {storage.queue.name} of {storage.url}"
             log.info(f"pulling {source}, metrics at {address}", action="start", port=self._port)
             self._pipeline.start_up_phase = "fetching the model"

@@ -97,7 +97,7 @@ async def _check(settings: StorageSettings, credentials: Credentials, place: Pla
                 if await access.attempt(letter, functools.partial(_is_allowed, probe, client)):
                     allowed += letter
         except errors.MissingResourceError as error:
-            has_token = not isinstance(error, azure_errors.NoTokenError)
+            has_token = not isinstance(error, errors.NoTokenError)
             if has_token and place.resource not in OPTIONAL:
                 raise
             allowed = ""

@@ -14,6 +14,7 @@ import aiohttp
 from pydantic import BaseModel, ValidationError
 
 from imagefleet import errors, redaction
+from imagefleet.telemetry import proxies
 
 #: Seconds that are enough for a query over a fleet's whole day.
 TIMEOUT_SECONDS = 30.0
@@ -93,9 +94,7 @@ class Prometheus:
         except aiohttp.InvalidURL:
             raise errors.SetupError(f"not a Prometheus URL: {shown}") from None
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            raise errors.TransientError(
-                f"Prometheus at {shown} does not answer: {redaction.reason(error)}"
-            ) from None
+            raise proxies.unreachable(f"Prometheus at {shown} does not answer", error) from None
         try:
             reply = _Reply.model_validate_json(content)
         except ValidationError:
@@ -116,7 +115,7 @@ class Prometheus:
 async def connected(url: str, fleet: str | None = None) -> AsyncIterator[Prometheus]:
     """A session with the server at *url*, which may contain user:password@."""
     timeout = aiohttp.ClientTimeout(total=TIMEOUT_SECONDS)
-    async with aiohttp.ClientSession(timeout=timeout, trust_env=True) as session:
+    async with proxies.session(timeout=timeout) as session:
         yield Prometheus(session, url, fleet)
 
 

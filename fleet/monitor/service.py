@@ -38,6 +38,6 @@ async def run(
         ) as port,
         push.pushing(registry, settings, job=name),
     ):
-        where = f"metrics at http://{settings.host}:{port}/metrics"
+        where = f"metrics at http://{probes.authority(settings.host, port)}/metrics"
         log.info("%s; %s", doing, where, action="start", port=port)
         await console.until_stopped(work())

@@ -16,7 +16,7 @@ from fleet.salad import gpus
 from fleet.salad import groups as salad_groups
 from fleet.salad.groups import Group, Quota
 from imagefleet import errors, redaction, retry
-from imagefleet.telemetry import logs
+from imagefleet.telemetry import logs, proxies
 
 log = logs.EventLog(__name__)
 
@@ -32,6 +32,9 @@ RETRIES = retry.RetryPolicy(
     longest_wait_seconds=60,
     on_retry=lambda error: log.warning("retrying: %s", error, action="salad_retry"),
 )
+
+#: Where a person waits for one look, which can be repeated.
+FEW_RETRIES = retry.RetryPolicy(tries=2, first_wait_seconds=1)
 
 #: A server, or a proxy, may ask for hours; meanwhile nobody would watch the budget.
 LONGEST_RETRY_AFTER_SECONDS = 120.0
@@ -72,7 +75,10 @@ class SaladClient:
         key: str,
         organization: str = "",
         project: str = "",
+        retry_policy: retry.RetryPolicy | None = None,
     ) -> None:
+        """*retry_policy*: in place of `RETRIES`."""
+        self._retry_policy = retry_policy
         self._session = session
         self._key = key
         self._url = url.rstrip("/")
@@ -129,7 +135,7 @@ class SaladClient:
             RefusedError: a 4xx.
             TransientError: every try failed.
         """
-        return await RETRIES.call_in_doubt(
+        return await (self._retry_policy or RETRIES).call_in_doubt(
             lambda is_repeat: self._try(method, path, body, is_repeat=is_repeat)
         )
 
@@ -156,8 +162,11 @@ class SaladClient:
             ) as response:
                 text = await response.text(errors="replace")
         except (aiohttp.ClientError, TimeoutError) as error:
-            # The call may have arrived and only its answer been lost.
-            raise _failure(f"SaladCloud's API does not answer: {redaction.reason(error)}") from None
+            failure = proxies.unreachable("SaladCloud's API does not answer", error)
+            if isinstance(failure, errors.TransientError):
+                # The call may have arrived and only its answer been lost.
+                failure.outcome_is_unknown = True
+            raise failure from None
         shown = text
         for secret in filter(None, secrets):  # it may quote what it refuses
             for quoted in (secret, json.dumps(secret)[1:-1]):

@@ -21,7 +21,8 @@ from fleet.salad import groups as salad_groups
 from fleet.salad.client import SaladClient
 from fleet.salad.file import FleetFile
 from fleet.salad.groups import Group, Quota
-from imagefleet import errors
+from imagefleet import errors, retry
+from imagefleet.telemetry import proxies
 
 #: Instances start and stop within minutes; each poll is one call.
 POLL_SECONDS = 10.0
@@ -222,12 +223,16 @@ class Deployment:
 
 
 @contextlib.asynccontextmanager
-async def connected(file: FleetFile) -> AsyncIterator[Deployment]:
+async def connected(
+    file: FleetFile, retry_policy: retry.RetryPolicy | None = None
+) -> AsyncIterator[Deployment]:
     """The fleet that *file* describes, as deployed on SaladCloud."""
     key = file.api_key.read().get_secret_value()
     timeout = aiohttp.ClientTimeout(total=salad_client.TIMEOUT_SECONDS)
-    async with aiohttp.ClientSession(timeout=timeout, trust_env=True) as session:
-        salad = salad_client.SaladClient(session, file.api, key, file.organization, file.project)
+    async with proxies.session(timeout=timeout) as session:
+        salad = salad_client.SaladClient(
+            session, file.api, key, file.organization, file.project, retry_policy
+        )
         yield Deployment(salad, file.name)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -14,6 +15,7 @@ from fleet.monitor import prometheus
 from fleet.options import option
 from fleet.salad import deployment, gpus
 from fleet.salad import file as salad_file
+from fleet.salad.client import FEW_RETRIES
 from fleet.scale import scaler
 from fleet.scale.decision import Goal
 from fleet.settings import MonitorSettings
@@ -120,12 +122,14 @@ async def command(
     logs.configure("auto")
     state = running.state or Path(f"{fleet_file.name}-scale.json")
     in_use = f"another `imagefleet scale` keeps the state {state}"
+    policy = FEW_RETRIES if running.once or running.dry_run else None
     # A preview may run beside the scaler itself.
-    with contextlib.nullcontext() if running.dry_run else console.only_one(state, in_use):
+    alone = contextlib.nullcontext() if running.dry_run else console.only_one(state, in_use)
+    with alone, _explained(running.once):
         async with (
-            console.connected(settings) as client,
+            console.connected(settings, policy) as client,
             prometheus.connected_if(settings.prometheus, settings.queried_fleet) as server,
-            deployment.connected(fleet_file) as fleet,
+            deployment.connected(fleet_file, policy) as fleet,
         ):
             scaling = scaler.Scaler(
                 goal,
@@ -153,6 +157,17 @@ async def command(
                         action="scale_end",
                         running=scaling.running,
                     )
+
+
+@contextlib.contextmanager
+def _explained(is_only_one: bool) -> Iterator[None]:
+    """Says why there is no decision, where *is_only_one* and no later one mends it."""
+    try:
+        yield
+    except errors.TransientError as error:
+        if not is_only_one:
+            raise
+        raise errors.SetupError(f"no decision was made: {error}") from None
 
 
 def _deadline(limits: Limits) -> float | None:

@@ -7,8 +7,6 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-import aiohttp
-
 from fleet import console, options
 from fleet.campaigns import target
 from fleet.monitor import service as monitored
@@ -18,7 +16,7 @@ from fleet.webhooks import endpoint
 from fleet.webhooks.events import Source, State
 from fleet.webhooks.service import Service
 from imagefleet import redaction
-from imagefleet.telemetry import logs, metrics
+from imagefleet.telemetry import logs, metrics, proxies
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +69,7 @@ async def command(
             found.gone_at = None
         async with (
             console.connected(settings) as client,
-            aiohttp.ClientSession(trust_env=True) as session,
+            proxies.session() as session,
         ):
             source = Source(
                 *(client.storage, found, settings.fleet_name),

@@ -253,6 +253,9 @@ class BlobPart:
 class BlobStore(Protocol):
     """A store of blobs, which only `replace` overwrites. Every method may raise TransientError."""
 
+    may_be_missing: bool = False
+    """Whether a container that does not exist is one without blobs to whoever checks or reads."""
+
     clock: Clock
     """The clock of the storage: times that others compare are read from it."""
 

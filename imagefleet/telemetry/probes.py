@@ -55,12 +55,17 @@ async def listening(app: web.Application, host: str, port: int, what: str) -> As
             await site.start()
         except OSError as error:
             raise errors.SetupError(
-                f"cannot listen on {host}:{port} for {what}: {error.strerror or error}; choose"
-                " another with --port"
+                f"cannot listen on {authority(host, port)} for {what}: {error.strerror or error};"
+                " choose another with --port"
             ) from None
         yield runner.addresses[0][1]
     finally:
         await runner.cleanup()
+
+
+def authority(host: str, port: int) -> str:
+    """HOST:PORT as addresses have it, where IPv6 stands in brackets."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def _probe(

@@ -17,7 +17,7 @@ from prometheus_client import CollectorRegistry
 from yarl import URL
 
 from imagefleet import errors, redaction, retry
-from imagefleet.telemetry import logs, metrics
+from imagefleet.telemetry import logs, metrics, proxies
 from imagefleet.telemetry.settings import TelemetrySettings
 
 log = logs.EventLog(__name__)
@@ -51,7 +51,7 @@ async def pushing(
     token = settings.push_token.get_secret_value() if settings.push_token else None
     headers = {"Authorization": f"Bearer {token}"} if token else {}
     timeout = aiohttp.ClientTimeout(total=TIMEOUT_SECONDS)
-    async with aiohttp.ClientSession(headers=headers, timeout=timeout) as client:
+    async with proxies.session(headers=headers, timeout=timeout) as client:
         labels = {"job": job, "instance": instance or new_instance()}
         pusher = Pusher(client, registry, settings.push_url, labels)
         pushes = asyncio.create_task(pusher.run(PUSH_SECONDS), name="push metrics")
@@ -120,9 +120,7 @@ class Pusher:
             ) as answer:
                 status, reason = answer.status, answer.reason
         except (aiohttp.ClientError, TimeoutError) as error:
-            raise errors.TransientError(
-                f"{where} does not answer: {redaction.reason(error)}"
-            ) from None
+            raise proxies.unreachable(f"{where} does not answer", error) from None
         if status < 300:  # noqa: PLR2004
             return
         if status >= 500 or status in _RETRYABLE:  # noqa: PLR2004

@@ -139,10 +139,14 @@ class Outcomes:
     """What cannot be."""
     digests: dict[Key, list[str]]
     """Those of each job's stages."""
+    bad: set[Key]
+    """Jobs that nobody can draw."""
 
     @property
     def taken(self) -> list[Key]:
-        return [key for key, each in self.failed.items() if each.error == "NameTakenError"]
+        """Those that failed for their names alone; a bad job fails for either reason."""
+        taken = [key for key, each in self.failed.items() if each.error == "NameTakenError"]
+        return [key for key in taken if key not in self.bad]
 
 
 async def outcomes_of(storage: Storage, sent: list[StormJob], campaign: str) -> Outcomes:
@@ -152,12 +156,14 @@ async def outcomes_of(storage: Storage, sent: list[StormJob], campaign: str) -> 
     wrong = list[str]()
     owners = await _owners(storage, sent, campaign, wrong)
     failed = await _failed(storage, campaign, wrong)
-    completed = set[Key]()
+    completed, bad = set[Key](), set[Key]()
     for key, job in jobs.items():
-        own = {(name, digest) for name, each in drawings([sent_as[key]]).items() for digest in each}
+        names = drawings([sent_as[key]])
+        own = {(name, digest, job.stages) for name in names for digest in names[name]}
         if own <= owners:
             completed.add(key)
-        is_bad = BAD_STEPS in {stage.steps for stage in job.stages_left()}
+        if is_bad := BAD_STEPS in {stage.steps for stage in job.stages_left()}:
+            bad.add(key)
         outcomes = [*["completed"] * (key in completed), *["failed"] * (key in failed)]
         if len(outcomes) != 1:
             wrong.append(f"{_shown(key)} has {outcomes or 'no outcome'}")
@@ -171,15 +177,15 @@ async def outcomes_of(storage: Storage, sent: list[StormJob], campaign: str) -> 
     wrong += [f"of {name}, none is completed" for name in good - ids.keys()]
     digests = {key: [each.stage_digest for each in job.stages_left()] for key, job in jobs.items()}
     known = {key: failed[key] for key in jobs.keys() & failed.keys()}
-    return Outcomes(completed, known, wrong, digests)
+    return Outcomes(completed, known, wrong, digests, bad)
 
 
 async def _owners(
     storage: Storage, jobs: Iterable[StormJob], campaign: str, wrong: list[str]
-) -> set[tuple[str, str]]:
-    """The stored images, each with the digest of the stage that it is, by its pixels."""
+) -> set[tuple[str, str, int]]:
+    """The stored images, each with the digest of its stage, by its pixels, and its job's stages."""
     candidates = drawings(jobs)
-    found = set[tuple[str, str]]()
+    found = set[tuple[str, str, int]]()
     async for blob in storage.blobs.records(f"{campaign}/"):
         data = await storage.blobs.read(blob.name) or b""
         of = candidates[blob.name].items()
@@ -187,7 +193,7 @@ async def _owners(
         # A batch's first image may be drawn as another job's of that id: its pixels tell no more.
         if (owner := blob.metadata.get("digest", "?")) not in drawn:
             wrong.append(f"{blob.name} of {owner[:8]} is the picture of {drawn}")
-        found.add((blob.name, owner))
+        found.add((blob.name, owner, int(blob.metadata.get("stages", "1"))))
     return found
 
 
@@ -275,6 +281,7 @@ async def renamed(console: Console, truth: Outcomes) -> list[StormJob]:
     """The jobs whose names were taken, as `failed --export` has them, with names of their own."""
     exported = await console("failed", "--error", "NameTakenError", "--export")
     jobs = [json.loads(line) for line in exported.splitlines()]
+    jobs = [job for job in jobs if job.get("steps") != BAD_STEPS]
     if (count := len(jobs)) != len(truth.taken):
         truth.errors.append(f"{count} jobs are exported, of {len(truth.taken)}")
     return [
@@ -306,7 +313,7 @@ async def untruths(
     again = [{name: job[name] for name in job if name != "failure"} for job in again]
     then = await outcomes_of(storage, again, RENAMED)
     await compare_counts(settings, console, then, RENAMED)
-    wrong = [f"{_shown(key)} of another name failed" for key in then.failed]
+    wrong = [f"the name of {_shown(key)} is taken as well" for key in then.taken]
     return [*truth.errors, *then.errors, *wrong], len(truth.taken)
 
 

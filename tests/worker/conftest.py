@@ -87,6 +87,8 @@ def store_images(storage: Storage) -> StoreImages:
         job = read_job(body, "message")
         for index in indices or range(job.images):
             facts = {"job": str(job.id), "digest": job.stage_digest}
+            if job.stages > 1:
+                facts["stages"] = str(job.stages)
             await storage.blobs.create(job.blob_name(index), data, "image/png", facts)
 
     return store

@@ -7,7 +7,6 @@ import contextlib
 import hashlib
 import re
 import time
-import urllib.request
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from io import FileIO
@@ -20,7 +19,7 @@ from yarl import URL
 from imagefleet import errors, redaction, retry
 from imagefleet.files.kinds import BY_FOLDER, MODEL
 from imagefleet.storage import protocol
-from imagefleet.telemetry import logs
+from imagefleet.telemetry import logs, proxies
 from worker.files.disk_cache import DiskCache
 from worker.files.library import rested_blob
 
@@ -82,13 +81,14 @@ class HttpSource:
             if version is not None:
                 headers["If-Range"] = version
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=10, sock_read=STALL_SECONDS)
-        through_proxy = bool(urllib.request.getproxies_environment())
         try:
             async with (
-                aiohttp.ClientSession(timeout=timeout, trust_env=through_proxy) as session,
+                proxies.session(timeout=timeout) as session,
                 session.get(self._url, headers=headers) as response,
             ):
                 yield self._answer(response, offset)
+        except aiohttp.ClientConnectorCertificateError as error:
+            raise proxies.unreachable(f"{self.label} cannot be fetched", error) from None
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             # Without its cause, whose text may contain the address with its token.
             raise errors.TransientError(

@@ -135,7 +135,7 @@ class _Parent:
                 salad.updating_deletion_cost(metadata, lambda: self._metrics.busy_slots),
             ):
                 names = ", ".join(child.gpu.name for child in self._children)
-                address = f"http://{settings.host}:{port}/metrics"
+                address = f"http://{probes.authority(settings.host, port)}/metrics"
                 text = f"starting workers on GPU {names}, metrics at {address}"
                 log.info(text, action="start_workers", port=port)
                 try:

@@ -78,7 +78,7 @@ class AzureBlobs(protocol.BlobStore):
         async def request() -> None:
             # By a blob that does not exist: a container's SAS token may not read the properties of
             # the container itself, and the error code would be that of Azure's firewall.
-            with azure_errors.tolerated({"BlobNotFound"}):
+            with azure_errors.tolerated(self._not_there):
                 with azure_errors.tolerated(azure_errors.LESS_PERMISSION):
                     await self._client.get_blob_client(_NO_BLOB).get_blob_properties()
                 await self._may_create()
@@ -112,7 +112,7 @@ class AzureBlobs(protocol.BlobStore):
         protocol.check_metadata(metadata)
         if await self.record(name) is not None:
             return False
-        earlier = {"BlobNotFound", *azure_errors.LESS_PERMISSION}
+        earlier = azure_errors.LESS_PERMISSION
         lists = await self._found("c", lambda: blob.get_block_list("uncommitted"), earlier)
         there = {block.id for block in lists[1]} if lists else set()
         blocks, reading = _blocks(file), asyncio.Lock()
@@ -152,7 +152,7 @@ class AzureBlobs(protocol.BlobStore):
             match_condition=MatchConditions.IfNotModified,
             **_properties(content_type, {}),
         )
-        return await self._found("w", request, {"ConditionNotMet", "BlobNotFound"}) is not None
+        return await self._found("w", request, {"ConditionNotMet"}) is not None
 
     async def append(self, name: str, data: bytes, position: int) -> bool:
         blob = self._blob(name)
@@ -258,6 +258,11 @@ class AzureBlobs(protocol.BlobStore):
             async for blob in page:
                 yield blob
 
+    @property
+    def _not_there(self) -> Collection[str]:
+        """The error codes that say that there is no blob."""
+        return {"BlobNotFound", *(azure_errors.MISSING if self.may_be_missing else ())}
+
     def _blob(self, name: str) -> BlobClient:
         protocol.check_blob_name(name)
         return self._client.get_blob_client(name)
@@ -305,12 +310,12 @@ class AzureBlobs(protocol.BlobStore):
         self,
         permission: str,
         request: Callable[[], Awaitable[_Result]],
-        codes: Collection[str] = frozenset({"BlobNotFound"}),
+        codes: Collection[str] = (),
     ) -> _Result | None:
-        """What *request* returns; None if the answer has one of the error *codes*."""
+        """What *request* returns; None if there is no blob, or for one of the error *codes*."""
 
         async def tolerant() -> _Result | None:
-            with azure_errors.tolerated(codes):
+            with azure_errors.tolerated({*self._not_there, *codes}):
                 return await request()
             return None
 

@@ -76,7 +76,7 @@ class Access:
             used = self._in_use()
             if isinstance(self.credential, AzureSasCredential) and not used.token:
                 missing = azure_errors.missing_token(self.what, self._resource, permission)
-                raise azure_errors.NoTokenError(missing)
+                raise errors.NoTokenError(missing)
             try:
                 with azure_errors.translated(self.what, used, permission):
                     result = await request()

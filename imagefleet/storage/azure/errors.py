@@ -21,6 +21,7 @@ from azure.core import exceptions
 from imagefleet import errors
 from imagefleet.storage.azure import roles, sas
 from imagefleet.storage.settings import Resource
+from imagefleet.telemetry import proxies
 
 #: Another worker has the message, or it was deleted.
 LEASE_LOST = frozenset({"MessageNotFound", "PopReceiptMismatch"})
@@ -100,10 +101,6 @@ class ReplyLostError(errors.TransientError):
 
 class RefusedError(errors.SetupError):
     """The credentials are expired, revoked or wrong."""
-
-
-class NoTokenError(errors.MissingResourceError):
-    """There is no SAS token for the resource."""
 
 
 @contextmanager
@@ -221,6 +218,8 @@ def _from_connection(error: Exception, what: str) -> errors.FleetError:
             f"cannot reach {what}: there is no host {cause.host!r}; check the account's name in"
             " --storage, and the network"
         )
+    if isinstance(cause, aiohttp.ClientConnectorCertificateError):
+        return proxies.unreachable(f"cannot reach {what}", cause)
     # The text of a ClientResponseError ends in the URL.
     text = cause.message if isinstance(cause, aiohttp.ClientResponseError) else str(cause)
     message = f"cannot reach {what}: {type(cause).__name__} {text}".rstrip()

@@ -127,7 +127,7 @@ class AzureQueue:
 
         try:
             return await self._call("", request)
-        except azure_errors.NoTokenError:
+        except errors.NoTokenError:
             return False
 
     async def check(self) -> None:

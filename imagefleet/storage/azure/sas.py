@@ -19,6 +19,7 @@ from pydantic import AfterValidator, AwareDatetime, BaseModel, SecretStr, model_
 
 from imagefleet import errors, redaction, retry, validation
 from imagefleet.storage.settings import Resource, StorageSettings
+from imagefleet.telemetry import proxies
 
 #: A signed token as it stands in a query, without its question mark.
 _TOKEN = re.compile(r"(?=.*(?:^|&)sig=[^&]+)[^\s?#]+")
@@ -192,7 +193,7 @@ class TokenBroker:
         timeout = aiohttp.ClientTimeout(total=_TIMEOUT_SECONDS)
         try:
             async with (
-                aiohttp.ClientSession(timeout=timeout, trust_env=True) as session,
+                proxies.session(timeout=timeout) as session,
                 # No redirects: the identity token is for this address alone.
                 session.post(
                     self._url, headers=headers, allow_redirects=False, ssl=self._tls
@@ -202,9 +203,7 @@ class TokenBroker:
                 tokens = read_tokens(await response.read())
                 return tokens, _life_seconds(tokens, response.headers.get("Date"))
         except (aiohttp.ClientError, OSError) as error:
-            raise errors.TransientError(
-                f"cannot reach the broker: {type(error).__name__}"
-            ) from None
+            raise proxies.unreachable("cannot reach the broker", error) from None
         except ValueError as error:
             raise errors.TransientError(f"invalid answer of the broker: {error}") from None
 

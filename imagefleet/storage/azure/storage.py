@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import urllib.request
 from email.utils import parsedate_to_datetime
 from typing import Any, Self
 from urllib.parse import urlsplit
@@ -24,6 +23,7 @@ from imagefleet.storage.azure.sender import MessageSender
 from imagefleet.storage.protocol import Clock, Operations
 from imagefleet.storage.routing.models import ModelQueues
 from imagefleet.storage.settings import Resource, StorageSettings
+from imagefleet.telemetry import proxies
 
 #: An API version that every Azure cloud, Azurite and every allowed release of the SDK support. The
 #: SDK's default is the newest, which Azurite refuses.
@@ -81,8 +81,8 @@ class _ClockReader:
 class AzureStorage:
     """The queues and the containers of one storage account. Connects on first use.
 
-    Honours HTTPS_PROXY, HTTP_PROXY and NO_PROXY; else aiohttp is not to look for a proxy on each
-    request, which takes almost half of the CPU time. Raises SetupError as `open_storage`.
+    Honours the proxies of the environment; else aiohttp is not to look for one on each request,
+    which takes almost half of the CPU time. Raises SetupError as `open_storage`.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class AzureStorage:
         identity_token: sas.IdentityToken | None = None,
         read_timeout_seconds: float = READ_TIMEOUT_SECONDS,
     ) -> None:
-        self._through_proxy = bool(urllib.request.getproxies_environment())
+        self._through_proxy = proxies.through_proxy()
         self._transport = AioHttpTransport(
             connection_timeout=CONNECT_TIMEOUT_SECONDS,
             read_timeout=read_timeout_seconds,

@@ -93,7 +93,7 @@ class LocalBlobs(protocol.BlobStore):
 
     async def check(self) -> None:
         """Raises SetupError if there is no such folder."""
-        if not self.folder.is_dir():
+        if not self.may_be_missing and not self.folder.is_dir():
             raise no_folder(self.folder)
 
     async def create(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import shutil
 import sqlite3
 import uuid
@@ -81,6 +82,9 @@ COUNT = "SELECT count(*), count(nullif(visible_at, 0)) FROM messages WHERE queue
 RECORD_SHARDS = "UPDATE queues SET used = ?, made = ? WHERE name = ?"
 SHARDS = "SELECT used, made FROM queues WHERE name = ?"
 
+#: SQLite's limit, 512 with the suffix of its journal.
+_MOST_PATH_BYTES = 504
+
 #: An I/O error with less room than this is one of a full disk.
 _LEAST_FREE_BYTES = 2**18
 
@@ -98,7 +102,8 @@ _START_ANEW = (
 def create(path: Path) -> None:
     """Creates a file without queues, in one step, unless there is one, or a lost one's log."""
     log = log_of(path)
-    draft = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
+    _check_length(path)
+    draft = path.with_name(f".{uuid.uuid4().hex}"[: len(path.name)])
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.exists():
@@ -126,6 +131,7 @@ def create(path: Path) -> None:
 
 def connect(path: Path) -> sqlite3.Connection:
     """Opens an existing file; a typo in a worker's address must not create an empty queue."""
+    _check_length(path)
     try:
         size = path.stat().st_size
     except (FileNotFoundError, NotADirectoryError):
@@ -154,6 +160,16 @@ def _check_application(connection: sqlite3.Connection, path: Path) -> None:
         raise errors.SetupError(
             f"{path} is not a queue file, but the database of another program or version:"
             " choose another folder with --storage, or move it away"
+        )
+
+
+def _check_length(path: Path) -> None:
+    """Raises SetupError for a path that SQLite would call missing."""
+    size = len(os.fsencode(os.path.realpath(path)))
+    if size > _MOST_PATH_BYTES:
+        raise errors.SetupError(
+            f"the path of the storage is too long for SQLite: {size:,} bytes with {path.name}, of"
+            f" {_MOST_PATH_BYTES} at most: choose a shorter one with --storage"
         )
 
 

@@ -164,8 +164,8 @@ def translated(error: OSError, folder: Path) -> errors.FleetError:
     return errors.TransientError(f"{folder}: {error.strerror or error}")
 
 
-def no_folder(folder: Path) -> errors.SetupError:
-    return errors.SetupError(f"there is no folder {folder}; `imagefleet load` creates it")
+def no_folder(folder: Path) -> errors.MissingResourceError:
+    return errors.MissingResourceError(f"there is no folder {folder}; `imagefleet load` creates it")
 
 
 def make_durable_folder(folder: Path, root: Path) -> None:

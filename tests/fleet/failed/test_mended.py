@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 import re
 import subprocess
@@ -291,6 +292,37 @@ def test_a_changed_job_is_signed_again_or_stays(
         return read_job(message.body, message.id, signers.trusted(key, storage.scope))
 
     assert within(read_signed).steps == 30
+
+
+@pytest.mark.parametrize("words", [(), ("--set", "steps=30")])
+def test_a_job_whose_signature_has_ended_is_yours_and_is_signed_again_with_the_key_alone(
+    in_process: Imagefleet,
+    within: Within[Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    words: tuple[str, ...],
+) -> None:
+    key = SigningKey.create(tmp_path / "key.pem")
+    job = Job(prompt="a cat", id="cat")
+
+    async def fail_late(storage: Storage) -> None:
+        then = dataclasses.replace(storage.scope, now=signers.ahead(-31))
+        await fail(storage, job.to_message(JobSigner(key, then)))
+
+    async def reads_again(storage: Storage) -> Job:
+        (message,) = [each async for each in storage.queue.browse()]
+        return read_job(message.body, message.id, signers.trusted(key, storage.scope))
+
+    within(fail_late)
+    monkeypatch.setenv("IMAGEFLEET_TRUSTED_KEY", key.public)
+    (listed,) = json.loads(in_process("failed", "--json").stdout)["jobs"]
+    assert listed["signed"] is True
+    assert "0 failed jobs discarded" in in_process("discard", "--unsigned", "--yes").stdout
+    assert "cat stays" in in_process("replay", "--all", "--yes", *words).stdout
+    assert within(queued) == []
+    monkeypatch.setenv("IMAGEFLEET_SIGNING_KEY", str(tmp_path / "key.pem"))
+    assert "1 failed job replayed" in in_process("replay", "--all", "--yes", *words).stdout
+    assert within(reads_again).prompt == "a cat"
 
 
 def test_a_change_takes_the_place_of_other_names_for_a_field(

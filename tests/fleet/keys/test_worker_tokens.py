@@ -168,15 +168,6 @@ async def test_a_workers_tokens_suffice_to_read_text_states(
     assert outcomes == {"completed": 1, "failed": 1}
 
 
-async def test_a_worker_says_at_its_start_that_there_is_no_container_of_files(
-    azurite_settings: StorageSettings, owner: Storage, tmp_path: Path
-) -> None:
-    elsewhere = azurite_settings.model_copy(update={"files_container": "no-such-files"})
-    with pytest.raises(errors.SetupError, match="'no-such-files' does not exist"):
-        await work(elsewhere, WORKER, tmp_path)
-    assert (await owner.queue.receive(1, LEASE_SECONDS))[0].delivery_count == 1, "no job was leased"
-
-
 def test_each_permission_of_the_role_has_its_work() -> None:
     assert set(NEEDED) == {
         (resource, letter)

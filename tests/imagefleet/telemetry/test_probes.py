@@ -10,6 +10,11 @@ from imagefleet import errors
 from imagefleet.telemetry import probes
 
 
+@pytest.mark.parametrize(("host", "shown"), [("::1", "[::1]:80"), ("127.0.0.1", "127.0.0.1:80")])
+def test_an_ipv6_address_stands_in_brackets(host: str, shown: str) -> None:
+    assert probes.authority(host, 80) == shown
+
+
 async def test_the_probes_report_the_state_of_the_worker() -> None:
     registry = CollectorRegistry()
     Counter("imagefleet_images", "Images stored.", registry=registry).inc(3)

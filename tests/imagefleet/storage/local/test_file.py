@@ -292,3 +292,24 @@ async def test_a_locked_file_is_reported_with_its_name(
         await queue.receive(1, LEASE_SECONDS)
     other.close()
     assert len(await queue.receive(1, LEASE_SECONDS)) == 1
+
+
+@pytest.mark.parametrize(("size", "fits"), [(504, True), (505, False), (5_000, False)])
+async def test_a_path_that_is_too_long_for_sqlite_is_not_called_missing(
+    tmp_path: Path, size: int, fits: bool
+) -> None:
+    path = tmp_path
+    rest = size - len(os.fsencode(tmp_path)) - len("/queue.sqlite")
+    while rest > 0:
+        part = rest - 1 if rest <= 200 else min(150, rest - 3)
+        path /= "a" * part
+        rest -= part + 1
+    path /= "queue.sqlite"
+    assert len(os.fsencode(path)) == size
+    if fits:
+        sqlite_file.create(path)
+        sqlite_file.connect(path).close()
+        return
+    for make in (sqlite_file.create, sqlite_file.connect):
+        with pytest.raises(errors.SetupError, match=f"too long for SQLite: {size:,} bytes"):
+            make(path)

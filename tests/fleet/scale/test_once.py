@@ -1,0 +1,38 @@
+"""One decision, which somebody waits for."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fleet import console
+from fleet.salad import client
+from imagefleet.telemetry import logs
+
+Imagefleet = Callable[..., "subprocess.CompletedProcess[str]"]  # the fixture of conftest.py
+
+
+def test_one_decision_without_a_network_is_one_sentence_after_a_few_tries(
+    salad: Any,
+    salad_module: Any,
+    in_process: Imagefleet,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(logs, "configure", lambda _: None)  # it would affect later tests
+    (tmp_path / "jobs.jsonl").write_text('{"prompt": "a cat"}\n')
+    in_process("load", "jobs.jsonl")
+    salad.faults = [salad_module.Fault(503, "") for _ in range(50)]
+
+    ended = in_process(
+        *("scale", "--dollars-per-hour", "0.3", "--max-dollars", "5", "--once", "--dry-run")
+    )
+
+    assert ended.returncode == console.EXIT_OPERATOR_MUST_ACT
+    said = "error: no decision was made: SaladCloud's API fails (HTTP 503)\n"
+    assert ended.stderr.endswith(said)
+    assert len(salad.requests) == client.FEW_RETRIES.tries

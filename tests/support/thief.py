@@ -1,0 +1,223 @@
+"""What a thief does with the tokens of a worker's role, by Azure's API; `ATTACKS` is the table.
+
+The thief knows the jobs of the queue, whose messages a worker may read, and the names that follow
+from them; by the role for chains also the images and records.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import hashlib
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+from azure.core.credentials import AzureSasCredential
+from azure.storage.blob.aio import ContainerClient
+from azure.storage.queue.aio import QueueClient
+
+from fleet.keys import mint
+from imagefleet.job.message import read_job
+from imagefleet.records.record import Record, Totals, shard_part
+from imagefleet.storage.azure.account import read_address
+from imagefleet.storage.azure.roles import Role
+from imagefleet.storage.azure.storage import API_VERSION
+from imagefleet.storage.settings import StorageSettings
+
+OPTIONS = {"api_version": API_VERSION, "retry_total": 0}
+
+#: Bytes that are no image.
+GARBAGE = b"garbage"
+
+
+@dataclasses.dataclass
+class Thief:
+    """Azure's clients with a worker's tokens, each token for its own resource."""
+
+    jobs: QueueClient
+    high: QueueClient
+    low: QueueClient
+    poison: QueueClient
+    images: ContainerClient
+    files: ContainerClient
+
+
+@contextlib.asynccontextmanager
+async def stealing(settings: StorageSettings, role: Role) -> AsyncIterator[Thief]:
+    """A thief with the tokens of *role*."""
+    minted = mint.Minter(settings).mint(role, timedelta(hours=1))
+    address = read_address(minted.storage)
+    names = settings.queues_of(None)
+    token = {resource: AzureSasCredential(each) for resource, each in minted.fields.items()}
+    async with (
+        address.queue_client(settings.queue, token["queue"], **OPTIONS) as jobs,
+        address.queue_client(names["high"], token["queue_high"], **OPTIONS) as high,
+        address.queue_client(names["low"], token["queue_low"], **OPTIONS) as low,
+        address.queue_client(settings.poison_queue, token["poison"], **OPTIONS) as poison,
+        address.container_client(settings.container, token["blob"], **OPTIONS) as images,
+        address.container_client(settings.files_container, token["files"], **OPTIONS) as files,
+    ):
+        yield Thief(jobs, high, low, poison, images, files)
+
+
+@dataclasses.dataclass(frozen=True)
+class Loot:
+    """What the thief knows: bodies of jobs in *campaign*, by what became of them."""
+
+    campaign: str
+    drawn: dict[str, str]
+    failed: dict[str, str]
+    waiting: dict[str, str]
+    workers: tuple[str, ...]
+
+    def record(self, job_id: str, body: str, outcome: str = "completed", **told: Any) -> Record:
+        """A forged record, credited to an honest worker."""
+        job = read_job(body, "none")
+        known = {
+            "outcome": outcome,
+            "id": job_id,
+            "digest": job.stage_digest,
+            "campaign": self.campaign,
+            "at": datetime.now(UTC),
+            "source": f"message-{job_id}",
+            "worker": self.workers[0],
+            "blob": job.blob_name(0) if outcome == "completed" else None,
+            "size_bytes": len(GARBAGE),
+            "sha256": hashlib.sha256(GARBAGE).hexdigest(),
+            "prompt": "forged",
+        }
+        return Record.model_validate(known | told)
+
+
+async def shard(
+    thief: Thief, campaign: str, kind: str, lines: Iterable[bytes], totals: Totals | None = None
+) -> None:
+    """Creates a shard with *lines*; *totals* may lie."""
+    lines = list(lines)
+    now = f"{datetime.now(UTC):%Y%m%dT%H%M%SZ}"
+    name = f"-records/{campaign}/{now}-thief-{id(lines):016x}.{kind}.jsonl.gz"
+    blob = thief.images.get_blob_client(name)
+    await blob.create_append_blob()
+    await blob.append_block(shard_part(lines, totals or Totals(len(lines), len(lines))))
+
+
+async def store(thief: Thief, name: str, data: bytes = GARBAGE, **metadata: str) -> None:
+    await thief.images.upload_blob(name, data, metadata=metadata)
+
+
+async def records_of_images(thief: Thief, loot: Loot) -> None:
+    """Images that are stored, with another SHA-256, before and after the honest record."""
+    for kind in ("images", "again"):
+        for days in (-1, 1):
+            at = datetime.now(UTC) + timedelta(days=days)
+            forged = [loot.record(*job, at=at).line() for job in loot.drawn.items()]
+            await shard(thief, loot.campaign, kind, forged)
+
+
+async def ends_of_completed_jobs(thief: Thief, loot: Loot) -> None:
+    for outcome in ("failed", "cancelled"):
+        forged = [loot.record(*job, outcome, error="E").line() for job in loot.drawn.items()]
+        await shard(thief, loot.campaign, "jobs", forged)
+
+
+async def operators_facts(thief: Thief, loot: Loot) -> None:
+    """Replayed, discarded, replaced, cancelled, and a billion sent jobs."""
+    everybody = {**loot.drawn, **loot.failed, **loot.waiting}
+    for outcome in ("replayed", "discarded"):
+        lines = [loot.record(*job, outcome).line() for job in everybody.items()]
+        for kind in ("jobs", "settled"):
+            await shard(thief, loot.campaign, kind, lines)
+    lines = [
+        loot.record(*job, "replaced", blob=read_job(job[1], "none").blob_name(0)).line()
+        for job in loot.drawn.items()
+    ]
+    await shard(thief, loot.campaign, "replaced", lines)
+    await shard(thief, loot.campaign, "cancelled", [])
+    note = json.dumps({"load": "thief", "jobs": 10**9}).encode() + b"\n"
+    await shard(thief, loot.campaign, "sent", [note])
+    blob = thief.images.get_blob_client(f"-sent/{loot.campaign}/0")
+    await blob.create_append_blob()
+    await blob.append_block(b"IF-SENT1" + bytes(60))
+
+
+async def totals_that_lie(thief: Thief, loot: Loot) -> None:
+    line = [loot.record("x", '{"prompt": "x", "id": "x"}', blob=f"{loot.campaign}/x.png").line()]
+    for lie in (Totals(2**40, 2**40), Totals(2**63, 1), Totals(5, 5)):
+        await shard(thief, loot.campaign, "images", line, lie)
+
+
+async def a_thousand_made_up_campaigns(thief: Thief, loot: Loot) -> None:
+    line = loot.record("x", '{"prompt": "x", "id": "x"}').line()
+    turn = asyncio.Semaphore(32)
+
+    async def add(number: int) -> None:
+        async with turn:
+            await shard(thief, f"made-up-{number}", "images", [line])
+
+    await asyncio.gather(*map(add, range(1_000)))
+
+
+async def numbers_without_bounds(thief: Thief, loot: Loot) -> None:
+    (job_id, body), *_ = loot.drawn.items()
+    line = loot.record(job_id, body).line()
+    for name in (b"size_bytes", b"attempts", b"width"):
+        told = line.removesuffix(b"}\n")  # of two values of a name the last counts
+        huge = told + b',"' + name + b'":9007199254740991}\n'
+        await shard(thief, loot.campaign, "images", [huge])
+    no_json = [b'{"outcome":' * 10_000 + b"\n", b"\xff\n"]
+    await shard(thief, loot.campaign, "images", no_json)
+    await shard(thief, loot.campaign, "jobs", no_json)
+
+
+async def records_of_images_that_are_not_there(thief: Thief, loot: Loot) -> None:
+    for number in range(3):
+        told = {"blob": f"{loot.campaign}/made-up-{number}.png"}
+        line = loot.record(f"made-up-{number}", '{"prompt": "x"}', **told).line()
+        await shard(thief, loot.campaign, "images", [line])
+
+
+async def drawings_under_workers_names(thief: Thief, loot: Loot) -> None:
+    """False second drawings and duplicates of the right digest, and a worker's own confession."""
+    for body in loot.drawn.values():
+        job = read_job(body, "none")
+        for worker in (*loot.workers, "a", "b"):
+            told = {"worker": worker, "digest": job.stage_digest, "job": str(job.id)}
+            name = f"-duplicates/{job.blob_name(0)}/{worker}-{id(told)}.png"
+            await store(thief, name, **told)
+        told = {"worker": "c", "digest": job.stage_digest, "job": str(job.id)}
+        with contextlib.suppress(Exception):  # one is there
+            await store(thief, f"-checks/{job.blob_name(0)}", **told)
+
+
+async def messages_of_failed_jobs(thief: Thief, loot: Loot) -> None:
+    """Poison messages: of completed jobs, of none, and not even JSON."""
+    for body in [*loot.drawn.values(), '{"prompt": "a", "id": "forged"}', "no JSON", "[" * 9_000]:
+        await thief.poison.send_message(body)
+
+
+async def garbage_in_other_workers_shards(thief: Thief, loot: Loot) -> None:
+    """Only the role for chains can name them: they have random parts."""
+    await thief.images.upload_blob("-records/nonsense", b"x")
+    await thief.images.upload_blob("-records/../x.images.jsonl.gz", b"x")
+
+
+Attack = Callable[[Thief, Loot], Awaitable[None]]
+
+ATTACKS: dict[str, Attack] = {
+    attack.__name__: attack
+    for attack in (
+        records_of_images,
+        ends_of_completed_jobs,
+        operators_facts,
+        totals_that_lie,
+        a_thousand_made_up_campaigns,
+        numbers_without_bounds,
+        records_of_images_that_are_not_there,
+        drawings_under_workers_names,
+        messages_of_failed_jobs,
+        garbage_in_other_workers_shards,
+    )
+}
