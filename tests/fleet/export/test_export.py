@@ -22,6 +22,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import polling
+import sent_jobs
 from fleet.export import formats, plan, shards
 from fleet.results import files
 from imagefleet.job.message import SUFFIXES, duplicate_name, image_stem, job_key
@@ -364,10 +365,9 @@ async def test_an_export_takes_no_more_than_the_disk_has(
 async def test_jobs_still_to_do_are_said(
     stored: list[Any], export: Run, local_settings: StorageSettings
 ) -> None:
-    from imagefleet.records.record import RecordLog
 
     async with open_storage(local_settings) as storage:
-        await RecordLog(storage.blobs, "filler").sent("spring", 7)
+        await sent_jobs.note(storage, "spring", 7)
 
     result = await export()
 
@@ -377,11 +377,10 @@ async def test_jobs_still_to_do_are_said(
 async def test_a_campaign_without_images_is_no_export_that_stays_empty(
     export: Run, local_settings: StorageSettings, tmp_path: Path
 ) -> None:
-    from imagefleet.records.record import RecordLog
 
     async with open_storage(local_settings) as storage:
         await storage.create()
-        await RecordLog(storage.blobs, "filler").sent("spring", 7)
+        await sent_jobs.note(storage, "spring", 7)
 
     assert "campaign spring has no images yet" in (await export(code=2)).stderr
     assert not (tmp_path / "out").exists()

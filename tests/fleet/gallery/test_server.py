@@ -18,6 +18,7 @@ from PIL import Image
 from yarl import URL
 
 import polling
+import sent_jobs
 from fleet.gallery import guard
 from fleet.keys import mint
 from imagefleet import errors, redaction
@@ -84,7 +85,7 @@ async def test_images_appear_as_they_are_stored(
         assert found["campaigns"] == ["spring"]
         await served.state_when(lambda state: state["total"] == 1, campaign="spring")
         await store(storage, log, 2, prompt="a blue fish", worker="w2")
-        await log.sent("spring", 5)
+        await sent_jobs.note(storage, "spring", 5)
         state = await served.state_when(lambda state: state["total"] == 2, campaign="spring")
         assert state["counts"] == {"images": 2, "failed": 0, "cancelled": 0}
         assert (state["jobs"], state["problem"]) == (2, "")

@@ -17,6 +17,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+import sent_jobs
 from fleet.results import forms
 from imagefleet.records import reader
 from imagefleet.records.record import Record, RecordLog, Totals, shard_part
@@ -41,7 +42,7 @@ async def stored(
         await add_job(storage, "0005", "cancelled", error=None, reason=None)
         await add_job(storage, "0006", "failed")
         await add_job(storage, "0006", "replayed")
-        await RecordLog(storage.blobs, "filler").sent("spring", 7)
+        await sent_jobs.note(storage, "spring", 7)
         yield storage
 
 
