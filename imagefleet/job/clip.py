@@ -34,6 +34,13 @@ COMMA_BACKTRACK = 20
 #: 2,400 tokens. Without a limit, one prompt of 64 KiB could fill the GPU.
 MAX_CHUNKS = 32
 
+#: What no token goes across: words, signs that may be in an embedding's name, and others.
+_TOKEN = re.compile(
+    r"(?P<other>'(?:s|t|re|ve|m|ll|d))|(?P<word>[^\W\d_]+)"
+    r"|(?P<sign>\d|[_.+()-]+(?![^\w\s]|_))|(?P<others>(?:[^\w\s]|_)+)"
+)
+_SPECIAL = re.compile(r"<\|(?:start|end)oftext\|>")
+
 Tokenise = Callable[[Sequence[str]], Sequence[Sequence[int]]]
 """The token ids of each text, without start and end tokens."""
 
@@ -198,11 +205,44 @@ def cut_into_chunks(
     # BREAK ends its chunk, even an empty one, but starts none at the end of the prompt.
     if len(sections) > 1 and not chunks[-1].tokens:
         chunks.pop()
-    if len(chunks) > MAX_CHUNKS:
-        raise errors.JobError(
-            f"the prompt has {len(chunks):,} chunks of {CHUNK_TOKENS} tokens; {MAX_CHUNKS} at most"
-        )
+    _refuse_more(len(chunks))
     return tuple(chunks)
+
+
+def check_length(prompt: Prompt) -> None:
+    """Raises JobError for a prompt that is too long whatever the tokenizer and the embeddings.
+
+    Each word, digit and row of signs is a token at least, or begins the name of an embedding, which
+    has no two words side by side. `cut_into_chunks` refuses what is shorter and yet too long.
+    """
+    sections = prompt.sections
+    # The most that there can be, which nearly no prompt comes near.
+    if len(sections) + len(prompt.text) // CHUNK_TOKENS <= MAX_CHUNKS:
+        return
+    *others, last = (
+        -(-sum(_fewest_tokens(part.text) for part in section) // CHUNK_TOKENS)
+        for section in sections
+    )
+    _refuse_more(sum(max(1, chunks) for chunks in others) + last, "at least ")
+
+
+def _fewest_tokens(text: str) -> int:
+    tokens, before = 0, None
+    text = unicodedata.normalize("NFC", cleaned(text)).lower()
+    for match in _TOKEN.finditer(_SPECIAL.sub(" , ", text)):
+        kind = match.lastgroup
+        is_in_name = {before, kind} in ({"word", "sign"}, {"sign"})
+        tokens += not is_in_name
+        before = kind
+    return tokens
+
+
+def _refuse_more(chunks: int, about: str = "") -> None:
+    if chunks > MAX_CHUNKS:
+        raise errors.JobError(
+            f"the prompt has {about}{chunks:,} chunks of {CHUNK_TOKENS} tokens; {MAX_CHUNKS} at"
+            " most"
+        )
 
 
 def _places(found: int | tuple[Embedding], weight: float) -> list[_Place]:

@@ -24,7 +24,7 @@ from pydantic import (
 )
 
 from imagefleet import errors, signing, validation
-from imagefleet.job import chain
+from imagefleet.job import chain, sizes
 from imagefleet.job.passes import fields as passes
 from imagefleet.job.passes import img2img
 from imagefleet.job.passes.fields import PassFields
@@ -138,6 +138,15 @@ class Job(PassFields, extra="forbid", frozen=True, allow_inf_nan=False, hide_inp
     @classmethod
     def _read_stages(cls, stages: tuple[dict[str, Any], ...]) -> tuple[dict[str, Any], ...]:
         return tuple(chain.fields_of_stage(number, each) for number, each in enumerate(stages, 2))
+
+    @model_validator(mode="after")
+    def _text_fits_its_file(self) -> Self:
+        if self.output.format == "jpeg":
+            try:
+                sizes.check_jpeg_text("".join(self.shown_prompts))
+            except errors.JobError as error:
+                raise ValueError(error.message) from None
+        return self
 
     @model_validator(mode="after")
     def _stages_are_jobs(self) -> Self:

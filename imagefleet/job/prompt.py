@@ -26,6 +26,9 @@ EMPHASIS_LIMIT = 100.0
 #: Deeper brackets add no weight (1.1 ** 32 is 21), and would be parsed in quadratic time.
 MAX_DEPTH = 32
 
+#: Per prompt: each is held in memory while an image is drawn.
+MAX_LORAS = 16
+
 _TAG = re.compile(r"<(\w+):([^>]*)>")
 _LORA_KINDS = frozenset({"lora", "lyco"})
 
@@ -109,6 +112,8 @@ def read_prompt(prompt: str, *, comments: bool = True) -> Prompt:
                 " <lora:name:weight>"
             )
         loras.append(_read_tag(arguments))
+    if len(loras) > MAX_LORAS:
+        raise errors.JobError(f"the prompt has {len(loras)} LoRAs; at most {MAX_LORAS} work")
     text = _TAG.sub("", prompt[:end]) + prompt[end:]
     if _AND.search(text):
         raise errors.JobError(

@@ -18,6 +18,7 @@ from typing import Annotated, Literal, Self
 from pydantic import AfterValidator, BaseModel, Field, StringConstraints, model_validator
 
 from imagefleet import errors
+from imagefleet.job import clip
 from imagefleet.job import prompt as prompts
 from imagefleet.job.prompt import Prompt
 
@@ -241,7 +242,7 @@ class FirstPass(BaseModel):
             )
         for field in ("prompt", "negative_prompt"):
             try:
-                getattr(self, f"parsed_{field}")
+                clip.check_length(getattr(self, f"parsed_{field}"))
             except errors.JobError as error:
                 raise ValueError(f"{field}: {error.message}") from None
         if abs(self.guidance) > MAX_GUIDANCE:

@@ -23,6 +23,9 @@ _MOST_BYTES_A_CHARACTER = 5
 #: What workers add to the message of a job with further stages (`imagefleet.job.chain`).
 STAGE_BYTES = 512
 
+#: The size of one JPEG segment, which limits the EXIF data.
+JPEG_EXIF_BYTES = 65_533
+
 #: Azure's limit for a blob name, in characters.
 MAX_BLOB_NAME = 1024
 
@@ -68,6 +71,15 @@ def checked_messages(bodies: Iterable[str]) -> list[str]:
                 " escape it in the JSON"
             )
     return checked
+
+
+def check_jpeg_text(text: str, more_bytes: int = 0) -> None:
+    """Raises JobError for an image's text that fits no JPEG, with *more_bytes* of its header."""
+    if len(text.encode("utf-16-be")) + more_bytes > JPEG_EXIF_BYTES:
+        raise errors.JobError(
+            "the prompts are too long for a JPEG's metadata (about 32,000 characters): shorten them"
+            " or choose png or webp"
+        )
 
 
 def metadata_json(metadata: Mapping[str, JsonValue]) -> bytes:

@@ -46,9 +46,10 @@ async def again(shards: Collection[StoredShard], damaged: Damaged) -> tuple[Agai
 async def told_apart(shard: StoredShard, records: list[Record]) -> list[Record]:
     """Records of taken names; those of another job than the stored image's are failed jobs."""
     found = await _metadata([shard], records)
+    of = [(record, found.get(record.blob, {})) for record in records]
     return [
-        each if each.fits(found.get(each.blob, {}), of_any_drawing=True) else each.name_taken()
-        for each in records
+        record if record.fits(metadata, of_any_drawing=True) else record.name_taken(metadata)
+        for record, metadata in of
     ]
 
 
@@ -74,7 +75,7 @@ async def left(
         async for part in parts:
             records = replaced.without(part, once=False)
             # A worker that died in between has stored these images, and written no record.
-            found = await _metadata(shards, filter(again.is_missing, records))
+            found = await _metadata(shards, filter(again.is_left, records))
             left = []
             for record in records:
                 metadata = found.get(record.blob, {})
@@ -82,7 +83,7 @@ async def left(
                     again.found([record])
                     left.append(record)
                 elif again.take(record):
-                    left.append(record.name_taken())
+                    left.append(record.name_taken(metadata))
             yield left
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections import Counter
 from collections.abc import (
     AsyncGenerator,
@@ -16,11 +15,10 @@ from dataclasses import dataclass, replace
 from datetime import datetime
 from typing import Any
 
-from pydantic import BaseModel, Field, ValidationError
-
 from imagefleet import concurrency, errors
 from imagefleet.job.message import RECORDS
 from imagefleet.records import drawn, stored
+from imagefleet.records import sent as ledger
 from imagefleet.records.record import Kind, Record, ShardName, Totals
 from imagefleet.records.stored import Damaged, StoredShard
 from imagefleet.storage.open import Storage
@@ -47,7 +45,7 @@ _COUNTED_AT_ONCE = 64
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """A campaign in numbers. *sent* is None where no filler has noted it."""
+    """A campaign in numbers. *sent* is None where nobody has noted it."""
 
     sent: int | None
     images: int
@@ -82,15 +80,11 @@ class Counts:
         return replace(self, **figures)
 
 
-class _Sent(BaseModel, hide_input_in_errors=True):
-    load: str = Field(max_length=200)
-    jobs: int = Field(ge=0, lt=2**53)
-
-
 async def campaigns(storage: Storage) -> AsyncIterator[str]:
-    """The campaigns that have records, by name; a listing of folders in either store."""
+    """The campaigns that have records, by name; listings of folders."""
     found = {name async for name in storage.blobs.folders(RECORDS)}
     found |= {name async for name in storage.files.folders(RECORDS)}
+    found.update(await ledger.campaigns(storage))
     for name in sorted(found):
         if ShardName.read(f"{RECORDS}{name}/-.jobs.jsonl.gz"):
             yield name
@@ -152,18 +146,6 @@ async def end(storage: Storage, campaign: str) -> dict[str, int]:
     }
 
 
-async def sent(storage: Storage, campaign: str) -> int | None:
-    """Counts its jobs, as far as fillers noted them; a listing, and a read for each filler."""
-    by_filler = await sent_by_filler(storage, campaign)
-    return sum(by_filler.values()) if by_filler else None
-
-
-async def sent_by_filler(storage: Storage, campaign: str) -> dict[str, int]:
-    """The jobs that each filler has noted, by what names the filler across its restarts."""
-    shards = await stored.shards_of(storage, campaign)
-    return await _sent(stored.of_kind(shards, "sent"), Damaged())
-
-
 async def newest(storage: Storage, campaign: str, most: int) -> list[Record]:
     """The latest images and jobs, oldest first: a listing, and the ends of 32 shards at most."""
     shards = await stored.shards_of(storage, campaign)
@@ -189,26 +171,27 @@ async def counts(storage: Storage, campaign: str, damaged: Damaged | None = None
     more jobs have ended than were sent.
     """
     damaged = damaged or Damaged()
-    return await _counts(await stored.shards_of(storage, campaign, damaged), damaged)
+    shards = await stored.shards_of(storage, campaign, damaged)
+    return await _counts(shards, await ledger.counts(storage, campaign), damaged)
 
 
 async def all_counts(storage: Storage, damaged: Damaged) -> dict[str, Counts]:
-    """The numbers of all campaigns: of `counts`, with two listings for them all."""
-    by_campaign: dict[str, list[StoredShard]] = {}
+    """The numbers of all campaigns: of `counts`, with three listings for them all."""
+    with_ledger = await ledger.campaigns(storage)
+    by_campaign: dict[str, list[StoredShard]] = {name: [] for name in with_ledger}
     for shard in await stored.shards_of(storage, None, damaged):
         by_campaign.setdefault(shard.campaign, []).append(shard)
     found: dict[str, Counts] = {}
 
     async def count(campaign: str) -> None:
-        found[campaign] = await _counts(by_campaign[campaign], damaged)
+        sent = await ledger.counts(storage, campaign) if campaign in with_ledger else None
+        found[campaign] = await _counts(by_campaign[campaign], sent, damaged)
 
     await concurrency.for_each(by_campaign, count, _COUNTED_AT_ONCE)
     return found
 
 
-async def _counts(shards: Collection[StoredShard], damaged: Damaged) -> Counts:
-    by_filler = await _sent(stored.of_kind(shards, "sent"), damaged)
-    sent = sum(by_filler.values()) if by_filler else None
+async def _counts(shards: Collection[StoredShard], sent: int | None, damaged: Damaged) -> Counts:
     ends = await drawn.Ends.open(shards, damaged)
     async for records in stored.records(stored.of_kind(shards, "jobs"), damaged):
         ends.add(records)
@@ -386,20 +369,3 @@ async def _recounted(shards: Collection[StoredShard], ends: drawn.Ends, damaged:
         completed.update(record.job for record in stored_images if again.completes(record))
     ends.outcomes = {job: each for job, each in ends.outcomes.items() if job not in completed}
     return Totals(images, len(completed))
-
-
-async def _sent(shards: Collection[StoredShard], damaged: Damaged) -> dict[str, int]:
-    """The jobs sent by each filler: a shard is of one, and its last line has the sum."""
-    latest: dict[str, int] = {}
-
-    async def add(each: StoredShard) -> None:
-        for line in await stored.last_lines(each, damaged):
-            try:
-                note = _Sent.model_validate(json.loads(line))
-            except (ValidationError, ValueError, RecursionError):
-                damaged.add(each.blob.name, "a count of jobs that is not valid")
-            else:
-                latest[note.load] = max(note.jobs, latest.get(note.load, 0))
-
-    await concurrency.for_each(shards, add, stored.CONCURRENT_READS)
-    return latest

@@ -26,7 +26,7 @@ from PIL import ExifTags, Image
 
 from imagefleet import errors
 from imagefleet.files.picture import PNG_KEYWORD
-from imagefleet.job import samplers
+from imagefleet.job import samplers, sizes
 from imagefleet.job.message import Job, Output
 from imagefleet.job.passes import hires
 from worker.engine.contract import Pixels
@@ -222,9 +222,6 @@ COMPRESSION_LEVEL = 1
 #: PNG's filter "up": each byte minus the one above; smaller than "sub" on photographs.
 FILTER_UP = 2
 
-#: The size of one JPEG segment, which limits the EXIF data.
-_JPEG_EXIF_BYTES = 65_533
-
 
 @dataclass(frozen=True, slots=True)
 class EncodedImage:
@@ -299,13 +296,9 @@ def _with_pillow(pixels: Pixels, output: Output, parameters: str, job: str) -> b
     # A new Image for each call: Pillow keeps save()'s options on the object between threads.
     image = Image.fromarray(pixels)
     exif = _exif(parameters, job)
-    if output.format == "jpeg" and len(exif.tobytes()) > _JPEG_EXIF_BYTES:
+    if output.format == "jpeg" and len(exif.tobytes()) > sizes.JPEG_EXIF_BYTES:
         exif = _exif(parameters, "")
-        if len(exif.tobytes()) > _JPEG_EXIF_BYTES:
-            raise errors.JobError(
-                "the prompts are too long for a JPEG's metadata (about 32,000 characters): shorten"
-                " them or choose png or webp"
-            )
+        sizes.check_jpeg_text("", len(exif.tobytes()))
     buffer = io.BytesIO()
     image.save(buffer, output.format, quality=output.quality, exif=exif)
     return buffer.getvalue()

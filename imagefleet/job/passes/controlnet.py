@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, model_validator
@@ -13,6 +14,9 @@ from imagefleet.redaction import printable
 
 #: The most ControlNet units of a job, which is as many as the extension's page shows at most.
 MAX_UNITS = 10
+
+#: The most ControlNets of one pass, as many as sd-webui-controlnet shows at first.
+MOST_CONTROLS = 3
 
 #: Numbers and titles of its modes of resizing, as its versions have written them.
 _RESIZE_MODES = {
@@ -133,6 +137,16 @@ class Scripts(BaseModel, extra="forbid", frozen=True):
     """The scripts that run with every image, of which ControlNet is supported."""
 
     controlnet: Script = Script()
+
+
+def check(units: Sequence[Unit]) -> None:
+    """Raises ValueError if more units work in all steps than may at once."""
+    whole = sum((unit.guidance_start, unit.guidance_end) == (0, 1) for unit in units if unit.weight)
+    if whole > MOST_CONTROLS:
+        raise ValueError(
+            f"alwayson_scripts: the job has {whole} ControlNets; at most {MOST_CONTROLS} work at"
+            " once"
+        )
 
 
 def fields_of_scripts(scripts: object) -> dict[str, Any]:

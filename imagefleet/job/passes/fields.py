@@ -101,6 +101,7 @@ class PassFields(Hires, Extras):
         if not self.init_images and (unused := self.model_fields_set & img2img.OWN_FIELDS):
             raise ValueError(f"{min(unused)}: is for img2img; init_images is missing")
         if self.controls:
+            controlnet.check(self.controls)
             if self.enable_hr:
                 raise ValueError("alwayson_scripts: ControlNets with enable_hr are not supported")
             if self.mask is not None and self.inpaint_full_res:
@@ -111,7 +112,7 @@ class PassFields(Hires, Extras):
         if self.enable_hr:
             if self.init_images:
                 raise ValueError("enable_hr: is for txt2img; remove it, or init_images")
-            hires.check(self)
+            hires.check(self, self.denoising_strength)
             hires.read_prompts(self)
         if not extras.FIELDS.isdisjoint(self.model_fields_set):
             given = {"enable_hr": self.enable_hr, "alwayson_scripts": self.controls}

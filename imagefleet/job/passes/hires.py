@@ -8,8 +8,8 @@ from typing import Annotated
 from pydantic import AfterValidator, BeforeValidator, Field
 
 from imagefleet import errors
+from imagefleet.job import clip, samplers
 from imagefleet.job import prompt as prompts
-from imagefleet.job import samplers
 from imagefleet.job.prompt import SAFE_NAME, Prompt
 from imagefleet.job.samplers import MAX_GUIDANCE, MAX_SIDE, MIN_SIDE, FirstPass, PromptText
 
@@ -62,6 +62,9 @@ def _same_as_first(value: object) -> object:
     """None for what AUTOMATIC1111's page writes where the second pass has the first's value."""
     return None if value in ("", "Use same sampler", "Use same scheduler") else value
 
+
+#: A second pass lengthens the schedule instead of shortening itself; DDIM has no more timesteps.
+MOST_STEPS = 1000
 
 _HiresSide = Annotated[int, Field(ge=0, le=MAX_SIDE)]
 _OrSame = Annotated[str | None, BeforeValidator(_same_as_first)]
@@ -144,13 +147,27 @@ def steps(job: Hires) -> int:
     return job.hr_second_pass_steps or job.steps
 
 
+def check_strength(steps: int, strength: float) -> None:
+    """Raises JobError for a strength by which so many steps are the last of too many."""
+    if strength and steps / strength > MOST_STEPS:
+        raise errors.JobError(
+            f"denoising_strength {strength:g} is too small for a second pass of {steps} steps: they"
+            f" would be the last of {steps / strength:.0f} steps, more than a model's"
+            f" {MOST_STEPS:,} timesteps"
+        )
+
+
 def sampler(job: Hires) -> str:
     name = job.hr_sampler_name or job.sampler_name
     return samplers.find(name, job.hr_scheduler or job.scheduler).key
 
 
-def check(job: Hires) -> None:
-    """Raises ValueError if the fields of the second pass do not fit the job."""
+def check(job: Hires, strength: float) -> None:
+    """Raises ValueError if the fields of the second pass of that *strength* do not fit the job."""
+    try:
+        check_strength(steps(job), strength)
+    except errors.JobError as error:
+        raise ValueError(error.message) from None
     try:
         samplers.check_scheduler(job.hr_scheduler)
         key = sampler(job)
@@ -175,6 +192,9 @@ def read_prompts(job: Hires) -> tuple[Prompt | None, Prompt | None]:
         field = "hr_negative_prompt"
         if job.hr_negative_prompt:
             negative = prompts.read_negative_prompt(job.hr_negative_prompt, comments=comments)
+        field = "hr_prompt or hr_negative_prompt"
+        for prompt in filter(None, (positive, negative)):
+            clip.check_length(prompt)
     except errors.JobError as error:
         raise ValueError(f"{field}: {error.message}") from None
     if positive is not None and abs(job.cfg_scale * positive.weight) > MAX_GUIDANCE:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from pydantic import SecretStr
 
+import sent_jobs
 from fleet.campaigns.table import Campaigns
 from fleet.keys import mint
 from imagefleet.job.message import MAX_IMAGE_BYTES
@@ -261,4 +262,4 @@ async def test_all_campaigns_are_counted_with_one_listing_of_each_store(
 
 
 async def send(storage: Storage, jobs: int) -> None:
-    await RecordLog(storage.blobs, "load").sent("spring", jobs)
+    await sent_jobs.note(storage, "spring", jobs)

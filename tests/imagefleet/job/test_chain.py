@@ -169,7 +169,9 @@ def test_the_first_message_leaves_room_for_those_of_later_stages() -> None:
     assert "takes more than" in refused(text({}, prompt="a" * room))
     alone = json.dumps({"prompt": "a" * room})
     assert sizes.checked_messages([alone]) == [alone]
-    fields = json.loads(text({}, id=None, prompt="é\\n&" * ((room - 500) // 10)))
+    count = (room - 500) // 10
+    prompt = "".join(sign * count for sign in ("é", "\\", "n", "&"))
+    fields = json.loads(text({}, id=None, prompt=prompt))
     fits = json.dumps(fields, ensure_ascii=False)
     sizes.checked_messages([fits])
     assert sizes.message_bytes(fits) > sizes.MAX_MESSAGE_BYTES - 1200

@@ -75,3 +75,49 @@ def test_metadata_of_any_script_has_its_bytes_in_utf_8_and_a_header_that_fits(le
     assert len(header) <= 4 / 3 * sizes.MAX_METADATA_BYTES + 4
     with pytest.raises(errors.InvalidMessageError, match=r"metadata: is 4,\d+ bytes"):
         read(metadata={"a": letter * (most + 1)})
+
+
+COMMA = "a red house, "
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"prompt": COMMA * 700}, "prompt: the prompt has at least 38 chunks of 75 tokens; 32"),
+        ({"negative_prompt": "word " * 2401}, "negative_prompt: .* at least 33 chunks"),
+        ({"prompt": "a BREAK " * 33 + "b"}, "at least 34 chunks"),
+        ({"enable_hr": True, "hr_prompt": "word " * 2401}, "hr_prompt.*at least 33 chunks"),
+        ({"prompt": "<lora:a:1>" * 17}, "prompt: the prompt has 17 LoRAs; at most 16"),
+        ({"prompt": "a" * 33_000, "output": {"format": "jpeg"}}, "too long for a JPEG"),
+        (
+            {"enable_hr": True, "steps": 50, "denoising_strength": 0.01},
+            "denoising_strength 0.01 is too small for a second pass of 50 steps",
+        ),
+        (
+            {"alwayson_scripts": {"controlnet": {"args": [{"image": "a.png", "model": "m"}] * 4}}},
+            "alwayson_scripts: the job has 4 ControlNets; at most 3",
+        ),
+    ],
+)
+def test_what_no_worker_draws_is_refused_before_any_has_it(
+    fields: dict[str, Any], reason: str
+) -> None:
+    assert re.search(reason, refusal(json.dumps({"prompt": "a", **fields})))
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"prompt": "word " * 2400},
+        {"prompt": "a BREAK " * 31 + "b"},
+        {"prompt": "my.style-2 " * 2400},
+        {"prompt": "e\u0301" * 3000},
+        {"prompt": "&amp;" * 3000},
+        {"prompt": "<lora:a:1>" * 16},
+        {"prompt": "a" * 32_000, "output": {"format": "jpeg"}},
+        {"prompt": "a" * 33_000, "output": {"format": "webp"}},
+        {"enable_hr": True, "steps": 50, "denoising_strength": 0.05},
+    ],
+)
+def test_what_a_worker_may_draw_is_read(fields: dict[str, Any]) -> None:
+    read(**fields)

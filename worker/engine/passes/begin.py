@@ -18,6 +18,8 @@ from PIL import Image, ImageFilter, ImageOps
 
 from imagefleet import errors
 from imagefleet.files.safetensors import Identity
+from imagefleet.job.passes import hires
+from imagefleet.job.passes.controlnet import MOST_CONTROLS
 from imagefleet.job.samplers import MAX_SIDE, MIN_SIDE, Noise
 from worker.engine import contract
 from worker.engine.families.reading import ImageNoise
@@ -25,9 +27,6 @@ from worker.engine.noise import NoiseStream
 
 #: AUTOMATIC1111's limit: at 1, img2img would take one step more than there are.
 _MOST_STRENGTH = 0.999
-
-#: A second pass lengthens the schedule instead of shortening itself; DDIM has no more timesteps.
-_MOST_STEPS = 1000
 
 
 class Steps(NamedTuple):
@@ -54,12 +53,7 @@ def second_pass(steps: int, denoising_strength: float) -> Steps:
     strength = _limited(denoising_strength)
     if strength == 0:
         return Steps(0, 0)
-    if steps / strength > _MOST_STEPS:
-        raise errors.JobError(
-            f"denoising_strength {denoising_strength:g} is too small for a second pass of {steps}"
-            f" steps: they would be the last of {steps / strength:.0f} steps, more than the model's"
-            f" {_MOST_STEPS} timesteps"
-        )
+    hires.check_strength(steps, strength)
     return Steps(int(steps / strength), steps - 1)
 
 
@@ -207,9 +201,6 @@ def prepare_enlarged(
     image = torch.from_numpy(init.pixels.copy()).permute(2, 0, 1).float() / 255 * 2 - 1
     return LowResolution(image, noise, level)
 
-
-#: The most ControlNets of one request, as many as sd-webui-controlnet shows at first.
-MOST_CONTROLS = 3
 
 #: An image of so few colours is a map of classes, which must not mix.
 _FEWEST_COLOURS, _MANY_COLOURS = 2, 200

@@ -35,9 +35,6 @@ LONG_CHUNKS = (4, 10, MAX_CHUNKS)
 #: Masks need contexts that are multiples of this.
 _TOKENS_ALIGNMENT = 8
 
-#: Per image: each is held in memory while it is drawn.
-_MAX_LORAS = 16
-
 #: LoRA files in memory: some 75 of rank 32.
 _LORA_CACHE_BYTES = 2 * 1024**3
 
@@ -329,8 +326,6 @@ class RequestPreparer(Preparer):
         self, loras: Sequence[contract.Lora]
     ) -> dict[lora_file.Network, list[merge.AppliedLora]]:
         """Each network's LoRAs; weights of one that is named twice add up, in whatever order."""
-        if len(loras) > _MAX_LORAS:
-            raise errors.JobError(f"the prompt has {len(loras)} LoRAs; at most {_MAX_LORAS} work")
         networks: list[lora_file.Network] = ["unet", *self._checkpoint.family.networks]
         files: dict[Identity, lora_file.LoraFile] = {}
         weights = defaultdict[tuple[lora_file.Network, Identity], float](float)
